@@ -1,0 +1,49 @@
+# Two commands set everything up: `make demo` and `make test`. Both build .venv first.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: help install demo test test-slow check format bench fault clean
+
+help:            ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(STAMP)  ## build .venv with everything that is tested
+
+# torch goes first and alone: with the pinned build in place, no other package can pull in a larger one.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt torch
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[hf,track,dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)   ## train two position methods for a minute and read them at 1 to 8 times their length
+	$(BIN)/trainshort demo
+
+# Two workers with one torch thread each: more threads than cores make torch slower, not faster.
+test: $(STAMP)   ## the default tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-slow: $(STAMP)  ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow
+
+check: $(STAMP)  ## format, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## rewrite the code in the one format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)  ## measure speed and memory against peers, in one run
+	$(BIN)/python -m benchmarks
+
+fault: $(STAMP)  ## kill, fill the disk, flip bits; print the counts
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m fault -s
+
+clean:           ## remove .venv and caches, never data or runs
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

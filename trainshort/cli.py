@@ -1,0 +1,83 @@
+"""`trainshort <command> ...`: finds the command, parses its arguments, turns mistakes into one sentence.
+
+A command is a dataclass whose fields are its arguments and whose `run()` does the work; tyro makes the parser from it.
+Only the chosen command's module is imported, which keeps `--help` quick.
+"""
+
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+
+import tyro
+
+from trainshort import __version__
+from trainshort.errors import InputError
+from trainshort.registry import did_you_mean
+
+
+@dataclass(frozen=True)
+class Command:
+    """Where a command lives, and the line `--help` shows for it."""
+
+    target: str  # "module:Class"
+    summary: str
+
+
+COMMANDS: dict[str, Command] = {
+    "demo": Command("trainshort.commands.demo:Demo", "train two small models and compare them past their length"),
+    "list": Command("trainshort.commands.names:List", "positions, backends, corpora, recipes or presets by name"),
+    "show": Command("trainshort.commands.names:Show", "a recipe's settings"),
+}
+
+USAGE_ERROR = 2
+
+
+def help_text() -> str:
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
+    return f"""usage: trainshort COMMAND [options]
+
+Train language models on short sequences, run them on long ones.
+
+commands:
+{rows}
+
+  trainshort COMMAND --help    what a command takes, with examples
+  trainshort --version         {__version__}
+
+examples:
+  trainshort demo
+  trainshort list positions
+"""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point; exits with 0, or with 2 and one sentence where the user can mend it."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        sys.exit(run(argv))
+    except InputError as error:
+        if os.environ.get("TRAINSHORT_TRACEBACK"):
+            raise
+        print(f"trainshort: {error}", file=sys.stderr)
+        sys.exit(USAGE_ERROR)
+    except BrokenPipeError:
+        # `trainshort ... | head` closes our output early; point stdout elsewhere so the interpreter's flush is quiet.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+def run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(help_text(), end="")
+        return 0
+    if argv[0] == "--version":
+        print(f"trainshort {__version__}")
+        return 0
+    name, rest = argv[0], argv[1:]
+    if name not in COMMANDS:
+        raise InputError(f"Unknown command '{name}'.{did_you_mean(name, COMMANDS)} See trainshort --help.")
+    module, _, attribute = COMMANDS[name].target.partition(":")
+    command = getattr(importlib.import_module(module), attribute)
+    return tyro.cli(command, args=rest, prog=f"trainshort {name}", description=command.__doc__).run() or 0

@@ -1,0 +1,288 @@
+"""What a run is: typed, frozen settings that refuse what they do not know.
+
+A `RunConfig` is all there is to say about a run; the command line is made from it and `config.json` is its dump, so the
+three can never disagree. No torch here: `trainshort --help` and the report read configs without it.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from trainshort.errors import InputError
+from trainshort.registry import did_you_mean
+
+FORMAT = 1
+"""Raised when a field changes meaning, so that a config of another version is refused instead of misread."""
+
+
+class Settings(BaseModel):
+    """Base of every config: frozen, no unknown keys, field docstrings double as help texts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> Self:
+        """Validate plain data; a mistake becomes one sentence that names the setting.
+
+        >>> TrainConfig.read({"stepz": 3})
+        InputError: Unknown setting 'stepz'. Did you mean 'steps'?
+        """
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise InputError(_explain(cls, error)) from None
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some settings changed, validated again. Sections are given as dicts and merged."""
+        values = self.model_dump()
+        for name, change in changes.items():
+            merged = isinstance(change, dict) and isinstance(values.get(name), dict)
+            values[name] = {**values[name], **change} if merged else change
+        return type(self).read(values)
+
+
+class AdaptiveConfig(Settings):
+    """Adaptive input and softmax (Baevski & Auli): rare words get narrower vectors."""
+
+    cutoffs: tuple[int, ...] = (20_000, 60_000)
+    """Word ranks at which a new, narrower band begins."""
+    factor: int = Field(default=4, ge=1)
+    """Each band's vectors are this many times narrower than the band before."""
+
+    @model_validator(mode="after")
+    def _cutoffs_ascend(self) -> Self:
+        if not self.cutoffs or list(self.cutoffs) != sorted(set(self.cutoffs)) or self.cutoffs[0] < 1:
+            raise ValueError(
+                f"cutoffs must be ascending positive word ranks, such as (20000, 60000); got {self.cutoffs}"
+            )
+        return self
+
+
+class ModelConfig(Settings):
+    """A pre-norm decoder language model. `position` alone decides how it knows where a token stands."""
+
+    vocabulary: int = Field(default=0, ge=0)
+    """Number of token types; 0 takes it from the data."""
+    layers: int = Field(default=4, ge=1)
+    """Transformer blocks."""
+    width: int = Field(default=128, ge=1)
+    """Size of the residual stream."""
+    heads: int = Field(default=8, ge=1)
+    """Query heads; must divide width."""
+    kv_heads: int | None = Field(default=None, ge=1)
+    """Key and value heads (grouped-query attention); must divide heads. Default: as many as heads."""
+    ffn: int | None = Field(default=None, ge=1)
+    """Hidden size of the feed-forward layers. Default: four times width."""
+    position: str = "alibi"
+    """Position method; `trainshort list positions` names them."""
+    activation: Literal["relu", "gelu"] = "gelu"
+    """Non-linearity of the feed-forward layers."""
+    biases: bool = True
+    """Whether the linear layers and norms have biases."""
+    final_norm: bool = True
+    """Whether a norm follows the last block (the paper's WikiText-103 model has none)."""
+    tie_embeddings: bool = True
+    """Whether the output matrix is the input embedding."""
+    embedding_scale: bool = False
+    """Whether embeddings are multiplied by the square root of width, as fairseq does."""
+    adaptive: AdaptiveConfig | None = None
+    """Adaptive input embeddings and softmax for very large word vocabularies. Default: one plain matrix."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on embeddings and on each residual branch."""
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on attention weights."""
+    activation_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout inside the feed-forward layers."""
+    head_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on the adaptive softmax's input and inside its tails."""
+    norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to variances in the norms."""
+    max_bias: float = Field(default=8.0, gt=0)
+    """ALiBi: the flattest slope is 2 to the minus this."""
+    learned_slopes: bool = False
+    """ALiBi: train the slopes (the paper found this extrapolates worse)."""
+    rotary_base: float = Field(default=10_000.0, gt=1)
+    """Rotary: wavelengths grow up to this many radians."""
+    t5_buckets: int = Field(default=32, ge=2)
+    """T5 bias: number of distance buckets."""
+    t5_max_distance: int = Field(default=128, ge=2)
+    """T5 bias: distances from here on share the last bucket."""
+    learned_length: int = Field(default=1024, ge=1)
+    """Learned positions: length of the table, and so the longest input."""
+    window: int | None = Field(default=None, ge=1)
+    """Sliding-window attention over this many tokens. Default: all that came before."""
+    backend: str = "auto"
+    """Attention engine; `trainshort list backends` names them."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.width % self.heads:
+            raise ValueError(
+                f"width {self.width} is not a multiple of heads {self.heads}; "
+                f"choose width {self.heads * max(1, round(self.width / self.heads))} or another number of heads"
+            )
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(f"kv_heads {self.kv_heads} must divide heads {self.heads}")
+        if self.position == "rotary" and (self.width // self.heads) % 2:
+            raise ValueError(f"rotary turns pairs, so width / heads must be even; got {self.width} / {self.heads}")
+        return self
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def ffn_width(self) -> int:
+        return self.ffn or 4 * self.width
+
+    @property
+    def key_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+
+class DataConfig(Settings):
+    """Which text, and how it becomes numbers."""
+
+    corpus: str = "sotu"
+    """Corpus name, file, folder or glob; `trainshort list corpora` names the built-in ones."""
+    tokenizer: str = "bpe"
+    """bytes, words, bpe, or the path of a saved tokenizer.json."""
+    vocabulary: int = Field(default=2048, ge=2)
+    """Size of a vocabulary that is built here (bpe, words)."""
+    folder: Path | None = None
+    """A prepared data folder. Default: data/<corpus>-<tokenizer><vocabulary>, prepared when it is missing."""
+    packing: Literal["blocks", "documents"] = "blocks"
+    """blocks: contiguous text, document ends ignored, as the paper; documents: packed, and they cannot see each other."""
+
+
+class OptimConfig(Settings):
+    """How weights are moved."""
+
+    name: Literal["adamw", "nesterov"] = "adamw"
+    """adamw, or the paper's Nesterov momentum."""
+    lr: float = Field(default=2e-3, gt=0)
+    """Peak learning rate."""
+    min_lr: float = Field(default=0.0, ge=0)
+    """Learning rate at the end of the schedule."""
+    warmup: int = Field(default=50, ge=0)
+    """Updates of linear warm-up."""
+    warmup_from: float = Field(default=0.0, ge=0)
+    """Learning rate at which the warm-up begins (the paper: 1e-7)."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the decay after the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW: decay of the two moments."""
+    momentum: float = Field(default=0.99, ge=0, lt=1)
+    """Nesterov: momentum."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decay of matrices; vectors (norms, biases, slopes) are not decayed."""
+    clip: float = Field(default=1.0, ge=0)
+    """Largest gradient norm; 0 does not clip."""
+
+
+class TrainConfig(Settings):
+    """How long, how much, how exactly."""
+
+    length: int = Field(default=128, ge=1)
+    """The paper's L: tokens in a training sequence. It ties nothing else; evaluate at any length."""
+    batch: int = Field(default=32, ge=1)
+    """Sequences per update, over all processes."""
+    micro_batch: int | None = Field(default=None, ge=1)
+    """Sequences per forward pass of one process; smaller saves memory, not mathematics. Default: all at once."""
+    steps: int = Field(default=600, ge=1)
+    """Updates."""
+    seed: int = Field(default=1, ge=0)
+    """Seed of weights, order of data and dropout."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16 runs the matrix products in half precision (autocast) where the hardware is fast at it."""
+    checkpoint_activations: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    log_every: int = Field(default=10, ge=1)
+    """Updates between two lines in metrics.jsonl."""
+    valid_every: int = Field(default=200, ge=0)
+    """Updates between validations; 0 validates at the end only."""
+    valid_tokens: int = Field(default=65_536, ge=1)
+    """At most this many validation tokens during training."""
+    save_every: int = Field(default=200, ge=0)
+    """Updates between checkpoints; 0 saves at the end only."""
+    keep: int = Field(default=2, ge=1)
+    """Checkpoints kept beside the best one."""
+    patience: int = Field(default=0, ge=0)
+    """Stop after this many validations without a better one; 0 never stops early."""
+    parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    """Under torchrun: replicate (ddp), shard (fsdp), or shard within a node and replicate across (hsdp)."""
+
+    @model_validator(mode="after")
+    def _micro_batch_fits(self) -> Self:
+        if self.micro_batch and self.batch % self.micro_batch:
+            raise ValueError(f"micro_batch {self.micro_batch} must divide batch {self.batch}")
+        return self
+
+
+class RunConfig(Settings):
+    """Everything a run depends on."""
+
+    format: int = FORMAT
+    """Version of this layout; written by the program."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _same_format(self) -> Self:
+        if self.format != FORMAT:
+            raise ValueError(
+                f"this config has format {self.format}, and this version of trainshort reads format {FORMAT}; "
+                "use the version that wrote it, or start a new run"
+            )
+        return self
+
+
+def save_config(config: Settings, path: Path) -> None:
+    path.write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def load_config(path: Path) -> RunConfig:
+    """Read a `config.json`; a missing, damaged or foreign file is told apart in words."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"No config at {path}. Is this a run folder? It should hold config.json.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not readable JSON ({error}). Restore it, or start a new run.") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path} should hold a JSON object of settings, but holds a {type(values).__name__}.")
+    if values.get("format", FORMAT) != FORMAT:
+        # Checked before the fields: another format may well have other fields, and those would be blamed first.
+        values = {"format": values["format"]}
+    return RunConfig.read(values)
+
+
+def _explain(cls: type[BaseModel], error: ValidationError) -> str:
+    """The first mistake of a pydantic error as one sentence; the others follow from mending it."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        prefix, _, key = where.rpartition(".")
+        close = did_you_mean(key, _fields_at(cls, first["loc"][:-1]))
+        return f"Unknown setting '{where}'.{close.replace(chr(39), chr(39) + prefix + '.', 1) if prefix else close}"
+    reason = first["msg"].removeprefix("Value error, ")
+    if not where:
+        return reason[0].upper() + reason[1:] + "."
+    if first["type"] == "value_error":
+        return f"In '{where}': {reason}."
+    return f"Setting '{where}' cannot be {first['input']!r}: {reason[0].lower() + reason[1:]}."
+
+
+def _fields_at(cls: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    """Names of the settings in the section that `loc` leads to."""
+    for part in loc:
+        annotation = cls.model_fields[str(part)].annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        cls = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return list(cls.model_fields)

@@ -1,0 +1,67 @@
+"""Models by name: the paper's three, and small ones for laptops and tests.
+
+presets.get("wikitext103")()            # a ModelConfig
+presets.get("wikitext103")().replace(position="sinusoidal")
+"""
+
+from collections.abc import Callable
+
+from trainshort.config import AdaptiveConfig, ModelConfig
+from trainshort.registry import Registry
+
+presets: Registry[Callable[[], ModelConfig]] = Registry("preset")
+
+
+@presets.register("tiny")
+def tiny() -> ModelConfig:
+    """2 layers, width 64, 4 heads: for tests."""
+    return ModelConfig(vocabulary=256, layers=2, width=64, heads=4)
+
+
+@presets.register("laptop")
+def laptop() -> ModelConfig:
+    """4 layers, width 128, 8 heads: trains in a minute or two on two cores."""
+    return ModelConfig(vocabulary=2048, layers=4, width=128, heads=8)
+
+
+@presets.register("small")
+def small() -> ModelConfig:
+    """6 layers, width 512, 8 heads: the shape of the benchmarks."""
+    return ModelConfig(vocabulary=8192, layers=6, width=512, heads=8)
+
+
+@presets.register("wikitext103")
+def wikitext103() -> ModelConfig:
+    """The paper's WikiText-103 model (Baevski & Auli), 246,933,504 parameters."""
+    return ModelConfig(
+        vocabulary=267_744,
+        layers=16,
+        width=1024,
+        heads=8,
+        ffn=4096,
+        activation="relu",
+        final_norm=False,
+        embedding_scale=True,
+        adaptive=AdaptiveConfig(cutoffs=(20_000, 60_000), factor=4),
+        dropout=0.3,
+        attention_dropout=0.1,
+        activation_dropout=0.1,
+        head_dropout=0.2,
+    )
+
+
+@presets.register("books")
+def books() -> ModelConfig:
+    """The paper's BookCorpus model: the same body with one tied matrix over BERT's sub-words.
+
+    The paper says "29K"; 29,056 is BERT's vocabulary of 28,996 (cased) rounded up to a multiple of 64.
+    """
+    return wikitext103().replace(vocabulary=29_056, adaptive=None, head_dropout=0.0)
+
+
+@presets.register("cc100")
+def cc100() -> ModelConfig:
+    """The paper's CC100+RoBERTa model, 1.3B; what the paper leaves open follows BASE Layers (docs/paper.md)."""
+    return ModelConfig(
+        vocabulary=51_200, layers=25, width=2048, heads=16, ffn=8192, activation="relu", embedding_scale=True
+    )

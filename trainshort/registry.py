@@ -1,0 +1,61 @@
+"""Names for things that can be chosen: positions, engines, corpora, tokenizers, recipes.
+
+One class for all of them, so that adding is always a decorator and an unknown name always helps:
+
+    positions = Registry("position method")
+
+    @positions.register("alibi")
+    class Alibi(PositionMethod): ...
+
+    positions.get("alibbi")   # InputError: Unknown position method 'alibbi'. Did you mean 'alibi'? Known: alibi, ...
+"""
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+from trainshort.errors import InputError
+
+Entry = TypeVar("Entry")
+Given = TypeVar("Given")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence naming the closest known word, or nothing when none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean '{close[0]}'?" if close else ""
+
+
+class Registry(Generic[Entry]):
+    """An ordered table from names to entries; registration order is the order of preference where one is needed."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, Entry] = {}
+
+    def register(self, name: str) -> Callable[[Given], Given]:
+        """Decorator that files a class or function under `name`; a name can be taken once only."""
+
+        def add(entry: Given) -> Given:
+            if name in self._entries:
+                raise InputError(f"{self.kind} '{name}' is already registered; choose another name.")
+            self._entries[name] = entry  # pyright: ignore[reportArgumentType]
+            return entry
+
+        return add
+
+    def get(self, name: str) -> Entry:
+        """The entry called `name`; an unknown name says which are known."""
+        if name not in self._entries:
+            known = ", ".join(self._entries)
+            raise InputError(f"Unknown {self.kind} '{name}'.{did_you_mean(name, self._entries)} Known: {known}.")
+        return self._entries[name]
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def items(self) -> Iterator[tuple[str, Entry]]:
+        return iter(self._entries.items())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
