@@ -1,0 +1,96 @@
+"""ALiBi's mathematics, in pure functions: slopes, bias, and the windows outside of which nothing can matter.
+
+    score(i, j) = q_i·k_j / √d  −  slope · (i − j)
+
+No positions enter the model anywhere else. Everything here is written in distances and computed in float32 or better:
+slope × absolute position, rounded to half precision, is the best-known fault of other implementations.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from trainshort.errors import InputError
+
+
+def slopes(heads: int, max_bias: float = 8.0) -> Float[Tensor, " heads"]:
+    """One slope per head, as the released code computes them.
+
+    A power of two gets the paper's geometric sequence; other counts take the sequence of the power of two below and
+    fill up with every second slope of the power above. (The paper's closed form differs there; no released model
+    uses it.)
+
+        slopes(4)   1/4  1/16  1/64  1/256
+        slopes(6)   1/4  1/16  1/64  1/256   1/2  1/8
+    """
+    if heads < 1:
+        raise InputError(f"ALiBi needs at least one head, got {heads}.")
+    if not max_bias > 0:
+        raise InputError(f"max_bias must be positive, got {max_bias}; the paper uses 8.")
+    below = 2 ** int(math.log2(heads))
+    values = _geometric(below, max_bias) + _geometric(2 * below, max_bias)[::2]
+    return torch.tensor(values[:heads], dtype=torch.float32)
+
+
+def _geometric(heads: int, max_bias: float) -> list[float]:
+    return [2.0 ** (-max_bias * (head + 1) / heads) for head in range(heads)]
+
+
+def distances(q_len: int, k_len: int, device: torch.device | None = None) -> Int[Tensor, "q_len k_len"]:
+    """How far each key lies behind each query; negative in the future. The last query stands on the last key.
+
+    distances(2, 5):   3 2 1 0 -1
+                       4 3 2 1  0
+    """
+    queries = torch.arange(k_len - q_len, k_len, device=device)
+    return queries[:, None] - torch.arange(k_len, device=device)
+
+
+def bias(slopes: Float[Tensor, " heads"], q_len: int, k_len: int) -> Float[Tensor, "heads q_len k_len"]:
+    """The written-out bias, −slope·distance, with −inf on the future. For tests and small inputs: engines compute it
+    on the fly."""
+    distance = distances(q_len, k_len, slopes.device)
+    linear = -slopes.float()[:, None, None] * distance
+    return linear.masked_fill(distance < 0, -math.inf)
+
+
+def proven_windows(
+    q: Float[Tensor, "batch heads q_len dim"],
+    k: Float[Tensor, "batch kv_heads k_len dim"],
+    slopes: Float[Tensor, " heads"],
+    tolerance: float,
+    block: int = 64,
+) -> Int[Tensor, "batch heads blocks"]:
+    """For each head and block of queries, a window w such that all keys at distance ≥ w together carry at most
+    `tolerance` of any row's softmax mass.
+
+    With U = ‖q_i‖·K/√d − s_ii (K the largest key norm up to i, s_ii the score of the row's own key, whose bias is 0):
+
+        dropped mass  ≤  Σ_{t ≥ w} exp(U − m·t)  =  exp(U − m·w) / (1 − e^(−m))
+
+    since each far score is at most ‖q_i‖·K/√d − m·t (Cauchy–Schwarz) and the row's denominator at least exp(s_ii).
+    A window of k_len or more means "everything": slope 0 or below, tolerance 0, or inputs that are not finite.
+    The arithmetic is float64, so that rounding cannot eat the promise; the cost is O(length · dim).
+    """
+    batch, heads, q_len, dim = q.shape
+    k_len, group = k.shape[2], heads // k.shape[1]
+    key_norm = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float64).cummax(dim=-1).values[..., k_len - q_len :]
+    query_norm = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float64)
+    own_key = k[..., k_len - q_len :, :].repeat_interleave(group, dim=1)
+    own_score = (q.double() * own_key.double()).sum(-1) / math.sqrt(dim)
+    excess = query_norm * key_norm.repeat_interleave(group, dim=1) / math.sqrt(dim) - own_score  # U
+
+    m = slopes.double()[:, None]
+    everything = torch.full_like(excess, k_len)
+    if tolerance <= 0:
+        window = everything
+    else:
+        window = torch.ceil((excess - math.log(tolerance) - torch.log(-torch.expm1(-m))) / m)
+        window = torch.where(torch.isfinite(window) & (m > 0), window, everything)
+    window = window.clamp(1, k_len)  # the row's own key is always read
+
+    blocks = -(-q_len // block)
+    padded = torch.nn.functional.pad(window, (0, blocks * block - q_len), value=1)
+    return padded.view(batch, heads, blocks, block).amax(-1).long()

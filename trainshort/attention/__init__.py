@@ -1,0 +1,32 @@
+"""Attention engines behind one call, `attend`. Importing this package registers them all."""
+
+from trainshort.attention import flex, reference, sdpa, squares
+from trainshort.attention.op import (
+    Bias,
+    Call,
+    DenseBias,
+    DistanceBias,
+    Engine,
+    LinearBias,
+    alibi_attention,
+    attend,
+    engines,
+    merge,
+)
+
+__all__ = [
+    "Bias",
+    "Call",
+    "DenseBias",
+    "DistanceBias",
+    "Engine",
+    "LinearBias",
+    "alibi_attention",
+    "attend",
+    "engines",
+    "flex",
+    "merge",
+    "reference",
+    "sdpa",
+    "squares",
+]

@@ -1,0 +1,86 @@
+"""Torch's own scaled_dot_product_attention, with the bias written out: any bias, any mask, any device.
+
+Queries are taken in chunks, so that neither bias nor mask is ever larger than a chunk needs, and with a sliding window
+only the keys in reach are read: a window of n costs O(length · n).
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainshort.attention.op import Call, engines, scale, visible, written_bias
+
+MASK_ELEMENTS = 1 << 24
+"""Largest mask written at once (64 MB in float32): large enough to keep the kernel busy, small beside a model."""
+
+
+class Sdpa:
+    """torch's scaled_dot_product_attention; takes any bias by writing it out, a chunk of queries at a time."""
+
+    def unsupported(self, call: Call) -> str | None:
+        device = call.q.device.type
+        if device != "cpu" and call.bias is not None and call.q.dtype in (torch.bfloat16, torch.float16):
+            return "its masks have the inputs' dtype there, which rounds the bias; use 'flex', or float32 inputs"
+        if call.needs_lse and (device != "cpu" or call.dropout or call.bias_needs_grad):
+            return (
+                "it returns a log-sum-exp only on the CPU, without dropout and without a trained bias; use 'reference'"
+            )
+        return None
+
+    def run(self, call: Call) -> tuple[Tensor, Tensor | None]:
+        if call.bias is None and call.window is None and call.documents is None:
+            if call.q.shape[2] == call.k.shape[2]:
+                return _attend(call, slice(None), slice(None), mask=None, causal=True)
+            if call.q.shape[2] == 1:
+                return _attend(call, slice(None), slice(None), mask=None, causal=False)
+        parts = [_chunk(call, rows) for rows in _chunks(call)]
+        if len(parts) == 1:
+            return parts[0]
+        lses = [lse for _, lse in parts if lse is not None]
+        return torch.cat([out for out, _ in parts], dim=2), torch.cat(lses, dim=2) if lses else None
+
+
+def _chunks(call: Call) -> list[slice]:
+    """Stretches of queries whose masks are of bounded size."""
+    q_len = call.q.shape[2]
+    masks = (call.q.shape[1] if call.bias is not None else 1) * (1 if call.documents is None else call.q.shape[0])
+    reach = call.k.shape[2] if call.window is None else min(call.k.shape[2], 2 * call.window)
+    rows = max(1, min(q_len, MASK_ELEMENTS // (masks * reach)))
+    if call.window is not None:
+        rows = min(rows, max(call.window, 64))  # longer chunks would read keys that no row of theirs sees
+    return [slice(start, min(start + rows, q_len)) for start in range(0, q_len, rows)]
+
+
+def _chunk(call: Call, rows: slice) -> tuple[Tensor, Tensor | None]:
+    past = call.k.shape[2] - call.q.shape[2]
+    first = 0 if call.window is None else max(0, past + rows.start - call.window + 1)
+    keys = slice(first, past + rows.stop)
+    seen = visible(call, rows, keys)
+    bias = written_bias(call, rows, keys)
+    if bias is None:
+        return _attend(call, rows, keys, mask=seen, causal=False)
+    # Float32 even for half-precision inputs: the CPU kernel adds the mask to float32 scores.
+    dtype = torch.promote_types(call.q.dtype, torch.float32) if call.q.device.type == "cpu" else call.q.dtype
+    mask = bias.to(dtype)[None].masked_fill(~seen, -math.inf)
+    return _attend(call, rows, keys, mask=mask, causal=False)
+
+
+def _attend(call: Call, rows: slice, keys: slice, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor | None]:
+    q, k, v = call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys]
+    if call.needs_lse:
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros((), dtype=q.dtype).masked_fill(~mask, -math.inf)
+        k, v = (x.repeat_interleave(call.group, dim=1) for x in (k, v))
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale(call))
+    if mask is not None and mask.requires_grad and mask.dtype != q.dtype:
+        mask = mask.to(q.dtype)  # the plain path, which alone can train a bias, wants one dtype
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=call.dropout, is_causal=causal, enable_gqa=call.group > 1
+    )
+    return out, None
+
+
+engines.register("sdpa")(Sdpa())
