@@ -77,8 +77,8 @@ class ModelConfig(Settings):
     """Hidden size of the feed-forward layers. Default: four times width."""
     position: str = "alibi"
     """Position method; `trainshort list positions` names them."""
-    activation: Literal["relu", "gelu"] = "gelu"
-    """Non-linearity of the feed-forward layers."""
+    activation: Literal["relu", "gelu", "gelu_tanh"] = "gelu"
+    """Non-linearity of the feed-forward layers; gelu_tanh is the approximation that GPT-2 and BLOOM use."""
     biases: bool = True
     """Whether the linear layers and norms have biases."""
     final_norm: bool = True
@@ -87,6 +87,10 @@ class ModelConfig(Settings):
     """Whether the output matrix is the input embedding."""
     embedding_scale: bool = False
     """Whether embeddings are multiplied by the square root of width, as fairseq does."""
+    embedding_norm: bool = False
+    """Whether a norm follows the embeddings (BLOOM)."""
+    init: Literal["gpt2", "fairseq"] = "gpt2"
+    """First weights: gpt2, normal with deviation 0.02; fairseq, as the paper's code (Xavier, embeddings dim^-0.5)."""
     adaptive: AdaptiveConfig | None = None
     """Adaptive input embeddings and softmax for very large word vocabularies. Default: one plain matrix."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -154,7 +158,7 @@ class DataConfig(Settings):
     folder: Path | None = None
     """A prepared data folder. Default: data/<corpus>-<tokenizer><vocabulary>, prepared when it is missing."""
     packing: Literal["blocks", "documents"] = "blocks"
-    """blocks: contiguous text, document ends ignored, as the paper; documents: packed, and they cannot see each other."""
+    """blocks: contiguous text, document ends ignored, as the paper; documents: packed, unable to see each other."""
 
 
 class OptimConfig(Settings):

@@ -42,6 +42,7 @@ def wikitext103() -> ModelConfig:
         activation="relu",
         final_norm=False,
         embedding_scale=True,
+        init="fairseq",
         adaptive=AdaptiveConfig(cutoffs=(20_000, 60_000), factor=4),
         dropout=0.3,
         attention_dropout=0.1,
@@ -63,5 +64,12 @@ def books() -> ModelConfig:
 def cc100() -> ModelConfig:
     """The paper's CC100+RoBERTa model, 1.3B; what the paper leaves open follows BASE Layers (docs/paper.md)."""
     return ModelConfig(
-        vocabulary=51_200, layers=25, width=2048, heads=16, ffn=8192, activation="relu", embedding_scale=True
+        vocabulary=51_200,
+        layers=25,
+        width=2048,
+        heads=16,
+        ffn=8192,
+        activation="relu",
+        embedding_scale=True,
+        init="fairseq",
     )

@@ -1,0 +1,82 @@
+"""Keys and values of past tokens, so that the next token costs one pass over them and not over the text again.
+
+    cache = Cache()
+    model(prompt, cache=cache)          # prefill, in one or several chunks
+    model(next_token, cache=cache)      # decode
+
+Room grows by doubling, so appending n tokens copies O(n) in all; what `attend` gets are views.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from trainshort.errors import InputError
+
+
+class LayerCache:
+    """One layer's keys and values, (batch, kv_heads, length, dim) each."""
+
+    def __init__(self) -> None:
+        self._room: Tensor | None = None  # (2, batch, kv_heads, capacity, dim)
+        self.length = 0
+
+    def append(
+        self, k: Float[Tensor, "batch kv_heads new dim"], v: Float[Tensor, "batch kv_heads new dim"]
+    ) -> tuple[Float[Tensor, "batch kv_heads length dim"], Float[Tensor, "batch kv_heads length dim"]]:
+        """Add the newest keys and values; returns all of them."""
+        if self._room is not None and self._room.shape[1] != k.shape[0]:
+            raise InputError(
+                f"this cache holds {self._room.shape[1]} sequences, but the input has {k.shape[0]}; "
+                "use a new Cache for another batch."
+            )
+        end = self.length + k.shape[2]
+        room = self._with_room_for(end, k)
+        room[0, :, :, self.length : end] = k
+        room[1, :, :, self.length : end] = v
+        self.length = end
+        return room[0, :, :, :end], room[1, :, :, :end]
+
+    def _with_room_for(self, length: int, like: Tensor) -> Tensor:
+        capacity = 0 if self._room is None else self._room.shape[3]
+        if self._room is None or length > capacity:
+            batch, heads, _, dim = like.shape
+            grown = like.new_empty(2, batch, heads, max(length, 2 * capacity, 64), dim)
+            if self._room is not None:
+                grown[:, :, :, : self.length] = self._room[:, :, :, : self.length]
+            self._room = grown
+        return self._room
+
+    @property
+    def bytes(self) -> int:
+        return 0 if self._room is None else self._room.numel() * self._room.element_size()
+
+
+@dataclass
+class Cache:
+    """What a model remembers of the tokens it has read. Made empty; the model fills it."""
+
+    layers: list[LayerCache] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens read so far."""
+        return self.layers[0].length if self.layers else 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(layer.bytes for layer in self.layers)
+
+    def layer(self, index: int) -> LayerCache:
+        while len(self.layers) <= index:
+            self.layers.append(LayerCache())
+        return self.layers[index]
+
+
+def detached(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """A cache remembers values, not how they were computed; it is not for training."""
+    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+        raise InputError("a cache cannot be trained through; wrap the call in torch.no_grad().")
+    return k, v

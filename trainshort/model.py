@@ -1,0 +1,248 @@
+"""The transformer language model: one pre-norm decoder for every position method.
+
+Read `TransformerLM.hidden` first; it is the whole model. The position method has three doors (positions/base.py), the
+attention one call (attention/op.py), the vocabulary two kinds (vocabulary.py); nothing here branches on any of them.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainshort.attention import Bias, attend, engines
+from trainshort.cache import Cache, LayerCache, detached
+from trainshort.config import ModelConfig
+from trainshort.errors import InputError
+from trainshort.positions import positions
+from trainshort.vocabulary import IGNORED, build_vocabulary
+
+
+class Loss(NamedTuple):
+    """Sum of negative log-likelihoods and how many targets it sums; divide once, at the end."""
+
+    total: Float[Tensor, ""]
+    count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  (a tuple has a method of this name)
+
+
+class Step(NamedTuple):
+    """What every layer of one forward pass needs to know beside its input."""
+
+    where: Int[Tensor, "batch length"]
+    bias: Bias | None
+    documents: Int[Tensor, "batch length"] | None
+
+
+class TransformerLM(nn.Module):
+    """A causal language model.
+
+    model = TransformerLM(presets.get("small")())
+    model(tokens)                    # logits
+    model(tokens, targets)           # Loss(total, count)
+    model(tokens, cache=cache)       # logits of new tokens that continue what the cache has read
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.vocabulary < 1:
+            raise InputError("a model needs a vocabulary; set model.vocabulary, or let the data give it.")
+        if config.backend != "auto":
+            engines.get(config.backend)  # an unknown engine should not wait for the first batch to be noticed
+        self.config = config
+        self.checkpoint_activations = False
+        self.vocabulary = build_vocabulary(config)
+        self.embedding_norm = _norm(config) if config.embedding_norm else nn.Identity()
+        self.position = positions.get(config.position)(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.final_norm = _norm(config) if config.final_norm else nn.Identity()
+        if config.init == "gpt2":
+            for layer in self.layers:
+                _init_gpt2(layer, config.layers)
+        else:
+            for layer in self.layers:
+                _init_fairseq(layer, config)
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "batch length"],
+        targets: Int[Tensor, "batch length"] | None = None,
+        *,
+        documents: Int[Tensor, "batch length"] | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor | Loss:
+        """Logits of the next token at each position, or with targets the loss; IGNORED targets are not scored.
+
+        One `forward` for both, because DDP and FSDP hook exactly this call.
+        """
+        hidden = self.hidden(tokens, documents=documents, cache=cache)
+        if targets is None:
+            return self.vocabulary.log_scores(hidden)
+        total = self.vocabulary.total_nll(hidden.flatten(0, 1), targets.flatten())
+        return Loss(total, (targets != IGNORED).sum())
+
+    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Loss:
+        result = self(tokens, targets, documents=documents)
+        assert isinstance(result, Loss)
+        return result
+
+    @torch.no_grad()
+    def token_nll(
+        self, tokens: Int[Tensor, "batch length"], targets: Int[Tensor, "batch length"], first: int = 0
+    ) -> Float[Tensor, "batch scored"]:
+        """Negative log-likelihood of each target from position `first` on, for evaluation: the head is applied to the
+        scored positions alone, and in slices."""
+        hidden = self.hidden(tokens)[:, first:]
+        nll = self.vocabulary.token_nll(hidden.flatten(0, 1), targets[:, first:].flatten())
+        return nll.view(hidden.shape[:2])
+
+    def hidden(
+        self,
+        tokens: Int[Tensor, "batch length"],
+        *,
+        documents: Int[Tensor, "batch length"] | None = None,
+        cache: Cache | None = None,
+    ) -> Float[Tensor, "batch length width"]:
+        """The last layer's output, before it becomes scores over the vocabulary."""
+        self._check(tokens, documents, cache)
+        start = 0 if cache is None else cache.length
+        where = _where(tokens, start, documents)
+        self.position.check_length(start + tokens.shape[1] if documents is None else int(where.max()) + 1)
+        step = Step(where, self.position.score_bias(), documents)
+
+        x = self.vocabulary.embed(tokens)
+        if self.config.embedding_scale:
+            x = x * self.config.width**0.5
+        x = self.dropout(self.position.embed(self.embedding_norm(x), where))
+        for index, layer in enumerate(self.layers):
+            if self.checkpoint_activations and self.training:
+                x = checkpoint(layer, x, self.position, step, use_reentrant=False)
+            else:
+                x = layer(x, self.position, step, None if cache is None else cache.layer(index))
+        return self.final_norm(x)
+
+    def _check(self, tokens: Tensor, documents: Tensor | None, cache: Cache | None) -> None:
+        if tokens.dim() != 2 or 0 in tokens.shape:
+            raise InputError(
+                f"tokens must have shape (batch, length) with at least one token; got {tuple(tokens.shape)}."
+            )
+        if documents is not None and (documents.shape != tokens.shape or cache is not None):
+            raise InputError("documents must number every token, shape (batch, length), and do not go with a cache.")
+        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= self.config.vocabulary:
+                wrong = low if low < 0 else high
+                raise InputError(
+                    f"token id {wrong} is outside the model's vocabulary of {self.config.vocabulary}; "
+                    "is the text tokenized with the model's own tokenizer?"
+                )
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each on a normed copy and added back."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = _norm(config)
+        self.attention = Attention(config)
+        self.ffn_norm = _norm(config)
+        self.ffn = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, position: nn.Module, step: Step, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), position, step, cache))
+        return x + self.dropout(self.ffn(self.ffn_norm(x)))
+
+
+class Attention(nn.Module):
+    """Projections around `attend`; queries, keys and values come from one matrix."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.split = [config.heads, config.key_heads, config.key_heads]
+        self.qkv = nn.Linear(config.width, sum(self.split) * config.head_width, bias=config.biases)
+        self.out = nn.Linear(config.width, config.width, bias=config.biases)
+
+    def forward(self, x: Tensor, position, step: Step, cache: LayerCache | None) -> Tensor:
+        config = self.config
+        qkv = self.qkv(x).unflatten(-1, (-1, config.head_width)).transpose(1, 2)  # batch heads length dim
+        q, k, v = qkv.split(self.split, dim=1)
+        q, k = position.rotate(q, k, step.where)
+        if cache is not None:
+            k, v = cache.append(*detached(k, v))
+        y = attend(
+            q,
+            k,
+            v,
+            bias=step.bias,
+            window=config.window,
+            documents=step.documents,
+            dropout=config.attention_dropout if self.training else 0.0,
+            backend=config.backend,
+        )
+        assert isinstance(y, Tensor)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """Wide, non-linear, narrow."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.wide = nn.Linear(config.width, config.ffn_width, bias=config.biases)
+        self.narrow = nn.Linear(config.ffn_width, config.width, bias=config.biases)
+        self.activation = config.activation
+        self.dropout = nn.Dropout(config.activation_dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.wide(x)
+        match self.activation:
+            case "relu":
+                x = F.relu(x)
+            case "gelu":
+                x = F.gelu(x)
+            case "gelu_tanh":
+                x = F.gelu(x, approximate="tanh")
+        return self.narrow(self.dropout(x))
+
+
+def _norm(config: ModelConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(config.width, eps=config.norm_eps, bias=config.biases)
+
+
+def _where(tokens: Tensor, start: int, documents: Tensor | None) -> Int[Tensor, "batch length"]:
+    """Each token's position, counted from the beginning of its own document.
+
+    documents 7 7 7 4 4 9   →   0 1 2 0 1 0
+    """
+    index = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    if documents is None:
+        return index
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return index - index.where(begins, 0).cummax(dim=1).values
+
+
+def _init_gpt2(block: nn.Module, layers: int) -> None:
+    """Normal weights with deviation 0.02; what writes to the residual stream is smaller the deeper the model."""
+    for name, module in block.named_modules():
+        if isinstance(module, nn.Linear):
+            writes = name.endswith((".out", ".narrow"))
+            nn.init.normal_(module.weight, std=0.02 / (2 * layers) ** 0.5 if writes else 0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def _init_fairseq(block: nn.Module, config: ModelConfig) -> None:
+    """The paper's code: each of q, k and v Xavier with gain 1/√2, the output projection Xavier with a zero bias, the
+    feed-forward layers as torch makes them."""
+    attention = block.attention
+    assert isinstance(attention, Attention)
+    for part in attention.qkv.weight.split([heads * config.head_width for heads in attention.split]):
+        nn.init.xavier_uniform_(part, gain=2**-0.5)
+    nn.init.xavier_uniform_(attention.out.weight)
+    if attention.out.bias is not None:
+        nn.init.zeros_(attention.out.bias)
