@@ -219,6 +219,8 @@ class TrainConfig(Settings):
     """Stop after this many validations without a better one; 0 never stops early."""
     parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
     """Under torchrun: replicate (ddp), shard (fsdp), or shard within a node and replicate across (hsdp)."""
+    tensorboard: bool = False
+    """Also write the metrics for TensorBoard, to tensorboard/ in the run folder (needs the `track` extra)."""
 
     @model_validator(mode="after")
     def _micro_batch_fits(self) -> Self:

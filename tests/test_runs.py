@@ -1,0 +1,126 @@
+"""The run folder: nothing is overwritten, what was stopped reads as if it never was."""
+
+import json
+import os
+
+import pytest
+
+from trainshort import runs
+from trainshort.config import RunConfig, load_config
+from trainshort.errors import InputError
+
+CONFIG = RunConfig()
+
+
+def start(path, config=CONFIG, *, resume=False):
+    with runs.open_run(path, config, resume=resume) as folder:
+        return folder
+
+
+def test_a_new_run_has_its_config_and_a_place_for_checkpoints(tmp_path):
+    folder = start(tmp_path / "a" / "run")
+    assert load_config(folder.config) == CONFIG
+    assert folder.checkpoints.is_dir()
+
+
+def test_an_existing_run_is_refused_and_left_as_it_was(tmp_path):
+    folder = start(tmp_path / "run")
+    folder.metrics.write_text('{"step": 1}\n')
+    before = {path: path.read_bytes() for path in folder.path.iterdir() if path.is_file()}
+    with pytest.raises(InputError, match=r"run already exists\. Go on with it by --resume, or choose another --out\."):
+        start(tmp_path / "run", CONFIG.replace(train={"steps": 7}))
+    assert {path: path.read_bytes() for path in folder.path.iterdir() if path.is_file()} == before
+
+
+def test_a_folder_that_is_no_run_is_refused_even_with_resume(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(InputError, match=r"holds files but no config\.json, so it is not a run"):
+        start(tmp_path, resume=True)
+    assert sorted(os.listdir(tmp_path)) == ["thesis.tex"]
+    with pytest.raises(InputError, match=r"is a file, but a run needs a folder"):
+        start(tmp_path / "thesis.tex")
+
+
+def test_an_empty_folder_and_one_that_a_kill_left_are_taken(tmp_path):
+    start(tmp_path)
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    (killed / "config.json.partial").write_text('{"form')
+    (killed / "train.lock").touch()
+    assert load_config(start(killed, resume=True).config) == CONFIG
+
+
+def test_resume_refuses_another_run_and_names_the_setting(tmp_path):
+    start(tmp_path / "run")
+    with pytest.raises(InputError, match=r"started with model\.width=128, but model\.width=256 was asked for"):
+        start(tmp_path / "run", CONFIG.replace(model={"width": 256}), resume=True)
+    assert load_config(tmp_path / "run" / "config.json") == CONFIG
+
+
+def test_resume_may_change_how_far_and_how_often(tmp_path):
+    start(tmp_path / "run")
+    longer = CONFIG.replace(train={"steps": 9999, "save_every": 3})
+    assert load_config(start(tmp_path / "run", longer, resume=True).config) == longer
+
+
+def test_every_changeable_setting_exists():
+    known = runs.flatten(CONFIG.model_dump())
+    assert set(known) >= runs.CHANGEABLE
+
+
+def test_a_config_of_another_version_is_refused(tmp_path):
+    folder = start(tmp_path / "run")
+    folder.config.write_text(json.dumps({"format": 99, "colour": "red"}))
+    with pytest.raises(InputError, match=r"format 99.*reads format 1"):
+        start(tmp_path / "run", resume=True)
+    folder.config.write_text('{"format": 1, "tra')
+    with pytest.raises(InputError, match=r"not readable JSON"):
+        start(tmp_path / "run", resume=True)
+
+
+def test_two_cannot_write_at_once(tmp_path):
+    with (
+        runs.open_run(tmp_path / "run", CONFIG, resume=False),
+        pytest.raises(InputError, match=r"Another process is training in"),
+    ):
+        start(tmp_path / "run", resume=True)
+    start(tmp_path / "run", resume=True)
+
+
+def test_metrics_are_cut_to_the_checkpoint_and_a_torn_line_goes(tmp_path):
+    folder = start(tmp_path / "run")
+    for step in (10, 20, 30):
+        runs.append(folder.metrics, {"step": step, "loss": step / 7})
+    kept = folder.metrics.read_bytes()
+    runs.append(folder.metrics, {"step": 40, "loss": 1.0})
+    with folder.metrics.open("a") as file:
+        file.write('{"step": 50, "lo')
+    assert [record["step"] for record in runs.read_lines(folder.metrics)] == [10, 20, 30, 40]
+    runs.cut_metrics(folder, 30)
+    assert folder.metrics.read_bytes() == kept  # floats survive the round trip to the last bit
+    runs.cut_metrics(folder, 0)
+    assert folder.metrics.read_bytes() == b""
+
+
+def test_damage_in_the_middle_of_metrics_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2, is not JSON"):
+        runs.read_lines(path)
+    assert runs.read_lines(tmp_path / "none.jsonl") == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    with pytest.raises(InputError, match=r"Cannot write .*metrics\.jsonl: No space left on device"):
+        runs.append(path, {"step": 1})
+
+
+def test_provenance_says_what_a_number_depends_on():
+    record = json.loads(json.dumps(runs.provenance(threads=3)))
+    assert record["threads"] == 3
+    assert record["versions"]["torch"]
+    assert record["machine"]["cores"] == os.cpu_count()
+    assert record["commit"] is None or len(record["commit"].removesuffix("+changes")) == 40

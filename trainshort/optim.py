@@ -1,0 +1,119 @@
+"""How weights are moved: two optimizers, and a learning rate that is a pure function of the update's number.
+
+The schedule keeps no state, so there is none to save or to restore wrongly. Optimizer state is only tensors beside
+parameters (moments or momentum), under the parameter's name; every parameter is updated every time, so the count of
+updates is the run's step and is not stored once per parameter.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from trainshort.config import OptimConfig
+
+STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "nesterov": ("momentum_buffer",)}
+"""Tensors the optimizers keep beside each parameter."""
+
+
+def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
+    """Learning rate of update `step` (the first is 0) of a run of `steps` updates.
+
+    warmup 4, warmup_from 0, lr 1, min_lr 0, linear, steps 8:
+        step  0    1     2    3     4  5     6    7
+        lr    0  0.25  0.5  0.75    1  0.75  0.5  0.25
+    As fairseq's: the warm-up's first update uses `warmup_from`, and `min_lr` would be the rate of update `steps`.
+    """
+    if step < config.warmup:
+        return config.warmup_from + (config.lr - config.warmup_from) * step / config.warmup
+    if config.schedule == "constant":
+        return config.lr
+    gone = min(1.0, (step - config.warmup) / max(1, steps - config.warmup))
+    left = 1 - gone if config.schedule == "linear" else (1 + math.cos(math.pi * gone)) / 2
+    return config.min_lr + (config.lr - config.min_lr) * left
+
+
+class Nesterov(torch.optim.SGD):
+    """fairseq's `nag`, the paper's optimizer: torch's Nesterov momentum plus a decay that is not part of the gradient.
+
+    fairseq keeps v = -lr·b, where b is torch's momentum buffer, and rescales v by lr/lr_old when the rate changes:
+        fairseq   v ← m·(lr/lr_old)·v − lr·g        p ← p + m·v − lr·g
+        torch     b ← m·b + g                       p ← p − lr·(g + m·b)
+    Putting v = −lr·b into the first line gives the second, under any schedule; tests/test_optim.py runs both.
+    Decay differs: fairseq shrinks the weight itself, p ← p·(1 − lr·decay), where torch's SGD would add decay·p to g.
+    """
+
+    def __init__(self, groups: list[dict], *, lr: float, momentum: float) -> None:
+        decays = [group.pop("weight_decay") for group in groups]
+        super().__init__(groups, lr=lr, momentum=momentum, nesterov=momentum > 0)
+        for group, decay in zip(self.param_groups, decays, strict=True):
+            group["decay"] = decay
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for parameter in group["params"] if group["decay"] else ():
+                parameter.mul_(1 - group["lr"] * group["decay"])
+        super().step(closure)
+
+
+def groups(model: nn.Module, decay: float) -> list[dict]:
+    """Matrices are decayed; vectors (norms, biases, slopes) are not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def build(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer a config asks for. The rate set here is replaced before every update."""
+    if config.name == "nesterov":
+        return Nesterov(groups(model, config.weight_decay), lr=config.lr, momentum=config.momentum)
+    return torch.optim.AdamW(groups(model, config.weight_decay), lr=config.lr, betas=config.betas, fused=True)
+
+
+def update(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], rate: float) -> None:
+    """One update at learning rate `rate`, of every parameter.
+
+    A parameter that no loss reached (an adaptive softmax's tail, when a batch has no rare word) gets a zero gradient:
+    its moments go on decaying whether or not another rank's batch did reach it.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def clip(parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
+    """Scale gradients so that their joint norm is at most `largest` (0: leave them), and return the norm before."""
+    norm = nn.utils.clip_grad_norm_(parameters, largest or math.inf)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # pyright: ignore
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, config: OptimConfig) -> dict[str, Tensor]:
+    """The optimizer's tensors by "parameter.kind"; made as zeros where no update has made them yet.
+
+    They are the optimizer's own, not copies: loading into them in place is restoring the optimizer.
+    """
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        state = optimizer.state[parameter]
+        for kind in STATE[config.name]:
+            if kind not in state:
+                state[kind] = torch.zeros_like(parameter)
+            tensors[f"{name}.{kind}"] = state[kind]
+    return tensors
+
+
+def set_updates(optimizer: torch.optim.Optimizer, count: int) -> None:
+    """Tell the optimizer how many updates its restored tensors have seen (AdamW's bias correction needs it)."""
+    for state in optimizer.state.values():
+        if "exp_avg" in state:
+            state["step"] = torch.tensor(float(count), dtype=torch.float32, device=state["exp_avg"].device)
