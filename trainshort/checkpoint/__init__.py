@@ -1,0 +1,149 @@
+"""Checkpoints: safetensors and JSON, whole or not there, verified before use.
+
+    step-000000200/
+      manifest.json    sha256 of every file below; written last
+      state.json       step, sums, best loss
+      config.json      the run's settings, so that a checkpoint can be read by itself
+      model/           *.safetensors
+      optimizer/       *.safetensors
+
+A save writes a new folder beside, brings it to the disk, then renames it. So whatever stops a save, the checkpoints
+before it are untouched, and what is there is complete. A file that changed later is found by its sha256.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from trainshort.checkpoint import folders, manifest, tensors
+from trainshort.checkpoint.folders import STATE, State, best, latest, read_state
+from trainshort.config import RunConfig, load_config, save_config
+from trainshort.errors import InputError
+from trainshort.model import TransformerLM
+from trainshort.parallel import World
+from trainshort.runs import sync_file
+
+__all__ = ["Snapshot", "State", "best", "latest", "load_model", "read_state", "restore", "save"]
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a run is made of at one moment: settings, counters, and tensors by part and name."""
+
+    config: RunConfig
+    state: State
+    parts: dict[str, dict[str, Tensor]]
+    sharded: bool = False
+
+
+def save(run: Path, snapshot: Snapshot, world: World) -> Path:
+    """Add a checkpoint to a run; all ranks call this. Returns its folder."""
+    folder = run / "checkpoints" / folders.name(snapshot.state.step)
+    if world.first_says(folder.exists()):
+        return folder  # the same step of the same run: the same content
+    partial = folders.partial(folder)
+    try:
+        world.together(_guarded(folder, lambda: _begin(partial, snapshot) if world.main else None))
+        world.together(_guarded(folder, lambda: _write(partial, snapshot, world)))
+        mine: manifest.Digests = {}
+        world.together(_guarded(folder, lambda: mine.update(_digests(partial, world))))
+        digests = {name: value for share in world.gather_objects(mine) for name, value in share.items()}
+        world.together(_guarded(folder, lambda: _finish(folder, digests) if world.main else None))
+    except BaseException:
+        if world.main:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(partial)
+        raise
+    return folder
+
+
+def _guarded(folder: Path, work: Callable[[], None]) -> Callable[[], None]:
+    """`work`, with what a disk can do to it told in words."""
+
+    def guarded() -> None:
+        try:
+            work()
+        except (OSError, SafetensorError, CheckpointException) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise InputError(
+                f"Cannot save {folder}: {reason}. The checkpoints before it are intact; "
+                "make room there, then go on by --resume."
+            ) from error
+
+    return guarded
+
+
+def _begin(partial: Path, snapshot: Snapshot) -> None:
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    save_config(snapshot.config, partial / CONFIG)
+    (partial / STATE).write_text(snapshot.state.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def _write(partial: Path, snapshot: Snapshot, world: World) -> None:
+    for part, values in snapshot.parts.items():
+        if snapshot.sharded or world.main:
+            tensors.write(partial / part, values, sharded=snapshot.sharded)
+
+
+def _digests(partial: Path, world: World) -> manifest.Digests:
+    """sha256 of this rank's share of the files, which are brought to the disk on the way."""
+    share = {}
+    for name in manifest.files(partial)[world.rank :: world.size]:
+        sync_file(partial / name)
+        share[name] = manifest.digest(partial / name)
+    return share
+
+
+def _finish(folder: Path, digests: manifest.Digests) -> None:
+    manifest.write(folders.partial(folder), digests)
+    folders.publish(folder)
+
+
+def restore(folder: Path, snapshot: Snapshot) -> State:
+    """Fill a snapshot's tensors in place from a checkpoint that was found whole, and return its state."""
+    for part, values in snapshot.parts.items():
+        tensors.read(folder / part, values, sharded=snapshot.sharded)
+    return read_state(folder)
+
+
+def load_model(path: Path, *, device: str = "cpu") -> TransformerLM:
+    """The model of a run (its best checkpoint by validation loss, else its last) or of one checkpoint, ready to use.
+
+    Nothing is loaded before every byte of the checkpoint has been verified.
+    """
+    folder = _find(path)
+    if problem := manifest.damage(folder):
+        raise InputError(f"{folder} is damaged: {problem}. Use another checkpoint of the run.")
+    model = TransformerLM(load_config(folder / CONFIG).model)
+    tensors.read(folder / "model", tensors.model_tensors(model), sharded=False)
+    return model.to(device).eval()
+
+
+def _find(path: Path) -> Path:
+    """The checkpoint folder that `path` means."""
+    if not path.exists():
+        raise InputError(f"There is no {path}. Give a run folder, or one of the folders in its checkpoints/.")
+    if path.is_file():
+        raise InputError(
+            f"{path} is a file, and a checkpoint is a folder of safetensors and JSON. Pickled files (.pt, .bin, .ckpt) "
+            "are never opened, because reading one can execute code."
+        )
+    if (path / manifest.MANIFEST).exists():
+        return path
+    found = folders.present(path)
+    if not found:
+        raise InputError(f"{path} has no checkpoint: neither manifest.json nor checkpoints/step-*. Train it first.")
+    folder = best(path)
+    if folder is None:
+        raise InputError(f"None of the {len(found)} checkpoints in {path} is whole. Restore one from a copy.")
+    return folder

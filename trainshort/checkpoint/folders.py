@@ -1,0 +1,163 @@
+"""Which checkpoints a run has, which of them are whole, which to keep. No torch, and no file inside is ever changed.
+
+checkpoints/
+  step-000000200/            whole, or damaged since; never half written
+  step-000000400/
+  .partial-step-000000600/   a save that was cut off, or is going on
+  .removed-step-000000100/   a removal that was cut off
+  step-000000500.damaged/    set aside when the run was resumed from an earlier one
+"""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from trainshort.checkpoint import manifest
+from trainshort.config import Settings
+from trainshort.errors import InputError
+from trainshort.runs import RunFolder, sync_folder
+
+STATE = "state.json"
+
+Say = Callable[[str], None]
+
+
+def say(message: str) -> None:
+    print(f"trainshort: {message}", file=sys.stderr, flush=True)
+
+
+class State(Settings):
+    """Where a run stands, beside its tensors. Data order, dropout and learning rate all follow from `step`."""
+
+    step: int
+    """Updates done."""
+    tokens: int
+    """Targets trained on."""
+    seconds: float
+    """Time spent training, over all sessions."""
+    window_nll: float
+    """Sum of losses since the last line in metrics.jsonl."""
+    window_count: int
+    """Targets in that sum."""
+    valid_nll: float | None = None
+    """Sum of validation losses, if this step was validated."""
+    valid_count: int | None = None
+    """Targets in that sum."""
+    best_loss: float | None = None
+    """Lowest mean validation loss so far."""
+    stale: int = 0
+    """Validations since then."""
+
+    @property
+    def valid_loss(self) -> float | None:
+        return self.valid_nll / self.valid_count if self.valid_nll is not None and self.valid_count else None
+
+
+def name(step: int) -> str:
+    return f"step-{step:09d}"
+
+
+def partial(folder: Path) -> Path:
+    """Where a checkpoint is written before it gets its name."""
+    return folder.with_name(f".partial-{folder.name}")
+
+
+def present(run: Path) -> list[Path]:
+    """The run's checkpoints by step, whole or not."""
+    checkpoints = RunFolder(run).checkpoints
+    entries = checkpoints.iterdir() if checkpoints.is_dir() else ()
+    return sorted(path for path in entries if re.fullmatch(r"step-\d{9}", path.name))
+
+
+def read_state(folder: Path) -> State:
+    """A checkpoint's state.json, its bytes verified; not its tensors."""
+    if problem := manifest.damage(folder, only=STATE):
+        raise InputError(f"{folder} is damaged: {problem}.")
+    try:
+        return State.model_validate_json((folder / STATE).read_bytes())
+    except ValidationError:
+        raise InputError(f"{folder} was written by another version of trainshort; use that one to read it.") from None
+
+
+def latest(run: Path, say: Say = say) -> Path | None:
+    """The last checkpoint that is whole; damaged ones after it are named. None when there is no whole one."""
+    return _first_whole(reversed(present(run)), say)
+
+
+def best(run: Path, say: Say = say) -> Path | None:
+    """The whole checkpoint with the lowest validation loss, or the last one if none was validated."""
+    losses = _losses(run, say)
+    return _first_whole(sorted(losses, key=losses.__getitem__), say) or latest(run, say)
+
+
+def _losses(run: Path, say: Say) -> dict[Path, float]:
+    """Validation losses of the checkpoints that have one."""
+    losses = {}
+    for folder in present(run):
+        try:
+            loss = read_state(folder).valid_loss
+        except InputError as error:
+            say(f"{error} It is passed over.")
+            continue
+        if loss is not None:
+            losses[folder] = loss
+    return losses
+
+
+def _first_whole(folders: Iterable[Path], say: Say) -> Path | None:
+    passed_over = False
+    for folder in folders:
+        problem = manifest.damage(folder)
+        if problem is None:
+            if passed_over:
+                say(f"Using {folder} instead.")
+            return folder
+        say(f"{folder} is damaged: {problem}. It is passed over.")
+        passed_over = True
+    return None
+
+
+def publish(folder: Path) -> None:
+    """Give a fully written checkpoint its name. Until this rename it does not exist, after it it is complete."""
+    if folder.exists():
+        raise InputError(f"{folder} already exists, and checkpoints are never overwritten.")
+    for inside in (path for path in partial(folder).rglob("*") if path.is_dir()):
+        sync_folder(inside)
+    sync_folder(partial(folder))
+    partial(folder).rename(folder)
+    sync_folder(folder.parent)
+
+
+def retain(run: Path, keep: int) -> None:
+    """Remove all but the best and the last `keep`."""
+    folders = present(run)
+    kept = set(folders[-keep:])
+    if losses := _losses(run, say):
+        kept.add(min(losses, key=losses.__getitem__))
+    for folder in set(folders) - kept:
+        # Renamed first: a kill while files are removed must not leave something that looks like a checkpoint.
+        removed = folder.with_name(f".removed-{folder.name}")
+        folder.rename(removed)
+        shutil.rmtree(removed)
+
+
+def sweep(run: Path) -> None:
+    """Clear what a kill left behind: saves and removals that were cut off. Only for the process that holds the run."""
+    for path in RunFolder(run).checkpoints.iterdir():
+        if path.name.startswith((".partial-", ".removed-")):
+            shutil.rmtree(path)
+
+
+def set_aside(run: Path, after: Path, say: Say = say) -> None:
+    """Move checkpoints later than `after`, which are damaged, out of the way of the ones that will replace them."""
+    for folder in present(run):
+        if folder.name > after.name:
+            number = sum(path.name.startswith(folder.name + ".damaged") for path in folder.parent.iterdir())
+            aside = folder.with_name(folder.name + ".damaged" + (f"-{number}" if number else ""))
+            os.rename(folder, aside)
+            say(f"The damaged {folder.name} is kept as {aside}.")
