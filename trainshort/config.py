@@ -279,7 +279,7 @@ def _explain(cls: type[BaseModel], error: ValidationError) -> str:
         return f"Unknown setting '{where}'.{close.replace(chr(39), chr(39) + prefix + '.', 1) if prefix else close}"
     reason = first["msg"].removeprefix("Value error, ")
     if not where:
-        return reason[0].upper() + reason[1:] + "."
+        return reason + "."
     if first["type"] == "value_error":
         return f"In '{where}': {reason}."
     return f"Setting '{where}' cannot be {first['input']!r}: {reason[0].lower() + reason[1:]}."

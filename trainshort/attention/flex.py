@@ -40,7 +40,7 @@ class Flex:
             KV_LEN=k_len,
             device=call.q.device.type,
         )
-        result = _compiled()(
+        result = _compiled(call.q.device.type)(
             call.q,
             call.k,
             call.v,
@@ -53,9 +53,12 @@ class Flex:
 
 
 @cache
-def _compiled() -> Any:
-    """Compiled once per process; uncompiled, FlexAttention writes out all scores."""
-    return torch.compile(flex_attention, dynamic=None)
+def _compiled(device: str) -> Any:
+    """Compiled once per process; uncompiled, FlexAttention writes out all scores.
+
+    On the CPU every shape is compiled for itself: with sizes left open, torch 2.13 writes C++ that does not compile.
+    """
+    return torch.compile(flex_attention, dynamic=False if device == "cpu" else None)
 
 
 def _mask_function(past: int, window: int | None, documents: Tensor | None) -> Any:

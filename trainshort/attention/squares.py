@@ -24,7 +24,7 @@ All blocks of one size are one batched call, so there are log2(length / block) c
 needed; results are merged by log-sum-exp. Queries that continue a past (chunked prefill) get one more rectangle.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -38,6 +38,10 @@ from trainshort.attention.op import Call, LinearBias, engines, scale
 BLOCK = 128
 """Side of the diagonal blocks. They compute both halves of their square, so smaller wastes less, and calls cost more;
 64 to 256 were within 5 % of each other from 1,024 to 8,192 tokens."""
+
+TILE = 1024
+"""Queries to a call, so that a part's own output and gradients stay small beside the whole. The kernel is as fast with
+this many as with more; with fewer than 768 it works in smaller pieces."""
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -74,6 +78,7 @@ class Part:
     k_len: int
     count: int = 1
     step: int = 0
+    row: int = 0  # of the square, where this part of it begins
     diagonal: bool = False
 
     def queries(self, x: Tensor) -> Tensor:
@@ -91,32 +96,52 @@ class Part:
 
     def row_shift(self, slopes: Float[Tensor, " heads"]) -> Float[Tensor, "heads 1 q_len"] | float:
         """What the mask leaves out, per row; shaped to be added to a (batch, heads, count, q_len) log-sum-exp."""
-        return 0.0 if self.diagonal else (-slopes[:, None] * torch.arange(self.q_len))[:, None]
+        return 0.0 if self.diagonal else (-slopes[:, None] * torch.arange(self.row, self.row + self.q_len))[:, None]
 
 
-def parts(q_len: int, k_len: int, block: int = BLOCK) -> list[Part]:
+def parts(q_len: int, k_len: int, block: int = BLOCK, tile: int = TILE) -> list[Part]:
     """The causal trapezium as diagonal blocks (first, so that every row has begun), squares, and the past."""
     past = k_len - q_len
     if q_len == 1:
         return [Part(0, 1, 0, k_len, diagonal=True)]  # decoding: the one row's distances, in one call
     whole, rest = divmod(q_len, block)
-    found = []
-    if whole:
-        found.append(Part(0, block, past, block, whole, block, diagonal=True))
+    found = _runs(Part(0, block, past, block, whole, block, diagonal=True), tile)
     if rest:
         found.append(Part(whole * block, rest, past + whole * block, rest, diagonal=True))
     side = block
     while side < q_len:
         whole, rest = divmod(q_len, 2 * side)
-        if whole:
-            found.append(Part(side, side, past, side, whole, 2 * side))
+        found += _runs(Part(side, side, past, side, whole, 2 * side), tile)
         if rest > side:
             start = whole * 2 * side
-            found.append(Part(start + side, rest - side, past + start, side))
+            found += _tiles(Part(start + side, rest - side, past + start, side), tile)
         side *= 2
     if past:
-        found.append(Part(0, q_len, 0, past))
+        found += _tiles(Part(0, q_len, 0, past), tile)
     return found
+
+
+def _runs(part: Part, tile: int) -> list[Part]:
+    """Equal blocks, as many to a call as fit a tile; a block larger than a tile is cut instead."""
+    size = max(1, tile // part.q_len)
+    runs = [
+        replace(
+            part,
+            q_start=part.q_start + first * part.step,
+            k_start=part.k_start + first * part.step,
+            count=min(size, part.count - first),
+        )
+        for first in range(0, part.count, size)
+    ]
+    return runs if part.q_len <= tile else [piece for run in runs for piece in _tiles(run, tile)]
+
+
+def _tiles(part: Part, tile: int) -> list[Part]:
+    """One rectangle, cut into tiles of queries. (Its keys stay together: they cost no buffer of their own.)"""
+    return [
+        replace(part, q_start=part.q_start + first, q_len=min(tile, part.q_len - first), row=first)
+        for first in range(0, part.q_len, tile)
+    ]
 
 
 class _Squares(torch.autograd.Function):
@@ -156,7 +181,7 @@ class _Squares(torch.autograd.Function):
             shift = part.row_shift(slopes)
             if isinstance(shift, Tensor):
                 part_lse = part_lse - shift.transpose(0, 1).to(wide)
-            part_k, part_v = (part.keys(x).repeat_interleave(group, dim=1) for x in (k, v))
+            part_k, part_v = (_repeat(part.keys(x), group) for x in (k, v))
             part_grads = flash_backward(
                 part.queries(grad_out),
                 part.queries(q),
@@ -218,6 +243,11 @@ def _merge(part: Part, slopes: Tensor, whole: tuple[Tensor, Tensor], new: tuple[
 def _add_into(total: Tensor, start: int, part: Part, grad: Tensor) -> None:
     rows = _strided(total, start, grad.shape[2], part.count, part.step)
     rows.add_(_unflatten(grad, total.shape[0]))
+
+
+def _repeat(x: Tensor, group: int) -> Tensor:
+    """One copy of each key head per query head that shares it: the backward kernel knows no groups."""
+    return x if group == 1 else x.repeat_interleave(group, dim=1)
 
 
 def _sum_groups(grad: Tensor, group: int) -> Tensor:

@@ -1,0 +1,40 @@
+"""FlexAttention, compiled, forward on the CPU: the code path that GPUs train with."""
+
+import pytest
+import torch
+
+from trainshort import alibi
+from trainshort.attention import DenseBias, DistanceBias, LinearBias, attend
+from trainshort.errors import InputError
+
+
+@pytest.mark.parametrize("case", ["linear", "distance with window and documents"])
+def test_flex_equals_the_oracle(case):
+    q, k, v = torch.randn(2, 4, 16, 16), torch.randn(2, 2, 128, 16), torch.randn(2, 2, 128, 16)
+    if case == "linear":
+        options = {"bias": LinearBias(alibi.slopes(4))}
+    else:
+        documents = torch.tensor([[0] * 118 + [1] * 10, [0] * 128])
+        options = {"bias": DistanceBias(torch.randn(4, 9)), "window": 20, "documents": documents}
+    expected = attend(q, k, v, backend="reference", **options)
+    torch.testing.assert_close(attend(q, k, v, backend="flex", **options), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"return_lse": True}, "no log-sum-exp on the CPU; use 'squares' or 'sdpa'"),
+        ({"dropout": 0.1}, "no dropout; use 'sdpa'"),
+        ({"bias": DenseBias(torch.zeros(2, 4, 4))}, "gains nothing"),
+    ],
+)
+def test_flex_says_why_not(options, reason):
+    q = torch.randn(1, 2, 4, 16)
+    with pytest.raises(InputError, match=reason):
+        attend(q, q, q, backend="flex", **options)
+
+
+def test_flex_does_not_train_on_the_cpu():
+    q = torch.randn(1, 2, 4, 16, requires_grad=True)
+    with pytest.raises(InputError, match="no backward on the CPU"):
+        attend(q, q, q, bias=LinearBias(alibi.slopes(2)), backend="flex")

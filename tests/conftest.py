@@ -1,0 +1,16 @@
+"""What every test shares: one torch thread, so that results repeat and two test processes do not fight for cores."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+
+# Examples are chosen by the test's name, not by chance: a red run is red for everybody.
+settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)

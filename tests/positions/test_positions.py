@@ -1,0 +1,124 @@
+"""Position methods against their definitions, in small numbers."""
+
+import math
+
+import pytest
+import torch
+
+from trainshort.config import ModelConfig
+from trainshort.errors import InputError
+from trainshort.positions import positions
+from trainshort.positions.bias import buckets
+
+
+def make(name, **settings):
+    return positions.get(name)(ModelConfig(width=16, heads=2, **settings))
+
+
+def where(*rows):
+    return torch.tensor(rows)
+
+
+def test_all_six_are_there():
+    assert positions.names() == ["alibi", "t5", "none", "sinusoidal", "learned", "rotary"]
+
+
+def test_sinusoidal_is_fairseqs():
+    """sin half, then cos half, frequencies 10000^(−i/(half−1)), the first token at position 2."""
+    added = make("sinusoidal").embed(torch.zeros(1, 3, 16), where([0, 1, 5000]))[0]
+    for row, position in zip(added.tolist(), (2, 3, 5002), strict=True):
+        expected = [math.sin(position * 10_000 ** (-i / 7)) for i in range(8)]
+        expected += [math.cos(position * 10_000 ** (-i / 7)) for i in range(8)]
+        assert row == pytest.approx(expected, abs=4e-4)
+
+
+def test_sinusoidal_handles_an_odd_width():
+    method = positions.get("sinusoidal")(ModelConfig(width=5, heads=1))
+    assert method.embed(torch.zeros(1, 2, 5), where([0, 1]))[0, :, -1].tolist() == [0, 0]
+
+
+def test_rotary_turns_interleaved_pairs():
+    method = positions.get("rotary")(ModelConfig(width=4, heads=1))
+    q = torch.tensor([1.0, 0, 1, 0]).view(1, 1, 1, 4)
+    turned, _ = method.rotate(q, q, where([3]))
+    slow = 3 / 10_000**0.5
+    assert turned.flatten().tolist() == pytest.approx([math.cos(3), math.sin(3), math.cos(slow), math.sin(slow)])
+
+
+def test_rotary_scores_depend_on_distance_alone():
+    q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8)
+    method = make("rotary")
+
+    def score(i, j):
+        turned_q, _ = method.rotate(q, q, where([i]))
+        _, turned_k = method.rotate(k, k, where([j]))
+        return (turned_q * turned_k).sum(-1)
+
+    torch.testing.assert_close(score(7, 3), score(107, 103), rtol=0, atol=1e-5)
+    assert (score(7, 3) - score(7, 4)).abs().max() > 1e-3
+
+
+def test_rotary_angles_are_float32_in_a_bfloat16_model():
+    method = make("rotary").to(torch.bfloat16)
+    q = torch.ones(1, 2, 2, 8, dtype=torch.bfloat16)
+    turned, _ = method.rotate(q, q, where([16_000, 16_001]))
+    assert (turned[:, :, 0] != turned[:, :, 1]).any()
+
+
+def test_t5_buckets_in_small_integers():
+    distance = torch.tensor([0, 1, 2, 3, 4, 5, 6, 8, 11, 12, 16, 20, 32, 99])
+    assert buckets(distance, 8, 32).tolist() == [0, 1, 2, 3, 4, 4, 4, 5, 5, 6, 6, 7, 7, 7]
+
+
+def test_t5_buckets_are_hugging_faces():
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    distance = torch.arange(300)
+    theirs = t5.T5Attention._relative_position_bucket(-distance, bidirectional=False, num_buckets=32, max_distance=128)
+    assert torch.equal(buckets(distance, 32, 128), theirs)
+
+
+def test_t5_bias_past_its_maximum_is_the_last_bucket():
+    method = make("t5")
+    table = method.score_bias().table
+    assert torch.equal(table[:, 0], method.table[:, 0])
+    assert torch.equal(table[:, -1], method.table[:, -1])
+    assert buckets(torch.tensor([128, 10_000]), 32, 128).tolist() == [31, 31]
+
+
+def test_learned_stops_at_its_table_and_says_so():
+    method = make("learned", learned_length=512)
+    method.check_length(512)
+    with pytest.raises(
+        InputError,
+        match=r"learned positions stop at 512, but this input reaches 600\. "
+        r"Train with a longer table, or use position='alibi'\.",
+    ):
+        method.check_length(600)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_alibi_slopes_stay_float32(learned):
+    method = make("alibi", learned_slopes=learned)
+    before = method.slopes.clone()
+    for cast in (lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.double()):
+        method = cast(method)
+        assert method.slopes.dtype == torch.float32
+        assert torch.equal(method.slopes, before)
+    assert isinstance(method.slopes, torch.nn.Parameter) == learned
+
+
+def test_alibi_built_on_meta_wakes_with_its_slopes():
+    with torch.device("meta"):
+        method = make("alibi")
+    assert method.slopes.is_meta
+    assert torch.equal(method.to_empty(device="cpu").slopes, torch.tensor([1 / 16, 1 / 256]))
+
+
+def test_alibi_has_nothing_to_save():
+    assert not make("alibi").state_dict()
+
+
+@pytest.mark.parametrize("name", ["alibi", "t5", "none", "sinusoidal", "rotary"])
+def test_all_but_learned_run_at_any_length(name):
+    assert make(name).longest is None
+    make(name).check_length(10**9)

@@ -1,0 +1,95 @@
+"""The command line: quick help without torch, names, and mistakes told in one sentence."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from trainshort.cli import COMMANDS, main
+
+
+def call(capsys, *argv):
+    """Exit code and what was printed."""
+    with pytest.raises(SystemExit) as stop:
+        main(list(argv))
+    captured = capsys.readouterr()
+    return stop.value.code, captured.out, captured.err
+
+
+def test_help_lists_the_commands(capsys):
+    code, out, _ = call(capsys, "--help")
+    assert code == 0
+    assert all(name in out for name in COMMANDS)
+    assert call(capsys)[1] == out
+
+
+@pytest.mark.parametrize("argv", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
+def test_help_does_not_import_torch(argv):
+    code = f"""
+import sys
+from trainshort.cli import main
+try:
+    main({argv!r})
+except SystemExit as stop:
+    assert not stop.code, stop.code
+heavy = {{"torch", "transformers", "matplotlib", "plotly", "grain"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "xample" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "some"),
+    [
+        ("positions", ["none", "sinusoidal", "learned", "rotary", "t5", "alibi"]),
+        ("backends", ["reference", "sdpa", "squares", "flex"]),
+        ("corpora", ["sotu", "stdlib", "wikitext-2", "wikitext-103", "bookcorpus"]),
+        ("recipes", ["demo-alibi", "demo-sinusoidal"]),
+        ("presets", ["wikitext103", "books", "cc100"]),
+    ],
+)
+def test_list_names_and_describes(capsys, kind, some):
+    code, out, _ = call(capsys, "list", kind)
+    lines = dict(line.split(None, 1) for line in out.splitlines())
+    assert code == 0
+    assert set(some) <= set(lines)
+    assert all(len(line) > 10 for line in lines.values()), lines
+
+
+def test_show_prints_a_recipes_settings(capsys):
+    code, out, _ = call(capsys, "show", "demo-alibi")
+    assert code == 0
+    assert json.loads(out)["model"]["position"] == "alibi"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["lst"], "trainshort: Unknown command 'lst'. Did you mean 'list'? See trainshort --help.\n"),
+        (["list", "position"], "trainshort: Cannot list 'position'. Did you mean 'positions'?"),
+        (["show", "demo-alibbi"], "trainshort: Unknown recipe 'demo-alibbi'. Did you mean 'demo-alibi'?"),
+    ],
+)
+def test_mistakes_are_one_sentence_and_exit_2(capsys, argv, message):
+    code, _, err = call(capsys, *argv)
+    assert code == 2
+    assert err.startswith(message)
+    assert "Traceback" not in err
+
+
+def test_version_is_the_packages(capsys):
+    from trainshort import __version__
+
+    assert call(capsys, "--version")[1] == f"trainshort {__version__}\n"
+
+
+def test_public_names_are_importable():
+    import trainshort
+
+    for name in trainshort.__all__:
+        assert getattr(trainshort, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'atend'"):
+        _ = trainshort.atend  # pyright: ignore[reportAttributeAccessIssue]
