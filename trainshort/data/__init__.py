@@ -1,0 +1,20 @@
+"""SOCKET 3, text: from a corpus to batches. Torch-free.
+
+Reading order: document.py (what a corpus yields), corpus.py (corpora by name), tokenizer.py, pipeline.py (`prepare`),
+meta.py (the folder it makes), stream.py (batches).
+"""
+
+from trainshort.data.meta import Meta, Prepared, SplitMeta, open_data
+from trainshort.data.pipeline import open_or_prepare, prepare
+from trainshort.data.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = [
+    "Meta",
+    "Prepared",
+    "SplitMeta",
+    "Tokenizer",
+    "load_tokenizer",
+    "open_data",
+    "open_or_prepare",
+    "prepare",
+]

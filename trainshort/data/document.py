@@ -1,0 +1,140 @@
+"""What every corpus yields: documents, each with the place where reading can go on after it.
+
+Files, tables and hub streams all come as rows (a line, a record); a grouping makes documents of them. Each row and each
+document carries a position after which reading can resume, so that a killed preparation continues where it stopped.
+
+    rows         "a\\n" "\\n" "b\\n"       a plain text's lines
+    stretches    "a\\n\\n"      "b\\n"     documents of whole paragraphs (here of at least 2 characters)
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+Errors = Literal["strict", "replace"]
+SPLITS = ("train", "valid", "test")
+LONGEST_DOCUMENT = 1 << 22
+"""Characters at which a run of lines without any heading is cut, so that memory stays bounded."""
+
+HEADING = re.compile(r" = (?!= ).+(?<! =) = \n?")
+"""A WikiText article's title, ` = Robert Boulter = `; sections have two equal signs, ` = = Career = = `."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line or record, and where it ends."""
+
+    text: str
+    after: Any
+    """Position at which the next row begins; plain JSON."""
+    done: int = 0
+    """Bytes of the source that have been read, for the progress bar."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text that belongs together, and the split it was published in ("train" where it was published in none)."""
+
+    text: str
+    split: str
+    cursor: Any
+    """Where the corpus goes on after this document; plain JSON."""
+    done: int
+
+
+class Corpus(Protocol):
+    """A text that can be read from any document on, as often as needed, always in the same order."""
+
+    @property
+    def name(self) -> str:
+        """What the user called it."""
+        ...
+
+    @property
+    def size(self) -> int | None:
+        """Bytes to read, or None where nobody knows."""
+        ...
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits it was published in; ("train",) when it was not split."""
+        ...
+
+    @property
+    def streamed(self) -> bool:
+        """Whether reading costs a download, so that samples are taken from the beginning."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the text does, as far as that can be seen without reading it."""
+        ...
+
+    def documents(self, cursor: Any = None, errors: Errors = "strict") -> Iterator[Document]:
+        """All documents after `cursor`; bytes that are not UTF-8 are an error or become U+FFFD."""
+        ...
+
+
+Grouping = Callable[[Iterable[Row]], Iterator[Row]]
+
+
+def each(rows: Iterable[Row]) -> Iterator[Row]:
+    """Every row is a document."""
+    yield from rows
+
+
+def whole(rows: Iterable[Row]) -> Iterator[Row]:
+    """All rows of a file are one document."""
+    parts = list(rows)
+    if parts:
+        yield _join(parts)
+
+
+def stretches(size: int) -> Grouping:
+    """Documents of whole paragraphs: at least `size` characters to a blank line, twice that to any line end."""
+
+    def group(rows: Iterable[Row]) -> Iterator[Row]:
+        parts: list[Row] = []
+        length = 0
+        for row in rows:
+            parts.append(row)
+            length += len(row.text)
+            if length >= 2 * size or (length >= size and not row.text.strip()):
+                yield _join(parts)
+                parts, length = [], 0
+        if parts:
+            yield _join(parts)
+
+    return group
+
+
+def articles(rows: Iterable[Row]) -> Iterator[Row]:
+    """WikiText's articles: each begins with the blank line before its title.
+
+    " " " = A = " " " "text" " " " = B = " " " "more"  becomes  [" " " = A = " " " "text"], [" " " = B = " " " "more"]
+    """
+    parts: list[Row] = []
+    length = 0
+    for row in rows:
+        blank_before = bool(parts) and not parts[-1].text.strip()
+        body = parts[:-1] if blank_before else parts
+        if body and (HEADING.fullmatch(row.text) or length >= LONGEST_DOCUMENT):
+            yield _join(body)
+            parts = parts[len(body) :]
+            length = sum(len(part.text) for part in parts)
+        parts.append(row)
+        length += len(row.text)
+    if parts:
+        yield _join(parts)
+
+
+def as_lines(rows: Iterable[Row], blank: str = "\n") -> Iterator[Row]:
+    """Records that are lines get their line ends back; an empty one was a blank line (WikiText writes " \\n")."""
+    for row in rows:
+        text = row.text if row.text.endswith("\n") else row.text + "\n"
+        yield Row(blank if text == "\n" else text, row.after, row.done)
+
+
+def _join(rows: list[Row]) -> Row:
+    return Row("".join(row.text for row in rows), rows[-1].after, rows[-1].done)

@@ -1,0 +1,149 @@
+"""Text from the Hugging Face hub through `datasets`, streamed: nothing is downloaded that has not been read yet.
+
+Also the mixture of several corpora by size, which is how the paper's largest training set is made of its parts.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from trainshort.data.document import Corpus, Document, Errors, Grouping, Row, articles, as_lines, each, stretches
+from trainshort.data.files import Kind
+from trainshort.errors import InputError
+
+STRETCH = 1 << 16
+"""Characters of a document that is gathered from rows which are single lines."""
+SNAPSHOT_ROWS = 1000
+"""Rows between two states of the stream; resuming skips fewer rows than this."""
+
+_SPLITS = {"train": "train", "validation": "valid", "valid": "valid", "val": "valid", "dev": "valid", "test": "test"}
+
+
+@dataclass(frozen=True)
+class HubCorpus:
+    """A dataset by its hub name (or a local folder that `datasets` can load); the cursor is [split, state, rows]."""
+
+    path: str
+    config: str | None = None
+    kind: Kind = "rows"
+    """rows: a row is a document; lines: rows are gathered; articles: rows are WikiText's lines."""
+    size: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `datasets.load_dataset`."""
+    given_name: str | None = None
+    streamed: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.given_name or (f"{self.path}:{self.config}" if self.config else self.path)
+
+    @property
+    def fingerprint(self) -> str:
+        parts = json.dumps([self.path, self.config, self.kind, self.options], sort_keys=True)
+        return hashlib.sha256(parts.encode()).hexdigest()
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return self._found_splits
+
+    @cached_property
+    def _found_splits(self) -> tuple[str, ...]:
+        return tuple(self._streams())
+
+    def documents(self, cursor: Any = None, errors: Errors = "strict") -> Iterator[Document]:
+        streams = self._streams()
+        names = list(streams)
+        first, state, skip = cursor or (names[0], None, 0)
+        for name in names[names.index(first) :]:
+            rows = _stream_rows(self.name, streams[name], state, skip)
+            for row in self._group()(rows):
+                if row.text:
+                    yield Document(row.text, name, [name, *row.after], 0)
+            state, skip = None, 0
+
+    def _streams(self) -> dict[str, Any]:
+        """The dataset's streams under our names of the splits."""
+        try:
+            import datasets
+            import datasets.exceptions
+        except ImportError:
+            raise InputError(f"'{self.name}' is read through datasets: pip install 'trainshort[hf]'.") from None
+        try:
+            loaded = datasets.load_dataset(self.path, self.config, streaming=True, **self.options)
+        except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise InputError(
+                f"'{self.name}' is no file or folder here or in $TRAINSHORT_DATA, and the hub could not serve it: "
+                f"{reason} Check the name, or download the files and give their folder."
+            ) from None
+        found = {_SPLITS[name]: stream for name, stream in loaded.items() if name in _SPLITS}
+        if not found:
+            raise InputError(f"'{self.name}' should have a split 'train'; it has {', '.join(loaded)}.")
+        return {name: found[name] for name in ("train", "valid", "test") if name in found}
+
+    def _group(self) -> Grouping:
+        if self.kind == "articles":
+            return lambda rows: articles(as_lines(rows, blank=" \n"))
+        if self.kind == "lines":
+            return lambda rows: stretches(STRETCH)(as_lines(rows))
+        return each
+
+
+def _stream_rows(name: str, stream: Any, state: Any, skip: int) -> Iterator[Row]:
+    """Rows from a position on. A position is (state, rows after it): taking a state is costly, counting is not."""
+    if state is not None:
+        stream.load_state_dict(state)
+    since = 0
+    for record in stream:
+        if not isinstance(record.get("text"), str):
+            raise InputError(f"'{name}' should have a column 'text' with strings; its columns are {', '.join(record)}.")
+        since += 1
+        if since > skip:
+            yield Row(record["text"], (state, since))
+        if since == SNAPSHOT_ROWS:
+            state, since, skip = stream.state_dict(), 0, 0
+
+
+@dataclass(frozen=True)
+class MixedCorpus:
+    """Several corpora, mixed by size: the next document comes from the part of which the least has been read.
+
+    Sizes 300 and 100, documents of 10: a b a a a b a a a b ... Nothing is drawn by chance, so the mixture is the same
+    every time; a part that ends early leaves the rest to the others. The cursor is [cursor, bytes, ended] per part.
+    """
+
+    name: str
+    parts: tuple[tuple[Corpus, int], ...]
+    """Each part with its size in bytes."""
+
+    @property
+    def size(self) -> int:
+        return sum(size for _, size in self.parts)
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return ("train",)
+
+    @property
+    def streamed(self) -> bool:
+        return any(part.streamed for part, _ in self.parts)
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(json.dumps([(part.fingerprint, size) for part, size in self.parts]).encode()).hexdigest()
+
+    def documents(self, cursor: Any = None, errors: Errors = "strict") -> Iterator[Document]:
+        places = [list(place) for place in cursor or [[None, 0, False]] * len(self.parts)]
+        streams = [part.documents(place[0], errors) for (part, _), place in zip(self.parts, places, strict=True)]
+        while unread := [index for index, place in enumerate(places) if not place[2]]:
+            index = min(unread, key=lambda index: places[index][1] / self.parts[index][1])
+            document = next(streams[index], None)
+            if document is None:
+                places[index] = [places[index][0], places[index][1], True]
+                continue
+            places[index] = [document.cursor, places[index][1] + len(document.text.encode()), False]
+            done = sum(place[1] for place in places)
+            yield Document(document.text, "train", list(places), done)

@@ -1,0 +1,108 @@
+"""The files of a preparation under way, and the note from which a killed one continues.
+
+Tokens are appended; now and then everything is flushed to disk and `unfinished.json` says how much is certain and where
+the corpus goes on. After a kill the files are cut back to that, so the result is the same as without one.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from trainshort.config import Settings
+from trainshort.data.meta import OFFSET_TYPE, UNFINISHED_FILE, Request, SplitMeta, bin_path, offsets_path
+from trainshort.data.workers import Encoded
+from trainshort.errors import InputError
+
+
+class Note(Settings):
+    """The content of unfinished.json."""
+
+    request: Request
+    test_below: int = 0
+    valid_below: int = 0
+    missing: tuple[str, ...] = ()
+    ready: bool = False
+    """Whether the split rule and tokenizer.json are settled."""
+    cursor: Any = None
+    done: int = 0
+    splits: dict[str, SplitMeta] = Field(default_factory=dict)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file has the old content or the new one, whatever happens."""
+    beside = path.with_name(path.name + ".new")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def read_note(folder: Path) -> Note | None:
+    """The note of an unfinished preparation, if there is one."""
+    path = folder / UNFINISHED_FILE
+    try:
+        return Note.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValidationError, UnicodeDecodeError):
+        raise InputError(f"{path} is not readable. Delete the folder {folder} and prepare it again.") from None
+
+
+def write_note(folder: Path, note: Note) -> None:
+    write_atomically(folder / UNFINISHED_FILE, note.model_dump_json() + "\n")
+
+
+class Writer:
+    """Appends tokens and document offsets from where a note says."""
+
+    def __init__(self, folder: Path, note: Note, splits: tuple[str, ...], width: int) -> None:
+        self.folder = folder
+        self.note = note
+        self._counts = {name: note.splits.get(name, SplitMeta()).model_dump() for name in splits}
+        self._files: dict[Path, BinaryIO] = {}
+        for name, counts in self._counts.items():
+            self._reopen(bin_path(folder, name), counts["tokens"] * width)
+            self._reopen(offsets_path(folder, name), counts["documents"] * np.dtype(OFFSET_TYPE).itemsize)
+
+    def _reopen(self, path: Path, size: int) -> None:
+        path.touch()
+        if path.stat().st_size < size:
+            raise InputError(
+                f"{path} is shorter than {UNFINISHED_FILE} says. Delete the folder {self.folder} and prepare it again."
+            )
+        os.truncate(path, size)
+        self._files[path] = path.open("ab")
+
+    def append(self, encoded: dict[str, Encoded]) -> None:
+        for name, part in encoded.items():
+            counts = self._counts[name]
+            lengths = np.array(part.lengths, dtype=np.int64)
+            starts = counts["tokens"] + np.cumsum(lengths) - lengths
+            self._files[bin_path(self.folder, name)].write(part.tokens)
+            self._files[offsets_path(self.folder, name)].write(starts.astype(OFFSET_TYPE).tobytes())
+            counts["tokens"] += int(lengths.sum())
+            counts["documents"] += len(lengths)
+            counts["words"] += part.words
+            counts["bytes"] += part.bytes
+
+    def commit(self, cursor: Any, done: int) -> None:
+        """From here on a kill loses nothing that was appended before."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        # Through JSON, so that a note read back and one written now are the same.
+        update = {"cursor": json.loads(json.dumps(cursor)), "done": done, "splits": self._split_metas()}
+        self.note = self.note.model_copy(update=update)
+        write_note(self.folder, self.note)
+
+    def _split_metas(self) -> dict[str, SplitMeta]:
+        return {name: SplitMeta(**counts) for name, counts in self._counts.items()}
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()

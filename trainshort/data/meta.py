@@ -1,0 +1,183 @@
+"""A prepared folder: what lies in it, and how it is opened.
+
+train.bin               tokens, little-endian unsigned integers of the smallest size that fits, nothing else
+train.documents.bin     where each document begins, in tokens, as int64; one number per document
+valid.bin ...  test.bin ...
+tokenizer.json          made for the tokenizers library
+meta.json               all that is needed to read them, written last: a folder with it is complete
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from trainshort.config import Settings
+from trainshort.data.tokenizer import FILE as TOKENIZER_FILE
+from trainshort.data.tokenizer import Tokenizer, load_tokenizer
+from trainshort.errors import InputError
+
+FORMAT = 1
+META_FILE = "meta.json"
+UNFINISHED_FILE = "unfinished.json"
+OFFSET_TYPE = "<i8"
+
+_AGAIN = "It was damaged or belongs to another preparation; delete the folder and prepare it again."
+
+
+class Request(Settings):
+    """What was asked for; another request is refused the same folder."""
+
+    corpus: str
+    """Name, path, glob or hub dataset, as given."""
+    fingerprint: str
+    """Of the corpus: changes when its files do."""
+    tokenizer: str
+    """bytes, words, bpe, or the path of a tokenizer.json."""
+    tokenizer_sha256: str | None
+    """Of the tokenizer.json that was given."""
+    vocabulary: int | None
+    """Size asked for, where the vocabulary is built here."""
+
+
+class SplitMeta(Settings):
+    """One split's counts and checksums."""
+
+    tokens: int = 0
+    words: int = 0
+    """Words between white space, for perplexities per word."""
+    bytes: int = 0
+    """Bytes of UTF-8, for bits per byte."""
+    documents: int = 0
+    sha256: str = ""
+    """Of <split>.bin."""
+    documents_sha256: str = ""
+    """Of <split>.documents.bin, the document offsets."""
+
+
+class Meta(Settings):
+    """The content of meta.json."""
+
+    format: int = FORMAT
+    request: Request
+    tokenizer: str
+    """The tokenizer's name."""
+    tokenizer_sha256: str
+    """Of tokenizer.json."""
+    vocabulary: int
+    """Number of token types; a model needs as many."""
+    end: int | None
+    """The token after each document."""
+    dtype: Literal["uint8", "uint16", "uint32"]
+    """Type of a token in the .bin files."""
+    errors: Literal["strict", "replace"]
+    """What was done about bytes that are not UTF-8."""
+    splits: dict[str, SplitMeta]
+
+    @property
+    def corpus(self) -> str:
+        return self.request.corpus
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An open data folder."""
+
+    folder: Path
+    meta: Meta
+
+    def split(self, name: str) -> np.ndarray:
+        """A split's tokens, mapped from disk; nothing is read before it is used."""
+        return _map(bin_path(self.folder, name), self._split(name).tokens, self.meta.dtype)
+
+    def documents(self, name: str) -> np.ndarray:
+        """Where each document of a split begins, in tokens."""
+        return _map(offsets_path(self.folder, name), self._split(name).documents, OFFSET_TYPE)
+
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.folder)
+
+    def verify(self) -> None:
+        """Read everything and compare it with the checksums; opening compares sizes only."""
+        expected = {self.folder / TOKENIZER_FILE: self.meta.tokenizer_sha256}
+        for name, split in self.meta.splits.items():
+            expected[bin_path(self.folder, name)] = split.sha256
+            expected[offsets_path(self.folder, name)] = split.documents_sha256
+        for path, checksum in expected.items():
+            if file_sha256(path) != checksum:
+                raise InputError(f"{path} does not have the checksum that its meta.json gives. {_AGAIN}")
+
+    def _split(self, name: str) -> SplitMeta:
+        if name not in self.meta.splits:
+            raise InputError(f"{self.folder} has no split '{name}'; it has {', '.join(self.meta.splits)}.")
+        return self.meta.splits[name]
+
+
+def bin_path(folder: Path, split: str) -> Path:
+    return folder / f"{split}.bin"
+
+
+def offsets_path(folder: Path, split: str) -> Path:
+    return folder / f"{split}.documents.bin"
+
+
+def token_type(vocabulary: int) -> Literal["uint8", "uint16", "uint32"]:
+    """The smallest type that holds every token."""
+    return "uint8" if vocabulary <= 1 << 8 else "uint16" if vocabulary <= 1 << 16 else "uint32"
+
+
+def file_sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        raise InputError(f"{path} is missing. {_AGAIN}") from None
+
+
+def open_data(folder: Path | str) -> Prepared:
+    """Open a prepared folder; files whose size is not what meta.json says are refused."""
+    folder = Path(folder)
+    meta = _read_meta(folder)
+    for name, split in meta.splits.items():
+        _check_size(bin_path(folder, name), split.tokens, np.dtype(meta.dtype).itemsize, "tokens")
+        _check_size(offsets_path(folder, name), split.documents, np.dtype(OFFSET_TYPE).itemsize, "document offsets")
+    return Prepared(folder, meta)
+
+
+def _read_meta(folder: Path) -> Meta:
+    path = folder / META_FILE
+    if not path.exists():
+        if (folder / UNFINISHED_FILE).exists():
+            raise InputError(f"The preparation of {folder} did not finish. Run the same prepare command to continue.")
+        raise InputError(
+            f"{folder} is not a prepared data folder (it has no {META_FILE}). See trainshort prepare --help."
+        )
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not readable JSON ({error}). {_AGAIN}") from None
+    found = values.get("format") if isinstance(values, dict) else None
+    if found != FORMAT:
+        raise InputError(
+            f"{path} has format {found}, and this version of trainshort reads format {FORMAT}; prepare it again."
+        )
+    return Meta.read(values)
+
+
+def _check_size(path: Path, count: int, width: int, what: str) -> None:
+    if not path.exists():
+        raise InputError(f"{path} is missing. {_AGAIN}")
+    size = path.stat().st_size
+    if size != count * width:
+        raise InputError(
+            f"{path} should hold {count:,} {what} in {count * width:,} bytes as its meta.json says, "
+            f"but has {size:,} bytes. {_AGAIN}"
+        )
+
+
+def _map(path: Path, count: int, dtype: str) -> np.ndarray:
+    kind = np.dtype(dtype).newbyteorder("<")
+    return np.memmap(path, dtype=kind, mode="r", shape=(count,)) if count else np.empty(0, dtype=kind)

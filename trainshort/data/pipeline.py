@@ -1,0 +1,274 @@
+"""`prepare`: from a corpus to a folder of tokens.
+
+One process reads the corpus forward and cuts it into pieces; workers encode them; the pieces' tokens are appended in
+order. So memory does not depend on the size of the corpus, the result does not depend on the number of workers, and a
+killed preparation continues from its last note (ledger.py).
+"""
+
+import errno
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainshort.config import DataConfig
+from trainshort.data import meta as layout
+from trainshort.data.corpus import find_corpus
+from trainshort.data.document import SPLITS, Corpus, Errors
+from trainshort.data.ledger import Note, Writer, read_note, write_atomically, write_note
+from trainshort.data.meta import Meta, Prepared, SplitMeta, bin_path, file_sha256, offsets_path, open_data
+from trainshort.data.progress import Progress
+from trainshort.data.request import data_folder, make_request, refuse_other
+from trainshort.data.splits import Splitter, splitter
+from trainshort.data.tokenizer import FILE as TOKENIZER_FILE
+from trainshort.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from trainshort.data.vocabulary import build_tokenizer, training_sample
+from trainshort.data.workers import Piece, Pool
+from trainshort.errors import InputError
+
+PIECE_CHARACTERS = 1 << 20
+COMMIT_SECONDS = 1.0
+WORTH_A_WORKER = 1 << 23
+"""Bytes of text below which starting another process costs more time than it saves."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A preparation under way."""
+
+    config: DataConfig
+    corpus: Corpus
+    folder: Path
+    errors: Errors
+    workers: int
+    progress: Progress
+
+
+def prepare(
+    config: DataConfig,
+    *,
+    progress: bool = True,
+    workers: int | None = None,
+    errors: Errors = "strict",
+    resume: bool = True,
+) -> Prepared:
+    """Make the data folder that `config` asks for, or open it when it is there already.
+
+    A folder made from other settings is refused. An unfinished one is continued, or begun anew without `resume`.
+    """
+    if workers is not None and workers < 1:
+        raise InputError(f"workers must be at least 1, not {workers}.")
+    folder = data_folder(config)
+    if (folder / layout.META_FILE).exists():
+        return _open_same(folder, config)
+    corpus = find_corpus(config.corpus)
+    if workers is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = cores if corpus.size is None else min(cores, max(1, corpus.size // WORTH_A_WORKER))
+    job = Job(config, corpus, folder, errors, workers, Progress(progress))
+    with _readable_disk_errors(folder), _locked(folder):
+        if (folder / layout.META_FILE).exists():  # another process was quicker, as under torchrun
+            return _open_same(folder, config)
+        note = _begin(job, resume)
+        with job.progress.shown():
+            note = note if note.ready else _settle(job, note)
+            seconds, encoded = _encode(job, note)
+            prepared = _finish(job)
+    _report(job, prepared, encoded, seconds)
+    return prepared
+
+
+def open_or_prepare(config: DataConfig, **options: Any) -> Prepared:
+    """What training needs: a folder that was named as it is, else the one that the settings describe."""
+    if config.folder is not None and (config.folder / layout.META_FILE).exists():
+        return open_data(config.folder)
+    return prepare(config, **options)
+
+
+def _open_same(folder: Path, config: DataConfig) -> Prepared:
+    prepared = open_data(folder)
+    refuse_other(folder, prepared.meta.request, config, "was prepared")
+    return prepared
+
+
+def _begin(job: Job, resume: bool) -> Note:
+    """The note to continue from, or a new one in an empty folder."""
+    note = read_note(job.folder)
+    if note is not None:
+        refuse_other(job.folder, note.request, job.config, "holds an unfinished preparation")
+        if resume:
+            return note
+    ours = {layout.UNFINISHED_FILE, layout.UNFINISHED_FILE + ".new", TOKENIZER_FILE, TOKENIZER_FILE + ".new"}
+    ours |= {path(job.folder, split).name for split in SPLITS for path in (bin_path, offsets_path)}
+    there = {path.name for path in job.folder.iterdir()}
+    foreign = sorted(there - ours) if note is not None else sorted(there - {layout.UNFINISHED_FILE + ".new"})
+    if foreign:
+        raise InputError(
+            f"{job.folder} exists and holds other files ({', '.join(foreign[:3])}). Choose another folder with --out."
+        )
+    for name in there:
+        (job.folder / name).unlink()
+    note = Note(request=make_request(job.config, job.corpus))
+    write_note(job.folder, note)
+    return note
+
+
+def _settle(job: Job, note: Note) -> Note:
+    """Decide the splits and the tokenizer, and write both down."""
+    rule = splitter(job.corpus, job.errors)
+    tokenizer = _tokenizer(job, rule)
+    write_atomically(job.folder / TOKENIZER_FILE, tokenizer.to_json())
+    note = note.model_copy(
+        update={"ready": True, "missing": rule.missing, "test_below": rule.test, "valid_below": rule.valid}
+    )
+    write_note(job.folder, note)
+    return note
+
+
+def _tokenizer(job: Job, rule: Splitter) -> Tokenizer:
+    kind = job.config.tokenizer
+    if kind == "bytes":
+        return ByteTokenizer()
+    if kind not in ("bpe", "words"):
+        return load_tokenizer(Path(kind))
+    if "train" not in job.corpus.splits:
+        raise InputError(
+            f"'{job.corpus.name}' has no training text to build a {kind} vocabulary from. "
+            "Give the tokenizer.json of the data that the model was trained on."
+        )
+    job.progress.stage("reading for the vocabulary", job.corpus.size)
+    if kind == "bpe":
+        documents = training_sample(job.corpus, rule, job.errors)
+    else:
+        documents = (text for text in job.corpus.documents(errors=job.errors) if rule.split(text) == "train")
+    return build_tokenizer(kind, job.config.vocabulary, job.progress.watch(documents))
+
+
+def _encode(job: Job, note: Note) -> tuple[float, int]:
+    """Append all tokens that are not there yet; how long it took, and how many bytes of text it was."""
+    tokenizer = load_tokenizer(job.folder)
+    rule = Splitter(note.missing, note.test_below, note.valid_below)
+    splits = tuple(name for name in SPLITS if name in job.corpus.splits or name in rule.missing)
+    width = np.dtype(layout.token_type(tokenizer.vocabulary)).itemsize
+    writer = Writer(job.folder, note, splits, width)
+    started = committed = time.perf_counter()
+    encoded, last = 0, (note.cursor, note.done)
+    job.progress.stage("encoding", job.corpus.size, note.done)
+    try:
+        with Pool(job.folder, job.workers) as pool:
+            for piece, parts in pool.map(pieces(job.corpus, rule, note.cursor, job.errors)):
+                writer.append(parts)
+                encoded += sum(part.bytes for part in parts.values())
+                job.progress.at(piece.done)
+                last = (piece.cursor, piece.done)
+                if time.perf_counter() - committed > COMMIT_SECONDS:
+                    writer.commit(*last)
+                    committed = time.perf_counter()
+        writer.commit(*last)
+    finally:
+        writer.close()
+    return time.perf_counter() - started, encoded
+
+
+def pieces(corpus: Corpus, rule: Splitter, cursor: Any, errors: Errors) -> Iterator[Piece]:
+    """Documents in portions of about a million characters, each with its split."""
+    documents: list[tuple[str, str]] = []
+    length, document = 0, None
+    for document in corpus.documents(cursor, errors):
+        documents.append((rule.split(document), document.text))
+        length += len(document.text)
+        if length >= PIECE_CHARACTERS:
+            yield Piece(documents, document.cursor, document.done)
+            documents, length = [], 0
+    if document is not None and documents:
+        yield Piece(documents, document.cursor, document.done)
+
+
+def _finish(job: Job) -> Prepared:
+    """Checksums, then meta.json, which makes the folder complete."""
+    note = read_note(job.folder)
+    assert note is not None
+    empty = [name for name, split in note.splits.items() if not split.tokens]
+    if empty:
+        documents = sum(split.documents for split in note.splits.values())
+        raise InputError(
+            f"'{job.corpus.name}' has {documents} documents, and none for {' and '.join(empty)}. "
+            "Give more text, or files named train, valid and test."
+        )
+    job.progress.stage("checksums", None)
+    splits = {
+        name: SplitMeta(
+            **split.model_dump(exclude={"sha256", "documents_sha256"}),
+            sha256=file_sha256(bin_path(job.folder, name)),
+            documents_sha256=file_sha256(offsets_path(job.folder, name)),
+        )
+        for name, split in note.splits.items()
+    }
+    tokenizer = load_tokenizer(job.folder)
+    meta = Meta(
+        request=note.request,
+        tokenizer=tokenizer.name if job.config.tokenizer in ("bytes", "words", "bpe") else job.config.tokenizer,
+        tokenizer_sha256=file_sha256(job.folder / TOKENIZER_FILE),
+        vocabulary=tokenizer.vocabulary,
+        end=tokenizer.end,
+        dtype=layout.token_type(tokenizer.vocabulary),
+        errors=job.errors,
+        splits=splits,
+    )
+    write_atomically(job.folder / layout.META_FILE, meta.model_dump_json(indent=2) + "\n")
+    (job.folder / layout.UNFINISHED_FILE).unlink()
+    return open_data(job.folder)
+
+
+def _report(job: Job, prepared: Prepared, encoded: int, seconds: float) -> None:
+    megabytes, processes = encoded / 1e6, "1 process" if job.workers == 1 else f"{job.workers} processes"
+    job.progress.say(
+        f"{describe(prepared)}. {megabytes:.1f} MB in {job.progress.seconds:.1f} s, "
+        f"encoded at {megabytes / max(seconds, 1e-9):.1f} MB/s by {processes}."
+    )
+
+
+def describe(prepared: Prepared) -> str:
+    """One line: folder, tokens by split, vocabulary."""
+    counts = ", ".join(f"{name} {split.tokens:,}" for name, split in prepared.meta.splits.items())
+    return f"{prepared.folder}: tokens {counts}; vocabulary {prepared.meta.vocabulary:,}"
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process prepares a folder at a time; others wait. A killed process holds no lock."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _readable_disk_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (FileExistsError, NotADirectoryError):
+        raise InputError(f"{folder} should be a folder, but a file of that name is in the way.") from None
+    except PermissionError as error:
+        raise InputError(
+            f"{error.filename or folder} cannot be used: {error.strerror}. Choose another --out."
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise InputError(
+            f"The disk that holds {folder} is full. Free some space, and run the same command to continue."
+        ) from None

@@ -1,0 +1,96 @@
+"""What a data folder was asked to hold, where it lies, and whether another request is the same."""
+
+import re
+from pathlib import Path
+
+from trainshort.config import DataConfig
+from trainshort.data.corpus import find_corpus
+from trainshort.data.document import Corpus
+from trainshort.data.meta import Request, file_sha256
+from trainshort.data.tokenizer import tokenizer_name
+from trainshort.errors import InputError
+from trainshort.registry import did_you_mean
+
+BUILT_HERE = ("bpe", "words")
+NAMED = ("bytes", *BUILT_HERE)
+
+
+def data_folder(config: DataConfig) -> Path:
+    """Where the data goes: the folder that was named, else data/<corpus>-<tokenizer><vocabulary>.
+
+    sotu, bpe, 2048: data/sotu-bpe2048      texts/novels/, bytes: data/novels-bytes
+    """
+    if config.folder is not None:
+        return config.folder
+    corpus = config.corpus.rstrip("/")
+    path = Path(corpus)
+    short = path.stem if path.is_file() else path.name if path.is_dir() else corpus
+    tokenizer = config.tokenizer if config.tokenizer in NAMED else tokenizer_name(Path(config.tokenizer))
+    size = str(config.vocabulary) if config.tokenizer in BUILT_HERE else ""
+    return Path("data") / f"{_plain(short)}-{_plain(tokenizer)}{size}"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^\w.]+", "-", name).strip("-.") or "text"
+
+
+def make_request(config: DataConfig, corpus: Corpus) -> Request:
+    return Request(
+        corpus=config.corpus,
+        fingerprint=corpus.fingerprint,
+        tokenizer=config.tokenizer,
+        tokenizer_sha256=_tokenizer_sha256(config),
+        vocabulary=config.vocabulary if config.tokenizer in BUILT_HERE else None,
+    )
+
+
+def _tokenizer_sha256(config: DataConfig) -> str | None:
+    if config.tokenizer in NAMED:
+        return None
+    path = Path(config.tokenizer)
+    if not path.is_file():
+        raise InputError(
+            f"'{config.tokenizer}' is no tokenizer: use {', '.join(NAMED)} or the path of a tokenizer.json."
+            f"{did_you_mean(config.tokenizer, NAMED)}"
+        )
+    return file_sha256(path)
+
+
+def refuse_other(folder: Path, old: Request, config: DataConfig, state: str) -> None:
+    """Raise when the folder was made from something else, and say what differs."""
+    differences = _differences(old, config)
+    if differences:
+        raise InputError(
+            f"{folder} {state} from {'; '.join(differences)}. Choose another folder with --out, or delete this one."
+        )
+
+
+def _differences(old: Request, config: DataConfig) -> list[str]:
+    found = []
+    fingerprint = _current_fingerprint(config)
+    if old.corpus != config.corpus and fingerprint != old.fingerprint:
+        found.append(f"corpus '{old.corpus}', not '{config.corpus}'")
+    elif fingerprint not in (None, old.fingerprint):
+        found.append(f"an earlier state of '{config.corpus}', whose files have changed")
+    same_file = old.tokenizer_sha256 is not None and old.tokenizer_sha256 == _given_sha256(config)
+    if old.tokenizer != config.tokenizer and not same_file:
+        found.append(f"tokenizer '{old.tokenizer}', not '{config.tokenizer}'")
+    elif old.tokenizer_sha256 is not None and _given_sha256(config) not in (None, old.tokenizer_sha256):
+        found.append(f"an earlier state of the tokenizer '{config.tokenizer}'")
+    elif old.vocabulary is not None and old.vocabulary != config.vocabulary:
+        found.append(f"vocabulary {old.vocabulary}, not {config.vocabulary}")
+    return found
+
+
+def _current_fingerprint(config: DataConfig) -> str | None:
+    """The corpus as it is now; None where it is gone or only the hub has it: prepared data outlives its source."""
+    try:
+        corpus = find_corpus(config.corpus)
+    except InputError:
+        return None
+    return None if corpus.streamed else corpus.fingerprint
+
+
+def _given_sha256(config: DataConfig) -> str | None:
+    path = Path(config.tokenizer)
+    return file_sha256(path) if config.tokenizer not in NAMED and path.is_file() else None

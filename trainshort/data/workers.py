@@ -1,0 +1,161 @@
+"""Encodes pieces of text in several processes and gives the results back in order.
+
+The workers are plain child processes that talk over their standard input and output. When the parent is killed their
+input ends and they leave; `multiprocessing` would leave them behind, and would run a user's unguarded script again.
+"""
+
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+
+from trainshort.data.meta import token_type
+from trainshort.data.tokenizer import Tokenizer, load_tokenizer
+from trainshort.errors import InputError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some documents in a row, the unit of work; `cursor` is where the corpus goes on after them."""
+
+    documents: list[tuple[str, str]]
+    """Split and text."""
+    cursor: Any
+    done: int
+
+
+@dataclass
+class Encoded:
+    """One split's share of a piece."""
+
+    tokens: bytes
+    lengths: list[int]
+    """Tokens of each document."""
+    words: int
+    bytes: int
+
+
+def encode_piece(tokenizer: Tokenizer, documents: list[tuple[str, str]]) -> dict[str, Encoded]:
+    """The tokens of a piece by split, in the type that goes to disk."""
+    kind = np.dtype(token_type(tokenizer.vocabulary)).newbyteorder("<")
+    by_split: dict[str, list[str]] = {}
+    for split, text in documents:
+        by_split.setdefault(split, []).append(text)
+    result = {}
+    for split, texts in by_split.items():
+        arrays = [tokenizer.encode_document(text) for text in texts]
+        result[split] = Encoded(
+            tokens=np.concatenate(arrays).astype(kind).tobytes(),
+            lengths=[len(array) for array in arrays],
+            words=sum(len(text.split()) for text in texts),
+            bytes=sum(len(text.encode()) for text in texts),
+        )
+    return result
+
+
+class Worker:
+    """One child process; `encode` sends it a piece and waits for the answer."""
+
+    def __init__(self, folder: Path) -> None:
+        package = str(Path(__file__).parents[2])
+        inherited = os.environ.get("PYTHONPATH")
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from trainshort.data.workers import serve; serve()", str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join([package, *([inherited] if inherited else [])])}
+            # One thread each: there are as many workers as cores.
+            | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+        )
+
+    def encode(self, documents: list[tuple[str, str]]) -> dict[str, Encoded]:
+        assert self._process.stdin
+        assert self._process.stdout
+        try:
+            pickle.dump(documents, self._process.stdin, protocol=5)
+            self._process.stdin.flush()
+            return pickle.load(self._process.stdout)
+        except (BrokenPipeError, EOFError, pickle.UnpicklingError):
+            code = self._process.wait()
+            raise InputError(
+                f"A worker process ended by itself (exit code {code}; -9 often means too little memory). "
+                "Run the same command again to continue, perhaps with fewer --workers."
+            ) from None
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+class Pool:
+    """Workers that share the pieces. With one worker the work is done right here."""
+
+    def __init__(self, folder: Path, workers: int) -> None:
+        self._tokenizer = load_tokenizer(folder) if workers == 1 else None
+        self._workers = [Worker(folder) for _ in range(workers)] if workers > 1 else []
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(max_workers=max(1, workers))
+
+    def map(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, dict[str, Encoded]]]:
+        """Every piece with its tokens, in order; two pieces a worker are in memory at a time."""
+        if self._tokenizer is not None:
+            for piece in pieces:
+                yield piece, encode_piece(self._tokenizer, piece.documents)
+            return
+        waiting: deque[tuple[Piece, Future[dict[str, Encoded]]]] = deque()
+        for piece in pieces:
+            waiting.append((piece, self._threads.submit(self._encode, piece.documents)))
+            if len(waiting) >= 2 * len(self._workers):
+                first, result = waiting.popleft()
+                yield first, result.result()
+        for piece, result in waiting:
+            yield piece, result.result()
+
+    def _encode(self, documents: list[tuple[str, str]]) -> dict[str, Encoded]:
+        worker = self._idle.get()
+        try:
+            return worker.encode(documents)
+        finally:
+            self._idle.put(worker)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # First the processes: threads that wait for an answer then get an end of file, and can end too.
+        for worker in self._workers:
+            worker.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+
+
+def serve() -> None:
+    """A worker's life: read pieces, write their tokens, leave when the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    requests: BinaryIO = sys.stdin.buffer
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing that is printed may get among the answers
+    tokenizer = load_tokenizer(Path(sys.argv[1]))
+    while True:
+        try:
+            documents = pickle.load(requests)
+        except EOFError:
+            return
+        pickle.dump(encode_piece(tokenizer, documents), answers, protocol=5)
+        answers.flush()
