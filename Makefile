@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install demo test test-slow check format bench fault clean
+.PHONY: help install demo test shapes test-slow check format bench fault clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,8 +23,18 @@ demo: $(STAMP)   ## train two position methods for a minute and read them at 1 t
 	$(BIN)/trainshort demo
 
 # Two workers with one torch thread each: more threads than cores make torch slower, not faster.
-test: $(STAMP)   ## the default tests
+test: $(STAMP)   ## the default tests, and the shapes in the signatures
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(MAKE) --no-print-directory shapes
+
+# A run of its own: the hook that checks every annotated shape at run time and torch.compile do not go together.
+# Tests of wrong inputs are left out, since there the hook speaks before our own message can.
+CHECKED := trainshort.alibi,trainshort.attention,trainshort.positions,trainshort.vocabulary,trainshort.cache,trainshort.model
+shapes: $(STAMP)  ## the tests of the tensor functions, with every annotated shape checked
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k 'not mistakes_are_explained' \
+	  --jaxtyping-packages=$(CHECKED),beartype.beartype \
+	  tests/test_alibi.py tests/attention/test_op.py tests/attention/test_squares.py tests/positions \
+	  tests/test_model.py tests/test_vocabulary.py tests/test_cache.py
 
 test-slow: $(STAMP)  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow

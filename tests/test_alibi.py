@@ -41,8 +41,8 @@ def test_golden_slopes(heads, golden):
 
 
 def test_max_bias_sets_the_flattest_slope():
-    assert alibi.slopes(8, max_bias=16)[-1] == 2.0**-16
-    assert alibi.slopes(8, max_bias=16)[0] == 0.25
+    assert alibi.slopes(8, max_bias=16.0)[-1] == 2.0**-16
+    assert alibi.slopes(8, max_bias=16.0)[0] == 0.25
 
 
 @pytest.mark.parametrize(("heads", "max_bias"), [(0, 8.0), (-3, 8.0), (8, 0.0), (8, math.nan)])
