@@ -1,6 +1,6 @@
 """Attention engines behind one call, `attend`. Importing this package registers them all."""
 
-from trainshort.attention import flex, reference, sdpa, squares
+from trainshort.attention import flex, reference, sdpa, squares, windowed
 from trainshort.attention.op import (
     Bias,
     Call,
@@ -29,4 +29,5 @@ __all__ = [
     "reference",
     "sdpa",
     "squares",
+    "windowed",
 ]

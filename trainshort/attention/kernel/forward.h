@@ -1,0 +1,182 @@
+/* Forward: each panel walks its keys from the nearest block outwards, with a running softmax, and stops as soon as the
+ * bound on everything further out, against the row's real denominator so far, is within the tolerance for every row.
+ */
+#ifndef TRAINSHORT_FORWARD_H
+#define TRAINSHORT_FORWARD_H
+
+#include "bound.h"
+#include "panel.h"
+#include "pool.h"
+
+typedef struct {
+    const Call *call;
+    Bound *bounds; /* (batch, heads) */
+} Forward;
+
+typedef struct {
+    Panel place;
+    vec top[WIDE], sum[WIDE]; /* running maximum and sum of e^(score - top) */
+    vec shift[WIDE];          /* the bound's q.c, and -infinity in padding lanes, which must never hold a panel up */
+    real norm;                /* largest query norm */
+    real *queries, *out;      /* [dim][query] */
+    int64_t first;            /* first key read so far */
+    real dropped;
+    int done;
+} Walk;
+
+static void begin_walk(const Call *c, const Bound *bound, Walk *walk, const real *rows) {
+    const int padded = padded_dim(c);
+    const real scale = (real)c->scale;
+    to_panel(rows, padded, walk->queries);
+    memset(walk->out, 0, padded * PANEL * sizeof(real));
+    vec largest = {0}, seen = {0};
+    for (int w = 0; w < WIDE; w++) {
+        vec square = {0}, centre = {0};
+        for (int t = 0; t < padded; t++) {
+            const vec q = load(walk->queries + t * PANEL + w * LANES);
+            square += q * q;
+            centre += q * bound->centre[t];
+        }
+        walk->top[w] = spread(-1e30f);
+        walk->sum[w] = (vec){0};
+        walk->shift[w] = centre * scale;
+        largest = larger(square, largest);
+        seen += square * 0; /* NaN when a query is not finite, which `larger` passes over */
+    }
+    for (int i = walk->place.rows; i < PANEL; i++) walk->shift[i / LANES][i % LANES] = -INFINITY;
+    real square = sum_lanes(seen);
+    for (int w = 0; w < LANES; w++) square = largest[w] > square ? largest[w] : square;
+    walk->norm = (real)sqrt(square) * (1 + rounding(c->dim));
+    walk->first = larger_of(walk->place.lowest, 0);
+    walk->dropped = 0;
+    walk->done = 0;
+}
+
+/* scores -> weights e^(score - top), with sum and output carried over to the new maximum. */
+static void soften(Walk *walk, int padded, int keys, real *restrict scores) {
+    vec top[WIDE], sum[WIDE];
+    ivec moved = {0};
+    for (int w = 0; w < WIDE; w++) top[w] = walk->top[w], sum[w] = (vec){0};
+    for (int j = 0; j < keys; j++)
+        for (int w = 0; w < WIDE; w++) top[w] = larger(load(scores + j * PANEL + w * LANES), top[w]);
+    for (int w = 0; w < WIDE; w++) moved |= top[w] != walk->top[w];
+    if (any(moved))
+        for (int w = 0; w < WIDE; w++) {
+            const vec shrink = exp_below_zero(walk->top[w] - top[w]);
+            walk->sum[w] *= shrink;
+            walk->top[w] = top[w];
+            for (int t = 0; t < padded; t++) {
+                real *at = walk->out + t * PANEL + w * LANES;
+                store(at, load(at) * shrink);
+            }
+        }
+    for (int j = 0; j < keys; j++)
+        for (int w = 0; w < WIDE; w++) {
+            real *at = scores + j * PANEL + w * LANES;
+            const vec weight = exp_below_zero(load(at) - top[w]);
+            sum[w] += weight;
+            store(at, weight);
+        }
+    for (int w = 0; w < WIDE; w++) walk->sum[w] += sum[w];
+}
+
+/* panel_add that never touches a hidden value: 0 * NaN would leak the future. For blocks with values that are not
+ * finite only, so it may be slow. */
+static void add_only_visible(const Call *c, Walk *walk, int64_t batch, const real *v, int64_t start, int keys,
+                             const real *weights) {
+    const int padded = padded_dim(c);
+    for (int j = 0; j < keys; j++)
+        for (int w = 0; w < WIDE; w++) {
+            const ivec hidden = hidden_lanes(c, &walk->place, batch, start + j, w);
+            for (int t = 0; t < padded; t++) {
+                real *at = walk->out + t * PANEL + w * LANES;
+                const vec term = v[j * padded + t] * load(weights + j * PANEL + w * LANES);
+                store(at, load(at) + choose(hidden, spread(0), term));
+            }
+        }
+}
+
+static void walk_block(const Call *c, const Bound *bound, Walk *walk, int64_t batch, int64_t block, const real *k,
+                       const real *v, real *scores) {
+    const int padded = padded_dim(c);
+    const int64_t start = block * KEYS;
+    const int keys = visible_keys(&walk->place, start);
+    const int hiding = needs_hiding(c, &walk->place, start, keys);
+    panel_dots(walk->queries, k, padded, padded, keys, scores);
+    add_bias(&walk->place, (real)c->scale, bound->slope, start, keys, scores);
+    if (hiding) hide(c, &walk->place, batch, start, keys, scores);
+    soften(walk, padded, keys, scores);
+    if (hiding && bound->faulty[block])
+        add_only_visible(c, walk, batch, v, start, keys, scores);
+    else
+        panel_add(walk->out, v, padded, padded, keys, scores);
+    walk->first = start;
+}
+
+/* Whether every row may leave out all keys before `block`; then `dropped` is the most that any row leaves out. */
+static int may_stop(const Call *c, const Bound *bound, Walk *walk, int64_t block) {
+    if (!(c->tolerance > 0)) return 0;
+    const real tail = tail_at(bound, block, walk->norm) + bound->slack;
+    vec most = {0};
+    for (int w = 0; w < WIDE; w++) {
+        const vec distance = walk->place.position[w] - (real)(block * KEYS);
+        const vec excess = tail - bound->slope * distance + walk->shift[w] - walk->top[w];
+        const vec mass = exp_below_zero(excess);
+        const ivec small = (excess <= 0) & (mass <= (real)c->tolerance * walk->sum[w]);
+        if (any(~small)) return 0;
+        most = larger(mass / walk->sum[w], most);
+    }
+    for (int w = 0; w < LANES; w++) walk->dropped = most[w] > walk->dropped ? most[w] : walk->dropped;
+    return 1;
+}
+
+static void end_walk(const Call *c, Walk *walk, int64_t batch, int64_t head, int64_t row, real *line) {
+    const int padded = padded_dim(c);
+    const int64_t at = batch * c->heads + head, panel = at * panels_of(c) + row / PANEL;
+    c->first[panel] = (int32_t)walk->first;
+    c->dropped[panel] = (float)walk->dropped;
+    for (int i = 0; i < walk->place.rows; i++) {
+        const real sum = walk->sum[i / LANES][i % LANES], top = walk->top[i / LANES][i % LANES];
+        for (int t = 0; t < padded; t++) line[t] = walk->out[t * PANEL + i] / sum;
+        write_row(c, row_at(c, &c->out, batch, head, row + i), line);
+        c->lse[at * c->q_len + row + i] = (real)(top + log(sum));
+    }
+}
+
+/* One item: ROWS queries of one head. */
+static void forward_rows(void *context, int64_t item, real *scratch) {
+    const Forward *forward = context;
+    const Call *c = forward->call;
+    const int padded = padded_dim(c);
+    const int64_t blocks = blocks_of(c->q_len, ROWS), at = item / blocks;
+    const int64_t batch = at / c->heads, head = at % c->heads, kv = kv_head(c, head);
+    const int64_t row = (blocks - 1 - item % blocks) * ROWS; /* the longest first, so that no thread ends on one */
+    const Bound *bound = &forward->bounds[at];
+    real *k_rows = scratch, *v_rows = k_rows + KEYS * padded, *scores = v_rows + KEYS * padded;
+    real *panels = scores + KEYS * PANEL;
+
+    Walk walks[PANELS];
+    int count = 0;
+    for (; count < PANELS && row + count * PANEL < c->q_len; count++) {
+        Walk *walk = &walks[count];
+        walk->queries = panels + count * 2 * padded * PANEL;
+        walk->out = walk->queries + padded * PANEL;
+        place_panel(c, batch, row + count * PANEL, &walk->place);
+        begin_walk(c, bound, walk, read_rows(c, &c->q, batch, head, row + count * PANEL, PANEL, c->q_len, k_rows));
+    }
+    int walking = count;
+    for (int64_t block = walks[count - 1].place.highest / KEYS; walking; block--) {
+        const real *k = read_rows(c, &c->k, batch, kv, block * KEYS, KEYS, c->k_len, k_rows);
+        const real *v = read_rows(c, &c->v, batch, kv, block * KEYS, KEYS, c->k_len, v_rows);
+        for (int p = 0; p < count; p++) {
+            Walk *walk = &walks[p];
+            if (walk->done || !visible_keys(&walk->place, block * KEYS)) continue;
+            walk_block(c, bound, walk, batch, block, k, v, scores);
+            walk->done = block * KEYS <= walk->place.reach || may_stop(c, bound, walk, block);
+            walking -= walk->done;
+        }
+    }
+    for (int p = 0; p < count; p++) end_walk(c, &walks[p], batch, head, row + p * PANEL, scores);
+}
+
+#endif

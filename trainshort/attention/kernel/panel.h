@@ -1,0 +1,71 @@
+/* A panel of query rows: which positions and documents its lanes stand for, and its scores on a block of keys. */
+#ifndef TRAINSHORT_PANEL_H
+#define TRAINSHORT_PANEL_H
+
+#include "call.h"
+
+enum { PANELS = 4, ROWS = PANELS * PANEL }; /* query rows that share one pass over the keys */
+
+typedef struct {
+    vec position[WIDE];
+    ivec document[WIDE];
+    int64_t lowest, highest; /* positions of the first and the last real row */
+    int64_t reach;           /* no row sees a key before this one (sliding window, documents) */
+    int rows;                /* real rows; the lanes after them are padding */
+} Panel;
+
+static void place_panel(const Call *c, int64_t batch, int64_t row, Panel *panel) {
+    panel->rows = (int)smaller_of(PANEL, c->q_len - row);
+    panel->lowest = position(c, row);
+    panel->highest = panel->lowest + panel->rows - 1;
+    panel->reach = larger_of(0, panel->lowest - c->window + 1);
+    const int32_t *documents = c->documents ? c->documents + batch * c->k_len : NULL;
+    int64_t earliest = panel->highest;
+    for (int i = 0; i < PANEL; i++) {
+        const int64_t at = panel->lowest + i, real_at = smaller_of(at, panel->highest);
+        panel->position[i / LANES][i % LANES] = (real)at;
+        panel->document[i / LANES][i % LANES] = documents ? documents[real_at] : 0;
+        if (documents) earliest = smaller_of(earliest, c->reach[batch * c->k_len + real_at]);
+    }
+    if (documents) panel->reach = larger_of(panel->reach, earliest);
+}
+
+/* Keys of a block that some row of the panel can see; 0 when the block lies in the panel's future. */
+INLINE int visible_keys(const Panel *panel, int64_t start) {
+    return (int)larger_of(0, smaller_of(KEYS, panel->highest - start + 1));
+}
+
+/* dots -> scores: scale * dot - slope * distance, from exact distances. */
+static void add_bias(const Panel *panel, real scale, real slope, int64_t start, int keys, real *restrict scores) {
+    for (int j = 0; j < keys; j++)
+        for (int w = 0; w < WIDE; w++) {
+            real *at = scores + j * PANEL + w * LANES;
+            store(at, load(at) * scale - slope * (panel->position[w] - (real)(start + j)));
+        }
+}
+
+/* Whether some row of the panel must not see some of these keys. */
+INLINE int needs_hiding(const Call *c, const Panel *panel, int64_t start, int keys) {
+    return c->documents || start + keys - 1 > panel->lowest || panel->highest - start >= c->window;
+}
+
+INLINE ivec hidden_lanes(const Call *c, const Panel *panel, int64_t batch, int64_t key, int w) {
+    const vec distance = panel->position[w] - (real)key;
+    ivec hidden = (distance < 0) | (distance >= (real)c->window);
+    if (c->documents) {
+        const int64_t last = smaller_of(key, c->k_len - 1); /* keys past the end are in everybody's future */
+        hidden |= panel->document[w] != c->documents[batch * c->k_len + last];
+    }
+    return hidden;
+}
+
+/* The future, what is outside the window, and other documents get -infinity. */
+static void hide(const Call *c, const Panel *panel, int64_t batch, int64_t start, int keys, real *restrict scores) {
+    for (int j = 0; j < keys; j++)
+        for (int w = 0; w < WIDE; w++) {
+            real *at = scores + j * PANEL + w * LANES;
+            store(at, choose(hidden_lanes(c, panel, batch, start + j, w), spread(-INFINITY), load(at)));
+        }
+}
+
+#endif

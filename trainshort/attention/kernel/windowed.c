@@ -1,0 +1,66 @@
+/* Entry points. Built on first use by build.py, called through ctypes by library.py; no torch headers, no globals. */
+#include "forward.h"
+#include "backward.h"
+#include "decode.h"
+
+static void bound_head(void *context, int64_t item, real *scratch) {
+    const Forward *forward = context;
+    const Call *c = forward->call;
+    build_bound(c, item / c->heads, item % c->heads, &forward->bounds[item], scratch);
+}
+
+static size_t align(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+/* All heads' bounds in one allocation; NULL when there is no memory. */
+static Bound *allocate_bounds(const Call *c) {
+    const int64_t heads = c->batches * c->heads, blocks = key_blocks(c);
+    const size_t tail = align((blocks + 1) * LEVELS * sizeof(real)), centre = align(padded_dim(c) * sizeof(real));
+    const size_t faulty = align(blocks), each = tail + centre + faulty, head = align(heads * sizeof(Bound));
+    char *memory = NULL;
+    if (posix_memalign((void **)&memory, 64, head + heads * each)) return NULL;
+    Bound *bounds = (Bound *)memory;
+    for (int64_t i = 0; i < heads; i++) {
+        char *own = memory + head + i * each;
+        bounds[i].tail = (real *)own;
+        bounds[i].centre = (real *)(own + tail);
+        bounds[i].faulty = (uint8_t *)(own + tail + centre);
+    }
+    return bounds;
+}
+
+static int decode(const Call *c) {
+    const size_t padded = padded_dim(c), rows = c->heads / c->kv_heads * c->q_len;
+    const size_t scratch = (2 * KEYS + 1) * padded + KEYS + rows * (2 * padded + align(sizeof(Row)) / sizeof(real));
+    Queue groups = {decode_group, (void *)c, c->batches * c->kv_heads, scratch, 0};
+    return run_all(c, &groups);
+}
+
+/* 0, or 1 when memory ran out. */
+int trainshort_forward(const Call *c) {
+    if (c->q_len <= FEW) return decode(c);
+    const size_t padded = padded_dim(c);
+    Forward forward = {c, allocate_bounds(c)};
+    if (!forward.bounds) return 1;
+    Queue bounding = {bound_head, &forward, c->batches * c->heads, (2 * KEYS + 1) * padded + KEYS * LEVELS, 0};
+    const size_t scratch = 2 * KEYS * padded + KEYS * PANEL + PANELS * 2 * padded * PANEL;
+    Queue walking = {forward_rows, &forward, c->batches * c->heads * blocks_of(c->q_len, ROWS), scratch, 0};
+    const int failed = run_all(c, &bounding) || run_all(c, &walking);
+    free(forward.bounds);
+    return failed;
+}
+
+/* 0, or 1 when memory ran out. grad_q must come filled with zeros. */
+int trainshort_backward(const Call *c) {
+    const size_t padded = padded_dim(c), pairs = c->batches * c->kv_heads;
+    Backward backward = {c, NULL, blocks_of(c->k_len, SEGMENT)};
+    const size_t items = pairs * backward.segments;
+    if (!(backward.progress = calloc(items, sizeof(atomic_int)))) return 1;
+    const size_t scratch = 4 * SEGMENT * padded + 5 * ROWS * padded + 2 * ROWS * KEYS;
+    Queue inner = {inner_products, &backward, c->batches * c->heads, 2 * padded, 0};
+    Queue segments = {backward_segment, &backward, items, scratch, 0};
+    const int failed = run_all(c, &inner) || run_all(c, &segments);
+    free(backward.progress);
+    return failed;
+}
+
+size_t trainshort_call_size(void) { return sizeof(Call); }

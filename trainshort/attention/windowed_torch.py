@@ -1,0 +1,185 @@
+"""The windows of `windowed` in plain PyTorch, for machines where its kernel cannot be built.
+
+Queries are taken in chunks. A chunk's own keys (its diagonal block) get a written-out distance mask; the keys before
+it, as far back as the window of each head reaches, are one call of torch's flash kernel per group of heads with similar
+windows. As in `squares`, the bias of those splits into a row shift and one number per key, so nothing large is written
+(only sliding windows and documents need a written mask there). The parts are merged by log-sum-exp; backward calls the
+flash kernel's own backward with the merged result and adds up in place, because slicing under autograd costs more than
+skipping saves.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from trainshort import alibi
+from trainshort.attention.kernel.library import PANEL, Problem, contiguous_rows, document_reach
+from trainshort.attention.op import Call, LinearBias, visible, written_bias
+from trainshort.attention.squares import flash, flash_backward
+
+CHUNK = 8 * PANEL
+"""Queries in a chunk; 192 is also the shortest that the flash kernel cuts into pieces of 64."""
+ALIKE = 1.5
+"""Neighbouring heads share a call when their windows differ by no more than this factor."""
+HIDDEN = -1e30
+"""Mask of a key that a row may not see, where the row may see none at all: -inf would make that row NaN."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Query rows, the heads they belong to, and the keys they attend to in one call."""
+
+    rows: slice
+    heads: slice
+    keys: slice
+    diagonal: bool
+
+
+def forward(problem: Problem, tolerance: float, out: Tensor, lse: Tensor, first: Tensor, dropped: Tensor) -> None:
+    """Fill the output, the rows' log-sum-exp, each panel's first key, and the mass that may lie before it."""
+    first.copy_(first_keys(problem, tolerance))
+    wide = out if out.dtype == lse.dtype else torch.empty(out.shape, dtype=lse.dtype)
+    call = _call(problem)
+    for part in _parts(problem, first):
+        q, k, v = _operands(problem, part)
+        mask, shift = _mask(call, part, lse.dtype)
+        part_out, part_lse = flash(q, k, v, attn_mask=mask, scale=1 / math.sqrt(q.shape[3]))
+        rows, rows_lse = wide[:, part.heads, part.rows], lse[:, part.heads, part.rows]
+        if part.diagonal:
+            rows.copy_(part_out)
+            rows_lse.copy_(part_lse)
+            continue
+        part_lse = part_lse.to(lse.dtype) + shift
+        rows.lerp_(part_out.to(lse.dtype), torch.sigmoid(part_lse - rows_lse)[..., None].expand_as(rows))
+        rows_lse.copy_(torch.logaddexp(rows_lse, part_lse))
+    if wide is not out:
+        out.copy_(wide)
+    dropped.copy_(_left_out(problem, lse, first).clamp(max=tolerance))
+
+
+def backward(
+    problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor, first: Tensor, grads: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Fill the gradients of k and v, and add to that of q (float32 or float64, zeros before)."""
+    group = problem.q.shape[1] // problem.k.shape[1]
+    grad_q = grads[0]
+    wide_k, wide_v = (torch.zeros(x.shape, dtype=lse.dtype) for x in grads[1:])
+    call = _call(problem)
+    for part in _parts(problem, first):
+        q, k, v = _operands(problem, part)
+        mask, shift = _mask(call, part, lse.dtype)
+        rows = (slice(None), part.heads, part.rows)
+        scale = 1 / math.sqrt(q.shape[3])
+        part_lse = lse[rows] - shift
+        part_q, part_k, part_v = flash_backward(
+            contiguous_rows(grad_out[rows]), q, k, v, out[rows], part_lse, 0.0, False, attn_mask=mask, scale=scale
+        )
+        grad_q[rows] += part_q
+        key_heads = torch.arange(part.heads.start, part.heads.stop) // group
+        wide_k[:, :, part.keys].index_add_(1, key_heads, part_k.to(lse.dtype))
+        wide_v[:, :, part.keys].index_add_(1, key_heads, part_v.to(lse.dtype))
+    grads[1].copy_(wide_k)
+    grads[2].copy_(wide_v)
+
+
+def first_keys(problem: Problem, tolerance: float) -> Int[Tensor, "batch heads panels"]:
+    """The first key that each panel of query rows reads: whatever is latest of proof, sliding window and documents."""
+    batch, heads, q_len, _ = problem.q.shape
+    k_len = problem.k.shape[2]
+    finite = bool(problem.v.isfinite().all())  # 0 · NaN is NaN: a value that is not finite matters at any distance
+    windows = alibi.proven_windows(problem.q, problem.k, problem.slopes, tolerance if finite else 0.0, block=CHUNK)
+    starts = torch.arange(k_len - q_len, k_len, CHUNK)
+    reach = starts - (k_len if problem.window is None else problem.window) + 1
+    if problem.documents is not None:
+        earliest = document_reach(problem.documents)[1][:, k_len - q_len :].long()
+        padded = torch.nn.functional.pad(earliest, (0, -q_len % CHUNK), value=k_len)
+        reach = torch.maximum(reach, padded.unflatten(1, (-1, CHUNK)).amin(-1))[:, None]
+    # A chunk's diagonal block is always whole. Where everything is read there is nothing before key 0.
+    first = torch.maximum(torch.where(windows >= k_len, 0, starts - windows + 1), reach).clamp(min=0)
+    first = torch.minimum(first, starts).expand(batch, heads, -1)
+    return first.repeat_interleave(CHUNK // PANEL, dim=2)[..., : -(-q_len // PANEL)]
+
+
+def _parts(problem: Problem, first: Int[Tensor, "batch heads panels"]) -> Iterator[Part]:
+    """For each chunk of queries its diagonal block, then what lies before it, by groups of heads with like windows."""
+    heads, q_len = problem.q.shape[1:3]
+    past = problem.k.shape[2] - q_len
+    earliest = first[..., :: CHUNK // PANEL].amin(0).tolist()  # (heads, chunks)
+    for chunk, start in enumerate(range(0, q_len, CHUNK)):
+        rows = slice(start, min(start + CHUNK, q_len))
+        yield Part(rows, slice(0, heads), slice(past + rows.start, past + rows.stop), diagonal=True)
+        reads = [past + start - earliest[head][chunk] for head in range(heads)]
+        begin = 0
+        for head in range(1, heads + 1):
+            own = reads[begin : head + 1]
+            if head == heads or max(own) > ALIKE * min(own):
+                if longest := max(reads[begin:head]):
+                    keys = slice(past + start - longest, past + start)
+                    yield Part(rows, slice(begin, head), keys, diagonal=False)
+                begin = head
+
+
+def _operands(problem: Problem, part: Part) -> tuple[Tensor, Tensor, Tensor]:
+    group = problem.q.shape[1] // problem.k.shape[1]
+    heads = part.heads
+    k, v = problem.k[:, :, part.keys], problem.v[:, :, part.keys]
+    if group == 1:
+        k, v = k[:, heads], v[:, heads]
+    else:
+        shared = torch.arange(heads.start, heads.stop) // group
+        k, v = k[:, shared], v[:, shared]
+    return contiguous_rows(problem.q[:, heads, part.rows]), contiguous_rows(k), contiguous_rows(v)
+
+
+def _call(problem: Problem) -> Call:
+    bias = LinearBias(problem.slopes.float())
+    return Call(problem.q, problem.k, problem.v, bias, problem.window, problem.documents)
+
+
+def _mask(call: Call, part: Part, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:
+    """The bias up to what is constant in a row, and that constant."""
+    assert isinstance(call.bias, LinearBias)
+    if part.diagonal or call.window is not None or call.documents is not None:
+        written = written_bias(call, part.rows, part.keys)
+        assert written is not None
+        hidden = -math.inf if part.diagonal else HIDDEN
+        mask = written[None, part.heads].to(dtype).masked_fill(~visible(call, part.rows, part.keys), hidden)
+        return mask, 0.0
+    slopes = call.bias.slopes[part.heads, None].to(dtype)
+    before_edge = torch.arange(part.keys.stop - part.keys.start, 0, -1)
+    return (-slopes * before_edge)[None, :, None, :], -slopes * torch.arange(part.rows.stop - part.rows.start)
+
+
+def _left_out(
+    problem: Problem, lse: Float[Tensor, "batch heads q_len"], first: Int[Tensor, "batch heads panels"]
+) -> Float[Tensor, "batch heads panels"]:
+    """The most that a panel's rows can have left out: the bound of `alibi.proven_windows` again, with the row's real
+    denominator in place of its own key alone, and the largest norm among the keys that were left out."""
+    heads, q_len, dim = problem.q.shape[1:]
+    k_len, group = problem.k.shape[2], heads // problem.k.shape[1]
+    rows = torch.arange(q_len)
+    start = first.long()[..., rows // PANEL]  # (batch, heads, q_len)
+    largest = torch.linalg.vector_norm(problem.k, dim=-1, dtype=torch.float64).cummax(dim=-1).values
+    largest = largest.repeat_interleave(group, dim=1).gather(2, (start - 1).clamp(min=0))
+    norm = torch.linalg.vector_norm(problem.q, dim=-1, dtype=torch.float64)
+    slope = problem.slopes.double()[:, None]
+    nearest = rows + k_len - q_len - start + 1  # distance of the nearest key left out
+    exponent = norm * largest / math.sqrt(dim) - slope * nearest - lse.double()
+    mass = torch.exp(exponent) / -torch.expm1(-slope)
+    hidden = start <= _reach(problem)[:, None]
+    mass = torch.where(hidden, 0.0, mass)
+    padded = torch.nn.functional.pad(mass, (0, -q_len % PANEL))
+    return padded.unflatten(2, (-1, PANEL)).amax(-1).float()
+
+
+def _reach(problem: Problem) -> Int[Tensor, "one_or_batch q_len"]:
+    """The first key each query row may see."""
+    q_len, k_len = problem.q.shape[2], problem.k.shape[2]
+    reach = torch.arange(k_len - q_len, k_len) - (k_len if problem.window is None else problem.window) + 1
+    if problem.documents is not None:
+        reach = torch.maximum(reach, document_reach(problem.documents)[1][:, k_len - q_len :])
+    return reach.clamp(min=0).expand(1 if problem.documents is None else problem.q.shape[0], -1)
