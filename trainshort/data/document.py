@@ -10,7 +10,7 @@ document carries a position after which reading can resume, so that a killed pre
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 Errors = Literal["strict", "replace"]
 SPLITS = ("train", "valid", "test")
@@ -21,8 +21,7 @@ HEADING = re.compile(r" = (?!= ).+(?<! =) = \n?")
 """A WikiText article's title, ` = Robert Boulter = `; sections have two equal signs, ` = = Career = = `."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A line or record, and where it ends."""
 
     text: str
@@ -82,13 +81,6 @@ Grouping = Callable[[Iterable[Row]], Iterator[Row]]
 def each(rows: Iterable[Row]) -> Iterator[Row]:
     """Every row is a document."""
     yield from rows
-
-
-def whole(rows: Iterable[Row]) -> Iterator[Row]:
-    """All rows of a file are one document."""
-    parts = list(rows)
-    if parts:
-        yield _join(parts)
 
 
 def stretches(size: int) -> Grouping:

@@ -21,7 +21,7 @@ from trainshort.data import meta as layout
 from trainshort.data.corpus import find_corpus
 from trainshort.data.document import SPLITS, Corpus, Errors
 from trainshort.data.ledger import Note, Writer, read_note, write_atomically, write_note
-from trainshort.data.meta import Meta, Prepared, SplitMeta, bin_path, file_sha256, offsets_path, open_data
+from trainshort.data.meta import Meta, Prepared, Request, SplitMeta, bin_path, file_sha256, offsets_path, open_data
 from trainshort.data.progress import Progress
 from trainshort.data.request import data_folder, make_request, refuse_other
 from trainshort.data.splits import Splitter, splitter
@@ -43,6 +43,7 @@ class Job:
 
     config: DataConfig
     corpus: Corpus
+    request: Request
     folder: Path
     errors: Errors
     workers: int
@@ -70,7 +71,7 @@ def prepare(
     if workers is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = cores if corpus.size is None else min(cores, max(1, corpus.size // WORTH_A_WORKER))
-    job = Job(config, corpus, folder, errors, workers, Progress(progress))
+    job = Job(config, corpus, make_request(config, corpus), folder, errors, workers, Progress(progress))
     with _readable_disk_errors(folder), _locked(folder):
         if (folder / layout.META_FILE).exists():  # another process was quicker, as under torchrun
             return _open_same(folder, config)
@@ -99,10 +100,10 @@ def _open_same(folder: Path, config: DataConfig) -> Prepared:
 def _begin(job: Job, resume: bool) -> Note:
     """The note to continue from, or a new one in an empty folder."""
     note = read_note(job.folder)
-    if note is not None:
+    if note is not None and note.cursor is not None:  # else it has no tokens yet, and nothing is lost
         refuse_other(job.folder, note.request, job.config, "holds an unfinished preparation")
-        if resume:
-            return note
+    if note is not None and note.request == job.request and resume:
+        return note
     ours = {layout.UNFINISHED_FILE, layout.UNFINISHED_FILE + ".new", TOKENIZER_FILE, TOKENIZER_FILE + ".new"}
     ours |= {path(job.folder, split).name for split in SPLITS for path in (bin_path, offsets_path)}
     there = {path.name for path in job.folder.iterdir()}
@@ -113,7 +114,7 @@ def _begin(job: Job, resume: bool) -> Note:
         )
     for name in there:
         (job.folder / name).unlink()
-    note = Note(request=make_request(job.config, job.corpus))
+    note = Note(request=job.request)
     write_note(job.folder, note)
     return note
 

@@ -1,0 +1,410 @@
+"""Corpora: nothing of the text is lost, reading resumes anywhere, every layout of a corpus gives the same documents."""
+
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainshort.data.corpus import corpora, find_corpus
+from trainshort.data.document import Corpus, Document, Row, articles, stretches
+from trainshort.data.files import file_corpus
+from trainshort.data.hub import HubCorpus, MixedCorpus
+from trainshort.data.splits import Splitter, splitter, text_hash
+from trainshort.errors import InputError
+
+WIKITEXT = (
+    " \n = Robert Boulter = \n \n Robert is an actor . \n \n = = Career = = \n \n In 2000 . \n"
+    " \n = E = mc = \n \n An equation , = = , it is . \n"
+)
+
+SOTU_TEST = ["1792-Washington-1", "1800-Adams-1", "1854-Pierce-1", "1865-Johnson-1"]
+SOTU_TABLE = "36bef6192986db9a"
+
+
+def write_parquet(path: Path, texts: list, group: int = 3, column: str = "text") -> None:
+    pyarrow.parquet.write_table(pyarrow.table({column: texts}), path, row_group_size=group)
+
+
+def write_jsonl(path: Path, texts: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def texts(corpus: Corpus, **options) -> list[str]:
+    return [document.text for document in corpus.documents(**options)]
+
+
+def assert_resumes(corpus: Corpus) -> None:
+    """From every document's cursor, even after a trip through JSON, the rest follows."""
+    everything = list(corpus.documents())
+    for number, document in enumerate(everything, 1):
+        cursor = json.loads(json.dumps(document.cursor))
+        rest = list(corpus.documents(cursor))
+        assert [(d.text, d.split) for d in rest] == [(d.text, d.split) for d in everything[number:]]
+
+
+# Plain text
+
+
+@given(st.lists(st.text(st.sampled_from("ab é中🙂")), max_size=40), st.integers(1, 30))
+def test_stretches_lose_nothing_and_end_at_blank_lines(lines: list[str], size: int) -> None:
+    rows = [Row(line + "\n", number) for number, line in enumerate(lines)]
+    documents = list(stretches(size)(rows))
+    assert "".join(row.text for row in documents) == "".join(row.text for row in rows)
+    for row in documents[:-1]:
+        last = row.text.splitlines()[-1]
+        assert len(row.text) >= 2 * size or (len(row.text) >= size and not last.strip())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "One.\n\nTwo.\n" * 400,
+        "no end of line at all, " * 400,
+        "é中🙂" * 1500,  # no space either: cut between characters
+        "x" * 3000,
+        "\r\n".join(["dos line"] * 500),
+    ],
+)
+def test_a_plain_text_is_read_completely_in_many_documents(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(text.encode())
+    corpus = find_corpus(str(path))
+    documents = texts(corpus)
+    assert "".join(documents) == text
+    assert len(documents) >= 3
+    assert corpus.size == len(text.encode())
+    assert [document.done for document in corpus.documents()][-1] == corpus.size
+    assert_resumes(corpus)
+
+
+def test_a_byte_order_mark_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfabc\n")
+    assert texts(find_corpus(str(tmp_path / "a.txt"))) == ["abc\n"]
+
+
+# Records
+
+
+def test_jsonl_and_parquet_records_are_documents(tmp_path: Path) -> None:
+    records = ["first\n\ntext", "", "sécond 🙂", "third"]
+    write_jsonl(tmp_path / "a.jsonl", records)
+    write_parquet(tmp_path / "b.parquet", [*records, None, "last"], group=2)
+    (tmp_path / "c.txt").write_text("plain\n")
+    (tmp_path / ".hidden.txt").write_text("no\n")
+    (tmp_path / "notes.md").write_text("no\n")
+    corpus = find_corpus(str(tmp_path))
+    found = [record for record in records if record]
+    assert texts(corpus) == [*found, *found, "last", "plain\n"]
+    assert_resumes(corpus)
+
+
+def test_a_glob_finds_what_it_says(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt", "b.jsonl"):
+        (tmp_path / name).write_text("text\n")
+    assert texts(find_corpus(str(tmp_path / "*.txt"))) == ["text\n", "text\n"]
+
+
+# WikiText
+
+
+def test_wikitext_is_cut_at_its_titles() -> None:
+    rows = [Row(line, number) for number, line in enumerate(WIKITEXT.splitlines(keepends=True))]
+    first, second = articles(rows)
+    assert first.text + second.text == WIKITEXT
+    assert second.text.startswith(" \n = E = mc = \n")
+    assert first.after == 7
+
+
+def wikitext_layouts(folder: Path) -> dict[str, Path]:
+    """The same text in every published layout."""
+    lines = WIKITEXT.splitlines(keepends=True)
+    layouts = {}
+    for layout, valid, suffix in (("tokens", "valid", "tokens"), ("raw", "valid", "raw"), ("plain", "valid", "txt")):
+        layouts[layout] = folder / layout
+        layouts[layout].mkdir()
+        for split in ("train", valid, "test"):
+            name = f"{split}.txt" if suffix == "txt" else f"wiki.{split}.{suffix}"
+            (layouts[layout] / name).write_text(WIKITEXT)
+    layouts["parquet"] = folder / "parquet"
+    layouts["parquet"].mkdir()
+    rows = [line if line.strip() else "" for line in lines]
+    write_parquet(layouts["parquet"] / "train-00000-of-00001.parquet", rows)
+    write_parquet(layouts["parquet"] / "validation-00000-of-00001.parquet", rows)
+    write_parquet(layouts["parquet"] / "test-00000-of-00001.parquet", rows)
+    return layouts
+
+
+def test_every_layout_of_wikitext_gives_the_same_documents(tmp_path: Path) -> None:
+    for layout, folder in wikitext_layouts(tmp_path).items():
+        corpus = find_corpus(str(folder))
+        documents = list(corpus.documents())
+        assert len(documents) == 6, layout
+        assert set(corpus.splits) == {"train", "valid", "test"}
+        for split in corpus.splits:
+            assert "".join(d.text for d in documents if d.split == split) == WIKITEXT, layout
+        assert_resumes(corpus)
+
+
+@pytest.mark.parametrize("name", ["wikitext-2", "wikitext-103"])
+def test_wikitext_is_found_in_the_data_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wikitext_layouts(tmp_path)["parquet"].rename(tmp_path / name)
+    monkeypatch.setenv("TRAINSHORT_DATA", str(tmp_path))
+    assert texts(find_corpus(name))[0].startswith(" \n = Robert Boulter")
+
+
+def test_wikitext_comes_from_the_hub_when_it_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINSHORT_DATA", str(tmp_path))
+    corpus = find_corpus("wikitext-103")
+    assert isinstance(corpus, HubCorpus)
+    assert (corpus.name, corpus.path, corpus.config) == ("wikitext-103", "Salesforce/wikitext", "wikitext-103-v1")
+
+
+# The hub, through local files
+
+
+def test_a_hub_dataset_is_streamed_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainshort.data.hub.SNAPSHOT_ROWS", 4)
+    write_jsonl(tmp_path / "train-0.jsonl", [f"first {n}" for n in range(9)])
+    write_jsonl(tmp_path / "train-1.jsonl", [f"second {n}" for n in range(7)])
+    write_jsonl(tmp_path / "validation.jsonl", ["held out"])
+    corpus = find_corpus(f"hub:{tmp_path}")
+    assert corpus.splits == ("train", "valid")
+    assert len(texts(corpus)) == 17
+    assert [document.split for document in corpus.documents()].count("valid") == 1
+    assert_resumes(corpus)
+
+
+def test_hub_rows_that_are_lines_are_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainshort.data.hub.STRETCH", 20)
+    write_parquet(tmp_path / "train.parquet", [f"sentence {n}" for n in range(10)])
+    corpus = HubCorpus(str(tmp_path), kind="lines")
+    documents = texts(corpus)
+    assert "".join(documents) == "".join(f"sentence {n}\n" for n in range(10))
+    assert 1 < len(documents) < 10
+    assert_resumes(corpus)
+
+
+def test_hub_wikitext_is_cut_at_its_titles(tmp_path: Path) -> None:
+    folder = wikitext_layouts(tmp_path)["parquet"]
+    corpus = HubCorpus(str(folder), kind="articles")
+    local = find_corpus(str(folder))
+    order = ("train", "valid", "test")
+    expected = sorted(local.documents(), key=lambda document: order.index(document.split))
+    assert texts(corpus) == [document.text for document in expected]
+    assert_resumes(corpus)
+
+
+def test_paragraphs_of_a_text_are_rows_as_in_cc100(tmp_path: Path) -> None:
+    (tmp_path / "en.txt").write_text("one\ntwo\n\nthree\n")
+    corpus = HubCorpus("text", options={"data_files": str(tmp_path / "en.txt"), "sample_by": "paragraph"})
+    assert [text.strip() for text in texts(corpus)] == ["one\ntwo", "three"]
+
+
+def part(folder: Path, name: str, count: int) -> Corpus:
+    path = folder / f"{name}.jsonl"
+    write_jsonl(path, [f"{name}{n:03d}" for n in range(count)])
+    return find_corpus(str(path))
+
+
+def test_a_mixture_reads_its_parts_in_proportion_to_their_size(tmp_path: Path) -> None:
+    mixed = MixedCorpus("mixed", ((part(tmp_path, "a", 60), 300), (part(tmp_path, "b", 30), 100)))
+    letters = [text[0] for text in texts(mixed)]
+    assert "".join(letters[:8]) == "abaaabaa"
+    for end in range(1, 60):
+        # Within one document of three to one.
+        assert abs(letters[:end].count("a") - 0.75 * end) <= 1
+    assert Counter(letters) == {"a": 60, "b": 30}  # the part that lasts longer goes on alone
+    assert_resumes(mixed)
+
+
+def test_cc100_mixes_its_six_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = ("cc100-en", "bookcorpus", "wikipedia", "cc-news", "openwebtext", "stories")
+    for name in parts:
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "part.jsonl", [f"{name} {n} " + "x" * 200 for n in range(500)])
+    monkeypatch.setenv("TRAINSHORT_DATA", str(tmp_path))
+    corpus = corpora.get("cc100")()
+    assert corpus.size == 461 * 10**9
+    head = [text.split()[0] for _, text in zip(range(400), texts(corpus), strict=False)]
+    counted = Counter(head)
+    assert set(counted) == set(parts)
+    assert counted["cc100-en"] / 400 == pytest.approx(300 / 461, abs=0.1)
+    monkeypatch.delenv("TRAINSHORT_DATA")
+    assert corpora.get("cc100")().streamed
+
+
+# Those that come along
+
+
+def test_sotu_has_every_century_in_every_split() -> None:
+    corpus = find_corpus("sotu")
+    documents = list(corpus.documents())
+    assert len(documents) == 237
+    names = [file.path.name for file in corpus.files]
+    size = Counter()
+    centuries = {split: set() for split in ("train", "valid", "test")}
+    for name, document in zip(names, documents, strict=True):
+        size[document.split] += len(document.text)
+        centuries[document.split].add(name[:2])
+    assert all(found == {"17", "18", "19", "20"} for found in centuries.values())
+    for split in ("valid", "test"):
+        assert 0.04 < size[split] / size.total() < 0.065
+
+
+def test_the_split_of_sotu_is_fixed_for_good() -> None:
+    corpus = find_corpus("sotu")
+    assert [file.path.stem for file in corpus.files if file.split == "test"][:4] == SOTU_TEST
+    table = "".join(f"{file.path.stem} {file.split}\n" for file in corpus.files)
+    assert hashlib.sha256(table.encode()).hexdigest()[:16] == SOTU_TABLE
+
+
+def test_stdlib_is_readable_to_the_end() -> None:
+    corpus = find_corpus("stdlib")
+    total = sum(len(document.text.encode()) for document in corpus.documents())
+    assert total == corpus.size > 5_000_000
+    assert all("test" not in file.path.parts for file in corpus.files)
+
+
+def test_every_corpus_has_a_line_for_the_list() -> None:
+    assert corpora.names() == ["sotu", "stdlib", "wikitext-2", "wikitext-103", "bookcorpus", "cc100"]
+    assert all((entry.__doc__ or "").strip() for _, entry in corpora.items())
+
+
+# Splits
+
+
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        (("train.txt", "valid.txt", "test.txt"), ("train", "valid", "test")),
+        (("train-00000-of-2.jsonl", "train-00001-of-2.jsonl", "validation.jsonl"), ("train", "train", "valid")),
+        (("train/a.txt", "train/b.txt", "dev/a.txt"), ("train", "train", "valid")),
+        (("wiki.valid.tokens", "wiki.test.tokens"), ("valid", "test")),
+        (("test.txt", "testament.txt", "training_day.txt"), ("train", "train", "train")),
+        (("test.txt",), ("train",)),
+    ],
+)
+def test_files_named_after_splits_keep_them(tmp_path: Path, names: tuple, splits: tuple) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "text"}\n')
+    corpus = find_corpus(str(tmp_path))
+    found = {file.path.relative_to(tmp_path).as_posix(): file.split for file in corpus.files}
+    assert found == dict(zip(names, splits, strict=True))
+
+
+def test_small_corpora_are_split_exactly(tmp_path: Path) -> None:
+    corpus = part(tmp_path, "a", 200)
+    rule = splitter(corpus, "strict")
+    counted = Counter(rule.split(document) for document in corpus.documents())
+    assert counted == {"train": 180, "valid": 10, "test": 10}
+    tiny = part(tmp_path, "b", 3)
+    assert Counter(splitter(tiny, "strict").split(d) for d in tiny.documents()) == {"train": 1, "valid": 1, "test": 1}
+
+
+def test_a_missing_split_is_taken_from_train_and_the_others_stay(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [f"train {n}" for n in range(100)])
+    write_jsonl(tmp_path / "test.jsonl", [f"test {n}" for n in range(10)])
+    corpus = find_corpus(str(tmp_path))
+    rule = splitter(corpus, "strict")
+    assert rule.missing == ("valid",)
+    counted = Counter((document.text.split()[0], rule.split(document)) for document in corpus.documents())
+    assert counted == {("train", "train"): 95, ("train", "valid"): 5, ("test", "test"): 10}
+
+
+def test_large_corpora_hold_out_a_share_by_the_hash_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = part(tmp_path, "a", 1000)
+    monkeypatch.setattr("trainshort.data.splits.SMALL", 10)
+    rule = splitter(corpus, "strict")
+    assert rule == Splitter(("valid", "test"), int(0.05 * 2**64), int(0.1 * 2**64))
+    counted = Counter(rule.split(document) for document in corpus.documents())
+    assert 25 < counted["valid"] < 80
+    assert 25 < counted["test"] < 80
+    monkeypatch.setattr("trainshort.data.splits.HELD_OUT_BYTES", 170)
+    assert splitter(corpus, "strict").test == int(170 / corpus.size * 2**64)
+
+
+def test_copies_of_a_text_fall_into_the_same_split() -> None:
+    rule = Splitter(("valid", "test"), 2**63, 2**63 + 2**62)
+    one, two = Document("same", "train", 0, 0), Document("same", "train", 99, 99)
+    assert rule.split(one) == rule.split(two)
+    assert text_hash("same") != text_hash("other")
+
+
+# Mistakes
+
+
+def refused(name: str, message: str, errors: str = "strict") -> None:
+    with pytest.raises(InputError, match=message):
+        list(find_corpus(name).documents(errors=errors))
+
+
+def test_invalid_utf8_is_told_with_file_and_byte_or_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("é line\n".encode() * 100 + b"bad \xff byte\n")
+    refused(str(tmp_path / "a.txt"), r"a\.txt is not valid UTF-8 at byte 804 \(0xff\)\. Convert .* --errors replace")
+    assert "bad \ufffd byte" in "".join(texts(find_corpus(str(tmp_path / "a.txt")), errors="replace"))
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "ok"}\n{"text": "\xe9"}\n')
+    refused(str(tmp_path / "b.jsonl"), r"b\.jsonl is not valid UTF-8 at byte 25")
+    assert texts(find_corpus(str(tmp_path / "b.jsonl")), errors="replace") == ["ok", "\ufffd"]
+    column = pyarrow.array([b"ok", b"x\xff"], pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "c.parquet")
+    refused(str(tmp_path / "c.parquet"), r"c\.parquet is not valid UTF-8 at byte 1 of row 1 \(0xff\)")
+    assert texts(find_corpus(str(tmp_path / "c.parquet")), errors="replace") == ["ok", "x\ufffd"]
+
+
+def test_half_a_surrogate_pair_is_told_or_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x \\ud83d y"}\n')
+    refused(str(tmp_path / "a.jsonl"), r"a\.jsonl: the record at byte 0 holds half of a surrogate pair")
+    assert texts(find_corpus(str(tmp_path / "a.jsonl")), errors="replace") == ["x \ufffd y"]
+
+
+def test_records_that_are_not_as_expected_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "ok"}\n{"title": "x", "body": "y"}\n')
+    refused(
+        str(tmp_path / "a.jsonl"), r"the record at byte 15 should have a field 'text' .* it has the fields title, body"
+    )
+    (tmp_path / "b.jsonl").write_text("[1]\n")
+    refused(str(tmp_path / "b.jsonl"), r"should have a field 'text' with a string; it has a list")
+    (tmp_path / "c.jsonl").write_text('{"text": \n')
+    refused(str(tmp_path / "c.jsonl"), r"c\.jsonl is not JSON lines: the record at byte 0 does not parse")
+    write_parquet(tmp_path / "d.parquet", ["x"], column="content")
+    refused(str(tmp_path / "d.parquet"), r"d\.parquet should have a column 'text'; its columns are content")
+    (tmp_path / "e.parquet").write_text("no parquet")
+    refused(str(tmp_path / "e.parquet"), r"e\.parquet is not a readable parquet file")
+    (tmp_path / "hub").mkdir()
+    write_parquet(tmp_path / "hub" / "train.parquet", ["x"], column="content")
+    refused(f"hub:{tmp_path / 'hub'}", r"should have a column 'text' with strings; its columns are content")
+
+
+def test_missing_and_empty_inputs_are_told(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    refused(str(tmp_path / "empty.txt"), r"empty\.txt is empty\. Give a file with text in it")
+    refused(str(tmp_path / "no.txt"), r"no\.txt' is neither a known corpus nor a file or folder")
+    refused(str(tmp_path), r"All 1 files of '.*' are empty|empty\.txt is empty")
+    (tmp_path / "none").mkdir()
+    refused(str(tmp_path / "none"), r"none holds no \.txt, \.tokens, \.raw, \.jsonl, \.parquet file")
+    refused(str(tmp_path / "*.jsonl"), r"No \.txt, .* file matches")
+    (tmp_path / "a.pdf").write_text("x")
+    refused(str(tmp_path / "a.pdf"), r"a\.pdf should end in one of \.txt")
+    refused("sotuu", r"'sotuu' is neither .* Did you mean 'sotu'\? Known: sotu, stdlib, wikitext-2")
+    with pytest.raises(InputError, match=r"gone\.txt does not exist"):
+        file_corpus("x", [tmp_path / "gone.txt"])
+
+
+def test_two_documents_cannot_be_split(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"holds 2 different documents, too few to split into train, valid and test"):
+        splitter(part(tmp_path, "a", 2), "strict")
+
+
+def test_a_hub_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused(
+        "nobody/nothing", r"'nobody/nothing' is no file or folder here or in \$TRAINSHORT_DATA, and the hub could not"
+    )

@@ -1,0 +1,212 @@
+"""A preparation that is killed continues to byte-identical results; no worker stays behind; a full disk is told."""
+
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trainshort.config import DataConfig
+from trainshort.data import open_data, prepare
+from trainshort.data import pipeline as pipeline_module
+from trainshort.data.meta import UNFINISHED_FILE
+from trainshort.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+
+CHILD = """
+import sys
+from pathlib import Path
+from trainshort.config import DataConfig
+from trainshort.data import pipeline
+pipeline.PIECE_CHARACTERS = 5000   # many pieces, and a note after each: many places to be killed at
+pipeline.COMMIT_SECONDS = 0
+text, folder, workers = sys.argv[1:]
+config = DataConfig(corpus=text, folder=Path(folder), vocabulary=300)
+pipeline.prepare(config, progress=False, workers=int(workers))
+"""
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """One megabyte, about two hundred pieces."""
+    words = random.Random(1).choices(["the", "people", "of", "this", "house", "é", "1,024", "\n\n", "said."], k=200_000)
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(words))
+    return path
+
+
+def settings(text: Path, folder: Path, **changes) -> DataConfig:
+    return DataConfig.read({"corpus": str(text), "folder": folder, "vocabulary": 300} | changes)
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def start(text: Path, folder: Path, workers: int) -> subprocess.Popen:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", CHILD, str(text), str(folder), str(workers)], env=environment)
+
+
+def kill_until_done(text: Path, folder: Path, kills: int, seed: int) -> int:
+    """Kill `kills` times at random moments after work has begun, then let it finish; how many kills hit it at work."""
+    chance = random.Random(seed)
+    hit = 0
+    for number in range(kills):
+        child = start(text, folder, workers=1 + number % 2)
+        before = _note(folder)
+        while child.poll() is None and _note(folder) == before:
+            time.sleep(0.005)
+        time.sleep(chance.uniform(0, 0.3))
+        child.send_signal(signal.SIGKILL)
+        hit += child.wait() == -signal.SIGKILL
+    last = start(text, folder, workers=1)
+    assert last.wait() == 0
+    return hit
+
+
+def _note(folder: Path) -> int | None:
+    path = folder / UNFINISHED_FILE
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def check_kills(text: Path, tmp_path: Path, kills: int) -> int:
+    prepare(settings(text, tmp_path / "whole"), progress=False)
+    hit = kill_until_done(text, tmp_path / "killed", kills, seed=kills)
+    assert content(tmp_path / "killed") == content(tmp_path / "whole")
+    open_data(tmp_path / "killed").verify()
+    return hit
+
+
+def test_a_killed_preparation_continues_to_the_same_bytes(text: Path, tmp_path: Path) -> None:
+    assert check_kills(text, tmp_path, kills=3) >= 1
+
+
+@pytest.mark.fault
+def test_fifty_kills_change_nothing(text: Path, tmp_path: Path) -> None:
+    done = 0
+    for round_number in range(10):
+        folder = tmp_path / str(round_number)
+        folder.mkdir()
+        done += check_kills(text, folder, kills=5)
+    print(f"\nprepare: {done} of 50 kills hit it at work, all results byte-identical")
+    assert done >= 20
+
+
+def test_every_moment_between_two_notes_is_safe(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stops at each kind of moment: after tokens were written but before the note, and after the note."""
+    monkeypatch.setattr(pipeline_module, "PIECE_CHARACTERS", 50_000)
+    monkeypatch.setattr(pipeline_module, "COMMIT_SECONDS", 0)
+    config = settings(text, tmp_path / "stopped", tokenizer="bytes")
+    whole = prepare(settings(text, tmp_path / "whole", tokenizer="bytes"), progress=False)
+    append, commit = pipeline_module.Writer.append, pipeline_module.Writer.commit
+
+    class StoppedError(Exception):
+        pass
+
+    for method, original in (("append", append), ("commit", commit)):
+        for _ in range(4):
+            calls = iter(range(3))
+
+            def stopping(writer, *given, original=original, calls=calls):
+                original(writer, *given)
+                if next(calls) == 2:
+                    for file in writer._files.values():
+                        file.flush()
+                    raise StoppedError
+
+            monkeypatch.setattr(pipeline_module.Writer, method, stopping)
+            with pytest.raises(StoppedError):
+                prepare(config, progress=False, workers=1)
+            monkeypatch.setattr(pipeline_module.Writer, method, original)
+            with pytest.raises(InputError, match=r"preparation of .*stopped did not finish\. Run the same prepare"):
+                open_data(tmp_path / "stopped")
+    prepare(config, progress=False)
+    assert content(tmp_path / "stopped") == content(whole.folder)
+
+
+def interrupted(text: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave an unfinished folder behind."""
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline_module, "PIECE_CHARACTERS", 50_000)
+        patch.setattr(pipeline_module, "COMMIT_SECONDS", 0)
+        patch.setattr(pipeline_module, "_finish", lambda job: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(settings(text, folder), progress=False, workers=1)
+
+
+def test_unfinished_data_of_other_settings_is_refused(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(text, tmp_path / "out", monkeypatch)
+    with pytest.raises(InputError, match=r"out holds an unfinished preparation from vocabulary 300, not 301"):
+        prepare(settings(text, tmp_path / "out", vocabulary=301), progress=False)
+
+
+def test_without_resume_it_begins_anew(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(text, tmp_path / "out", monkeypatch)
+    (tmp_path / "out" / "train.bin").write_bytes(b"")  # damage that continuing would notice
+    with pytest.raises(InputError, match=r"train\.bin is shorter than unfinished\.json says"):
+        prepare(settings(text, tmp_path / "out"), progress=False)
+    prepare(settings(text, tmp_path / "out"), progress=False, resume=False).verify()
+
+
+def test_workers_leave_when_their_parent_is_killed(text: Path, tmp_path: Path) -> None:
+    child = start(text, tmp_path / "out", workers=2)
+    process = psutil.Process(child.pid)
+    workers: list[psutil.Process] = []
+    while child.poll() is None and len(workers) < 2:
+        workers = process.children()
+        time.sleep(0.005)
+    assert len(workers) == 2
+    child.kill()
+    child.wait()
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not alive
+
+
+def test_a_killed_worker_is_told(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline_module, "PIECE_CHARACTERS", 5000)
+    original = pipeline_module.Writer.append
+
+    def kill_one(writer, parts) -> None:
+        original(writer, parts)
+        for worker in psutil.Process().children()[:1]:
+            worker.kill()
+
+    monkeypatch.setattr(pipeline_module.Writer, "append", kill_one)
+    with pytest.raises(InputError, match=r"A worker process ended by itself \(exit code -9; .* Run the same command"):
+        prepare(settings(text, tmp_path / "out"), progress=False, workers=2)
+    monkeypatch.setattr(pipeline_module.Writer, "append", original)
+    prepare(settings(text, tmp_path / "out"), progress=False, workers=2).verify()
+
+
+def test_a_full_disk_is_told_and_nothing_is_lost(text: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the disk: writing beyond it fails as on a full one."""
+    code = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n" + CHILD.replace(
+        "pipeline.prepare(", "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\npipeline.prepare("
+    )
+    command = [sys.executable, "-c", code, str(text), str(tmp_path / "out"), "1"]
+    stopped = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert stopped.returncode == 1
+    assert f"InputError: The disk that holds {tmp_path / 'out'} is full. Free some space, and run" in stopped.stderr
+    prepare(settings(text, tmp_path / "whole"), progress=False)
+    prepare(settings(text, tmp_path / "out"), progress=False)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_two_processes_share_one_folder(text: Path, tmp_path: Path) -> None:
+    """As under torchrun: the second waits for the first, and opens what it made."""
+    both = [start(text, tmp_path / "out", workers=1) for _ in range(2)]
+    assert [child.wait() for child in both] == [0, 0]
+    open_data(tmp_path / "out").verify()

@@ -1,0 +1,299 @@
+"""`prepare`: the same bytes whatever the workers and interruptions, nothing overwritten, damage noticed."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainshort.cli import main
+from trainshort.config import DataConfig
+from trainshort.data import load_tokenizer, open_data, open_or_prepare, prepare
+from trainshort.data import pipeline as pipeline_module
+from trainshort.data.corpus import find_corpus
+from trainshort.data.meta import token_type
+from trainshort.data.request import data_folder
+from trainshort.data.splits import splitter
+from trainshort.errors import InputError
+
+PARAGRAPH = "The people's house stands on a hill, said number {n}; 1,024 steps — é, 中, 🙂 — lead to it.\nSo be it.\n\n"
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(PARAGRAPH.format(n=n) for n in range(600)))
+    return path
+
+
+def settings(text: Path, folder: Path | None, **changes) -> DataConfig:
+    return DataConfig.read({"corpus": str(text), "folder": folder, "vocabulary": 300} | changes)
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "words", "bpe"])
+def test_what_is_prepared_is_the_text(tokenizer: str, text: Path, tmp_path: Path) -> None:
+    prepared = prepare(settings(text, tmp_path / "out", tokenizer=tokenizer), progress=False)
+    found = prepared.tokenizer()
+    corpus = find_corpus(str(text))
+    rule = splitter(corpus, "strict")
+    by_split: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
+    for document in corpus.documents():
+        by_split[rule.split(document)].append(document.text)
+    for split, documents in by_split.items():
+        tokens, starts, meta = prepared.split(split), prepared.documents(split), prepared.meta.splits[split]
+        assert meta.tokens == len(tokens)
+        assert meta.documents == len(starts) == len(documents) > 0
+        assert meta.bytes == sum(len(document.encode()) for document in documents)
+        assert meta.words == sum(len(document.split()) for document in documents)
+        ends = [*starts[1:], len(tokens)]
+        for document, start, end in zip(documents, starts, ends, strict=True):
+            assert tokens[start:end].tolist() == found.encode_document(document).tolist()
+    prepared.verify()
+    assert prepared.meta.vocabulary == found.vocabulary
+    assert prepared.meta.tokenizer == tokenizer
+    assert prepared.meta.corpus == str(text)
+    assert sorted(path.name for path in prepared.folder.iterdir()) == sorted(
+        [f"{s}{kind}.bin" for s in by_split for kind in ("", ".documents")] + ["meta.json", "tokenizer.json"]
+    )
+
+
+def test_the_smallest_type_that_fits_is_used(text: Path, tmp_path: Path) -> None:
+    assert [token_type(size) for size in (2, 256, 257, 65536, 65537)] == ["uint8", "uint8"] + ["uint16"] * 2 + [
+        "uint32"
+    ]
+    small = prepare(settings(text, tmp_path / "bytes", tokenizer="bytes"), progress=False)
+    assert small.split("train").dtype == np.uint8
+    assert prepare(settings(text, tmp_path / "bpe"), progress=False).split("train").dtype == np.uint16
+
+
+def test_the_number_of_workers_changes_nothing(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline_module, "PIECE_CHARACTERS", 1000)
+    for workers in (1, 2, 3):
+        prepare(settings(text, tmp_path / str(workers)), progress=False, workers=workers)
+    assert content(tmp_path / "1") == content(tmp_path / "2") == content(tmp_path / "3")
+
+
+def test_preparing_again_opens_what_is_there(text: Path, tmp_path: Path) -> None:
+    config = settings(text, tmp_path / "out")
+    first = prepare(config, progress=False)
+    times = {path: path.stat().st_mtime_ns for path in first.folder.iterdir()}
+    assert prepare(config, progress=False).meta == first.meta
+    assert {path: path.stat().st_mtime_ns for path in first.folder.iterdir()} == times
+    text.unlink()  # prepared data outlives its source
+    assert prepare(config, progress=False).meta == first.meta
+
+
+def test_a_folder_made_from_something_else_is_refused(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(settings(text, out), progress=False)
+    before = content(out)
+    for changes, message in (
+        (
+            {"tokenizer": "bytes"},
+            r"out was prepared from tokenizer 'bpe', not 'bytes'\. Choose another folder with --out",
+        ),
+        ({"vocabulary": 400}, r"was prepared from vocabulary 300, not 400\."),
+        ({"corpus": "stdlib"}, r"was prepared from corpus '.*text\.txt', not 'stdlib'"),
+        ({"corpus": "stdlib", "tokenizer": "words"}, r"corpus '.*', not 'stdlib'; tokenizer 'bpe', not 'words'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            prepare(settings(text, out).replace(**changes), progress=False)
+    text.write_text(text.read_text() + "more")
+    with pytest.raises(InputError, match=r"an earlier state of '.*text\.txt', whose files have changed"):
+        prepare(settings(text, out), progress=False)
+    assert content(out) == before
+
+
+def test_a_folder_that_holds_other_things_is_left_alone(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "train.bin").write_text("precious")
+    with pytest.raises(InputError, match=r"out exists and holds other files \(train\.bin\)\. Choose another"):
+        prepare(settings(text, tmp_path / "out"), progress=False)
+    assert (tmp_path / "out" / "train.bin").read_text() == "precious"
+    with pytest.raises(InputError, match=r"text\.txt should be a folder, but a file of that name is in the way"):
+        prepare(settings(text, text), progress=False)
+
+
+def test_a_named_folder_is_opened_as_it_is_for_training(text: Path, tmp_path: Path) -> None:
+    made = prepare(settings(text, tmp_path / "out", tokenizer="bytes"), progress=False)
+    assert open_or_prepare(DataConfig(folder=tmp_path / "out")).meta == made.meta
+    assert open_or_prepare(settings(text, tmp_path / "new"), progress=False).meta.tokenizer == "bpe"
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [
+        ({}, "data/sotu-bpe2048"),
+        ({"tokenizer": "words", "corpus": "wikitext-103", "vocabulary": 267744}, "data/wikitext-103-words267744"),
+        ({"tokenizer": "bytes"}, "data/sotu-bytes"),
+        ({"tokenizer": "models/gpt2/tokenizer.json"}, "data/sotu-gpt2"),
+        ({"tokenizer": "mine.json"}, "data/sotu-mine"),
+        ({"corpus": "owner/name:config"}, "data/owner-name-config-bpe2048"),
+        ({"corpus": "logs/*.jsonl"}, "data/logs-.jsonl-bpe2048"),
+        ({"folder": "here"}, "here"),
+    ],
+)
+def test_folders_are_named_after_what_they_hold(given: dict, folder: str) -> None:
+    assert data_folder(DataConfig.read(given)) == Path(folder)
+
+
+def test_a_path_gives_the_folder_its_last_name(text: Path) -> None:
+    assert data_folder(settings(text, None)) == Path("data/text-bpe300")
+    assert data_folder(settings(text.parent, None)).name == f"{text.parent.name}-bpe300"
+
+
+def test_the_tokenizer_of_other_data_can_be_used(text: Path, tmp_path: Path) -> None:
+    prepare(settings(text, tmp_path / "first"), progress=False)
+    saved = tmp_path / "first" / "tokenizer.json"
+    again = prepare(settings(text, tmp_path / "second", tokenizer=str(saved)), progress=False)
+    assert content(tmp_path / "first")["train.bin"] == content(tmp_path / "second")["train.bin"]
+    assert again.meta.request.vocabulary is None
+    copy = tmp_path / "copy.json"
+    copy.write_bytes(saved.read_bytes())
+    prepare(settings(text, tmp_path / "second", tokenizer=str(copy)), progress=False)
+    copy.write_text(copy.read_text() + "\n")
+    with pytest.raises(InputError, match=r"tokenizer '.*tokenizer\.json', not '.*copy\.json'"):
+        prepare(settings(text, tmp_path / "second", tokenizer=str(copy)), progress=False)
+
+
+def test_held_out_text_alone_needs_a_tokenizer(tmp_path: Path) -> None:
+    folder = tmp_path / "eval"
+    folder.mkdir()
+    for split in ("valid", "test"):
+        (folder / f"wiki.{split}.tokens").write_text(" \n = A = \n \n some words . \n")
+    with pytest.raises(InputError, match=r"has no training text to build a words vocabulary from\. Give the tokenizer"):
+        prepare(settings(folder, tmp_path / "out", tokenizer="words"), progress=False)
+    prepared = prepare(settings(folder, tmp_path / "bytes", tokenizer="bytes"), progress=False)
+    assert list(prepared.meta.splits) == ["valid", "test"]
+    with pytest.raises(InputError, match=r"bytes has no split 'train'; it has valid, test"):
+        prepared.split("train")
+
+
+def test_a_hub_dataset_is_prepared(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for split, count in (("train", 300), ("validation", 5), ("test", 5)):
+        lines = [json.dumps({"text": f"{split} record {n}"}) + "\n" for n in range(count)]
+        (source / f"{split}.jsonl").write_text("".join(lines))
+    prepared = prepare(settings(Path(f"hub:{source}"), tmp_path / "out"), progress=False)
+    assert [prepared.meta.splits[split].documents for split in ("train", "valid", "test")] == [300, 5, 5]
+    tokens, starts = prepared.split("valid"), prepared.documents("valid")
+    assert prepared.tokenizer().decode(tokens[: starts[1] - 1]) == "validation record 0"
+
+
+def test_a_hub_dataset_too_small_to_split_by_chance_is_told(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "train.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    with pytest.raises(InputError, match=r"has 2 documents, and none for valid and test\. Give more text"):
+        prepare(settings(Path(f"hub:{tmp_path / 'source'}"), tmp_path / "out", tokenizer="bytes"), progress=False)
+
+
+# Damage
+
+
+def test_files_that_do_not_match_their_meta_are_refused(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    tokens = prepare(settings(text, out), progress=False).meta.splits["valid"].tokens
+    data = (out / "valid.bin").read_bytes()
+    (out / "valid.bin").write_bytes(data[:-2])
+    message = rf"valid\.bin should hold {tokens:,} tokens in {2 * tokens:,} bytes .* but has {2 * tokens - 2:,} bytes"
+    with pytest.raises(InputError, match=message):
+        open_data(out)
+    (out / "valid.bin").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    damaged = open_data(out)
+    with pytest.raises(InputError, match=r"valid\.bin does not have the checksum that its meta\.json gives"):
+        damaged.verify()
+    (out / "valid.bin").unlink()
+    with pytest.raises(InputError, match=r"valid\.bin is missing"):
+        open_data(out)
+
+
+def test_a_meta_that_cannot_be_used_is_told(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nowhere is not a prepared data folder \(it has no meta\.json\)"):
+        open_data(tmp_path / "nowhere")
+    out = tmp_path / "out"
+    prepare(settings(text, out, tokenizer="bytes"), progress=False)
+    meta = json.loads((out / "meta.json").read_text())
+    (out / "meta.json").write_text(json.dumps(meta | {"format": 7}))
+    with pytest.raises(InputError, match=r"meta\.json has format 7, and this version of trainshort reads format 1"):
+        open_data(out)
+    (out / "meta.json").write_text(json.dumps(meta | {"splitz": 1}))
+    with pytest.raises(InputError, match=r"Unknown setting 'splitz'\. Did you mean 'splits'\?"):
+        open_data(out)
+    (out / "meta.json").write_text("{")
+    with pytest.raises(InputError, match=r"meta\.json is not readable JSON"):
+        open_data(out)
+
+
+# The command
+
+
+def run_command(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "trainshort", "prepare", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_command_prepares_and_reports_one_line(text: Path, tmp_path: Path) -> None:
+    done = run_command("text.txt", "--vocabulary", "300", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("data/text-bpe300: tokens train ")
+    assert "vocabulary 300. 0.1 MB in " in lines[0]
+    assert " MB/s by 1 process." in lines[0]
+    assert load_tokenizer(tmp_path / "data" / "text-bpe300").vocabulary == 300
+    again = run_command("text.txt", "--vocabulary", "300", folder=tmp_path)
+    assert again.returncode == 0
+    assert again.stderr.startswith("Already prepared. data/text-bpe300: tokens train ")
+
+
+def test_the_command_tells_mistakes_in_a_sentence(text: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.txt").write_bytes(b"".join(b"line %04d\n" % n for n in range(60)) + b"\xff\n")
+
+    def exits_with_two(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            main(["prepare", *arguments])
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
+
+    assert "trainshort: bad.txt is not valid UTF-8 at byte 600 (0xff)" in exits_with_two("bad.txt")
+    assert "'bpee' is no tokenizer: use bytes, bpe, words" in exits_with_two("text.txt", "--tokenizer", "bpee")
+    assert "Did you mean 'bpe'?" in exits_with_two("text.txt", "--tokenizer", "bpee")
+    assert "workers must be at least 1, not 0" in exits_with_two("text.txt", "--workers", "0")
+    assert not (tmp_path / "data" / "text-bpee").exists()
+    assert "bpe needs a vocabulary of at least 257" in exits_with_two(
+        "text.txt", "--vocabulary", "100", "--out", "small"
+    )
+    # A preparation that failed before it had any tokens is no obstacle.
+    with pytest.raises(SystemExit) as stopped:
+        main(["prepare", "text.txt", "--vocabulary", "300", "--out", "small"])
+    assert stopped.value.code == 0
+    with pytest.raises(SystemExit) as stopped:
+        main(["prepare", "bad.txt", "--errors", "replace", "--tokenizer", "bytes"])
+    assert stopped.value.code == 0
+    assert open_data("data/bad-bytes").meta.errors == "replace"
+
+
+# The demo's data
+
+
+def test_the_default_data_is_fixed_for_good(tmp_path: Path) -> None:
+    """Golden: other tokens would change every published number. Also covers the embedded corpus end to end."""
+    prepared = prepare(DataConfig(folder=tmp_path / "sotu"), progress=False)
+    assert {name: split.tokens for name, split in prepared.meta.splits.items()} == SOTU_TOKENS
+    assert prepared.meta.splits["valid"].sha256[:16] == SOTU_VALID
+
+
+SOTU_TOKENS = {"train": 2_979_399, "valid": 163_627, "test": 171_644}
+SOTU_VALID = "9fd498c990491fd2"

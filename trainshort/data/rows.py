@@ -1,0 +1,173 @@
+"""Reads files forward in small pieces, whatever their size; every row says where the next one begins.
+
+Plain text gives lines or stretches, `.jsonl` and `.parquet` give the field or column "text" of each record. Bytes that
+are not UTF-8 are told with their place, or become U+FFFD.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainshort.data.document import Errors, Row
+from trainshort.errors import InputError
+
+LONGEST_LINE = 1 << 20
+"""Bytes after which a line without an end is cut."""
+BLOCK = 1 << 20
+"""Bytes that are read at a time."""
+
+_BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
+
+
+def whole_rows(path: Path, position: int | None, errors: Errors) -> Iterator[Row]:
+    """A file that is one document."""
+    if position is None:
+        with _open(path) as file:
+            data = file.read()
+        yield Row(_decode(data, errors, path, 0), len(data), len(data))
+
+
+def text_rows(path: Path, position: int | None, errors: Errors) -> Iterator[Row]:
+    """Lines of a text file; a very long one is cut."""
+    with _open(path) as file:
+        at = position or 0
+        file.seek(at)
+        while line := file.readline(LONGEST_LINE):
+            if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+                line = line[: _last_good_end(line)]
+                file.seek(at + len(line))
+            text = _decode(line, errors, path, at)
+            at += len(line)
+            yield Row(text, at, at)
+
+
+def stretch_rows(path: Path, position: int | None, errors: Errors, size: int) -> Iterator[Row]:
+    """A plain text in documents of one to two times `size` bytes, cut after a blank line where there is one.
+
+    size 4, "a\\nb\\n\\nc d e f":   "a\\nb\\n\\n", "c d e f"
+    """
+    with _open(path) as file:
+        at = position or 0
+        file.seek(at)
+        buffer, start = b"", 0
+        while True:
+            if len(buffer) - start <= 2 * size:
+                buffer, start = buffer[start:] + file.read(BLOCK), 0
+            if not buffer:
+                return
+            end = _stretch_end(buffer, start, size)
+            text = _decode(buffer[start:end], errors, path, at)
+            if at == 0:
+                text = text.removeprefix("\ufeff")  # a byte order mark says nothing in UTF-8
+            at += end - start
+            start = end
+            yield Row(text, at, at)
+            if start == len(buffer):
+                buffer, start = b"", 0
+
+
+def _stretch_end(buffer: bytes, start: int, size: int) -> int:
+    """Where the document ends: after the first blank line, else the last line end, space or character within reach."""
+    least, most = start + size, start + 2 * size
+    if blank := _BLANK_LINE.search(buffer, least, most):
+        return blank.end()
+    if len(buffer) <= most:
+        return len(buffer)
+    line_end = buffer.rfind(b"\n", least, most)
+    return line_end + 1 if line_end >= 0 else start + _last_good_end(buffer[start:most])
+
+
+def _last_good_end(line: bytes) -> int:
+    """Where to cut bytes without a line end: after the last space, else before a character they hold in part only."""
+    space = line.rfind(b" ", len(line) // 2)
+    if space >= 0:
+        return space + 1
+    for back in range(1, 4):
+        if line[-back] & 0xC0 == 0xC0:  # the first byte of a character of two to four bytes
+            return len(line) - back
+    return len(line)
+
+
+def jsonl_rows(path: Path, position: int | None, errors: Errors) -> Iterator[Row]:
+    """The "text" of every record; a position is a byte offset."""
+    with _open(path) as file:
+        at = position or 0
+        file.seek(at)
+        for line in file:
+            if line.strip():
+                yield Row(_record_text(line, errors, path, at), at + len(line), at + len(line))
+            at += len(line)
+
+
+def _record_text(line: bytes, errors: Errors, path: Path, at: int) -> str:
+    try:
+        record = json.loads(_decode(line, errors, path, at))
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"{path} is not JSON lines: the record at byte {at} does not parse ({error}). Write one object per line."
+        ) from None
+    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+        came = f"the fields {', '.join(record) or 'none'}" if isinstance(record, dict) else f"a {type(record).__name__}"
+        raise InputError(f"{path}: the record at byte {at} should have a field 'text' with a string; it has {came}.")
+    text = record["text"]
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # half of a surrogate pair, written as \ud800
+        if errors == "strict":
+            raise InputError(
+                f"{path}: the record at byte {at} holds half of a surrogate pair, which is not valid Unicode. "
+                "Mend it, or use --errors replace."
+            ) from None
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def parquet_rows(path: Path, position: int | None, errors: Errors) -> Iterator[Row]:
+    """The "text" column, row by row; a position is a row number."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise InputError(f"{path} is a parquet file, which needs pyarrow: pip install 'trainshort[hf]'.") from None
+    try:
+        table = pyarrow.parquet.ParquetFile(path, memory_map=True, buffer_size=1 << 20)
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist.") from None
+    except pyarrow.ArrowInvalid as error:
+        raise InputError(f"{path} is not a readable parquet file ({error}).") from None
+    columns = table.schema_arrow.names
+    if "text" not in columns:
+        raise InputError(f"{path} should have a column 'text'; its columns are {', '.join(columns)}.")
+    size, rows, start, number = path.stat().st_size, table.metadata.num_rows, position or 0, 0
+    for group in range(table.num_row_groups):
+        length = table.metadata.row_group(group).num_rows
+        if number + length <= start:
+            number += length
+            continue
+        for batch in table.iter_batches(batch_size=256, row_groups=[group], columns=["text"]):
+            for value in batch.column(0).cast(pyarrow.binary()).to_pylist():
+                number += 1
+                if number > start:
+                    text = _decode(value or b"", errors, path, 0, row=number - 1)
+                    yield Row(text, number, size * number // rows)
+
+
+def _open(path: Path):
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist.") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}).") from None
+
+
+def _decode(data: bytes, errors: Errors, path: Path, at: int, row: int | None = None) -> str:
+    try:
+        return data.decode("utf-8", errors)
+    except UnicodeDecodeError as error:
+        where = f"byte {at + error.start}" + ("" if row is None else f" of row {row}")
+        raise InputError(
+            f"{path} is not valid UTF-8 at {where} (0x{data[error.start]:02x}). "
+            "Convert the file, or use --errors replace to put U+FFFD in such places."
+        ) from None
