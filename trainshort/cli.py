@@ -27,6 +27,7 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "demo": Command("trainshort.commands.demo:Demo", "train two small models and compare them past their length"),
     "list": Command("trainshort.commands.names:List", "positions, backends, corpora, recipes or presets by name"),
+    "prepare": Command("trainshort.commands.prepare:Prepare", "turn text into tokens on disk"),
     "show": Command("trainshort.commands.names:Show", "a recipe's settings"),
 }
 
