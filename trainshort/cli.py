@@ -26,12 +26,16 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "demo": Command("trainshort.commands.demo:Demo", "train two small models and compare them past their length"),
+    "analyze": Command("trainshort.commands.analyze:Analyze", "why a model is good so far: context, attention, cost"),
+    "evaluate": Command("trainshort.commands.evaluate:Evaluate", "how good a model is at each length"),
     "list": Command("trainshort.commands.names:List", "positions, backends, corpora, recipes or presets by name"),
     "prepare": Command("trainshort.commands.prepare:Prepare", "turn text into tokens on disk"),
     "show": Command("trainshort.commands.names:Show", "a recipe's settings"),
+    "train": Command("trainshort.commands.train:Train", "train a model by a recipe, into a run folder"),
 }
 
 USAGE_ERROR = 2
+INTERRUPTED = 130  # what shells use for Ctrl-C
 
 
 def help_text() -> str:
@@ -63,6 +67,8 @@ def main(argv: list[str] | None = None) -> None:
             raise
         print(f"trainshort: {error}", file=sys.stderr)
         sys.exit(USAGE_ERROR)
+    except KeyboardInterrupt as interrupt:
+        sys.exit(getattr(interrupt, "code", INTERRUPTED))
     except BrokenPipeError:
         # `trainshort ... | head` closes our output early; point stdout elsewhere so the interpreter's flush is quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -81,4 +87,6 @@ def run(argv: list[str]) -> int:
         raise InputError(f"Unknown command '{name}'.{did_you_mean(name, COMMANDS)} See trainshort --help.")
     module, _, attribute = COMMANDS[name].target.partition(":")
     command = getattr(importlib.import_module(module), attribute)
+    if hasattr(command, "parse"):  # its options depend on its first argument
+        return command.parse(rest).run() or 0
     return tyro.cli(command, args=rest, prog=f"trainshort {name}", description=command.__doc__).run() or 0

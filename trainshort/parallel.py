@@ -68,7 +68,7 @@ class World:
         """Rank 0's value, on every rank: for what each would look up on a disk that changes meanwhile."""
         return self.gather_objects(value)[0]
 
-    def together(self, work: Callable[[], None]) -> None:
+    def together(self, work: Callable[[], object]) -> None:
         """Run `work` on each rank; if it fails on one it fails on all, so that nobody waits for a rank that gave up."""
         failure: InputError | None = None
         try:
@@ -80,6 +80,10 @@ class World:
             raise failure
         if failed:
             raise InputError(f"Rank {failed[0]} could not go on; its message says why.")
+
+    def on_main(self, work: Callable[[], object]) -> None:
+        """Run `work` on rank 0 only; if it fails there, it fails on all."""
+        self.together(work if self.main else lambda: None)
 
     def first(self, name: str, work: Callable[[], Result]) -> Result:
         """Run `work` on rank 0, and on the others when it has finished there (they find what it left on disk)."""
@@ -102,7 +106,7 @@ class World:
 @contextmanager
 def join() -> Iterator[World]:
     """Join the ranks that torchrun started, or be alone; leave them at the end."""
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, size = own_rank(), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -134,7 +138,14 @@ def _store(rank: int, size: int) -> Store:
         is_master=rank == 0 and not agent,
         timeout=TIMEOUT,
     )
-    return PrefixStore(f"restart-{restarts()}", store)
+    restart = PrefixStore(f"restart-{restarts()}", store)
+    # A process may train twice: each time it joins anew, and so do the others, under the next number.
+    return PrefixStore(f"join-{restart.add(f'joins-of-{rank}', 1)}", restart)
+
+
+def own_rank() -> int:
+    """This process's number, before and after the time it is joined to others."""
+    return int(os.environ.get("RANK", 0))
 
 
 def restarts() -> int:

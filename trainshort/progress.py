@@ -5,8 +5,9 @@ Nothing is read back from here; `metrics.jsonl` is the truth.
 
 import math
 import time
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -20,15 +21,31 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-class Display:
-    """Shows the updates of one session; `quiet` shows nothing but notes."""
+def _board(folder: Path, step: int) -> Any:
+    """A TensorBoard writer that goes on after `step`, and hides what an earlier session wrote past it."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, step: int, steps: int, *, quiet: bool = False, console: Console | None = None) -> None:
+    return SummaryWriter(str(folder), purge_step=step + 1)
+
+
+class Display:
+    """Shows the records of metrics.jsonl as they come: on the console unless `quiet`, on a TensorBoard if given."""
+
+    def __init__(
+        self,
+        step: int,
+        steps: int,
+        *,
+        quiet: bool = False,
+        board: Path | None = None,
+        console: Console | None = None,
+    ) -> None:
         self.steps = steps
         self.quiet = quiet
         self.console = console or Console(stderr=True)
         self.next_line = 0.0
         self.began, self.first = time.monotonic(), step
+        self.board = _board(board, step) if board else None
         self.live: Progress | None = None
         if self.console.is_terminal and not quiet:
             self.live = Progress(
@@ -49,9 +66,19 @@ class Display:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.live:
             self.live.stop()
+        if self.board:
+            self.board.close()
 
-    def update(self, record: dict[str, float]) -> None:
-        """One record of metrics.jsonl about training."""
+    def show(self, record: dict[str, float]) -> None:
+        """One record of metrics.jsonl."""
+        if self.board:
+            for name, value in record.items():
+                if name not in ("step", "seconds"):
+                    self.board.add_scalar(name, value, int(record["step"]))
+        if not self.quiet:
+            (self._show_valid if "valid_loss" in record else self._show_update)(record)
+
+    def _show_update(self, record: dict[str, float]) -> None:
         numbers = (
             f"loss {record['loss']:.3f}  ppl {perplexity(record['loss']):.4g}  "
             f"{record['tokens_per_second']:,.0f} tokens/s  lr {record['lr']:.2e}"
@@ -59,18 +86,16 @@ class Display:
         step = int(record["step"])
         if self.live:
             self.live.update(self.task, completed=step, numbers=numbers)
-        elif not self.quiet and (time.monotonic() >= self.next_line or step == self.steps):
+        elif time.monotonic() >= self.next_line or step == self.steps:
             self.next_line = time.monotonic() + PLAIN_SECONDS
             self._print(f"step {step}/{self.steps}  {numbers}  {self._left(step)}")
 
-    def validated(self, record: dict[str, float]) -> None:
-        """One record of metrics.jsonl about validation."""
-        if not self.quiet:
-            loss = record["valid_loss"]
-            self._print(f"step {int(record['step'])}/{self.steps}  valid loss {loss:.4f}  ppl {perplexity(loss):.4g}")
+    def _show_valid(self, record: dict[str, float]) -> None:
+        loss = record["valid_loss"]
+        self._print(f"step {int(record['step'])}/{self.steps}  valid loss {loss:.4f}  ppl {perplexity(loss):.4g}")
 
     def note(self, message: str) -> None:
-        """Something that is not a number and should be seen even when quiet."""
+        """What is not a number; shown even when quiet."""
         self._print(f"trainshort: {message}")
 
     def _print(self, line: str) -> None:

@@ -91,15 +91,8 @@ def open_run(path: Path, config: RunConfig, *, resume: bool) -> Iterator[RunFold
     the first start and all restarts.
     """
     folder = RunFolder(path)
-    if path.exists() and not path.is_dir():
-        raise InputError(f"{path} is a file, but a run needs a folder. Choose another --out.")
-    entries = {entry.name for entry in path.iterdir()} if path.exists() else set()
-    started = bool(entries - {"config.json" + PARTIAL, LOCK})
-    if started and not resume:
-        raise InputError(f"{path} already exists. Go on with it by --resume, or choose another --out.")
-    if started and not folder.config.exists():
-        raise InputError(f"{path} holds files but no config.json, so it is not a run. Choose another --out.")
-    stored = load_config(folder.config) if started else None
+    refuse_existing(path, resume=resume)
+    stored = load_config(folder.config) if folder.config.exists() else None
     if stored:
         _refuse_another_run(stored, config, path)
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -108,6 +101,18 @@ def open_run(path: Path, config: RunConfig, *, resume: bool) -> Iterator[RunFold
             write_whole(folder.config, config.model_dump_json(indent=2) + "\n")
         folder.checkpoints.mkdir(exist_ok=True)
         yield folder
+
+
+def refuse_existing(path: Path, *, resume: bool) -> None:
+    """Stop if `path` is taken: by a run that is not to be resumed, or by something that is no run."""
+    if path.exists() and not path.is_dir():
+        raise InputError(f"{path} is a file, but a run needs a folder. Choose another --out.")
+    entries = {entry.name for entry in path.iterdir()} if path.exists() else set()
+    started = bool(entries - {"config.json" + PARTIAL, LOCK})
+    if started and not resume:
+        raise InputError(f"{path} already exists. Go on with it by --resume, or choose another --out.")
+    if started and not RunFolder(path).config.exists():
+        raise InputError(f"{path} holds files but no config.json, so it is not a run. Choose another --out.")
 
 
 def _refuse_another_run(stored: RunConfig, asked: RunConfig, path: Path) -> None:
@@ -148,6 +153,14 @@ def append(path: Path, record: dict[str, Any]) -> None:
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
+    except OSError as error:
+        raise InputError(f"Cannot write {path}: {error.strerror}. Make room there, then go on by --resume.") from error
+
+
+def sync_lines(path: Path) -> None:
+    """Bring the lines appended so far to the disk."""
+    try:
+        sync_file(path)
     except OSError as error:
         raise InputError(f"Cannot write {path}: {error.strerror}. Make room there, then go on by --resume.") from error
 

@@ -17,9 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from trainshort.checkpoint import folders, manifest, tensors
 from trainshort.checkpoint.folders import STATE, State, best, latest, read_state
@@ -51,12 +49,12 @@ def save(run: Path, snapshot: Snapshot, world: World) -> Path:
         return folder  # the same step of the same run: the same content
     partial = folders.partial(folder)
     try:
-        world.together(_guarded(folder, lambda: _begin(partial, snapshot) if world.main else None))
+        world.on_main(_guarded(folder, lambda: _begin(partial, snapshot)))
         world.together(_guarded(folder, lambda: _write(partial, snapshot, world)))
         mine: manifest.Digests = {}
         world.together(_guarded(folder, lambda: mine.update(_digests(partial, world))))
         digests = {name: value for share in world.gather_objects(mine) for name, value in share.items()}
-        world.together(_guarded(folder, lambda: _finish(folder, digests) if world.main else None))
+        world.on_main(_guarded(folder, lambda: _finish(folder, digests)))
     except BaseException:
         if world.main:
             with contextlib.suppress(OSError):
@@ -71,10 +69,9 @@ def _guarded(folder: Path, work: Callable[[], None]) -> Callable[[], None]:
     def guarded() -> None:
         try:
             work()
-        except (OSError, SafetensorError, CheckpointException) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        except OSError as error:
             raise InputError(
-                f"Cannot save {folder}: {reason}. The checkpoints before it are intact; "
+                f"Cannot save {folder}: {error.strerror or error}. The checkpoints before it are intact; "
                 "make room there, then go on by --resume."
             ) from error
 

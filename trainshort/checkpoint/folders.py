@@ -91,8 +91,15 @@ def latest(run: Path, say: Say = say) -> Path | None:
 
 def best(run: Path, say: Say = say) -> Path | None:
     """The whole checkpoint with the lowest validation loss, or the last one if none was validated."""
-    losses = _losses(run, say)
-    return _first_whole(sorted(losses, key=losses.__getitem__), say) or latest(run, say)
+    said: set[str] = set()
+
+    def once(message: str) -> None:
+        if message not in said:
+            said.add(message)
+            say(message)
+
+    losses = _losses(run, once)
+    return _first_whole(sorted(losses, key=losses.__getitem__), once) or latest(run, once)
 
 
 def _losses(run: Path, say: Say) -> dict[Path, float]:

@@ -9,15 +9,14 @@ spread over any number of ranks.
 import warnings
 from pathlib import Path
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from trainshort.errors import InputError
+
+WHOLE = "whole.safetensors"
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -30,22 +29,58 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def write(folder: Path, tensors: dict[str, Tensor], *, sharded: bool) -> None:
     """Write one part. With `sharded`, all ranks call this and each writes its shards."""
     if sharded:
-        save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+        _write_shards(folder, tensors)
         return
     folder.mkdir(exist_ok=True)
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / "whole.safetensors")
+    try:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / WHOLE)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def read(folder: Path, tensors: dict[str, Tensor], *, sharded: bool) -> None:
     """Fill `tensors` in place from one part. With `sharded`, all ranks call this and each reads its shards."""
     try:
-        reader = HuggingFaceStorageReader(str(folder))
-        names = reader.read_metadata().state_dict_metadata.keys()
-        if names != tensors.keys():
-            odd = sorted(names ^ tensors.keys())
-            raise InputError(f"{folder} was written for another model: {', '.join(odd[:3])} is on one side only.")
+        if sharded or not (folder / WHOLE).exists():
+            _read_shards(folder, tensors, sharded=sharded)
+            return
+        with safe_open(folder / WHOLE, framework="pt") as file, torch.no_grad():
+            _same_names(folder, set(file.keys()), tensors)
+            for name, tensor in tensors.items():
+                tensor.copy_(file.get_tensor(name))
+    except SafetensorError as error:
+        raise InputError(f"{folder} cannot be read as safetensors ({error}).") from error
+
+
+def _same_names(folder: Path, found: set[str], tensors: dict[str, Tensor]) -> None:
+    if odd := sorted(found ^ tensors.keys()):
+        raise InputError(f"{folder} was written for another model: {', '.join(odd[:3])} is on one side only.")
+
+
+# torch's distributed checkpoint takes longer to import than a small model to load, so only those who need it do.
+
+
+def _write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    try:
+        save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    except CheckpointException as error:
+        raise OSError(str(error)) from error
+
+
+def _read_shards(folder: Path, tensors: dict[str, Tensor], *, sharded: bool) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = HuggingFaceStorageReader(str(folder))
+    _same_names(folder, set(reader.read_metadata().state_dict_metadata), tensors)
+    try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is what no_dist asks for
             load(dict(tensors), storage_reader=reader, no_dist=not sharded)
-    except (SafetensorError, CheckpointException) as error:
+    except CheckpointException as error:
         raise InputError(f"{folder} cannot be read as safetensors ({error}).") from error

@@ -1,0 +1,54 @@
+"""Two ranks under torchrun, one of them killed or poisoned: torchrun restarts both, and the end is bit-identical."""
+
+import os
+import random
+import signal
+import time
+
+import psutil
+import pytest
+from harness import HERE, logged, result, wait_for
+
+pytestmark = pytest.mark.fault
+
+
+def workers(launcher) -> dict[int, psutil.Process]:
+    """The ranks' processes, by rank."""
+    found = {}
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        rank = process.environ().get("RANK")
+        if rank is not None:
+            found[int(rank)] = process
+    return found
+
+
+def finish(launcher) -> str:
+    text, _ = launcher.communicate(timeout=300)
+    assert launcher.returncode == 0, text
+    return text
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_killed_rank_is_replaced(runner, tmp_path, strategy):
+    kills, chance = 4, random.Random(3)
+    finish(runner.torchrun(tmp_path / "undisturbed", "--parallel", strategy))
+    expected = result(tmp_path / "undisturbed")
+    for number in range(kills):
+        out = tmp_path / f"run-{number}"
+        launcher = runner.torchrun(out, "--parallel", strategy, restarts=2)
+        assert wait_for(lambda out=out: logged(out) > 1000, launcher)
+        time.sleep(chance.uniform(0, 0.3))
+        os.kill(workers(launcher)[number % 2].pid, signal.SIGKILL)
+        text = finish(launcher)
+        assert "Going on with" in text or "step 0" in text, text
+        assert result(out) == expected
+    print(f"\n2 ranks, one killed ({strategy}): {kills} of {kills} recovered, bit-identical at the end")
+
+
+def test_a_nan_on_the_second_rank_is_named_and_stops_both(runner, tmp_path):
+    out = tmp_path / "run"
+    launcher = runner.torchrun(out, driver=HERE / "nan_at.py", NAN_AT="20", NAN_RANK="1", NAN_VALUE="nan")
+    text, _ = launcher.communicate(timeout=120)
+    assert launcher.returncode != 0
+    assert "The loss is nan on rank 1 at update 20." in text
+    print("\nNaN on rank 1 of 2: named, both stopped")

@@ -1,0 +1,171 @@
+"""From settings to everything the training loop works with: data, model, optimizer, and where a stopped run stood."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+
+from trainshort import checkpoint, optim, parallel, runs
+from trainshort.checkpoint import Snapshot, State, folders, tensors
+from trainshort.config import RunConfig
+from trainshort.data import Prepared
+from trainshort.data.stream import Stream
+from trainshort.errors import InputError
+from trainshort.model import TransformerLM
+from trainshort.parallel import Replica, World
+from trainshort.runs import RunFolder
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything the loop works with; only the tensors inside change."""
+
+    config: RunConfig
+    world: World
+    folder: RunFolder
+    replica: Replica
+    optimizer: torch.optim.Optimizer
+    stream: Stream
+    valid: np.ndarray
+    """The beginning of the validation split, as much as is read during training."""
+    before: int
+    """The token before the first of them."""
+    autocast: Callable[[], AbstractContextManager]
+
+    @property
+    def micro_batch(self) -> int:
+        return micro_batch(self.config, self.world)
+
+    def snapshot(self, state: State) -> Snapshot:
+        parts = {
+            "model": tensors.model_tensors(self.replica.model),
+            "optimizer": optim.state_tensors(self.optimizer, self.replica.model, self.config.optim),
+        }
+        return Snapshot(self.config, state, parts, sharded=self.replica.sharded)
+
+
+def resolve(config: RunConfig, vocabulary: int, world: World) -> RunConfig:
+    """The settings with the vocabulary filled in; what cannot go together is refused before anything is written."""
+    if config.model.vocabulary not in (0, vocabulary):
+        raise InputError(
+            f"model.vocabulary is {config.model.vocabulary}, but the data has {vocabulary} token types. "
+            "Set model.vocabulary to 0 to take it from the data, or use the data this model was made for."
+        )
+    if config.train.tensorboard and find_spec("tensorboard") is None:
+        raise InputError("train.tensorboard needs a package: pip install 'trainshort[track]', or leave it off.")
+    if config.train.batch % world.size:
+        raise InputError(
+            f"train.batch {config.train.batch} cannot be shared by {world.size} processes; use a multiple of that."
+        )
+    size, own = micro_batch(config, world), config.train.batch // world.size
+    if own % size:
+        raise InputError(
+            f"train.micro_batch {size} does not divide the {own} sequences that each of {world.size} processes has."
+        )
+    return config.replace(model={"vocabulary": vocabulary})
+
+
+def micro_batch(config: RunConfig, world: World) -> int:
+    """Sequences per forward pass of one process."""
+    own = config.train.batch // world.size
+    return min(config.train.micro_batch or own, own)
+
+
+def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared) -> Job:
+    """Data and model as they are before the first update."""
+    settings = config.train
+    stream = Stream(
+        prepared.split("train"),
+        length=settings.length,
+        batch=settings.batch,
+        seed=settings.seed,
+        rank=world.rank,
+        world=world.size,
+        packing=config.data.packing,
+        documents=prepared.documents("train"),
+        vocabulary=config.model.vocabulary,
+    )
+    half = settings.precision == "bfloat16"
+    if half and (reason := parallel.no_bfloat16(world.device)):
+        half = False
+        if world.main:
+            folders.say(f"train.precision is bfloat16, but {reason}: computing in float32.")
+    torch.manual_seed(settings.seed)
+    model = TransformerLM(config.model).to(world.device)
+    model.checkpoint_activations = settings.checkpoint_activations
+    if settings.compile:
+        for layer in model.layers:  # in place, so that parameters keep their names
+            layer.compile()
+    replica = parallel.replicate(model, world, settings.parallel, half=half)
+    return Job(
+        config=config,
+        world=world,
+        folder=folder,
+        replica=replica,
+        optimizer=optim.build(model, config.optim),
+        stream=stream,
+        valid=prepared.split("valid")[: settings.valid_tokens],
+        before=prepared.meta.end or 0,
+        autocast=partial(torch.autocast, world.device.type, torch.bfloat16) if half else nullcontext,
+    )
+
+
+def restore(job: Job) -> State:
+    """Where the run stands: its last whole checkpoint, loaded, or the beginning."""
+    run, world = job.folder.path, job.world
+    found: list[str] = []
+    world.on_main(lambda: found.extend(_tidy(job.folder)))
+    names = world.first_says(found)
+    if not names:
+        return State(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
+    state = checkpoint.restore(job.folder.checkpoints / names[0], job.snapshot(State.model_construct()))
+    optim.set_updates(job.optimizer, state.step)
+    if world.main:
+        folders.say(f"Going on with {run} after update {state.step}.")
+    return state
+
+
+def _tidy(folder: RunFolder) -> list[str]:
+    """Bring a run folder that may have been left at any moment to the moment of its last whole checkpoint.
+
+    Returns that checkpoint's name, or nothing when the run has none yet.
+    """
+    folders.sweep(folder.path)
+    present = folders.present(folder.path)
+    latest = checkpoint.latest(folder.path)
+    if present and latest is None:
+        raise InputError(
+            f"None of the {len(present)} checkpoints in {folder.path} is whole. Restore one from a copy, "
+            f"or remove {folder.checkpoints} to start from the beginning."
+        )
+    if latest is None:
+        runs.cut_metrics(folder, 0)
+        return []
+    folders.set_aside(folder.path, latest)
+    runs.cut_metrics(folder, checkpoint.read_state(latest).step)
+    return [latest.name]
+
+
+def begin_session(job: Job, state: State, data: str) -> None:
+    """Record who trains from here on, and on what; `data` is the training split's sha256.
+
+    A run goes on only with the text it began with. Another number of threads is allowed, but changes the last bits.
+    """
+    before = runs.read_lines(job.folder.sessions)
+    threads = torch.get_num_threads()
+    if before and before[0]["data"] != data:
+        raise InputError(
+            f"{job.folder.path} was trained on other data: its train.bin had sha256 {before[0]['data'][:12]}..., "
+            f"the one given now has {data[:12]}.... Resume with the same data, or choose another --out."
+        )
+    if before and before[-1]["threads"] != threads:
+        folders.say(
+            f"This run used {before[-1]['threads']} threads and now uses {threads}; results will differ by rounding. "
+            f"Set OMP_NUM_THREADS={before[-1]['threads']} for bit-identical ones."
+        )
+    record = {"step": state.step, "ranks": job.world.size, "data": data} | runs.provenance(threads=threads)
+    runs.append(job.folder.sessions, record)

@@ -1,0 +1,247 @@
+"""Training: one loop, in `_updates`, from the first update to the last, on one process or many.
+
+Everything that varies from update to update is a pure function of the update's number: which tokens (data/stream.py),
+which dropout (`_seed`), which learning rate (optim.py). So a run that was stopped and resumed, at any moment and
+however often, ends in the same bits as one that never was, and the state beside the tensors is a few integers.
+"""
+
+import math
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainshort import checkpoint, optim, parallel, runs
+from trainshort.checkpoint import State, folders
+from trainshort.config import RunConfig
+from trainshort.data import open_or_prepare
+from trainshort.data.stream import Batch
+from trainshort.errors import InputError
+from trainshort.interrupt import Interrupted, StopRequest
+from trainshort.job import Job, begin_session, build, resolve, restore
+from trainshort.model import Loss
+from trainshort.progress import Display
+from trainshort.runs import RunFolder
+from trainshort.vocabulary import IGNORED
+from trainshort.windows import Windows, fill
+
+
+class NotFiniteError(InputError):
+    """A loss or gradient that is not a number; the update was not made."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended. Losses are sums and counts over the validation tokens, at the last step."""
+
+    run: Path
+    steps: int
+    tokens: int
+    seconds: float
+    valid_nll: float | None
+    valid_count: int | None
+    best: Path | None
+    """The checkpoint with the lowest validation loss."""
+
+
+def train(config: RunConfig, run: Path, *, resume: bool = False, quiet: bool = False) -> TrainResult:
+    """Train until all steps are done, and return how it ended; see docs/training.md for what `run` holds then.
+
+    Raises `Interrupted` after a SIGTERM or Ctrl-C, when the run is saved; `resume=True` goes on from there.
+    """
+    with parallel.join() as world, ExitStack() as held:
+        again = resume or parallel.restarts() > 0  # torchrun restarts with the arguments of the first start
+        world.on_main(lambda: runs.refuse_existing(run, resume=again))  # before the data's preparation is waited for
+        prepared = world.first("data", lambda: open_or_prepare(config.data, progress=not quiet))
+        config = resolve(config, prepared.meta.vocabulary, world)
+        job = build(config, RunFolder(run), world, prepared)
+        opened = runs.open_run(run, config, resume=again)  # after all that can be wrong with the settings
+        world.on_main(lambda: held.enter_context(opened))
+        state = restore(job)
+        world.on_main(lambda: begin_session(job, state, prepared.meta.splits["train"].sha256))
+        board = job.folder.tensorboard if config.train.tensorboard and world.main else None
+        display = Display(state.step, config.train.steps, quiet=quiet or not world.main, board=board)
+        with StopRequest() as stop, display:
+            state = _updates(job, state, display, stop)
+        best = world.first_says(checkpoint.best(run) if world.main else None)
+        return TrainResult(run, state.step, state.tokens, state.seconds, state.valid_nll, state.valid_count, best)
+
+
+def _updates(job: Job, state: State, display: Display, stop: StopRequest) -> State:
+    """The loop: update, log, validate, save."""
+    settings = job.config.train
+    started = time.perf_counter() - state.seconds
+    window = 0.0  # seconds of updates alone, since the last line in metrics.jsonl
+    while not _finished(state, job.config):
+        began = time.perf_counter()
+        batch = job.stream.batch(state.step)
+        # One exchange before the update: how many targets all ranks have together, and whether one was told to stop.
+        told = job.world.gather([float((batch.targets != IGNORED).sum()), float(stop.number)])
+        count, signal = int(sum(row[0] for row in told)), int(max(row[1] for row in told))
+        if signal:
+            saved = _save(job, state.model_copy(update={"seconds": time.perf_counter() - started}))
+            if job.world.main:
+                display.note(f"Stopped after update {state.step}. Saved {saved}; go on by --resume.")
+            raise Interrupted(signal)
+
+        nll = _accumulate(job, state.step, batch, count)
+        norm = float(optim.clip(job.replica.model.parameters(), job.config.optim.clip))
+        nll = _agree_finite(job, state.step, nll, norm)
+        rate = optim.learning_rate(state.step, settings.steps, job.config.optim)
+        optim.update(job.optimizer, job.replica.model.parameters(), rate)
+        state = _advanced(state, nll, count)
+        window += time.perf_counter() - began
+
+        last = _finished(state, job.config)
+        if last or state.step % settings.log_every == 0:
+            state = state.model_copy(update={"seconds": time.perf_counter() - started})
+            _log(job, display, _record(state, lr=rate, grad_norm=norm, window=window))
+            state, window = state.model_copy(update={"window_nll": 0.0, "window_count": 0}), 0.0
+        improved = False
+        if last or (settings.valid_every and state.step % settings.valid_every == 0):
+            state, improved = _validated(job, state, display)
+        due = settings.save_every and (improved or state.step % settings.save_every == 0)
+        if due or _finished(state, job.config):
+            state = state.model_copy(update={"seconds": time.perf_counter() - started})
+            _save(job, state)
+    return state
+
+
+def _finished(state: State, config: RunConfig) -> bool:
+    patience = config.train.patience
+    return state.step >= config.train.steps or bool(patience and state.stale >= patience)
+
+
+def _accumulate(job: Job, step: int, batch: Batch, count: int) -> float:
+    """Forward and backward over this rank's sequences; returns the sum of their losses.
+
+    Gradients end up as (sum over all ranks and micro-batches of losses) / (number of all targets): each micro-batch's
+    sum is scaled by ranks / count, and the ranks' gradients are averaged.
+    """
+    torch.manual_seed(_seed(job.config.train.seed, step, job.world.rank))
+    rows, size = len(batch.inputs), job.micro_batch
+    total = torch.zeros((), dtype=torch.float64, device=job.world.device)
+    for start in range(0, rows, size):
+        with job.replica.micro_batch(last=start + size >= rows):
+            loss = _loss(job, batch, slice(start, start + size))
+            (loss.total * (job.world.size / max(1, count))).backward()
+        total += loss.total.detach()
+    return float(total)
+
+
+def _loss(job: Job, batch: Batch, rows: slice) -> Loss:
+    """Some of a batch's sequences through the model."""
+    arrays = (batch.inputs, batch.targets, batch.documents)
+    inputs, targets, documents = (
+        None if array is None else torch.from_numpy(array[rows]).to(job.world.device) for array in arrays
+    )
+    with job.autocast():
+        return job.replica.forward(inputs, targets, documents=documents)
+
+
+def _seed(seed: int, step: int, rank: int) -> int:
+    """Seed of one update's dropout on one rank; neighbours are unrelated."""
+    return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def _agree_finite(job: Job, step: int, nll: float, norm: float) -> float:
+    """The sum of all ranks' losses; before an update with a loss or gradient that is not finite, everybody stops."""
+    losses = [row[0] for row in job.world.gather([nll])]
+    wrong = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+    if not wrong and math.isfinite(norm):
+        return sum(losses)
+    found = f"loss is {losses[wrong[0]]} on rank {wrong[0]}" if wrong else f"gradient norm is {norm}"
+    kept = job.world.first_says(checkpoint.latest(job.folder.path) if job.world.main else None)
+    raise NotFiniteError(
+        f"The {found} at update {step + 1}. That update was not made; the last good checkpoint is "
+        f"{kept or 'none, since none was due yet'}. Try a lower optim.lr or a longer optim.warmup."
+    )
+
+
+def _advanced(state: State, nll: float, count: int) -> State:
+    """The state one update later."""
+    changes = {
+        "step": state.step + 1,
+        "tokens": state.tokens + count,
+        "window_nll": state.window_nll + nll,
+        "window_count": state.window_count + count,
+        "valid_nll": None,
+        "valid_count": None,
+    }
+    return state.model_copy(update=changes)
+
+
+def _record(state: State, *, lr: float, grad_norm: float, window: float) -> dict[str, Any]:
+    """A line of metrics.jsonl: sums and counts since the line before, and what is convenient to look at."""
+    return {
+        "step": state.step,
+        "nll": state.window_nll,
+        "count": state.window_count,
+        "loss": state.window_nll / max(1, state.window_count),
+        "lr": lr,
+        "grad_norm": grad_norm,
+        "tokens": state.tokens,
+        "seconds": round(state.seconds, 3),
+        "tokens_per_second": round(state.window_count / window, 1),
+    }
+
+
+def _log(job: Job, display: Display, record: dict[str, Any]) -> None:
+    """Write a line of metrics.jsonl, then show it."""
+    job.world.on_main(lambda: runs.append(job.folder.metrics, record))
+    display.show(record)
+
+
+def _validated(job: Job, state: State, display: Display) -> tuple[State, bool]:
+    """The state with its validation loss, and whether that is the lowest so far."""
+    nll, count = _validate(job)
+    if not count:
+        return state, False
+    if not math.isfinite(nll):
+        raise NotFiniteError(f"The validation loss is {nll} after update {state.step}; the run was stopped there.")
+    loss = nll / count
+    improved = state.best_loss is None or loss < state.best_loss
+    changes = {"valid_nll": nll, "valid_count": count, "stale": 0 if improved else state.stale + 1}
+    if improved:
+        changes["best_loss"] = loss
+    record = {"step": state.step, "valid_nll": nll, "valid_count": count, "valid_loss": loss}
+    _log(job, display, record | {"tokens": state.tokens, "seconds": round(state.seconds, 3)})
+    return state.model_copy(update=changes), improved
+
+
+@torch.no_grad()
+def _validate(job: Job) -> tuple[float, int]:
+    """Sum of losses and number of targets over the beginning of the validation split, in blocks of train.length.
+
+    The ranks share the batches out. All run equally many passes, since under fsdp each pass is a joint one; a rank
+    that has nothing left repeats a pass and does not count it.
+    """
+    settings, world, targets = job.config.train, job.world, len(job.valid)
+    if not targets:
+        return 0.0, 0
+    length = min(settings.length, targets)
+    batches = list(Windows(targets, length, length).batches(length * job.micro_batch))
+    job.replica.model.eval()
+    nll, count = 0.0, 0
+    for first in range(0, len(batches), world.size):
+        mine = first + world.rank
+        inputs, wanted = fill(job.valid, batches[min(mine, len(batches) - 1)], job.before)
+        loss = _loss(job, Batch(inputs, wanted, None), slice(None))
+        if mine < len(batches):
+            nll, count = nll + float(loss.total), count + wanted.size
+    job.replica.model.train()
+    nll, counted = world.total([nll, float(count)])
+    return nll, int(counted)
+
+
+def _save(job: Job, state: State) -> Path:
+    """A checkpoint, with the metrics up to it on the disk before it; then the old ones go."""
+    job.world.on_main(lambda: runs.sync_lines(job.folder.metrics))
+    saved = checkpoint.save(job.folder.path, job.snapshot(state), job.world)
+    if job.world.main:
+        folders.retain(job.folder.path, job.config.train.keep)
+    return saved
