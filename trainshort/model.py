@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainshort.attention import Bias, attend, engines
-from trainshort.cache import Cache, LayerCache, detached
+from trainshort.cache import Cache, LayerCache
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
 from trainshort.positions import positions
@@ -107,9 +107,9 @@ class TransformerLM(nn.Module):
     ) -> Float[Tensor, "batch length width"]:
         """The last layer's output, before it becomes scores over the vocabulary."""
         self._check(tokens, documents, cache)
-        start = 0 if cache is None else cache.length
-        where = _where(tokens, start, documents)
-        self.position.check_length(start + tokens.shape[1] if documents is None else int(where.max()) + 1)
+        where = _where(tokens, 0 if cache is None else cache.offset, documents)
+        past = 0 if cache is None else cache.length
+        self.position.check_length(past + tokens.shape[1] if documents is None else int(where.max()) + 1)
         step = Step(where, self.position.score_bias(), documents)
 
         x = self.vocabulary.embed(tokens)
@@ -171,9 +171,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x).unflatten(-1, (-1, config.head_width)).transpose(1, 2)  # batch heads length dim
         q, k, v = qkv.split(self.split, dim=1)
         q, k = position.rotate(q, k, step.where)
-        if cache is not None:
-            k, v = cache.append(*detached(k, v))
-        y = attend(
+        y = (attend if cache is None else cache.attend)(
             q,
             k,
             v,
@@ -213,12 +211,14 @@ def _norm(config: ModelConfig) -> nn.LayerNorm:
     return nn.LayerNorm(config.width, eps=config.norm_eps, bias=config.biases)
 
 
-def _where(tokens: Tensor, start: int, documents: Tensor | None) -> Int[Tensor, "batch length"]:
-    """Each token's position, counted from the beginning of its own document.
+def _where(tokens: Tensor, start: int | Tensor, documents: Tensor | None) -> Int[Tensor, "batch length"]:
+    """Each token's position, counted from the beginning of its own document, or on from what a cache has read.
 
     documents 7 7 7 4 4 9   →   0 1 2 0 1 0
     """
-    index = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    if isinstance(start, Tensor):
+        start = start.to(tokens.device)
+    index = (torch.arange(tokens.shape[1], device=tokens.device) + start).expand(tokens.shape)
     if documents is None:
         return index
     begins = torch.ones_like(documents, dtype=torch.bool)

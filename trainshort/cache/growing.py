@@ -7,12 +7,15 @@
 Room grows by doubling, so appending n tokens copies O(n) in all; what `attend` gets are views.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from trainshort.attention import attend
 from trainshort.errors import InputError
 
 
@@ -22,6 +25,18 @@ class LayerCache:
     def __init__(self) -> None:
         self._room: Tensor | None = None  # (2, batch, kv_heads, capacity, dim)
         self.length = 0
+
+    def attend(
+        self,
+        q: Float[Tensor, "batch heads new dim"],
+        k: Float[Tensor, "batch kv_heads new dim"],
+        v: Float[Tensor, "batch kv_heads new dim"],
+        **options: Any,
+    ) -> Float[Tensor, "batch heads new dim"]:
+        """Attention of the newest tokens over all that came before and themselves; `options` are `attend`'s."""
+        out = attend(q, *self.append(*detached(k, v)), **options)
+        assert isinstance(out, Tensor)
+        return out
 
     def append(
         self, k: Float[Tensor, "batch kv_heads new dim"], v: Float[Tensor, "batch kv_heads new dim"]
@@ -53,10 +68,18 @@ class LayerCache:
     def bytes(self) -> int:
         return 0 if self._room is None else self._room.numel() * self._room.element_size()
 
+    def save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything remembered, as tensors and plain data; `restore` of it continues bit by bit."""
+        tensors = {} if self._room is None else {"kv": self._room[:, :, :, : self.length].contiguous()}
+        return tensors, {"length": self.length}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
+        self._room, self.length = tensors.get("kv"), facts["length"]
+
 
 @dataclass
 class Cache:
-    """What a model remembers of the tokens it has read. Made empty; the model fills it."""
+    """What a model remembers of the tokens it has read: here everything. Made empty; the model fills it."""
 
     layers: list[LayerCache] = field(default_factory=list)
 
@@ -66,13 +89,22 @@ class Cache:
         return self.layers[0].length if self.layers else 0
 
     @property
+    def offset(self) -> int | Int[Tensor, "batch 1"]:
+        """Position of the next token, for each sequence where they differ."""
+        return self.length
+
+    @property
     def bytes(self) -> int:
         return sum(layer.bytes for layer in self.layers)
 
     def layer(self, index: int) -> LayerCache:
         while len(self.layers) <= index:
-            self.layers.append(LayerCache())
+            self.layers.append(self.new_layer())
         return self.layers[index]
+
+    def new_layer(self) -> LayerCache:
+        """What one layer remembers by; other caches have other layers."""
+        return LayerCache()
 
 
 def detached(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,13 @@
+"""What a model remembers of the tokens it has read. Four ways to remember, one way to ask (`layer(i).attend`):
+
+growing.py   Cache: everything, room by doubling
+window.py    WindowCache: the last n tokens, and if wanted the first few (StreamingLLM's sinks)
+bounded.py   BoundedCache: per head what can still matter under ALiBi's proven bound, with an error certificate
+rows.py      Rows: several sequences of different lengths side by side
+"""
+
+from trainshort.cache.growing import Cache, LayerCache
+from trainshort.cache.rows import Rows
+from trainshort.cache.window import WindowCache
+
+__all__ = ["Cache", "LayerCache", "Rows", "WindowCache"]

@@ -1,0 +1,53 @@
+"""Several sequences of different lengths, read side by side: the weights are read once for all, each row attends to
+its own past only, so that a sample's probabilities are those it has alone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from trainshort.cache.growing import Cache, LayerCache
+from trainshort.errors import InputError
+
+
+class Rows(Cache):
+    """One cache per row of the batch.
+
+    model(tokens, cache=Rows([short, long]))        # tokens: two rows, of which each continues its own cache
+    """
+
+    def __init__(self, rows: Sequence[Cache]) -> None:
+        super().__init__()
+        if not rows:
+            raise InputError("a batch needs at least one row.")
+        self.rows = list(rows)
+
+    @property
+    def length(self) -> int:
+        """Of the longest row."""
+        return max(row.length for row in self.rows)
+
+    @property
+    def offset(self) -> Int[Tensor, "batch 1"]:
+        return torch.tensor([[row.length] for row in self.rows])
+
+    @property
+    def bytes(self) -> int:
+        return sum(row.bytes for row in self.rows)
+
+    def layer(self, index: int) -> LayerCache:
+        return _RowsLayer([row.layer(index) for row in self.rows])
+
+
+class _RowsLayer(LayerCache):
+    def __init__(self, rows: list[LayerCache]) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        if len(q) != len(self.rows):
+            raise InputError(f"this cache holds {len(self.rows)} sequences, but the input has {len(q)}.")
+        parts = zip(self.rows, q.split(1), k.split(1), v.split(1), strict=True)
+        return torch.cat([row.attend(*part, **options) for row, *part in parts])

@@ -1,0 +1,139 @@
+"""The last n tokens, and if wanted the first few: forgetting without a proof, for comparison and for methods that have
+none.
+
+Without sinks this is the model with a sliding window, distances true. With sinks it is StreamingLLM (Xiao et al.):
+the first m tokens stay, and distances are counted inside the cache, as if what was forgotten had never been:
+
+    10 tokens read, window 3, sinks 2:   keys 0 1 . . . . . 7 8 9
+                          distance to 9       4 3           2 1 0
+
+Methods that add or turn positions before the cache (sinusoidal, learned, rotary) have them in the keys already; with
+them only the mask changes. The generator refuses sinks for rotary, whose keys would have to be turned anew.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from trainshort.attention import Bias, DistanceBias, LinearBias, attend, merge
+from trainshort.cache.growing import Cache, LayerCache, detached
+from trainshort.errors import InputError
+
+
+@dataclass
+class WindowCache(Cache):
+    """A token sees itself, the `window` − 1 before it, and the first `sinks` tokens of the text."""
+
+    window: int = 1024
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.sinks < 0:
+            raise InputError(f"a window is at least 1 and sinks at least 0; got {self.window} and {self.sinks}.")
+
+    def new_layer(self) -> LayerCache:
+        return WindowLayer(self.window, self.sinks)
+
+
+class WindowLayer(LayerCache):
+    """A buffer that is filled from the left; when it is full, the last window − 1 keys move to its beginning."""
+
+    def __init__(self, window: int, sinks: int) -> None:
+        super().__init__()
+        self.window, self.sinks = window, sinks
+        self._begin = self._end = 0  # of what is remembered, in the buffer
+        self._first: Tensor | None = None  # (2, batch, kv_heads, up to sinks, dim)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        k, v = detached(k, v)
+        window = min(options.pop("window", None) or self.window, self.window)
+        start = self.length
+        recent_k, recent_v = self.append(k, v)
+        if not self.sinks:
+            out = attend(q, recent_k, recent_v, window=window, **options)
+            assert isinstance(out, Tensor)
+            return out
+        self._keep_first(k, v, start)
+        out, lse = attend(q, recent_k, recent_v, window=window, return_lse=True, **options)
+        return self._with_sinks(q, out, lse, start, options.get("bias"))
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the newest; returns them and the window − 1 before them."""
+        new, kept = k.shape[2], min(self.window - 1, self._end - self._begin)
+        if self._room is None or self._end + new > self._room.shape[3]:
+            self._move(kept, new, k)
+        room = self._room
+        assert room is not None
+        self._begin = self._end - kept
+        room[0, :, :, self._end : self._end + new] = k
+        room[1, :, :, self._end : self._end + new] = v
+        self._end += new
+        self.length += new
+        recent = room[:, :, :, self._begin : self._end]
+        return recent[0], recent[1]
+
+    def _move(self, kept: int, new: int, like: Tensor) -> None:
+        """Bring the last `kept` to the beginning, in a larger buffer if the new ones need it."""
+        batch, heads, _, dim = like.shape
+        last = None if self._room is None else self._room[:, :, :, self._end - kept : self._end].clone()
+        if self._room is None or kept + new > self._room.shape[3]:
+            # Half as much again as needed, so that moving is rare.
+            self._room = like.new_empty(2, batch, heads, kept + new + max(64, self.window // 2), dim)
+        if last is not None:
+            self._room[:, :, :, :kept] = last
+        self._begin, self._end = 0, kept
+
+    def _keep_first(self, k: Tensor, v: Tensor, start: int) -> None:
+        wanted = self.sinks - start
+        if wanted > 0:
+            fresh = torch.stack([k, v])[:, :, :, :wanted].clone()
+            self._first = fresh if self._first is None else torch.cat([self._first, fresh], dim=3)
+
+    def _with_sinks(self, q: Tensor, out: Tensor, lse: Tensor, start: int, bias: Bias | None) -> Tensor:
+        """Put attention to those first tokens that have left the window together with that inside it."""
+        assert self._first is not None
+        group, sinks, device = q.shape[1] // self._first.shape[2], self._first.shape[3], q.device
+        if start + q.shape[2] <= self.window:
+            return out  # the window still holds them all
+        k, v = (x.repeat_interleave(group, dim=1) for x in self._first)
+        at = torch.arange(sinks, device=device)
+        rows = torch.arange(start, start + q.shape[2], device=device)[:, None]
+        distance = (rows - at).minimum(self.window + sinks - 1 - at)
+        scores = (q @ k.transpose(-1, -2)).float() / q.shape[3] ** 0.5 + _bias_at(bias, distance)
+        scores = scores.masked_fill(rows - at < self.window, -torch.inf)  # those in the window were counted there
+        sink_lse = scores.logsumexp(-1)
+        weights = (scores - sink_lse[..., None]).exp().nan_to_num(0)  # rows that see no sink outside have lse −inf
+        merged, _ = merge(out, lse, weights.to(v.dtype) @ v, sink_lse)
+        return merged
+
+    @property
+    def bytes(self) -> int:
+        first = 0 if self._first is None else self._first.numel() * self._first.element_size()
+        return super().bytes + first
+
+    def save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors = {}
+        if self._room is not None:
+            tensors["recent"] = self._room[:, :, :, self._begin : self._end].contiguous()
+        if self._first is not None:
+            tensors["first"] = self._first
+        return tensors, {"length": self.length}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
+        self._room, self._first, self.length = tensors.get("recent"), tensors.get("first"), facts["length"]
+        self._begin, self._end = 0, 0 if self._room is None else self._room.shape[3]
+
+
+def _bias_at(bias: Bias | None, distance: Tensor) -> Float[Tensor, "heads rows keys"] | float:
+    match bias:
+        case None:
+            return 0.0
+        case LinearBias(slopes):
+            return -slopes.float()[:, None, None] * distance
+        case DistanceBias(table):
+            return table[:, distance.clamp(0, table.shape[1] - 1)].float()
+    raise InputError("sinks need a bias by distance, or none; a dense one does not say what a cached distance means.")
