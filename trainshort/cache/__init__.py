@@ -6,8 +6,9 @@ bounded.py   BoundedCache: per head what can still matter under ALiBi's proven b
 rows.py      Rows: several sequences of different lengths side by side
 """
 
+from trainshort.cache.bounded import BoundedCache, Certificate
 from trainshort.cache.growing import Cache, LayerCache
 from trainshort.cache.rows import Rows
 from trainshort.cache.window import WindowCache
 
-__all__ = ["Cache", "LayerCache", "Rows", "WindowCache"]
+__all__ = ["BoundedCache", "Cache", "Certificate", "LayerCache", "Rows", "WindowCache"]

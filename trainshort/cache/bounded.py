@@ -1,0 +1,299 @@
+"""A cache that forgets what provably cannot matter: endless text in constant memory, with the error known.
+
+ALiBi takes slope · distance off every score, and no score exceeds the product of two norms. So the keys that a head
+has forgotten, all at distance ≥ w and of norm ≤ K, can have had at most
+
+    mass  ≤  exp(‖q‖·K/√d − m·w − lse) / (1 − e^(−m))          lse: log-sum-exp of the row's scores on what is kept
+
+of a query's softmax. How long a ring must be follows from the queries seen so far, with a margin; whether it was long
+enough is computed for every query from its own norm, and the largest value is the certificate. A key that is gone
+cannot come back: when a query reaches farther than all before, its ring grows from there on, and if that query's bound
+passed the tolerance, it is counted. docs/generation.md has the proof.
+"""
+
+import ctypes
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from trainshort.attention import Call, LinearBias, attend
+from trainshort.attention.kernel.library import _torch_threads
+from trainshort.attention.windowed import Windowed, windowed_attention
+from trainshort.cache import ring as compiled
+from trainshort.cache.growing import Cache, LayerCache, detached
+from trainshort.cache.ring import Head, Ring, Token
+from trainshort.errors import InputError
+
+MARGIN = 1.0
+"""Natural log: room for queries that reach e times farther than any before, for 1/slope more keys."""
+SETTLED = 4.0
+"""Queries with fewer than this / slope tokens behind them say nothing about later ones: their log-sum-exp still grows
+with every key. A ring starts to forget much later than that."""
+ENGINE_SHARE = 0.1
+"""Share of the tolerance that the engine may leave out while it reads a chunk."""
+SMALLEST = 64
+ANYWHERE = 2**62
+MANY = 1 << 18
+"""Products below which one thread is quicker than two."""
+LANES = 8
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What a bounded cache can say at the end."""
+
+    mass: float
+    """The largest share of any softmax that can have been forgotten, over all queries, heads and layers."""
+    tolerance: float
+    above: int
+    """Rows (query, head, layer) whose bound was above the tolerance."""
+    rows: int
+    grown: int
+    """Rings that grew after they had begun to forget."""
+
+    def __str__(self) -> str:
+        kept = "no row above it" if not self.above else f"{self.above:,} of {self.rows:,} rows above it"
+        grown = f", windows grew {self.grown:,} times" if self.grown else ""
+        return f"error certificate: {self.mass:.1e} (tolerance {self.tolerance:.0e}, {kept}{grown})"
+
+
+@dataclass
+class BoundedCache(Cache):
+    """One sequence; each head keeps what can matter. `compiled=False` takes plain PyTorch, for tests."""
+
+    tolerance: float = 1e-6
+    compiled: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tolerance < 1:
+            raise InputError(f"tolerance is a share of softmax mass, at least 0 and less than 1; got {self.tolerance}.")
+
+    def new_layer(self) -> "BoundedLayer":
+        return BoundedLayer(self.tolerance, self.compiled)
+
+    @property
+    def certificate(self) -> Certificate:
+        layers = [layer for layer in self.layers if isinstance(layer, BoundedLayer)]
+        heads = [head for layer in layers for head in layer.heads]
+        return Certificate(
+            mass=max((head.mass for head in heads), default=0.0),
+            tolerance=self.tolerance,
+            above=sum(head.above for head in heads),
+            rows=self.length * len(heads),
+            grown=sum(layer.grown for layer in layers),
+        )
+
+    @property
+    def windows(self) -> list[list[int]]:
+        """Keys that each layer's heads keep."""
+        return [[ring.count for ring in layer.rings] for layer in self.layers if isinstance(layer, BoundedLayer)]
+
+
+class BoundedLayer(LayerCache):
+    """Rings of one layer. A single token goes through ring.c where it can, everything else through `attend`."""
+
+    def __init__(self, tolerance: float, use_compiled: bool = True) -> None:
+        super().__init__()
+        self.tolerance, self.use_compiled = tolerance, use_compiled
+        self.grown = 0
+        self.rings: Any = []  # a ctypes array once the number of heads is known
+        self.heads: Any = []
+        self._stored: list[Tensor] = []  # per ring (2, capacity, padded)
+        self._token: Token | None = None
+        self._dim = 0
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        q, (k, v), bias = q.detach(), detached(k, v), options["bias"]
+        if q.shape[0] != 1:
+            raise InputError(f"a bounded cache holds one sequence, but the input has {q.shape[0]}; use Rows.")
+        if not isinstance(bias, LinearBias):
+            raise InputError("a bounded cache needs ALiBi: only a linear bias bounds what far keys can weigh.")
+        if not self.rings:
+            self._begin(bias.slopes.tolist(), k)
+        if self._can_compile(q):
+            out = self._step(q, k, v, options.get("window") or ANYWHERE)
+        else:
+            out = self._read(q, k, v, options)
+        self.length += q.shape[2]
+        return out
+
+    def _begin(self, slopes: list[float], k: Tensor) -> None:
+        self._dim = k.shape[3]
+        self.rings = (Ring * k.shape[1])()
+        self.heads = (Head * len(slopes))(*(Head(slope, -math.inf) for slope in slopes))
+        padded = -(-k.shape[3] // LANES) * LANES
+        self._stored = [k.new_zeros(2, 0, padded) for _ in self.rings]
+        for index in range(len(self.rings)):
+            self._resize(index, SMALLEST)
+
+    def _can_compile(self, q: Tensor) -> bool:
+        plain = q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.float32
+        return plain and self.use_compiled and compiled.unavailable() is None
+
+    # One token, compiled
+
+    def _step(self, q: Tensor, k: Tensor, v: Tensor, limit: int) -> Tensor:
+        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+        heads, dim = q.shape[1], q.shape[3]
+        out = q.new_empty(1, 1, heads, dim)
+        token = self._token or self._describe(heads, dim)
+        token.q, token.k, token.v, token.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        token.q_stride, token.k_stride, token.v_stride = q.stride(1), k.stride(1), v.stride(1)
+        token.length, token.limit = self.length, limit
+        many = sum(ring.count for ring in self.rings) * dim > MANY
+        token.threads = torch.get_num_threads() if many else 1
+        compiled.run(token)
+        for index, ring in enumerate(self.rings):
+            if ring.wanted:
+                self._grow(index, ring.wanted, ring.count + 1)
+                self._insert(index, k[0, index], v[0, index])
+                ring.wanted = 0
+        return out.transpose(1, 2)
+
+    def _describe(self, heads: int, dim: int) -> Token:
+        self._token = Token(head_count=heads, ring_count=len(self.rings), dim=dim, scale=1 / math.sqrt(dim))
+        self._token.tolerance, self._token.margin, self._token.settled = self.tolerance, MARGIN, SETTLED
+        self._token.rings, self._token.heads = ctypes.addressof(self.rings), ctypes.addressof(self.heads)
+        self._token.parallel = _torch_threads()
+        return self._token
+
+    # Any number of tokens, in PyTorch
+
+    def _read(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        """Each ring's past and the new keys, in order, through the training operator."""
+        group, parts = q.shape[1] // len(self.rings), []
+        for index, ring in enumerate(self.rings):
+            heads = slice(index * group, (index + 1) * group)
+            past = self.chronological(index)[..., : self._dim]
+            keys, values = (torch.cat([past[i], x[0, index]]) for i, x in enumerate((k, v)))
+            bias = LinearBias(options["bias"].slopes[heads])
+            call = Call(q[:, heads], keys[None, None], values[None, None], bias, options.get("window"))
+            out, lse, left = _engine(call, options.get("backend", "auto"), self.tolerance * ENGINE_SHARE)
+            ring.peak = max(ring.peak, float(_norms(k[0, index]).max()))
+            self._account(index, call, lse[0].double(), left)
+            self._keep(index, call)
+            parts.append(out)
+        return torch.cat(parts, dim=1)
+
+    def _account(self, index: int, call: Call, lse: Float[Tensor, "group new"], left: list[float]) -> None:
+        """What the forgotten keys can have weighed in each new row, and how far each query reaches."""
+        ring, reach = self.rings[index], _norms(call.q[0]) / math.sqrt(self._dim)
+        rows = torch.arange(lse.shape[1], device=lse.device)
+        distance = ring.count + 1 + rows  # of the nearest forgotten key
+        for i, head in enumerate(self.heads[index * len(lse) : (index + 1) * len(lse)]):
+            mass = torch.full_like(reach[i], left[i])
+            if self.length > ring.count:
+                bound = torch.exp(reach[i] * ring.far - head.slope * distance - lse[i]) / -math.expm1(-head.slope)
+                mass += bound.masked_fill(distance >= (call.window or ANYWHERE), 0)
+            head.mass = _larger(head.mass, float(mass.max()))
+            head.above += int((~(mass <= self.tolerance)).sum())
+            settled = (self.length + rows) * head.slope >= SETTLED
+            if settled.any():
+                head.excess = _larger(head.excess, float((reach[i] * ring.peak - lse[i])[settled].max()))
+
+    def _keep(self, index: int, call: Call) -> None:
+        """Put the newest keys into the ring; grow it first where the promise asks for it."""
+        ring, group = self.rings[index], call.q.shape[1]
+        keys, values, new = call.k[0, 0], call.v[0, 0], call.q.shape[2]
+        if len(keys) > ring.capacity:
+            heads = self.heads[index * group : (index + 1) * group]
+            most = wanted(heads, self.tolerance, call.window or ANYWHERE)
+            if most > ring.capacity:
+                self._grow(index, most, len(keys))
+        gone = len(keys) - ring.capacity
+        if gone > 0:
+            ring.far = _larger(ring.far, float(_norms(keys[:gone]).max()))
+        new = min(new, ring.capacity)
+        self._insert(index, keys[-new:], values[-new:])
+
+    # Rings
+
+    def chronological(self, index: int) -> Float[Tensor, "2 count padded"]:
+        """A ring's keys and values, oldest first."""
+        ring, stored = self.rings[index], self._stored[index]
+        if ring.count < ring.capacity:
+            return stored[:, : ring.count]
+        return torch.cat([stored[:, ring.next :], stored[:, : ring.next]], dim=1)
+
+    def _grow(self, index: int, wanted: int, needed: int) -> None:
+        """Towards `wanted`, but no more than twice what is needed now: a short text does not pay for a long one."""
+        ring = self.rings[index]
+        self.grown += self.length > ring.count
+        self._resize(index, min(wanted, max(2 * ring.capacity, needed)))
+
+    def _resize(self, index: int, capacity: int) -> None:
+        old, ring = self.chronological(index), self.rings[index]
+        fresh = old.new_zeros(2, capacity, old.shape[2])
+        fresh[:, : ring.count] = old
+        ring.next, ring.capacity = ring.count % capacity, capacity
+        self._place(index, fresh)
+
+    def _place(self, index: int, stored: Tensor) -> None:
+        self._stored[index] = stored
+        self.rings[index].keys, self.rings[index].values = stored[0].data_ptr(), stored[1].data_ptr()
+
+    def _insert(self, index: int, k: Float[Tensor, "new dim"], v: Float[Tensor, "new dim"]) -> None:
+        ring, stored = self.rings[index], self._stored[index]
+        slots = (torch.arange(len(k), device=k.device) + ring.next) % ring.capacity
+        stored[0, slots, : self._dim], stored[1, slots, : self._dim] = k, v
+        ring.next = (ring.next + len(k)) % ring.capacity
+        ring.count = min(ring.count + len(k), ring.capacity)
+
+    @property
+    def bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in self._stored)
+
+    def save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        rings = [{name: getattr(ring, name) for name in RING_FACTS} for ring in self.rings]
+        heads = [{name: getattr(head, name) for name in HEAD_FACTS} for head in self.heads]
+        facts = {"length": self.length, "grown": self.grown, "dim": self._dim, "rings": rings, "heads": heads}
+        return {f"ring{index}": stored for index, stored in enumerate(self._stored)}, facts
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
+        self.length, self.grown, self._dim = facts["length"], facts["grown"], facts["dim"]
+        self.rings = (Ring * len(facts["rings"]))(*(Ring(**values) for values in facts["rings"]))
+        self.heads = (Head * len(facts["heads"]))(*(Head(**values) for values in facts["heads"]))
+        self._stored, self._token = [tensors[f"ring{index}"] for index in range(len(self.rings))], None
+        for index, stored in enumerate(self._stored):
+            self._place(index, stored)
+
+
+RING_FACTS = ("capacity", "count", "next", "far", "peak")
+HEAD_FACTS = ("slope", "excess", "mass", "above")
+
+
+def wanted(heads: Iterable[Head], tolerance: float, limit: int = ANYWHERE) -> int:
+    """Keys that a ring must hold for its heads' promise: w of the bound above with the farthest-reaching query so far,
+    and a margin. All of them while no query has been settled, or a slope is not positive, or nothing may be lost."""
+    most = 1
+    for head in heads:
+        if not (head.slope > 0 and math.isfinite(head.excess) and tolerance > 0):
+            return max(1, limit - 1)
+        need = (head.excess + MARGIN - math.log(tolerance) - math.log(-math.expm1(-head.slope))) / head.slope
+        most = max(most, math.ceil(need))
+    return min(most, max(1, limit - 1))
+
+
+def _engine(call: Call, backend: str, tolerance: float) -> tuple[Tensor, Tensor, list[float]]:
+    """Output, log-sum-exp, and what the engine left out per head: `windowed` tells it, others leave nothing."""
+    if backend in ("auto", "windowed") and Windowed().unsupported(call) is None:
+        assert isinstance(call.bias, LinearBias)
+        slopes = call.bias.slopes.detach()
+        out, lse, left = windowed_attention(call.q, call.k, call.v, slopes, tolerance=tolerance, window=call.window)
+        return out, lse, left[0].tolist()
+    out, lse = attend(call.q, call.k, call.v, bias=call.bias, window=call.window, backend=backend, return_lse=True)
+    return out, lse, [0.0] * call.q.shape[1]
+
+
+def _norms(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows"]:
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+
+
+def _larger(old: float, new: float) -> float:
+    """The larger; what is not a number counts as larger than anything, so that it shows in the certificate."""
+    return old if new <= old else new

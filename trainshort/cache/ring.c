@@ -1,0 +1,198 @@
+/* One token against rings of past keys, a ring per key head, each of its own length: attention, what was forgotten, and
+ * the newest key put in its place. Built on first use and called through ctypes by ring.py, whose structs mirror these.
+ *
+ * A ring holds the keys at distances 1 to count. The order in it does not matter to a softmax:
+ *
+ *     capacity 4, tokens 0 to 5 read, next = 2:   slot      0 1 2 3
+ *                                                 token     4 5 2 3
+ *                                                 distance  2 1 4 3     of the token 6 that comes now
+ */
+#include "pool.h"
+
+enum { RUN = 64 }; /* keys scored before their values are added up: both stay in the first-level cache */
+
+typedef struct {
+    float *keys, *values; /* [capacity][padded] */
+    int64_t capacity, count, next;
+    int64_t wanted;   /* set when the ring must grow before it takes the newest key; else 0 */
+    double far, peak; /* largest norm of a forgotten key, and of any */
+} Ring;
+
+typedef struct {
+    double slope, excess, mass; /* excess: the most by which |q| K / sqrt(d) passed the log-sum-exp; mass: certificate */
+    int64_t above;              /* queries whose mass was above the tolerance */
+} Head;
+
+typedef struct {
+    const float *q, *k, *v; /* [heads or rings][dim], strides below */
+    float *out;             /* [heads][dim] */
+    int64_t q_stride, k_stride, v_stride;
+    Ring *rings;
+    Head *heads;
+    int64_t head_count, ring_count, dim, length, limit;
+    double tolerance, margin, settled, scale;
+    Parallel parallel;
+    int32_t threads;
+} Token;
+
+typedef struct {
+    float *query, *out; /* [padded] */
+    float top, sum;
+} Row;
+
+INLINE int64_t padded_to_lanes(int64_t dim) { return blocks_of(dim, LANES) * LANES; }
+
+static double norm(const float *x, int64_t dim) {
+    double sum = 0;
+    for (int64_t t = 0; t < dim; t++) sum += (double)x[t] * x[t];
+    return sqrt(sum);
+}
+
+INLINE float dot(const float *x, const float *y, int64_t padded) {
+    vec sum = {0};
+    for (int64_t t = 0; t < padded; t += LANES) sum += load(x + t) * load(y + t);
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += sum[i];
+    return total;
+}
+
+/* out = out * shrink + weights . values, 32 columns at a time in registers. */
+static void add_values(float *out, float shrink, const float *weights, const float *values, int keys, int64_t padded) {
+    int64_t t = 0;
+    for (; t + 4 * LANES <= padded; t += 4 * LANES) {
+        vec a = load(out + t) * shrink, b = load(out + t + LANES) * shrink;
+        vec c = load(out + t + 2 * LANES) * shrink, d = load(out + t + 3 * LANES) * shrink;
+        for (int j = 0; j < keys; j++) {
+            const float *v = values + j * padded + t;
+            a += weights[j] * load(v), b += weights[j] * load(v + LANES);
+            c += weights[j] * load(v + 2 * LANES), d += weights[j] * load(v + 3 * LANES);
+        }
+        store(out + t, a), store(out + t + LANES, b), store(out + t + 2 * LANES, c), store(out + t + 3 * LANES, d);
+    }
+    for (; t < padded; t += LANES) {
+        vec a = load(out + t) * shrink;
+        for (int j = 0; j < keys; j++) a += weights[j] * load(values + j * padded + t);
+        store(out + t, a);
+    }
+}
+
+/* Takes up to RUN neighbouring slots into a row's running softmax; `distance` is that of the first, the oldest. */
+static void add_keys(const Token *token, const Head *head, Row *row, const float *keys, const float *values, int count,
+                     int64_t distance, int64_t padded) {
+    float scores[RUN];
+    float top = row->top;
+    for (int j = 0; j < RUN; j++) {
+        scores[j] = -INFINITY;
+        if (j >= count || distance - j >= token->limit) continue;
+        scores[j] = dot(row->query, keys + j * padded, padded) * (float)token->scale
+                    - (float)head->slope * (float)(distance - j);
+        if (scores[j] > top) top = scores[j];
+    }
+    const float shrink = expf(row->top - top);
+    vec sum = {0};
+    for (int j = 0; j < RUN; j += LANES) {
+        const vec weights = exp_below_zero(load(scores + j) - top);
+        store(scores + j, weights);
+        sum += weights;
+    }
+    row->sum *= shrink;
+    for (int i = 0; i < LANES; i++) row->sum += sum[i];
+    row->top = top;
+    add_values(row->out, shrink, scores, values, count, padded);
+}
+
+static void begin_row(const Token *token, int64_t head, int64_t ring, Row *row, float *memory, int64_t padded) {
+    memset(memory, 0, 2 * padded * sizeof(float));
+    row->query = memory, row->out = memory + padded;
+    memcpy(row->query, token->q + head * token->q_stride, token->dim * sizeof(float));
+    memcpy(row->out, token->v + ring * token->v_stride, token->dim * sizeof(float));
+    const float *own = token->k + ring * token->k_stride;
+    double score = 0;
+    for (int64_t t = 0; t < token->dim; t++) score += (double)row->query[t] * own[t];
+    row->top = (float)(score * token->scale), row->sum = 1; /* the token's own key, at distance 0 */
+}
+
+/* Writes the output; what the forgotten keys can have weighed in this row; how far this query reaches. */
+static void end_row(const Token *token, const Ring *ring, int64_t index, const Row *row) {
+    Head *head = &token->heads[index];
+    float *out = token->out + index * token->dim;
+    for (int64_t t = 0; t < token->dim; t++) out[t] = row->out[t] / row->sum;
+    const double lse = (double)row->top + log((double)row->sum), reach = norm(row->query, token->dim) * token->scale;
+    if (token->length > ring->count && ring->count + 1 < token->limit) {
+        const double mass =
+            exp(reach * ring->far - head->slope * (double)(ring->count + 1) - lse) / -expm1(-head->slope);
+        if (!(mass <= head->mass)) head->mass = mass;
+        if (!(mass <= token->tolerance)) head->above++;
+    }
+    const double excess = reach * ring->peak - lse;
+    if ((double)token->length * head->slope >= token->settled && !(excess <= head->excess)) head->excess = excess;
+}
+
+/* Keys that the heads of one ring need to keep; the same rule as `wanted` in bounded.py. */
+static int64_t wanted(const Token *token, const Head *heads, int64_t group) {
+    const int64_t all = larger_of(1, token->limit - 1);
+    double most = 1;
+    for (int64_t i = 0; i < group; i++) {
+        const double m = heads[i].slope, excess = heads[i].excess;
+        const double need = (excess + token->margin - log(token->tolerance) - log(-expm1(-m))) / m;
+        if (!(m > 0) || !isfinite(need)) return all;
+        if (need > most) most = need;
+    }
+    return most < (double)all ? smaller_of(all, (int64_t)ceil(most)) : all;
+}
+
+static void insert(const Token *token, Ring *ring, int64_t index, int64_t padded) {
+    float *key = ring->keys + ring->next * padded, *value = ring->values + ring->next * padded;
+    if (ring->count == ring->capacity) {
+        const double old = norm(key, token->dim);
+        if (!(old <= ring->far)) ring->far = old;
+    } else {
+        ring->count++;
+    }
+    memcpy(key, token->k + index * token->k_stride, token->dim * sizeof(float));
+    memcpy(value, token->v + index * token->v_stride, token->dim * sizeof(float));
+    if (++ring->next == ring->capacity) ring->next = 0;
+}
+
+/* One item: a ring and all query heads that share it. Later heads have flatter slopes and longer rings: they go first. */
+static void read_ring(void *context, int64_t item, real *scratch) {
+    const Token *token = context;
+    const int64_t index = token->ring_count - 1 - item, group = token->head_count / token->ring_count;
+    const int64_t padded = padded_to_lanes(token->dim), first = index * group;
+    Ring *ring = &token->rings[index];
+    Row *rows = (Row *)(scratch + group * 2 * padded);
+    const double own = norm(token->k + index * token->k_stride, token->dim);
+    if (!(own <= ring->peak)) ring->peak = own;
+    for (int64_t i = 0; i < group; i++) begin_row(token, first + i, index, &rows[i], scratch + i * 2 * padded, padded);
+    for (int64_t slot = 0; slot < ring->count;) {
+        const int older = slot >= ring->next; /* than slot 0: written before the ring came round */
+        const int64_t end = older ? ring->count : ring->next, distance = ring->next - slot + (older ? ring->capacity : 0);
+        const int keys = (int)smaller_of(RUN, end - slot);
+        for (int64_t i = 0; i < group; i++)
+            add_keys(token, &token->heads[first + i], &rows[i], ring->keys + slot * padded,
+                     ring->values + slot * padded, keys, distance, padded);
+        slot += keys;
+    }
+    for (int64_t i = 0; i < group; i++) end_row(token, ring, first + i, &rows[i]);
+    ring->wanted = 0;
+    if (ring->count == ring->capacity) {
+        const int64_t most = wanted(token, token->heads + first, group);
+        if (most > ring->capacity) {
+            ring->wanted = most;
+            return;
+        }
+    }
+    insert(token, ring, index, padded);
+}
+
+/* 0, or 1 when memory ran out. */
+int trainshort_token(const Token *token) {
+    const size_t group = token->head_count / token->ring_count;
+    const size_t scratch = group * (2 * padded_to_lanes(token->dim) + sizeof(Row) / sizeof(real) + 1);
+    Call call = {0};
+    call.threads = token->threads, call.parallel = token->parallel;
+    Queue rings = {read_ring, (void *)token, token->ring_count, scratch, 0};
+    return run_all(&call, &rings);
+}
+
+size_t trainshort_token_size(void) { return sizeof(Token); }
