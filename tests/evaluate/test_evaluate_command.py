@@ -1,0 +1,191 @@
+"""`trainshort evaluate` as a user runs it: files, resuming, failures that leave the rest going, mistakes in words."""
+
+from pathlib import Path
+
+import pytest
+from laboratory import make_run, prose, save_hugging_face
+
+from trainshort import cli
+from trainshort.evaluate import card, results
+from trainshort.evaluate.session import result_path
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("commands")
+
+
+@pytest.fixture(scope="module")
+def run(root: Path) -> Path:
+    return make_run(root)
+
+
+@pytest.fixture
+def fresh(tmp_path, run: Path) -> Path:
+    """The run with no results yet."""
+    import shutil
+
+    return Path(shutil.copytree(run, tmp_path / "runs" / "tiny", ignore=shutil.ignore_patterns("eval", card.FILE)))
+
+
+def evaluate(*words: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["evaluate", *map(str, words)])
+    return int(ended.value.code or 0)
+
+
+def test_a_sweep_leaves_results_a_picture_and_a_card(fresh: Path, capsys):
+    assert evaluate(fresh, "--lengths", "1x", "2x", "4x") == 0
+    (one,) = results.find(fresh)
+    assert [row.length for row in one.rows] == [16, 32, 64]
+    assert {row.tokens for row in one.rows} == {one.corpus["tokens"]}, "every target once, at every length"
+    assert one.protocol["name"] == "non-overlapping"
+    assert one.provenance["versions"]["torch"]
+    (path,) = (fresh / "eval").glob("*.json")
+    assert path.name.startswith("valid-nonoverlapping-")
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in path.with_suffix(".svg").read_text()
+    stored = card.load(fresh)
+    assert stored is not None
+    assert stored["source"] == f"eval/{path.name}"
+    shown = capsys.readouterr().out
+    assert stored["summary"] in shown
+    assert "3 lengths" in shown
+    assert "16 = L" in shown
+    assert all(len(line) <= 80 for line in shown.splitlines() if "Written" not in line), "fits a terminal"
+
+
+def test_what_was_scored_before_is_kept_and_more_is_added(fresh: Path, capsys):
+    evaluate(fresh, "--lengths", "16,32")
+    (before,) = results.find(fresh)
+    evaluate(fresh, "--lengths", "32,48")
+    (after,) = results.find(fresh)
+    assert [row.length for row in after.rows] == [16, 32, 48]
+    assert after.rows[:2] == before.rows, "to the last digit and second: nothing was computed again"
+    assert "1 of 2 lengths were scored before" in capsys.readouterr().out
+    evaluate(fresh, "--lengths", "16", "--again")
+    (again,) = results.find(fresh)
+    assert [row.length for row in again.rows] == [16], "begun anew"
+    assert again.rows[0].nll == before.rows[0].nll
+
+
+def test_other_protocols_texts_and_weights_have_their_own_files(fresh: Path, tmp_path):
+    (tmp_path / "story.txt").write_text(prose(60, seed=9))
+    evaluate(fresh, "--lengths", "32")
+    evaluate(fresh, "--lengths", "32", "--stride", "8")
+    evaluate(fresh, "--lengths", "32", "--slopes", "interpolate")
+    evaluate(fresh, "--lengths", "32", "--data", tmp_path / "story.txt", "--precision", "bfloat16")
+    names = sorted(path.name for path in (fresh / "eval").glob("*.json"))
+    assert [name.rpartition("-")[0] for name in names] == [
+        "story-nonoverlapping",
+        "valid-nonoverlapping",
+        "valid-nonoverlapping-interpolate",
+        "valid-stride8",
+    ]
+    losses = {round(one.rows[0].loss, 6) for one in results.find(fresh)}
+    assert len(losses) == 4
+
+
+def test_a_digest_keeps_weights_texts_and_protocols_apart():
+    def path(**changes: object) -> Path:
+        values = {"weights": "w", "sha256": "s", "stride": None, "slopes": None, "precision": "float32", **changes}
+        one = results.Evaluation(
+            target={"weights": values["weights"]},
+            corpus={"name": "text", "split": "valid", "sha256": values["sha256"]},
+            protocol={key: values[key] for key in ("stride", "slopes", "precision")},
+            provenance={},
+        )
+        return result_path(Path("runs/x"), one)
+
+    assert path() == path()
+    changed = [path(weights="v"), path(sha256="t"), path(stride=4), path(slopes="window=4"), path(precision="bfloat16")]
+    assert len({path(), *changed}) == 6
+
+
+def test_a_stride_of_one_reads_each_window_for_one_token(fresh: Path):
+    evaluate(fresh, "--lengths", "32", "--stride", "1", "--max-tokens", "200")
+    (one,) = results.find(fresh)
+    (row,) = one.rows
+    assert (row.tokens, row.passes, row.tokens_read) == (200, 169, 169 * 32)
+
+
+def test_a_checkpoint_is_evaluated_without_touching_the_runs_card(fresh: Path):
+    evaluate(fresh / "checkpoints" / "step-000000005", "--lengths", "1x,2x")
+    (one,) = results.find(fresh)
+    assert one.target["kind"] == "checkpoint"
+    assert card.load(fresh) is None
+
+
+def test_a_table_that_ends_does_not_end_the_sweep(root: Path, capsys):
+    folder = make_run(root, "learned", position="learned")
+    assert evaluate(folder, "--lengths", "8,16,17,32") == 0
+    (one,) = results.find(folder)
+    assert [row.status for row in one.rows] == ["scored", "scored", "cannot", "cannot"]
+    assert "trained at 16, cannot read past 16" in capsys.readouterr().out
+
+
+def test_a_hugging_face_model_gets_a_curve(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save_hugging_face(tmp_path / "gpt2-tiny", "gpt2")
+    (tmp_path / "story.txt").write_text(prose(60))
+    assert evaluate("gpt2-tiny", "--data", "story.txt", "--lengths", "32,64,128") == 0
+    (one,) = results.find(tmp_path / "runs" / "gpt2-tiny")
+    assert [row.status for row in one.rows] == ["scored", "scored", "cannot"]
+    assert one.bits_per_byte(one.rows[0]) is not None
+    assert "trained at 64, cannot read past 64" in capsys.readouterr().out
+    evaluate("gpt2-tiny", "--data", "story.txt", "--lengths", "32", "--out", "elsewhere")
+    assert len(results.find(tmp_path / "elsewhere")) == 1
+
+
+def test_memory_that_does_not_suffice_is_reported_and_tried_again(root: Path, capsys):
+    """The scores of 2,048 tokens written out are 4 × 2,048² × 4 bytes = 67 MB."""
+    folder = make_run(root, "t5", position="t5", backend="reference", layers=1)
+    words = (folder, "--split", "train", "--max-tokens", "2048", "--lengths", "16,2048")
+    assert evaluate(*words, "--memory", "0.04") == 0
+    (one,) = results.find(folder)
+    assert [row.status for row in one.rows] == ["scored", "out of memory"]
+    assert "out of memory" in capsys.readouterr().out
+    evaluate(*words)
+    (two,) = results.find(folder)
+    assert [row.status for row in two.rows] == ["scored", "scored"]
+    assert two.rows[0] == one.rows[0]
+
+
+def test_a_dry_run_says_the_cost_and_does_nothing(fresh: Path, capsys):
+    assert evaluate(fresh, "--lengths", "64", "--stride", "1", "--max-tokens", "100", "--dry-run") == 0
+    assert "100 targets at length 64, 37 passes over 2,368 tokens, about" in " ".join(capsys.readouterr().out.split())
+    assert not (fresh / "eval").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lengths", "100000"], "fewer than the length 100,000 asked for"),
+        (["--lengths", "64", "--stride", "0"], "stride must be between 1 and the length 64, got 0"),
+        (["--lengths", "64", "--stride", "65"], "stride must be between 1 and the length 64, got 65"),
+        (["--lengths", "many"], "got 'many'"),
+        (["--lengths", "64", "--max-tokens", "10"], "the text has 10 tokens, fewer than the length 64"),
+        (["--slopes", "steep"], "slopes are interpolate, max_bias=16 or window=512; got 'steep'"),
+        (["--batch-tokens", "0"], "must be positive"),
+        (["--memory", "-1"], "must be positive"),
+        (["--split", "dev"], "has no split 'dev'"),
+        (["--data", "nothing-here"], "neither a known corpus nor a file"),
+    ],
+)
+def test_mistakes_are_one_sentence_and_exit_2(run: Path, capsys, words: list[str], message: str):
+    assert evaluate(run, *words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+
+
+def test_an_unknown_run_is_one_sentence(capsys):
+    assert evaluate("runs/nothing") == 2
+    assert "There is no run or model at runs/nothing" in capsys.readouterr().err
+
+
+def test_slopes_need_alibi(root: Path, capsys):
+    folder = make_run(root, "plain", position="none")
+    assert evaluate(folder, "--lengths", "32", "--slopes", "interpolate") == 2
+    assert "--slopes needs a model with ALiBi positions; this one has position='none'" in capsys.readouterr().err

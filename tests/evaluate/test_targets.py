@@ -1,0 +1,180 @@
+"""Runs, checkpoints and Hugging Face models behind one interface."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from laboratory import make_run, random_tokens, save_hugging_face
+
+from trainshort.errors import InputError
+from trainshort.evaluate.hugging_face import HuggingFaceTarget
+from trainshort.evaluate.sweep import Plan, measure, score
+from trainshort.evaluate.target import RunTarget, fingerprint, looks_like_hub_name, open_target, pick_device
+from trainshort.windows import Windows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("targets")
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Path:
+    return make_run(folder)
+
+
+def hugging_face(folder: Path, kind: str) -> HuggingFaceTarget:
+    path = folder / kind
+    if not path.exists():
+        save_hugging_face(path, kind)
+    target = open_target(str(path))
+    assert isinstance(target, HuggingFaceTarget)
+    return target
+
+
+def test_a_run_and_its_checkpoint_are_the_same_model(run: Path):
+    whole = open_target(str(run))
+    part = open_target(str(run / "checkpoints" / "step-000000005"))
+    assert isinstance(whole, RunTarget)
+    assert (whole.kind, whole.name) == ("run", "tiny")
+    assert (part.kind, part.name) == ("checkpoint", "tiny step 5")
+    assert whole.folder == part.folder == run
+    assert whole.trained_at == 16
+    described = whole.description()
+    assert described["weights"] == part.description()["weights"]
+    assert (described["step"], described["position"]) == (5, "alibi")
+
+
+def test_the_fingerprint_changes_with_any_weight(run: Path):
+    target = open_target(str(run))
+    before = fingerprint(target.module)
+    with torch.no_grad():
+        next(target.module.parameters()).view(-1)[7] += 1e-3
+    assert fingerprint(target.module) != before
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bloom", "mpt", "llama", "gemma2"])
+def test_losses_are_those_of_the_models_own_logits(folder: Path, kind: str):
+    target = hugging_face(folder, kind)
+    tokens = torch.from_numpy(random_tokens(2 * 41, 300).astype(np.int64)).view(2, 41)
+    with torch.no_grad():
+        logits = target.model(tokens[:, :-1]).logits.double()
+    expected = -logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    for first in (0, 13):
+        ours = target.token_nll(tokens[:, :-1], tokens[:, 1:], first)
+        torch.testing.assert_close(ours.double(), expected[:, first:], rtol=1e-4, atol=1e-5)
+
+
+def test_non_overlapping_perplexity_is_that_of_the_models_own_logits(folder: Path, tmp_path):
+    target, tokens = hugging_face(folder, "llama"), random_tokens(100, 300)
+    stream = torch.tensor([target.before, *tokens.tolist()])
+    total = 0.0
+    for start in range(0, 100, 32):
+        piece = stream[start : min(start + 32, 100) + 1]
+        with torch.no_grad():
+            logits = target.model(piece[None, :-1]).logits[0].double()
+        total -= float(logits.log_softmax(-1).gather(-1, piece[1:, None]).sum())
+    row = measure(target, Plan(tokens, [32]), 32, tmp_path / "scores")
+    assert row.tokens == 100
+    assert row.nll == pytest.approx(total, rel=1e-5)
+
+
+def test_the_head_is_sliced_where_the_logits_allow_it(folder: Path):
+    for kind in ("gpt2", "bloom", "mpt", "llama"):
+        assert hugging_face(folder, kind)._head is not None
+    assert hugging_face(folder, "gemma2")._head is None, "its logits are squashed after the head"
+
+
+def test_a_position_table_is_a_hard_limit(folder: Path, tmp_path):
+    target, tokens = hugging_face(folder, "gpt2"), random_tokens(200, 300)
+    assert (target.trained_at, target.longest) == (64, 64)
+    row = measure(target, Plan(tokens, [65]), 65, tmp_path / "scores")
+    assert (row.status, row.reason) == ("cannot", "the model's positions end at 64 tokens")
+
+
+def test_a_limit_that_shows_only_as_an_error_is_a_result_past_the_declared_length_only(folder: Path, tmp_path):
+    target, tokens = hugging_face(folder, "gptj"), random_tokens(200, 300)
+    assert target.longest is None
+    row = measure(target, Plan(tokens, [100]), 100, tmp_path / "scores")
+    assert row.status == "cannot"
+    assert (row.reason or "").startswith("the model is made for 64 tokens and fails past them: ")
+    assert target.refusal(RuntimeError("a real fault"), 64) is None
+
+
+def test_models_without_a_limit_go_on(folder: Path, tmp_path):
+    tokens = random_tokens(200, 300)
+    for kind in ("llama", "bloom", "mpt"):
+        row = measure(hugging_face(folder, kind), Plan(tokens, [150]), 150, tmp_path / "scores")
+        assert row.status == "scored", kind
+
+
+def test_mpts_longer_table_is_the_same_table_continued(folder: Path):
+    """Transformers writes MPT's bias out up to max_seq_len and fails past it, though ALiBi has no such limit."""
+    target, tokens = hugging_face(folder, "mpt"), random_tokens(100, 300)
+    with target.at(None, 100):
+        (long,) = score(target, tokens, Windows(100, 100, 100))
+    assert target.model.config.max_seq_len == 64
+    short = np.concatenate(list(score(target, tokens, Windows(100, 50, 50))))
+    np.testing.assert_allclose(long[:50], short[:50], rtol=1e-4, atol=1e-5)
+
+
+def test_a_training_length_can_be_given(folder: Path):
+    hugging_face(folder, "bloom")
+    assert open_target(str(folder / "bloom")).trained_at is None
+    assert open_target(str(folder / "bloom"), trained_at=2048).trained_at == 2048
+
+
+def test_the_token_before_the_first_is_the_beginning_of_text(folder: Path):
+    assert hugging_face(folder, "llama").before == 1
+
+
+@pytest.mark.parametrize("name", ["gpt2", "EleutherAI/pythia-70m", "facebook/opt-125m"])
+def test_hub_names_are_told_from_paths(name: str):
+    assert looks_like_hub_name(name)
+
+
+@pytest.mark.parametrize("name", ["runs/mine", "./x", "/a/b", "a/b/c", "~/x", "x/"])
+def test_paths_are_told_from_hub_names(name: str):
+    assert not looks_like_hub_name(name)
+
+
+def test_what_is_not_there_is_said_in_words(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="There is no run or model at runs/nothing"):
+        open_target("runs/nothing")
+    with pytest.raises(InputError, match=r"There is no run at .*Give a run folder"):
+        open_target(str(tmp_path))
+    (tmp_path / "file.txt").write_text("x")
+    with pytest.raises(InputError, match="is a file"):
+        open_target(str(tmp_path / "file.txt"))
+    with pytest.raises(InputError, match="precision is float32 or bfloat16, got 'int4'"):
+        open_target("x", precision="int4")
+
+
+def test_a_run_without_a_checkpoint_is_told_to_be_trained(run: Path, tmp_path):
+    (tmp_path / "config.json").write_text((run / "config.json").read_text())
+    with pytest.raises(InputError, match="has no whole checkpoint yet"):
+        open_target(str(tmp_path))
+
+
+def test_a_hub_name_without_a_network_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match="no folder 'nobody/nothing' here, and the hub did not give"):
+        open_target("nobody/nothing")
+
+
+def test_devices(monkeypatch):
+    assert pick_device("cpu") == "cpu"
+    with pytest.raises(InputError, match="the device 'abacus' is not available here"):
+        pick_device("abacus")
+
+
+def test_half_precision_is_another_result_near_the_first(run: Path):
+    tokens = random_tokens(64, 256)
+    full, half = (open_target(str(run), precision=name) for name in ("float32", "bfloat16"))
+    a, b = (np.concatenate(list(score(target, tokens, Windows(64, 16, 16)))) for target in (full, half))
+    assert 0 < np.abs(a - b).mean() < 0.2
+    assert full.description()["weights"] != half.description()["weights"]

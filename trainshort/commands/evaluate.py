@@ -1,0 +1,88 @@
+"""`trainshort evaluate`: perplexity at any lengths, of a run or of any Hugging Face model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from trainshort.errors import InputError
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """How good a model is at each length: a table, a picture, eval/*.json, and the extrapolation card.
+
+    Every token of the text is scored exactly once at every length. A killed evaluation goes on where it stopped when
+    the same command is given again; lengths that were scored before are kept.
+
+    Examples:
+      trainshort evaluate runs/demo-alibi
+      trainshort evaluate runs/demo-alibi --lengths 1x 2x 16x --max-tokens 20000
+      trainshort evaluate runs/demo-alibi --lengths paper --split test
+      trainshort evaluate runs/demo-alibi --lengths 512 --stride 1
+      trainshort evaluate runs/demo-alibi --lengths 1x 4x --slopes interpolate
+      trainshort evaluate gpt2 --data book.txt --lengths 256 1024
+    """
+
+    target: Annotated[str, tyro.conf.Positional]
+    """A run folder, one of its checkpoints, a Hugging Face model's folder, or its name on the hub."""
+    data: tuple[str, ...] = ()
+    """Prepared folder, text files, or a corpus by name. Default: the run's own data."""
+    split: str = "valid"
+    """Part of the data: valid, test or train."""
+    lengths: tuple[str, ...] = ()
+    """Numbers, multiples of the training length (2x), or paper. Default: 1x 2x 4x 8x 16x, as far as the text goes."""
+    stride: int | None = None
+    """Tokens that each pass scores; it re-reads the rest of the length. Default: the length, without overlap."""
+    max_tokens: int | None = None
+    """Score only the first so many tokens, for a quick look."""
+    slopes: str | None = None
+    """Other ALiBi slopes than trained: interpolate, max_bias=16, or window=512."""
+    trained_at: int | None = None
+    """The training length, for a model that does not tell it or tells it wrong."""
+    batch_tokens: int = 16_384
+    """Tokens read at once, if several windows fit in them."""
+    memory: float | None = None
+    """Gigabytes that may be taken; a length that needs more is reported as out of memory. Default: what is free."""
+    precision: str = "float32"
+    """float32 or bfloat16."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, ... Default: cuda where there is one."""
+    out: Path | None = None
+    """Folder for results. Default: the run folder; for Hugging Face models runs/NAME."""
+    again: bool = False
+    """Score lengths anew that were scored before."""
+    dry_run: bool = False
+    """Only say what it would cost."""
+
+    def run(self) -> None:
+        from rich.console import Console
+
+        from trainshort.evaluate.session import evaluate
+        from trainshort.evaluate.slopes import Slopes
+        from trainshort.evaluate.sweep import Plan
+        from trainshort.evaluate.target import open_target, pick_device
+        from trainshort.evaluate.text import open_text
+        from trainshort.windows import read_lengths
+
+        if self.batch_tokens < 1 or (self.memory is not None and self.memory <= 0):
+            raise InputError("--batch-tokens and --memory must be positive.")
+        slopes = None if self.slopes is None else Slopes.read(self.slopes)
+        target = open_target(
+            self.target, device=pick_device(self.device), precision=self.precision, trained_at=self.trained_at
+        )
+        if self.out is not None:
+            target.folder = self.out
+        text = open_text(target, self.data, self.split, self.max_tokens)
+        lengths = read_lengths(self.lengths, target.trained_at, len(text.tokens))
+        plan = Plan(text.tokens, lengths, self.stride, slopes, self.batch_tokens, self.memory)
+        evaluate(
+            target,
+            text,
+            plan,
+            precision=self.precision,
+            again=self.again,
+            dry_run=self.dry_run,
+            console=Console(),
+        )

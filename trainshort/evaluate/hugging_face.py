@@ -1,0 +1,198 @@
+"""Any Hugging Face causal language model as a target, without its key-value cache and without all logits at once.
+
+The logits of 16,384 tokens over 250,000 words would be 16 GB. Where a model's logits are its body's output times its
+head, which is tried on a few tokens, the head is applied in slices; a model that does more (soft caps, scales) keeps
+its own way, one sequence at a time.
+"""
+
+import inspect
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainshort.errors import InputError
+from trainshort.evaluate.slopes import Slopes
+from trainshort.evaluate.target import PRECISIONS, Speller, Target
+from trainshort.vocabulary import SLICE_ELEMENTS
+
+LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+"""Where configurations tell the length a model was made for; the first that is there counts."""
+
+TABLE_SETTINGS = {"mpt": "max_seq_len"}
+"""Model types whose ALiBi has no limit but is written out as far as a setting says; longer inputs need a larger one."""
+
+PROBE_TOKENS = 8
+
+
+class HuggingFaceTarget(Target):
+    """A transformers model, from a local folder or by its name on the hub."""
+
+    kind = "huggingface"
+
+    def __init__(self, name: str, *, device: str = "cpu", precision: str = "float32") -> None:
+        self.name = name
+        self.module = self.model = _load(name, precision).to(device).eval()
+        config = self.model.config.get_text_config()
+        declared = next((size for key in LENGTH_NAMES if isinstance(size := getattr(config, key, None), int)), None)
+        self.trained_at = declared
+        self.longest = _table_length(self.model, declared)
+        self.vocabulary = config.vocab_size
+        self.folder = Path("runs") / re.sub(r"[^\w.]+", "-", Path(name).name if Path(name).is_dir() else name)
+        self._head = _separable(self.model, self.vocabulary)
+
+    @cached_property
+    def before(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Beginning-of-text token, else end-of-text, as lm-evaluation-harness has it."""
+        config, own = self.model.config.get_text_config(), self._tokenizer
+        names = ("bos_token_id", "eos_token_id")
+        known = [getattr(holder, name, None) for holder in (own, config) if holder is not None for name in names]
+        return next((token for token in known if isinstance(token, int)), 0)
+
+    @torch.no_grad()
+    def token_nll(self, tokens: Tensor, targets: Tensor, first: int) -> Tensor:
+        if self._head is not None:
+            body, head = self._head
+            hidden = body(input_ids=tokens, use_cache=False)[0][:, first:]
+            size = max(1, SLICE_ELEMENTS // self.vocabulary)
+            parts = hidden.flatten(0, 1).split(size), targets[:, first:].flatten().split(size)
+            rows = [_nll(head(part), wanted) for part, wanted in zip(*parts, strict=True)]
+            return torch.cat(rows).view(hidden.shape[:2])
+        keep = tokens.shape[1] - first
+        only = {"logits_to_keep": keep} if _knows(self.model, "logits_to_keep") else {}
+        rows = []
+        for row, wanted in zip(tokens, targets, strict=True):
+            logits = self.model(input_ids=row[None], use_cache=False, **only).logits[0, -keep:]
+            rows.append(_nll(logits, wanted[first:]))
+        return torch.stack(rows)
+
+    @contextmanager
+    def at(self, slopes: Slopes | None, length: int) -> Iterator[None]:
+        with super().at(slopes, length):
+            config = self.model.config
+            setting = TABLE_SETTINGS.get(config.model_type)
+            if setting is None:
+                yield
+                return
+            size = getattr(config, setting)
+            setattr(config, setting, max(size, length))
+            try:
+                yield
+            finally:
+                setattr(config, setting, size)
+
+    def refusal(self, error: Exception, length: int) -> str | None:
+        """Past the length that its configuration declares, a model may fail in its own way: a table that ends, a mask
+        that is too small. Below it, or out of memory, an error is an error."""
+        if self.trained_at is None or length <= self.trained_at or not isinstance(error, IndexError | RuntimeError):
+            return None
+        first_line = str(error).strip().partition("\n")[0]
+        return f"the model is made for {self.trained_at:,} tokens and fails past them: {first_line}"
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.name)
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def speller(self) -> Speller:
+        if self._tokenizer is None:
+            raise InputError(
+                f"{self.name} comes without a tokenizer, which reading plain text needs. Save one with it."
+            )
+        return HuggingFaceSpeller(self.name, self._tokenizer)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "class": type(self.model).__name__,
+            "model": {key: value for key, value in self.model.config.to_diff_dict().items() if _plain(value)},
+        }
+
+
+class HuggingFaceSpeller:
+    """A transformers tokenizer; text becomes tokens with nothing added."""
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        self.name = name
+        self.tokenizer = tokenizer
+        self.vocabulary = len(tokenizer)
+        self.end: int | None = tokenizer.eos_token_id
+
+    def encode(self, text: str) -> np.ndarray:
+        ids = self.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+        return np.array(ids, dtype=np.int64)
+
+    def decode(self, ids: Any) -> str:
+        return self.tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False)
+
+    def to_json(self) -> str:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise InputError(f"{self.name} has a tokenizer without a tokenizer.json; give plain text files as --data.")
+        return backend.to_str()
+
+
+def _load(name: str, precision: str) -> Any:
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+    except ImportError:
+        raise InputError("Hugging Face models need the hf extra: pip install 'trainshort[hf]'.") from None
+    logging.disable_progress_bar()
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, dtype=PRECISIONS[precision])
+    except (OSError, ValueError, KeyError) as error:
+        reason = re.sub(r"\s+", " ", str(error)).strip().removesuffix(".")
+        where = "the folder" if Path(name).is_dir() else f"there is no folder '{name}' here, and the hub"
+        raise InputError(
+            f"Cannot load '{name}': {where} did not give a causal language model ({reason[:240]}). "
+            "Give a run folder, a saved model's folder, or check the name and the network."
+        ) from None
+
+
+def _table_length(model: nn.Module, declared: int | None) -> int | None:
+    """Rows of a learned position table, which no input can pass; None for models without one."""
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if isinstance(module, nn.Embedding) and ("position" in last or last == "wpe"):
+            return module.num_embeddings if declared is None else min(declared, module.num_embeddings)
+    return None
+
+
+@torch.no_grad()
+def _separable(model: Any, vocabulary: int) -> tuple[nn.Module, nn.Module] | None:
+    """The model's body and head, if its logits are the one applied to the other's output."""
+    body, head = model.base_model, model.get_output_embeddings()
+    if head is None or body is model:
+        return None
+    device = next(model.parameters()).device
+    tokens = torch.arange(PROBE_TOKENS, device=device)[None] * (vocabulary // PROBE_TOKENS)
+    own = model(input_ids=tokens, use_cache=False).logits.float()
+    ours = head(body(input_ids=tokens, use_cache=False)[0]).float()
+    if own.shape != ours.shape:
+        return None
+    tolerance = 16 * torch.finfo(next(model.parameters()).dtype).eps
+    return (body, head) if (own - ours).abs().max() <= tolerance * own.abs().max() else None
+
+
+def _nll(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), targets, reduction="none")
+
+
+def _knows(model: nn.Module, argument: str) -> bool:
+    return argument in inspect.signature(model.forward).parameters
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, str | int | bool | None) or (isinstance(value, float) and math.isfinite(value))

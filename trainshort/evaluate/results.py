@@ -1,0 +1,201 @@
+"""What an evaluation stores: sums and counts with their origin. No torch; reports and cards read these files.
+
+Every number that a person reads (perplexity, bits per byte, confidence interval) is divided out of the sums here, on
+reading, and in no other place.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from trainshort.config import Settings
+from trainshort.errors import InputError
+from trainshort.runs import write_whole
+from trainshort.windows import Windows, position_edges
+
+FORMAT = 1
+BLOCKS = 100
+"""Stretches of text whose sums are stored, the same for all lengths: rows can be compared stretch by stretch."""
+SMALLEST_BLOCK = 32
+"""Tokens that a stretch should have at least; a short text gets fewer stretches."""
+RESAMPLES = 1000
+
+Status = Literal["scored", "cannot", "out of memory", "not finite"]
+
+
+class Row(Settings):
+    """One length of a sweep."""
+
+    length: int
+    """Tokens read by a pass: the paper's L_valid."""
+    stride: int
+    """Tokens scored by a pass; the length itself is non-overlapping."""
+    status: Status
+    """scored, or why there is no number: the model cannot read so far, memory ran out, a loss was not finite."""
+    reason: str | None = None
+    """The status in words."""
+    tokens: int = 0
+    """Targets scored."""
+    nll: float = 0.0
+    """Sum of their negative log-likelihoods, in nats."""
+    passes: int = 0
+    """Windows read."""
+    tokens_read: int = 0
+    """Tokens read by all of them."""
+    seconds: float = 0.0
+    """Time it took to score the last `timed` targets: all of them, unless the evaluation was resumed."""
+    timed: int = 0
+    """Targets in that time."""
+    memory: int | None = None
+    """Peak memory in bytes, of the process or of the GPU's allocations."""
+    blocks: tuple[tuple[int, float], ...] = ()
+    """Targets and nll of consecutive stretches of the text."""
+    positions: tuple[tuple[int, int, int, float], ...] = ()
+    """By distance from the start of the pass: first position, last position + 1, targets, nll."""
+
+    @property
+    def loss(self) -> float:
+        """Mean nll in nats; infinite where nothing was scored."""
+        return self.nll / self.tokens if self.tokens and self.status == "scored" else math.inf
+
+    @property
+    def perplexity(self) -> float:
+        return perplexity(self.loss)
+
+    @property
+    def speed(self) -> float | None:
+        """Targets per second."""
+        return self.timed / self.seconds if self.timed and self.seconds else None
+
+
+class Evaluation(Settings):
+    """One model on one text by one protocol, at any number of lengths."""
+
+    format: int = FORMAT
+    target: dict[str, Any]
+    """What was evaluated: name, kind, weights' sha256, step, training length, configuration."""
+    corpus: dict[str, Any]
+    """On what: name, split, sha256, tokenizer, and how many tokens, words and bytes were scored."""
+    protocol: dict[str, Any]
+    """How: name, stride, slopes, first token, precision."""
+    provenance: dict[str, Any]
+    """Time, commit, versions, machine, threads of the last session."""
+    rows: tuple[Row, ...] = ()
+    """One per length, ascending."""
+
+    @property
+    def trained_at(self) -> int | None:
+        return self.target.get("trained_at")
+
+    @property
+    def scored(self) -> list[Row]:
+        return [row for row in self.rows if row.status == "scored"]
+
+    def row(self, length: int) -> Row | None:
+        return next((row for row in self.rows if row.length == length), None)
+
+    def with_row(self, row: Row) -> "Evaluation":
+        """A copy in which this row replaces the one of the same length."""
+        others = [one for one in self.rows if one.length != row.length]
+        return self.model_copy(update={"rows": tuple(sorted([*others, row], key=lambda one: one.length))})
+
+    def word_perplexity(self, row: Row) -> float | None:
+        """Perplexity per word and line end, so that tokenizers compare."""
+        words = self.corpus.get("words")
+        return perplexity(row.nll / words) if words and row.status == "scored" else None
+
+    def bits_per_byte(self, row: Row) -> float | None:
+        size = self.corpus.get("bytes")
+        return row.nll / math.log(2) / size if size and row.status == "scored" else None
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def summarize(windows: Windows, nll: np.ndarray) -> Row:
+    """A row from the losses of all targets, in their order."""
+    if len(nll) != windows.tokens:
+        raise ValueError(f"{len(nll)} losses for {windows.tokens} targets")
+    row = Row(
+        length=windows.length,
+        stride=windows.stride,
+        status="scored",
+        tokens=len(nll),
+        passes=len(windows),
+        tokens_read=windows.read,
+    )
+    losses = nll.astype(np.float64)
+    if odd := int((~np.isfinite(losses)).sum()):
+        reason = f"{odd:,} of {len(nll):,} targets have a loss that is not a finite number"
+        return row.replace(status="not finite", reason=reason)
+    return row.replace(nll=float(losses.sum()), blocks=block_sums(losses), positions=position_sums(windows, losses))
+
+
+def block_sums(losses: np.ndarray) -> tuple[tuple[int, float], ...]:
+    """Count and sum of consecutive stretches of nearly equal size.
+
+    100 blocks of 217,646 targets: 2,176 or 2,177 each
+    """
+    count = max(1, min(BLOCKS, len(losses) // SMALLEST_BLOCK))
+    return tuple((len(part), float(part.sum())) for part in np.array_split(losses, count))
+
+
+def position_sums(windows: Windows, losses: np.ndarray) -> tuple[tuple[int, int, int, float], ...]:
+    """First position, end, count and sum for each bin of positions that has targets."""
+    edges = position_edges(windows.length)
+    which = np.digitize(windows.positions(), edges) - 1
+    counts = np.bincount(which, minlength=len(edges) - 1)
+    sums = np.bincount(which, weights=losses, minlength=len(edges) - 1)
+    bins = zip(edges[:-1], edges[1:], counts.tolist(), sums.tolist(), strict=True)
+    return tuple((first, end, count, total) for first, end, count, total in bins if count)
+
+
+def interval(row: Row, other: Row | None = None, level: float = 0.95) -> tuple[float, float] | None:
+    """Bootstrap confidence interval of the mean loss, or of its difference to another row's over the same stretches.
+
+    Stretches of text are drawn with replacement; None when there are fewer than two. Resampling `other` by the same
+    draws takes out what both have in common, so that small differences show.
+    """
+    if len(row.blocks) < 2 or row.status != "scored":
+        return None
+    draws = np.random.default_rng(0).integers(len(row.blocks), size=(RESAMPLES, len(row.blocks)))
+    losses = _resampled(row, draws)
+    if other is not None:
+        if [count for count, _ in row.blocks] != [count for count, _ in other.blocks]:
+            raise InputError("these two evaluations did not score the same text, so they cannot be compared by pairs.")
+        losses = losses - _resampled(other, draws)
+    low, high = np.quantile(losses, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def _resampled(row: Row, draws: np.ndarray) -> np.ndarray:
+    counts, sums = (np.array(column, dtype=np.float64) for column in zip(*row.blocks, strict=True))
+    return sums[draws].sum(axis=1) / counts[draws].sum(axis=1)
+
+
+def save(evaluation: Evaluation, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, evaluation.model_dump_json(indent=1) + "\n")
+
+
+def load(path: Path) -> Evaluation:
+    """Read an `eval/*.json`; a damaged or foreign file is told in words."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"There is no evaluation at {path}. Make one by: trainshort evaluate RUN") from None
+    except (ValueError, OSError) as error:
+        raise InputError(f"{path} is not readable JSON ({error}). Remove it and evaluate again.") from None
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise InputError(f"{path} is not an evaluation of format {FORMAT}. Remove it and evaluate again.")
+    return Evaluation.read(values)
+
+
+def find(folder: Path) -> list[Evaluation]:
+    """All evaluations in a run folder, the newest last."""
+    found = [load(path) for path in sorted((folder / "eval").glob("*.json"))]
+    return sorted(found, key=lambda one: str(one.provenance.get("time", "")))

@@ -1,0 +1,69 @@
+"""Losses already computed, on disk, so that a killed evaluation goes on where it stopped.
+
+Passes score targets in order, so the file is nothing but one float32 per target, appended batch by batch; how far it
+got is its size. A batch that was torn by the kill is cut off at the last whole pass.
+"""
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from trainshort.errors import InputError
+from trainshort.windows import Windows
+
+KIND = np.dtype("<f4")
+
+
+class Scores:
+    """An open file of losses. `done` targets are in it."""
+
+    def __init__(self, path: Path, windows: Windows) -> None:
+        self.path = path
+        self.file = path.open("a+b")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.file.close()
+            raise InputError(f"Another process is computing {path}. Wait for it, or stop it first.") from None
+        self.done = whole_passes(windows, path.stat().st_size // KIND.itemsize)
+        self.file.truncate(self.done * KIND.itemsize)
+
+    def append(self, losses: np.ndarray) -> None:
+        try:
+            self.file.write(losses.astype(KIND).tobytes())
+            self.file.flush()
+        except OSError as error:
+            raise InputError(
+                f"Cannot write {self.path}: {error.strerror}. Make room there, then run it again."
+            ) from error
+        self.done += len(losses)
+
+    def read(self) -> np.ndarray:
+        self.file.seek(0)
+        return np.frombuffer(self.file.read(), dtype=KIND)
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def whole_passes(windows: Windows, targets: int) -> int:
+    """The most targets, up to this many, that whole passes score.
+
+    ten tokens, length 4, stride 2:   3 → 0    4 → 4    5 → 4    10 → 10
+    """
+    if targets >= windows.tokens:
+        return windows.tokens
+    return windows[windows.at(targets)].first
+
+
+@contextmanager
+def open_scores(path: Path, windows: Windows) -> Iterator[Scores]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scores = Scores(path, windows)
+    try:
+        yield scores
+    finally:
+        scores.file.close()

@@ -1,0 +1,164 @@
+"""One `trainshort evaluate`: what it will cost, the sweep with its progress, and what is written at the end."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from trainshort.errors import InputError
+from trainshort.evaluate import card, results
+from trainshort.evaluate.results import Evaluation
+from trainshort.evaluate.sweep import Plan, Report, calibrate, sweep
+from trainshort.evaluate.tables import duration, result_table
+from trainshort.evaluate.target import Target
+from trainshort.evaluate.text import Text
+from trainshort.runs import provenance
+from trainshort.windows import Windows
+
+
+def new_evaluation(target: Target, text: Text, plan: Plan, precision: str) -> Evaluation:
+    """An evaluation with everything but rows."""
+    return Evaluation(
+        target=target.description(),
+        corpus=text.description(),
+        protocol={
+            "name": "non-overlapping" if plan.stride is None else "sliding",
+            "stride": plan.stride,
+            "slopes": None if plan.slopes is None else str(plan.slopes),
+            "before": target.before,
+            "precision": precision,
+            "device": target.device.type,
+        },
+        provenance=provenance(threads=torch.get_num_threads()),
+    )
+
+
+def result_path(folder: Path, evaluation: Evaluation) -> Path:
+    """Where an evaluation lies: a name to read, and a digest of all that it depends on, so that nothing is overwritten
+    by another model, text or protocol: valid-stride64-1f2e3d4c.json"""
+    depends = [evaluation.target["weights"], evaluation.corpus["sha256"], evaluation.protocol]
+    digest = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:8]
+    stride, slopes = evaluation.protocol["stride"], evaluation.protocol["slopes"]
+    text = evaluation.corpus["split"] or Path(evaluation.corpus["name"]).stem
+    parts = [text, f"stride{stride}" if stride else "nonoverlapping", slopes, digest]
+    name = "-".join(re.sub(r"[^\w.]+", "-", part) for part in parts if part)
+    return folder / "eval" / f"{name}.json"
+
+
+def resumed(evaluation: Evaluation, path: Path) -> Evaluation:
+    """The evaluation with the rows that an earlier session stored. Only numbers are kept: a length that ran out of
+    memory or failed is tried again."""
+    if not path.exists():
+        return evaluation
+    return evaluation.model_copy(update={"rows": tuple(results.load(path).scored)})
+
+
+def evaluate(
+    target: Target,
+    text: Text,
+    plan: Plan,
+    *,
+    precision: str = "float32",
+    again: bool = False,
+    dry_run: bool = False,
+    console: Console | None = None,
+) -> Evaluation:
+    """Measure all lengths of a plan; returns the evaluation, which then lies in the target's folder."""
+    console = console or Console(stderr=True, quiet=True)
+    for length in plan.lengths:
+        plan.windows(length)  # refuses impossible lengths before anything is computed
+    if plan.slopes is not None:
+        with target.at(plan.slopes, min(plan.lengths)):
+            pass  # refuses a model without slopes before anything is computed
+    evaluation = new_evaluation(target, text, plan, precision)
+    path = result_path(target.folder, evaluation)
+    if not again:
+        evaluation = resumed(evaluation, path)
+    todo = [plan.windows(length) for length in plan.lengths if evaluation.row(length) is None]
+    state_cost(target, plan, todo, console, calibrated=bool(todo))
+    if dry_run:
+        return evaluation
+    with _progress(todo, console) as report:
+        evaluation = sweep(target, plan, evaluation, path, report)
+    finish(evaluation, target, path, console)
+    console.print(result_table(evaluation, plan.lengths))
+    return evaluation
+
+
+def state_cost(target: Target, plan: Plan, todo: list[Windows], console: Console, *, calibrated: bool) -> None:
+    """Say what is about to be computed and how long that may take."""
+    known = len(plan.lengths) - len(todo)
+    if known:
+        console.print(f"{known} of {len(plan.lengths)} lengths were scored before; --again scores them anew.")
+    if not calibrated or console.quiet:
+        return
+    seconds = calibrate(target, plan)
+    passes, read = sum(len(windows) for windows in todo), sum(windows.read for windows in todo)
+    console.print(
+        f"{target.name}: {len(plan.tokens):,} targets at {_count(todo)}, {passes:,} passes over {read:,} tokens, "
+        f"about {duration(sum(seconds(windows) for windows in todo))}.",
+        highlight=False,
+    )
+
+
+def _count(todo: list[Windows]) -> str:
+    return f"length {todo[0].length:,}" if len(todo) == 1 else f"{len(todo)} lengths"
+
+
+@contextmanager
+def _progress(todo: list[Windows], console: Console) -> Iterator[Report]:
+    """A live bar on a terminal; elsewhere one line per length."""
+    total = sum(windows.read for windows in todo)
+    share = {windows.length: windows.read / windows.tokens for windows in todo}
+    if not console.is_terminal:
+        yield _plain_lines(todo, console)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), TextColumn("{task.percentage:>3.0f} %"))
+    with Progress(*columns, TimeRemainingColumn(compact=True), console=console, transient=True) as live:
+        task = live.add_task("scoring", total=total)
+
+        def report(length: int, targets: int) -> None:
+            live.update(task, advance=targets * share[length], description=f"length {length:,}")
+
+        yield report
+
+
+def _plain_lines(todo: list[Windows], console: Console) -> Callable[[int, int], None]:
+    left = {windows.length: windows.tokens for windows in todo}
+
+    def report(length: int, targets: int) -> None:
+        left[length] -= targets
+        if left[length] <= 0:
+            console.print(f"length {length:,}: {len(todo) - sum(v > 0 for v in left.values())} of {len(todo)} done")
+
+    return report
+
+
+def finish(evaluation: Evaluation, target: Target, path: Path, console: Console) -> None:
+    """The picture, and the card where this evaluation makes one."""
+    if not evaluation.rows:
+        raise InputError("nothing was evaluated; give at least one length.")
+    from trainshort.evaluate.picture import draw
+
+    written = [path, *draw([evaluation], path.with_suffix(""))]
+    made = card.make(evaluation, str(path.relative_to(target.folder))) if target.kind != "checkpoint" else None
+    if made and card.save(made, target.folder):
+        written.append(target.folder / card.FILE)
+        console.print(f"{target.name}: {made['summary']}", highlight=False)
+    elif made is None and not plan_has_base(evaluation):
+        console.print(
+            f"No extrapolation card: it needs the training length {evaluation.trained_at:,} among the lengths.",
+            highlight=False,
+        )
+    console.print("Written: " + ", ".join(str(file) for file in written), highlight=False, soft_wrap=True)
+
+
+def plan_has_base(evaluation: Evaluation) -> bool:
+    """Whether the training length was among the lengths, where it is known."""
+    return evaluation.trained_at is None or evaluation.row(evaluation.trained_at) is not None

@@ -1,0 +1,168 @@
+"""The scoring itself: windows in batches through the model, length after length, into rows of sums.
+
+Losses are float32 as the model gives them; every sum of them is float64. What cannot be measured at a length (a table
+that ends, memory that does not suffice) becomes a row that says so, and the sweep goes on.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from trainshort.evaluate.memory import Peak, is_out_of_memory, limited
+from trainshort.evaluate.results import Evaluation, Row, save, summarize
+from trainshort.evaluate.scores import Scores, open_scores
+from trainshort.evaluate.slopes import Slopes
+from trainshort.evaluate.target import Target
+from trainshort.windows import Pass, Windows, fill
+
+BATCH_TOKENS = 16_384
+
+Report = Callable[[int, int], None]
+"""Called with a length and the number of targets just scored at it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, on which tokens."""
+
+    tokens: np.ndarray
+    lengths: Sequence[int]
+    stride: int | None = None
+    """Targets per pass; None: as many as the length, which is the non-overlapping protocol."""
+    slopes: Slopes | None = None
+    batch_tokens: int = BATCH_TOKENS
+    """Tokens read at once, if several windows fit in them."""
+    memory: float | None = None
+    """Gigabytes that may be taken; None: what is free."""
+
+    def windows(self, length: int) -> Windows:
+        return Windows(len(self.tokens), length, length if self.stride is None else self.stride)
+
+
+def score(
+    target: Target, tokens: np.ndarray, windows: Windows, *, batch_tokens: int = BATCH_TOKENS, done: int = 0
+) -> Iterator[np.ndarray]:
+    """Losses of all targets after the first `done`, in their order, batch by batch.
+
+    A batch that does not fit in memory is tried again with half as many windows before the error is passed on.
+    """
+    position = windows.at(done) if done < windows.tokens else len(windows)
+    while position < len(windows):
+        batch = next(windows.batches(batch_tokens, position))
+        try:
+            losses = score_batch(target, tokens, batch)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or len(batch) == 1:
+                raise
+            batch_tokens = windows.length * (len(batch) // 2)
+            continue
+        yield losses.flatten()
+        position += len(batch)
+
+
+def score_batch(target: Target, tokens: np.ndarray, batch: Sequence[Pass]) -> np.ndarray:
+    """Losses of what each pass of a batch scores, (passes, scored)."""
+    inputs, targets = (torch.from_numpy(x).to(target.device) for x in fill(tokens, batch, target.before))
+    first = batch[0].first - batch[0].start
+    return target.token_nll(inputs, targets, first).float().cpu().numpy()
+
+
+def measure(target: Target, plan: Plan, length: int, path: Path, report: Report | None = None) -> Row:
+    """One length of a plan as a row. Losses are kept in the file `path` until all are there."""
+    windows = plan.windows(length)
+    if target.longest is not None and length > target.longest:
+        reason = f"the model's positions end at {target.longest:,} tokens"
+        return _without_number(windows, "cannot", reason)
+    with open_scores(path, windows) as scores, target.at(plan.slopes, length):
+        try:
+            row = _score_all(target, plan, windows, scores, report)
+        except (RuntimeError, MemoryError, IndexError) as error:
+            if is_out_of_memory(error):
+                row = _without_number(windows, "out of memory", _memory_reason(plan))
+            elif reason := target.refusal(error, length):
+                row = _without_number(windows, "cannot", reason)
+            else:
+                raise
+        scores.remove()
+    return row
+
+
+def _score_all(target: Target, plan: Plan, windows: Windows, scores: Scores, report: Report | None) -> Row:
+    if report and scores.done:
+        report(windows.length, scores.done)
+    before = scores.done
+    peak = Peak(target.device)
+    began = time.perf_counter()
+    with limited(target.device, plan.memory):
+        batches = score(target, plan.tokens, windows, batch_tokens=plan.batch_tokens, done=before)
+        for losses in batches:
+            scores.append(losses)
+            if report:
+                report(windows.length, len(losses))
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+    seconds = time.perf_counter() - began
+    row = summarize(windows, scores.read())
+    timed = scores.done - before
+    return row.replace(seconds=seconds if timed else 0.0, timed=timed, memory=peak.bytes())
+
+
+def _without_number(windows: Windows, status: str, reason: str) -> Row:
+    return Row.read({"length": windows.length, "stride": windows.stride, "status": status, "reason": reason})
+
+
+def _memory_reason(plan: Plan) -> str:
+    return "memory ran out" if plan.memory is None else f"{plan.memory:g} GB were not enough"
+
+
+def sweep(target: Target, plan: Plan, evaluation: Evaluation, path: Path, report: Report | None = None) -> Evaluation:
+    """The evaluation with all lengths of a plan that it does not hold yet, shortest first; the file at `path` is
+    rewritten after each."""
+    for length in plan.lengths:
+        if evaluation.row(length) is not None:
+            continue
+        scores = path.with_name(f"{path.stem}.{length}.partial")
+        evaluation = evaluation.with_row(measure(target, plan, length, scores, report))
+        save(evaluation, path)
+    return evaluation
+
+
+def calibrate(target: Target, plan: Plan, longest: int = 4096) -> Callable[[Windows], float]:
+    """How long windows will take, from the time of two small batches: seconds per token = a + b · length.
+
+    Timed at the shortest length and at the longest up to `longest`; b stays 0 when there is one length only.
+    """
+    usable = [length for length in plan.lengths if target.longest is None or length <= target.longest]
+    points = (
+        sorted({min(usable), max((length for length in usable if length <= longest), default=min(usable))})
+        if usable
+        else []
+    )
+    times = [(length, _seconds_per_token(target, plan, length)) for length in points]
+    times = [(length, seconds) for length, seconds in times if seconds is not None]
+    if not times:
+        return lambda windows: 0.0
+    (short, quick), (long, slow) = times[0], times[-1]
+    slope = max(0.0, (slow - quick) / (long - short)) if long > short else 0.0
+    return lambda windows: windows.read * max(quick + slope * (windows.length - short), 0.0)
+
+
+def _seconds_per_token(target: Target, plan: Plan, length: int) -> float | None:
+    """Time of one batch of middle windows, after a first run that warms up; None where it fails, as the sweep will."""
+    windows = plan.windows(length)
+    batches = list(windows.batches(plan.batch_tokens, 0, min(len(windows), 1 + plan.batch_tokens // length)))
+    batch = max(batches, key=lambda one: sum(p.read for p in one))
+    seconds = 0.0
+    with target.at(plan.slopes, length), limited(target.device, plan.memory):
+        try:
+            for _ in range(2):
+                began = time.perf_counter()
+                score_batch(target, plan.tokens, batch)
+                seconds = time.perf_counter() - began
+        except (RuntimeError, MemoryError, IndexError):
+            return None
+    return seconds / sum(one.read for one in batch)

@@ -1,0 +1,210 @@
+"""What is evaluated: a run, a checkpoint of it, or any Hugging Face causal language model, behind one small interface.
+
+Scoring needs four things of a model: losses of given targets, the longest input it can read, the length it was trained
+at, and its tokenizer. Nothing past this file asks which kind it is.
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from trainshort.checkpoint import best, load_model, read_state
+from trainshort.config import RunConfig, load_config
+from trainshort.data import open_or_prepare
+from trainshort.errors import InputError
+from trainshort.evaluate.slopes import Slopes, changed
+from trainshort.model import TransformerLM
+
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Speller(Protocol):
+    """A tokenizer, as far as evaluation needs one."""
+
+    name: str
+    vocabulary: int
+    end: int | None
+    """The token between documents."""
+
+    def encode(self, text: str) -> np.ndarray: ...
+    def decode(self, ids: Any) -> str: ...
+    def to_json(self) -> str: ...
+
+
+class Target(ABC):
+    """A causal language model to be measured."""
+
+    name: str
+    kind: str
+    trained_at: int | None
+    """The paper's L; None when the model does not tell."""
+    longest: int | None = None
+    """Longest input it can read at all; None: no such limit is known."""
+    vocabulary: int
+    before: int
+    """Fed to the model as the token before the first."""
+    module: nn.Module
+    folder: Path
+    """Where results go: the run folder, or one like it."""
+
+    @abstractmethod
+    def token_nll(
+        self, tokens: Int[Tensor, "batch length"], targets: Int[Tensor, "batch length"], first: int
+    ) -> Float[Tensor, "batch scored"]:
+        """Losses of the targets from position `first` on, in float32."""
+
+    @abstractmethod
+    def speller(self) -> Speller:
+        """The model's own tokenizer."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What a result says of the model, beside the fields above."""
+
+    def refusal(self, error: Exception, length: int) -> str | None:
+        """Why the model cannot read `length` tokens, if that is what this error means."""
+        return None
+
+    def at(self, slopes: Slopes | None, length: int) -> AbstractContextManager[None]:
+        """Inside, the model is set up for inputs of this length, with other slopes than trained ones if asked for."""
+        if slopes is None:
+            return nullcontext()
+        raise InputError(f"--slopes changes the slopes of trainshort's ALiBi models; {self.name} is none.")
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def description(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "trained_at": self.trained_at,
+            "longest": self.longest,
+            "parameters": sum(weight.numel() for weight in self.module.parameters()),
+            "weights": fingerprint(self.module),
+            **self.describe(),
+        }
+
+
+class ModelTarget(Target):
+    """A model of ours that is in memory; tokens are the caller's affair."""
+
+    kind = "model"
+
+    def __init__(self, model: TransformerLM, *, trained_at: int, name: str = "model", before: int = 0) -> None:
+        self.model = model.eval()
+        self.module = model
+        self.name = name
+        self.trained_at = trained_at
+        self.before = before
+        self.folder = Path("runs") / name
+        self.longest = model.position.longest
+        self.vocabulary = model.config.vocabulary
+
+    def token_nll(self, tokens: Tensor, targets: Tensor, first: int) -> Tensor:
+        return self.model.token_nll(tokens, targets, first)
+
+    def speller(self) -> Speller:
+        raise InputError(f"{self.name} is a bare model without a tokenizer; give it tokens, or evaluate a run.")
+
+    def at(self, slopes: Slopes | None, length: int) -> AbstractContextManager[None]:
+        return nullcontext() if slopes is None else changed(self.model, slopes, self.trained_at or length, length)
+
+    def describe(self) -> dict[str, Any]:
+        return {"position": self.model.config.position, "model": self.model.config.model_dump(mode="json")}
+
+
+class RunTarget(ModelTarget):
+    """The best checkpoint of a run folder, or one checkpoint by its own folder."""
+
+    def __init__(self, path: Path, *, device: str = "cpu", precision: str = "float32") -> None:
+        checkpoint = checkpoint_folder(path)
+        self.config: RunConfig = load_config(checkpoint / "config.json")
+        self.step = read_state(checkpoint).step
+        folder = checkpoint.parent.parent
+        self.kind = "run" if path.resolve() == folder.resolve() else "checkpoint"
+        super().__init__(
+            load_model(checkpoint, device=device).to(PRECISIONS[precision]),
+            trained_at=self.config.train.length,
+            name=folder.resolve().name + ("" if self.kind == "run" else f" step {self.step}"),
+        )
+        self.folder = folder
+        self._tokenizer = open_or_prepare(self.config.data).tokenizer()
+        self.before = self._tokenizer.end or 0
+
+    def speller(self) -> Speller:
+        return self._tokenizer
+
+    def describe(self) -> dict[str, Any]:
+        return {"step": self.step, **super().describe()}
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """The checkpoint that a run folder or checkpoint folder means: of a run its best."""
+    if (path / "manifest.json").exists():
+        return path
+    if not path.is_dir() or not (path / "config.json").exists():
+        raise InputError(f"There is no run at {path}. Give a run folder, one of its checkpoints, or a model's name.")
+    found = best(path)
+    if found is None:
+        raise InputError(f"{path} has no whole checkpoint yet. Train it first, or resume it.")
+    return found
+
+
+def pick_device(name: str | None) -> str:
+    """The device that was asked for, if it is there; else a GPU where there is one."""
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"the device '{name}' is not available here ({str(error).partition('.')[0]}).") from None
+    return name
+
+
+def open_target(name: str, *, device: str = "cpu", precision: str = "float32", trained_at: int | None = None) -> Target:
+    """The model that `name` means: a folder of ours, a folder of Hugging Face's, or a name on its hub."""
+    if precision not in PRECISIONS:
+        raise InputError(f"precision is {' or '.join(PRECISIONS)}, got '{precision}'.")
+    path = Path(name).expanduser()
+    if path.is_dir() and not is_hugging_face(path):
+        target: Target = RunTarget(path, device=device, precision=precision)
+    elif path.is_dir() or looks_like_hub_name(name):
+        from trainshort.evaluate.hugging_face import HuggingFaceTarget
+
+        target = HuggingFaceTarget(name, device=device, precision=precision)
+    elif path.exists():
+        raise InputError(f"{path} is a file. Give a run folder, one of its checkpoints, or a Hugging Face model.")
+    else:
+        raise InputError(f"There is no run or model at {path}. `ls runs` shows the runs made here.")
+    if trained_at is not None:
+        target.trained_at = trained_at
+    return target
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether a folder holds a saved transformers model: its config names a model_type, ours never does."""
+    config = folder / "config.json"
+    return config.exists() and '"model_type"' in config.read_text(encoding="utf-8", errors="replace")
+
+
+def looks_like_hub_name(name: str) -> bool:
+    """`gpt2` and `owner/name`, but not `runs/mine`, `./x` or `a/b/c`: those would be folders here."""
+    return name.count("/") <= 1 and not name.startswith(("runs/", ".", "/", "~")) and not name.endswith("/")
+
+
+def fingerprint(module: nn.Module) -> str:
+    """sha256 of all weights by name, so that results of other weights are never mixed up with these."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(module.named_parameters()):
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
+        digest.update(weight.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

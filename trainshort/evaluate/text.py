@@ -1,0 +1,161 @@
+"""On what a model is evaluated: prepared data made with its own tokenizer, or any text, tokenized by it.
+
+nothing           the run's own data, its validation split
+a folder          prepared data (it has a meta.json)
+files             plain text, whole; several are separated by the end token
+anything else     a corpus by name, as `trainshort prepare` knows them; its split
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainshort.data import Prepared, open_data, open_or_prepare
+from trainshort.data.corpus import find_corpus
+from trainshort.data.meta import META_FILE, token_type
+from trainshort.data.splits import splitter
+from trainshort.errors import InputError
+from trainshort.evaluate.target import RunTarget, Speller, Target
+
+TABLES = (".jsonl", ".parquet")
+"""Files that hold records and not a text; they are read as a corpus."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Targets, and what was counted of the text they came from."""
+
+    name: str
+    split: str | None
+    tokens: np.ndarray
+    words: int
+    """Words between white space."""
+    bytes: int
+    """Bytes of UTF-8."""
+    sha256: str
+    tokenizer: str
+    end: int | None
+    """The token between documents, if there is one."""
+
+    def description(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "split": self.split,
+            "sha256": self.sha256,
+            "tokenizer": self.tokenizer,
+            "tokens": len(self.tokens),
+            "words": self.words,
+            "bytes": self.bytes,
+        }
+
+
+def open_text(target: Target, data: Sequence[str], split: str = "valid", max_tokens: int | None = None) -> Text:
+    """The text that a command line means, cut after `max_tokens` for a quick look."""
+    text = _whole_text(target, data, split)
+    if not len(text.tokens):
+        raise InputError(f"{text.name} holds no text in its split '{split}'; choose another --data or --split.")
+    largest = int(text.tokens.max())
+    if largest >= target.vocabulary:
+        raise InputError(
+            f"{text.name} holds token {largest}, but {target.name} knows {target.vocabulary:,} types. "
+            "Was it made with another tokenizer?"
+        )
+    if max_tokens is None or max_tokens >= len(text.tokens):
+        return text
+    if max_tokens < 1:
+        raise InputError(f"--max-tokens must be at least 1, got {max_tokens}.")
+    return cut(text, max_tokens, target.speller())
+
+
+def cut(text: Text, count: int, speller: Speller) -> Text:
+    """The first `count` tokens; their words and bytes are counted in what they spell, end tokens left out."""
+    kept = np.asarray(text.tokens[:count])
+    if text.tokenizer == "words":
+        pieces = [speller.decode(kept)]  # its end token is a line end, which the text really has
+    else:
+        ends = np.flatnonzero(kept == text.end) if text.end is not None else np.empty(0, dtype=int)
+        parts = np.split(kept, ends)
+        pieces = [speller.decode(part[part != text.end]) for part in parts]
+    return replace(
+        text,
+        tokens=kept,
+        words=sum(len(piece.split()) for piece in pieces),
+        bytes=sum(len(piece.encode()) for piece in pieces),
+        sha256=hashlib.sha256(np.ascontiguousarray(kept).tobytes()).hexdigest(),
+    )
+
+
+def _whole_text(target: Target, data: Sequence[str], split: str) -> Text:
+    if isinstance(target, RunTarget) and (not data or list(data) == [target.config.data.corpus]):
+        return _from_prepared(open_or_prepare(target.config.data), split)
+    if not data:
+        raise InputError(
+            f"{target.name} does not say which text to use. Give one: --data sotu, --data book.txt, or a folder."
+        )
+    paths = [Path(name).expanduser() for name in data]
+    if len(data) == 1 and (paths[0] / META_FILE).exists():
+        prepared = open_data(paths[0])
+        _refuse_other_tokenizer(target, prepared)
+        return _from_prepared(prepared, split)
+    if all(path.is_file() and path.suffix not in TABLES for path in paths):
+        return _encoded(" ".join(data), None, [_read(path) for path in paths], target.speller())
+    if len(data) > 1:
+        missing = next((path for path in paths if not path.is_file()), paths[0])
+        raise InputError(f"several --data must all be text files, and {missing} is none.")
+    corpus = find_corpus(data[0])
+    rule = splitter(corpus, "strict")
+    documents = [document.text for document in corpus.documents() if rule.split(document) == split]
+    if not documents:
+        raise InputError(f"the corpus '{data[0]}' has no split '{split}'; it has {', '.join(corpus.splits)}.")
+    return _encoded(data[0], split, documents, target.speller())
+
+
+def _from_prepared(prepared: Prepared, split: str) -> Text:
+    tokens, meta = prepared.split(split), prepared.meta
+    counts = meta.splits[split]
+    return Text(
+        meta.corpus, split, tokens, counts.words, counts.bytes, counts.sha256, tokenizer=meta.tokenizer, end=meta.end
+    )
+
+
+def _refuse_other_tokenizer(target: Target, prepared: Prepared) -> None:
+    """Equal numbers of token types would let another tokenizer's data pass as nonsense, so the tokenizers compare."""
+    theirs, ours = json.loads(prepared.tokenizer().to_json()), json.loads(target.speller().to_json())
+    if theirs["model"].get("vocab") != ours["model"].get("vocab"):
+        raise InputError(
+            f"{prepared.folder} was made with another tokenizer ('{prepared.meta.tokenizer}', "
+            f"{prepared.meta.vocabulary:,} types) than {target.name} has ({target.vocabulary:,} types). "
+            "Give the text itself as --data, and it is tokenized for this model."
+        )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text (byte {error.start}). Convert it first.") from None
+
+
+def _encoded(name: str, split: str | None, documents: list[str], speller: Speller) -> Text:
+    """Documents as tokens, the end token between two of them. The word tokenizer ends every line by itself."""
+    parts: list[np.ndarray] = []
+    for index, document in enumerate(documents):
+        if index and speller.end is not None and speller.name != "words":
+            parts.append(np.array([speller.end], dtype=np.int64))
+        parts.append(speller.encode(document))
+    tokens = np.concatenate(parts).astype(token_type(speller.vocabulary))
+    return Text(
+        name,
+        split,
+        tokens,
+        words=sum(len(document.split()) for document in documents),
+        bytes=sum(len(document.encode()) for document in documents),
+        sha256=hashlib.sha256(tokens.tobytes()).hexdigest(),
+        tokenizer=speller.name,
+        end=speller.end,
+    )
