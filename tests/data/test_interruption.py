@@ -161,6 +161,23 @@ def test_without_resume_it_begins_anew(text: Path, tmp_path: Path, monkeypatch: 
     prepare(settings(text, tmp_path / "out"), progress=False, resume=False).verify()
 
 
+def test_ctrl_c_says_how_to_continue(text: Path, tmp_path: Path) -> None:
+    command = f"['prepare', {str(text)!r}, '--vocabulary', '300', '--workers', '2', '--out', {str(tmp_path / 'out')!r}]"
+    code = CHILD.partition("text, folder")[0] + f"from trainshort.cli import main\nmain({command})"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    first = None
+    while child.poll() is None and (first is None or _note(tmp_path / "out") == first):
+        first = first or _note(tmp_path / "out")
+        time.sleep(0.005)
+    os.killpg(child.pid, signal.SIGINT)  # as a terminal does: to the workers too
+    _, said = child.communicate()
+    assert child.returncode == 130
+    assert said.strip() == f"Stopped. The same command continues in {tmp_path / 'out'}."
+    prepare(settings(text, tmp_path / "out"), progress=False).verify()
+
+
 def test_workers_leave_when_their_parent_is_killed(text: Path, tmp_path: Path) -> None:
     child = start(text, tmp_path / "out", workers=2)
     process = psutil.Process(child.pid)

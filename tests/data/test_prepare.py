@@ -1,8 +1,10 @@
 """`prepare`: the same bytes whatever the workers and interruptions, nothing overwritten, damage noticed."""
 
+import contextlib
 import hashlib
 import json
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -156,6 +158,7 @@ def test_the_tokenizer_of_other_data_can_be_used(text: Path, tmp_path: Path) -> 
     again = prepare(settings(text, tmp_path / "second", tokenizer=str(saved)), progress=False)
     assert content(tmp_path / "first")["train.bin"] == content(tmp_path / "second")["train.bin"]
     assert again.meta.request.vocabulary is None
+    assert again.meta.tokenizer == again.tokenizer().name == "first"
     copy = tmp_path / "copy.json"
     copy.write_bytes(saved.read_bytes())
     prepare(settings(text, tmp_path / "second", tokenizer=str(copy)), progress=False)
@@ -255,6 +258,22 @@ def test_the_command_prepares_and_reports_one_line(text: Path, tmp_path: Path) -
     again = run_command("text.txt", "--vocabulary", "300", folder=tmp_path)
     assert again.returncode == 0
     assert again.stderr.startswith("Already prepared. data/text-bpe300: tokens train ")
+
+
+def test_a_terminal_shows_a_bar(text: Path, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TERM": "xterm", "COLUMNS": "100"}
+    command = [sys.executable, "-m", "trainshort", "prepare", str(text), "--tokenizer", "words", "--out", "out"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=theirs) as child:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # the terminal is gone when the command ends
+            while part := os.read(ours, 4096):
+                shown += part
+    os.close(ours)
+    assert child.returncode == 0
+    assert b"checksums" in shown
+    assert b"MB/s by 1 process." in shown
 
 
 def test_the_command_tells_mistakes_in_a_sentence(text: Path, tmp_path: Path, capsys, monkeypatch) -> None:

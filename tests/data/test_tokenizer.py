@@ -34,7 +34,7 @@ texts = st.text(st.one_of(st.sampled_from(list(" \n\t\r\x1c\u00a0\u2003aeT'.,Ã©ä
 
 def plain(tokenizer: SavedTokenizer, text: str) -> list[int]:
     """What the library says about the whole text at once."""
-    return tokenizer._saved.encode(text, add_special_tokens=False).ids
+    return tokenizer.library.encode(text, add_special_tokens=False).ids
 
 
 def piece_by_piece(tokenizer: Tokenizer, ids: np.ndarray) -> str:

@@ -102,7 +102,7 @@ def stretches(size: int) -> Grouping:
 
 
 def articles(rows: Iterable[Row]) -> Iterator[Row]:
-    """WikiText's articles: each begins with the blank line before its title.
+    """WikiText's articles: each begins with the blank line before its title (formulas can look like a title, without).
 
     " " " = A = " " " "text" " " " = B = " " " "more"  becomes  [" " " = A = " " " "text"], [" " " = B = " " " "more"]
     """
@@ -111,7 +111,8 @@ def articles(rows: Iterable[Row]) -> Iterator[Row]:
     for row in rows:
         blank_before = bool(parts) and not parts[-1].text.strip()
         body = parts[:-1] if blank_before else parts
-        if body and (HEADING.fullmatch(row.text) or length >= LONGEST_DOCUMENT):
+        title = blank_before and HEADING.fullmatch(row.text)
+        if body and (title or length >= LONGEST_DOCUMENT):
             yield _join(body)
             parts = parts[len(body) :]
             length = sum(len(part.text) for part in parts)

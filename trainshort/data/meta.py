@@ -98,7 +98,9 @@ class Prepared:
         return _map(offsets_path(self.folder, name), self._split(name).documents, OFFSET_TYPE)
 
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.folder)
+        tokenizer = load_tokenizer(self.folder)
+        tokenizer.name = self.meta.tokenizer  # its file does not say what it was called
+        return tokenizer
 
     def verify(self) -> None:
         """Read everything and compare it with the checksums; opening compares sizes only."""

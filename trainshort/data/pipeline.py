@@ -23,7 +23,7 @@ from trainshort.data.document import SPLITS, Corpus, Errors
 from trainshort.data.ledger import Note, Writer, read_note, write_atomically, write_note
 from trainshort.data.meta import Meta, Prepared, Request, SplitMeta, bin_path, file_sha256, offsets_path, open_data
 from trainshort.data.progress import Progress
-from trainshort.data.request import data_folder, make_request, refuse_other
+from trainshort.data.request import data_folder, make_request, refuse_other, short_name
 from trainshort.data.splits import Splitter, splitter
 from trainshort.data.tokenizer import FILE as TOKENIZER_FILE
 from trainshort.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -213,7 +213,7 @@ def _finish(job: Job) -> Prepared:
     tokenizer = load_tokenizer(job.folder)
     meta = Meta(
         request=note.request,
-        tokenizer=tokenizer.name if job.config.tokenizer in ("bytes", "words", "bpe") else job.config.tokenizer,
+        tokenizer=short_name(job.config.tokenizer),
         tokenizer_sha256=file_sha256(job.folder / TOKENIZER_FILE),
         vocabulary=tokenizer.vocabulary,
         end=tokenizer.end,

@@ -25,9 +25,13 @@ def data_folder(config: DataConfig) -> Path:
     corpus = config.corpus.rstrip("/")
     path = Path(corpus)
     short = path.stem if path.is_file() else path.name if path.is_dir() else corpus
-    tokenizer = config.tokenizer if config.tokenizer in NAMED else tokenizer_name(Path(config.tokenizer))
     size = str(config.vocabulary) if config.tokenizer in BUILT_HERE else ""
-    return Path("data") / f"{_plain(short)}-{_plain(tokenizer)}{size}"
+    return Path("data") / f"{_plain(short)}-{_plain(short_name(config.tokenizer))}{size}"
+
+
+def short_name(tokenizer: str) -> str:
+    """bytes, words, bpe, or what a tokenizer file is called."""
+    return tokenizer if tokenizer in NAMED else tokenizer_name(Path(tokenizer))
 
 
 def _plain(name: str) -> str:

@@ -101,6 +101,13 @@ class ByteTokenizer(Tokenizer):
         return saved.to_str()
 
 
+class _Numbers(dict[str, int]):
+    """A word's number; a dictionary that knows what to say of the others is quicker than asking it for a default."""
+
+    def __missing__(self, word: str) -> int:
+        return WordTokenizer.UNKNOWN
+
+
 class WordTokenizer(Tokenizer):
     """A token is a word between spaces, or `<eos>` at a line end, as the paper counts WikiText.
 
@@ -118,17 +125,11 @@ class WordTokenizer(Tokenizer):
         self.words = list(words)
         self.vocabulary = len(self.words)
         self.end = self.LINE_END
-        self._ids = {word: number for number, word in enumerate(self.words)}
+        self._ids = _Numbers((word, number) for number, word in enumerate(self.words))
 
     def encode(self, text: str) -> Ids:
-        find, unknown, line_end = self._ids.get, self.UNKNOWN, self.LINE_END
-        ids: list[int] = []
-        *lines, last = text.split("\n")
-        for line in lines:
-            ids.extend(find(word, unknown) for word in line.split())
-            ids.append(line_end)
-        ids.extend(find(word, unknown) for word in last.split())
-        return np.array(ids, dtype=np.int64)
+        words = text.replace("\n", f" {self.SPECIAL[self.LINE_END]} ").split()
+        return np.fromiter(map(self._ids.__getitem__, words), dtype=np.int64, count=len(words))
 
     def encode_document(self, text: str) -> Ids:
         """A document whose last line is finished has its end token already."""
@@ -145,8 +146,8 @@ class WordTokenizer(Tokenizer):
         from tokenizers import Tokenizer as Saved
         from tokenizers import models, normalizers, pre_tokenizers
 
-        saved = Saved(models.WordLevel(self._ids, unk_token=self.words[self.UNKNOWN]))
-        saved.normalizer = normalizers.Replace("\n", f" {self.words[self.LINE_END]} ")  # pyright: ignore[reportAttributeAccessIssue]
+        saved = Saved(models.WordLevel(dict(self._ids), unk_token=self.SPECIAL[self.UNKNOWN]))
+        saved.normalizer = normalizers.Replace("\n", f" {self.SPECIAL[self.LINE_END]} ")  # pyright: ignore[reportAttributeAccessIssue]
         saved.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
         return saved.to_str()
 
@@ -162,12 +163,12 @@ class SavedTokenizer(Tokenizer):
         self.name = name
         self.vocabulary = max(saved.get_vocab(with_added_tokens=True).values()) + 1
         self.end = next((token for word in _ENDS if (token := saved.token_to_id(word)) is not None), None)
-        self._saved = saved
+        self.library = saved
         self._known: dict[str, bytes] = {}
 
     @cached_property
     def _byte_level(self) -> bool:
-        layout = json.loads(self._saved.to_str())
+        layout = json.loads(self.library.to_str())
         before, after = layout["pre_tokenizer"] or {}, layout["decoder"] or {}
         plain = before.get("type") == "ByteLevel" and before.get("use_regex", True) and not before["add_prefix_space"]
         untouched = layout["normalizer"] is None and not layout["model"].get("dropout")
@@ -177,7 +178,7 @@ class SavedTokenizer(Tokenizer):
         # Python counts four control characters as white space that the library does not; they are rare.
         if self._byte_level and not _SEPARATOR_CONTROLS.search(text):
             return self._encode_by_words(text)
-        parts = (self._saved.encode(part, add_special_tokens=False).ids for part in cut(text, STRETCH))
+        parts = (self.library.encode(part, add_special_tokens=False).ids for part in cut(text, STRETCH))
         return np.concatenate([np.array(part, dtype=np.int64) for part in parts])
 
     def _encode_by_words(self, text: str) -> Ids:
@@ -188,7 +189,7 @@ class SavedTokenizer(Tokenizer):
         """
         words, known = _WORD.findall(text), self._known
         new = list(set(words).difference(known))
-        for word, part in zip(new, self._saved.encode_batch_fast(new, add_special_tokens=False), strict=True):
+        for word, part in zip(new, self.library.encode_batch_fast(new, add_special_tokens=False), strict=True):
             known[word] = np.array(part.ids, dtype=np.int32).tobytes()
         joined = b"".join(map(known.__getitem__, words))
         for word in new:
@@ -199,7 +200,7 @@ class SavedTokenizer(Tokenizer):
         return np.frombuffer(joined, dtype=np.int32).astype(np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._saved.decode(self._checked(ids), skip_special_tokens=False)
+        return self.library.decode(self._checked(ids), skip_special_tokens=False)
 
     def decoder(self) -> Decoder:
         if not self._byte_level:
@@ -208,21 +209,21 @@ class SavedTokenizer(Tokenizer):
 
     def _spelling(self, token: int) -> bytes:
         self._checked([token])
-        word = self._saved.id_to_token(token) or ""
+        word = self.library.id_to_token(token) or ""
         if token in self._added:
             return word.encode()
         return bytes(self._bytes[letter] for letter in word)
 
     @cached_property
     def _added(self) -> set[int]:
-        return set(self._saved.get_added_tokens_decoder())
+        return set(self.library.get_added_tokens_decoder())
 
     @cached_property
     def _bytes(self) -> dict[str, int]:
         return {letter: byte for byte, letter in byte_alphabet().items()}
 
     def to_json(self) -> str:
-        return self._saved.to_str()
+        return self.library.to_str()
 
 
 def cut(text: str, size: int) -> list[str]:
