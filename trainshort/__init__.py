@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trainshort.cache import Cache
     from trainshort.config import ModelConfig, RunConfig
     from trainshort.errors import InputError
+    from trainshort.generate import stream
     from trainshort.model import TransformerLM
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "TransformerLM",
     "alibi_attention",
     "attend",
+    "stream",
 ]
 
 _HOME = {
@@ -38,6 +40,7 @@ _HOME = {
     "TransformerLM": "model",
     "alibi_attention": "attention",
     "attend": "attention",
+    "stream": "generate",
 }
 
 

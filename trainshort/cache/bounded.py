@@ -56,6 +56,16 @@ class Certificate:
     grown: int
     """Rings that grew after they had begun to forget."""
 
+    def __add__(self, other: "Certificate") -> "Certificate":
+        """Of two caches together."""
+        return Certificate(
+            mass=max(self.mass, other.mass),
+            tolerance=max(self.tolerance, other.tolerance),
+            above=self.above + other.above,
+            rows=self.rows + other.rows,
+            grown=self.grown + other.grown,
+        )
+
     def __str__(self) -> str:
         kept = "no row above it" if not self.above else f"{self.above:,} of {self.rows:,} rows above it"
         grown = f", windows grew {self.grown:,} times" if self.grown else ""

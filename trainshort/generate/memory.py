@@ -1,0 +1,48 @@
+"""Which cache a mode means, and which models it fits: a mode that cannot keep its promise is refused, with why."""
+
+from trainshort.cache import BoundedCache, Cache, WindowCache
+from trainshort.errors import InputError
+from trainshort.generate.settings import GenerateConfig
+from trainshort.model import TransformerLM
+
+
+def new_cache(model: TransformerLM, config: GenerateConfig) -> Cache:
+    """An empty cache for one sequence."""
+    check_mode(model, config)
+    match config.mode:
+        case "full":
+            return Cache()
+        case "bounded":
+            return BoundedCache(tolerance=config.tolerance)
+        case "window":
+            assert config.window is not None
+            return WindowCache(window=config.window, sinks=config.sinks)
+
+
+def check_mode(model: TransformerLM, config: GenerateConfig) -> None:
+    position = model.config.position
+    if config.mode == "bounded" and position != "alibi":
+        raise InputError(
+            f"mode 'bounded' needs ALiBi: {position} gives no bound on what far tokens can weigh, so nothing can be "
+            "forgotten with a promise. Use mode 'full', or mode 'window' with a window."
+        )
+    if config.sinks and position == "rotary":
+        raise InputError(
+            "sinks count distances inside the cache, and rotary keys are stored turned by their true position. "
+            "Use mode 'window' without sinks, or mode 'full'."
+        )
+    if config.sinks and model.config.window is not None:
+        raise InputError(
+            f"this model was trained with a window of {model.config.window}, and never looks back to the first tokens; "
+            "use mode 'window' without sinks."
+        )
+
+
+def certificate(caches: list[Cache]) -> str:
+    """One line on what was forgotten, over all samples."""
+    bounded = [cache.certificate for cache in caches if isinstance(cache, BoundedCache)]
+    if bounded:
+        return str(sum(bounded[1:], bounded[0]))
+    if any(isinstance(cache, WindowCache) for cache in caches):
+        return "error certificate: none, a window forgets without proof (mode bounded proves)"
+    return "error certificate: 0, nothing was forgotten"

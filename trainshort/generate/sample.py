@@ -1,0 +1,117 @@
+"""One text in the making: its cache, its randomness, its words, and why it ended."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from trainshort.cache import Cache
+from trainshort.data.tokenizer import Tokenizer
+from trainshort.errors import InputError
+from trainshort.generate import sampling
+from trainshort.generate.settings import GenerateConfig
+from trainshort.generate.stopping import StopStrings
+
+REPLAYED = 64
+"""Tokens remembered to bring a fresh decoder to where the old one stood; a character has at most four bytes."""
+
+
+class Token(NamedTuple):
+    """What a stream yields."""
+
+    id: int
+    text: str
+    """Text that this token completes; empty without a tokenizer, or while a character or a stop text may go on."""
+    logprob: float
+    """Of the token under the model itself, before temperature and filters."""
+    sample: int = 0
+    """Which sample of the batch."""
+
+
+class Sample:
+    """A sequence that is read and continued. `unread`: what the cache has not seen, the prompt and later the newest."""
+
+    def __init__(self, cache: Cache, vocabulary: int, config: GenerateConfig, tokenizer: Tokenizer | None, number: int):
+        self.cache, self.vocabulary, self.config, self.number = cache, vocabulary, config, number
+        self.end = tokenizer.end if tokenizer is not None and config.stop_at_end else None
+        self.unread: list[int] = []
+        self.recent: deque[int] = deque(maxlen=REPLAYED)
+        self.made = 0
+        self.finished: str | None = None
+        self.generator = torch.Generator().manual_seed(config.seed + number)
+        self.seen = torch.zeros(vocabulary, dtype=torch.bool) if config.repetition_penalty != 1 else None
+        self.stops = StopStrings(config.stop)
+        self.tokenizer = tokenizer
+        self.decoder = tokenizer.decoder() if tokenizer is not None else None
+
+    @property
+    def context(self) -> int:
+        """Tokens read or waiting to be."""
+        return self.cache.length + len(self.unread)
+
+    def feed(self, tokens: Sequence[int]) -> None:
+        """More text to continue; a sample that had ended goes on."""
+        tokens = [int(token) for token in tokens]
+        if not tokens and not self.unread:
+            raise InputError("the prompt is empty; a model continues something, so give at least one token.")
+        for token in tokens:
+            if not 0 <= token < self.vocabulary:
+                raise InputError(
+                    f"token {token} of the prompt is outside the model's vocabulary of {self.vocabulary}; "
+                    "is the text tokenized with the model's own tokenizer?"
+                )
+        self.unread += tokens
+        if self.seen is not None:
+            self.seen[self.unread] = True
+        self.made, self.finished = 0, None
+        self.stops = StopStrings(self.config.stop)
+        self.decoder = self.tokenizer.decoder() if self.tokenizer is not None else None
+        for token in tokens[-REPLAYED:]:
+            self._decode(token)  # its text is the caller's own; what matters is where the decoder then stands
+
+    def go_on(self) -> None:
+        """As many tokens again, whatever it had ended by."""
+        self.made, self.finished, self.stops.stopped = 0, None, False
+
+    def take(self, scores: Float[Tensor, " vocabulary"]) -> Token:
+        """Choose the next token from the scores after the last one read."""
+        scores = scores.float().cpu()
+        token = sampling.draw(
+            sampling.filtered(scores, self.config, self.seen), self.config.temperature, self.generator
+        )
+        logprob = float(scores[token] - scores.logsumexp(-1))
+        self.made += 1
+        self.unread.append(token)
+        if self.seen is not None:
+            self.seen[token] = True
+        return Token(token, self._shown(token), logprob, self.number)
+
+    def _shown(self, token: int) -> str:
+        if self.end is not None and token == self.end:
+            self.finished = "end of text"
+            return self._end_of_text()
+        text = self.stops.push(self._decode(token))
+        if self.stops.stopped:
+            self.finished = "stop text"
+        elif self.config.tokens is not None and self.made >= self.config.tokens:
+            self.finished = "length"
+            text += self._end_of_text()
+        return text
+
+    def _decode(self, token: int) -> str:
+        self.recent.append(token)
+        return "" if self.decoder is None else self.decoder.push(token)
+
+    def _end_of_text(self) -> str:
+        """What decoder and stop texts still hold back."""
+        rest = "" if self.decoder is None else self.decoder.finish()
+        return self.stops.push(rest) + self.stops.finish()
+
+    def replay(self, recent: Sequence[int]) -> None:
+        """Bring the decoder to where it stood after these tokens."""
+        self.recent.clear()
+        for token in recent:
+            self._decode(token)

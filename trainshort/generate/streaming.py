@@ -1,0 +1,150 @@
+"""Tokens as they are made, from Python:
+
+    for token in trainshort.stream(model, "Once upon", tokenizer=tokenizer, tokens=100, temperature=0.8):
+        print(token.text, end="")
+
+A stream can be fed more text, saved, resumed, and asked for its certificate at any time. The prompt is read in chunks,
+the samples of a batch side by side; every token is read exactly once.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from trainshort.cache import Cache, Rows
+from trainshort.data.tokenizer import Tokenizer
+from trainshort.errors import InputError
+from trainshort.generate import memory
+from trainshort.generate.interrupt import whole_token
+from trainshort.generate.sample import Sample, Token
+from trainshort.generate.settings import GenerateConfig
+from trainshort.model import TransformerLM
+
+Prompt = str | Sequence[int] | np.ndarray | Tensor
+
+
+class Stream:
+    """Iterates over tokens of one or several samples, in turn; ends when all have ended."""
+
+    def __init__(self, model: TransformerLM, config: GenerateConfig, tokenizer: Tokenizer | None = None) -> None:
+        if config.stop and tokenizer is None:
+            raise InputError("stop texts need a tokenizer, because they are looked for in the text; give one.")
+        if tokenizer is not None and tokenizer.vocabulary > model.config.vocabulary:
+            raise InputError(
+                f"the tokenizer has {tokenizer.vocabulary:,} tokens, the model only {model.config.vocabulary:,}; "
+                "use the tokenizer the model was trained with."
+            )
+        self.model, self.config, self.tokenizer = model, config, tokenizer
+        self.samples: list[Sample] = []
+        self.torn = False
+        self.waiting: list[Token] = []  # made in the last step, not yet handed out
+
+    def begin(self) -> Sample:
+        """One more sample, with its own seed; it wants to be fed before it is continued."""
+        cache = memory.new_cache(self.model, self.config)
+        sample = Sample(cache, self.model.config.vocabulary, self.config, self.tokenizer, len(self.samples))
+        self.samples.append(sample)
+        return sample
+
+    def add(self, prompt: Prompt) -> Sample:
+        """One more sample, with its own prompt and seed."""
+        tokens = self.tokens_of(prompt)
+        sample = self.begin()
+        sample.feed(tokens)
+        return sample
+
+    def feed(self, prompt: Prompt, sample: int = 0) -> None:
+        """More text for a sample to continue; what it has read or made stays read."""
+        self.samples[sample].feed(self.tokens_of(prompt))
+
+    def tokens_of(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InputError("a prompt in words needs a tokenizer; give one, or give token numbers.")
+            return self.tokenizer.encode(prompt).tolist()
+        tokens = prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else list(prompt)
+        if any(not isinstance(token, int) for token in tokens):
+            raise InputError("a prompt is a text or a flat list of token numbers.")
+        return tokens
+
+    def __iter__(self) -> Iterator[Token]:
+        return self
+
+    def __next__(self) -> Token:
+        if not self.waiting:
+            active = [sample for sample in self.samples if sample.finished is None]
+            if not active:
+                raise StopIteration
+            self.waiting = self._step(active)
+        return self.waiting.pop(0)
+
+    def _step(self, active: list[Sample]) -> list[Token]:
+        """The next token of every sample that goes on."""
+        for sample in active:
+            while len(sample.unread) > 1:
+                size = min(self.config.chunk, len(sample.unread) - 1)
+                with self._whole():
+                    self._read([sample], size)
+        with self._whole():
+            scores = self.model.vocabulary.log_scores(self._read(active, 1))
+            return [sample.take(row) for sample, row in zip(active, scores, strict=True)]
+
+    def _read(self, samples: list[Sample], size: int) -> Float[Tensor, "samples width"]:
+        """Read the next `size` tokens of each sample; the hidden state after the last."""
+        device = next(self.model.parameters()).device
+        tokens = torch.tensor([sample.unread[:size] for sample in samples], device=device)
+        caches = [sample.cache for sample in samples]
+        hidden = self.model.hidden(tokens, cache=caches[0] if len(caches) == 1 else Rows(caches))
+        for sample in samples:
+            del sample.unread[:size]
+        return hidden[:, -1]
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Ctrl-C waits for the end of this. Whatever stops it all the same leaves the stream marked as torn."""
+        if self.torn:
+            raise InputError("this stream was stopped in the middle of a token; resume it from its last saved state.")
+        with whole_token(), torch.inference_mode():
+            self.torn = True
+            try:
+                yield
+            except InputError:  # refused before anything was read
+                self.torn = False
+                raise
+            self.torn = False
+
+    @property
+    def caches(self) -> list[Cache]:
+        return [sample.cache for sample in self.samples]
+
+    @property
+    def context(self) -> int:
+        """Tokens read, of the longest sample."""
+        return max((sample.context for sample in self.samples), default=0)
+
+    @property
+    def certificate(self) -> str:
+        """One line on what was forgotten so far."""
+        return memory.certificate(self.caches)
+
+
+def stream(model: TransformerLM, prompt: Prompt, *, tokenizer: Tokenizer | None = None, **settings: Any) -> Stream:
+    """Continue a prompt; `settings` are those of GenerateConfig (tokens, temperature, mode, ...)."""
+    return stream_batch(model, [prompt], tokenizer=tokenizer, **settings)
+
+
+def stream_batch(
+    model: TransformerLM, prompts: Sequence[Prompt], *, tokenizer: Tokenizer | None = None, **settings: Any
+) -> Stream:
+    """Continue several prompts side by side, of any lengths; `token.sample` says whose a token is."""
+    if not prompts:
+        raise InputError("there is no prompt; give at least one.")
+    made = Stream(model.eval(), GenerateConfig.read(settings), tokenizer)
+    for prompt in prompts:
+        made.add(prompt)
+    return made
