@@ -28,6 +28,7 @@ COMMANDS: dict[str, Command] = {
     "demo": Command("trainshort.commands.demo:Demo", "train two small models and compare them past their length"),
     "analyze": Command("trainshort.commands.analyze:Analyze", "why a model is good so far: context, attention, cost"),
     "evaluate": Command("trainshort.commands.evaluate:Evaluate", "how good a model is at each length"),
+    "generate": Command("trainshort.commands.generate:Generate", "continue a text, at any length"),
     "list": Command("trainshort.commands.names:List", "positions, backends, corpora, recipes or presets by name"),
     "prepare": Command("trainshort.commands.prepare:Prepare", "turn text into tokens on disk"),
     "show": Command("trainshort.commands.names:Show", "a recipe's settings"),
