@@ -5,6 +5,7 @@ Only the chosen command's module is imported, which keeps `--help` quick.
 """
 
 import importlib
+import inspect
 import os
 import sys
 from dataclasses import dataclass
@@ -25,12 +26,14 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
-    "demo": Command("trainshort.commands.demo:Demo", "train two small models and compare them past their length"),
+    "demo": Command("trainshort.commands.demo:Demo", "four position methods past their length, in ten minutes"),
     "analyze": Command("trainshort.commands.analyze:Analyze", "why a model is good so far: context, attention, cost"),
     "evaluate": Command("trainshort.commands.evaluate:Evaluate", "how good a model is at each length"),
     "generate": Command("trainshort.commands.generate:Generate", "continue a text, at any length"),
     "list": Command("trainshort.commands.names:List", "positions, backends, corpora, recipes or presets by name"),
     "prepare": Command("trainshort.commands.prepare:Prepare", "turn text into tokens on disk"),
+    "report": Command("trainshort.commands.report:Report", "one page from stored results"),
+    "reproduce": Command("trainshort.commands.reproduce:Reproduce", "the paper's tables and figures, at a scale"),
     "show": Command("trainshort.commands.names:Show", "a recipe's settings"),
     "train": Command("trainshort.commands.train:Train", "train a model by a recipe, into a run folder"),
 }
@@ -90,4 +93,4 @@ def run(argv: list[str]) -> int:
     command = getattr(importlib.import_module(module), attribute)
     if hasattr(command, "parse"):  # its options depend on its first argument
         return command.parse(rest).run() or 0
-    return tyro.cli(command, args=rest, prog=f"trainshort {name}", description=command.__doc__).run() or 0
+    return tyro.cli(command, args=rest, prog=f"trainshort {name}", description=inspect.getdoc(command)).run() or 0
