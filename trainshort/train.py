@@ -24,6 +24,7 @@ from trainshort.errors import InputError
 from trainshort.interrupt import Interrupted, StopRequest
 from trainshort.job import Job, begin_session, build, resolve, restore
 from trainshort.model import Loss
+from trainshort.parallel import World
 from trainshort.progress import Display
 from trainshort.runs import RunFolder
 from trainshort.vocabulary import IGNORED
@@ -53,13 +54,18 @@ def train(config: RunConfig, run: Path, *, resume: bool = False, quiet: bool = F
 
     Raises `Interrupted` after a SIGTERM or Ctrl-C, when the run is saved; `resume=True` goes on from there.
     """
-    with parallel.join() as world, ExitStack() as held:
-        again = resume or parallel.restarts() > 0  # torchrun restarts with the arguments of the first start
-        world.on_main(lambda: runs.refuse_existing(run, resume=again))  # before the data's preparation is waited for
-        prepared = world.first("data", lambda: open_or_prepare(config.data, progress=not quiet))
-        config = resolve(config, prepared.meta.vocabulary, world)
-        job = build(config, RunFolder(run), world, prepared)
-        opened = runs.open_run(run, config, resume=again)  # after all that can be wrong with the settings
+    with parallel.join() as world:
+        return _train(config, run, world, resume=resume or parallel.restarts() > 0, quiet=quiet)
+
+
+def _train(config: RunConfig, run: Path, world: World, *, resume: bool, quiet: bool) -> TrainResult:
+    """All of a session except joining and leaving the other ranks, which must outlive everything made here."""
+    world.on_main(lambda: runs.refuse_existing(run, resume=resume))  # before the data's preparation is waited for
+    prepared = world.first("data", lambda: open_or_prepare(config.data, progress=not quiet))
+    config = resolve(config, prepared.meta.vocabulary, world)
+    job = build(config, RunFolder(run), world, prepared)
+    opened = runs.open_run(run, config, resume=resume)  # after all that can be wrong with the settings
+    with ExitStack() as held:
         world.on_main(lambda: held.enter_context(opened))
         state = restore(job)
         world.on_main(lambda: begin_session(job, state, prepared.meta.splits["train"].sha256))
@@ -68,7 +74,7 @@ def train(config: RunConfig, run: Path, *, resume: bool = False, quiet: bool = F
         with StopRequest() as stop, display:
             state = _updates(job, state, display, stop)
         best = world.first_says(checkpoint.best(run) if world.main else None)
-        return TrainResult(run, state.step, state.tokens, state.seconds, state.valid_nll, state.valid_count, best)
+    return TrainResult(run, state.step, state.tokens, state.seconds, state.valid_nll, state.valid_count, best)
 
 
 def _updates(job: Job, state: State, display: Display, stop: StopRequest) -> State:

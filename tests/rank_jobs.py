@@ -1,0 +1,50 @@
+"""Run by torchrun from test_parallel.py: trains one config after another on all ranks.
+
+Arguments: a JSON file with a list of {"config": ..., "out": ..., "nodes": ...}.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainshort import parallel
+from trainshort.config import RunConfig
+from trainshort.errors import InputError
+from trainshort.train import train
+
+
+def check_together() -> None:
+    """A failure on one rank is a failure on all, and rank 0's answer is everybody's."""
+    with parallel.join() as world:
+        assert world.total([1.0, float(world.rank)]) == [2.0, 1.0]
+        assert world.gather([float(world.rank)]) == [[0.0], [1.0]]
+        assert world.first_says(world.rank) == 0
+        order = []
+        world.first("order", lambda: order.append(world.rank))
+        assert order == [world.rank]
+        for failing in range(2):
+            told = "no" if world.rank == failing else f"Rank {failing} could not go on; its message says why."
+            with pytest.raises(InputError, match=f"^{told}$"):
+                world.together(lambda failing=failing: refuse() if world.rank == failing else None)
+        with pytest.raises(InputError, match=r"^no$"):
+            world.first("failing", refuse)
+
+
+def refuse() -> None:
+    raise InputError("no")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    check_together()
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        os.environ["LOCAL_WORLD_SIZE"] = str(2 // job.get("nodes", 1))
+        train(RunConfig.read(job["config"]), Path(job["out"]), resume=True, quiet=True)
+
+
+if __name__ == "__main__":
+    main()

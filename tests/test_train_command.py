@@ -1,0 +1,122 @@
+"""`trainshort train`: options, recipes, run folders, mistakes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from trainshort.cli import main
+from trainshort.commands.train import Train
+from trainshort.config import AdaptiveConfig, ModelConfig, RunConfig, save_config
+from trainshort.errors import InputError
+from trainshort.recipes import recipes
+
+
+def test_options_change_the_recipe_and_nothing_else():
+    words = (
+        "demo-alibi --model.position t5 --train.steps=100 --optim.betas 0.8 0.9 --train.micro-batch 4 "
+        "--train.compile --model.no-biases --data.folder d --out here --resume"
+    )
+    command = Train.parse(words.split())
+    base = recipes.get("demo-alibi")()
+    assert command.config == base.replace(
+        model={"position": "t5", "biases": False},
+        train={"steps": 100, "micro_batch": 4, "compile": True},
+        optim={"betas": (0.8, 0.9)},
+        data={"folder": "d"},
+    )
+    assert str(command.out) == "here"
+    assert command.resume
+    assert Train.parse(["demo-t5"]).config == recipes.get("demo-t5")()
+    assert str(Train.parse(["demo-t5"]).out) == "runs/demo-t5"
+
+
+def test_a_name_that_only_one_setting_has_may_stand_alone():
+    words = "demo-alibi --steps 7 --parallel fsdp --micro_batch 8 --no-final-norm"
+    command = Train.parse(words.split())
+    assert command.config.train.steps == 7
+    assert command.config.train.parallel == "fsdp"
+    assert command.config.train.micro_batch == 8
+    assert not command.config.model.final_norm
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", r"^Name a recipe first: trainshort train RECIPE"),
+        ("--steps 3", r"^Name a recipe first"),
+        ("demo-alib", r"^Unknown recipe 'demo-alib'\. Did you mean 'demo-alibi'\?"),
+        ("demo-alibi --train.stepz 3", r"^Unknown setting 'train\.stepz'\. Did you mean 'train\.steps'\?"),
+        ("demo-alibi --stepz 3", r"^Unknown setting 'stepz'\. Did you mean 'steps'\?"),
+        ("demo-alibi --colour red", r"^Unknown setting 'colour'\. See trainshort train --help\.$"),
+        ("demo-alibi --vocabulary 3", r"^'vocabulary' could be model\.vocabulary or data\.vocabulary; write one"),
+        ("demo-alibi --model.dropout 7", r"^Setting 'model\.dropout' cannot be 7\.0: input should be less than 1\.$"),
+        ("demo-alibi --heads 7", r"width 128 is not a multiple of heads 7"),
+        ("demo-alibi --format 2", r"^Unknown setting 'format'"),
+        ("nowhere.json", r"^No config at nowhere\.json"),
+    ],
+)
+def test_mistakes_are_one_sentence(words, message):
+    with pytest.raises(InputError, match=message):
+        Train.parse(words.split())
+
+
+def test_a_config_or_a_run_folder_stands_for_a_recipe(tmp_path):
+    config = RunConfig(model=ModelConfig(width=64, adaptive=AdaptiveConfig(cutoffs=(10, 20), factor=2)))
+    save_config(config, tmp_path / "mine.json")
+    assert Train.parse([str(tmp_path / "mine.json")]).config == config
+    assert str(Train.parse([str(tmp_path / "mine.json")]).out) == "runs/mine"
+    run = tmp_path / "run"
+    run.mkdir()
+    save_config(config, run / "config.json")
+    command = Train.parse([str(run), "--resume", "--model.adaptive.cutoffs", "5", "9", "11"])
+    assert command.out == run
+    assert command.config.model.adaptive == AdaptiveConfig(cutoffs=(5, 9, 11), factor=2)
+
+
+def test_a_value_of_the_wrong_kind_exits_with_2(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "demo-alibi", "--steps", "many"])
+    assert ended.value.code == 2
+    assert "--train.steps" in capsys.readouterr().err
+
+
+def test_help_shows_settings_with_the_recipes_values(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "demo-rotary", "--help"])
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "Examples: trainshort train demo-alibi" in text
+    assert "--model.position STR Position method; `trainshort list positions` names them. (default: rotary)" in text
+    assert "--train.length INT The paper's L" in text
+    assert "(default: runs/demo-rotary)" in text
+
+
+def test_help_does_not_import_torch():
+    code = (
+        "import sys\nfrom trainshort.cli import main\n"
+        "try:\n    main(['train', 'demo-alibi', '--help'])\nexcept SystemExit:\n    pass\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_a_run_from_the_command_line(tmp_path, capsys, monkeypatch):
+    """The whole way once: the words of the command line, a corpus, a run folder, its refusal, its resume."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    for split in ("train", "valid", "test"):
+        (tmp_path / "text" / f"{split}.txt").write_text("a man a plan a canal panama\n" * 100)
+    words = "train demo-alibi --corpus text --tokenizer bytes --width 16 --heads 2 --layers 1 --length 16 --batch 4"
+    with pytest.raises(SystemExit) as ended:
+        main([*words.split(), "--steps", "4", "--out", "run"])
+    assert ended.value.code == 0
+    assert "run: 4 updates, 256 tokens. Validation loss" in capsys.readouterr().out
+    for more, code in ((["--steps", "4"], 2), (["--steps", "6", "--resume"], 0)):
+        with pytest.raises(SystemExit) as ended:
+            main([*words.split(), "--out", "run", *more])
+        assert ended.value.code == code
+    told = capsys.readouterr()
+    assert "trainshort: run already exists. Go on with it by --resume, or choose another --out." in told.err
+    assert "run: 6 updates" in told.out
