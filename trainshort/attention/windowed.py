@@ -119,7 +119,7 @@ def _kernel_fault(double: bool) -> str | None:
 
 @cache
 def _announce(reason: str) -> None:
-    log.warning("windowed attention runs in plain PyTorch, at about half the speed: %s", reason)
+    log.warning("windowed attention runs in plain PyTorch, which is slower: %s", reason)
 
 
 @torch.library.custom_op("trainshort::windowed", mutates_args=(), device_types="cpu")

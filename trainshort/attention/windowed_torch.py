@@ -43,10 +43,10 @@ def forward(problem: Problem, tolerance: float, out: Tensor, lse: Tensor, first:
     """Fill the output, the rows' log-sum-exp, each panel's first key, and the mass that may lie before it."""
     first.copy_(first_keys(problem, tolerance))
     wide = out if out.dtype == lse.dtype else torch.empty(out.shape, dtype=lse.dtype)
-    call = _call(problem)
+    masks = _Masks(problem, lse.dtype)
     for part in _parts(problem, first):
         q, k, v = _operands(problem, part)
-        mask, shift = _mask(call, part, lse.dtype)
+        mask, shift = masks.of(part)
         part_out, part_lse = flash(q, k, v, attn_mask=mask, scale=1 / math.sqrt(q.shape[3]))
         rows, rows_lse = wide[:, part.heads, part.rows], lse[:, part.heads, part.rows]
         if part.diagonal:
@@ -68,10 +68,10 @@ def backward(
     group = problem.q.shape[1] // problem.k.shape[1]
     grad_q = grads[0]
     wide_k, wide_v = (torch.zeros(x.shape, dtype=lse.dtype) for x in grads[1:])
-    call = _call(problem)
+    masks = _Masks(problem, lse.dtype)
     for part in _parts(problem, first):
         q, k, v = _operands(problem, part)
-        mask, shift = _mask(call, part, lse.dtype)
+        mask, shift = masks.of(part)
         rows = (slice(None), part.heads, part.rows)
         scale = 1 / math.sqrt(q.shape[3])
         part_lse = lse[rows] - shift
@@ -135,23 +135,33 @@ def _operands(problem: Problem, part: Part) -> tuple[Tensor, Tensor, Tensor]:
     return contiguous_rows(problem.q[:, heads, part.rows]), contiguous_rows(k), contiguous_rows(v)
 
 
-def _call(problem: Problem) -> Call:
-    bias = LinearBias(problem.slopes.float())
-    return Call(problem.q, problem.k, problem.v, bias, problem.window, problem.documents)
+class _Masks:
+    """The bias of each part, up to what is constant in a row, and that constant."""
 
+    def __init__(self, problem: Problem, dtype: torch.dtype) -> None:
+        self.slopes = problem.slopes.float()
+        bias = LinearBias(self.slopes)
+        self.call = Call(problem.q, problem.k, problem.v, bias, problem.window, problem.documents)
+        self.dtype = dtype
+        self.diagonals: dict[int, Tensor] = {}  # without documents, diagonal blocks of one size are all the same
 
-def _mask(call: Call, part: Part, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:
-    """The bias up to what is constant in a row, and that constant."""
-    assert isinstance(call.bias, LinearBias)
-    if part.diagonal or call.window is not None or call.documents is not None:
-        written = written_bias(call, part.rows, part.keys)
+    def of(self, part: Part) -> tuple[Tensor, Tensor | float]:
+        size = part.rows.stop - part.rows.start
+        if part.diagonal and self.call.documents is None:
+            if size not in self.diagonals:
+                self.diagonals[size] = self._written(part, -math.inf)
+            return self.diagonals[size], 0.0
+        if part.diagonal or self.call.window is not None or self.call.documents is not None:
+            return self._written(part, -math.inf if part.diagonal else HIDDEN), 0.0
+        slopes = self.slopes[part.heads, None].to(self.dtype)
+        before_edge = torch.arange(part.keys.stop - part.keys.start, 0, -1)
+        return (-slopes * before_edge)[None, :, None, :], -slopes * torch.arange(size)
+
+    def _written(self, part: Part, hidden: float) -> Tensor:
+        written = written_bias(self.call, part.rows, part.keys)
         assert written is not None
-        hidden = -math.inf if part.diagonal else HIDDEN
-        mask = written[None, part.heads].to(dtype).masked_fill(~visible(call, part.rows, part.keys), hidden)
-        return mask, 0.0
-    slopes = call.bias.slopes[part.heads, None].to(dtype)
-    before_edge = torch.arange(part.keys.stop - part.keys.start, 0, -1)
-    return (-slopes * before_edge)[None, :, None, :], -slopes * torch.arange(part.rows.stop - part.rows.start)
+        seen = visible(self.call, part.rows, part.keys)
+        return written[None, part.heads].to(self.dtype).masked_fill(~seen, hidden)
 
 
 def _left_out(

@@ -2,9 +2,9 @@
  *
  *     dV = P^T dO        dP = dO V^T        dS = P (dP - dO.O)        dK = dS^T Q        dQ = dS K
  *
- * An item is a stretch of SEGMENT keys of one key head: it owns its part of dK and dV and meets all queries that read it.
- * The part of dQ that comes from different stretches is added up in the order of the keys: a stretch waits until all
- * earlier ones are past a block of queries before it adds its share. So the result does not depend on the number of
+ * An item is a stretch of SEGMENT keys of one key head: it owns its part of dK and dV and meets all queries that read
+ * it. The parts of dQ that come from different stretches are added up in the order of the keys: a stretch waits until
+ * all earlier ones are past a block of queries before it adds its share. So the result does not depend on the number of
  * threads or on timing, and no thread needs a copy of dQ.
  */
 #ifndef TRAINSHORT_BACKWARD_H
@@ -109,7 +109,8 @@ static void give_rows(const Call *c, int64_t batch, int64_t head, int64_t row, c
     for (int p = 0; p < rows->count; p++)
         for (int i = 0; i < rows->place[p].rows; i++) {
             const Tensor *grad = &c->grad_q;
-            real *to = (real *)grad->data + batch * grad->batch + head * grad->head + (row + p * PANEL + i) * grad->token;
+            const int64_t token = row + p * PANEL + i;
+            real *to = (real *)grad->data + batch * grad->batch + head * grad->head + token * grad->token;
             const real *from = rows->grad_q + p * padded * PANEL + i;
             for (int t = 0; t < c->dim; t++) to[t] += (real)c->scale * from[t * PANEL];
         }

@@ -27,7 +27,8 @@ static real row_scores(const Call *c, const Row *row, int64_t batch, int64_t sta
     real top = -INFINITY;
     for (int j = 0; j < KEYS; j++) {
         const int64_t distance = row->position - (start + j);
-        if (j >= keys || distance < 0 || distance >= c->window || (documents && documents[start + j] != row->document)) {
+        const int outside = j >= keys || distance < 0 || distance >= c->window;
+        if (outside || (documents && documents[start + j] != row->document)) {
             scores[j] = -INFINITY;
             continue;
         }

@@ -1,7 +1,7 @@
 /* Items of work, handed out in order to as many threads as the call may use.
  *
- * Threads come from the OpenMP runtime that torch itself has loaded (its entry point is passed in, nothing is linked): a
- * second pool would fight the first one's spinning threads for the cores. Without it, plain threads are started.
+ * Threads come from the OpenMP runtime that torch itself has loaded (its entry point is passed in, nothing is linked):
+ * a second pool would fight the first one's spinning threads for the cores. Without it, plain threads are started.
  * Handing out in order is a promise: an item may wait for any earlier one, because that one has begun.
  */
 #ifndef TRAINSHORT_POOL_H

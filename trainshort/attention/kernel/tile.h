@@ -7,9 +7,9 @@
  *     out(dim, query)    += sum over keys  of value[key][dim]      * weights[key][query]       panel_add
  *     grad(key, dim)     += sum over query of weights[key][query]  * rows[query][dim]          rows_add
  *
- * the left factor is a broadcast scalar and the right one a vector. 4 x 24 (or 6 x 16) running sums take 12 of AVX2's 16
- * registers: enough to keep two fused multiply-adds per cycle, four cycles deep, busy. The loops load the vectors first
- * and each scalar where it is used; other orders make gcc spill a sum and run at half the speed.
+ * the left factor is a broadcast scalar and the right one a vector. 4 x 24 (or 6 x 16) running sums take 12 of AVX2's
+ * 16 registers: enough to keep two fused multiply-adds per cycle, four cycles deep, busy. The loops load the vectors
+ * first and each scalar where it is used; other orders make gcc spill a sum and run at half the speed.
  */
 #ifndef TRAINSHORT_TILE_H
 #define TRAINSHORT_TILE_H
@@ -24,8 +24,8 @@ enum {
     PAD = 16,  /* in scratch, dims are padded with zeros to a multiple of this */
 };
 
-/* dots[key][query] for `keys` keys (rounded up to a multiple of four), whose rows are `stride` apart. Sums are cut every
- * CHAIN dims: shorter chains of roundings, a quarter less error. */
+/* dots[key][query] for `keys` keys (rounded up to a multiple of four), whose rows are `stride` apart. Sums are cut
+ * every CHAIN dims: shorter chains of roundings, a quarter less error. */
 static void panel_dots(const real *restrict queries, const real *restrict k, int64_t stride, int dim, int keys,
                        real *restrict dots) {
     for (int j = 0; j < keys; j += 4) {

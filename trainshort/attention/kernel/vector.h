@@ -1,7 +1,7 @@
 /* Eight floats (or four doubles) at a time: the few operations the kernel is written in.
  *
- * One source, two libraries: -DREAL_IS_DOUBLE builds the one that gradient checks use. AVX2, FMA and F16C are given; the
- * Python side does not load this on a machine without them.
+ * One source, two libraries: -DREAL_IS_DOUBLE builds the one that gradient checks use. AVX2, FMA and F16C are given;
+ * the Python side does not load this on a machine without them.
  */
 #ifndef TRAINSHORT_VECTOR_H
 #define TRAINSHORT_VECTOR_H
@@ -63,9 +63,9 @@ INLINE int any(ivec where) { return SIGNS(where) != 0; }
 
 /* e^x for x <= 0, to about one unit in the last place; 0 below the smallest normal number; NaN stays NaN.
  *
- * x = n ln 2 + f with n whole and |f| <= ln 2 / 2: adding 1.5 * 2^MANTISSA rounds to a whole number and leaves it in the
- * low bits. e^f is a minimax polynomial (relative error 2e-9 in float, 3e-18 in double). It is multiplied by 2^n, not
- * shifted in its exponent bits, because a product keeps NaN a NaN. */
+ * x = n ln 2 + f with n whole and |f| <= ln 2 / 2: adding 1.5 * 2^MANTISSA rounds to a whole number and leaves it in
+ * the low bits. e^f is a minimax polynomial (relative error 2e-9 in float, 3e-18 in double). It is multiplied by 2^n,
+ * not shifted in its exponent bits, because a product keeps NaN a NaN. */
 INLINE vec exp_below_zero(vec x) {
     static const real coefficients[] = {EXP_COEFFICIENTS};
     const int degree = sizeof coefficients / sizeof coefficients[0] - 1;

@@ -1,0 +1,74 @@
+"""The windows as FlexAttention's block mask: listed blocks only, nothing lost that matters; forward on the CPU."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from trainshort import alibi
+from trainshort.attention import LinearBias, attend
+from trainshort.attention.flex import _score_function
+from trainshort.attention.op import Call, visible
+from trainshort.attention.windowed_flex import BLOCK, proven_block_mask
+
+
+def written_out(mask, q_len, k_len):
+    """Which (query, key) pairs the listed blocks contain, full blocks marked 2."""
+    batch, heads, q_blocks = mask.kv_num_blocks.shape
+    pairs = torch.zeros(batch, heads, q_blocks * BLOCK, -(-k_len // BLOCK) * BLOCK, dtype=torch.int8)
+    for lists, mark in (
+        ((mask.kv_num_blocks, mask.kv_indices), 1),
+        ((mask.full_kv_num_blocks, mask.full_kv_indices), 2),
+    ):
+        for place in torch.cartesian_prod(*(torch.arange(n) for n in (batch, heads, q_blocks))).tolist():
+            b, h, i = place
+            for j in lists[1][b, h, i, : lists[0][b, h, i]].tolist():
+                tile = pairs[b, h, i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK]
+                assert (tile == 0).all(), "a block listed twice"
+                tile += mark
+    return pairs[:, :, :q_len, :k_len]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 200}, {"documents": 150}], ids=["plain", "window", "documents"])
+@pytest.mark.parametrize("lengths", [(600, 600), (300, 777), (1, 1000), (128, 256)])
+def test_blocks_left_out_carry_no_more_than_the_tolerance(lengths, options):
+    q_len, k_len = lengths
+    tolerance = 1e-4
+    q, k = torch.randn(2, 4, q_len, 16), torch.randn(2, 2, k_len, 16)
+    slopes = torch.tensor([1.0, 0.25, 1 / 16, 0.0])
+    if "documents" in options:
+        options = {"documents": (torch.arange(k_len) // options["documents"]).expand(2, -1)}
+    call = Call(q, k, k, LinearBias(slopes), **options)
+    pairs = written_out(proven_block_mask(call, tolerance), q_len, k_len)
+    seen = visible(call, slice(0, q_len), slice(0, k_len)).expand_as(pairs)
+    assert (seen | (pairs != 2)).all()  # full blocks are not masked, so they must be visible whole
+    scores = q.double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2) / 4
+    scores = scores - slopes.double()[:, None, None] * alibi.distances(q_len, k_len)
+    weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    assert (weights * (pairs == 0)).sum(-1).max() <= tolerance
+    if not options:
+        assert k_len < 600 or (pairs[:, 0] == 0)[seen[:, 0]].any()  # the steep head does skip
+        assert ((pairs[:, 3] > 0) | ~seen[:, 3]).all()  # the head without slope does not
+
+
+def test_values_that_are_not_finite_are_read_at_any_distance():
+    q = torch.randn(1, 1, 512, 8)
+    v = q.clone()
+    v[0, 0, 3, 3] = math.inf
+    mask = proven_block_mask(Call(q, q, v, LinearBias(torch.ones(1))), 1e-6)
+    assert (written_out(mask, 512, 512)[0, 0].tril() > 0)[torch.ones(512, 512).tril() > 0].all()
+
+
+@pytest.mark.slow
+def test_flex_attention_reads_only_those_blocks():
+    """The unread half of the keys is poison: a result that is a number shows that it was not touched."""
+    q, k, v = (torch.randn(1, 2, 1024, 16) for _ in range(3))
+    slopes = torch.tensor([1.0, 0.5])
+    call = Call(q[:, :, -128:], k, v, LinearBias(slopes))
+    mask = proven_block_mask(call, 1e-6)
+    expected = attend(call.q, k, v, bias=call.bias, backend="reference")
+    poisoned = v.clone()
+    poisoned[:, :, :512] = math.nan
+    out = torch.compile(flex_attention)(call.q, k, poisoned, score_mod=_score_function(call.bias, 896), block_mask=mask)
+    torch.testing.assert_close(out, expected, rtol=0, atol=5e-6)

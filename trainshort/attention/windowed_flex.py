@@ -1,0 +1,65 @@
+"""Proven windows for FlexAttention: which blocks of keys each block of queries reads, as a BlockMask.
+
+This is how the windows reach GPUs: FlexAttention skips blocks that its mask does not list, forward and backward. The
+proof is the one of `alibi.proven_windows`; what it leaves out is at most `tolerance` of any row's softmax mass.
+"""
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from trainshort import alibi
+from trainshort.attention.flex import _mask_function
+from trainshort.attention.op import Call, LinearBias
+
+BLOCK = 128
+"""FlexAttention's own block size."""
+
+
+def proven_block_mask(call: Call, tolerance: float) -> BlockMask:
+    """The blocks that can matter. Blocks that every row of a query block sees whole need no mask and are listed apart.
+
+    4 blocks, windows of 1, 1, 2 and 1 blocks      d: on the diagonal, masked   f: full   -: skipped, proven
+
+        d
+        f d
+        f f d
+        - - f d
+    """
+    assert isinstance(call.bias, LinearBias)
+    q_len, k_len = call.q.shape[2], call.k.shape[2]
+    starts = torch.arange(k_len - q_len, k_len, BLOCK, device=call.q.device)
+    ends = (starts + BLOCK).clamp(max=k_len)
+    windows = alibi.proven_windows(call.q, call.k, call.bias.slopes, tolerance, BLOCK)  # (batch, heads, q blocks)
+    windows = torch.where(call.v.isfinite().all(), windows, k_len)  # 0 · NaN is NaN at any distance
+    first = starts - windows + 1
+    plain = call.window is None and call.documents is None
+    if call.window is not None:
+        first = torch.maximum(first, starts - call.window + 1)
+    begin = first.clamp(min=0) // BLOCK
+    end = (ends + BLOCK - 1) // BLOCK
+    masked = (
+        torch.maximum(begin, (starts + 1) // BLOCK) if plain else begin
+    )  # from here on rows differ in what they see
+    count, indices = _listed(masked, end.expand_as(masked), k_len)
+    full_count, full_indices = _listed(begin, masked, k_len)
+    return BlockMask.from_kv_blocks(
+        count,
+        indices,
+        full_count,
+        full_indices,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_mask_function(k_len - q_len, call.window, call.documents),
+        seq_lengths=(q_len, k_len),
+        compute_q_blocks=call.needs_grad,
+    )
+
+
+def _listed(
+    begin: Int[Tensor, "batch heads q_blocks"], end: Int[Tensor, "batch heads q_blocks"], k_len: int
+) -> tuple[Int[Tensor, "batch heads q_blocks"], Int[Tensor, "batch heads q_blocks k_blocks"]]:
+    """Counts and numbers of the blocks from `begin` to `end`; FlexAttention reads the first `count` of each list."""
+    blocks = -(-k_len // BLOCK)
+    numbers = (begin[..., None] + torch.arange(blocks, device=begin.device)) % blocks
+    return (end - begin).int(), numbers.int()
