@@ -107,7 +107,7 @@ class TransformerLM(nn.Module):
     ) -> Float[Tensor, "batch length width"]:
         """The last layer's output, before it becomes scores over the vocabulary."""
         self._check(tokens, documents, cache)
-        where = _where(tokens, 0 if cache is None else cache.offset, documents)
+        where = _where(tokens, 0 if cache is None else cache.offset(len(tokens)), documents)
         past = 0 if cache is None else cache.length
         self.position.check_length(past + tokens.shape[1] if documents is None else int(where.max()) + 1)
         step = Step(where, self.position.score_bias(), documents)

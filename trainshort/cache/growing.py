@@ -88,9 +88,8 @@ class Cache:
         """Tokens read so far."""
         return self.layers[0].length if self.layers else 0
 
-    @property
-    def offset(self) -> int | Int[Tensor, "batch 1"]:
-        """Position of the next token, for each sequence where they differ."""
+    def offset(self, batch: int) -> int | Int[Tensor, "batch 1"]:
+        """Position of the next token of `batch` sequences; a tensor where they differ."""
         return self.length
 
     @property

@@ -29,8 +29,9 @@ class Rows(Cache):
         """Of the longest row."""
         return max(row.length for row in self.rows)
 
-    @property
-    def offset(self) -> Int[Tensor, "batch 1"]:
+    def offset(self, batch: int) -> Int[Tensor, "batch 1"]:
+        if batch != len(self.rows):
+            raise InputError(f"this cache holds {len(self.rows)} sequences, but the input has {batch}.")
         return torch.tensor([[row.length] for row in self.rows])
 
     @property
@@ -47,7 +48,5 @@ class _RowsLayer(LayerCache):
         self.rows = rows
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        if len(q) != len(self.rows):
-            raise InputError(f"this cache holds {len(self.rows)} sequences, but the input has {len(q)}.")
         parts = zip(self.rows, q.split(1), k.split(1), v.split(1), strict=True)
         return torch.cat([row.attend(*part, **options) for row, *part in parts])

@@ -80,11 +80,11 @@ class Stream:
             active = [sample for sample in self.samples if sample.finished is None]
             if not active:
                 raise StopIteration
-            self.waiting = self._step(active)
+            self._step(active)
         return self.waiting.pop(0)
 
-    def _step(self, active: list[Sample]) -> list[Token]:
-        """The next token of every sample that goes on."""
+    def _step(self, active: list[Sample]) -> None:
+        """Make the next token of every sample that goes on. An interrupt that waited finds them handed over already."""
         for sample in active:
             while len(sample.unread) > 1:
                 size = min(self.config.chunk, len(sample.unread) - 1)
@@ -92,7 +92,7 @@ class Stream:
                     self._read([sample], size)
         with self._whole():
             scores = self.model.vocabulary.log_scores(self._read(active, 1))
-            return [sample.take(row) for sample, row in zip(active, scores, strict=True)]
+            self.waiting = [sample.take(row) for sample, row in zip(active, scores, strict=True)]
 
     def _read(self, samples: list[Sample], size: int) -> Float[Tensor, "samples width"]:
         """Read the next `size` tokens of each sample; the hidden state after the last."""

@@ -1,0 +1,164 @@
+"""`trainshort generate`: text on standard output, the rest on standard error, mistakes in one sentence."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from laboratory import make_run
+
+from trainshort.cli import main
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("generate"))
+
+
+@pytest.fixture(scope="module")
+def rotary(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("rotary"), position="rotary")
+
+
+def call(capsys, *argv):
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", *map(str, argv)])
+    captured = capsys.readouterr()
+    return stop.value.code or 0, captured.out, captured.err
+
+
+def test_text_and_what_is_said_about_it(capsys, run):
+    code, out, err = call(capsys, run, "the cat", "--tokens", 30, "--mode", "bounded", "--seed", 3)
+    assert code == 0
+    assert out.endswith("\n")
+    assert "30 tokens" in err
+    assert "tokens/s, context 37 (ended by: length)" in err
+    assert "error certificate: " in err
+    assert call(capsys, run, "the cat", "--tokens", 30, "--mode", "bounded", "--seed", 3)[1] == out
+    assert call(capsys, run, "the cat", "--tokens", 30, "--mode", "bounded", "--seed", 4)[1] != out
+
+
+def test_prompts_by_file_and_by_standard_input(capsys, run, tmp_path, monkeypatch):
+    (tmp_path / "prompt.txt").write_text("the cat")
+    expected = call(capsys, run, "the cat", "--tokens", 9)[1]
+    assert call(capsys, run, "--prompt-file", tmp_path / "prompt.txt", "--tokens", 9)[1] == expected
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the cat")))
+    assert call(capsys, run, "-", "--tokens", 9)[1] == expected
+
+
+def test_several_prompts_and_samples(capsys, run):
+    code, out, _ = call(capsys, run, "the", "a dog ran", "--samples", 2, "--tokens", 5)
+    assert code == 0
+    assert [line for line in out.splitlines() if line.startswith("---")] == [f"--- sample {n} ---" for n in range(1, 5)]
+
+
+def test_the_warning_past_the_length_that_is_known_to_be_good(capsys, run):
+    unmeasured = call(capsys, run, "the cat", "--tokens", 30)[2]
+    assert unmeasured.count("the context passes 16 tokens: the model was trained at that length") == 1
+    card = {"format": 1, "summary": "trained at 16, good to 24+", "no_worse": {"length": 24, "open": True}}
+    (run / "extrapolation.json").write_text(json.dumps(card))
+    try:
+        measured = call(capsys, run, "the cat", "--tokens", 30)[2]
+        assert "passes 24 tokens: trained at 16, good to 24+; nothing longer was measured" in measured
+        assert "passes" not in call(capsys, run, "the cat", "--tokens", 10)[2]
+    finally:
+        (run / "extrapolation.json").unlink()
+
+
+def test_saved_and_resumed_text_is_one_text(capsys, run, tmp_path):
+    state = tmp_path / "state"
+    whole = call(capsys, run, "the cat", "--tokens", 40, "--mode", "bounded")[1]
+    first = call(capsys, run, "the cat", "--tokens", 25, "--mode", "bounded", "--save-state", state)
+    assert f"--resume-state {state}" in first[2]
+    second = call(capsys, run, "--resume-state", state, "--tokens", 15)
+    # Random weights make random bytes: a character cut in two is shown as U+FFFD before the cut, and whole after it.
+    assert (first[1][:-1] + second[1]).replace("\ufffd", "") == whole.replace("\ufffd", "")
+    assert call(capsys, run, "--resume-state", state, "and then", "--tokens", 3)[0] == 0
+
+
+def test_interactive_keeps_its_state(capsys, run, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n\nsat\n"))
+    code, _, err = call(capsys, run, "--interactive", "--tokens", 6, "--save-state", tmp_path / "talk")
+    assert code == 0
+    assert "12 tokens" in err
+    assert f"context {len('the cat') + 1 + 6 + len('sat') + 1 + 6}" in err
+    assert (tmp_path / "talk").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the prompt is empty"),
+        ([""], "the prompt is empty"),
+        (["x", "--temperature", "-1"], "'temperature' cannot be -1.0"),
+        (["x", "--top-p", "1.2"], "'top_p' cannot be 1.2"),
+        (["x", "--mode", "window"], "mode 'window' and a window go together"),
+        (["x", "--samples", "0"], "--samples is at least 1"),
+        (["x", "--endless", "--tokens", "3"], "--endless goes on until stopped"),
+        (["x", "--interactive", "--samples", "2"], "one conversation"),
+        (["x", "--prompt-file", "y"], "not both"),
+        (["--prompt-file", "nowhere.txt"], "Cannot read nowhere.txt"),
+        (["--resume-state", "nowhere"], "no saved state at nowhere"),
+        (["x", "--save-state", "nowhere/state"], "no folder nowhere"),
+        (["x", "--tokenizer", "nowhere.json"], "no tokenizer at nowhere.json"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_one_sentence(capsys, run, arguments, message):
+    code, out, err = call(capsys, run, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_files_that_are_not_what_they_should_be(capsys, run, tmp_path, monkeypatch):
+    (tmp_path / "latin").write_bytes("déjà".encode("latin-1"))
+    assert "is not UTF-8 (byte 1)" in call(capsys, run, "--prompt-file", tmp_path / "latin")[2]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    assert "Standard input is not UTF-8" in call(capsys, run, "-")[2]
+    (tmp_path / "state").write_bytes(b"short")
+    assert "cut short" in call(capsys, run, "--resume-state", tmp_path / "state")[2]
+
+
+def test_endless_needs_a_way_to_forget(capsys, rotary):
+    code, _, err = call(capsys, rotary, "x", "--endless")
+    assert code == 2
+    assert "needs ALiBi; this model has rotary" in err
+    assert "--mode window" in err
+
+
+def test_a_run_without_its_tokenizer(capsys, run):
+    data = run.parent.parent / "tiny-data" / "tokenizer.json"
+    data.rename(data.with_suffix(".away"))
+    try:
+        code, _, err = call(capsys, run, "x")
+    finally:
+        data.with_suffix(".away").rename(data)
+    assert code == 2
+    assert "has no tokenizer: its data folder" in err
+
+
+def test_endless_until_interrupted_then_resumed(run, tmp_path):
+    state = tmp_path / "state"
+    command = [sys.executable, "-m", "trainshort", "generate", str(run), "the cat", "--endless"]
+    process = subprocess.Popen(
+        [*command, "--save-state", str(state), "--save-every", "5"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    while not state.exists() and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err.decode()
+    assert out
+    assert b"(ended by: stopped)" in err
+    assert b"error certificate: " in err
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", str(run), "--resume-state", str(state), "--tokens", "5"])
+    assert not stop.value.code

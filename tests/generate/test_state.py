@@ -1,0 +1,128 @@
+"""Saved states: they continue bit by bit, belong to one model, and survive whatever stops the next save."""
+
+import os
+import signal
+
+import pytest
+import torch
+from test_streaming import make_model
+
+import trainshort
+from trainshort import InputError
+from trainshort.data.tokenizer import ByteTokenizer
+from trainshort.generate import stream_batch
+from trainshort.generate.state import load_state, save_state
+
+MODES = [{}, {"mode": "bounded"}, {"mode": "window", "window": 32}, {"mode": "window", "window": 32, "sinks": 4}]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_resume_equals_never_stopped(tmp_path, mode):
+    model, tokenizer = make_model(), ByteTokenizer()
+    settings = {"tokenizer": tokenizer, "tokens": 160, "stop_at_end": False, "repetition_penalty": 1.2, "top_p": 0.9}
+    made = trainshort.stream(model, "once " * 20, **settings, **mode, stop=("\x01\x02\x03\x04",))
+    for _ in range(70):
+        next(made)
+    save_state(made, tmp_path / "state")
+    rest = list(made)
+    resumed = load_state(tmp_path / "state", model, tokenizer)
+    assert list(resumed) == rest
+    assert resumed.certificate == made.certificate
+    assert [sample.finished for sample in resumed.samples] == ["length"]
+
+
+def test_a_batch_resumes_between_two_samples_of_one_step(tmp_path):
+    model = make_model()
+    made = stream_batch(model, [[1, 2], [3]], tokens=10)
+    for _ in range(7):
+        next(made)
+    save_state(made, tmp_path / "state")
+    assert list(load_state(tmp_path / "state", model)) == list(made)
+
+
+def test_settings_may_change_but_not_those_of_the_cache(tmp_path):
+    model = make_model()
+    made = trainshort.stream(model, [1, 2, 3], tokens=4, mode="bounded")
+    list(made)
+    save_state(made, tmp_path / "state")
+    assert load_state(tmp_path / "state", model, temperature=0.0).config.temperature == 0
+    with pytest.raises(InputError, match=r"saved with tolerance 1e-06, and what it forgot cannot come back"):
+        load_state(tmp_path / "state", model, tolerance=1e-3)
+    with pytest.raises(InputError, match="saved with mode bounded"):
+        load_state(tmp_path / "state", model, mode="full")
+
+
+def test_another_model_and_every_kind_of_damage_are_refused(tmp_path):
+    model, path = make_model(), tmp_path / "state"
+    made = trainshort.stream(model, [1, 2, 3], tokens=4)
+    list(made)
+    save_state(made, path)
+    whole = path.read_bytes()
+    other = make_model()
+    with torch.no_grad():
+        other.final_norm.weight[0] += 1e-3  # pyright: ignore[reportIndexIssue]
+    with pytest.raises(InputError, match="another model or other weights"):
+        load_state(path, other)
+    with pytest.raises(InputError, match="no saved state"):
+        load_state(tmp_path / "nowhere", model)
+    for cut in (0, 7, 200, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(InputError, match="no state file, or was cut short"):
+            load_state(path, model)
+    for place in (len(whole) - 3, len(whole) // 2, whole.index(b'made\\": ') + 8):
+        changed = bytearray(whole)
+        changed[place] ^= 1
+        path.write_bytes(bytes(changed))
+        with pytest.raises(InputError, match=r"damaged|cut short"):
+            load_state(path, model)
+    path.write_bytes(whole)
+    assert load_state(path, model).context == made.context
+
+
+def test_a_failed_save_leaves_the_state_before_it(tmp_path):
+    model, path = make_model(), tmp_path / "state"
+    made = trainshort.stream(model, [1, 2, 3], tokens=8)
+    next(made)
+    save_state(made, path)
+    before = path.read_bytes()
+    with pytest.raises(InputError, match="Cannot write"):
+        save_state(made, tmp_path / "missing" / "state")
+    made.torn = True  # as an interrupt in the middle of a token leaves it
+    with pytest.raises(InputError, match="stopped in the middle of a token"):
+        save_state(made, path)
+    with pytest.raises(InputError, match="resume it from its last saved state"):
+        next(made)
+    assert path.read_bytes() == before
+
+
+def test_an_interrupt_waits_for_the_end_of_the_token(tmp_path):
+    """Ctrl-C comes inside the second layer; the token is finished first, and going on equals never interrupted."""
+    model = make_model()
+    expected = [token.id for token in trainshort.stream(model, [1, 2, 3], tokens=10)]
+    made = trainshort.stream(model, [1, 2, 3], tokens=10)
+    ids = [next(made).id for _ in range(3)]
+    hook = model.layers[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        next(made)
+    hook.remove()
+    assert not made.torn
+    save_state(made, tmp_path / "state")
+    for going_on in (load_state(tmp_path / "state", model), made):
+        assert ids + [token.id for token in going_on] == expected
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_comes_through_and_is_remembered():
+    model = make_model()
+    made = trainshort.stream(model, [1, 2, 3], tokens=10)
+    next(made)
+
+    def twice(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    hook = model.layers[1].register_forward_pre_hook(twice)
+    with pytest.raises(KeyboardInterrupt):
+        next(made)
+    hook.remove()
+    assert made.torn
