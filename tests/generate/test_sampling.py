@@ -51,7 +51,7 @@ def test_filters_leave_something_and_change_no_order(values, k, p, share, temper
     scores = torch.tensor(values)
     config = GenerateConfig(top_k=k, top_p=p, min_p=share, temperature=temperature)
     left = sampling.filtered(scores, config)
-    assert scores.argmax() in left.isfinite().nonzero()
+    assert left.max() == (scores / temperature).max()  # one of the likeliest is kept
     torch.testing.assert_close(left[left.isfinite()], scores[left.isfinite()] / temperature)
     assert len(kept(left)) <= k
 
