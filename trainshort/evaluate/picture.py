@@ -14,6 +14,8 @@ from trainshort.evaluate.results import Evaluation, Row, interval, perplexity
 COLORS = ("#1f5fa8", "#c2571a", "#2e8540", "#8a3ffc", "#b0203a", "#5c6670")
 CURVES = 6
 """Lengths drawn in the right panel at most."""
+FEWEST = 50
+"""Targets that a point there stands for at least; fewer are noise (the file has them all)."""
 
 
 def draw(evaluations: Sequence[Evaluation], path: Path) -> list[Path]:
@@ -143,8 +145,9 @@ def _positions(axes, evaluation: Evaluation) -> None:
     )
     shades = matplotlib.colormaps["viridis"](np.linspace(0.1, 0.85, max(1, len(chosen))))
     for row, shade in zip(chosen, shades, strict=False):
-        middle = [np.sqrt((first + 1) * end) for first, end, _, _ in row.positions]
-        losses = [total / count for _, _, count, total in row.positions]
+        bins = [one for one in row.positions if one[2] >= FEWEST]
+        middle = [np.sqrt((first + 1) * end) for first, end, _, _ in bins]
+        losses = [total / count for _, _, count, total in bins]
         axes.plot(middle, losses, ".-", color=shade, linewidth=1.2, markersize=4, label=f"read at {row.length:,}")
     if evaluation.trained_at:
         axes.axvline(evaluation.trained_at, color="#5c6670", linestyle="--", linewidth=1)

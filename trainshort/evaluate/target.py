@@ -126,13 +126,13 @@ class RunTarget(ModelTarget):
     """The best checkpoint of a run folder, or one checkpoint by its own folder."""
 
     def __init__(self, path: Path, *, device: str = "cpu", precision: str = "float32") -> None:
-        checkpoint = checkpoint_folder(path)
-        self.config: RunConfig = load_config(checkpoint / "config.json")
-        self.step = read_state(checkpoint).step
-        folder = checkpoint.parent.parent
+        self.checkpoint = checkpoint_folder(path)
+        self.config: RunConfig = load_config(self.checkpoint / "config.json")
+        self.step = read_state(self.checkpoint).step
+        folder = self.checkpoint.parent.parent
         self.kind = "run" if path.resolve() == folder.resolve() else "checkpoint"
         super().__init__(
-            load_model(checkpoint, device=device).to(PRECISIONS[precision]),
+            load_model(self.checkpoint, device=device).to(PRECISIONS[precision]),
             trained_at=self.config.train.length,
             name=folder.resolve().name + ("" if self.kind == "run" else f" step {self.step}"),
         )

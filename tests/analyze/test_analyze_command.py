@@ -1,0 +1,102 @@
+"""`trainshort analyze` as a user runs it, and the cost analysis in its separate processes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from laboratory import make_run, prose, save_hugging_face, tiny_model
+
+from trainshort import cli
+from trainshort.analyze import cost
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return make_run(tmp_path_factory.mktemp("analyses"))
+
+
+def analyze(*words: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["analyze", *map(str, words)])
+    return int(ended.value.code or 0)
+
+
+def test_each_analysis_leaves_a_file_a_table_and_a_sentence(run: Path, capsys):
+    names = ("early-tokens", "far-context", "recall", "reach", "slopes")
+    assert analyze(run, "--split", "train", "--max-tokens", "2000", "--samples", "4", "--only", *names) == 0
+    shown = capsys.readouterr().out
+    for name in names:
+        content = json.loads((run / "analysis" / f"{name}.json").read_text())
+        assert content["analysis"] == name
+        assert content["target"]["name"] == "tiny"
+        assert content["corpus"]["tokens"] == 2000
+        assert content["provenance"]["versions"]["torch"]
+        assert content["settings"]["samples"] == 4
+        assert content["result"]["rows"]
+        assert " ".join(content["result"]["summary"].split()) in " ".join(shown.split())
+    assert all(len(line) <= 80 for line in shown.splitlines() if not line.startswith("Written"))
+
+
+def test_a_hugging_face_model_answers_what_needs_no_look_inside(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save_hugging_face(tmp_path / "llama-tiny", "llama")
+    (tmp_path / "story.txt").write_text(prose(60))
+    words = ("llama-tiny", "--data", "story.txt", "--samples", "2", "--trained-at", "32", "--max-tokens", "600")
+    assert analyze(*words) == 0
+    written = {path.stem for path in (tmp_path / "runs" / "llama-tiny" / "analysis").iterdir()}
+    assert written == {"early-tokens", "far-context", "recall"}
+    assert "passed over: the reach analysis looks inside trainshort's own models" in capsys.readouterr().out
+    assert analyze(*words, "--only", "reach") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--only", "recal"], "Unknown analysis 'recal'. Did you mean 'recall'?"),
+        (["--only", "recall", "--lengths", "100000"], "needs at least twice as many"),
+        (["--only", "recall", "--lengths", "far"], "got 'far'"),
+        (["--samples", "0"], "must be positive"),
+    ],
+)
+def test_mistakes_are_one_sentence_and_exit_2(run: Path, capsys, words: list[str], message: str):
+    assert analyze(run, *words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_cost_is_measured_in_a_process_of_its_own():
+    settings = tiny_model().config.model_dump(mode="json")
+    found = cost.measure_apart(cost.Task(settings, 64, train=False, device="cpu", threads=1))
+    assert found["status"] == "measured"
+    assert found["batch"] == 64
+    assert found["tokens_per_second"] > 0
+
+
+def test_training_costs_more_memory_than_inference(monkeypatch):
+    monkeypatch.setattr(cost, "SECONDS", 0.0)
+    settings = tiny_model(layers=4, width=64).config.model_dump(mode="json")
+    inference, training = (cost.measure(cost.Task(settings, 512, train, "cpu", 1)) for train in (False, True))
+    assert training["memory"] > inference["memory"] + 10_000_000
+
+
+def test_a_costs_row_says_oom_and_numbers():
+    measured = {"status": "measured", "tokens_per_second": 1234.5, "memory": 2_000_000}
+    rows = [
+        {"position": "alibi", "length": 8, "training": measured, "inference": measured},
+        {"position": "t5", "length": 8, "training": {"status": "out of memory"}, "inference": measured},
+    ]
+    shown = cost.table({"batch_tokens": 4096, "rows": rows})
+    cells = [list(column.cells) for column in shown.renderables[1].columns]
+    assert cells[2] == ["1,234", "OOM"]
+    assert cells[5] == ["2", "2"]
+    assert cost.summary([*rows, {**rows[0], "position": "sinusoidal"}]) == (
+        "at 8 tokens ALiBi infers at 100% of sinusoidal's speed"
+    )
+
+
+@pytest.mark.slow
+def test_the_cost_of_every_method_at_each_length(run: Path):
+    assert analyze(run, "--only", "cost", "--lengths", "32,128") == 0
+    rows = json.loads((run / "analysis" / "cost.json").read_text())["result"]["rows"]
+    assert len(rows) == 2 * 6
+    assert all(row[kind]["status"] == "measured" for row in rows for kind in ("training", "inference"))
+    assert {row["weights"] for row in rows if row["position"] == "alibi"} == {"run"}

@@ -1,0 +1,83 @@
+"""Attention reach: weights as the reference engine has them, windows that hold what they say."""
+
+import pytest
+import torch
+from laboratory import random_tokens, tiny_model, tiny_target
+
+from trainshort.analyze import reach
+from trainshort.analyze.base import Lab
+from trainshort.attention import engines
+from trainshort.positions import positions
+
+
+@pytest.mark.parametrize("position", ["alibi", "rotary", "t5", "none"])
+@pytest.mark.parametrize("changes", [{}, {"kv_heads": 2}, {"window": 5}])
+def test_weights_give_the_output_that_the_engine_gives(position: str, changes: dict):
+    model = tiny_model(position, **changes)
+    tokens = torch.arange(30)[None] * 7 % 32
+    calls = list(reach.attention_calls(model, tokens))
+    assert len(calls) == 2
+    for call in calls:
+        weights = reach.attention_weights(call, slice(0, 30))
+        torch.testing.assert_close(weights.sum(-1), torch.ones(1, 4, 30))
+        out = weights @ call.v.repeat_interleave(call.group, dim=1)
+        expected, _ = engines.get("reference").run(call)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_recording_leaves_nothing_behind():
+    model = tiny_model()
+    list(reach.attention_calls(model, torch.arange(8)[None]))
+    assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+def test_mass_by_distance_is_the_weights_summed_by_distance(monkeypatch):
+    model = tiny_model("none")
+    (call, _) = reach.attention_calls(model, torch.arange(20)[None])
+    weights = reach.attention_weights(call, slice(0, 20))[0].double()
+    expected = torch.zeros(4, 20, dtype=torch.float64)
+    for query in range(10, 20):
+        for key in range(query + 1):
+            expected[:, query - key] += weights[:, query, key] / 10
+    torch.testing.assert_close(reach.mass_by_distance(call), expected, rtol=1e-5, atol=1e-7)
+    monkeypatch.setattr(reach, "ROW_ELEMENTS", 200)  # two rows at a time
+    torch.testing.assert_close(reach.mass_by_distance(call), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_windows_hold_their_share():
+    mass = torch.tensor([0.5, 0.3, 0.2])
+    assert [reach.window_of(mass, share) for share in (0.4, 0.5, 0.6, 0.8, 0.99)] == [1, 1, 2, 2, 3]
+    assert reach.mean_distance(mass) == pytest.approx(0.7)
+
+
+def test_the_proven_window_is_never_smaller_than_needed():
+    target = tiny_target()
+    result = reach.run(Lab(target, random_tokens(2000), trained_at=64))
+    assert result["length"] == 512
+    assert len(result["rows"]) == 8
+    for row in result["rows"]:
+        assert row["slope"] == pytest.approx(2.0 ** (-2 * (row["head"] + 1)))
+    (call, _) = reach.attention_calls(target.model, torch.from_numpy(random_tokens(200).astype("int64"))[None])
+    from trainshort import alibi
+
+    windows = alibi.proven_windows(call.q, call.k, call.bias.slopes, tolerance=0.01, block=1)[0]
+    weights = reach.attention_weights(call, slice(0, 200))[0]
+    for head in range(4):
+        for query in range(100, 200):
+            reached = weights[head, query, : query + 1].flip(0).cumsum(0)
+            window = min(int(windows[head, query]), query + 1)
+            assert reached[window - 1] >= 0.99 - 1e-5
+
+
+def test_steeper_heads_look_less_far():
+    rows = reach.run(Lab(tiny_target(), random_tokens(2000), trained_at=64))["rows"][:4]
+    assert [row["window"] for row in rows] == sorted(row["window"] for row in rows)
+    assert rows[0]["mean_distance"] < rows[3]["mean_distance"]
+
+
+def test_every_position_method_has_a_reach():
+    for position in positions.names():
+        target = tiny_target(position, learned_length=600)
+        result = reach.run(Lab(target, random_tokens(1100), trained_at=64, lengths=(512,)))
+        assert len(result["rows"]) == 8
+        assert (result["rows"][0]["proven"] is None) == (position != "alibi")

@@ -1,0 +1,96 @@
+"""Does far context matter? Spoil everything farther than d tokens and see whether the last tokens notice.
+
+    context of 12, the last 2 scored, d = 4:     far far far far far far  near near near near  scored scored
+
+Three ways to spoil it: *shuffle* keeps the words and loses their order; *replace* puts other text of the same corpus
+there; *cut* leaves it away, so that the model also sees a shorter input. The near d tokens and the targets are the
+same in all of them, so the rise of the loss is what the far part was worth.
+"""
+
+from typing import Any
+
+import numpy as np
+from rich.console import Group
+
+from trainshort.analyze.base import (
+    SCORED,
+    Analysis,
+    Lab,
+    analyses,
+    compare,
+    interval_text,
+    new_table,
+    probe_ends,
+    probes,
+    score_rows,
+    titled,
+)
+
+WAYS = ("shuffle", "replace", "cut")
+NOTICED = 0.005
+"""Nats by which a loss must rise, beyond doubt, for far context to count as used."""
+
+
+def run(lab: Lab) -> dict[str, Any]:
+    length = max(lab.multiples(8, 4, 2, 1))
+    ends = probe_ends(lab, length)
+    whole = probes(lab, ends, length)
+    losses = score_rows(lab.target, whole, SCORED, lab.batch_tokens)
+    rows = []
+    for near in near_distances(lab.trained_at, length):
+        for way in WAYS:
+            spoiled = spoil(whole, near, way, lab)
+            found = score_rows(lab.target, spoiled, SCORED, lab.batch_tokens)
+            rows.append({"near": near, "way": way, **compare(losses, found)})
+    return {
+        "summary": summary(rows, length),
+        "length": length,
+        "probes": len(ends),
+        "scored": int(losses.size),
+        "loss": float(losses.mean()),
+        "rows": rows,
+    }
+
+
+def near_distances(trained_at: int, length: int) -> list[int]:
+    """Doublings from an eighth of the training length up to what leaves something to spoil.
+
+    trained at 128, length 1024:   16 32 64 128 256 512
+    """
+    first = max(1, trained_at // 8)
+    return [first * 2**k for k in range(20) if first * 2**k <= (length - SCORED) // 2 + SCORED // 2] or [first]
+
+
+def spoil(rows: np.ndarray, near: int, way: str, lab: Lab) -> np.ndarray:
+    """The rows with everything farther than `near` tokens before the first scored one spoiled."""
+    far = rows.shape[1] - SCORED - near
+    rng = lab.rng()
+    if way == "cut":
+        return rows[:, far:]
+    spoiled = rows.copy()
+    if way == "shuffle":
+        spoiled[:, :far] = rng.permuted(rows[:, :far], axis=1)
+    else:
+        starts = rng.integers(len(lab.tokens) - far + 1, size=len(rows))
+        spoiled[:, :far] = [lab.tokens[start : start + far] for start in starts]
+    return spoiled
+
+
+def summary(rows: list[dict[str, Any]], length: int) -> str:
+    """The farthest distance at which spoiling was noticed beyond doubt."""
+    noticed = [row["near"] for row in rows if row["interval"] and row["interval"][0] > NOTICED]
+    if not noticed:
+        return f"at {length:,} tokens no far context matters: spoiling it raises the loss by less than {NOTICED} nats"
+    return f"at {length:,} tokens the model uses context farther away than {max(noticed):,} tokens"
+
+
+def table(result: dict[str, Any]) -> Group:
+    title = f"Loss of the last {SCORED} of {result['length']:,} tokens (intact {result['loss']:.4f}), far part spoiled"
+    shown = new_table("farther than", "way", "loss", "rise", "95 %")
+    for row in result["rows"]:
+        numbers = (f"{row['loss']:.4f}", f"{row['rise']:+.4f}", interval_text(row["interval"]))
+        shown.add_row(f"{row['near']:,}", row["way"], *numbers)
+    return titled(title, shown)
+
+
+analyses.register("far-context")(Analysis("does context farther than d tokens matter?", run, table))

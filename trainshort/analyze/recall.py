@@ -1,0 +1,92 @@
+"""Copy and recall at a distance: is something that stood d tokens ago still found?
+
+    copy      a stretch of text, then d tokens of other text, then the same stretch again
+    recall    a random key with a random value, then d tokens of text, then the key again: is the value known?
+
+    … K K K K V V V V  text text text …  K K K K V V V V
+              ⎸<------------- d ------------->⎹  scored: the last V, after the cue
+
+The control is the same row with something else in the first place, so that the drop of the loss is what finding it was
+worth. At distances past the training length no bias and no position of this size was ever trained.
+"""
+
+from typing import Any
+
+import numpy as np
+from rich.console import Group
+
+from trainshort.analyze.base import Analysis, Lab, analyses, compare, interval_text, new_table, score_rows, titled
+
+CUE, VALUE = 8, 8
+"""Tokens that are given of the repeated stretch, and tokens that are then scored."""
+CERTAIN = 0.0
+
+
+def run(lab: Lab) -> dict[str, Any]:
+    rows = []
+    room = 2 * (CUE + VALUE)
+    for distance in (d for d in lab.multiples(1, 2, 4, 8, 16, 32) if d >= room):
+        for kind in ("copy", "recall"):
+            present, absent = probe_rows(lab, kind, distance)
+            with_it, without = (score_rows(lab.target, part, VALUE, lab.batch_tokens) for part in (present, absent))
+            found = compare(with_it, without)
+            rows.append(
+                {
+                    "kind": kind,
+                    "distance": distance,
+                    "loss": float(with_it.mean()),
+                    "control": found["loss"],
+                    "gain": found["rise"],
+                    "interval": found["interval"],
+                }
+            )
+    return {"summary": summary(rows), "probes": lab.samples, "scored": VALUE, "cue": CUE, "rows": rows}
+
+
+def probe_rows(lab: Lab, kind: str, distance: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows in which the stretch stood `distance` tokens before its repetition, and the same rows without it."""
+    rng = np.random.default_rng((lab.seed, distance, len(kind)))
+    lead, size = lab.trained_at // 2, CUE + VALUE
+    length = lead + distance + size
+    starts = rng.integers(len(lab.tokens) - length, size=lab.samples)
+    present = np.stack([np.asarray(lab.tokens[start : start + length]) for start in starts]).astype(np.int64)
+    stretch = _stretches(lab, kind, rng)
+    present[:, lead : lead + size] = present[:, -size:] = stretch
+    absent = present.copy()
+    other = _stretches(lab, kind, rng)
+    absent[:, lead : lead + size] = other
+    if kind == "recall":
+        absent[:, lead : lead + CUE] = stretch[:, :CUE]  # the key was there, with another value
+    return present, absent
+
+
+def _stretches(lab: Lab, kind: str, rng: np.random.Generator) -> np.ndarray:
+    size = CUE + VALUE
+    if kind == "copy":
+        starts = rng.integers(len(lab.tokens) - size, size=lab.samples)
+        return np.stack([np.asarray(lab.tokens[start : start + size]) for start in starts]).astype(np.int64)
+    # Token types that the text has: others were never trained and would say nothing.
+    known = np.unique(np.asarray(lab.tokens))
+    return rng.choice(known, size=(lab.samples, size)).astype(np.int64)
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    parts = []
+    for kind in ("copy", "recall"):
+        good = [
+            row["distance"] for row in rows if row["kind"] == kind and row["interval"] and row["interval"][0] > CERTAIN
+        ]
+        parts.append(f"{kind} up to {max(good):,} tokens" if good else f"no {kind} at any distance tried")
+    return "; ".join(parts)
+
+
+def table(result: dict[str, Any]) -> Group:
+    title = f"Loss of {result['scored']} tokens that stood before, after a cue of {result['cue']}"
+    shown = new_table("probe", "distance", "loss", "control", "gain", "95 %")
+    for row in result["rows"]:
+        numbers = (f"{row['loss']:.3f}", f"{row['control']:.3f}", f"{row['gain']:+.3f}", interval_text(row["interval"]))
+        shown.add_row(row["kind"], f"{row['distance']:,}", *numbers)
+    return titled(title, shown)
+
+
+analyses.register("recall")(Analysis("is something that stood d tokens ago still found?", run, table))

@@ -1,0 +1,85 @@
+"""Slopes at inference: does any change of them use context beyond the training length?
+
+The same targets are read after contexts of growing length, with the trained slopes and with changed ones (see
+trainshort.evaluate.slopes). If a model uses what lies beyond L, its loss at longer contexts is below that at L.
+"""
+
+from typing import Any
+
+import numpy as np
+from rich.console import Group
+
+from trainshort.analyze.base import (
+    SCORED,
+    Analysis,
+    Lab,
+    analyses,
+    interval_text,
+    mean_interval,
+    new_table,
+    probe_ends,
+    probes,
+    score_rows,
+    titled,
+)
+from trainshort.evaluate.slopes import Slopes, changed
+
+TRAINED = "trained"
+
+
+def variants(trained_at: int) -> list[str]:
+    return [TRAINED, "interpolate", "max_bias=16", f"window={trained_at}"]
+
+
+def run(lab: Lab) -> dict[str, Any]:
+    model = lab.model("the slopes analysis")
+    lengths = lab.multiples(1, 2, 4, 8)
+    ends = probe_ends(lab, lengths[-1])
+    losses: dict[tuple[str, int], np.ndarray] = {}
+    for variant in variants(lab.trained_at):
+        for length in lengths:
+            rows = probes(lab, ends, length)
+            if variant == TRAINED:
+                losses[variant, length] = score_rows(lab.target, rows, SCORED, lab.batch_tokens)
+                continue
+            with changed(model, Slopes.read(variant), lab.trained_at, length):
+                losses[variant, length] = score_rows(lab.target, rows, SCORED, lab.batch_tokens)
+    base = losses[TRAINED, lengths[0]]
+    found = [_row(variant, length, base, here) for (variant, length), here in losses.items()]
+    return {"summary": summary(found, lengths[0]), "probes": len(ends), "scored": int(base.size), "rows": found}
+
+
+def _row(variant: str, length: int, base: np.ndarray, losses: np.ndarray) -> dict[str, Any]:
+    gain = base.mean(axis=1) - losses.mean(axis=1)
+    return {
+        "slopes": variant,
+        "context": length,
+        "loss": float(losses.mean()),
+        "gain": float(gain.mean()),
+        "interval": mean_interval(gain),
+    }
+
+
+def summary(rows: list[dict[str, Any]], base: int) -> str:
+    longer = [row for row in rows if row["context"] > base]
+    if not longer:
+        return f"only the context of {base:,} tokens was tried"
+    sure = [row for row in longer if row["interval"] and row["interval"][0] > 0]
+    if not sure:
+        return f"no slopes use context beyond {base:,} tokens"
+    best = max(sure, key=lambda row: row["gain"])
+    return (
+        f"best beyond {base:,} tokens: slopes {best['slopes']} at {best['context']:,}, {best['gain']:+.4f} nats better"
+    )
+
+
+def table(result: dict[str, Any]) -> Group:
+    title = f"The same {result['scored']:,} targets after longer contexts (gain over the shortest, trained slopes)"
+    shown = new_table("slopes", "context", "loss", "gain", "95 %")
+    for row in result["rows"]:
+        numbers = (f"{row['loss']:.4f}", f"{row['gain']:+.4f}", interval_text(row["interval"]))
+        shown.add_row(row["slopes"], f"{row['context']:,}", *numbers)
+    return titled(title, shown)
+
+
+analyses.register("slopes")(Analysis("do other slopes use context beyond the training length?", run, table))
