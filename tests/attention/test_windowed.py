@@ -189,10 +189,30 @@ def test_a_very_long_run_by_its_last_rows(implementation):
     assert 0 < certificate.max() <= 1e-6
 
 
+@pytest.mark.parametrize("backend", ["auto", "windowed", "sdpa"])
+def test_attend_takes_a_tolerance_and_returns_a_certificate(backend):
+    q, k, v = inputs("normal", 2, 4, 2, 700, 700)
+    bias = LinearBias(torch.tensor([1.0, 0.5, 0.25, 0.125]))
+    exact = attend(q.double(), k.double(), v.double(), bias=bias, backend="reference")
+    for tolerance in (0.0, 1e-6, 0.1):
+        out, lse, left_out = attend(
+            q, k, v, bias=bias, backend=backend, tolerance=tolerance, return_lse=True, return_certificate=True
+        )
+        assert lse.shape == (2, 4, 700)
+        assert left_out.shape == (2, 4)
+        assert left_out.max() <= tolerance
+        assert (left_out.max() > 0) == (backend != "sdpa" and tolerance > 0)
+        assert (out - exact).norm(dim=-1).max() <= 2 * tolerance * v.norm(dim=-1).max() + 1e-5
+    out, left_out = attend(q, k, v, bias=bias, backend=backend, return_certificate=True)
+    assert torch.equal(out, attend(q, k, v, bias=bias, backend=backend))
+
+
 def test_mistakes_are_told_in_words():
     q, k, v = inputs("normal", 1, 2, 2, 8, 8)
     with pytest.raises(InputError, match=r"tolerance is a share of softmax mass, at least 0 and less than 1; got 1\.5"):
         windowed_attention(q, k, v, alibi.slopes(2), tolerance=1.5)
+    with pytest.raises(InputError, match="at least 0 and less than 1; got -1e-06"):
+        attend(q, k, v, tolerance=-1e-6)
     with pytest.raises(InputError, match=r"Unknown implementation 'compield'\. Did you mean 'compiled'\?"):
         attend_windowed(Problem(q, k, v, alibi.slopes(2), None, None), 0.0, "compield")
     learned = alibi.slopes(2).requires_grad_()

@@ -7,7 +7,7 @@ it and register themselves; each says in words what it cannot do.
 import logging
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -43,6 +43,9 @@ class DenseBias:
 
 Bias = LinearBias | DistanceBias | DenseBias
 
+TOLERANCE = 1e-6
+"""Softmax mass that a row may leave out where that is proven and saves work. Float32 loses as much by rounding."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -56,6 +59,7 @@ class Call:
     documents: Int[Tensor, "batch k_len"] | None = None
     dropout: float = 0.0
     needs_lse: bool = False
+    tolerance: float = TOLERANCE
 
     @property
     def group(self) -> int:
@@ -87,6 +91,15 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class CertifiedEngine(Engine, Protocol):
+    """An engine that may leave out what provably does not matter, and says how much that can have been."""
+
+    def run_certified(self, call: Call) -> tuple[Tensor, Tensor, Float[Tensor, "batch heads"]]:
+        """`run`, and the largest softmax mass that any row of a head can have left out, at most call.tolerance."""
+        ...
+
+
 engines: Registry[Engine] = Registry("attention engine")
 
 # First that can, first served. On GPUs only flex adds the bias to float32 scores without writing it out.
@@ -105,8 +118,10 @@ def attend(
     documents: Int[Tensor, "batch k_len"] | None = None,
     dropout: float = 0.0,
     backend: str = "auto",
+    tolerance: float = TOLERANCE,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_certificate: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Causal attention; the last query is aligned with the last key.
 
         q_len=2, k_len=5, distance:   3 2 1 0 .      '.' = masked
@@ -116,19 +131,27 @@ def attend(
     n − 1 before it. `documents` gives each key position the number of its document; queries, being the last positions,
     take theirs from it, and see only keys of the same number. With `return_lse` the log-sum-exp of each row's scores
     comes too (natural log, float32, without gradient), so that results over ranges of keys can be put together by
-    `merge`.
+    `merge`. `tolerance` is the softmax mass that an engine may leave out of a row where it proves that it is no more
+    (0: nothing); with `return_certificate` the largest mass so left out, per batch entry and head, comes last.
     """
-    call = Call(q, k, v, bias, window, documents, dropout, return_lse)
+    call = Call(q, k, v, bias, window, documents, dropout, return_lse, tolerance)
     check(call)
     name = choose(call) if backend == "auto" else backend
     engine = engines.get(name)
     if backend != "auto" and (reason := engine.unsupported(call)):
         raise InputError(f"Attention engine '{name}' cannot do this: {reason}.")
-    out, lse = engine.run(call)
-    if not return_lse:
-        return out
-    assert lse is not None, f"engine '{name}' promised a log-sum-exp"
-    return out, lse.detach()
+    if return_certificate and isinstance(engine, CertifiedEngine):
+        out, lse, certificate = engine.run_certified(call)
+    else:
+        out, lse = engine.run(call)
+        certificate = q.new_zeros(q.shape[:2], dtype=torch.float32)  # the others leave out nothing
+    results = [out]
+    if return_lse:
+        assert lse is not None, f"engine '{name}' promised a log-sum-exp"
+        results.append(lse.detach())
+    if return_certificate:
+        results.append(certificate)
+    return tuple(results) if len(results) > 1 else out
 
 
 def alibi_attention(
@@ -181,6 +204,8 @@ def check(call: Call) -> None:
     _check_bias(call.bias, q.shape[1], q.shape[2], k.shape[2])
     if call.window is not None and call.window < 1:
         raise InputError(f"window must be at least 1 (a token sees itself), got {call.window}.")
+    if not 0 <= call.tolerance < 1:
+        raise InputError(f"tolerance is a share of softmax mass, at least 0 and less than 1; got {call.tolerance}.")
     if not 0 <= call.dropout < 1:
         raise InputError(f"dropout must be in [0, 1), got {call.dropout}.")
     documents = call.documents

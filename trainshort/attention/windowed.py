@@ -17,15 +17,13 @@ from torch import Tensor
 
 from trainshort.attention import kernel, windowed_torch
 from trainshort.attention.kernel.library import DTYPES, PANEL, Problem
-from trainshort.attention.op import Call, LinearBias, engines
+from trainshort.attention.op import TOLERANCE, Call, LinearBias, check, engines
 from trainshort.attention.squares import row_mask_fault
 from trainshort.errors import InputError
 from trainshort.registry import did_you_mean
 
 log = logging.getLogger("trainshort.attention")
 
-TOLERANCE = 1e-6
-"""Softmax mass that any row may leave out. Float32 loses as much by rounding."""
 WIDEST = 1024
 """Largest head dimension that the kernel's scratch space is laid out for."""
 IMPLEMENTATIONS = ("auto", "compiled", "torch")
@@ -50,10 +48,13 @@ class Windowed:
         return None if _compiled(call.q.dtype) else row_mask_fault()
 
     def run(self, call: Call) -> tuple[Tensor, Tensor]:
+        out, lse, _ = self.run_certified(call)
+        return out, lse
+
+    def run_certified(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         assert isinstance(call.bias, LinearBias)
         problem = Problem(call.q, call.k, call.v, call.bias.slopes, call.documents, call.window)
-        out, lse, _ = attend_windowed(problem, TOLERANCE)
-        return out, lse
+        return attend_windowed(problem, call.tolerance)
 
 
 def windowed_attention(
@@ -72,7 +73,8 @@ def windowed_attention(
         out, lse, left_out = windowed_attention(q, k, v, alibi.slopes(8), tolerance=1e-4)
         left_out.max() <= 1e-4
     """
-    call = Call(q, k, v, LinearBias(slopes), window, documents)
+    call = Call(q, k, v, LinearBias(slopes), window, documents, tolerance=tolerance)
+    check(call)
     if reason := Windowed().unsupported(call):
         raise InputError(f"Attention engine 'windowed' cannot do this: {reason}.")
     return attend_windowed(Problem(q, k, v, slopes, documents, window), tolerance)
@@ -80,8 +82,6 @@ def windowed_attention(
 
 def attend_windowed(problem: Problem, tolerance: float, implementation: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
     """`windowed_attention` on checked inputs. The implementation is chosen by tests and benchmarks only."""
-    if not 0 <= tolerance < 1:
-        raise InputError(f"tolerance is a share of softmax mass, at least 0 and less than 1; got {tolerance}.")
     if implementation not in IMPLEMENTATIONS:
         close = did_you_mean(implementation, IMPLEMENTATIONS)
         raise InputError(f"Unknown implementation '{implementation}'.{close} Known: {', '.join(IMPLEMENTATIONS)}.")
