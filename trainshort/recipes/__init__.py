@@ -13,4 +13,4 @@ from trainshort.registry import Registry
 
 recipes: Registry[Callable[[], RunConfig]] = Registry("recipe")
 
-from trainshort.recipes import demo  # noqa: E402, F401  (fills the registry)
+from trainshort.recipes import catalog, demo  # noqa: E402, F401  (fills the registry)

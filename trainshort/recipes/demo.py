@@ -5,19 +5,15 @@ Every method gets the same optimizer settings, chosen before anything was compar
 
 from collections.abc import Callable
 
-from trainshort.config import OptimConfig, RunConfig, TrainConfig
-from trainshort.presets import presets
+from trainshort.config import RunConfig
 from trainshort.recipes import recipes
+from trainshort.recipes.scales import Variant, laptop
 
 METHODS = ("alibi", "sinusoidal", "rotary", "t5", "none")
 
 
 def demo_config(position: str) -> RunConfig:
-    return RunConfig(
-        model=presets.get("laptop")().replace(position=position, vocabulary=0),
-        optim=OptimConfig(lr=2e-3, warmup=50),
-        train=TrainConfig(length=128, batch=32, steps=300),
-    )
+    return laptop(Variant("wikitext103", position, 512))
 
 
 def _add(position: str) -> None:

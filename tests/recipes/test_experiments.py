@@ -1,0 +1,127 @@
+"""Every table and figure of the paper is there, with all its numbers, and has a valid config at every scale."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainshort.config import RunConfig
+from trainshort.errors import InputError
+from trainshort.recipes import recipes
+from trainshort.recipes.catalog import recipe_name
+from trainshort.recipes.experiments import Reading, choose, experiments, reseeded
+from trainshort.recipes.names import run_name
+from trainshort.recipes.published import published
+from trainshort.recipes.scales import PAPER_GPUS, Variant, scales
+
+TABLES = [f"table{n}" for n in range(1, 16)]
+FIGURES = [f"fig{n}" for n in (1, 2, 4, 5, 6, 7, 8, 9, 11)]
+
+
+def numbers(value) -> list[float]:
+    """All numbers in nested data."""
+    if isinstance(value, dict):
+        return [n for one in value.values() for n in numbers(one)]
+    if isinstance(value, list):
+        return [n for one in value for n in numbers(one)]
+    return [float(value)] if isinstance(value, int | float) else []
+
+
+def test_every_table_and_figure_is_there():
+    assert set(experiments.names()) == {"demo", *TABLES, *FIGURES}
+
+
+@pytest.mark.parametrize("name", ["table5", "table7", "table8", "table9", "table10", "table13", "table14", "table15"])
+def test_every_published_perplexity_is_a_cell(name):
+    cells = sorted(cell.published for cell in choose([name])[0].cells if cell.published is not None)
+    assert cells == sorted(numbers(published()[name]))
+
+
+def test_sweep_tables_hold_every_point():
+    for name, count in (("table2", 35), ("table3", 35), ("table4", 33)):
+        cells = choose([name])[0].cells
+        assert len({cell.reading for cell in cells}) == count == len(published()[name])
+        oom = [cell for cell in cells if cell.published is None]
+        assert {cell.variant.position for cell in oom} == {"t5"}
+
+
+def test_a_few_golden_cells():
+    cells = {(c.row, c.column): c for c in choose(["table5"])[0].cells}
+    cell = cells["ALiBi, L = 512", "3072"]
+    assert (cell.published, cell.variant, cell.reading) == (18.40, Variant("wikitext103", "alibi", 512), Reading(3072))
+    cells = {(c.row, c.column): c for c in choose(["table10"])[0].cells}
+    cell = cells["ALiBi, L = 512 read at 3072", "test"]
+    assert (cell.published, cell.variant.setup, cell.reading) == (11.11, "books", Reading(3072, 512, "test"))
+    assert cells["kNN-LM", "valid"].variant is None
+
+
+@pytest.mark.parametrize("scale", scales.names())
+@pytest.mark.parametrize("name", ["demo", *TABLES, *FIGURES])
+def test_every_model_has_a_valid_config(scale, name):
+    chosen, experiment = scales.get(scale), choose([name])[0]
+    wanted = [*experiment.variants(chosen), *experiment.measured_apart(chosen)]
+    assert wanted
+    for variant in wanted:
+        config = chosen.config(variant)
+        assert RunConfig.model_validate_json(config.model_dump_json()) == config
+        assert config.train.length == chosen.length(variant.length)
+        for reading in experiment.readings(chosen, variant):
+            assert chosen.length(reading.length) <= chosen.longest
+
+
+@pytest.mark.parametrize("scale", ["laptop", "gpu"])
+def test_runs_differ_in_position_and_length_alone_and_see_equally_many_tokens(scale):
+    chosen = scales.get(scale)
+    configs = [chosen.config(variant) for name in TABLES for variant in choose([name])[0].variants(chosen)]
+    assert len({c.train.steps * c.train.batch * c.train.length for c in configs}) == 1
+    assert len({c.optim.model_dump_json() for c in configs}) == 1
+    assert len({c.model.replace(position="none").model_dump_json() for c in configs}) == 1
+
+
+def test_paper_scale_is_the_published_setup():
+    config = scales.get("paper").config(Variant("wikitext103", "alibi", 512))
+    assert config.train.batch * config.train.length == 73_728
+    assert (config.train.steps, config.optim.lr, config.optim.momentum, config.optim.clip) == (286_000, 1.0, 0.99, 0.1)
+    assert (config.optim.warmup, config.optim.min_lr, config.optim.warmup_from) == (16_000, 1e-4, 1e-7)
+    for name in TABLES:
+        for variant in choose([name])[0].variants(scales.get("paper")):
+            settings, gpus = scales.get("paper").config(variant).train, PAPER_GPUS[variant.setup]
+            assert settings.batch % gpus == 0
+            assert (settings.batch // gpus) % (settings.micro_batch or 1) == 0
+
+
+def test_every_model_has_a_recipe():
+    for name, scale in scales.items():
+        for table in TABLES:
+            for variant in choose([table])[0].variants(scale):
+                assert recipes.get(recipe_name(scale, variant))() == scale.config(variant), name
+
+
+def test_names_follow_what_a_run_is():
+    config = scales.get("laptop").config(Variant("wikitext103", "alibi", 512))
+    name = run_name(config)
+    assert name.startswith("alibi-128-")
+    assert run_name(config.replace(train={"keep": 3, "micro_batch": 2}, data={"folder": Path("x")})) == name
+    assert run_name(config.replace(train={"seed": 2})) != name
+    assert run_name(config.replace(optim={"lr": 1e-3})) != name
+
+
+def test_seeds_change_the_models_and_nothing_else():
+    one = choose(["table9"])[0]
+    two = reseeded(one, 2)
+    assert {cell.variant.seed for cell in two.cells if cell.variant} == {2}
+    assert reseeded(two, 1) == one
+
+
+def test_names_are_read_generously_and_unknown_ones_help():
+    assert [one.name for one in choose(["Table 5", "Fig. 1", "figure 11"])] == ["table5", "fig1", "fig11"]
+    with pytest.raises(InputError, match=r"Unknown table or figure 'table16'. Did you mean 'table"):
+        choose(["table16"])
+    with pytest.raises(InputError, match="Figure 3 is a drawing"):
+        choose(["Figure 3"])
+
+
+def test_published_numbers_ship_as_data():
+    path = Path(__file__).parents[2] / "trainshort" / "recipes" / "paper_tables.json"
+    assert json.loads(path.read_text()) == published()
+    assert len(numbers(published())) > 900

@@ -1,0 +1,203 @@
+"""Tasks, the runner, resuming, launchers, costs and plans, on models that train in a second."""
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tiny_paper import tiny_scale, two_methods
+
+from trainshort.claims.results import COST_FILE, read_costs
+from trainshort.commands.reproduce import Reproduce
+from trainshort.errors import InputError
+from trainshort.recipes.experiments import choose
+from trainshort.recipes.scales import Variant, scales
+from trainshort.reproduce import state
+from trainshort.reproduce.cost import measure_costs
+from trainshort.reproduce.launch import Cluster, run_on_cluster
+from trainshort.reproduce.plan import command, make_plan, paper_hours, told
+from trainshort.reproduce.runner import reproduce
+from trainshort.reproduce.tasks import Group, assign
+from trainshort.reproduce.work import work
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    return folder, tiny_scale(folder)
+
+
+def trained_alone(scale, methods=("alibi",)):
+    """The demo's tasks without costs, which start processes of their own."""
+    demo = two_methods()
+    cells = tuple(c for c in demo.cells if c.variant.position in methods and not c.apart)
+    return assign([replace(demo, cells=cells)], scale)
+
+
+def test_tasks_are_shared_between_tables():
+    laptop = scales.get("laptop")
+    alone = {task.name for task in assign(choose(["table2"]), laptop).tasks}
+    both = assign(choose(["table2", "fig1", "table15", "table8"]), laptop).tasks
+    assert alone < {task.name for task in both}
+    assert len(both) == len({task.name for task in both})
+    alibi = next(task for task in both if task.name.startswith("alibi-128"))
+    assert alibi.groups[Group("valid", None, 32_768)] >= {128, 256, 768}
+    assert alibi.groups[Group("valid", 32, 8192)] == {128, 256, 384, 512, 768}
+    assert len(assign(choose(["table9"]), laptop, range(1, 4)).tasks) == 9
+
+
+def test_work_goes_to_the_end_and_a_second_run_finds_nothing_to_do(tiny, tmp_path):
+    _, scale = tiny
+    assignment = trained_alone(scale)
+    task = assignment.tasks[0]
+    assert not state.finished(tmp_path, task)
+    reproduce(assignment, tmp_path, console=quiet())
+    assert state.finished(tmp_path, task)
+    assert state.share(tmp_path, task).done == state.share(tmp_path, task).total
+    folder = tmp_path / task.name
+    sample = json.loads((folder / state.SAMPLE).read_text())
+    assert sample["tokens"] == {"prompt": 8, "within": 8, "past": 48}
+    assert len(sample["prompt"]) == 8
+    files = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    reproduce(assignment, tmp_path, console=quiet())
+    assert files == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_second_run_needs_no_torch(tiny, tmp_path):
+    """That is what makes it quick: everything that is done is known from files."""
+    code = "import sys, trainshort.reproduce.runner, trainshort.report.build; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+
+
+def test_an_interrupted_task_goes_on(tiny, tmp_path):
+    """Whatever part is missing is made, and the rest is left as it is."""
+    _, scale = tiny
+    task = trained_alone(scale).tasks[0]
+    work(task, tmp_path)
+    folder = tmp_path / task.name
+    whole = {row.length: row.nll for one in state.evaluations(folder) for row in one.rows}
+    for path in (folder / "eval").glob("valid-stride*.json"):
+        path.unlink()
+    shutil.rmtree(folder / "checkpoints" / "step-000000004")
+    assert not state.finished(tmp_path, task)
+    work(task, tmp_path)
+    assert state.finished(tmp_path, task)
+    assert {row.length: row.nll for one in state.evaluations(folder) for row in one.rows} == whole
+
+
+def test_learning_curves_read_the_checkpoints(tiny, tmp_path):
+    _, scale = tiny
+    curves = choose(["fig5"])[0]
+    cells = tuple(c for c in curves.cells if c.variant == Variant("cc100", "alibi", 512))
+    task = assign([replace(curves, cells=cells)], scale).tasks[0]
+    work(task, tmp_path)
+    assert state.finished(tmp_path, task)
+    steps = {one.target["step"] for one in state.evaluations(tmp_path / task.name)}
+    assert steps == {state.step_of(path) for path in state.checkpoints(tmp_path / task.name)}
+    assert len(steps) == 2
+
+
+def test_jobs_run_through_submitit_and_a_failed_one_is_named(tiny, tmp_path):
+    pytest.importorskip("submitit", reason="the scale extra is not installed")
+    _, scale = tiny
+    good, bad = trained_alone(scale, ("alibi", "sinusoidal")).tasks
+    (tmp_path / bad.name).mkdir()
+    (tmp_path / bad.name / "other.txt").write_text("not a run")
+    done: list[str] = []
+    with pytest.raises(InputError, match=rf"1 jobs failed: {bad.name} .*no config\.json.*same command"):
+        run_on_cluster([good, bad], tmp_path, done.append, Cluster(kind="local", minutes=5, gpus=0))
+    assert done == [good.name]
+    assert state.finished(tmp_path, good)
+
+
+def test_costs_are_measured_once_and_kept(tiny, tmp_path):
+    _, scale = tiny
+    costs = dict(list(assign([two_methods()], scale).costs.items())[:1])
+    measure_costs(costs, tmp_path / COST_FILE)
+    first = read_costs(tmp_path)
+    assert first.keys() == costs.keys()
+    for entry in first.values():
+        assert entry["tokens"] == 64
+        assert len(entry["train_seconds"]) == len(entry["read_seconds"]) > 3
+        assert min(entry["train_seconds"]) > 0
+        assert entry["train_memory"] is None or entry["train_memory"] > 0
+    measure_costs(costs, tmp_path / COST_FILE)
+    assert read_costs(tmp_path) == first
+    (tmp_path / COST_FILE).write_text("{")
+    with pytest.raises(InputError, match=r"cannot be read\. Remove it, and the costs are measured again"):
+        read_costs(tmp_path)
+
+
+def test_plan_of_the_paper(tmp_path):
+    paper = scales.get("paper")
+    entries = {entry.variant: entry for entry in make_plan(choose(["table6", "table9", "table11"]), paper, tmp_path)}
+    alibi = entries[Variant("wikitext103", "alibi", 512)]
+    assert (alibi.parameters, alibi.gpus, alibi.memory) == (246_933_504, 8, 15.3)
+    assert alibi.tokens == 286_000 * 73_728
+    assert round(alibi.hours or 0, 1) == 25.9
+    assert "torchrun --nnodes=1 --nproc_per_node=8" in alibi.command
+    assert " -m trainshort train paper-wikitext103-alibi-512 " in alibi.command
+    large = entries[Variant("cc100", "alibi", 1024)]
+    assert (large.gpus, large.memory) == (128, 26.2)
+    assert round(large.parameters / 1e9, 2) == 1.36
+    assert "--nnodes=16 --nproc_per_node=8" in large.command
+    text = told(list(entries.values()), paper)
+    assert "GPU-hours of V100s" in text
+    assert paper_hours(Variant("wikitext103", "t5", 3072), 286_000 * 73_728) == pytest.approx(170, abs=1)
+
+
+def test_plan_commands_are_plain_without_many_gpus():
+    assert command("gpu-alibi-512", Path("runs/x"), 1) == "trainshort train gpu-alibi-512 --out runs/x --resume"
+    assert command("gpu-alibi-512", Path("runs/x"), 1, seed=2).endswith("--train.seed 2")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"scale": "laptp"}, "Unknown scale 'laptp'. Did you mean 'laptop'? Known: laptop, gpu, paper."),
+        ({"only": "tabel5"}, "Unknown table or figure 'tabel5'. Did you mean 'table5'?"),
+        ({"launcher": "slrm"}, "Unknown launcher 'slrm'. Did you mean 'slurm'? Known: local, slurm."),
+        ({"seeds": 0}, "--seeds is a number from 1 to 9, got 0."),
+        ({"scale": "paper", "only": "table5"}, "The paper's scale does not run on one machine. See --plan"),
+    ],
+)
+def test_mistakes_are_told(options, sentence):
+    with pytest.raises(InputError) as error:
+        Reproduce(**options).run()
+    assert str(error.value).startswith(sentence)
+
+
+def test_slurm_that_is_not_there_is_told(tiny, tmp_path):
+    pytest.importorskip("submitit", reason="the scale extra is not installed")
+    if shutil.which("sbatch"):
+        pytest.skip("this machine has Slurm")
+    with pytest.raises(InputError, match="Use --launcher local"):
+        run_on_cluster(trained_alone(tiny[1]).tasks, tmp_path, lambda name: None, Cluster())
+
+
+def test_a_folder_that_is_no_run_is_told_and_left(tiny, tmp_path):
+    _, scale = tiny
+    task = trained_alone(scale).tasks[0]
+    (tmp_path / task.name).mkdir()
+    (tmp_path / task.name / "half").write_text("written")
+    with pytest.raises(InputError, match=r"holds files but no config\.json, so it is not a run"):
+        work(task, tmp_path)
+    assert (tmp_path / task.name / "half").read_text() == "written"
+
+
+def test_a_run_of_another_version_is_told(tiny, tmp_path):
+    _, scale = tiny
+    task = trained_alone(scale).tasks[0]
+    (tmp_path / task.name).mkdir()
+    (tmp_path / task.name / "config.json").write_text('{"format": 99}')
+    with pytest.raises(InputError, match=r"this config has format 99.*use the version that wrote it"):
+        work(task, tmp_path)

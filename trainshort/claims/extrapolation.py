@@ -1,0 +1,203 @@
+"""Claims about perplexity: how far each method is good, and why. Thresholds were set before any run was looked at."""
+
+from trainshort.claims.measured import Measured, View
+from trainshort.claims.verdicts import Outcome, claim, missing, sources, verdict
+from trainshort.recipes.experiments import NAMES, Reading
+from trainshort.recipes.scales import Variant
+
+BASE = 512
+"""The training length of the demo and of Figure 1's left half, in the paper's numbers."""
+SLACK = 1.01
+"""A perplexity counts as no worse up to this many times the one at the training length."""
+WORSE = 1.10
+"""Clearly worse: ten per cent."""
+FLAT = 0.03
+"""Flat: within three per cent (the paper's own ALiBi rows move by 1.8 and 2.6 per cent)."""
+ORDER = ("sinusoidal", "rotary", "t5", "alibi")
+
+
+def ppl(view: View, position: str, at: float, *, length: int = BASE, stride: int | None = None) -> Measured | None:
+    """Perplexity of a WikiText-103 model read at a multiple of its training length."""
+    found = view.read(Variant("wikitext103", position, length), Reading(round(length * at), stride))
+    return found if found and found.values else None
+
+
+def usable(view: View, position: str) -> tuple[int, bool, Measured] | None:
+    """The longest length without a worse one before it, whether nothing longer was tried, and the base."""
+    base = ppl(view, position, 1)
+    runs = view.runs(Variant("wikitext103", position, BASE))
+    stored = runs[0].find(None) if runs else None
+    if base is None or stored is None:
+        return None
+    rows = [row for row in stored.evaluation.rows if row.length >= view.scale.length(BASE)]
+    longest, opened = rows[0].length, True
+    for row in rows:
+        if row.status != "scored" or row.perplexity > SLACK * rows[0].perplexity:
+            opened = False
+            break
+        longest = row.length
+    return longest, opened, base
+
+
+@claim(
+    "extrapolation-order",
+    "Sinusoidal positions stop being useful soonest, then rotary, then the T5 bias; ALiBi goes farthest.",
+    "trained at 512, best at 512 + 20…50, + 200, + 600 and + 12,000 or more",
+)
+def extrapolation_order(view: View) -> Outcome:
+    found = {method: usable(view, method) for method in ORDER}
+    if any(one is None for one in found.values()):
+        return missing("the four methods trained at one length (`--only demo`)")
+    reach = [one[0] for one in found.values() if one]
+    text = ", ".join(f"{NAMES[m]} {one[0]:,}{'+' if one[1] else ''}" for m, one in found.items() if one)
+    ordered = reach == sorted(reach) and reach[0] < reach[-1]
+    reason = f"Longest length at most {SLACK - 1:.0%} above the perplexity at its own; +: no longer one was tried."
+    return Outcome(verdict(ordered), text, reason, sources(*(one[2] for one in found.values() if one)))
+
+
+@claim(
+    "alibi-holds",
+    "ALiBi is no worse at many times its training length.",
+    "19.73 at 512, 18.34 at 8,512 (16.6 times)",
+)
+def alibi_holds(view: View) -> Outcome:
+    base, far = ppl(view, "alibi", 1), ppl(view, "alibi", 16)
+    if base is None or far is None:
+        return missing("an ALiBi model read at 1 and 16 times its length")
+    reason = f"{far.value / base.value - 1:+.1%}; up to {SLACK - 1:+.0%} counts as no worse."
+    return Outcome(
+        verdict(far.value <= SLACK * base.value),
+        f"{base.value:.2f}, then {far.value:.2f} at 16 times",
+        reason,
+        sources(base, far),
+    )
+
+
+@claim(
+    "sinusoidal-fails",
+    "Sinusoidal positions fail soon after the training length.",
+    "20.05 at 512, 43.54 at 1,012, 305.65 at 8,512",
+)
+def sinusoidal_fails(view: View) -> Outcome:
+    base, double, far = (ppl(view, "sinusoidal", times) for times in (1, 2, 16))
+    if base is None or double is None:
+        return missing("a sinusoidal model read at 1 and 2 times its length")
+    text = f"{base.value:.2f}, then {double.value:.2f} at twice" + (f", {far.value:.2f} at 16 times" if far else "")
+    reason = f"{double.value / base.value - 1:+.0%} at twice the length; {WORSE - 1:+.0%} counts as clearly worse."
+    return Outcome(verdict(double.value > WORSE * base.value), text, reason, sources(base, double, far))
+
+
+@claim(
+    "short-beats-long",
+    "ALiBi trained at 512 and read at 3,072 beats sinusoidal trained at 3,072, on equally many tokens.",
+    "18.40 against 18.67 ± 0.24",
+)
+def short_beats_long(view: View) -> Outcome:
+    short, long = ppl(view, "alibi", 6), ppl(view, "sinusoidal", 1, length=3072)
+    if short is None or long is None:
+        return missing("sinusoidal trained at six times the length (`--only table6`)")
+    reason = f"ALiBi is {short.value / long.value - 1:+.1%} from sinusoidal; both saw equally many tokens."
+    return Outcome(
+        verdict(short.value < long.value), f"{short.value:.2f} against {long.value:.2f}", reason, sources(short, long)
+    )
+
+
+@claim(
+    "recency-helps",
+    "ALiBi is better than sinusoidal already at the training length: preferring near tokens helps.",
+    "19.73 against 20.05 at 512; 17.60 against 18.67 at 3,072",
+)
+def recency_helps(view: View) -> Outcome:
+    pairs = []
+    for length in view.scale.lengths:
+        alibi, sinusoidal = (ppl(view, method, 1, length=length) for method in ("alibi", "sinusoidal"))
+        if alibi and sinusoidal:
+            pairs.append((view.scale.length(length), alibi, sinusoidal))
+    if not pairs:
+        return missing("ALiBi and sinusoidal models of one length")
+    text = "; ".join(f"{a.value:.2f} against {s.value:.2f} at {length:,}" for length, a, s in pairs)
+    wins = sum(a.value < s.value for _, a, s in pairs)
+    reason = f"ALiBi is better at {wins} of {len(pairs)} lengths."
+    return Outcome(verdict(wins == len(pairs)), text, reason, sources(*(one for _, a, s in pairs for one in (a, s))))
+
+
+@claim(
+    "flat-sliding",
+    "With a sliding window ALiBi's curve is flat: it does not use more context than it was trained with.",
+    "stride 1: 17.98 at 512, 17.92 at 1,024, 18.28 at 2,048",
+)
+def flat_sliding(view: View) -> Outcome:
+    rows = [ppl(view, "alibi", times, stride=1) for times in (1, 2, 4)]
+    if any(row is None for row in rows):
+        return missing("ALiBi read with a sliding window at 1, 2 and 4 times its length")
+    values = [row.value for row in rows if row]
+    change = max(abs(value / values[0] - 1) for value in values)
+    reason = f"It moves by {change:.1%}; up to {FLAT:.0%} counts as flat. The stride here is {view.scale.stride(1)}."
+    return Outcome(
+        verdict(change <= FLAT),
+        ", ".join(f"{value:.2f}" for value in values) + " at 1, 2, 4 times",
+        reason,
+        sources(*rows),
+    )
+
+
+@claim(
+    "sliding-no-rescue",
+    "Sinusoidal's failure is no matter of evaluation: it fails with a sliding window as well.",
+    "stride 1: 18.35 at 512, 204.42 at 1,024",
+)
+def sliding_no_rescue(view: View) -> Outcome:
+    base, double = (ppl(view, "sinusoidal", times, stride=1) for times in (1, 2))
+    if base is None or double is None:
+        return missing("sinusoidal read with a sliding window")
+    reason = f"{double.value / base.value - 1:+.0%}; {WORSE - 1:+.0%} counts as clearly worse."
+    return Outcome(
+        verdict(double.value > WORSE * base.value),
+        f"{base.value:.2f}, then {double.value:.2f} at twice",
+        reason,
+        sources(base, double),
+    )
+
+
+@claim(
+    "early-tokens",
+    "What ALiBi gains from longer inputs comes mostly from fewer predictions with little context.",
+    "512 to 1,024: 0.92 without overlap (19.73 to 18.81), 0.06 with stride 1 (17.98 to 17.92)",
+)
+def early_tokens(view: View) -> Outcome:
+    runs = view.runs(Variant("wikitext103", "alibi", BASE))
+    tokens = view.scale.sliding_tokens
+    read = [
+        view.row(run, Reading(times * BASE, stride), tokens)
+        for run in runs[:1]
+        for stride in (None, 1)
+        for times in (1, 2)
+    ]
+    rows = [row for row, _ in read if row and row.status == "scored"]
+    if len(rows) < 4:
+        return missing("ALiBi read with and without overlap on the same text")
+    plain, sliding = rows[0].perplexity - rows[1].perplexity, rows[2].perplexity - rows[3].perplexity
+    text = f"1 to 2 times: {plain:.2f} without overlap, {sliding:.2f} with stride {view.scale.stride(1)}"
+    reason = "It holds when less than half of the gain is left with a sliding window."
+    found = tuple(dict.fromkeys(path for _, path in read if path))
+    return Outcome(verdict(plain > 0 and sliding < plain / 2), text, reason, found)
+
+
+@claim(
+    "optimum-near-2l",
+    "With much data and a large model ALiBi is best near twice its length, then rises mildly (a limit of the method).",
+    "1.3B, trained at 512: 9.79, best 9.30 at 1,012, then 9.96 at 10,512",
+)
+def optimum(view: View) -> Outcome:
+    if view.scale.stand_in:
+        return missing("the 1.3B model on CC100+RoBERTa; a small model on little text says nothing about it")
+    variant = Variant("cc100", "alibi", BASE)
+    runs = view.runs(variant)
+    stored = runs[0].find(None) if runs else None
+    rows = stored.evaluation.scored if stored else []
+    if len(rows) < 3 or stored is None:
+        return missing("the 1.3B model read at many lengths (`--only fig6`)")
+    best = min(rows, key=lambda row: row.perplexity)
+    near = 1.5 * BASE <= best.length <= 3 * BASE
+    text = f"best {best.perplexity:.2f} at {best.length:,}; {rows[-1].perplexity:.2f} at {rows[-1].length:,}"
+    return Outcome(verdict(near), text, "Near means between 1.5 and 3 times the length.", (stored.path,))

@@ -1,0 +1,100 @@
+"""A cell of the paper as it was obtained here: from stored sums, over all seeds that were run. No torch."""
+
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainshort.claims.results import SEEDS, Collection, Run
+from trainshort.evaluate.results import Row
+from trainshort.recipes.experiments import Cell, Reading
+from trainshort.recipes.scales import Scale, Variant
+
+RATES = {"train speed": "train_seconds", "read speed": "read_seconds"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Values of one quantity, one per seed, and the files they come from."""
+
+    values: tuple[float, ...]
+    sources: tuple[Path, ...]
+    status: str = "scored"
+    """scored, or why there is no number."""
+
+    @property
+    def value(self) -> float:
+        return statistics.fmean(self.values) if self.values else float("nan")
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over the seeds; None with one."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+
+@dataclass(frozen=True)
+class View:
+    """A collection seen at one scale, asked in the paper's numbers."""
+
+    collection: Collection
+    scale: Scale
+
+    def cell(self, cell: Cell) -> Measured | None:
+        """What was obtained for a cell; None when it was not run."""
+        if cell.variant is None:
+            return None
+        if cell.apart:
+            return self.cost(cell.variant, cell.quantity)
+        if cell.quantity == "learning curve" or cell.reading is None:
+            return None
+        return self.read(cell.variant, cell.reading, speed=cell.quantity == "read speed")
+
+    def runs(self, variant: Variant) -> list[Run]:
+        found = (self.collection.run(replace(variant, seed=seed), self.scale) for seed in SEEDS)
+        return [run for run in found if run]
+
+    def read(self, variant: Variant, reading: Reading, *, speed: bool = False) -> Measured | None:
+        """Perplexity (or reading speed) at a length, over the seeds."""
+        values, sources, status = [], [], "scored"
+        for run in self.runs(variant):
+            row, path = self.row(run, reading)
+            if row is None or path is None:
+                continue
+            sources.append(path)
+            if row.status != "scored":
+                status = row.status
+            elif (value := row.speed if speed else row.perplexity) is not None:
+                values.append(value)
+        return Measured(tuple(values), tuple(sources), "scored" if values else status) if sources else None
+
+    def row(self, run: Run, reading: Reading, tokens: int | None = None) -> tuple[Row | None, Path | None]:
+        """The row of a run at a reading; `tokens` bounds the text, to compare two protocols on the same one."""
+        limit = tokens if tokens is not None or reading.stride is None else self.scale.sliding_tokens
+        stored = run.find(self.scale.stride(reading.stride), reading.split, limit)
+        row = stored.evaluation.row(self.scale.length(reading.length)) if stored else None
+        return (row, stored.path) if stored and row else (None, None)
+
+    def cost(self, variant: Variant, quantity: str) -> Measured | None:
+        """Speed in tokens/s or memory in GB, as measured in rounds on this machine."""
+        from trainshort.recipes.names import run_name
+
+        entry: dict[str, Any] | None = self.collection.costs.get(run_name(self.scale.config(variant)))
+        path = self.collection.cost_path
+        if entry is None or path is None:
+            return None
+        if quantity == "train memory":
+            memory = entry["train_memory"]
+            return None if memory is None else Measured((memory / 1e9,), (path,))
+        return Measured((entry["tokens"] / statistics.median(entry[RATES[quantity]]),), (path,))
+
+    def curve(self, variant: Variant, reading: Reading) -> list[tuple[int, float, Path]]:
+        """Tokens trained on and perplexity at a reading, for each checkpoint that was kept and read."""
+        points = []
+        for run in self.runs(variant):
+            for stored in run.evaluations:
+                one = stored.evaluation
+                row = one.row(self.scale.length(reading.length))
+                if one.target["kind"] == "checkpoint" and one.protocol["stride"] is None and row:
+                    settings = run.config.train
+                    points.append((one.target["step"] * settings.batch * settings.length, row.perplexity, stored.path))
+        return sorted(points)

@@ -1,0 +1,136 @@
+"""Run folders as data: settings, evaluations, metrics, costs. No torch.
+
+Only files are read, and each number keeps the path of the file it came from.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trainshort.config import RunConfig, load_config
+from trainshort.errors import InputError
+from trainshort.evaluate.results import Evaluation, load
+from trainshort.recipes.experiments import experiments, reseeded
+from trainshort.recipes.names import run_name
+from trainshort.recipes.scales import Scale, Variant, scales
+from trainshort.runs import RunFolder, read_lines
+
+COST_FILE = "cost.json"
+COST_FORMAT = 1
+SEEDS = range(1, 10)
+"""Seeds that are looked for."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An evaluation and the file it lies in."""
+
+    path: Path
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder."""
+
+    path: Path
+    config: RunConfig
+    evaluations: tuple[Stored, ...]
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_lines(RunFolder(self.path).metrics)
+
+    @cached_property
+    def sessions(self) -> list[dict[str, Any]]:
+        return read_lines(RunFolder(self.path).sessions)
+
+    def find(self, stride: int | None, split: str = "valid", tokens: int | None = None) -> Stored | None:
+        """The evaluation of the run's best weights by one protocol; the one on most text, or on at most `tokens`."""
+        found = [
+            stored
+            for stored in self.evaluations
+            if (one := stored.evaluation).protocol["stride"] == stride
+            and one.protocol["slopes"] is None
+            and one.corpus["split"] == split
+            and one.target["kind"] == "run"
+            and (tokens is None or one.corpus["tokens"] <= tokens)
+        ]
+        return max(found, key=lambda stored: stored.evaluation.corpus["tokens"], default=None)
+
+
+@dataclass(frozen=True)
+class Collection:
+    """All runs under some folders, and the costs beside them."""
+
+    runs: dict[str, Run]
+    costs: dict[str, Any] = field(default_factory=dict)
+    cost_path: Path | None = None
+
+    @cached_property
+    def scale(self) -> Scale | None:
+        """The scale that most of the runs belong to; None when they are somebody's own."""
+        counts = {name: sum(run in self.runs or run in self.costs for run in variants(name)) for name in scales.names()}
+        best = max(counts, key=lambda name: counts[name])
+        return scales.get(best) if counts[best] else None
+
+    def run(self, variant: Variant, scale: Scale) -> Run | None:
+        return self.runs.get(run_name(scale.config(variant)))
+
+
+def variants(scale_name: str) -> dict[str, Variant]:
+    """All runs that the experiments of a scale can have, by run name."""
+    scale = scales.get(scale_name)
+    wanted: dict[Variant, None] = {}
+    for _, build in experiments.items():
+        for seed in SEEDS:
+            one = reseeded(build(), seed)
+            wanted.update(dict.fromkeys((*one.variants(scale), *one.measured_apart(scale))))
+    return {run_name(scale.config(variant)): variant for variant in wanted}
+
+
+def collect(paths: Iterable[Path]) -> Collection:
+    """Read run folders, and folders of run folders. A folder without any result is refused."""
+    runs: dict[str, Run] = {}
+    costs: dict[str, Any] = {}
+    cost_path = None
+    for path in paths:
+        if not path.is_dir():
+            raise InputError(f"There is no folder {path}. Give run folders, or a folder that holds some.")
+        for folder in [path] if (path / "config.json").exists() else sorted(path.iterdir()):
+            if (folder / "config.json").exists():
+                runs[folder.name] = _read_run(folder)
+        if (path / COST_FILE).exists():
+            costs |= read_costs(path)
+            cost_path = path / COST_FILE
+    if not any(run.evaluations for run in runs.values()) and not costs:
+        shown = " ".join(str(path) for path in paths) or "nothing"
+        raise InputError(
+            f"{shown} holds no results. Make some by `trainshort reproduce --scale laptop --only demo`, "
+            "or evaluate your own runs by `trainshort evaluate RUN`."
+        )
+    return Collection(runs, costs, cost_path)
+
+
+def _read_run(folder: Path) -> Run:
+    found = tuple(Stored(path, load(path)) for path in sorted((folder / "eval").glob("*.json")))
+    return Run(folder, load_config(folder / "config.json"), found)
+
+
+def read_costs(root: Path) -> dict[str, Any]:
+    """Measured costs by run name; none when nothing was measured."""
+    path = root / COST_FILE
+    if not path.exists():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return dict(values["entries"]) if values["format"] == COST_FORMAT else {}
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"{path} cannot be read. Remove it, and the costs are measured again.") from None

@@ -1,0 +1,28 @@
+"""`trainshort report`: one page from stored results."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write index.html, report.md and the figures from run folders. Nothing is computed; only JSON is read.
+
+    Examples:
+      trainshort report runs/laptop
+      trainshort report runs/mine runs/theirs --out report/comparison
+    """
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Run folders, or folders that hold some."""
+    out: Path = Path("report")
+    """Folder to write."""
+
+    def run(self) -> None:
+        from trainshort.claims.results import collect
+        from trainshort.report.build import write_report
+
+        print(f"Report: {write_report(collect(self.runs), self.out)}")

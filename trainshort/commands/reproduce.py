@@ -1,0 +1,76 @@
+"""`trainshort reproduce`: the paper's tables and figures, at a scale one can afford."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Reproduce:
+    """Train and evaluate what the paper's tables and figures need; then write the report.
+
+    What is done is kept: the same command goes on after a kill, and computes nothing twice.
+
+    Examples:
+      trainshort reproduce --only demo
+      trainshort reproduce --scale laptop --only table5,fig1
+      trainshort reproduce --scale laptop --only table6 --seeds 3
+      trainshort reproduce --scale paper --plan
+      trainshort reproduce --scale gpu --only table2 --launcher slurm
+    """
+
+    scale: str = "laptop"
+    """laptop (two cores, minutes), gpu (one GPU, hours) or paper (8 to 128 GPUs, days)."""
+    only: str = ""
+    """Tables and figures by name, such as demo,table5,fig1. Default: all."""
+    seeds: int = 1
+    """Train every model with so many seeds; the report gives mean and spread."""
+    launcher: str = "local"
+    """local: here, one model after the other; slurm: one job per model, through submitit."""
+    plan: bool = False
+    """Only say what it would take: commands, GPUs, memory, tokens, hours."""
+    out: Path | None = None
+    """Folder of the runs. Default: runs/<scale>."""
+    report: Path | None = None
+    """Folder of the report. Default: report/<scale>."""
+
+    def run(self) -> None:
+        from rich.console import Console
+
+        from trainshort.errors import InputError
+        from trainshort.recipes.experiments import choose
+        from trainshort.recipes.scales import scales
+        from trainshort.reproduce.launch import check_launcher
+
+        scale = scales.get(self.scale)
+        chosen = choose(self.only.split(","))
+        check_launcher(self.launcher)
+        if not 1 <= self.seeds <= 9:
+            raise InputError(f"--seeds is a number from 1 to 9, got {self.seeds}.")
+        root = self.out or Path("runs") / scale.name
+        if self.plan:
+            from trainshort.reproduce.plan import make_plan, told
+
+            print(told(make_plan(chosen, scale, root, self.seeds), scale))
+            return
+        from trainshort.reproduce.runner import reproduce
+        from trainshort.reproduce.tasks import assign
+
+        assignment = assign(chosen, scale, range(1, self.seeds + 1))
+        if scale.name == "paper" and self.launcher == "local":
+            raise InputError("The paper's scale does not run on one machine. See --plan for the commands to start.")
+        console = Console()
+        reproduce(assignment, root, launcher=self.launcher, console=console)
+        finish(root, self.report or Path("report") / scale.name, console)
+
+
+def finish(root: Path, out: Path, console) -> None:
+    """The report, the table of the headline, and where to look."""
+    from trainshort.claims.results import collect
+    from trainshort.report.build import write_report
+    from trainshort.report.terminal import headline_table
+
+    collection = collect([root])
+    page = write_report(collection, out)
+    if table := headline_table(collection):
+        console.print(table)
+    console.print(f"Report: {page}", highlight=False, soft_wrap=True)

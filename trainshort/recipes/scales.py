@@ -1,0 +1,237 @@
+"""The same experiments at three scales: which text, which model, how long. No torch.
+
+The paper's lengths name an experiment's models at every scale ("the model trained at 512"); a scale says what takes
+their place. Within a scale only the position method and the length differ between runs: one optimizer setting, and as
+many tokens per update at every length.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from trainshort.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from trainshort.presets import presets
+from trainshort.registry import Registry
+
+SETUPS = ("wikitext103", "books", "cc100")
+"""The paper's three test beds."""
+
+LENGTHS = (64, 128, 256, 512, 1024, 1536, 2048, 3072)
+"""The paper's training lengths."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One model of the paper: test bed, position method, training length as the paper has it."""
+
+    setup: str
+    position: str
+    length: int
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How an experiment is made smaller, or left as it is."""
+
+    name: str
+    summary: str
+    shrink: int
+    """The paper's lengths are divided by this."""
+    lengths: tuple[int, ...]
+    """The paper's training lengths that are trained at this scale; the others are left out for time."""
+    left_out: Mapping[str, tuple[int, ...]]
+    """Lengths left out in single experiments, by their names."""
+    stride_one: int
+    """Stride that takes the place of the paper's stride 1."""
+    sliding_tokens: int | None
+    """Tokens of text scored by sliding windows; None: all."""
+    eval_tokens: int | None
+    """Tokens of text scored without overlap; None: all."""
+    longest: int
+    """Longest length that is read at this scale."""
+    build: Callable[[Variant], RunConfig]
+    stand_in: bool = False
+    """Whether one small corpus stands for all three test beds."""
+
+    def length(self, paper: int) -> int:
+        """What a length of the paper is here: at the laptop, 512 is 128."""
+        return max(1, round(paper / self.shrink))
+
+    def stride(self, paper: int | None) -> int | None:
+        if paper is None:
+            return None
+        return self.stride_one if paper == 1 else self.length(paper)
+
+    def config(self, variant: Variant) -> RunConfig:
+        return self.build(variant)
+
+
+def _as_the_paper(model: ModelConfig, position: str) -> ModelConfig:
+    """A small model that starts as the paper's do: embeddings as large as the sinusoids that are added to them. With
+    embeddings of deviation 0.02 the sinusoids would drown them, and that method would lose for no fault of its own."""
+    return model.replace(position=position, vocabulary=0, init="fairseq", embedding_scale=True)
+
+
+LAPTOP_TOKENS = 3072
+"""Tokens per update at the laptop: a multiple of every length that is trained, as the paper's 73,728 is."""
+
+
+def laptop(variant: Variant) -> RunConfig:
+    """4 layers, width 128, on the embedded corpus: about 100 seconds on two cores."""
+    length = variant.length // 4
+    return RunConfig(
+        model=_as_the_paper(presets.get("laptop")(), variant.position),
+        data=DataConfig(corpus="sotu", tokenizer="bpe", vocabulary=2048),
+        optim=OptimConfig(lr=2e-3, warmup=50),
+        train=TrainConfig(
+            length=length,
+            batch=LAPTOP_TOKENS // length,
+            steps=360,
+            seed=variant.seed,
+            valid_every=60,
+            valid_tokens=16_384,
+            save_every=90,
+            keep=4,
+        ),
+    )
+
+
+GPU_TOKENS = 36_864
+
+
+def gpu(variant: Variant) -> RunConfig:
+    """6 layers, width 512, on WikiText-103 in sub-words: an hour or so on one GPU."""
+    return RunConfig(
+        model=_as_the_paper(presets.get("small")(), variant.position).replace(dropout=0.1),
+        data=DataConfig(corpus="wikitext-103", tokenizer="bpe", vocabulary=8192),
+        optim=OptimConfig(lr=1e-3, warmup=1000, clip=1.0),
+        train=TrainConfig(
+            length=variant.length,
+            batch=GPU_TOKENS // variant.length,
+            micro_batch=1 if variant.length > 1024 else None,
+            steps=20_000,
+            seed=variant.seed,
+            precision="bfloat16",
+            valid_every=1000,
+            save_every=1000,
+        ),
+    )
+
+
+PAPER_TOKENS = 73_728
+PAPER_GPUS = {"wikitext103": 8, "books": 8, "cc100": 128}
+
+
+def paper(variant: Variant) -> RunConfig:
+    """The published setup; what the paper leaves open is said in docs/reproduce.md."""
+    return _cc100(variant) if variant.setup == "cc100" else _wikitext(variant)
+
+
+def _wikitext(variant: Variant) -> RunConfig:
+    """286,000 updates of Nesterov momentum on 8 GPUs; BookCorpus by the same recipe, with a plain tied vocabulary."""
+    books = variant.setup == "books"
+    # At 2,048 the released command fits 4 sequences in 9,216 tokens, so an update has 65,536; elsewhere 73,728.
+    batch = 32 if variant.length == 2048 else PAPER_TOKENS // variant.length
+    return RunConfig(
+        # A sub-word vocabulary has the size of its tokenizer.json, so the data gives it.
+        model=presets.get(variant.setup)().replace(position=variant.position, vocabulary=0 if books else 267_744),
+        data=DataConfig(
+            corpus="bookcorpus" if books else "wikitext-103",
+            tokenizer="bert/tokenizer.json" if books else "words",
+            vocabulary=29_056 if books else 267_744,
+        ),
+        optim=OptimConfig(
+            name="nesterov",
+            lr=1.0,
+            min_lr=1e-4,
+            warmup=16_000,
+            warmup_from=1e-7,
+            momentum=0.99,
+            weight_decay=0.0,
+            clip=0.1,
+        ),
+        train=TrainConfig(
+            length=variant.length,
+            batch=batch,
+            micro_batch=1 if variant.length == 3072 else None,
+            steps=286_000,
+            seed=variant.seed,
+            precision="bfloat16",
+            valid_every=2000,
+            valid_tokens=217_646,
+            save_every=2000,
+        ),
+    )
+
+
+CC100_TOKENS = 2_097_152
+
+
+def _cc100(variant: Variant) -> RunConfig:
+    """50,000 updates on 128 GPUs; optimizer and batch follow BASE Layers, since the paper does not give them."""
+    return RunConfig(
+        model=presets.get("cc100")().replace(position=variant.position, vocabulary=0),
+        data=DataConfig(corpus="cc100", tokenizer="gpt2/tokenizer.json", vocabulary=51_200),
+        optim=OptimConfig(lr=7.5e-5, warmup=2000, schedule="linear", weight_decay=0.0, clip=0.1),
+        train=TrainConfig(
+            length=variant.length,
+            batch=CC100_TOKENS // variant.length,
+            micro_batch=max(1, 2048 // variant.length),
+            steps=50_000,
+            seed=variant.seed,
+            precision="bfloat16",
+            parallel="fsdp",
+            checkpoint_activations=False,
+            valid_every=1000,
+            valid_tokens=649_000,
+            save_every=1000,
+        ),
+    )
+
+
+scales: Registry[Scale] = Registry("scale")
+
+scales.register("laptop")(
+    Scale(
+        name="laptop",
+        summary="two CPU cores, 4 layers of width 128, the embedded corpus, lengths divided by 4",
+        shrink=4,
+        lengths=(256, 512, 1024, 2048, 3072),
+        left_out={"table5": (2048,), "fig4": (2048,), "fig8": (2048,)},
+        stride_one=32,
+        sliding_tokens=8192,
+        eval_tokens=32_768,
+        longest=4096,
+        build=laptop,
+        stand_in=True,
+    )
+)
+scales.register("gpu")(
+    Scale(
+        name="gpu",
+        summary="one GPU, 6 layers of width 512, WikiText-103 in sub-words, the paper's lengths",
+        shrink=1,
+        lengths=LENGTHS,
+        left_out={},
+        stride_one=16,
+        sliding_tokens=65_536,
+        eval_tokens=None,
+        longest=16_384,
+        build=gpu,
+        stand_in=True,
+    )
+)
+scales.register("paper")(
+    Scale(
+        name="paper",
+        summary="the published setup: 8 GPUs for WikiText-103 and BookCorpus, 128 for CC100+RoBERTa",
+        shrink=1,
+        lengths=LENGTHS,
+        left_out={},
+        stride_one=1,
+        sliding_tokens=None,
+        eval_tokens=None,
+        longest=16_384,
+        build=paper,
+    )
+)

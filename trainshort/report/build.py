@@ -1,0 +1,102 @@
+"""`write_report`: a folder with index.html, report.md, the figures, and a copy of every file behind them."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from trainshort.claims.measured import View
+from trainshort.claims.results import Collection
+from trainshort.claims.verdicts import Claim, Outcome, judge
+from trainshort.errors import InputError
+from trainshort.report import headline as first
+from trainshort.report import page, sections
+from trainshort.report.figures import Figure
+from trainshort.report.pictures import draw
+from trainshort.report.sources import Sources
+from trainshort.report.tables import paper_figures, paper_tables
+from trainshort.runs import write_whole
+
+
+def write_report(collection: Collection, out: Path) -> Path:
+    """Write everything, and return the path of the page."""
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out} is a file, but a report needs a folder. Choose another --out.")
+    out.mkdir(parents=True, exist_ok=True)
+    sources = Sources(out)
+    view = View(collection, collection.scale) if collection.scale else None
+    headline = first.find_headline(collection)
+    figure = first.figure(headline, with_paper=view is not None) if headline else None
+    costs = sections.cost_figures(collection)
+    figures = _figures(collection, headline, view)
+    judged = judge(view) if view else []
+    content: dict[str, Any] = {
+        "title": "Train short, test long: what was obtained here",
+        "subtitle": _subtitle(collection),
+        "sentences": first.sentences(headline) if headline else [],
+        "headline": figure,
+        "lines": headline.lines if headline else (),
+        "lengths": headline.lengths if headline else [],
+        "claims": judged,
+        "tally": _tally(judged),
+        "scale": view.scale.name if view else "",
+        "costs": costs,
+        "figures": figures,
+        "samples": sections.samples(collection),
+        "tables": paper_tables(view, sources) if view else [],
+        "origin": sections.origin(collection),
+        "runs": list(collection.runs.values()),
+        "link": sources.link,
+    }
+    drawn = [*([figure] if figure else []), *costs, *figures]
+    for one in drawn:
+        draw(one, out)
+    write_whole(out / "index.html", page.html(content, drawn))
+    write_whole(out / "report.md", page.markdown(content))
+    _write_claims(judged, out / "claims.json", content["scale"])
+    return out / "index.html"
+
+
+def _figures(collection: Collection, headline: first.Headline | None, view: View | None) -> list[Figure]:
+    """Figures after the headline, those that have data."""
+    made: list[Figure | None] = []
+    if headline:
+        made.append(sections.position_figure(headline, collection))
+        made.append(sections.early_figure(headline, collection, view))
+    if view:
+        made += paper_figures(view)
+    return [figure for figure in made if figure]
+
+
+def _subtitle(collection: Collection) -> str:
+    count = len(collection.runs)
+    models = f"{count} model{'' if count == 1 else 's'}"
+    scale = collection.scale
+    return f"{models} at the {scale.name} scale: {scale.summary}." if scale else f"{models}."
+
+
+def _tally(judged: list[tuple[Claim, Outcome]]) -> str:
+    """`7 hold, 1 does not, 3 cannot be tested at this scale.`"""
+    counts = Counter(outcome.verdict for claim, outcome in judged if not claim.oddity)
+    return (
+        f"{counts['holds']} hold, {counts['does not hold']} do not, "
+        f"{counts['not testable at this scale']} cannot be tested with what was run."
+    )
+
+
+def _write_claims(judged: list[tuple[Claim, Outcome]], path: Path, scale: str) -> None:
+    rows = [
+        {
+            "name": claim.name,
+            "statement": claim.statement,
+            "paper": claim.published,
+            "obtained": outcome.obtained,
+            "scale": scale,
+            "verdict": outcome.verdict,
+            "reason": outcome.reason,
+            "oddity": claim.oddity,
+            "sources": [str(source) for source in outcome.sources],
+        }
+        for claim, outcome in judged
+    ]
+    write_whole(path, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")

@@ -1,0 +1,183 @@
+"""The first screen: perplexity against length, and three sentences written from the same numbers."""
+
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainshort.claims.results import Collection, Run, Stored
+from trainshort.evaluate.results import Row, interval, perplexity
+from trainshort.recipes.experiments import NAMES
+from trainshort.recipes.names import run_name
+from trainshort.recipes.published import published
+from trainshort.report.figures import Figure, Series, color
+
+PAPER_LENGTH = 512
+ORDER = ("alibi", "t5", "rotary", "sinusoidal")
+NO_WORSE = 0.01
+"""Up to one per cent more perplexity counts as no worse."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One method's curve: mean perplexity over its seeds, by length."""
+
+    name: str
+    position: str
+    points: dict[int, float]
+    bounds: dict[int, tuple[float, float]]
+    seeds: int
+    sources: tuple[Path, ...]
+
+    def at(self, length: int) -> float | None:
+        return self.points.get(length)
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The lines of all methods that were trained at one length."""
+
+    length: int
+    lines: tuple[Line, ...]
+    corpus: str
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({length for line in self.lines for length in line.points})
+
+
+def find_headline(collection: Collection) -> Headline | None:
+    """The training length that most runs share, and their curves; None when no run was read at two lengths."""
+    found = [(run, stored) for run in collection.runs.values() if (stored := _sweep(run))]
+    if not found:
+        return None
+    length = Counter(run.config.train.length for run, _ in found).most_common(1)[0][0]
+    groups: dict[str, list[tuple[Run, Stored]]] = {}
+    for run, stored in found:
+        if run.config.train.length == length:
+            groups.setdefault(run_name(run.config.replace(train={"seed": 0})), []).append((run, stored))
+    positions = Counter(group[0][0].config.model.position for group in groups.values())
+    lines = []
+    for group in groups.values():
+        position = group[0][0].config.model.position
+        name = NAMES.get(position, position) if positions[position] == 1 else group[0][0].name
+        lines.append(_line(name, position, [stored for _, stored in group], length))
+    rank = {position: index for index, position in enumerate(ORDER)}
+    lines.sort(key=lambda line: (rank.get(line.position, 9), line.name))
+    corpus = found[0][1].evaluation.corpus
+    return Headline(
+        length, tuple(lines), f"{corpus['name']}, {corpus['tokens']:,} tokens of its {corpus['split']} split"
+    )
+
+
+def _sweep(run: Run) -> Stored | None:
+    """A run's evaluation without overlap that goes past its training length."""
+    stored = run.find(None)
+    length = run.config.train.length
+    rows = [row for row in stored.evaluation.scored if row.length >= length] if stored else []
+    return stored if len(rows) > 1 and rows[0].length == length else None
+
+
+def _line(name: str, position: str, group: list[Stored], length: int) -> Line:
+    rows: dict[int, list[Row]] = {}
+    for stored in group:
+        for row in stored.evaluation.scored:
+            if row.length >= length:
+                rows.setdefault(row.length, []).append(row)
+    points = {at: statistics.fmean(row.perplexity for row in found) for at, found in rows.items()}
+    bounds = {at: bound for at, found in rows.items() if (bound := _bound(found))}
+    return Line(name, position, points, bounds, len(group), tuple(stored.path for stored in group))
+
+
+def _bound(rows: list[Row]) -> tuple[float, float] | None:
+    """Between the seeds, or with one seed the 95 % interval over stretches of text."""
+    if len(rows) > 1:
+        return min(row.perplexity for row in rows), max(row.perplexity for row in rows)
+    found = interval(rows[0])
+    return (perplexity(found[0]), perplexity(found[1])) if found else None
+
+
+def figure(headline: Headline, *, with_paper: bool) -> Figure:
+    """Lines by multiples of the training length; the paper's own curves thin, on the right axis."""
+    series = []
+    for index, line in enumerate(headline.lines):
+        at = sorted(line.points)
+        banded = all(length in line.bounds for length in at)
+        series.append(
+            Series(
+                line.name,
+                tuple(length / headline.length for length in at),
+                tuple(line.points[length] for length in at),
+                color(line.position, index),
+                low=tuple(line.bounds[length][0] for length in at) if banded else (),
+                high=tuple(line.bounds[length][1] for length in at) if banded else (),
+            )
+        )
+    if with_paper:
+        series += _paper_series(headline)
+    longest = max(headline.lengths) / headline.length
+    ticks = tuple((2.0**k, f"{2**k}x<br>{headline.length * 2**k:,}") for k in range(12) if 2**k <= longest * 1.01)
+    return Figure(
+        name="headline",
+        title=f"Trained at {headline.length:,} tokens, read at up to {max(headline.lengths):,}",
+        alt=_alt(headline),
+        series=tuple(series),
+        x_label="tokens read at once, as multiples of the training length",
+        y_label="perplexity here",
+        right_label="perplexity in the paper (trained at 512)" if with_paper else "",
+        x_log=True,
+        y_log=True,
+        ticks=ticks,
+        note=f"Solid: here, on {headline.corpus}, with the 95 % interval over stretches of the text or the range over "
+        "seeds." + (" Thin and dotted: the paper's Table 2, on the right axis." if with_paper else ""),
+        sources=tuple(path for line in headline.lines for path in line.sources),
+    )
+
+
+def _paper_series(headline: Headline) -> list[Series]:
+    longest = max(headline.lengths) / headline.length * 1.04
+    rows = [row for row in published()["table2"] if row["L_valid"] <= longest * PAPER_LENGTH]
+    found = []
+    for line in headline.lines:
+        kept = [row for row in rows if row.get(f"{line.position}_ppl")]
+        if kept:
+            x = tuple(row["L_valid"] / PAPER_LENGTH for row in kept)
+            y = tuple(row[f"{line.position}_ppl"] for row in kept)
+            found.append(Series(f"{line.name}, paper", x, y, color(line.position), faint=True, right=True))
+    return found
+
+
+def _alt(headline: Headline) -> str:
+    """The figure in words: first and last point of each line."""
+    parts = []
+    for line in headline.lines:
+        first, last = min(line.points), max(line.points)
+        parts.append(
+            f"{line.name} goes from {line.points[first]:.1f} at {first:,} to {line.points[last]:.1f} at {last:,}"
+        )
+    return f"Perplexity against the number of tokens read at once: {'; '.join(parts)}."
+
+
+def sentences(headline: Headline) -> list[str]:
+    """Three sentences of result: who is best at the training length, who keeps it far beyond, who does not."""
+    length, longest = headline.length, max(headline.lengths)
+    times = f"{longest / length:.0f} times"
+    best = min(headline.lines, key=lambda line: line.points[length])
+    others = ", ".join(f"{line.name} {line.points[length]:.1f}" for line in headline.lines if line is not best)
+    first = f"Trained on {length:,} tokens at a time and read at {length:,}, {best.name} has the lowest perplexity, "
+    first += f"{best.points[length]:.1f}" + (f" ({others})." if others else ".")
+    changes = [(line.name, line.points[max(line.points)] / line.points[length] - 1) for line in headline.lines]
+    kept = [f"{name} ({change:+.1%})" for name, change in changes if change <= NO_WORSE]
+    lost = [f"{name} by {change:.0%}" for name, change in sorted(changes, key=lambda one: -one[1]) if change > NO_WORSE]
+    if kept:
+        second = (
+            f"Read {times} as far, at {longest:,} tokens, {_and(kept)} {'is' if len(kept) == 1 else 'are'} no worse."
+        )
+    else:
+        second = f"Read {times} as far, at {longest:,} tokens, every method is worse than at {length:,}."
+    third = f"Getting worse over that distance: {_and(lost)}." if lost else "No method that was tried gets worse."
+    return [first, second, third]
+
+
+def _and(parts: list[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

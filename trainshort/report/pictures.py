@@ -1,0 +1,83 @@
+"""Figures as PNG and SVG files, by matplotlib."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from trainshort.report.figures import Figure
+
+SIZES = {"headline": (9.0, 4.8)}
+
+
+def draw(figure: Figure, folder: Path) -> list[Path]:
+    """Write <name>.png and <name>.svg."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style: Any = {"font.size": 10, "axes.spines.top": False, "svg.fonttype": "none", "text.parse_math": False}
+    with plt.rc_context(style):
+        canvas, axes = plt.subplots(figsize=SIZES.get(figure.name, (7.0, 4.2)), layout="constrained")
+        (_bars if figure.kind == "bars" else _lines)(axes, figure)
+        axes.set_title(figure.title, loc="left", fontsize=11, fontweight="bold")
+        axes.set_xlabel(figure.x_label)
+        axes.set_ylabel(figure.y_label)
+        written = [folder / f"{figure.name}.{kind}" for kind in ("png", "svg")]
+        for path in written:
+            canvas.savefig(path, dpi=160)
+        plt.close(canvas)
+    return written
+
+
+def _bars(axes, figure: Figure) -> None:
+    for series in figure.series:
+        bars = axes.bar([str(x) for x in series.x], series.y, color=series.color)
+        axes.bar_label(bars, fmt="{:,.0f}", fontsize=9)
+    axes.spines["right"].set_visible(False)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+
+
+def _lines(axes, figure: Figure) -> None:
+    right = axes.twinx() if figure.right_label else None
+    for series in figure.series:
+        at = right if series.right and right else axes
+        style = (
+            {"linewidth": 0.9, "linestyle": ":"} if series.faint else {"linewidth": 2, "marker": "o", "markersize": 4}
+        )
+        at.plot(series.x, series.y, color=series.color, label=_label(series.name), **style)
+        if series.low:
+            at.fill_between(series.x, series.low, series.high, color=series.color, alpha=0.13, linewidth=0)
+    for one in [axes, right] if right else [axes]:
+        if figure.y_log:
+            one.set_yscale("log")
+            _plain_log(one.yaxis)
+    axes.spines["right"].set_visible(right is not None)
+    if right is not None:
+        right.set_ylabel(figure.right_label, fontsize=9, color="#666666")
+        right.tick_params(colors="#666666", labelsize=9)
+        right.spines["top"].set_visible(False)
+    if figure.x_log:
+        axes.set_xscale("log", base=2)
+        _plain_log(axes.xaxis)
+    if figure.ticks:
+        axes.set_xticks([at for at, _ in figure.ticks], [text.replace("<br>", "\n") for _, text in figure.ticks])
+        axes.set_xticks([], minor=True)
+    axes.grid(True, which="major", linewidth=0.4, alpha=0.5)
+    shown = axes.get_legend_handles_labels()[0]
+    if len(shown) > 1:
+        axes.legend(handles=shown, frameon=False, fontsize=9)
+
+
+def _plain_log(axis) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    if axis.axis_name == "y":
+        axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axis.set_minor_formatter(NullFormatter())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+
+
+def _label(name: str) -> str:
+    """matplotlib hides labels that begin with an underscore."""
+    return re.sub(r"^_+", "", name) or "run"

@@ -1,0 +1,117 @@
+"""Figures for plotly, as the plain JSON its script reads; colours of text and grid are the page's affair."""
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+from trainshort.errors import InputError
+from trainshort.report.figures import Figure, Series
+
+
+def plotly_script() -> str:
+    """The text of plotly.js, which comes with the Python package."""
+    spec = importlib.util.find_spec("plotly")  # its import takes a second, its script needs none of it
+    if spec is None or not spec.submodule_search_locations:
+        raise InputError("The report needs plotly: pip install plotly.")
+    path = Path(spec.submodule_search_locations[0]) / "package_data" / "plotly.min.js"
+    return path.read_text(encoding="utf-8")
+
+
+def specification(figure: Figure) -> dict[str, Any]:
+    """Traces and layout."""
+    traces: list[dict[str, Any]] = []
+    for series in figure.series:
+        if figure.kind == "bars":
+            traces.append(_bars(series))
+        else:
+            traces += _lines(series)
+    layout: dict[str, Any] = {
+        "xaxis": _axis(figure.x_label, log=figure.x_log),
+        "yaxis": _axis(figure.y_label, log=figure.y_log),
+        "showlegend": figure.kind != "bars" and len(figure.series) > 1,
+    }
+    if figure.ticks:
+        layout["xaxis"] |= {"tickvals": [at for at, _ in figure.ticks], "ticktext": [text for _, text in figure.ticks]}
+    if figure.right_label:
+        layout["yaxis2"] = _axis(figure.right_label, log=figure.y_log) | {
+            "overlaying": "y",
+            "side": "right",
+            "showgrid": False,
+        }
+    if figure.y_log:
+        for name, right in (("yaxis", False), ("yaxis2", True)):
+            values = [y for one in figure.series if one.right == right for y in (*one.y, *one.high) if math.isfinite(y)]
+            if name in layout and values:
+                layout[name] |= _plain_ticks(min(values), max(values))
+    return {"name": figure.name, "data": traces, "layout": layout}
+
+
+def _axis(label: str, *, log: bool) -> dict[str, Any]:
+    return {"title": {"text": label}, "type": "log" if log else "-", "automargin": True}
+
+
+def _plain_ticks(low: float, high: float) -> dict[str, Any]:
+    """Round numbers on a log axis: 18 … 400 gives 20 50 100 200."""
+    steps = [m * 10.0**k for k in range(-3, 7) for m in (1, 1.5, 2, 3, 5, 7)]
+    kept = [step for step in steps if 0.9 * low <= step <= 1.1 * high]
+    if len(kept) > 8:
+        kept = [step for step in kept if f"{step:e}"[0] in "125" and f"{step:e}"[2] == "0"]
+    return {"tickvals": kept, "ticktext": [f"{step:,g}" for step in kept]} if len(kept) > 1 else {}
+
+
+def _bars(series: Series) -> dict[str, Any]:
+    return {
+        "type": "bar",
+        "name": _plain(series.name),
+        "x": [_plain(str(x)) for x in series.x],
+        "y": list(series.y),
+        "marker": {"color": series.color},
+        "text": [f"{value:,.0f}" for value in series.y],
+        "textposition": "auto",
+        "hovertemplate": "%{x}: %{y:,.0f}<extra></extra>",
+    }
+
+
+def _lines(series: Series) -> list[dict[str, Any]]:
+    line: dict[str, Any] = {"color": series.color, "width": 1 if series.faint else 2.5}
+    if series.faint:
+        line["dash"] = "dot"
+    trace = {
+        "type": "scatter",
+        "mode": "lines" if series.faint else "lines+markers",
+        "name": _plain(series.name),
+        "x": list(series.x),
+        "y": [value if math.isfinite(value) else None for value in series.y],
+        "line": line,
+        "opacity": 0.75 if series.faint else 1,
+        "yaxis": "y2" if series.right else "y",
+        "legendgroup": series.name,
+        "hovertemplate": "%{y:.2f}<extra>" + _plain(series.name) + "</extra>",
+    }
+    if not series.low:
+        return [trace]
+    band = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [*series.x, *reversed(series.x)],
+        "y": [*series.high, *reversed(series.low)],
+        "fill": "toself",
+        "fillcolor": _faded(series.color),
+        "line": {"width": 0},
+        "hoverinfo": "skip",
+        "showlegend": False,
+        "legendgroup": series.name,
+        "meta": "band",
+    }
+    return [band, trace]
+
+
+def _plain(name: str) -> str:
+    """plotly reads a small mark-up in labels; a run's name must not be able to use it."""
+    return name.replace("<", "(").replace(">", ")").replace("%{", "% {").replace("$", "")
+
+
+def _faded(color: str) -> str:
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},0.14)"

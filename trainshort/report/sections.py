@@ -1,0 +1,210 @@
+"""The other figures and facts of the page: cost, loss by position, early tokens, samples, how it was made."""
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainshort.claims.measured import View
+from trainshort.claims.results import Collection, Run
+from trainshort.evaluate.results import Row
+from trainshort.recipes.experiments import NAMES
+from trainshort.report.figures import Figure, Series, color
+from trainshort.report.headline import Headline
+
+
+def cost_figures(collection: Collection) -> list[Figure]:
+    """Bars of speed and memory at the length that most configurations share."""
+    if not collection.costs or collection.cost_path is None:
+        return []
+    entries = list(collection.costs.values())
+    length = statistics.mode(entry["length"] for entry in entries)
+    entries = [entry for entry in entries if entry["length"] == length]
+    names = tuple(NAMES.get(str(entry["position"]), str(entry["position"])) for entry in entries)
+    wanted = (
+        ("cost-train", "Training speed", "tokens/s", [_rate(entry, "train_seconds") for entry in entries]),
+        ("cost-read", "Reading speed", "tokens/s", [_rate(entry, "read_seconds") for entry in entries]),
+        ("cost-memory", "Training memory", "MB", [(entry["train_memory"] or 0) / 1e6 for entry in entries]),
+    )
+    figures = []
+    for name, title, unit, values in wanted:
+        told = ", ".join(f"{method} {value:,.0f}" for method, value in zip(names, values, strict=True))
+        bars = tuple(
+            Series(method, (method,), (value,), color(entry["position"]))
+            for method, value, entry in zip(names, values, entries, strict=True)
+        )
+        figures.append(
+            Figure(
+                name=name,
+                title=f"{title} at {length:,} tokens",
+                alt=f"{title} in {unit}: {told}.",
+                series=bars,
+                x_label="",
+                y_label=unit,
+                kind="bars",
+                sources=(collection.cost_path,),
+            )
+        )
+    return figures
+
+
+def _rate(entry: dict[str, Any], what: str) -> float:
+    return entry["tokens"] / statistics.median(entry[what])
+
+
+def position_figure(headline: Headline, collection: Collection) -> Figure | None:
+    """Mean loss by distance from the start of the input, at the longest length every method was read at."""
+    runs = _headline_runs(headline, collection)
+    shared = set.intersection(*({row.length for row in row_list(run)} for run in runs)) if runs else set()
+    if not shared:
+        return None
+    length = max(shared)
+    series, sources = [], []
+    for index, run in enumerate(runs):
+        stored = run.find(None)
+        row = stored.evaluation.row(length) if stored else None
+        if row is None or stored is None or not row.positions:
+            continue
+        position = run.config.model.position
+        x = tuple((first + end + 1) / 2 for first, end, _, _ in row.positions)
+        y = tuple(total / count for _, _, count, total in row.positions)
+        series.append(Series(_name(run, runs), x, y, color(position, index)))
+        sources.append(stored.path)
+    told = "; ".join(f"{one.name} ends at {one.y[-1]:.2f}" for one in series)
+    return Figure(
+        name="positions",
+        title=f"Loss by position in an input of {length:,} tokens",
+        alt=f"Mean loss against position, with the training length {headline.length:,} marked: {told}.",
+        series=tuple(series),
+        x_label="position in the input",
+        y_label="mean loss, nats per token",
+        x_log=True,
+        note=f"Up to {headline.length:,} is what the models were trained on. A loss that keeps falling uses the longer "
+        "context; a flat one does not; a rising one is confused by it.",
+        sources=tuple(sources),
+    )
+
+
+def row_list(run: Run) -> list[Row]:
+    stored = run.find(None)
+    return stored.evaluation.scored if stored else []
+
+
+def _headline_runs(headline: Headline, collection: Collection) -> list[Run]:
+    """The first run of each of the headline's lines."""
+    folders = [line.sources[0].parent.parent for line in headline.lines]
+    return [run for folder in folders for run in collection.runs.values() if run.path == folder]
+
+
+def _name(run: Run, runs: list[Run]) -> str:
+    same = [one for one in runs if one.config.model.position == run.config.model.position]
+    return NAMES.get(run.config.model.position, run.config.model.position) if len(same) == 1 else run.name
+
+
+def early_figure(headline: Headline, collection: Collection, view: View | None) -> Figure | None:
+    """Sliding windows against none, on the same text: how much of a longer input's gain is fewer early tokens."""
+    if view is None or view.scale.sliding_tokens is None:
+        return None
+    stride, tokens = view.scale.stride_one, view.scale.sliding_tokens
+    series, sources = [], []
+    for index, run in enumerate(_headline_runs(headline, collection)):
+        for kind, found in (("", run.find(None, tokens=tokens)), (", sliding", run.find(stride, tokens=tokens))):
+            rows = [row for row in found.evaluation.scored if row.length >= headline.length] if found else []
+            if found is None or len(rows) < 2:
+                continue
+            x, y = tuple(row.length for row in rows), tuple(row.perplexity for row in rows)
+            name = NAMES.get(run.config.model.position, run.name) + kind
+            series.append(Series(name, x, y, color(run.config.model.position, index), faint=not kind))
+            sources.append(found.path)
+    if not series:
+        return None
+    lengths = sorted({at for one in series for at in one.x if isinstance(at, int)})
+    told = "; ".join(f"{one.name} from {one.y[0]:.1f} to {one.y[-1]:.1f}" for one in series)
+    return Figure(
+        name="early-tokens",
+        title="The early-token curse: with and without a sliding window",
+        alt=f"Perplexity against length on the same {tokens:,} tokens: {told}.",
+        series=tuple(series),
+        x_label="tokens read at once",
+        y_label="perplexity",
+        x_log=True,
+        y_log=True,
+        ticks=tuple((length, f"{length:,}") for length in lengths),
+        note=f"Solid: sliding window, stride {stride}, so that almost every prediction has a full context. Dotted: "
+        "without overlap, where the first predictions of each block have little.",
+        sources=tuple(sources),
+    )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A generated text and where it passes the training length."""
+
+    name: str
+    trained_at: int
+    prompt: str
+    within: str
+    past: str
+    tokens: dict[str, int]
+    path: Path
+
+
+def samples(collection: Collection) -> list[Sample]:
+    """Texts that the runs wrote; one that cannot be read is left out."""
+    found = []
+    for run in collection.runs.values():
+        path = run.path / "samples" / "sample.json"
+        try:
+            one = json.loads(path.read_text(encoding="utf-8"))
+            position = run.config.model.position
+            texts = {key: str(one[key]) for key in ("prompt", "within", "past")}
+            found.append(
+                Sample(
+                    NAMES.get(position, position),
+                    int(one["trained_at"]),
+                    **texts,
+                    tokens={key: int(value) for key, value in one["tokens"].items()},
+                    path=path,
+                )
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+    order = list(NAMES.values())
+    return sorted(found, key=lambda sample: order.index(sample.name) if sample.name in order else 99)
+
+
+def origin(collection: Collection) -> list[tuple[str, str]]:
+    """How it was made: commits, versions, machines, seeds, times."""
+    sessions = [session for run in collection.runs.values() for session in run.sessions]
+    records = [*sessions, *(s.evaluation.provenance for run in collection.runs.values() for s in run.evaluations)]
+    configs = [run.config for run in collection.runs.values()]
+    seconds = [run.metrics[-1]["seconds"] for run in collection.runs.values() if run.metrics]
+    tokens = sum(run.metrics[-1]["tokens"] for run in collection.runs.values() if run.metrics)
+    versions = [record["versions"] for record in records if record.get("versions")]
+    rows = [
+        ("Scale", collection.scale.summary if collection.scale else "runs of your own"),
+        ("Commit", _several(record.get("commit") for record in records)),
+        (
+            "Versions",
+            ", ".join(f"{name} {value}" for name, value in (versions[-1] if versions else {}).items() if value),
+        ),
+        ("Machine", _several(_machine(record) for record in records)),
+        ("Threads", _several(record.get("threads") for record in records)),
+        ("Seeds", _several(sorted({config.train.seed for config in configs}))),
+        ("Trained", f"{len(configs)} models, {tokens:,} tokens, {sum(seconds) / 60:.1f} minutes of training in all"),
+        ("From", min((str(record["time"]) for record in records if record.get("time")), default="")),
+        ("To", max((str(record["time"]) for record in records if record.get("time")), default="")),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def _machine(record: dict[str, Any]) -> str:
+    machine = record.get("machine") or {}
+    return ", ".join(str(machine[key]) for key in ("cpu", "system") if machine.get(key)) + (
+        f", {machine['cores']} cores" if machine.get("cores") else ""
+    )
+
+
+def _several(values: Any) -> str:
+    return ", ".join(dict.fromkeys(str(value) for value in values if value not in (None, "")))

@@ -1,0 +1,141 @@
+"""The paper's tables with the numbers obtained here beside them."""
+
+from dataclasses import dataclass
+
+from trainshort.claims.measured import Measured, View
+from trainshort.recipes.experiments import Cell, Experiment, experiments
+from trainshort.report.figures import Figure, Series, color
+from trainshort.report.sources import Sources
+
+MOST_ROWS = 12
+"""Longer tables are folded in the page."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One cell as it is printed."""
+
+    here: str
+    paper: str
+    link: str = ""
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the paper, by rows."""
+
+    name: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Shown, ...]], ...]
+    count: int
+    """Cells that have a number here."""
+    folded: bool
+    note: str
+
+
+def paper_tables(view: View, sources: Sources) -> list[Table]:
+    """Every table of which at least one cell was obtained."""
+    made = [_table(build(), view, sources) for name, build in experiments.items() if name != "demo"]
+    return [table for table in made if table.count]
+
+
+def _table(experiment: Experiment, view: View, sources: Sources) -> Table:
+    columns = tuple(dict.fromkeys(cell.column for cell in experiment.cells))
+    rows = tuple(dict.fromkeys(cell.row for cell in experiment.cells))
+    found = {(cell.row, cell.column): _shown(cell, view.cell(cell), sources) for cell in experiment.cells}
+    empty = Shown("", "")
+    filled = tuple((row, tuple(found.get((row, column), empty) for column in columns)) for row in rows)
+    # Columns without any number, such as the points of a curve, would only push the others off the page.
+    count = sum(bool(one.link) for one in found.values())
+    kept = [i for i in range(len(columns)) if any(cells[i].link for _, cells in filled)] if len(columns) > 12 else None
+    if kept is not None:
+        columns = tuple(columns[i] for i in kept)
+        filled = tuple((row, tuple(cells[i] for i in kept)) for row, cells in filled)
+    return Table(experiment.name, experiment.title, columns, filled, count, len(filled) > MOST_ROWS, _note(view))
+
+
+def _note(view: View) -> str:
+    if view.scale.shrink == 1:
+        return ""
+    return f"Lengths are the paper's; here they are divided by {view.scale.shrink}."
+
+
+def number(value: float, quantity: str) -> str:
+    if quantity == "train memory":
+        return f"{value:.3f}" if value < 1 else f"{value:.1f}"
+    if quantity.endswith("speed"):
+        return f"{value:,.0f}"
+    return f"{value:.2f}"
+
+
+def _shown(cell: Cell, measured: Measured | None, sources: Sources) -> Shown:
+    paper = "" if cell.published is None else number(cell.published, cell.quantity)
+    if measured is None:
+        return Shown("", paper)
+    link = sources.link(measured.sources[0])
+    if not measured.values:
+        return Shown(measured.status, paper, link)
+    spread = "" if measured.spread is None else f" ± {number(measured.spread, cell.quantity)}"
+    title = f"{measured.value!r} over {len(measured.values)} seed{'s' if len(measured.values) > 1 else ''}"
+    return Shown(number(measured.value, cell.quantity) + spread, paper, link, title)
+
+
+def paper_figures(view: View) -> list[Figure]:
+    """Figures of the paper that are lines, where at least two points were obtained here."""
+    made = [_figure(build(), view) for _, build in experiments.items()]
+    return [figure for figure in made if figure]
+
+
+def _figure(experiment: Experiment, view: View) -> Figure | None:
+    if experiment.kind != "lines":
+        return None
+    series: list[Series] = []
+    sources = []
+    for index, row in enumerate(dict.fromkeys(cell.row for cell in experiment.cells)):
+        cells = [cell for cell in experiment.cells if cell.row == row]
+        points = _curve(cells, view) if cells[0].quantity == "learning curve" else _points(cells, view)
+        if not points:
+            continue
+        variant = cells[0].variant
+        position = variant.position if variant else ""
+        sources += [path for *_, path in points]
+        x, y, _ = zip(*sorted(points), strict=True)
+        series.append(Series(row, x, y, color(position if index < 4 else "", index)))
+    if sum(len(one.y) for one in series) < 3:
+        return None
+    names = _and_more([one.name for one in series])
+    return Figure(
+        name=experiment.name,
+        title=f"{experiment.name.replace('fig', 'Figure ')}: {experiment.title}",
+        alt=f"{experiment.title}: {experiment.axes[1]} against {experiment.axes[0]} for {names}.",
+        series=tuple(series),
+        x_label=experiment.axes[0],
+        y_label=experiment.axes[1],
+        x_log=True,
+        y_log=experiment.axes[1] == "perplexity",
+        sources=tuple(dict.fromkeys(sources)),
+    )
+
+
+def _points(cells: list[Cell], view: View) -> list:
+    found = []
+    for cell in cells:
+        measured = view.cell(cell)
+        if measured and measured.values and cell.x is not None:
+            found.append((view.scale.length(round(cell.x)), measured.value, measured.sources[0]))
+    return list({point[0]: point for point in found}.values())
+
+
+def _curve(cells: list[Cell], view: View) -> list:
+    """Training time in minutes, from tokens and measured speed; without a speed, millions of tokens would mislead."""
+    variant, reading = cells[0].variant, cells[0].reading
+    speed = view.cost(variant, "train speed") if variant else None
+    if variant is None or reading is None or speed is None:
+        return []
+    return [(tokens / speed.value / 60, value, path) for tokens, value, path in view.curve(variant, reading)]
+
+
+def _and_more(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

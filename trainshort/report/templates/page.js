@@ -1,0 +1,41 @@
+// Draws the figures from the page's own data, in the colours of the reader's scheme; redraws when that changes.
+(function () {
+  "use strict";
+  const figures = JSON.parse(document.getElementById("figures").textContent);
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  const narrow = window.matchMedia("(max-width: 720px)");
+
+  function themed(layout) {
+    const style = getComputedStyle(document.documentElement);
+    const ink = style.getPropertyValue("--ink").trim();
+    const line = style.getPropertyValue("--line").trim();
+    const made = JSON.parse(JSON.stringify(layout));
+    for (const name of ["xaxis", "yaxis", "yaxis2"]) {
+      if (!made[name]) continue;
+      made[name].gridcolor = line;
+      made[name].linecolor = line;
+      made[name].zerolinecolor = line;
+    }
+    made.paper_bgcolor = "rgba(0,0,0,0)";
+    made.plot_bgcolor = "rgba(0,0,0,0)";
+    made.font = { color: ink, size: 12 };
+    made.margin = { l: 56, r: made.yaxis2 ? 56 : 12, t: 8, b: 48 };
+    made.hovermode = "closest";
+    made.dragmode = narrow.matches ? false : "zoom";
+    if (made.showlegend) {
+      made.legend = { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 12 } };
+    }
+    return made;
+  }
+
+  function draw() {
+    for (const figure of figures) {
+      const place = document.getElementById("plot-" + figure.name);
+      if (place) {
+        Plotly.react(place, figure.data, themed(figure.layout), { responsive: true, displaylogo: false, displayModeBar: "hover" });
+      }
+    }
+  }
+  draw();
+  dark.addEventListener("change", draw);
+})();
