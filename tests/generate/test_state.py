@@ -95,16 +95,28 @@ def test_a_failed_save_leaves_the_state_before_it(tmp_path):
     assert path.read_bytes() == before
 
 
+def interrupt_in_the_second_layer(made, times):
+    layer = made.caches[0].layers[1]
+    attend = layer.attend
+
+    def interrupted(*arguments, **options):
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+        return attend(*arguments, **options)
+
+    layer.attend = interrupted
+
+
 def test_an_interrupt_waits_for_the_end_of_the_token(tmp_path):
     """Ctrl-C comes inside the second layer; the token is finished first, and going on equals never interrupted."""
     model = make_model()
     expected = [token.id for token in trainshort.stream(model, [1, 2, 3], tokens=10)]
     made = trainshort.stream(model, [1, 2, 3], tokens=10)
     ids = [next(made).id for _ in range(3)]
-    hook = model.layers[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    interrupt_in_the_second_layer(made, 1)
     with pytest.raises(KeyboardInterrupt):
         next(made)
-    hook.remove()
+    del made.caches[0].layers[1].attend
     assert not made.torn
     save_state(made, tmp_path / "state")
     for going_on in (load_state(tmp_path / "state", model), made):
@@ -116,13 +128,7 @@ def test_a_second_interrupt_comes_through_and_is_remembered():
     model = make_model()
     made = trainshort.stream(model, [1, 2, 3], tokens=10)
     next(made)
-
-    def twice(*_):
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    hook = model.layers[1].register_forward_pre_hook(twice)
+    interrupt_in_the_second_layer(made, 2)
     with pytest.raises(KeyboardInterrupt):
         next(made)
-    hook.remove()
     assert made.torn

@@ -72,24 +72,25 @@ def run(token: Token) -> None:
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(_build()))
+    library = ctypes.CDLL(str(build_beside(SOURCE)))
     library.trainshort_token_size.restype = ctypes.c_size_t
     assert library.trainshort_token_size() == ctypes.sizeof(Token), "ring.c and ring.py disagree"
     return library
 
 
-def _build() -> Path:
-    """The library, built beside its place and renamed: another process sees it whole or not at all."""
+def build_beside(source: Path) -> Path:
+    """The library of one more C file that uses the attention kernel's headers. Built beside its place and renamed:
+    another process sees it whole or not at all."""
     command = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS, f"-I{SOURCES}"]
     digest = hashlib.sha256(" ".join(command).encode())
-    for source in (SOURCE, *sorted(SOURCES.glob("*.h"))):
-        digest.update(source.read_bytes())
-    library = cache_folder() / f"ring-{digest.hexdigest()[:24]}.so"
+    for file in (source, *sorted(SOURCES.glob("*.h"))):
+        digest.update(file.read_bytes())
+    library = cache_folder() / f"{source.stem}-{digest.hexdigest()[:24]}.so"
     if library.exists():
         return library
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         fresh = Path(folder) / library.name
-        done = subprocess.run([*command, str(SOURCE), "-o", str(fresh), "-lm"], capture_output=True, text=True)
+        done = subprocess.run([*command, str(source), "-o", str(fresh), "-lm"], capture_output=True, text=True)
         if done.returncode:
             raise KernelBuildError(f"'{command[0]}' failed: {done.stderr.strip()[-400:]}")
         fresh.replace(library)

@@ -20,6 +20,7 @@ from trainshort.cache import Cache, Rows
 from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError
 from trainshort.generate import memory
+from trainshort.generate.compiled import decoder_of
 from trainshort.generate.interrupt import whole_token
 from trainshort.generate.sample import Sample, Token
 from trainshort.generate.settings import GenerateConfig
@@ -40,6 +41,7 @@ class Stream:
                 "use the tokenizer the model was trained with."
             )
         self.model, self.config, self.tokenizer = model, config, tokenizer
+        self.decoder = decoder_of(model)
         self.samples: list[Sample] = []
         self.torn = False
         self.waiting: list[Token] = []  # made in the last step, not yet handed out
@@ -91,8 +93,19 @@ class Stream:
                 with self._whole():
                     self._read([sample], size)
         with self._whole():
-            scores = self.model.vocabulary.log_scores(self._read(active, 1))
+            scores = self._scores(active)
             self.waiting = [sample.take(row) for sample, row in zip(active, scores, strict=True)]
+
+    def _scores(self, active: list[Sample]) -> Float[Tensor, "samples vocabulary"]:
+        """Scores of each sample's next token, after its newest."""
+        if self.decoder is not None and not self.decoder.current():
+            self.decoder = decoder_of(self.model)
+        if len(active) > 1 or self.decoder is None:
+            return self.model.vocabulary.log_scores(self._read(active, 1))
+        sample = active[0]
+        scores = self.decoder.scores(torch.tensor([sample.unread]), sample.cache)
+        sample.unread.clear()
+        return scores
 
     def _read(self, samples: list[Sample], size: int) -> Float[Tensor, "samples width"]:
         """Read the next `size` tokens of each sample; the hidden state after the last."""

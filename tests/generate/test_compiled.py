@@ -1,0 +1,84 @@
+"""The compiled single-token path is the model, for every setting that changes a layer."""
+
+import pytest
+import torch
+from test_streaming import logprobs, make_model
+
+import trainshort
+from trainshort import Cache
+from trainshort.config import AdaptiveConfig
+from trainshort.generate import compiled
+from trainshort.positions import positions
+
+pytestmark = pytest.mark.skipif(bool(compiled.why_not()), reason=str(compiled.why_not()))
+
+SETTINGS = [
+    *({"position": name} for name in positions.names()),
+    {"activation": "relu"},
+    {"activation": "gelu_tanh"},
+    {"biases": False},
+    {"final_norm": False},
+    {"embedding_norm": True},
+    {"embedding_scale": True},
+    {"tie_embeddings": False},
+    {"kv_heads": 2},
+    {"window": 5},
+    {"width": 54, "ffn": 101, "vocabulary": 97},
+    {"adaptive": AdaptiveConfig(cutoffs=(50, 120), factor=2)},
+    {"width": 192, "heads": 4},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_scores_are_the_models(settings):
+    model = make_model(**settings)
+    for parameter in model.parameters():  # norms and biases begin at 1 and 0, where a mistake would not show
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    decoder = compiled.decoder_of(model)
+    assert decoder is not None
+    tokens, cache = torch.randint(model.config.vocabulary, (1, 12)), Cache()
+    with torch.inference_mode():
+        expected = model(tokens)[0].log_softmax(-1)
+        got = [decoder.scores(tokens[:, i : i + 1], cache) for i in range(12)]
+    torch.testing.assert_close(torch.cat(got).log_softmax(-1), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    model, before = make_model(width=192, heads=4), torch.get_num_threads()
+    texts = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            linear = compiled.decoder_of(model).layers[0].wide  # pyright: ignore[reportOptionalMemberAccess]
+            texts.append(linear(torch.linspace(-1, 1, 192).view(1, 1, -1)))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], texts[2])
+
+
+def test_weights_that_changed_are_seen():
+    model = make_model()
+    made = trainshort.stream(model, [1, 2, 3], tokens=9, temperature=0)
+    first = next(made)
+    with torch.no_grad():
+        model.final_norm.bias[0] += 3  # in place, where no key or value depends on it  # pyright: ignore
+    assert next(made).logprob == pytest.approx(float(logprobs(model, [1, 2, 3, first.id], [top(model, first.id)])))
+    model.double().float()  # to other places in memory
+    model.final_norm.bias.data[0] -= 5  # pyright: ignore
+    third = next(made)
+    prompt = [1, 2, 3, first.id, made.samples[0].recent[-2]]
+    assert third.logprob == pytest.approx(float(logprobs(model, prompt, [third.id])), abs=1e-5)
+
+
+def top(model, first):
+    with torch.no_grad():
+        return int(model(torch.tensor([[1, 2, 3, first]]))[0, -1].argmax())
+
+
+@pytest.mark.parametrize("change", [lambda m: m.double(), lambda m: m.bfloat16()], ids=["float64", "bfloat16"])
+def test_other_dtypes_go_through_torch(change):
+    model = change(make_model())
+    assert compiled.decoder_of(model) is None
+    for mode in ({}, {"mode": "bounded"}):
+        assert len(list(trainshort.stream(model, [1, 2, 3], tokens=5, **mode))) == 5
