@@ -5,18 +5,14 @@ import json
 from collections import Counter
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
+from corpus_files import part, texts, write_jsonl, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainshort.data.corpus import corpora, find_corpus
-from trainshort.data.document import Corpus, Document, Row, articles, stretches
-from trainshort.data.files import file_corpus
+from trainshort.data.document import Corpus, Row, articles, stretches
 from trainshort.data.hub import HubCorpus, MixedCorpus
-from trainshort.data.splits import Splitter, splitter, text_hash
-from trainshort.errors import InputError
 
 WIKITEXT = (
     " \n = Robert Boulter = \n \n Robert is an actor . \n \n = = Career = = \n \n In 2000 . \n"
@@ -25,18 +21,6 @@ WIKITEXT = (
 
 SOTU_TEST = ["1792-Washington-1", "1800-Adams-1", "1854-Pierce-1", "1865-Johnson-1"]
 SOTU_TABLE = "36bef6192986db9a"
-
-
-def write_parquet(path: Path, texts: list, group: int = 3, column: str = "text") -> None:
-    pyarrow.parquet.write_table(pyarrow.table({column: texts}), path, row_group_size=group)
-
-
-def write_jsonl(path: Path, texts: list[str]) -> None:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-
-
-def texts(corpus: Corpus, **options) -> list[str]:
-    return [document.text for document in corpus.documents(**options)]
 
 
 def assert_resumes(corpus: Corpus) -> None:
@@ -206,12 +190,6 @@ def test_paragraphs_of_a_text_are_rows_as_in_cc100(tmp_path: Path) -> None:
     assert [text.strip() for text in texts(corpus)] == ["one\ntwo", "three"]
 
 
-def part(folder: Path, name: str, count: int) -> Corpus:
-    path = folder / f"{name}.jsonl"
-    write_jsonl(path, [f"{name}{n:03d}" for n in range(count)])
-    return find_corpus(str(path))
-
-
 def test_a_mixture_reads_its_parts_in_proportion_to_their_size(tmp_path: Path) -> None:
     mixed = MixedCorpus("mixed", ((part(tmp_path, "a", 60), 300), (part(tmp_path, "b", 30), 100)))
     letters = [text[0] for text in texts(mixed)]
@@ -274,137 +252,3 @@ def test_stdlib_is_readable_to_the_end() -> None:
 def test_every_corpus_has_a_line_for_the_list() -> None:
     assert corpora.names() == ["sotu", "stdlib", "wikitext-2", "wikitext-103", "bookcorpus", "cc100"]
     assert all((entry.__doc__ or "").strip() for _, entry in corpora.items())
-
-
-# Splits
-
-
-@pytest.mark.parametrize(
-    ("names", "splits"),
-    [
-        (("train.txt", "valid.txt", "test.txt"), ("train", "valid", "test")),
-        (("train-00000-of-2.jsonl", "train-00001-of-2.jsonl", "validation.jsonl"), ("train", "train", "valid")),
-        (("train/a.txt", "train/b.txt", "dev/a.txt"), ("train", "train", "valid")),
-        (("wiki.valid.tokens", "wiki.test.tokens"), ("valid", "test")),
-        (("test.txt", "testament.txt", "training_day.txt"), ("train", "train", "train")),
-        (("test.txt",), ("train",)),
-    ],
-)
-def test_files_named_after_splits_keep_them(tmp_path: Path, names: tuple, splits: tuple) -> None:
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text('{"text": "text"}\n')
-    corpus = find_corpus(str(tmp_path))
-    found = {file.path.relative_to(tmp_path).as_posix(): file.split for file in corpus.files}
-    assert found == dict(zip(names, splits, strict=True))
-
-
-def test_small_corpora_are_split_exactly(tmp_path: Path) -> None:
-    corpus = part(tmp_path, "a", 200)
-    rule = splitter(corpus, "strict")
-    counted = Counter(rule.split(document) for document in corpus.documents())
-    assert counted == {"train": 180, "valid": 10, "test": 10}
-    tiny = part(tmp_path, "b", 3)
-    assert Counter(splitter(tiny, "strict").split(d) for d in tiny.documents()) == {"train": 1, "valid": 1, "test": 1}
-
-
-def test_a_missing_split_is_taken_from_train_and_the_others_stay(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "train.jsonl", [f"train {n}" for n in range(100)])
-    write_jsonl(tmp_path / "test.jsonl", [f"test {n}" for n in range(10)])
-    corpus = find_corpus(str(tmp_path))
-    rule = splitter(corpus, "strict")
-    assert rule.missing == ("valid",)
-    counted = Counter((document.text.split()[0], rule.split(document)) for document in corpus.documents())
-    assert counted == {("train", "train"): 95, ("train", "valid"): 5, ("test", "test"): 10}
-
-
-def test_large_corpora_hold_out_a_share_by_the_hash_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    corpus = part(tmp_path, "a", 1000)
-    monkeypatch.setattr("trainshort.data.splits.SMALL", 10)
-    rule = splitter(corpus, "strict")
-    assert rule == Splitter(("valid", "test"), int(0.05 * 2**64), int(0.1 * 2**64))
-    counted = Counter(rule.split(document) for document in corpus.documents())
-    assert 25 < counted["valid"] < 80
-    assert 25 < counted["test"] < 80
-    monkeypatch.setattr("trainshort.data.splits.HELD_OUT_BYTES", 170)
-    assert splitter(corpus, "strict").test == int(170 / corpus.size * 2**64)
-
-
-def test_copies_of_a_text_fall_into_the_same_split() -> None:
-    rule = Splitter(("valid", "test"), 2**63, 2**63 + 2**62)
-    one, two = Document("same", "train", 0, 0), Document("same", "train", 99, 99)
-    assert rule.split(one) == rule.split(two)
-    assert text_hash("same") != text_hash("other")
-
-
-# Mistakes
-
-
-def refused(name: str, message: str, errors: str = "strict") -> None:
-    with pytest.raises(InputError, match=message):
-        list(find_corpus(name).documents(errors=errors))
-
-
-def test_invalid_utf8_is_told_with_file_and_byte_or_replaced(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes("é line\n".encode() * 100 + b"bad \xff byte\n")
-    refused(str(tmp_path / "a.txt"), r"a\.txt is not valid UTF-8 at byte 804 \(0xff\)\. Convert .* --errors replace")
-    assert "bad \ufffd byte" in "".join(texts(find_corpus(str(tmp_path / "a.txt")), errors="replace"))
-    (tmp_path / "b.jsonl").write_bytes(b'{"text": "ok"}\n{"text": "\xe9"}\n')
-    refused(str(tmp_path / "b.jsonl"), r"b\.jsonl is not valid UTF-8 at byte 25")
-    assert texts(find_corpus(str(tmp_path / "b.jsonl")), errors="replace") == ["ok", "\ufffd"]
-    column = pyarrow.array([b"ok", b"x\xff"], pyarrow.binary()).view(pyarrow.string())
-    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "c.parquet")
-    refused(str(tmp_path / "c.parquet"), r"c\.parquet is not valid UTF-8 at byte 1 of row 1 \(0xff\)")
-    assert texts(find_corpus(str(tmp_path / "c.parquet")), errors="replace") == ["ok", "x\ufffd"]
-
-
-def test_half_a_surrogate_pair_is_told_or_replaced(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "x \\ud83d y"}\n')
-    refused(str(tmp_path / "a.jsonl"), r"a\.jsonl: the record at byte 0 holds half of a surrogate pair")
-    assert texts(find_corpus(str(tmp_path / "a.jsonl")), errors="replace") == ["x \ufffd y"]
-
-
-def test_records_that_are_not_as_expected_are_told(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "ok"}\n{"title": "x", "body": "y"}\n')
-    refused(
-        str(tmp_path / "a.jsonl"), r"the record at byte 15 should have a field 'text' .* it has the fields title, body"
-    )
-    (tmp_path / "b.jsonl").write_text("[1]\n")
-    refused(str(tmp_path / "b.jsonl"), r"should have a field 'text' with a string; it has a list")
-    (tmp_path / "c.jsonl").write_text('{"text": \n')
-    refused(str(tmp_path / "c.jsonl"), r"c\.jsonl is not JSON lines: the record at byte 0 does not parse")
-    write_parquet(tmp_path / "d.parquet", ["x"], column="content")
-    refused(str(tmp_path / "d.parquet"), r"d\.parquet should have a column 'text'; its columns are content")
-    (tmp_path / "e.parquet").write_text("no parquet")
-    refused(str(tmp_path / "e.parquet"), r"e\.parquet is not a readable parquet file")
-    (tmp_path / "hub").mkdir()
-    write_parquet(tmp_path / "hub" / "train.parquet", ["x"], column="content")
-    refused(f"hub:{tmp_path / 'hub'}", r"should have a column 'text' with strings; its columns are content")
-
-
-def test_missing_and_empty_inputs_are_told(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text("")
-    refused(str(tmp_path / "empty.txt"), r"empty\.txt is empty\. Give a file with text in it")
-    refused(str(tmp_path / "no.txt"), r"no\.txt' is neither a known corpus nor a file or folder")
-    refused(str(tmp_path), r"All 1 files of '.*' are empty|empty\.txt is empty")
-    (tmp_path / "none").mkdir()
-    refused(str(tmp_path / "none"), r"none holds no \.txt, \.tokens, \.raw, \.jsonl, \.parquet file")
-    refused(str(tmp_path / "*.jsonl"), r"No \.txt, .* file matches")
-    (tmp_path / "a.pdf").write_text("x")
-    refused(str(tmp_path / "a.pdf"), r"a\.pdf should end in one of \.txt")
-    refused("sotuu", r"'sotuu' is neither .* Did you mean 'sotu'\? Known: sotu, stdlib, wikitext-2")
-    with pytest.raises(InputError, match=r"gone\.txt does not exist"):
-        file_corpus("x", [tmp_path / "gone.txt"])
-
-
-def test_two_documents_cannot_be_split(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"holds 2 different documents, too few to split into train, valid and test"):
-        splitter(part(tmp_path, "a", 2), "strict")
-
-
-def test_a_hub_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    refused(
-        "nobody/nothing", r"'nobody/nothing' is no file or folder here or in \$TRAINSHORT_DATA, and the hub could not"
-    )

@@ -50,9 +50,10 @@ def content(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
-def start(text: Path, folder: Path, workers: int) -> subprocess.Popen:
+def start(text: Path, folder: Path, workers: int, **options) -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, "-c", CHILD, str(text), str(folder), str(workers)], env=environment)
+    command = [sys.executable, "-c", CHILD, str(text), str(folder), str(workers)]
+    return subprocess.Popen(command, env=environment, **options)
 
 
 def kill_until_done(text: Path, folder: Path, kills: int, seed: int) -> int:
@@ -179,7 +180,7 @@ def test_ctrl_c_says_how_to_continue(text: Path, tmp_path: Path) -> None:
 
 
 def test_workers_leave_when_their_parent_is_killed(text: Path, tmp_path: Path) -> None:
-    child = start(text, tmp_path / "out", workers=2)
+    child = start(text, tmp_path / "out", workers=2, stderr=subprocess.PIPE, encoding="utf-8")
     process = psutil.Process(child.pid)
     workers: list[psutil.Process] = []
     while child.poll() is None and len(workers) < 2:
@@ -187,9 +188,10 @@ def test_workers_leave_when_their_parent_is_killed(text: Path, tmp_path: Path) -
         time.sleep(0.005)
     assert len(workers) == 2
     child.kill()
-    child.wait()
+    _, said = child.communicate()  # ends when the last worker has closed its stderr
     _, alive = psutil.wait_procs(workers, timeout=30)
     assert not alive
+    assert "Traceback" not in said
 
 
 def test_a_killed_worker_is_told(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from trainshort.data.tokenizer import (
     cut,
     load_tokenizer,
 )
-from trainshort.data.vocabulary import count_words, train_bpe
+from trainshort.data.vocabulary import count_words, sample, train_bpe
 from trainshort.errors import InputError
 
 TEXT = (
@@ -94,6 +94,20 @@ def test_bpe_ends_documents_and_reads_its_end_token_in_a_text_as_text() -> None:
 
 def test_bpe_is_the_same_whatever_the_order_of_threads() -> None:
     assert train_bpe([TEXT, "other words"], 300).to_json() == train_bpe([TEXT, "other words"], 300).to_json()
+
+
+def test_a_sample_is_spread_evenly_and_never_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainshort.data.vocabulary.PART", 1)
+    letters = [f"{letter} x" for letter in "abcdefghij"]  # two parts of one and two characters
+    assert list(sample(letters, 1.0)) == [part for letter in "abcdefghij" for part in (letter, " x")]
+    assert list(sample(["a", "b", "c", "d", "e", "f", "g", "h"], 0.4)) == ["a", "d", "f"]
+    assert list(sample(["only"], 0.001)) == ["only"]
+
+
+def test_a_sample_ends_when_it_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainshort.data.vocabulary.SAMPLE_BYTES", 30)
+    assert len("".join(sample(["ten chars."] * 100, 1.0))) == 30
+    assert len("".join(sample(["ten chars."] * 1000, 0.5))) == 60
 
 
 def test_words_are_counted_sorted_and_padded_as_fairseq_does() -> None:

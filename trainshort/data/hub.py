@@ -74,10 +74,10 @@ class HubCorpus:
         try:
             loaded = datasets.load_dataset(self.path, self.config, streaming=True, **self.options)
         except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
-            reason = str(error).strip().partition("\n")[0]
+            reason = str(error).strip().partition("\n")[0].rstrip(".")
             raise InputError(
                 f"'{self.name}' is no file or folder here or in $TRAINSHORT_DATA, and the hub could not serve it: "
-                f"{reason} Check the name, or download the files and give their folder."
+                f"{reason}. Check the name, or download the files and give their folder."
             ) from None
         found = {_SPLITS[name]: stream for name, stream in loaded.items() if name in _SPLITS}
         if not found:

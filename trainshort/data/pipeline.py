@@ -27,7 +27,7 @@ from trainshort.data.request import data_folder, make_request, refuse_other, sho
 from trainshort.data.splits import Splitter, splitter
 from trainshort.data.tokenizer import FILE as TOKENIZER_FILE
 from trainshort.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from trainshort.data.vocabulary import build_tokenizer, training_sample
+from trainshort.data.vocabulary import build_tokenizer
 from trainshort.data.workers import Piece, Pool
 from trainshort.errors import InputError
 
@@ -68,6 +68,7 @@ def prepare(
     if (folder / layout.META_FILE).exists():
         return _open_same(folder, config)
     corpus = find_corpus(config.corpus)
+    _ = corpus.splits  # a hub that does not answer is told before a folder is made
     if workers is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = cores if corpus.size is None else min(cores, max(1, corpus.size // WORTH_A_WORKER))
@@ -143,11 +144,9 @@ def _tokenizer(job: Job, rule: Splitter) -> Tokenizer:
             "Give the tokenizer.json of the data that the model was trained on."
         )
     job.progress.stage("reading for the vocabulary", job.corpus.size)
-    if kind == "bpe":
-        documents = training_sample(job.corpus, rule, job.errors)
-    else:
-        documents = (text for text in job.corpus.documents(errors=job.errors) if rule.split(text) == "train")
-    return build_tokenizer(kind, job.config.vocabulary, job.progress.watch(documents))
+    documents = job.progress.watch(job.corpus.documents(errors=job.errors))
+    texts = (document.text for document in documents if rule.split(document) == "train")
+    return build_tokenizer(kind, job.config.vocabulary, texts, job.corpus)
 
 
 def _encode(job: Job, note: Note) -> tuple[float, int]:

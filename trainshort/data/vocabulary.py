@@ -1,46 +1,49 @@
 """Builds the vocabularies that are made here: byte-level BPE from a sample, words by counting all of the training text.
 
-Both depend on the text alone. The sample is chosen by a hash of each document, so it is spread over the whole corpus
-and the same however the work is divided.
+Both depend on the text alone. The sample is spread evenly over the whole corpus.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from trainshort.data.decoding import byte_alphabet
-from trainshort.data.document import Corpus, Document, Errors
-from trainshort.data.splits import Splitter, text_hash
+from trainshort.data.document import Corpus
 from trainshort.data.tokenizer import END_OF_TEXT, SavedTokenizer, Tokenizer, WordTokenizer, cut
 from trainshort.errors import InputError
 
 SAMPLE_BYTES = 1 << 25
 """BPE is trained on about this much text; more changes few merges and costs time and memory."""
 PART = 4096
-"""Characters given to the trainer at a time, so that its threads share a long document."""
+"""Characters of which a sample consists at least; also given to the trainer at a time, so that its threads share."""
 MOST_WORDS = 2_000_000
 """Different words that are counted at once; beyond, the rarest are forgotten, so that memory stays bounded."""
 PADDING = 8
 """Word vocabularies are filled up to a multiple of this, as fairseq does (WikiText-103: 267,737 to 267,744)."""
 
 
-def training_sample(corpus: Corpus, splitter: Splitter, errors: Errors) -> Iterator[Document]:
-    """Training documents for BPE: all of a small corpus, a spread share of a large one, the beginning of a stream."""
+def build_tokenizer(kind: str, vocabulary: int, texts: Iterable[str], corpus: Corpus) -> Tokenizer:
+    """`bpe` or `words` from the training texts of a corpus."""
+    if kind == "words":
+        return count_words(texts, vocabulary)
+    # A stream's beginning has to do: reading all of it for a sample would download all of it twice.
     share = min(1.0, SAMPLE_BYTES / corpus.size) if corpus.size and not corpus.streamed else 1.0
-    taken = 0
-    for document in corpus.documents(errors=errors):
-        # The split looks at the high bits of the hash, the sample at the low ones: they are independent.
-        if splitter.split(document) != "train" or text_hash(document.text) & 0xFFFFFFFF >= share * 2**32:
-            continue
-        taken += len(document.text)
-        yield document
-        if taken >= 2 * SAMPLE_BYTES or (share == 1.0 and taken >= SAMPLE_BYTES):
+    return train_bpe(sample(texts, share), vocabulary)
+
+
+def sample(texts: Iterable[str], share: float) -> Iterator[str]:
+    """A share of the texts in small parts, spread evenly; ends when it is much more than was wanted.
+
+    Parts of equal length, share 0.4:   taken, -, -, taken, -, taken, -, -, taken ...
+    """
+    seen = taken = 0
+    for text in texts:
+        for part in cut(text, PART):
+            if taken <= share * seen:
+                yield part
+                taken += len(part)
+            seen += len(part)
+        if taken >= SAMPLE_BYTES * (1 if share == 1 else 2):
             return
-
-
-def build_tokenizer(kind: str, vocabulary: int, documents: Iterable[Document]) -> Tokenizer:
-    """`bpe` or `words` from training documents."""
-    texts = (document.text for document in documents)
-    return train_bpe(texts, vocabulary) if kind == "bpe" else count_words(texts, vocabulary)
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int) -> SavedTokenizer:

@@ -155,7 +155,7 @@ def serve() -> None:
     while True:
         try:
             documents = pickle.load(requests)
-        except EOFError:
-            return
-        pickle.dump(encode_piece(tokenizer, documents), answers, protocol=5)
-        answers.flush()
+            pickle.dump(encode_piece(tokenizer, documents), answers, protocol=5)
+            answers.flush()
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            os._exit(0)  # the parent is gone, and so is the pipe into which Python would still flush
