@@ -1,0 +1,35 @@
+"""Our non-overlapping loss is that of lm-evaluation-harness's `loglikelihood_rolling` on the same text."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from laboratory import prose, save_hugging_face
+
+from trainshort.evaluate.sweep import score
+from trainshort.evaluate.target import open_target
+from trainshort.evaluate.text import open_text
+from trainshort.windows import Windows
+
+LENGTH = 64
+
+
+@pytest.mark.parametrize("kind", ["llama", "bloom"])
+def test_rolling_log_likelihood_agrees(tmp_path: Path, kind: str):
+    """The harness reads its last block with as much context as fits, ours alone; so the text is a whole number of
+    blocks, where both are the same."""
+    harness = pytest.importorskip("lm_eval.models.huggingface", reason="needs the eval extra")
+    from lm_eval.api.instance import Instance
+
+    save_hugging_face(tmp_path / kind, kind)
+    target = open_target(str(tmp_path / kind))
+    text = prose(40)[: 5 * LENGTH]
+    (tmp_path / "story.txt").write_text(text)
+    tokens = open_text(target, (str(tmp_path / "story.txt"),)).tokens
+    assert len(tokens) == 5 * LENGTH
+    ours = np.concatenate(list(score(target, tokens, Windows(len(tokens), LENGTH, LENGTH)))).sum()
+
+    model = harness.HFLM(str(tmp_path / kind), device="cpu", dtype="float32", max_length=LENGTH, batch_size=2)
+    request = Instance(request_type="loglikelihood_rolling", doc={}, arguments=(text,), idx=0)
+    (theirs,) = model.loglikelihood_rolling([request], disable_tqdm=True)
+    assert float(ours) == pytest.approx(-theirs, rel=1e-5)
