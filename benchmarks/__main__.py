@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-NAMES = ("training",)
+NAMES = ("attention", "training")
 
 
 def main() -> None:
