@@ -104,6 +104,9 @@ def together(folder) -> Path:
     for model, strategy in CASES:
         nodes = 2 if strategy == "hsdp" else 1
         jobs.append(job(config(folder, model, **STRATEGIES[strategy]), folder / f"{model}-{strategy}", nodes=nodes))
+    for strategy in ("ddp", "fsdp"):
+        half = config(folder, parallel=strategy, precision="bfloat16")
+        jobs.append(job(half, folder / f"half-{strategy}"))
     # A run that one process began.
     half = config(folder, steps=3)
     train(half, folder / "one then two", quiet=True)
@@ -135,6 +138,19 @@ def assert_close(a: Path, b: Path) -> None:
 @pytest.mark.parametrize(("model", "strategy"), CASES)
 def test_two_processes_equal_one(together, model, strategy):
     assert_close(alone(together, model), together / f"{model}-{strategy}")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_bfloat16_on_two_ranks_is_near_float32_and_stores_float32(together, strategy):
+    exact, half = (
+        runs.read_lines(path / "metrics.jsonl") for path in (alone(together, "tied"), together / f"half-{strategy}")
+    )
+    assert half[-1]["valid_nll"] == pytest.approx(exact[-1]["valid_nll"], rel=0.02)
+    assert half[-1]["valid_nll"] != exact[-1]["valid_nll"]
+    weights = tensors.model_tensors(checkpoint.load_model(together / f"half-{strategy}"))
+    newest = folders.present(together / f"half-{strategy}")[-1]
+    stored = sum(path.stat().st_size for path in (newest / "model").iterdir())
+    assert stored >= 4 * sum(weight.numel() for weight in weights.values())
 
 
 def test_sharded_checkpoints_are_safetensors_and_json_of_both_ranks(together):

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import safe_open
+
 from trainshort.checkpoint import folders
 from trainshort.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig, save_config
 
@@ -111,10 +113,12 @@ class Runner:
         return Process(output)
 
     def torchrun(self, out: Path, *options: str, driver: Path | None = None, restarts: int = 0, **environment: str):
+        """Two ranks; a restart resumes by itself, so --resume is not asked for."""
         launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--max_restarts={restarts}"]
         launcher += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--monitor_interval=0.2"]
         main = [str(driver)] if driver else ["-m", "trainshort"]
-        return self.fresh([*launcher, *main, *self.arguments(out, *options)], environment)
+        words = [word for word in self.arguments(out) if word != "--resume"]
+        return self.fresh([*launcher, *main, *words, *options], environment)
 
     def fresh(self, words: list[str], environment: dict[str, str]) -> "subprocess.Popen[str]":
         return subprocess.Popen(
@@ -143,7 +147,12 @@ def make_runner(folder: Path, **train) -> Runner:
 def result(run: Path) -> dict[str, object]:
     """What two identical runs have in common to the last bit: final weights and moments, and all metrics but times."""
     last = folders.present(run)[-1]
-    tensors = {path.relative_to(last): path.read_bytes() for path in sorted(last.rglob("*.safetensors"))}
+    tensors = {}
+    for path in last.rglob("*.safetensors"):
+        # Not the files' bytes: the order inside a shard's header is arbitrary.
+        with safe_open(path, framework="np") as file:
+            for name in file.keys():  # noqa: SIM118
+                tensors[f"{path.relative_to(last)}: {name}"] = file.get_tensor(name).tobytes()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     metrics = [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
     return {"step": last.name, "tensors": tensors, "metrics": metrics}
