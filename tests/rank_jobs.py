@@ -1,7 +1,7 @@
 """Run by torchrun from test_parallel.py: trains one config after another on all ranks.
 
-Arguments: a JSON file with a list of {"config": ..., "out": ..., "nodes": ...}. bfloat16 counts as fast here, so that it
-is tried on any machine.
+Argument: a JSON file with a list of {"config": ..., "out": ..., "nodes": ...}.
+bfloat16 counts as fast here, so that it is tried on any machine.
 """
 
 import json
