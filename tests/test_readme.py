@@ -1,0 +1,61 @@
+"""Every command and every line of Python in the README runs, in the order in which a reader would type them."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MINUTES = ("make demo", "make test", "trainshort reproduce --only table5")
+"""Commands that take minutes: `make test` is this very run, the others are run by slow tests of their own."""
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def commands() -> list[str]:
+    """Lines of the console blocks, without comments."""
+    lines = [line.split("  #")[0].strip() for block in blocks("console") for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def test_the_readme_keeps_its_form():
+    lines = README.splitlines()
+    assert len(lines) < 150
+    first = "\n".join(lines[:15])
+    assert "make demo" in first
+    assert "make test" in first
+    for link in re.findall(r"\]\(([^)#]+)\)", README):
+        assert link.startswith("http") or (ROOT / link).exists(), f"the README links to {link}, which is not there"
+
+
+def test_every_command_is_known():
+    from trainshort.cli import COMMANDS
+
+    names = {shlex.split(command)[1] for command in commands() if command.startswith("trainshort ")}
+    assert names <= set(COMMANDS)
+    assert {"train", "evaluate", "generate", "prepare"} <= names
+
+
+def test_the_commands_run_one_after_the_other(tmp_path):
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    ran = 0
+    for command in commands():
+        if command.startswith(MINUTES):
+            continue
+        done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        ran += 1
+    assert ran >= 6
+
+
+@pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.splitlines()[0])
+def test_the_python_runs(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {})  # the README's own code is what is under test
