@@ -52,7 +52,7 @@ def test_tensors_and_state_come_back_bit_for_bit(tmp_path, model):
     saved = snapshot(3, 2.5, model=model)
     folder = checkpoint.save(tmp_path, saved, ALONE)
     other = snapshot(0, model=model, seed=1)
-    state = checkpoint.restore(folder, other)
+    state = checkpoint.restore(folder, other.parts)
     assert state == saved.state
     for part, values in saved.parts.items():
         assert values.keys() == other.parts[part].keys()
@@ -234,7 +234,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
     other = snapshot(1, model=MODEL.replace(layers=2))
     with pytest.raises(InputError, match=r"written for another model: layers\.1\."):
-        checkpoint.restore(folder, other)
+        checkpoint.restore(folder, other.parts)
 
 
 def test_a_checkpoint_of_another_version_is_refused(tmp_path):

@@ -302,6 +302,15 @@ def test_other_data_is_refused_on_resume(config, tmp_path):
         train(config, tmp_path / "run", resume=True, quiet=True)
 
 
+def test_a_torn_line_in_sessions_is_mended(config, tmp_path):
+    train(config, tmp_path / "run", quiet=True)
+    with (tmp_path / "run" / "sessions.jsonl").open("a") as file:
+        file.write('{"step": 20, "ran')  # a disk that was full
+    for _ in range(2):
+        train(config, tmp_path / "run", resume=True, quiet=True)
+    assert [record["step"] for record in runs.read_lines(tmp_path / "run" / "sessions.jsonl")] == [0, 20, 20]
+
+
 def test_another_thread_count_is_told(config, tmp_path, capfd):
     train(config, tmp_path / "run", quiet=True)
     record = runs.read_lines(tmp_path / "run" / "sessions.jsonl")[0]

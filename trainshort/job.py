@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from trainshort import checkpoint, optim, parallel, runs
-from trainshort.checkpoint import Snapshot, State, folders, tensors
+from trainshort.checkpoint import Parts, Snapshot, State, folders, tensors
 from trainshort.config import RunConfig
 from trainshort.data import Prepared
 from trainshort.data.stream import Stream
@@ -40,12 +40,16 @@ class Job:
     def micro_batch(self) -> int:
         return micro_batch(self.config, self.world)
 
-    def snapshot(self, state: State) -> Snapshot:
-        parts = {
+    @property
+    def parts(self) -> Parts:
+        """The tensors of a checkpoint."""
+        return {
             "model": tensors.model_tensors(self.replica.model),
             "optimizer": optim.state_tensors(self.optimizer, self.replica.model, self.config.optim),
         }
-        return Snapshot(self.config, state, parts, sharded=self.replica.sharded)
+
+    def snapshot(self, state: State) -> Snapshot:
+        return Snapshot(self.config, state, self.parts, sharded=self.replica.sharded)
 
 
 def resolve(config: RunConfig, vocabulary: int, world: World) -> RunConfig:
@@ -122,7 +126,7 @@ def restore(job: Job) -> State:
     names = world.first_says(found)
     if not names:
         return State(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
-    state = checkpoint.restore(job.folder.checkpoints / names[0], job.snapshot(State.model_construct()))
+    state = checkpoint.restore(job.folder.checkpoints / names[0], job.parts, sharded=job.replica.sharded)
     optim.set_updates(job.optimizer, state.step)
     if world.main:
         folders.say(f"Going on with {run} after update {state.step}.")
@@ -150,22 +154,23 @@ def _tidy(folder: RunFolder) -> list[str]:
     return [latest.name]
 
 
-def begin_session(job: Job, state: State, data: str) -> None:
-    """Record who trains from here on, and on what; `data` is the training split's sha256.
-
-    A run goes on only with the text it began with. Another number of threads is allowed, but changes the last bits.
-    """
+def refuse_other_data(job: Job, data: str) -> None:
+    """Stop if the run was trained on another text; `data` is the sha256 of the training split."""
     before = runs.read_lines(job.folder.sessions)
-    threads = torch.get_num_threads()
     if before and before[0]["data"] != data:
         raise InputError(
             f"{job.folder.path} was trained on other data: its train.bin had sha256 {before[0]['data'][:12]}..., "
             f"the one given now has {data[:12]}.... Resume with the same data, or choose another --out."
         )
+
+
+def begin_session(job: Job, state: State, data: str) -> None:
+    """Record who trains from here on. Another number of threads is allowed, but changes the last bits."""
+    before, threads = runs.read_lines(job.folder.sessions), torch.get_num_threads()
     if before and before[-1]["threads"] != threads:
         folders.say(
             f"This run used {before[-1]['threads']} threads and now uses {threads}; results will differ by rounding. "
             f"Set OMP_NUM_THREADS={before[-1]['threads']} for bit-identical ones."
         )
     record = {"step": state.step, "ranks": job.world.size, "data": data} | runs.provenance(threads=threads)
-    runs.append(job.folder.sessions, record)
+    runs.write_lines(job.folder.sessions, [*before, record])  # not appended: the last line may be torn

@@ -179,10 +179,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
+    """Replace a .jsonl file."""
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
 def cut_metrics(folder: RunFolder, step: int) -> None:
     """Drop what was logged after update `step`, and a torn last line."""
-    kept = [record for record in read_lines(folder.metrics) if record["step"] <= step]
-    write_whole(folder.metrics, "".join(json.dumps(record) + "\n" for record in kept))
+    write_lines(folder.metrics, [record for record in read_lines(folder.metrics) if record["step"] <= step])
 
 
 def write_whole(path: Path, text: str) -> None:

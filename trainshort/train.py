@@ -22,7 +22,7 @@ from trainshort.data import open_or_prepare
 from trainshort.data.stream import Batch
 from trainshort.errors import InputError
 from trainshort.interrupt import Interrupted, StopRequest
-from trainshort.job import Job, begin_session, build, resolve, restore
+from trainshort.job import Job, begin_session, build, refuse_other_data, resolve, restore
 from trainshort.model import Loss
 from trainshort.parallel import World
 from trainshort.progress import Display
@@ -63,12 +63,14 @@ def _train(config: RunConfig, run: Path, world: World, *, resume: bool, quiet: b
     world.on_main(lambda: runs.refuse_existing(run, resume=resume))  # before the data's preparation is waited for
     prepared = world.first("data", lambda: open_or_prepare(config.data, progress=not quiet))
     config = resolve(config, prepared.meta.vocabulary, world)
+    data = prepared.meta.splits["train"].sha256
     job = build(config, RunFolder(run), world, prepared)
     opened = runs.open_run(run, config, resume=resume)  # after all that can be wrong with the settings
     with ExitStack() as held:
         world.on_main(lambda: held.enter_context(opened))
+        world.on_main(lambda: refuse_other_data(job, data))
         state = restore(job)
-        world.on_main(lambda: begin_session(job, state, prepared.meta.splits["train"].sha256))
+        world.on_main(lambda: begin_session(job, state, data))
         board = job.folder.tensorboard if config.train.tensorboard and world.main else None
         display = Display(state.step, config.train.steps, quiet=quiet or not world.main, board=board)
         with StopRequest() as stop, display:

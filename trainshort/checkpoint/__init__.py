@@ -27,18 +27,21 @@ from trainshort.model import TransformerLM
 from trainshort.parallel import World
 from trainshort.runs import sync_file
 
-__all__ = ["Snapshot", "State", "best", "latest", "load_model", "read_state", "restore", "save"]
+__all__ = ["Parts", "Snapshot", "State", "best", "latest", "load_model", "read_state", "restore", "save"]
 
 CONFIG = "config.json"
+
+Parts = dict[str, dict[str, Tensor]]
+"""Tensors by part (model, optimizer) and name."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a run is made of at one moment: settings, counters, and tensors by part and name."""
+    """What a run is made of at one moment: settings, counters, and tensors."""
 
     config: RunConfig
     state: State
-    parts: dict[str, dict[str, Tensor]]
+    parts: Parts
     sharded: bool = False
 
 
@@ -106,10 +109,10 @@ def _finish(folder: Path, digests: manifest.Digests) -> None:
     folders.publish(folder)
 
 
-def restore(folder: Path, snapshot: Snapshot) -> State:
-    """Fill a snapshot's tensors in place from a checkpoint that was found whole, and return its state."""
-    for part, values in snapshot.parts.items():
-        tensors.read(folder / part, values, sharded=snapshot.sharded)
+def restore(folder: Path, parts: Parts, *, sharded: bool = False) -> State:
+    """Fill tensors in place from a checkpoint that was found whole, and return its state."""
+    for part, values in parts.items():
+        tensors.read(folder / part, values, sharded=sharded)
     return read_state(folder)
 
 
