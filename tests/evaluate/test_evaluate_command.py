@@ -6,6 +6,7 @@ import pytest
 from laboratory import make_run, prose, save_hugging_face
 
 from trainshort import cli
+from trainshort.checkpoint import load_model
 from trainshort.evaluate import card, results
 from trainshort.evaluate.session import result_path
 
@@ -53,6 +54,17 @@ def test_a_sweep_leaves_results_a_picture_and_a_card(fresh: Path, capsys):
     assert "3 lengths" in shown
     assert "16 = L" in shown
     assert all(len(line) <= 80 for line in shown.splitlines() if "Written" not in line), "fits a terminal"
+
+
+def test_loading_the_model_says_how_far_it_is_good(fresh: Path, capsys):
+    load_model(fresh)
+    assert capsys.readouterr().err == ""
+    (fresh / card.FILE).write_text('{"format": 1, "summary": "trained at 16, good to 64+"}')
+    load_model(fresh)
+    assert capsys.readouterr().err == f"trainshort: {fresh}: trained at 16, good to 64+.\n"
+    (fresh / card.FILE).write_text("{")
+    load_model(fresh)
+    assert capsys.readouterr().err == "", "a damaged card is no reason not to load"
 
 
 def test_what_was_scored_before_is_kept_and_more_is_added(fresh: Path, capsys):

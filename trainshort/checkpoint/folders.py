@@ -8,6 +8,7 @@ checkpoints/
   step-000000500.damaged/    set aside when the run was resumed from an earlier one
 """
 
+import json
 import os
 import re
 import shutil
@@ -127,6 +128,15 @@ def _first_whole(folders: Iterable[Path], say: Say) -> Path | None:
         say(f"{folder} is damaged: {problem}. It is passed over.")
         passed_over = True
     return None
+
+
+def extrapolation(run: Path) -> str | None:
+    """How far the run's model is good, in the words of its extrapolation card (trainshort.evaluate.card), if it has one."""
+    try:
+        card = json.loads((run / "extrapolation.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return card.get("summary") if isinstance(card, dict) else None
 
 
 def publish(folder: Path) -> None:
