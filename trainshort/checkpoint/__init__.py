@@ -119,13 +119,16 @@ def restore(folder: Path, parts: Parts, *, sharded: bool = False) -> State:
 def load_model(path: Path, *, device: str = "cpu") -> TransformerLM:
     """The model of a run (its best checkpoint by validation loss, else its last) or of one checkpoint, ready to use.
 
-    Nothing is loaded before every byte of the checkpoint has been verified.
+    Nothing is loaded before every byte of the checkpoint has been verified. How far a run's model is good is said on
+    standard error, where that was measured.
     """
     folder = _find(path)
     if problem := manifest.damage(folder):
         raise InputError(f"{folder} is damaged: {problem}. Use another checkpoint of the run.")
     model = TransformerLM(load_config(folder / CONFIG).model)
     tensors.read(folder / "model", tensors.model_tensors(model), sharded=False)
+    if line := folders.extrapolation(path):
+        folders.say(f"{path}: {line}.")
     return model.to(device).eval()
 
 

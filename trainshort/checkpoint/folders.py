@@ -131,7 +131,7 @@ def _first_whole(folders: Iterable[Path], say: Say) -> Path | None:
 
 
 def extrapolation(run: Path) -> str | None:
-    """How far the run's model is good, in the words of its extrapolation card (trainshort.evaluate.card), if it has one."""
+    """How far the model is good, in the words of the run's card (trainshort.evaluate.card); None without one."""
     try:
         card = json.loads((run / "extrapolation.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
