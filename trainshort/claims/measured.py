@@ -76,9 +76,7 @@ class View:
 
     def cost(self, variant: Variant, quantity: str) -> Measured | None:
         """Speed in tokens/s or memory in GB, as measured in rounds on this machine."""
-        from trainshort.recipes.names import run_name
-
-        entry: dict[str, Any] | None = self.collection.costs.get(run_name(self.scale.config(variant)))
+        entry: dict[str, Any] | None = self.collection.costs.get(self.collection.name(variant, self.scale))
         path = self.collection.cost_path
         if entry is None or path is None:
             return None

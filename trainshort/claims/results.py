@@ -73,6 +73,7 @@ class Collection:
     runs: dict[str, Run]
     costs: dict[str, Any] = field(default_factory=dict)
     cost_path: Path | None = None
+    names: dict[tuple[str, Variant], str] = field(default_factory=dict)
 
     @cached_property
     def scale(self) -> Scale | None:
@@ -81,8 +82,15 @@ class Collection:
         best = max(counts, key=lambda name: counts[name])
         return scales.get(best) if counts[best] else None
 
+    def name(self, variant: Variant, scale: Scale) -> str:
+        """A model's run name; hashing settings takes a while, and tables ask for the same models again and again."""
+        key = (scale.name, variant)
+        if key not in self.names:
+            self.names[key] = run_name(scale.config(variant))
+        return self.names[key]
+
     def run(self, variant: Variant, scale: Scale) -> Run | None:
-        return self.runs.get(run_name(scale.config(variant)))
+        return self.runs.get(self.name(variant, scale))
 
 
 def variants(scale_name: str) -> dict[str, Variant]:

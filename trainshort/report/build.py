@@ -12,7 +12,7 @@ from trainshort.errors import InputError
 from trainshort.report import headline as first
 from trainshort.report import page, sections
 from trainshort.report.figures import Figure
-from trainshort.report.pictures import draw
+from trainshort.report.pictures import draw_all
 from trainshort.report.sources import Sources
 from trainshort.report.tables import paper_figures, paper_tables
 from trainshort.runs import write_whole
@@ -49,8 +49,7 @@ def write_report(collection: Collection, out: Path) -> Path:
         "link": sources.link,
     }
     drawn = [*([figure] if figure else []), *costs, *figures]
-    for one in drawn:
-        draw(one, out)
+    draw_all(drawn, out)
     write_whole(out / "index.html", page.html(content, drawn))
     write_whole(out / "report.md", page.markdown(content))
     _write_claims(judged, out / "claims.json", content["scale"])

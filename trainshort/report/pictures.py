@@ -1,12 +1,36 @@
 """Figures as PNG and SVG files, by matplotlib."""
 
+import hashlib
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 from trainshort.report.figures import Figure
+from trainshort.runs import write_whole
 
+KINDS = ("png", "svg")
 SIZES = {"headline": (9.0, 4.8)}
+
+
+DIGESTS = "pictures.json"
+"""What the pictures in a folder were drawn from, so that only changed ones are drawn again."""
+
+
+def draw_all(figures: list[Figure], folder: Path) -> None:
+    """Write <name>.png and <name>.svg of each figure that is not there yet as it should be."""
+    path = folder / DIGESTS
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    code = Path(__file__).read_bytes()
+    wanted = {figure.name: hashlib.sha256(repr(figure).encode() + code).hexdigest() for figure in figures}
+    for figure in figures:
+        there = all((folder / f"{figure.name}.{kind}").exists() for kind in KINDS)
+        if not there or known.get(figure.name) != wanted[figure.name]:
+            draw(figure, folder)
+    write_whole(path, json.dumps(wanted, indent=1) + "\n")
 
 
 def draw(figure: Figure, folder: Path) -> list[Path]:
@@ -23,7 +47,7 @@ def draw(figure: Figure, folder: Path) -> list[Path]:
         axes.set_title(figure.title, loc="left", fontsize=11, fontweight="bold")
         axes.set_xlabel(figure.x_label)
         axes.set_ylabel(figure.y_label)
-        written = [folder / f"{figure.name}.{kind}" for kind in ("png", "svg")]
+        written = [folder / f"{figure.name}.{kind}" for kind in KINDS]
         for path in written:
             canvas.savefig(path, dpi=160)
         plt.close(canvas)

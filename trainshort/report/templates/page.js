@@ -19,6 +19,7 @@
     made.paper_bgcolor = "rgba(0,0,0,0)";
     made.plot_bgcolor = "rgba(0,0,0,0)";
     made.font = { color: ink, size: 12 };
+    made.modebar = { bgcolor: "rgba(0,0,0,0)" };
     made.margin = { l: 56, r: made.yaxis2 ? 56 : 12, t: 8, b: 48 };
     made.hovermode = "closest";
     made.dragmode = narrow.matches ? false : "zoom";

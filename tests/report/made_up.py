@@ -1,0 +1,109 @@
+"""Run folders with made-up numbers, written as evaluations write them; nothing is trained."""
+
+import json
+import math
+from pathlib import Path
+
+from trainshort.config import RunConfig, save_config
+from trainshort.evaluate.results import Evaluation, Row, save
+from trainshort.recipes.names import run_name
+from trainshort.recipes.scales import Scale, Variant, scales
+
+LAPTOP: Scale = scales.get("laptop")
+TOKENS = 1000
+ORIGIN = {
+    "time": "2030-01-01T00:00:00+00:00",
+    "commit": "0123abc",
+    "versions": {"trainshort": "0.1.0", "torch": "2.13.0"},
+    "machine": {"system": "Linux x86_64", "cpu": "a processor", "cores": 2},
+    "threads": 2,
+}
+
+
+def row(length: int, perplexity: float, stride: int | None = None) -> Row:
+    nll = TOKENS * math.log(perplexity)
+    half = TOKENS // 2
+    return Row(
+        length=length,
+        stride=stride or length,
+        status="scored",
+        tokens=TOKENS,
+        nll=nll,
+        timed=TOKENS,
+        seconds=0.5,
+        blocks=((half, nll / 2), (half, nll / 2)),
+        positions=((0, 1, half, nll * 0.6), (1, length, half, nll * 0.4)),
+    )
+
+
+def write_evaluation(
+    folder: Path, config: RunConfig, perplexities: dict[int, float], *, tokens: int, **protocol
+) -> Path:
+    """One evaluation of a run; `step` makes it one of a checkpoint."""
+    stride, split, step = protocol.get("stride"), protocol.get("split", "valid"), protocol.get("step")
+    evaluation = Evaluation(
+        target={
+            "name": folder.name,
+            "kind": "run" if step is None else "checkpoint",
+            "trained_at": config.train.length,
+            "weights": "0" * 8,
+            "step": step or config.train.steps,
+        },
+        corpus={"name": "sotu", "split": split, "sha256": "0", "tokenizer": "bpe", "tokens": tokens},
+        protocol={"name": "x", "stride": stride, "slopes": None, "before": 0, "precision": "float32", "device": "cpu"},
+        provenance=ORIGIN,
+        rows=tuple(row(length, value, stride) for length, value in sorted(perplexities.items())),
+    )
+    path = folder / "eval" / f"{split}-{stride or 'plain'}-{tokens}-{step or 'best'}.json"
+    save(evaluation, path)
+    return path
+
+
+def make_run(
+    root: Path, position: str, plain: dict[int, float], sliding: dict[int, float] | None = None, **options
+) -> Path:
+    """A run of the laptop scale: perplexities without overlap, and with a sliding window."""
+    variant = Variant("wikitext103", position, options.get("length", 512), options.get("seed", 1))
+    config = LAPTOP.config(variant)
+    folder = root / options.get("name", run_name(config))
+    folder.mkdir(parents=True)
+    save_config(config, folder / "config.json")
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "seconds": 60.0, "tokens": 10_000}) + "\n")
+    (folder / "sessions.jsonl").write_text(json.dumps({"step": 0, **ORIGIN}) + "\n")
+    write_evaluation(folder, config, plain, tokens=32_768)
+    if sliding:
+        write_evaluation(folder, config, sliding, tokens=8192, stride=32)
+        write_evaluation(folder, config, {at: value + 2 / at for at, value in plain.items()}, tokens=8192)
+    return folder
+
+
+def make_demo(root: Path) -> None:
+    """Four methods that behave as in the paper, and their costs."""
+    lengths = (128, 160, 192, 256, 512, 1024, 2048)
+    shapes = {
+        "alibi": (50, 49.5, 49, 48.5, 48, 48, 48),
+        "t5": (50, 49.5, 49, 49, 55, 70, 90),
+        "rotary": (51, 50.8, 53, 60, 80, 95, 110),
+        "sinusoidal": (52, 54, 60, 75, 110, 150, 190),
+    }
+    for position, values in shapes.items():
+        sliding = {128: 45.0, 256: 45.2, 512: 45.5} if position == "alibi" else {128: 45.0, 256: 80.0, 512: 120.0}
+        make_run(root, position, dict(zip(lengths, values, strict=True)), sliding)
+    entries = {}
+    for position, seconds, memory in (
+        ("alibi", 1.0, 500),
+        ("sinusoidal", 1.0, 500),
+        ("rotary", 1.2, 520),
+        ("t5", 1.5, 600),
+    ):
+        config = LAPTOP.config(Variant("wikitext103", position, 512))
+        entries[run_name(config)] = {
+            "position": position,
+            "length": 128,
+            "tokens": 3072,
+            "train_seconds": [seconds, seconds, 2 * seconds],
+            "read_seconds": [seconds / 3] * 3,
+            "train_memory": memory * 10**6,
+            "provenance": ORIGIN,
+        }
+    (root / "cost.json").write_text(json.dumps({"format": 1, "entries": entries}))

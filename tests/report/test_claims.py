@@ -1,0 +1,128 @@
+"""Each claim's check holds and fails where it should, on made-up results."""
+
+import json
+import math
+
+import pytest
+from made_up import LAPTOP, make_demo, make_run, write_evaluation
+
+from trainshort.claims.cost import time_saved
+from trainshort.claims.measured import View
+from trainshort.claims.results import collect
+from trainshort.claims.verdicts import judge
+from trainshort.recipes.experiments import Reading
+from trainshort.recipes.scales import Variant
+
+
+def verdicts(root) -> dict[str, str]:
+    return {claim.name: outcome.verdict for claim, outcome in judge(View(collect([root]), LAPTOP))}
+
+
+def outcome(root, name):
+    return next(outcome for claim, outcome in judge(View(collect([root]), LAPTOP)) if claim.name == name)
+
+
+def test_results_like_the_papers_hold(tmp_path):
+    make_demo(tmp_path)
+    found = verdicts(tmp_path)
+    for name in (
+        "extrapolation-order",
+        "alibi-holds",
+        "sinusoidal-fails",
+        "recency-helps",
+        "flat-sliding",
+        "sliding-no-rescue",
+        "early-tokens",
+        "same-speed",
+        "same-memory",
+        "others-slower",
+        "t5-not-flat",
+    ):
+        assert found[name] == "holds", name
+    for name in ("short-beats-long", "sooner", "optimum-near-2l", "significant", "every-length"):
+        assert found[name] == "not testable at this scale", name
+    assert found["t5-ahead"] == "does not hold"
+
+
+@pytest.mark.parametrize(
+    ("position", "plain", "sliding", "name"),
+    [
+        ("alibi", {128: 50, 256: 50, 2048: 51}, {}, "alibi-holds"),
+        ("sinusoidal", {128: 50, 256: 54, 2048: 90}, {}, "sinusoidal-fails"),
+        ("alibi", {128: 50, 256: 49}, {128: 45, 256: 43, 512: 43}, "flat-sliding"),
+        ("sinusoidal", {128: 50, 256: 90}, {128: 45, 256: 46, 512: 50}, "sliding-no-rescue"),
+        ("alibi", {128: 50, 256: 48}, {128: 46, 256: 44, 512: 44}, "early-tokens"),
+    ],
+)
+def test_results_unlike_the_papers_fail(tmp_path, position, plain, sliding, name):
+    make_run(tmp_path, position, plain, sliding)
+    assert verdicts(tmp_path)[name] == "does not hold"
+
+
+def test_order_fails_when_two_methods_change_places(tmp_path):
+    make_demo(tmp_path / "a")
+    for position, last in (("alibi", 60.0), ("t5", 50.0), ("rotary", 60.0), ("sinusoidal", 90.0)):
+        make_run(tmp_path / "b", position, {128: 50.0, 256: 50.0 if position != "sinusoidal" else 70.0, 2048: last})
+    found = outcome(tmp_path / "b", "extrapolation-order")
+    assert found.verdict == "does not hold"
+    assert found.obtained == "Sinusoidal 128, Rotary 256, T5 bias 2,048+, ALiBi 256"
+
+
+def test_costs_fail(tmp_path):
+    make_demo(tmp_path)
+    path = tmp_path / "cost.json"
+    costs = json.loads(path.read_text())
+    for entry in costs["entries"].values():
+        slow = entry["position"] == "alibi"
+        entry["train_seconds"] = [1.02 if slow else 1.0] * 3
+        entry["train_memory"] = 600 if slow else 500
+    path.write_text(json.dumps(costs))
+    found = verdicts(tmp_path)
+    assert (found["same-speed"], found["same-memory"], found["others-slower"]) == ("does not hold",) * 3
+
+
+def test_short_beats_long_and_its_significance(tmp_path):
+    make_run(tmp_path, "alibi", {128: 50.0, 768: 47.0})
+    for seed, value in ((1, 49.0), (2, 50.0), (3, 51.0)):
+        make_run(tmp_path, "sinusoidal", {768: value}, length=3072, seed=seed)
+    assert outcome(tmp_path, "short-beats-long").verdict == "holds"
+    found = outcome(tmp_path, "significant")
+    assert found.obtained == "3.0 deviations (47.00 against 50.00 ± 1.00)"
+    assert found.verdict == "does not hold"
+
+
+def test_seeds_are_averaged(tmp_path):
+    for seed, value in ((1, 40.0), (2, 44.0)):
+        make_run(tmp_path, "alibi", {128: value}, seed=seed)
+    found = View(collect([tmp_path]), LAPTOP).read(Variant("wikitext103", "alibi", 512), Reading(512))
+    assert found is not None
+    assert found.value == pytest.approx(42.0)
+    assert found.spread == pytest.approx(math.sqrt(8))
+    assert len(found.sources) == 2
+
+
+def test_time_saved_between_two_curves():
+    assert time_saved([(1, 20), (2, 10)], [(2, 20), (4, 10)]) == pytest.approx(0.5)
+    assert time_saved([(1, 20), (2, 10)], [(1, 20), (2, 10)]) == pytest.approx(0.0)
+    assert time_saved([(1, 9), (2, 8)], [(2, 20), (4, 10)]) is None
+
+
+def test_sooner_is_read_from_checkpoints(tmp_path):
+    make_demo(tmp_path)
+    entries = json.loads((tmp_path / "cost.json").read_text())["entries"]
+    for position, length in (("alibi", 1024), ("sinusoidal", 2048)):
+        folder = make_run(tmp_path, position, {512: 40.0}, length=length)
+        config = LAPTOP.config(Variant("cc100", position, length))
+        for step, value in ((90, 60.0), (180, 50.0), (360, 40.0)):
+            write_evaluation(folder, config, {512: value}, tokens=8192, step=step)
+        seconds = 1.0 if position == "alibi" else 1.25
+        entries[folder.name] = {
+            **next(iter(entries.values())),
+            "position": position,
+            "length": length // 4,
+            "train_seconds": [seconds] * 3,
+        }
+    (tmp_path / "cost.json").write_text(json.dumps({"format": 1, "entries": entries}))
+    found = outcome(tmp_path, "sooner")
+    assert found.verdict == "holds"
+    assert found.obtained == "+20.0% time saved"

@@ -1,0 +1,250 @@
+"""The report: its numbers are the JSON's, nothing can be injected, and it opens in a real browser."""
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from base64 import b64encode
+from html.parser import HTMLParser
+
+import pytest
+from made_up import make_demo, make_run
+
+from trainshort.claims.results import collect
+from trainshort.commands.report import Report
+from trainshort.errors import InputError
+from trainshort.evaluate.results import load
+from trainshort.report.build import write_report
+from trainshort.report.headline import find_headline, sentences
+from trainshort.report.terminal import headline_table
+
+HOSTILE = "<img src=x onerror=alert(1)>\"'{{7*7}}&amp;`|*_"
+
+
+class Page(HTMLParser):
+    """Elements of a page: links, scripts, and attributes that could run something."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.images: list[str] = []
+        self.handlers: list[str] = []
+        self.scripts: list[str] = []
+        self.titled: dict[str, list[tuple[str, str]]] = {}
+        self._open: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        self.handlers += [name for name in values if name.startswith("on")]
+        if tag == "a":
+            self.links.append(values.get("href") or "")
+        if tag == "img":
+            self.images.append(values.get("src") or "")
+        self._open = "script" if tag == "script" and values.get("type") != "application/json" else None
+
+    def handle_data(self, data):
+        if self._open == "script":
+            self.scripts.append(data)
+
+    def handle_endtag(self, tag):
+        self._open = None
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    root = tmp_path_factory.mktemp("demo")
+    make_demo(root / "runs")
+    page = write_report(collect([root / "runs"]), root / "report")
+    return root / "runs", page.parent, page.read_text(encoding="utf-8")
+
+
+def test_files_are_there(demo):
+    _, out, _ = demo
+    for name in (
+        "index.html",
+        "report.md",
+        "claims.json",
+        "headline.png",
+        "headline.svg",
+        "positions.svg",
+        "cost-train.png",
+    ):
+        assert (out / name).stat().st_size > 500, name
+    assert (out / "headline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_numbers_equal_the_json(demo):
+    """Every linked number of the headline's table is what its file gives, to the last digit in the title."""
+    _, out, text = demo
+    cells = re.findall(r'<a href="(data/[^"]+)" title="([0-9.]+)">([0-9.]+)</a>', text)
+    assert len(cells) == 4 * 7
+    values = {}
+    for link, full, shown in cells:
+        values.setdefault(link, []).append(float(full))
+        assert f"{float(full):.2f}" == shown
+    for link, found in values.items():
+        assert found == [row.perplexity for row in load(out / link).rows]
+
+
+def test_every_link_leads_to_a_file_beside_the_page(demo):
+    _, out, text = demo
+    page = Page(text)
+    assert len(page.links) > 60
+    for link in (*page.links, *page.images):
+        assert not re.match(r"[a-z]+:|//|/", link), link
+        assert (out / link).is_file(), link
+
+
+def test_only_our_scripts_may_run(demo):
+    _, _, text = demo
+    page = Page(text)
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', text)
+    assert policy
+    hashes = re.findall(r"sha256-[A-Za-z0-9+/=]+", policy.group(1))
+    assert policy.group(1).startswith("default-src 'none'; script-src 'sha256-")
+    assert len(page.scripts) == 2
+    made = ["sha256-" + b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in page.scripts]
+    assert made == hashes
+    assert not page.handlers
+
+
+def test_sentences_are_written_from_the_numbers(demo):
+    runs, _, text = demo
+    headline = find_headline(collect([runs]))
+    assert headline is not None
+    assert sentences(headline) == [
+        "Trained on 128 tokens at a time and read at 128, ALiBi has the lowest perplexity, 50.0 "
+        "(T5 bias 50.0, Rotary 51.0, Sinusoidal 52.0).",
+        "Read 16 times as far, at 2,048 tokens, ALiBi (-4.0%) is no worse.",
+        "Getting worse over that distance: Sinusoidal by 265%, Rotary by 116% and T5 bias by 80%.",
+    ]
+    for sentence in sentences(headline):
+        assert sentence in text
+
+
+def test_tables_show_the_paper_beside_ours(demo):
+    _, out, text = demo
+    assert 'id="table5"' in text
+    assert 'id="table15"' in text
+    markdown = (out / "report.md").read_text()
+    assert "## table2: Extrapolation of the four methods, trained at 512" in markdown
+    assert re.search(r"\| 512 \| \[52\.00\]\(data/[^)]+\) \(20\.05\) \|", markdown)
+
+
+def test_claims_are_stored_with_their_scale(demo):
+    _, out, text = demo
+    rows = json.loads((out / "claims.json").read_text())
+    assert {row["scale"] for row in rows} == {"laptop"}
+    assert {row["verdict"] for row in rows} == {"holds", "does not hold", "not testable at this scale"}
+    assert all(f'id="claim-{row["name"]}"' in text for row in rows)
+    assert all(row["reason"] for row in rows)
+
+
+def test_figures_have_text_alternatives(demo):
+    _, _, text = demo
+    alternatives = re.findall(r'role="img" aria-label="([^"]+)"', text)
+    assert len(alternatives) >= 6
+    assert "ALiBi goes from 50.0 at 128 to 48.0 at 2,048" in alternatives[0]
+
+
+def test_unchanged_pictures_are_not_drawn_again(demo):
+    runs, out, _ = demo
+    before = (out / "headline.png").stat().st_mtime_ns
+    write_report(collect([runs]), out)
+    assert (out / "headline.png").stat().st_mtime_ns == before
+
+
+def test_the_table_for_the_terminal(demo):
+    runs, _, _ = demo
+    table = headline_table(collect([runs]))
+    assert table is not None
+    assert [column.header for column in table.columns] == ["read at", "ALiBi", "T5 bias", "Rotary", "Sinusoidal"]
+    assert list(table.columns[1].cells)[-1] == "48.00"
+
+
+def hostile_report(root):
+    """Two runs of one method, so that their names are shown, and a sample that would like to be a script."""
+    name = HOSTILE.replace("/", "")
+    for seed in (1, 2):
+        folder = make_run(root / "runs", "alibi", {128: 50.0, 256: 49.0}, name=f"{seed}{name}", seed=1)
+        (folder / "config.json").write_text(
+            (folder / "config.json").read_text().replace('"lr": 0.002', f'"lr": 0.00{seed}')
+        )
+        evaluation = next((folder / "eval").glob("*.json"))
+        values = json.loads(evaluation.read_text())
+        values["corpus"]["name"] = "</script><script>alert(2)</script>"
+        evaluation.write_text(json.dumps(values))
+        sample = {key: f"</div><script>alert('{key}')</script>" for key in ("prompt", "within", "past")}
+        (folder / "samples").mkdir()
+        (folder / "samples" / "sample.json").write_text(
+            json.dumps({**sample, "trained_at": 128, "tokens": {"prompt": 1, "within": 1, "past": 1}})
+        )
+    return write_report(collect([root / "runs"]), root / "report")
+
+
+def test_hostile_names_and_texts_inject_nothing(tmp_path):
+    page = hostile_report(tmp_path)
+    text = page.read_text(encoding="utf-8")
+    found = Page(text)
+    assert len(found.scripts) == 2
+    assert not found.handlers
+    assert all(re.fullmatch(r"[\w.-]+\.(png|svg)|data/[\w.-]+\.json", link) for link in found.links + found.images)
+    assert "alert(1)" in text  # shown, as text
+    assert "<script>alert" not in text
+    assert "49" not in re.findall(r"1&lt;img[^\n]*?\{\{(.*?)\}\}", text)  # {{7*7}} was not evaluated
+    markdown = (page.parent / "report.md").read_text()
+    assert "<script>alert" not in markdown
+    assert not re.search(r"(?<!\\)<img", markdown)
+
+
+def test_own_runs_make_a_report_without_the_papers_tables(tmp_path):
+    folder = make_run(tmp_path / "runs", "alibi", {128: 50.0, 256: 49.0}, name="mine")
+    config = json.loads((folder / "config.json").read_text())
+    config["optim"]["lr"] = 0.5
+    (folder / "config.json").write_text(json.dumps(config))
+    text = write_report(collect([folder]), tmp_path / "report").read_text(encoding="utf-8")
+    assert "Trained on 128 tokens at a time" in text
+    assert 'id="tables"' not in text
+
+
+def test_nothing_to_report_is_told(tmp_path):
+    with pytest.raises(InputError, match=r"holds no results\. Make some by `trainshort reproduce"):
+        Report((tmp_path,), tmp_path / "out").run()
+    with pytest.raises(InputError, match="There is no folder"):
+        Report((tmp_path / "nowhere",)).run()
+    make_run(tmp_path / "runs", "alibi", {128: 50.0, 256: 49.0})
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InputError, match="is a file, but a report needs a folder"):
+        Report((tmp_path / "runs",), tmp_path / "file").run()
+
+
+def browse(page, *options: str) -> subprocess.CompletedProcess:
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("there is no chromium here")
+    quiet = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
+    more = ("--disable-sync", "--no-first-run", "--virtual-time-budget=20000", "--enable-logging=stderr")
+    command = [browser, "--headless", *quiet, *more, f"--user-data-dir={page.parent / 'profile'}", *options]
+    return subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_a_browser_draws_it_without_an_error(demo):
+    _, out, _ = demo
+    done = browse(out / "index.html", "--dump-dom")
+    assert "CONSOLE" not in done.stderr, done.stderr
+    headline = done.stdout[done.stdout.index('id="plot-headline"') :]
+    headline = headline[: headline.index("</figure>")]
+    assert len(re.findall(r'class="trace scatter', headline)) == 4 * 2 + 4  # a band, a line, and the paper's
+    assert len(re.findall(r'class="plot[^"]*js-plotly-plot', done.stdout)) == len(re.findall(r'id="plot-', done.stdout))
+
+
+@pytest.mark.slow
+def test_a_browser_runs_nothing_hostile(tmp_path):
+    done = browse(hostile_report(tmp_path), "--dump-dom")
+    assert "CONSOLE" not in done.stderr, done.stderr
+    drawn = Page(done.stdout)
+    assert not drawn.handlers
+    assert all(re.fullmatch(r"[\w.-]+\.png", image) for image in drawn.images)
