@@ -147,6 +147,7 @@ def test_figures_have_text_alternatives(demo):
     alternatives = re.findall(r'role="img" aria-label="([^"]+)"', text)
     assert len(alternatives) >= 6
     assert "ALiBi goes from 50.0 at 128 to 48.0 at 2,048" in alternatives[0]
+    assert any("over all heads: ALiBi from 30 to 90 tokens" in text for text in alternatives)
 
 
 def test_unchanged_pictures_are_not_drawn_again(demo):

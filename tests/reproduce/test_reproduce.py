@@ -67,6 +67,7 @@ def test_work_goes_to_the_end_and_a_second_run_finds_nothing_to_do(tiny, tmp_pat
     sample = json.loads((folder / state.SAMPLE).read_text())
     assert sample["tokens"] == {"prompt": 8, "within": 8, "past": 48}
     assert len(sample["prompt"]) == 8
+    assert len(json.loads((folder / state.REACH).read_text())["result"]["rows"]) == 2  # one layer, two heads
     files = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     reproduce(assignment, tmp_path, console=quiet())
     assert files == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}

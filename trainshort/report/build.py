@@ -62,6 +62,7 @@ def _figures(collection: Collection, headline: first.Headline | None, view: View
     if headline:
         made.append(sections.position_figure(headline, collection))
         made.append(sections.early_figure(headline, collection, view))
+        made.append(sections.reach_figure(headline, collection))
     if view:
         made += paper_figures(view)
     return [figure for figure in made if figure]

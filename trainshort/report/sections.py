@@ -137,6 +137,43 @@ def early_figure(headline: Headline, collection: Collection, view: View | None) 
     )
 
 
+def reach_figure(headline: Headline, collection: Collection) -> Figure | None:
+    """The window that holds most of each head's attention, heads from the nearest-looking to the farthest."""
+    series, sources, told = [], [], []
+    share, length = 0.99, 0
+    runs = _headline_runs(headline, collection)
+    for index, run in enumerate(runs):
+        path = run.path / "analysis" / "reach.json"
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))["result"]
+            windows = sorted(float(row["window"]) for row in result["rows"])
+            proven = sorted(float(row["proven"]) for row in result["rows"] if row["proven"] is not None)
+            share, length = float(result["mass"]), int(result["length"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        name, shade = _name(run, runs), color(run.config.model.position, index)
+        heads = tuple(range(1, len(windows) + 1))
+        series.append(Series(name, heads, tuple(windows), shade))
+        if proven:
+            series.append(Series(f"{name}, proven", heads, tuple(proven), shade, faint=True))
+        sources.append(path)
+        told.append(f"{name} from {windows[0]:,.0f} to {windows[-1]:,.0f} tokens")
+    if not series:
+        return None
+    return Figure(
+        name="reach",
+        title="How far attention reaches",
+        alt=f"Window that holds {share:.0%} of a head's attention, over all heads: {'; '.join(told)}.",
+        series=tuple(series),
+        x_label="heads of all layers, from the nearest-looking to the farthest",
+        y_label=f"tokens that hold {share:.0%} of the attention",
+        y_log=True,
+        note=f"Measured on {length:,} tokens. Dotted: the window that provably holds {share:.0%} whatever the "
+        f"text, which only ALiBi has. The models were trained at {headline.length:,}.",
+        sources=tuple(sources),
+    )
+
+
 @dataclass(frozen=True)
 class Sample:
     """A generated text and where it passes the training length."""

@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainshort.cache import Cache
 from trainshort.evaluate.target import RunTarget
-from trainshort.model import TransformerLM
+from trainshort.generate import stream
 from trainshort.runs import provenance, write_whole
 
 PROMPT, TIMES = 64, 4
@@ -24,14 +23,16 @@ def write_sample(run: Path, path: Path) -> None:
     prepared = open_or_prepare(target.config.data, progress=False)
     length = target.config.train.length
     prompt = np.asarray(prepared.split("valid")[: max(1, min(PROMPT, length // 2))]).astype(np.int64)
-    made = extend(target.model, prompt, TIMES * length - len(prompt))
+    # Without a tokenizer nothing stops the stream early: an end of text is a token like any other here.
+    settings = {"temperature": TEMPERATURE, "top_k": min(TOP_K, target.vocabulary), "seed": SEED}
+    made = [token.id for token in stream(target.model, prompt, tokens=TIMES * length - len(prompt), **settings)]
     speller = target.speller()
     inside = length - len(prompt)
     record = {
         "format": 1,
         "run": run.name,
         "trained_at": length,
-        "settings": {"temperature": TEMPERATURE, "top_k": TOP_K, "seed": SEED},
+        "settings": settings,
         "prompt": speller.decode(prompt),
         "within": speller.decode(made[:inside]),
         "past": speller.decode(made[inside:]),
@@ -40,19 +41,3 @@ def write_sample(run: Path, path: Path) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-
-
-@torch.no_grad()
-def extend(model: TransformerLM, prompt: np.ndarray, count: int) -> list[int]:
-    """`count` tokens drawn one after the other."""
-    generator = torch.Generator().manual_seed(SEED)
-    cache, made = Cache(), []
-    tokens = torch.from_numpy(prompt)[None]
-    for _ in range(count):
-        logits = model(tokens, cache=cache)
-        assert isinstance(logits, torch.Tensor)
-        best = (logits[0, -1].float() / TEMPERATURE).topk(min(TOP_K, logits.shape[-1]))
-        drawn = best.indices[torch.multinomial(best.values.softmax(0), 1, generator=generator)]
-        made.append(int(drawn))
-        tokens = drawn[None]
-    return made

@@ -13,6 +13,7 @@ from trainshort.runs import RunFolder, read_lines
 
 UPDATE_WEIGHT = 3
 SAMPLE = Path("samples") / "sample.json"
+REACH = Path("analysis") / "reach.json"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def step_of(checkpoint: Path) -> int:
 def finished(root: Path, task: Task) -> bool:
     """Whether nothing is left to do."""
     folder = root / task.name
-    if not trained(folder, task) or (task.sample and not (folder / SAMPLE).exists()):
+    extras = (SAMPLE, REACH) if task.sample else ()
+    if not trained(folder, task) or not all((folder / file).exists() for file in extras):
         return False
     found = evaluations(folder)
     if any(missing(found, group, lengths) for group, lengths in task.groups.items()):

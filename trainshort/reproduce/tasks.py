@@ -36,7 +36,7 @@ class Task:
     curves: dict[Group, set[int]] = field(default_factory=dict)
     """Readings of the checkpoints that were kept on the way."""
     sample: bool = False
-    """Whether a text is generated past the training length."""
+    """Whether a text is generated past the training length, and the reach of attention measured."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,24 @@ def work(task: Task, root: Path) -> str:
         from trainshort.reproduce.sample import write_sample
 
         write_sample(folder, sample)
+    if task.sample and not (folder / state.REACH).exists():
+        _reach(folder)
     return task.name
+
+
+def _reach(folder: Path) -> None:
+    """How far each head looks, by `trainshort analyze`."""
+    from rich.console import Console
+
+    from trainshort.analyze.base import Lab
+    from trainshort.analyze.session import analyze
+    from trainshort.evaluate.target import RunTarget
+    from trainshort.evaluate.text import open_text
+
+    target = RunTarget(folder)
+    text = open_text(target, ())
+    lab = Lab(target, text.tokens, target.config.train.length)
+    analyze(lab, text, ["reach"], Console(quiet=True))
 
 
 def _read(path: Path, group: Group, lengths: Iterable[int]) -> None:
