@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -129,3 +131,9 @@ def test_a_new_row_replaces_the_one_of_its_length():
     assert [row.length for row in one.rows] == [4, 8]
     one = one.with_row(rows[0].replace(nll=2.0))
     assert [(row.length, row.nll) for row in one.rows] == [(4, 1.0), (8, 2.0)]
+
+
+def test_results_cards_tables_and_pictures_are_read_without_torch():
+    code = "import sys; from trainshort.evaluate import card, picture, results, tables; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

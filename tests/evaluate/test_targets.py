@@ -1,5 +1,7 @@
 """Runs, checkpoints and Hugging Face models behind one interface."""
 
+import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +46,18 @@ def test_a_run_and_its_checkpoint_are_the_same_model(run: Path):
     described = whole.description()
     assert described["weights"] == part.description()["weights"]
     assert (described["step"], described["position"]) == (5, "alibi")
+
+
+def test_data_that_changed_since_training_is_refused(run: Path, tmp_path):
+    import shutil
+
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    sha = hashlib.sha256((run.parent.parent / "tiny-data" / "train.bin").read_bytes()).hexdigest()
+    (copy / "sessions.jsonl").write_text(json.dumps({"data": sha}) + "\n")
+    assert open_target(str(copy)).trained_at == 16
+    (copy / "sessions.jsonl").write_text(json.dumps({"data": "0" * 64}) + "\n")
+    with pytest.raises(InputError, match=r"is not the data that .*copy was trained on"):
+        open_target(str(copy))
 
 
 def test_the_fingerprint_changes_with_any_weight(run: Path):

@@ -1,5 +1,5 @@
 """Why a model is good so far, or not: which context it uses, how far it looks, what each position method costs.
 
-Reading order: base (what every analysis gets and returns, and the registry), then one file per question.
-Importing this package does not import torch; `base.analyses` knows which modules to load.
+Reading order: base (what every analysis gets and returns, and the registry), then one file per question; session runs
+them.
 """

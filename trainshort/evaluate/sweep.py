@@ -131,6 +131,10 @@ def sweep(target: Target, plan: Plan, evaluation: Evaluation, path: Path, report
     return evaluation
 
 
+CALIBRATION_TOKENS = 2048
+"""Tokens read to find out how long the rest will take, where one window is not longer than that."""
+
+
 def calibrate(target: Target, plan: Plan, longest: int = 4096) -> Callable[[Windows], float]:
     """How long windows will take, from the time of two small batches: seconds per token = a + b · length.
 
@@ -152,9 +156,11 @@ def calibrate(target: Target, plan: Plan, longest: int = 4096) -> Callable[[Wind
 
 
 def _seconds_per_token(target: Target, plan: Plan, length: int) -> float | None:
-    """Time of one batch of middle windows, after a first run that warms up; None where it fails, as the sweep will."""
+    """Time of a small batch, after a first run that warms up unless that took long already; None where it fails, as the
+    sweep will."""
     windows = plan.windows(length)
-    batches = list(windows.batches(plan.batch_tokens, 0, min(len(windows), 1 + plan.batch_tokens // length)))
+    budget = min(plan.batch_tokens, CALIBRATION_TOKENS)
+    batches = list(windows.batches(budget, 0, min(len(windows), 1 + max(1, budget // length))))
     batch = max(batches, key=lambda one: sum(p.read for p in one))
     seconds = 0.0
     with target.at(plan.slopes, length), limited(target.device, plan.memory):
@@ -163,6 +169,8 @@ def _seconds_per_token(target: Target, plan: Plan, length: int) -> float | None:
                 began = time.perf_counter()
                 score_batch(target, plan.tokens, batch)
                 seconds = time.perf_counter() - began
+                if seconds > 1:
+                    break
         except (RuntimeError, MemoryError, IndexError):
             return None
     return seconds / sum(one.read for one in batch)
