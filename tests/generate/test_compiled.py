@@ -1,16 +1,20 @@
 """The compiled single-token path is the model, for every setting that changes a layer."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from test_streaming import logprobs, make_model
 
 import trainshort
 from trainshort import Cache
+from trainshort.cache.ring import unavailable
 from trainshort.config import AdaptiveConfig
 from trainshort.generate import compiled
 from trainshort.positions import positions
 
-pytestmark = pytest.mark.skipif(bool(compiled.why_not()), reason=str(compiled.why_not()))
+pytestmark = pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
 
 SETTINGS = [
     *({"position": name} for name in positions.names()),
@@ -55,6 +59,24 @@ def test_results_do_not_depend_on_the_number_of_threads():
         torch.set_num_threads(before)
     assert torch.equal(texts[0], texts[1])
     assert torch.equal(texts[0], texts[2])
+
+
+def test_a_forked_child_and_a_second_thread_work_too():
+    model, before = make_model(width=192, heads=4), torch.get_num_threads()
+    x = torch.linspace(-1, 1, 192).view(1, 1, -1)
+    try:
+        torch.set_num_threads(2)
+        linears = [compiled.RowLinear(model.layers[0].ffn.wide.weight, None) for _ in range(4)]  # pyright: ignore
+        expected = linears[0](x)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if all(torch.equal(linears[0](x), expected) for _ in range(50)) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        with ThreadPoolExecutor(4) as threads:
+            work = [threads.submit(lambda linear=linear: [linear(x) for _ in range(200)]) for linear in linears]
+            assert all(torch.equal(out, expected) for each in work for out in each.result())
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_weights_that_changed_are_seen():

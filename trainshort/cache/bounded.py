@@ -22,7 +22,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trainshort.attention import Call, LinearBias, attend
-from trainshort.attention.kernel.library import _torch_threads
 from trainshort.attention.windowed import Windowed, windowed_attention
 from trainshort.cache import ring as compiled
 from trainshort.cache.growing import Cache, LayerCache, detached
@@ -157,7 +156,7 @@ class BoundedLayer(LayerCache):
         token.length, token.limit = self.length, limit
         many = sum(ring.count for ring in self.rings) * dim > MANY
         token.threads = torch.get_num_threads() if many else 1
-        compiled.run(token)
+        compiled.library().trainshort_token(ctypes.byref(token))
         for index, ring in enumerate(self.rings):
             if ring.wanted:
                 self._grow(index, ring.wanted, ring.count + 1)
@@ -169,7 +168,8 @@ class BoundedLayer(LayerCache):
         self._token = Token(head_count=heads, ring_count=len(self.rings), dim=dim, scale=1 / math.sqrt(dim))
         self._token.tolerance, self._token.margin, self._token.settled = self.tolerance, MARGIN, SETTLED
         self._token.rings, self._token.heads = ctypes.addressof(self.rings), ctypes.addressof(self.heads)
-        self._token.parallel = _torch_threads()
+        self._scratch = torch.empty(compiled.library().trainshort_token_scratch(ctypes.byref(self._token)))
+        self._token.scratch = self._scratch.data_ptr()
         return self._token
 
     # Any number of tokens, in PyTorch

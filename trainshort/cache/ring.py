@@ -1,4 +1,4 @@
-"""The compiled step of the bounded cache: structs that mirror ring.c, its build on first use, and the call.
+"""The compiled step of the bounded cache: structs that mirror kernel/ring.c, and the build of kernel/ on first use.
 
 The structs are the cache's own memory of counts and norms, so that a step moves nothing between C and Python.
 """
@@ -8,14 +8,16 @@ import hashlib
 import os
 import shlex
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
 
 from trainshort.attention.kernel import unavailable as kernel_unavailable
-from trainshort.attention.kernel.build import FLAGS, SOURCES, KernelBuildError, cache_folder
+from trainshort.attention.kernel.build import FLAGS, KernelBuildError, cache_folder
+from trainshort.attention.kernel.build import SOURCES as HEADERS
 
-SOURCE = Path(__file__).with_name("ring.c")
+SOURCES = Path(__file__).parent / "kernel"
 
 
 class Ring(ctypes.Structure):
@@ -46,7 +48,7 @@ class Token(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("rings", "heads")),
         *((name, ctypes.c_int64) for name in ("head_count", "ring_count", "dim", "length", "limit")),
         *((name, ctypes.c_double) for name in ("tolerance", "margin", "settled", "scale")),
-        ("parallel", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
         ("threads", ctypes.c_int32),
     ]
 
@@ -54,44 +56,44 @@ class Token(ctypes.Structure):
 @cache
 def unavailable() -> str | None:
     """Why the compiled step cannot be had on this machine; None when it can (it is built now if it was not)."""
+    if not sys.platform.startswith("linux"):
+        return "the compiled step wakes its helpers by Linux's futex"
     reason = kernel_unavailable(False)  # the same compiler, processor and header files
     if reason:
         return reason
     try:
-        _library()
+        library()
     except KernelBuildError as error:
         return str(error)
     return None
 
 
-def run(token: Token) -> None:
-    """Fill `out`, bring the rings and heads up to date; rings that must grow first have `wanted` set."""
-    if _library().trainshort_token(ctypes.byref(token)):
-        raise MemoryError("the bounded cache ran out of memory for its scratch space")
-
-
 @cache
-def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(build_beside(SOURCE)))
-    library.trainshort_token_size.restype = ctypes.c_size_t
-    assert library.trainshort_token_size() == ctypes.sizeof(Token), "ring.c and ring.py disagree"
-    return library
+def library() -> ctypes.CDLL:
+    """The C files in kernel/, built once per user; see `unavailable` before."""
+    loaded = ctypes.CDLL(str(_build()))
+    loaded.trainshort_token_size.restype = loaded.trainshort_linear_size.restype = ctypes.c_size_t
+    loaded.trainshort_token_scratch.restype = ctypes.c_int64
+    loaded.trainshort_token.restype = loaded.trainshort_linear.restype = None
+    assert loaded.trainshort_token_size() == ctypes.sizeof(Token), "ring.c and ring.py disagree"
+    return loaded
 
 
-def build_beside(source: Path) -> Path:
-    """The library of one more C file that uses the attention kernel's headers. Built beside its place and renamed:
-    another process sees it whole or not at all."""
-    command = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS, f"-I{SOURCES}"]
+def _build() -> Path:
+    """Built beside its place and renamed: another process sees the whole library or none."""
+    command = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS, f"-I{HEADERS}"]
     digest = hashlib.sha256(" ".join(command).encode())
-    for file in (source, *sorted(SOURCES.glob("*.h"))):
-        digest.update(file.read_bytes())
-    library = cache_folder() / f"{source.stem}-{digest.hexdigest()[:24]}.so"
-    if library.exists():
-        return library
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        fresh = Path(folder) / library.name
-        done = subprocess.run([*command, str(source), "-o", str(fresh), "-lm"], capture_output=True, text=True)
+    for file in (*sorted(SOURCES.iterdir()), *sorted(HEADERS.glob("*.h"))):
+        if file.suffix in (".c", ".h"):
+            digest.update(file.read_bytes())
+    path = cache_folder() / f"token-{digest.hexdigest()[:24]}.so"
+    if path.exists():
+        return path
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        fresh = Path(folder) / path.name
+        sources = [str(file) for file in sorted(SOURCES.glob("*.c"))]
+        done = subprocess.run([*command, *sources, "-o", str(fresh), "-lm"], capture_output=True, text=True)
         if done.returncode:
             raise KernelBuildError(f"'{command[0]}' failed: {done.stderr.strip()[-400:]}")
-        fresh.replace(library)
-    return library
+        fresh.replace(path)
+    return path

@@ -6,17 +6,13 @@ the weights is all that a token costs, and torch reads them with one core.
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from trainshort.attention.kernel.build import KernelBuildError
-from trainshort.attention.kernel.library import _torch_threads
 from trainshort.cache import Cache
-from trainshort.cache.ring import build_beside, unavailable
+from trainshort.cache.ring import library, unavailable
 from trainshort.model import Block, TransformerLM
 from trainshort.vocabulary import Vocabulary
 
@@ -31,17 +27,8 @@ class _Linear(ctypes.Structure):
         ("inputs", ctypes.c_int64),
         ("outputs", ctypes.c_int64),
         ("eps", ctypes.c_double),
-        ("parallel", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("threads", "activation", "normed")),
     ]
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(build_beside(Path(__file__).with_name("row.c"))))
-    library.trainshort_linear_size.restype = ctypes.c_size_t
-    assert library.trainshort_linear_size() == ctypes.sizeof(_Linear), "row.c and compiled.py disagree"
-    return library
 
 
 class RowLinear:
@@ -55,10 +42,11 @@ class RowLinear:
         if isinstance(norm, nn.LayerNorm):
             call.gain, call.shift = _address(norm.weight), _address(norm.bias)
             call.normed, call.eps = 1, norm.eps
+        assert library().trainshort_linear_size() == ctypes.sizeof(_Linear), "row.c and compiled.py disagree"
         self._scratch = torch.empty(weight.shape[1])
-        call.scratch, call.parallel = self._scratch.data_ptr(), _torch_threads()
+        call.scratch = self._scratch.data_ptr()
         self._many = weight.numel() > FEW
-        self._call, self._run = call, _library().trainshort_linear
+        self._call, self._run = call, library().trainshort_linear
         self._keep = (weight, bias, norm)  # the struct holds bare addresses
 
     def __call__(self, x: Float[Tensor, "1 1 inputs"], residual: Tensor | None = None) -> Float[Tensor, "1 1 outputs"]:
@@ -66,8 +54,7 @@ class RowLinear:
         out = x.new_empty(1, 1, call.outputs)
         call.x, call.out, call.residual = x.data_ptr(), out.data_ptr(), _address(residual)
         call.threads = torch.get_num_threads() if self._many else 1
-        if self._run(ctypes.byref(call)):
-            raise MemoryError("no memory for a row")
+        self._run(ctypes.byref(call))
         return out
 
 
@@ -126,19 +113,7 @@ class Decoder:
 def decoder_of(model: TransformerLM) -> Decoder | None:
     """The decoder of a model; none where torch has to do: other devices and dtypes, or no C compiler."""
     plain = all(w.device.type == "cpu" and w.dtype == torch.float32 and w.is_contiguous() for w in model.parameters())
-    return Decoder(model) if plain and why_not() is None else None
-
-
-@cache
-def why_not() -> str | None:
-    """Why there is no compiled row on this machine; None when there is."""
-    if reason := unavailable():
-        return reason
-    try:
-        _library()
-    except KernelBuildError as error:
-        return str(error)
-    return None
+    return Decoder(model) if plain and unavailable() is None else None
 
 
 def _layer(block: Block) -> _Layer:

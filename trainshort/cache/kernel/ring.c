@@ -1,5 +1,5 @@
 /* One token against rings of past keys, a ring per key head, each of its own length: attention, what was forgotten, and
- * the newest key put in its place. Built on first use and called through ctypes by ring.py, whose structs mirror these.
+ * the newest key put in its place. Called through ctypes by ring.py, whose structs mirror these.
  *
  * A ring holds the keys at distances 1 to count. The order in it does not matter to a softmax:
  *
@@ -7,7 +7,8 @@
  *                                                 token     4 5 2 3
  *                                                 distance  2 1 4 3     of the token 6 that comes now
  */
-#include "pool.h"
+#include "call.h"
+#include "helpers.h"
 
 enum { RUN = 64 }; /* keys scored before their values are added up: both stay in the first-level cache */
 
@@ -31,7 +32,7 @@ typedef struct {
     Head *heads;
     int64_t head_count, ring_count, dim, length, limit;
     double tolerance, margin, settled, scale;
-    Parallel parallel;
+    float *scratch; /* per ring, scratch_size floats */
     int32_t threads;
 } Token;
 
@@ -41,6 +42,12 @@ typedef struct {
 } Row;
 
 INLINE int64_t padded_to_lanes(int64_t dim) { return blocks_of(dim, LANES) * LANES; }
+
+/* Floats that one ring's rows need: query and output of each, and the rows themselves. */
+static int64_t scratch_size(const Token *token) {
+    const int64_t group = token->head_count / token->ring_count;
+    return padded_to_lanes(group * (2 * padded_to_lanes(token->dim) + (int64_t)(sizeof(Row) / sizeof(float))));
+}
 
 static double norm(const float *x, int64_t dim) {
     double sum = 0;
@@ -155,9 +162,10 @@ static void insert(const Token *token, Ring *ring, int64_t index, int64_t padded
 }
 
 /* One item: a ring and all query heads that share it. Later heads have flatter slopes and longer rings: they go first. */
-static void read_ring(void *context, int64_t item, real *scratch) {
+static void read_ring(void *context, int64_t item) {
     const Token *token = context;
     const int64_t index = token->ring_count - 1 - item, group = token->head_count / token->ring_count;
+    float *scratch = token->scratch + index * scratch_size(token);
     const int64_t padded = padded_to_lanes(token->dim), first = index * group;
     Ring *ring = &token->rings[index];
     Row *rows = (Row *)(scratch + group * 2 * padded);
@@ -185,14 +193,8 @@ static void read_ring(void *context, int64_t item, real *scratch) {
     insert(token, ring, index, padded);
 }
 
-/* 0, or 1 when memory ran out. */
-int trainshort_token(const Token *token) {
-    const size_t group = token->head_count / token->ring_count;
-    const size_t scratch = group * (2 * padded_to_lanes(token->dim) + sizeof(Row) / sizeof(real) + 1);
-    Call call = {0};
-    call.threads = token->threads, call.parallel = token->parallel;
-    Queue rings = {read_ring, (void *)token, token->ring_count, scratch, 0};
-    return run_all(&call, &rings);
-}
+void trainshort_token(const Token *token) { share_out(read_ring, (void *)token, token->ring_count, token->threads); }
+
+int64_t trainshort_token_scratch(const Token *token) { return token->ring_count * scratch_size(token); }
 
 size_t trainshort_token_size(void) { return sizeof(Token); }

@@ -4,19 +4,19 @@
  *
  * A single row is read once per weight, so this runs at the speed of memory if all cores read; torch's own product of a
  * row and a matrix uses one. Each output is summed by one thread in one order, so results do not depend on how many
- * there are. Built and called by compiled.py, whose struct mirrors this one.
+ * there are. Called through ctypes by generate/compiled.py, whose struct mirrors this one.
  */
-#include "pool.h"
+#include "call.h"
+#include "helpers.h"
 
 enum { NO_ACTIVATION = 0, RELU = 1, GELU = 2, GELU_TANH = 3 };
-enum { SHARE = 32 }; /* outputs that a thread takes at a time */
+enum { SHARE = 64 }; /* outputs that a thread takes at a time */
 
 typedef struct {
     const float *x, *weight, *bias, *gain, *shift, *residual; /* all but x and weight may be NULL */
     float *out, *scratch;                                      /* scratch: inputs floats, for the normalised row */
     int64_t inputs, outputs;
     double eps;
-    Parallel parallel;
     int32_t threads, activation, normed;
 } Linear;
 
@@ -67,8 +67,7 @@ static float one(const float *x, const float *weight, int64_t inputs) {
     return sum;
 }
 
-static void share(void *context, int64_t item, real *scratch) {
-    (void)scratch;
+static void some_outputs(void *context, int64_t item) {
     const Linear *l = context;
     const float *x = l->normed ? l->scratch : l->x;
     const int64_t end = smaller_of(l->outputs, (item + 1) * SHARE);
@@ -86,13 +85,9 @@ static void share(void *context, int64_t item, real *scratch) {
     }
 }
 
-/* 0, or 1 when memory ran out. */
-int trainshort_linear(const Linear *l) {
+void trainshort_linear(const Linear *l) {
     if (l->normed) normalise(l);
-    Call call = {0};
-    call.threads = l->threads, call.parallel = l->parallel;
-    Queue shares = {share, (void *)l, blocks_of(l->outputs, SHARE), 8, 0};
-    return run_all(&call, &shares);
+    share_out(some_outputs, (void *)l, blocks_of(l->outputs, SHARE), l->threads);
 }
 
 size_t trainshort_linear_size(void) { return sizeof(Linear); }
