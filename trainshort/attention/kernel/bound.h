@@ -18,7 +18,10 @@
 
 #include "call.h"
 
-enum { LEVELS = 8 };
+enum {
+    LEVELS = 8,
+    WORTH_IT = 3, /* blocks of keys from which on a bound can save more than it costs */
+};
 
 typedef struct {
     real lowest, step; /* the tabulated query norms are lowest + level * step */
@@ -26,7 +29,8 @@ typedef struct {
     real slack;        /* covers the rounding of the bound itself, so that it stays a bound */
     real *tail;        /* (key blocks + 1, LEVELS) */
     real *centre;      /* (padded_dim) */
-    uint8_t *faulty;   /* (key blocks) whether a key or value in the block is not finite */
+    uint8_t *faulty;   /* (key blocks) whether a value (or where there is a bound, a key) is not finite */
+    int known;         /* whether there is a bound at all; without it nothing is skipped */
 } Bound;
 
 INLINE int64_t key_blocks(const Call *c) { return blocks_of(c->k_len, KEYS); }
@@ -82,24 +86,28 @@ static void find_levels(const Call *c, int64_t batch, int64_t head, Bound *bound
     bound->step = (top - bound->lowest) / (LEVELS - 1);
 }
 
-/* Exponents of one block's keys at each level, as seen from the boundary behind it; the return value is 0 when a key or
- * value is not finite. */
-static int block_exponents(const Call *c, const Bound *bound, const real *k, const real *v, const real *origin,
-                           real *exponents) {
+/* 0 where a value is finite, NaN where one is not. */
+static real fault_of(const real *row, int padded) {
+    vec zero = {0};
+    for (int t = 0; t < padded; t += LANES) zero += load(row + t) * 0;
+    return sum_lanes(zero);
+}
+
+/* Exponents of one block's keys at each level, as seen from the boundary behind it. Returns 0, or NaN when a key's norm
+ * is not finite. */
+static real block_exponents(const Call *c, const Bound *bound, const real *k, const real *origin, real *exponents) {
     const int padded = padded_dim(c);
     const real error = rounding(c->dim), scale = (real)c->scale;
     const real offset = 2 * error * (real)sqrt(squared_distance(bound->centre, origin, padded)); /* rounding of q.c */
-    real finite = 0;
+    real fault = 0;
     for (int j = 0; j < KEYS; j++) {
         const real distance = (real)sqrt(squared_distance(k + j * padded, bound->centre, padded));
         const real reach = (distance * (1 + error) + offset) * scale;
-        vec zero = {0};
-        for (int t = 0; t < padded; t += LANES) zero += load(v + j * padded + t) * 0;
-        finite += reach * 0 + sum_lanes(zero);
+        fault += reach * 0;
         for (int level = 0; level < LEVELS; level++)
             exponents[j * LEVELS + level] = (bound->lowest + level * bound->step) * reach - bound->slope * (KEYS - j);
     }
-    return finite == 0;
+    return fault;
 }
 
 /* tail(B + KEYS) from tail(B): both shrink by the slope of KEYS tokens, and the block's own keys come in. */
@@ -117,26 +125,32 @@ static void advance_tail(const Bound *bound, const real *exponents, const real *
 /* Everything a head's queries need to know about its keys. `scratch` holds 2 KEYS rows, a row, and the exponents. */
 static void build_bound(const Call *c, int64_t batch, int64_t head, Bound *bound, real *scratch) {
     const int padded = padded_dim(c);
-    const int64_t kv = kv_head(c, head);
+    const int64_t kv = kv_head(c, head), blocks = key_blocks(c);
     real *k_rows = scratch, *v_rows = k_rows + KEYS * padded, *origin = v_rows + KEYS * padded;
     real *exponents = origin + padded;
     memset(origin, 0, padded * sizeof(real));
+    memset(bound->centre, 0, padded * sizeof(real));
     bound->slope = (real)c->slopes[head];
     bound->slack = (real)(0.01 + fabs(bound->slope) * c->k_len * 2.4e-7);
-    find_centre(c, batch, head, bound, k_rows);
-    find_levels(c, batch, head, bound, k_rows, origin);
-    for (int level = 0; level < LEVELS; level++) bound->tail[level] = -1e30f;
+    bound->known = c->tolerance > 0 && blocks >= WORTH_IT;
+    if (bound->known) {
+        find_centre(c, batch, head, bound, k_rows);
+        find_levels(c, batch, head, bound, k_rows, origin);
+        for (int level = 0; level < LEVELS; level++) bound->tail[level] = (real)-1e30;
+    }
     int whole = 1;
-    for (int64_t block = 0; block < key_blocks(c); block++) {
-        const real *k = read_rows(c, &c->k, batch, kv, block * KEYS, KEYS, c->k_len, k_rows);
+    for (int64_t block = 0; block < blocks; block++) {
         const real *v = read_rows(c, &c->v, batch, kv, block * KEYS, KEYS, c->k_len, v_rows);
-        const int finite = block_exponents(c, bound, k, v, origin, exponents);
-        real *before = bound->tail + block * LEVELS, *after = before + LEVELS;
-        bound->faulty[block] = !finite;
-        whole &= finite;
-        advance_tail(bound, exponents, before, after);
-        if (!whole)
-            for (int level = 0; level < LEVELS; level++) after[level] = INFINITY;
+        real *before = bound->tail + block * LEVELS, *after = before + LEVELS, fault = 0;
+        for (int j = 0; j < KEYS; j++) fault += fault_of(v + j * padded, padded);
+        if (bound->known) {
+            const real *k = read_rows(c, &c->k, batch, kv, block * KEYS, KEYS, c->k_len, k_rows);
+            fault += block_exponents(c, bound, k, origin, exponents);
+            advance_tail(bound, exponents, before, after);
+        }
+        bound->faulty[block] = !(fault == 0);
+        whole &= fault == 0;
+        for (int level = 0; !whole && level < LEVELS; level++) after[level] = INFINITY;
     }
 }
 

@@ -115,7 +115,7 @@ static void walk_block(const Call *c, const Bound *bound, Walk *walk, int64_t ba
 
 /* Whether every row may leave out all keys before `block`; then `dropped` is the most that any row leaves out. */
 static int may_stop(const Call *c, const Bound *bound, Walk *walk, int64_t block) {
-    if (!(c->tolerance > 0)) return 0;
+    if (!bound->known) return 0;
     const real tail = tail_at(bound, block, walk->norm) + bound->slack;
     vec most = {0};
     for (int w = 0; w < WIDE; w++) {
