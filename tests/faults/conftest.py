@@ -4,12 +4,12 @@ import subprocess
 import sys
 
 import pytest
-from harness import ENVIRONMENT, HERE, ROOT, Runner, make_runner, result
+from harness import ENVIRONMENT, HERE, ROOT, Runner, make_config, result
 
 
 @pytest.fixture(scope="session")
 def config(tmp_path_factory):
-    return make_runner(tmp_path_factory.mktemp("faults")).config
+    return make_config(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="session")
@@ -24,15 +24,15 @@ def zygote():
 
 @pytest.fixture
 def runner(request, config, zygote):
-    """In the full tests each run is a fresh process; in the quick ones a fork, which saves importing torch."""
-    return Runner(config) if request.node.get_closest_marker("fault") else Runner(config, zygote)
+    """In the full tests a run that is hurt is a fresh process; in the quick ones a fork, which is there at once."""
+    return Runner(config, zygote, fresh=request.node.get_closest_marker("fault") is not None)
 
 
 @pytest.fixture(scope="session")
-def sound(config, tmp_path_factory):
+def sound(config, zygote, tmp_path_factory):
     """A run that was never stopped."""
     out = tmp_path_factory.mktemp("sound") / "run"
-    Runner(config).finish(out)
+    Runner(config, zygote).finish(out)
     return out
 
 

@@ -34,23 +34,15 @@ def write_corpus(folder: Path) -> Path:
     return folder
 
 
-def tiny_config(corpus: Path, **train) -> RunConfig:
+def tiny_config(corpus: Path) -> RunConfig:
     """Dropout is on, so that random states count; a checkpoint is due every few updates."""
-    settings = {
-        "length": 32,
-        "batch": 8,
-        "steps": 80,
-        "log_every": 3,
-        "valid_every": 20,
-        "valid_tokens": 512,
-        "save_every": 6,
-        "keep": 2,
-    }
     return RunConfig(
         model=ModelConfig(layers=2, width=32, heads=4, dropout=0.1),
         data=DataConfig(corpus=str(corpus), tokenizer="bytes", folder=corpus.with_name("prepared")),
         optim=OptimConfig(lr=3e-3, warmup=10),
-        train=TrainConfig(**settings | train),
+        train=TrainConfig(
+            length=32, batch=8, steps=80, log_every=3, valid_every=20, valid_tokens=512, save_every=6, keep=2
+        ),
     )
 
 
@@ -86,10 +78,11 @@ class Process:
 
 @dataclass
 class Runner:
-    """Starts `trainshort train` on one config: as a user would, or through a zygote, which saves importing torch."""
+    """Starts `trainshort train` on one config: `fresh` as a user would, else by a zygote that has torch imported."""
 
     config: Path
-    zygote: subprocess.Popen | None = None
+    zygote: subprocess.Popen
+    fresh: bool = False
 
     def arguments(self, out: Path, *options: str) -> list[str]:
         return ["train", str(self.config), "--out", str(out), "--resume", "--quiet", *options]
@@ -97,9 +90,12 @@ class Runner:
     def start(
         self, out: Path, *options: str, driver: Path | None = None, **environment: str
     ) -> "Process | subprocess.Popen[str]":
-        if self.zygote is None:
+        if self.fresh:
             main = [str(driver)] if driver else ["-m", "trainshort"]
-            return self.fresh([*main, *self.arguments(out, *options)], environment)
+            return self._popen([*main, *self.arguments(out, *options)], environment)
+        return self._fork(out, *options, driver=driver, **environment)
+
+    def _fork(self, out: Path, *options: str, driver: Path | None = None, **environment: str) -> Process:
         output = self.config.with_name(f"output-{uuid.uuid4().hex}")
         request = {
             "arguments": ["trainshort", *self.arguments(out, *options)],
@@ -118,9 +114,9 @@ class Runner:
         launcher += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--monitor_interval=0.2"]
         main = [str(driver)] if driver else ["-m", "trainshort"]
         words = [word for word in self.arguments(out) if word != "--resume"]
-        return self.fresh([*launcher, *main, *words, *options], environment)
+        return self._popen([*launcher, *main, *words, *options], environment)
 
-    def fresh(self, words: list[str], environment: dict[str, str]) -> "subprocess.Popen[str]":
+    def _popen(self, words: list[str], environment: dict[str, str]) -> "subprocess.Popen[str]":
         return subprocess.Popen(
             [sys.executable, *words],
             cwd=ROOT,
@@ -132,16 +128,15 @@ class Runner:
 
     def finish(self, out: Path, *options: str) -> str:
         """Let a run come to its end, and return what it printed."""
-        process = self.start(out, *options)
+        process = self._fork(out, *options)
         text, _ = process.communicate(timeout=300)
         assert process.returncode == 0, text
         return text
 
 
-def make_runner(folder: Path, **train) -> Runner:
-    config = tiny_config(write_corpus(folder / "corpus"), **train)
-    save_config(config, folder / "faults.json")
-    return Runner(folder / "faults.json")
+def make_config(folder: Path) -> Path:
+    save_config(tiny_config(write_corpus(folder / "corpus")), folder / "faults.json")
+    return folder / "faults.json"
 
 
 def result(run: Path) -> dict[str, object]:
@@ -158,14 +153,14 @@ def result(run: Path) -> dict[str, object]:
     return {"step": last.name, "tensors": tensors, "metrics": metrics}
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 120.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.0005)
 
 
-def wait_for(condition: Callable[[], object], process, seconds: float = 120.0) -> bool:
+def wait_for(condition: Callable[[], object], process, seconds: float = 300.0) -> bool:
     """Wait until `condition()`; False when the process ended before."""
     wait_until(lambda: condition() or process.poll() is not None, seconds)
     return process.poll() is None

@@ -38,7 +38,7 @@ def test_a_full_disk_loses_nothing(runner, undisturbed, disk, times, capsys):
         # Room for one to three checkpoints and a part of the next; keeping three, the run must fill it.
         assert mount(disk, int(size * chance.uniform(1.3, 3.9)) + 40, again=True) is None
         process = runner.start(out, "--train.keep", "3")
-        text, _ = process.communicate(timeout=120)
+        text, _ = process.communicate(timeout=300)
         assert process.returncode == 2, text
         assert "Traceback" not in text
         assert f"Cannot save {out}/checkpoints/step-" in text or f"Cannot write {out}/metrics.jsonl" in text

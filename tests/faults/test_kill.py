@@ -87,7 +87,7 @@ def test_a_stopped_run_saves_and_ends_in_the_same_bits(runner, undisturbed, tmp_
         time.sleep(chance.uniform(0, 0.2))
         number = signal.SIGINT if sum(done.values()) % 4 == 1 else signal.SIGTERM
         process.send_signal(number)
-        text, _ = process.communicate(timeout=60)
+        text, _ = process.communicate(timeout=300)
         if process.returncode == 0:  # it was through before the signal came
             assert result(out) == undisturbed
             finished += 1
@@ -113,7 +113,7 @@ def test_a_second_signal_stops_at_once(runner, tmp_path):
     os.kill(process.pid, signal.SIGTERM)
     os.kill(process.pid, signal.SIGINT)
     os.kill(process.pid, signal.SIGCONT)
-    text, _ = process.communicate(timeout=60)
+    text, _ = process.communicate(timeout=300)
     assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
     assert "once more stops at once" in text
     assert "Saved" not in text

@@ -15,7 +15,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(runner, undisturbed, tmp_path, 
     for update, value in places:
         injected = {"NAN_AT": str(update), "NAN_RANK": "0", "NAN_VALUE": value}
         process = runner.start(out, driver=HERE / "nan_at.py", **injected)
-        text, _ = process.communicate(timeout=120)
+        text, _ = process.communicate(timeout=300)
         assert process.returncode == 2, text
         assert "Traceback" not in text
         assert f"The loss is {value} on rank 0 at update {update}. That update was not made" in text

@@ -50,7 +50,7 @@ def test_a_killed_rank_is_replaced(runner, tmp_path, strategy):
 def test_a_nan_on_the_second_rank_is_named_and_stops_both(runner, tmp_path):
     out = tmp_path / "run"
     launcher = runner.torchrun(out, driver=HERE / "nan_at.py", NAN_AT="20", NAN_RANK="1", NAN_VALUE="nan")
-    text, _ = launcher.communicate(timeout=120)
+    text, _ = launcher.communicate(timeout=300)
     assert launcher.returncode != 0
     assert "The loss is nan on rank 1 at update 20." in text
     print("\nNaN on rank 1 of 2: named, both stopped")
@@ -62,7 +62,7 @@ def test_torchrun_that_is_told_to_stop_saves(runner, tmp_path):
     launcher = runner.torchrun(out)
     assert wait_for(lambda: logged(out) > 1000, launcher)
     launcher.send_signal(signal.SIGTERM)
-    text, _ = launcher.communicate(timeout=120)
+    text, _ = launcher.communicate(timeout=300)
     assert "Stopped after update" in text
     saved = folders.present(out)[-1]
     assert manifest.damage(saved) is None
