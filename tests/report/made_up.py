@@ -70,15 +70,15 @@ def make_run(
     save_config(config, folder / "config.json")
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "seconds": 60.0, "tokens": 10_000}) + "\n")
     (folder / "sessions.jsonl").write_text(json.dumps({"step": 0, **ORIGIN}) + "\n")
-    write_evaluation(folder, config, plain, tokens=32_768)
+    write_evaluation(folder, config, plain, tokens=16_384)
     (folder / "analysis").mkdir()
     heads = [{"window": window, "proven": 2 * window if position == "alibi" else None} for window in (90, 30, 60)]
     (folder / "analysis" / "reach.json").write_text(
         json.dumps({"result": {"rows": heads, "mass": 0.99, "length": 1024}})
     )
     if sliding:
-        write_evaluation(folder, config, sliding, tokens=8192, stride=32)
-        write_evaluation(folder, config, {at: value + 2 / at for at, value in plain.items()}, tokens=8192)
+        write_evaluation(folder, config, sliding, tokens=4096, stride=32)
+        write_evaluation(folder, config, {at: value + 2 / at for at, value in plain.items()}, tokens=4096)
     return folder
 
 

@@ -50,8 +50,8 @@ def test_tasks_are_shared_between_tables():
     assert alone < {task.name for task in both}
     assert len(both) == len({task.name for task in both})
     alibi = next(task for task in both if task.name.startswith("alibi-128"))
-    assert alibi.groups[Group("valid", None, 32_768)] >= {128, 256, 768}
-    assert alibi.groups[Group("valid", 32, 8192)] == {128, 256, 384, 512, 768}
+    assert alibi.groups[Group("valid", None, 16_384)] >= {128, 256, 768}
+    assert alibi.groups[Group("valid", 32, 4096)] == {128, 256, 384, 512, 768}
     assert len(assign(choose(["table9"]), laptop, range(1, 4)).tasks) == 9
 
 

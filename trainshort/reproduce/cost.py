@@ -22,7 +22,7 @@ from trainshort.evaluate.target import pick_device
 from trainshort.model import TransformerLM
 from trainshort.runs import provenance, write_whole
 
-ROUNDS = 7
+ROUNDS = 5
 
 
 def measure_costs(configs: dict[str, RunConfig], path: Path) -> None:
