@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-NAMES = ("attention", "training")
+NAMES = ("attention", "training", "evaluate", "decode", "prepare")
 
 
 def main() -> None:
