@@ -49,11 +49,12 @@ def test_a_sweep_leaves_results_a_picture_and_a_card(fresh: Path, capsys):
     stored = card.load(fresh)
     assert stored is not None
     assert stored["source"] == f"eval/{path.name}"
-    shown = capsys.readouterr().out
+    shown, notes = capsys.readouterr()
     assert stored["summary"] in shown
-    assert "3 lengths" in shown
     assert "16 = L" in shown
     assert all(len(line) <= 80 for line in shown.splitlines() if "Written" not in line), "fits a terminal"
+    assert "3 lengths" in notes
+    assert "length 64: 3 of 3 done" in notes
 
 
 def test_loading_the_model_says_how_far_it_is_good(fresh: Path, capsys):
@@ -74,7 +75,7 @@ def test_what_was_scored_before_is_kept_and_more_is_added(fresh: Path, capsys):
     (after,) = results.find(fresh)
     assert [row.length for row in after.rows] == [16, 32, 48]
     assert after.rows[:2] == before.rows, "to the last digit and second: nothing was computed again"
-    assert "1 of 2 lengths were scored before" in capsys.readouterr().out
+    assert "1 of 2 lengths were scored before" in capsys.readouterr().err
     evaluate(fresh, "--lengths", "16", "--again")
     (again,) = results.find(fresh)
     assert [row.length for row in again.rows] == [16], "begun anew"
@@ -94,6 +95,9 @@ def test_other_protocols_texts_and_weights_have_their_own_files(fresh: Path, tmp
         "valid-nonoverlapping-interpolate",
         "valid-stride8",
     ]
+    (last,) = (fresh / "eval").glob("valid-nonoverlapping-interpolate-*.svg")
+    for label in ("tiny, slopes interpolate", "tiny, stride 8", ">tiny<"):
+        assert label in last.read_text(), "protocols of one model on one text are drawn together"
     losses = {round(one.rows[0].loss, 6) for one in results.find(fresh)}
     assert len(losses) == 4
 
@@ -165,7 +169,7 @@ def test_memory_that_does_not_suffice_is_reported_and_tried_again(root: Path, ca
 
 def test_a_dry_run_says_the_cost_and_does_nothing(fresh: Path, capsys):
     assert evaluate(fresh, "--lengths", "64", "--stride", "1", "--max-tokens", "100", "--dry-run") == 0
-    assert "100 targets at length 64, 37 passes over 2,368 tokens, about" in " ".join(capsys.readouterr().out.split())
+    assert "100 targets at length 64, 37 passes over 2,368 tokens, about" in " ".join(capsys.readouterr().err.split())
     assert not (fresh / "eval").exists()
 
 

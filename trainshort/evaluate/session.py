@@ -69,8 +69,10 @@ def evaluate(
     dry_run: bool = False,
     console: Console | None = None,
 ) -> Evaluation:
-    """Measure all lengths of a plan; returns the evaluation, which then lies in the target's folder."""
-    console = console or Console(stderr=True, quiet=True)
+    """Measure all lengths of a plan; returns the evaluation, which then lies in the target's folder. Results are shown
+    on `console` (default: nowhere); cost and progress go to standard error beside it."""
+    console = console or Console(quiet=True)
+    notes = Console(stderr=True, quiet=console.quiet)
     for length in plan.lengths:
         plan.windows(length)  # refuses impossible lengths before anything is computed
     if plan.slopes is not None:
@@ -81,22 +83,22 @@ def evaluate(
     if not again:
         evaluation = resumed(evaluation, path)
     todo = [plan.windows(length) for length in plan.lengths if evaluation.row(length) is None]
-    state_cost(target, plan, todo, console, calibrated=bool(todo))
+    state_cost(target, plan, todo, notes)
     if dry_run:
         return evaluation
-    with _progress(todo, console) as report:
+    with _progress(todo, notes) as report:
         evaluation = sweep(target, plan, evaluation, path, report)
     finish(evaluation, target, path, console)
     console.print(result_table(evaluation, plan.lengths))
     return evaluation
 
 
-def state_cost(target: Target, plan: Plan, todo: list[Windows], console: Console, *, calibrated: bool) -> None:
+def state_cost(target: Target, plan: Plan, todo: list[Windows], console: Console) -> None:
     """Say what is about to be computed and how long that may take."""
     known = len(plan.lengths) - len(todo)
     if known:
         console.print(f"{known} of {len(plan.lengths)} lengths were scored before; --again scores them anew.")
-    if not calibrated or console.quiet:
+    if not todo or console.quiet:
         return
     seconds = calibrate(target, plan)
     passes, read = sum(len(windows) for windows in todo), sum(windows.read for windows in todo)
@@ -146,7 +148,7 @@ def finish(evaluation: Evaluation, target: Target, path: Path, console: Console)
         raise InputError("nothing was evaluated; give at least one length.")
     from trainshort.evaluate.picture import draw
 
-    written = [path, *draw([evaluation], path.with_suffix(""))]
+    written = [path, *draw([evaluation, *siblings(evaluation, path)], path.with_suffix(""))]
     made = card.make(evaluation, str(path.relative_to(target.folder))) if target.kind != "checkpoint" else None
     if made and card.save(made, target.folder):
         written.append(target.folder / card.FILE)
@@ -157,6 +159,20 @@ def finish(evaluation: Evaluation, target: Target, path: Path, console: Console)
             highlight=False,
         )
     console.print("Written: " + ", ".join(str(file) for file in written), highlight=False, soft_wrap=True)
+
+
+def siblings(evaluation: Evaluation, path: Path) -> list[Evaluation]:
+    """Other protocols' evaluations of the same weights on the same text, for the same picture."""
+    found = []
+    for other in sorted(set(path.parent.glob("*.json")) - {path}):
+        try:
+            one = results.load(other)
+        except InputError:
+            continue  # a damaged neighbour is no reason to fail now
+        same_weights = one.target.get("weights") == evaluation.target["weights"]
+        if same_weights and one.corpus.get("sha256") == evaluation.corpus["sha256"]:
+            found.append(one)
+    return found
 
 
 def plan_has_base(evaluation: Evaluation) -> bool:
