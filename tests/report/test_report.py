@@ -16,6 +16,7 @@ from trainshort.commands.report import Report
 from trainshort.errors import InputError
 from trainshort.evaluate.results import load
 from trainshort.report.build import write_report
+from trainshort.report.figures import round_ticks
 from trainshort.report.headline import find_headline, sentences
 from trainshort.report.terminal import headline_table
 
@@ -155,6 +156,12 @@ def test_unchanged_pictures_are_not_drawn_again(demo):
     before = (out / "headline.png").stat().st_mtime_ns
     write_report(collect([runs]), out)
     assert (out / "headline.png").stat().st_mtime_ns == before
+
+
+def test_ticks_are_round_numbers():
+    assert round_ticks(67, 110) == [70, 80, 90, 100, 110, 120]
+    assert round_ticks(18, 400) == [20, 50, 100, 200]
+    assert round_ticks(4.0, 4.3) == pytest.approx([4.0, 4.1, 4.2, 4.3])
 
 
 def test_the_table_for_the_terminal(demo):

@@ -1,5 +1,6 @@
 """A figure as plain data, drawn twice: by plotly in the page, by matplotlib into files."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,6 +50,28 @@ class Figure:
     ticks: tuple[tuple[float, str], ...] = ()
     note: str = ""
     sources: tuple[Path, ...] = field(default=())
+
+
+def round_ticks(low: float, high: float) -> list[float]:
+    """Round numbers for a log axis: even steps where the ends are near, 1-2-5 steps where they are far.
+
+    67 … 110 → 70 80 90 100 110 120        18 … 400 → 20 50 100 200
+    """
+    if high > 4 * low:
+        kept = [m * 10.0**k for k in range(-3, 7) for m in (1, 2, 5)]
+    else:
+        rough = (high - low) / 5 or low / 10
+        size = 10.0 ** math.floor(math.log10(rough))
+        step = next(m * size for m in (1, 2, 5, 10) if m * size >= rough)
+        kept = [round(k * step, 10) for k in range(max(1, int(low / step)), int(high / step) + 2)]
+    return [tick for tick in kept if 0.9 * low <= tick <= 1.1 * high]
+
+
+def extent(figure: "Figure", *, right: bool) -> tuple[float, float] | None:
+    """Smallest and largest value on one of the two vertical axes."""
+    values = [y for one in figure.series if one.right == right for y in (*one.y, *one.low, *one.high)]
+    finite = [value for value in values if math.isfinite(value) and value > 0]
+    return (min(finite), max(finite)) if finite else None
 
 
 def color(position: str, index: int = 0) -> str:

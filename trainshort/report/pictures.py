@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trainshort.report.figures import Figure
+from trainshort.report.figures import Figure, extent, round_ticks
 from trainshort.runs import write_whole
 
 KINDS = ("png", "svg")
@@ -75,7 +75,7 @@ def _lines(axes, figure: Figure) -> None:
     for one in [axes, right] if right else [axes]:
         if figure.y_log:
             one.set_yscale("log")
-            _plain_log(one.yaxis)
+            _plain_log(one.yaxis, extent(figure, right=one is right))
     axes.spines["right"].set_visible(right is not None)
     if right is not None:
         right.set_ylabel(figure.right_label, fontsize=9, color="#666666")
@@ -83,7 +83,7 @@ def _lines(axes, figure: Figure) -> None:
         right.spines["top"].set_visible(False)
     if figure.x_log:
         axes.set_xscale("log", base=2)
-        _plain_log(axes.xaxis)
+        _plain_log(axes.xaxis, None)
     if figure.ticks:
         axes.set_xticks([at for at, _ in figure.ticks], [text.replace("<br>", "\n") for _, text in figure.ticks])
         axes.set_xticks([], minor=True)
@@ -93,12 +93,13 @@ def _lines(axes, figure: Figure) -> None:
         axes.legend(handles=shown, frameon=False, fontsize=9)
 
 
-def _plain_log(axis) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+def _plain_log(axis, ends: tuple[float, float] | None) -> None:
+    """Plain numbers on a log axis, at round places between `ends` if they are given."""
+    from matplotlib.ticker import FuncFormatter
 
-    if axis.axis_name == "y":
-        axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-        axis.set_minor_formatter(NullFormatter())
+    if ends and len(ticks := round_ticks(*ends)) > 1:
+        axis.set_ticks(ticks)
+        axis.set_ticks([], minor=True)
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
 
 

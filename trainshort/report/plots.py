@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.report.figures import Figure, Series
+from trainshort.report.figures import Figure, Series, extent, round_ticks
 
 
 def plotly_script() -> str:
@@ -41,9 +41,9 @@ def specification(figure: Figure) -> dict[str, Any]:
         }
     if figure.y_log:
         for name, right in (("yaxis", False), ("yaxis2", True)):
-            values = [y for one in figure.series if one.right == right for y in (*one.y, *one.high) if math.isfinite(y)]
-            if name in layout and values:
-                layout[name] |= _plain_ticks(min(values), max(values))
+            ends = extent(figure, right=right)
+            if name in layout and ends:
+                layout[name] |= _plain_ticks(*ends)
     return {"name": figure.name, "data": traces, "layout": layout}
 
 
@@ -52,12 +52,8 @@ def _axis(label: str, *, log: bool) -> dict[str, Any]:
 
 
 def _plain_ticks(low: float, high: float) -> dict[str, Any]:
-    """Round numbers on a log axis: 18 … 400 gives 20 50 100 200."""
-    steps = [m * 10.0**k for k in range(-3, 7) for m in (1, 1.5, 2, 3, 5, 7)]
-    kept = [step for step in steps if 0.9 * low <= step <= 1.1 * high]
-    if len(kept) > 8:
-        kept = [step for step in kept if f"{step:e}"[0] in "125" and f"{step:e}"[2] == "0"]
-    return {"tickvals": kept, "ticktext": [f"{step:,g}" for step in kept]} if len(kept) > 1 else {}
+    kept = round_ticks(low, high)
+    return {"tickvals": kept, "ticktext": [f"{tick:,g}" for tick in kept]} if len(kept) > 1 else {}
 
 
 def _bars(series: Series) -> dict[str, Any]:
