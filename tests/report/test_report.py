@@ -168,7 +168,13 @@ def test_the_table_for_the_terminal(demo):
     runs, _, _ = demo
     table = headline_table(collect([runs]))
     assert table is not None
-    assert [column.header for column in table.columns] == ["read at", "ALiBi", "T5 bias", "Rotary", "Sinusoidal"]
+    assert [column.header for column in table.columns] == [
+        "trained at 128, read at",
+        "ALiBi",
+        "T5 bias",
+        "Rotary",
+        "Sinusoidal",
+    ]
     assert list(table.columns[1].cells)[-1] == "48.00"
 
 

@@ -72,5 +72,6 @@ def finish(root: Path, out: Path, console) -> None:
     collection = collect([root])
     page = write_report(collection, out)
     if table := headline_table(collection):
+        console.print("Perplexity by position method:", highlight=False)
         console.print(table)
     console.print(f"Report: {page}", highlight=False, soft_wrap=True)

@@ -9,6 +9,8 @@ from trainshort.report.sources import Sources
 
 MOST_ROWS = 12
 """Longer tables are folded in the page."""
+LEAST_POINTS = 3
+"""A figure wants a line of so many points, and some of another; a few scattered dots say less than the table."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def _shown(cell: Cell, measured: Measured | None, sources: Sources) -> Shown:
 
 
 def paper_figures(view: View) -> list[Figure]:
-    """Figures of the paper that are lines, where at least two points were obtained here."""
+    """Figures of the paper that are lines, where enough points were obtained here to see one."""
     made = [_figure(build(), view) for _, build in experiments.items()]
     return [figure for figure in made if figure]
 
@@ -103,7 +105,8 @@ def _figure(experiment: Experiment, view: View) -> Figure | None:
         sources += [path for *_, path in points]
         x, y, _ = zip(*sorted(points), strict=True)
         series.append(Series(row, x, y, color(position if index < 4 else "", index)))
-    if sum(len(one.y) for one in series) < 3:
+    counts = [len(one.y) for one in series]
+    if max(counts, default=0) < LEAST_POINTS or sum(counts) < 2 * LEAST_POINTS - 1:
         return None
     names = _and_more([one.name for one in series])
     return Figure(

@@ -11,9 +11,8 @@ def headline_table(collection: Collection) -> Table | None:
     headline = find_headline(collection)
     if headline is None:
         return None
-    title = f"Perplexity on {headline.corpus}; trained at {headline.length:,}"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("read at", no_wrap=True)
+    table = Table(box=None, pad_edge=False)
+    table.add_column(f"trained at {headline.length:,}, read at", no_wrap=True)
     for line in headline.lines:
         table.add_column(line.name, justify="right", no_wrap=True)
     for length in headline.lengths:
