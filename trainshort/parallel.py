@@ -131,7 +131,7 @@ def _leave() -> None:
 
     gloo's threads drop the tensors of the last exchange when they get Python's lock. Whoever drops the group itself
     waits for those threads, and DDP's reducer does so without giving up the lock. So reducers go first, then the
-    threads get time to finish. (Without this, about one in three runs on two ranks hung here.)
+    threads get time to finish. (Without this, runs on two ranks were seen to hang here.)
     """
     gc.collect()
     time.sleep(0.1)
