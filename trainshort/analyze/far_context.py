@@ -80,7 +80,7 @@ def summary(rows: list[dict[str, Any]], length: int) -> str:
     """The farthest distance at which spoiling was noticed beyond doubt."""
     noticed = [row["near"] for row in rows if row["interval"] and row["interval"][0] > NOTICED]
     if not noticed:
-        return f"at {length:,} tokens no far context matters: spoiling it raises the loss by less than {NOTICED} nats"
+        return f"at {length:,} tokens no use of far context shows: no rise of the loss is surely above {NOTICED} nats"
     return f"at {length:,} tokens the model uses context farther away than {max(noticed):,} tokens"
 
 
