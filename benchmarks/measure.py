@@ -95,4 +95,4 @@ def table(rows: list[dict], title: str) -> None:
         shown.add_row(
             *(f"{x:,.3g}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x for x in row.values())
         )
-    Console().print(shown)
+    Console(width=None if sys.stdout.isatty() else 140).print(shown)
