@@ -25,3 +25,11 @@ def test_a_name_is_taken_once():
     with pytest.raises(InputError, match="colour 'red' is already registered"):
         colours.register("red")(2)
     assert colours.get("red") == 1
+
+
+def test_a_long_list_is_cut():
+    numbers: Registry[int] = Registry("number")
+    for i in range(30):
+        numbers.register(f"n{i}")(i)
+    with pytest.raises(InputError, match=r"Known: n0, n1, .*, n11 and 18 more\.$"):
+        numbers.get("zzz")

@@ -19,6 +19,9 @@ from trainshort.errors import InputError
 Entry = TypeVar("Entry")
 Given = TypeVar("Given")
 
+SHOWN = 12
+"""Names an error lists; there are many recipes, and a sentence should stay one."""
+
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence naming the closest known word, or nothing when none is close."""
@@ -47,8 +50,9 @@ class Registry(Generic[Entry]):
     def get(self, name: str) -> Entry:
         """The entry called `name`; an unknown name says which are known."""
         if name not in self._entries:
-            known = ", ".join(self._entries)
-            raise InputError(f"Unknown {self.kind} '{name}'.{did_you_mean(name, self._entries)} Known: {known}.")
+            names = self.names()
+            known = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+            raise InputError(f"Unknown {self.kind} '{name}'.{did_you_mean(name, names)} Known: {known}.")
         return self._entries[name]
 
     def names(self) -> list[str]:
