@@ -9,6 +9,7 @@ from test_streaming import logprobs, make_model
 
 import trainshort
 from trainshort import Cache
+from trainshort.cache import BoundedCache, WindowCache
 from trainshort.cache.ring import unavailable
 from trainshort.config import AdaptiveConfig
 from trainshort.generate import compiled
@@ -104,3 +105,61 @@ def test_other_dtypes_go_through_torch(change):
     assert compiled.decoder_of(model) is None
     for mode in ({}, {"mode": "bounded"}):
         assert len(list(trainshort.stream(model, [1, 2, 3], tokens=5, **mode))) == 5
+
+
+@pytest.mark.parametrize("kv_heads", [6, 2])
+@pytest.mark.parametrize("make_cache", [Cache, BoundedCache], ids=["full", "bounded"])
+def test_all_layers_in_one_call_are_the_model(make_cache, kv_heads):
+    """Tokens one by one, a stretch through the model in between, and one by one again, past several doublings."""
+    model = make_model(kv_heads=kv_heads)
+    decoder = compiled.decoder_of(model)
+    assert decoder is not None
+    assert decoder.at_once is not None
+    tokens, cache, got = torch.randint(model.config.vocabulary, (1, 400)), make_cache(), []
+    with torch.inference_mode():
+        expected = model(tokens)[0].log_softmax(-1)
+        for start, end in ((0, 70), (70, 75), (75, 200), (200, 261), (261, 400)):
+            if end - start in (5, 61):
+                got.append(model(tokens[:, start:end], cache=cache)[0])
+            else:
+                got += [decoder.scores(tokens[:, i : i + 1], cache) for i in range(start, end)]
+    torch.testing.assert_close(torch.cat(got).log_softmax(-1), expected, atol=1e-5, rtol=1e-5)
+    assert cache.length == 400
+
+
+def test_rings_that_grow_inside_the_one_call_keep_the_certificate():
+    """Sharper and sharper tokens, so that rings of every layer must grow while a token passes through."""
+    model = make_model(width=64, heads=4)
+    decoder, tokens = compiled.decoder_of(model), torch.randint(model.config.vocabulary, (1, 600))
+    assert decoder is not None
+    fast, slow = BoundedCache(tolerance=1e-4), BoundedCache(tolerance=1e-4, compiled=False)
+    with torch.inference_mode():
+        for i in range(600):
+            if i % 150 == 149:
+                for block in model.layers:
+                    block.attention.qkv.weight *= 1.5  # pyright: ignore
+            one = tokens[:, i : i + 1]
+            got, expected = decoder.scores(one, fast), model(one, cache=slow)[:, 0]
+            torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
+    assert fast.windows == slow.windows
+    assert fast.certificate.grown == slow.certificate.grown > 0
+    assert fast.certificate.mass == pytest.approx(slow.certificate.mass, rel=1e-3)
+
+
+@pytest.mark.parametrize("settings", [{"position": "rotary"}, {"position": "t5"}, {"backend": "sdpa"}], ids=str)
+def test_what_stands_between_product_and_attention_is_not_skipped(settings):
+    decoder = compiled.decoder_of(make_model(**settings))
+    assert decoder is not None
+    assert decoder.at_once is None
+
+
+def test_other_caches_are_asked_layer_by_layer():
+    model = make_model()
+    decoder, cache = compiled.decoder_of(model), WindowCache(window=3)
+    tokens = torch.randint(model.config.vocabulary, (1, 9))
+    assert decoder is not None
+    with torch.inference_mode():
+        got = [decoder.scores(tokens[:, i : i + 1], cache) for i in range(9)][-1]
+        kept = WindowCache(window=3)
+        expected = [model(tokens[:, i : i + 1], cache=kept)[:, 0] for i in range(9)][-1]
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)

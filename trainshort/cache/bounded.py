@@ -11,7 +11,6 @@ cannot come back: when a query reaches farther than all before, its ring grows f
 passed the tolerance, it is counted. docs/generation.md has the proof.
 """
 
-import ctypes
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,11 +20,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trainshort.attention import Call, LinearBias, attend
+from trainshort.attention import Bias, Call, LinearBias, attend
 from trainshort.attention.windowed import Windowed, windowed_attention
 from trainshort.cache import ring as compiled
 from trainshort.cache.growing import Cache, LayerCache, detached
-from trainshort.cache.ring import Head, Ring, Token
+from trainshort.cache.ring import ANYWHERE, LANES, Head, Ring, Token
 from trainshort.errors import InputError
 
 MARGIN = 1.0
@@ -36,10 +35,6 @@ with every key. A ring starts to forget much later than that."""
 ENGINE_SHARE = 0.1
 """Share of the tolerance that the engine may leave out while it reads a chunk."""
 SMALLEST = 64
-ANYWHERE = 2**62
-MANY = 1 << 18
-"""Products below which one thread is quicker than two."""
-LANES = 8
 
 
 @dataclass(frozen=True)
@@ -124,10 +119,13 @@ class BoundedLayer(LayerCache):
             raise InputError("a bounded cache needs ALiBi: only a linear bias bounds what far keys can weigh.")
         if not self.rings:
             self._begin(bias.slopes.tolist(), k)
-        if self._can_compile(q):
-            out = self._step(q, k, v, options.get("window") or ANYWHERE)
-        else:
-            out = self._read(q, k, v, options)
+        if q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.float32:
+            token = self.next_token(bias, (k.shape[1], k.shape[3]), options.get("window"))
+            if token is not None:
+                out = token.attend(q, k, v)
+                self.took_token(k, v)
+                return out
+        out = self._read(q, k, v, options)
         self.length += q.shape[2]
         return out
 
@@ -140,37 +138,28 @@ class BoundedLayer(LayerCache):
         for index in range(len(self.rings)):
             self._resize(index, SMALLEST)
 
-    def _can_compile(self, q: Tensor) -> bool:
-        plain = q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.float32
-        return plain and self.use_compiled and compiled.unavailable() is None
-
     # One token, compiled
 
-    def _step(self, q: Tensor, k: Tensor, v: Tensor, limit: int) -> Tensor:
-        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-        heads, dim = q.shape[1], q.shape[3]
-        out = q.new_empty(1, 1, heads, dim)
-        token = self._token or self._describe(heads, dim)
-        token.q, token.k, token.v, token.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-        token.q_stride, token.k_stride, token.v_stride = q.stride(1), k.stride(1), v.stride(1)
-        token.length, token.limit = self.length, limit
-        many = sum(ring.count for ring in self.rings) * dim > MANY
-        token.threads = torch.get_num_threads() if many else 1
-        compiled.library().trainshort_token(ctypes.byref(token))
+    def next_token(self, bias: Bias | None, shape: tuple[int, int], window: int | None) -> Token | None:
+        if not isinstance(bias, LinearBias) or not self.use_compiled or compiled.unavailable() is not None:
+            return None
+        if not self.rings:
+            self._begin(bias.slopes.tolist(), torch.empty(1, shape[0], 0, shape[1]))
+        if self._stored[0].dtype != torch.float32 or self._stored[0].device.type != "cpu":
+            return None
+        if self._token is None:
+            self._token = Token.of(self.rings, self.heads, self._dim)
+            self._token.tolerance, self._token.margin, self._token.settled = self.tolerance, MARGIN, SETTLED
+        self._token.comes_after(self.length, window or ANYWHERE, torch.get_num_threads())
+        return self._token
+
+    def took_token(self, k: Float[Tensor, "1 kv_heads 1 dim"], v: Float[Tensor, "1 kv_heads 1 dim"]) -> None:
         for index, ring in enumerate(self.rings):
             if ring.wanted:
                 self._grow(index, ring.wanted, ring.count + 1)
                 self._insert(index, k[0, index], v[0, index])
                 ring.wanted = 0
-        return out.transpose(1, 2)
-
-    def _describe(self, heads: int, dim: int) -> Token:
-        self._token = Token(head_count=heads, ring_count=len(self.rings), dim=dim, scale=1 / math.sqrt(dim))
-        self._token.tolerance, self._token.margin, self._token.settled = self.tolerance, MARGIN, SETTLED
-        self._token.rings, self._token.heads = ctypes.addressof(self.rings), ctypes.addressof(self.heads)
-        self._scratch = torch.empty(compiled.library().trainshort_token_scratch(ctypes.byref(self._token)))
-        self._token.scratch = self._scratch.data_ptr()
-        return self._token
+        self.length += 1
 
     # Any number of tokens, in PyTorch
 

@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from trainshort.attention import attend
+from trainshort.attention import Bias, LinearBias, attend
+from trainshort.cache.ring import ANYWHERE, LANES, Head, Ring, Token, unavailable
 from trainshort.errors import InputError
 
 
@@ -25,6 +26,7 @@ class LayerCache:
     def __init__(self) -> None:
         self._room: Tensor | None = None  # (2, batch, kv_heads, capacity, dim)
         self.length = 0
+        self._token: Token | None = None
 
     def attend(
         self,
@@ -53,6 +55,34 @@ class LayerCache:
         room[1, :, :, self.length : end] = v
         self.length = end
         return room[0, :, :, :end], room[1, :, :, :end]
+
+    def next_token(self, bias: Bias | None, shape: tuple[int, int], window: int | None) -> Token | None:
+        """For kernel/step.c: a call that reads one more token, of `shape` (key heads, dim); None if only `attend` can.
+
+        The rings it has here never come round: there is always room for one more. Once the kernel ran, `took_token`.
+        """
+        if not isinstance(bias, LinearBias) or shape[1] % LANES or unavailable() is not None:
+            return None
+        room = self._room
+        if room is not None and (room.shape[1] != 1 or room.dtype != torch.float32 or room.device.type != "cpu"):
+            return None
+        if room is None or self.length == room.shape[3]:
+            room = self._with_room_for(self.length + 1, torch.empty(1, shape[0], 0, shape[1]))
+        if self._token is None:
+            heads = (Head * len(bias.slopes))(*(Head(slope) for slope in bias.slopes.tolist()))
+            self._token = Token.of((Ring * shape[0])(), heads, shape[1])
+        rings, first = self._token.kept[0], room.data_ptr()
+        if rings[0].keys != first or rings[0].count != self.length:  # the room is another, or `append` was here
+            for index, ring in enumerate(rings):
+                ring.keys = first + 4 * index * room.stride(2)
+                ring.values = ring.keys + 4 * room.stride(0)
+                ring.capacity, ring.count, ring.next = room.shape[3], self.length, self.length
+        self._token.comes_after(self.length, window or ANYWHERE, torch.get_num_threads())
+        return self._token
+
+    def took_token(self, k: Float[Tensor, "1 kv_heads 1 dim"], v: Float[Tensor, "1 kv_heads 1 dim"]) -> None:
+        """The kernel has read the token of `next_token`, with this key and value."""
+        self.length += 1
 
     def _with_room_for(self, length: int, like: Tensor) -> Tensor:
         capacity = 0 if self._room is None else self._room.shape[3]

@@ -4,20 +4,25 @@ The structs are the cache's own memory of counts and norms, so that a step moves
 """
 
 import ctypes
-import hashlib
-import os
-import shlex
-import subprocess
+import math
 import sys
-import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
 
 from trainshort.attention.kernel import unavailable as kernel_unavailable
-from trainshort.attention.kernel.build import FLAGS, KernelBuildError, cache_folder
-from trainshort.attention.kernel.build import SOURCES as HEADERS
+from trainshort.attention.kernel.build import KernelBuildError, build_once
 
 SOURCES = Path(__file__).parent / "kernel"
+ANYWHERE = 2**62
+"""A reach that no text has: the window of a model without one."""
+MANY = 1 << 18
+"""Products below which one thread is quicker than two."""
+LANES = 8
+"""Floats in a vector of the processor; rings hold keys and values in rows of whole vectors."""
 
 
 class Ring(ctypes.Structure):
@@ -40,7 +45,9 @@ class Head(ctypes.Structure):
 
 
 class Token(ctypes.Structure):
-    """One call: a token's queries, key and value, and the rings they meet."""
+    """One call: a token's queries, key and value, and the rings they meet.
+
+    It points into `rings`, `heads` and a scratch space, and keeps them alive."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
@@ -51,6 +58,35 @@ class Token(ctypes.Structure):
         ("scratch", ctypes.c_void_p),
         ("threads", ctypes.c_int32),
     ]
+
+    @classmethod
+    def of(cls, rings: Any, heads: Any, dim: int) -> "Token":
+        """A call on these ctypes arrays of Ring and Head, without the token itself."""
+        token = cls(head_count=len(heads), ring_count=len(rings), dim=dim, scale=1 / math.sqrt(dim), limit=ANYWHERE)
+        token.rings, token.heads = ctypes.addressof(rings), ctypes.addressof(heads)
+        scratch = (ctypes.c_float * library().trainshort_token_scratch(ctypes.byref(token)))()
+        token.scratch, token.kept = ctypes.addressof(scratch), (rings, heads, scratch)
+        return token
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Float[Tensor, "1 heads 1 dim"]:
+        """The token's output; its key and value are in the rings then, but for those that must grow first."""
+        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+        out = q.new_empty(1, 1, q.shape[1], q.shape[3])
+        self.reads(
+            (q.data_ptr(), q.stride(1)), (k.data_ptr(), k.stride(1)), (v.data_ptr(), v.stride(1)), out.data_ptr()
+        )
+        library().trainshort_token(ctypes.byref(self))
+        return out.transpose(1, 2)
+
+    def reads(self, q: tuple[int, int], k: tuple[int, int], v: tuple[int, int], out: int) -> None:
+        """Where queries, keys and values lie, each with its stride from head to head, and where the output goes."""
+        (self.q, self.q_stride), (self.k, self.k_stride), (self.v, self.v_stride), self.out = q, k, v, out
+
+    def comes_after(self, length: int, limit: int, threads: int) -> None:
+        """Set what changes with every token: how many came before, how far it may look, and with how many threads."""
+        self.length, self.limit = length, limit
+        keys = sum(ring.count for ring in self.kept[0])
+        self.threads = threads if keys * self.dim > MANY else 1
 
 
 @cache
@@ -71,29 +107,11 @@ def unavailable() -> str | None:
 @cache
 def library() -> ctypes.CDLL:
     """The C files in kernel/, built once per user; see `unavailable` before."""
-    loaded = ctypes.CDLL(str(_build()))
-    loaded.trainshort_token_size.restype = loaded.trainshort_linear_size.restype = ctypes.c_size_t
-    loaded.trainshort_token_scratch.restype = ctypes.c_int64
+    loaded = ctypes.CDLL(str(build_once("token", sorted(SOURCES.glob("*.c")))))
+    for name in ("token", "linear", "layer"):
+        getattr(loaded, f"trainshort_{name}_size").restype = ctypes.c_size_t
+    loaded.trainshort_token_scratch.restype = loaded.trainshort_layers.restype = ctypes.c_int64
+    loaded.trainshort_layers.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32]
     loaded.trainshort_token.restype = loaded.trainshort_linear.restype = None
     assert loaded.trainshort_token_size() == ctypes.sizeof(Token), "ring.c and ring.py disagree"
     return loaded
-
-
-def _build() -> Path:
-    """Built beside its place and renamed: another process sees the whole library or none."""
-    command = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS, f"-I{HEADERS}"]
-    digest = hashlib.sha256(" ".join(command).encode())
-    for file in (*sorted(SOURCES.iterdir()), *sorted(HEADERS.glob("*.h"))):
-        if file.suffix in (".c", ".h"):
-            digest.update(file.read_bytes())
-    path = cache_folder() / f"token-{digest.hexdigest()[:24]}.so"
-    if path.exists():
-        return path
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        fresh = Path(folder) / path.name
-        sources = [str(file) for file in sorted(SOURCES.glob("*.c"))]
-        done = subprocess.run([*command, *sources, "-o", str(fresh), "-lm"], capture_output=True, text=True)
-        if done.returncode:
-            raise KernelBuildError(f"'{command[0]}' failed: {done.stderr.strip()[-400:]}")
-        fresh.replace(path)
-    return path

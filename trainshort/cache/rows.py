@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from trainshort.attention import Bias
 from trainshort.cache.growing import Cache, LayerCache
 from trainshort.errors import InputError
 
@@ -46,6 +47,9 @@ class _RowsLayer(LayerCache):
     def __init__(self, rows: list[LayerCache]) -> None:
         super().__init__()
         self.rows = rows
+
+    def next_token(self, bias: Bias | None, shape: tuple[int, int], window: int | None) -> None:
+        return None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         parts = zip(self.rows, q.split(1), k.split(1), v.split(1), strict=True)

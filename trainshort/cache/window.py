@@ -61,6 +61,9 @@ class WindowLayer(LayerCache):
         out, lse = attend(q, recent_k, recent_v, window=window, return_lse=True, **options)
         return self._with_sinks(q, out, lse, start, options.get("bias"))
 
+    def next_token(self, bias: Bias | None, shape: tuple[int, int], window: int | None) -> None:
+        return None
+
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add the newest; returns them and the window − 1 before them."""
         new, kept = k.shape[2], min(self.window - 1, self._end - self._begin)

@@ -1,7 +1,8 @@
-"""A model's layers in the form that single tokens take: row.c for the products, torch for the few things around them.
+"""A model's layers in the form that single tokens take: compiled products, torch for the few things around them.
 
-The transformer is the one of model.py; `Decoder.hidden` reads line by line like its `Block`. It exists because reading
-the weights is all that a token costs, and torch reads them with one core.
+The transformer is the one of model.py; `Decoder._by_layer` reads line by line like its `Block`. It exists because
+reading the weights is all that a token costs, and torch reads them with one core. Where nothing but ALiBi stands
+between a layer's product and its attention, step.c runs through all layers in one call.
 """
 
 import ctypes
@@ -11,9 +12,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from trainshort.attention import Bias, LinearBias
 from trainshort.cache import Cache
 from trainshort.cache.ring import library, unavailable
 from trainshort.model import Block, TransformerLM
+from trainshort.positions import PositionMethod
 from trainshort.vocabulary import Vocabulary
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3}
@@ -45,6 +48,7 @@ class RowLinear:
         assert library().trainshort_linear_size() == ctypes.sizeof(_Linear), "row.c and compiled.py disagree"
         self._scratch = torch.empty(weight.shape[1])
         call.scratch = self._scratch.data_ptr()
+        self.outputs = weight.shape[0]
         self._many = weight.numel() > FEW
         self._call, self._run = call, library().trainshort_linear
         self._keep = (weight, bias, norm)  # the struct holds bare addresses
@@ -57,6 +61,13 @@ class RowLinear:
         self._run(ctypes.byref(call))
         return out
 
+    def between(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> _Linear:
+        """The same as a call from one fixed buffer to another, for step.c; it lives no longer than this object."""
+        call = _Linear.from_buffer_copy(self._call)
+        call.x, call.out, call.residual = x.data_ptr(), out.data_ptr(), _address(residual)
+        call.threads = 0 if self._many else 1
+        return call
+
 
 @dataclass(frozen=True)
 class _Layer:
@@ -68,16 +79,69 @@ class _Layer:
     narrow: RowLinear
 
 
+class _CompiledLayer(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("qkv", "out", "wide", "narrow", "token")]
+
+
+class AllLayers:
+    """All layers in one call, on buffers of their own: see step.c."""
+
+    def __init__(self, model: TransformerLM, layers: list[_Layer]) -> None:
+        config = model.config
+        self.shape, self.window = (config.key_heads, config.head_width), config.window
+        width, keys = config.heads * config.head_width, config.key_heads * config.head_width
+        self.x = torch.empty(1, 1, config.width)
+        self._qkv, self._y = torch.empty(width + 2 * keys), torch.empty(width)
+        wide = torch.empty(max(layer.wide.outputs for layer in layers))
+        parts = self._qkv.split([width, keys, keys])
+        self.k, self.v = (part.view(1, config.key_heads, 1, config.head_width) for part in parts[1:])
+        self._q, self._k, self._v = ((part.data_ptr(), config.head_width) for part in parts)
+        assert library().trainshort_layer_size() == ctypes.sizeof(_CompiledLayer), "step.c and compiled.py disagree"
+        self._layers = (_CompiledLayer * len(layers))()
+        self._calls = []
+        for made, layer in zip(self._layers, layers, strict=True):
+            calls = {
+                "qkv": layer.qkv.between(self.x, self._qkv),
+                "out": layer.out.between(self._y, self.x, self.x),
+                "wide": layer.wide.between(self.x, wide),
+                "narrow": layer.narrow.between(wide, self.x, self.x),
+            }
+            for name, call in calls.items():
+                setattr(made, name, ctypes.addressof(call))
+            self._calls.append(calls)  # the structs hold bare addresses
+        self._wide = wide
+
+    def run(self, x: Float[Tensor, "1 1 width"], cache: Cache, bias: Bias | None) -> Float[Tensor, "1 1 width"] | None:
+        """The row after the last layer; None, and nothing done, where the cache has to be asked layer by layer."""
+        count = len(self._layers)
+        caches = [cache.layer(index) for index in range(count)]
+        for made, layer in zip(self._layers, caches, strict=True):
+            token = layer.next_token(bias, self.shape, self.window)
+            if token is None:
+                return None
+            token.reads(self._q, self._k, self._v, self._y.data_ptr())
+            made.token = ctypes.addressof(token)
+        self.x.copy_(x)
+        done = 0
+        while done < count:
+            before = done
+            done = library().trainshort_layers(self._layers, done, count, torch.get_num_threads())
+            for layer in caches[before:done]:  # only the last of them can want to keep this token itself
+                layer.took_token(self.k, self.v)
+        return self.x.clone()
+
+
 class Decoder:
     """Reads one token at a time, for one sequence, with the model's own weights where they lie in memory."""
 
     def __init__(self, model: TransformerLM) -> None:
         self.model = model
-        self.layers = [_layer(block) for block in model.layers]  # pyright: ignore[reportArgumentType]
+        self.layers: list[_Layer] = [_layer(block) for block in model.layers]  # pyright: ignore[reportArgumentType]
         vocabulary = model.vocabulary
         self.head = None
         if isinstance(vocabulary, Vocabulary):
             self.head = RowLinear(vocabulary.output_weight, None, model.final_norm)
+        self.at_once = AllLayers(model, self.layers) if _nothing_in_between(model) else None
         self._addresses = [weight.data_ptr() for weight in model.parameters()]
 
     def current(self) -> bool:
@@ -92,7 +156,6 @@ class Decoder:
 
     def _blocks(self, token: Tensor, cache: Cache) -> Float[Tensor, "1 1 width"]:
         model, config, position = self.model, self.model.config, self.model.position
-        split = [config.heads, config.key_heads, config.key_heads]
         where = torch.tensor([[cache.length]])
         position.check_length(cache.length + 1)
         bias = position.score_bias()
@@ -100,6 +163,12 @@ class Decoder:
         if config.embedding_scale:
             x = x * config.width**0.5
         x = position.embed(model.embedding_norm(x), where)
+        after = self.at_once.run(x, cache, bias) if self.at_once is not None else None
+        return self._by_layer(x, where, cache, bias) if after is None else after
+
+    def _by_layer(self, x: Tensor, where: Tensor, cache: Cache, bias: Bias | None) -> Float[Tensor, "1 1 width"]:
+        config, position = self.model.config, self.model.position
+        split = [config.heads, config.key_heads, config.key_heads]
         for index, layer in enumerate(self.layers):
             heads = layer.qkv(x).view(1, 1, -1, config.head_width).transpose(1, 2)
             q, k, v = heads.split(split, dim=1)
@@ -108,6 +177,13 @@ class Decoder:
             x = layer.out(y.transpose(1, 2).reshape(1, 1, -1), x)
             x = layer.narrow(layer.wide(x), x)
         return x
+
+
+def _nothing_in_between(model: TransformerLM) -> bool:
+    """Whether a layer's queries and keys meet as they come, under a linear bias and no chosen engine."""
+    position = model.position
+    turned = type(position).rotate is not PositionMethod.rotate
+    return not turned and isinstance(position.score_bias(), LinearBias) and model.config.backend == "auto"
 
 
 def decoder_of(model: TransformerLM) -> Decoder | None:

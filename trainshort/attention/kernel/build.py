@@ -10,6 +10,7 @@ import platform
 import shlex
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,19 +27,25 @@ class KernelBuildError(Exception):
 
 def build(double: bool) -> Path:
     """The path of the library for float32 (or, for gradient checks, float64) arithmetic, built if need be."""
+    return build_once("windowed", [SOURCES / "windowed.c"], ("-DREAL_IS_DOUBLE",) if double else ())
+
+
+def build_once(name: str, sources: Sequence[Path], more_flags: Sequence[str] = ()) -> Path:
+    """The path of a library made from C files, which may include the headers beside this file; built if need be."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         raise KernelBuildError(f"the kernel is written for x86-64, and this is {platform.machine()}")
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         raise KernelBuildError("the kernel needs a processor with AVX2")
     compiler = shlex.split(os.environ.get("CC", "cc"))
-    flags = (*FLAGS, "-DREAL_IS_DOUBLE") if double else FLAGS
-    version = _run([*compiler, "--version"])
+    command = [*compiler, *FLAGS, *more_flags]
+    folders = sorted({SOURCES, *(path.parent for path in sources)})
+    read = [*sources, *(header for folder in folders for header in sorted(folder.glob("*.h")))]
     digest = hashlib.sha256()
-    for part in (*(path.read_bytes() for path in _sources()), " ".join((*compiler, *flags)).encode(), version):
+    for part in (*(path.read_bytes() for path in read), " ".join(command).encode(), _run([*compiler, "--version"])):
         digest.update(len(part).to_bytes(8, "little") + part)
-    library = cache_folder() / f"windowed-{digest.hexdigest()[:24]}.so"
+    library = cache_folder() / f"{name}-{digest.hexdigest()[:24]}.so"
     if not library.exists():
-        _compile([*compiler, *flags], library)
+        _compile([*command, f"-I{SOURCES}", *map(str, sources)], library)
     return library
 
 
@@ -50,17 +57,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainshort" / "kernels"
 
 
-def _sources() -> list[Path]:
-    return sorted(path for path in SOURCES.iterdir() if path.suffix in (".c", ".h"))
-
-
 def _compile(command: list[str], library: Path) -> None:
     """Build beside the target and rename: another process sees the whole library or none."""
     try:
         library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             fresh = Path(folder) / library.name
-            _run([*command, str(SOURCES / "windowed.c"), "-o", str(fresh), "-lm"])
+            _run([*command, "-o", str(fresh), "-lm"])
             fresh.replace(library)
     except OSError as error:
         raise KernelBuildError(

@@ -7,34 +7,12 @@
  *                                                 token     4 5 2 3
  *                                                 distance  2 1 4 3     of the token 6 that comes now
  */
+#include "ring.h"
+
 #include "call.h"
 #include "helpers.h"
 
 enum { RUN = 64 }; /* keys scored before their values are added up: both stay in the first-level cache */
-
-typedef struct {
-    float *keys, *values; /* [capacity][padded] */
-    int64_t capacity, count, next;
-    int64_t wanted;   /* set when the ring must grow before it takes the newest key; else 0 */
-    double far, peak; /* largest norm of a forgotten key, and of any */
-} Ring;
-
-typedef struct {
-    double slope, excess, mass; /* excess: the most by which |q| K / sqrt(d) passed the log-sum-exp; mass: certificate */
-    int64_t above;              /* queries whose mass was above the tolerance */
-} Head;
-
-typedef struct {
-    const float *q, *k, *v; /* [heads or rings][dim], strides below */
-    float *out;             /* [heads][dim] */
-    int64_t q_stride, k_stride, v_stride;
-    Ring *rings;
-    Head *heads;
-    int64_t head_count, ring_count, dim, length, limit;
-    double tolerance, margin, settled, scale;
-    float *scratch; /* per ring, scratch_size floats */
-    int32_t threads;
-} Token;
 
 typedef struct {
     float *query, *out; /* [padded] */
