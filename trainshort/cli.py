@@ -28,6 +28,7 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "demo": Command("trainshort.commands.demo:Demo", "four position methods past their length, in ten minutes"),
     "analyze": Command("trainshort.commands.analyze:Analyze", "why a model is good so far: context, attention, cost"),
+    "bench": Command("trainshort.commands.bench:Bench", "speed and memory against peers, stored and compared"),
     "evaluate": Command("trainshort.commands.evaluate:Evaluate", "how good a model is at each length"),
     "generate": Command("trainshort.commands.generate:Generate", "continue a text, at any length"),
     "list": Command("trainshort.commands.names:List", "positions, backends, corpora, recipes or presets by name"),

@@ -4,8 +4,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.attention import PLAIN, contestants, make_inputs, runs
 from trainshort.attention import LinearBias, attend
+from trainshort.bench.attention import passes
+from trainshort.bench.contestants import PLAIN, chosen, contestant
+from trainshort.bench.measure import Progress
+from trainshort.bench.recorded import make_inputs
+from trainshort.errors import InputError
 
 
 def test_contestants_compute_the_same():
@@ -17,11 +21,14 @@ def test_contestants_compute_the_same():
     wanted = torch.autograd.grad(
         attend(*leaves, bias=LinearBias(inputs.slopes), backend="reference"), leaves, inputs.grad_out
     )
-    for name, function in contestants(peers=True, length=300).items():
+    names = chosen((), inputs, Progress())
+    assert {"windowed", "windowed-torch", "squares", "written-mask", "mpt", "x-transformers"} <= set(names)
+    for name in names:
         if name == PLAIN:
             continue
-        torch.testing.assert_close(runs(function, inputs, backward=False)(), expected, atol=1e-5, rtol=1e-4, msg=name)
-        grads = runs(function, inputs, backward=True)()
+        function = contestant(name, heads=8, dim=64, tolerance=1e-6)
+        torch.testing.assert_close(passes(function, inputs, backward=False)(), expected, atol=1e-5, rtol=1e-4, msg=name)
+        grads = passes(function, inputs, backward=True)()
         for ours, exact in zip(grads, wanted, strict=True):
             torch.testing.assert_close(ours, exact, atol=1e-4, rtol=1e-3, msg=name)
 
@@ -32,7 +39,7 @@ def test_recorded_inputs_are_read_and_cut(tmp_path):
     save_file(recorded, path)
     inputs = make_inputs(str(path), 50)
     assert torch.equal(inputs.k, recorded["k"][:, :, :50].float())
-    with pytest.raises(SystemExit, match=r"holds 90 tokens; asked for 91\. Give shorter --lengths"):
+    with pytest.raises(InputError, match=r"holds 90 tokens; asked for 91\. Give shorter --lengths"):
         make_inputs(str(path), 91)
 
 

@@ -1,0 +1,112 @@
+"""Two stored results side by side: what changed, and whether by more than both of them vary. No torch."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from trainshort.bench.results import Bench, Measure, Row
+from trainshort.runs import flatten
+
+SINGLE = 0.02
+"""Spread that is allowed to a value measured once, such as peak memory."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One measure of one case, then and now."""
+
+    suite: str
+    case: str
+    name: str
+    old: Measure
+    new: Measure
+
+    @property
+    def relative(self) -> float | None:
+        """New to old, less one; None where the old value was zero."""
+        return self.new.value / self.old.value - 1 if self.old.value else None
+
+    @property
+    def outside(self) -> bool:
+        """Whether the two values are farther apart than their spreads together."""
+        room = sum(abs(one.value) * (SINGLE if one.spread is None else one.spread) for one in (self.old, self.new))
+        return abs(self.new.value - self.old.value) > room
+
+    @property
+    def verdict(self) -> str:
+        """better, worse or changed; nothing when the change is within the spreads."""
+        if not self.outside:
+            return ""
+        if self.new.better is None:
+            return "changed"
+        return "better" if (self.new.value < self.old.value) == (self.new.better == "lower") else "worse"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All changes, and what only one side has."""
+
+    changes: tuple[Change, ...]
+    only_old: tuple[str, ...]
+    only_new: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def summary(self) -> str:
+        """`1 better, 2 worse by more than their spreads; 40 within them.`"""
+        counts = {word: sum(one.verdict == word for one in self.changes) for word in ("better", "worse", "changed", "")}
+        moved = [
+            f"{counts[word]} {word}" for word in ("better", "worse", "changed") if counts[word] or word != "changed"
+        ]
+        return f"{', '.join(moved)} by more than their spreads; {counts['']} within them."
+
+
+def compare(old: Bench, new: Bench) -> Comparison:
+    """Case by case, in the order of the new result."""
+    changes, only_old, only_new = [], [], []
+    for suite in dict.fromkeys((*new.suites, *old.suites)):
+        before = {row.key: row for row in old.suites.get(suite, ())}
+        after = {row.key: row for row in new.suites.get(suite, ())}
+        only_old += [f"{suite}: {row.name}" for key, row in before.items() if key not in after]
+        only_new += [f"{suite}: {row.name}" for key, row in after.items() if key not in before]
+        for key, row in after.items():
+            if key in before:
+                changes += _changes(suite, before[key], row)
+                only_old += [
+                    f"{suite}: {row.name}: {name}" for name in before[key].measured if name not in row.measured
+                ]
+                only_new += [
+                    f"{suite}: {row.name}: {name}" for name in row.measured if name not in before[key].measured
+                ]
+    return Comparison(tuple(changes), tuple(only_old), tuple(only_new), tuple(_warnings(old, new)))
+
+
+def _changes(suite: str, old: Row, new: Row) -> list[Change]:
+    shared = [name for name in new.measured if name in old.measured]
+    return [Change(suite, new.name, name, old.measured[name], new.measured[name]) for name in shared]
+
+
+def _warnings(old: Bench, new: Bench) -> list[str]:
+    told = []
+    if _place(old) != _place(new):
+        told.append(f"Measured on different machines: {old.machine} then, {new.machine} now; compare ratios only.")
+    both = old.suites.keys() & new.suites.keys()
+    then, now = (flatten({k: v for k, v in one.settings.items() if k in both | {"dtype"}}) for one in (old, new))
+    # A plan of other cases is told by the cases that only one side has.
+    sizes = ("lengths", "contexts", "engines", "methods", "parts", "prompts", "vocabularies")
+    other = [
+        f"{name} {then.get(name)} then, {now.get(name)} now"
+        for name in sorted(then.keys() | now.keys())
+        if json.dumps(then.get(name)) != json.dumps(now.get(name)) and name.rpartition(".")[2] not in sizes
+    ]
+    if other:
+        told.append(f"Measured with other settings: {'; '.join(other)}.")
+    for word, one in (("old", old), ("new", new)):
+        if not one.finished:
+            told.append(f"The {word} result is of a run that was stopped before its end.")
+    return told
+
+
+def _place(bench: Bench) -> dict[str, Any]:
+    machine = bench.made.get("machine") or {}
+    return {key: machine.get(key) for key in ("cpu", "cores", "system")} | {"threads": bench.made.get("threads")}

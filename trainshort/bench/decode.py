@@ -1,0 +1,252 @@
+"""Decoding: time per token and memory by context, against reading the weights once, against MPT, and without end.
+
+One turn is several consecutive tokens of one contestant, as in real decoding: single tokens of different caches in
+alternation would throw each other's data out of the processor's cache. A long context is not read but made: random keys
+and values, the size that the model's own have, are put into the caches, which then cost what real ones cost.
+"""
+
+import resource
+import time
+from collections.abc import Callable
+
+import torch
+
+from trainshort.bench import mpt
+from trainshort.bench.measure import MEGABYTE, Progress, Step, in_turns, megabytes, resident
+from trainshort.bench.plan import DecodePlan
+from trainshort.bench.results import RATIO, Measure, Row, median_of
+from trainshort.cache import BoundedCache, Cache
+from trainshort.config import ModelConfig
+from trainshort.errors import InputError
+from trainshort.generate.compiled import Decoder, decoder_of
+from trainshort.generate.streaming import stream
+from trainshort.model import TransformerLM
+from trainshort.presets import presets
+
+TURN = 16
+"""Consecutive tokens of a turn."""
+WARMUP = 3
+"""Turns before the first that counts. In them a full cache doubles its room, which then lasts as many tokens as the
+context has; a later doubling, at a very short context, is one turn of many, which a median does not feel."""
+CHUNK = 1024
+SETTLED = 8192
+"""Tokens after which the rings of these models have their final size."""
+
+
+def steps(plan: DecodePlan) -> list[Step]:
+    """One per part."""
+    shortest, prompt = min(plan.contexts), max(plan.prompts)
+    known = {
+        "context": Step("time per token and cache memory by context", lambda p: by_context(plan, p)),
+        "weights": Step(f"against reading the weights once, context {shortest:,}", lambda p: by_weights(plan, p)),
+        "mpt": Step(f"against MPT, context {prompt:,}", lambda p: against_mpt(plan, p)),
+        "endless": Step(f"endless, 1 layer, width 32: {plan.tokens:,} tokens", lambda p: endless(plan, p)),
+    }
+    return [step for name, step in known.items() if name in plan.parts]
+
+
+def make_model(preset: str) -> TransformerLM:
+    torch.manual_seed(0)
+    return TransformerLM(presets.get(preset)().replace(biases=False)).eval()
+
+
+def decoder(model: TransformerLM) -> Decoder:
+    made = decoder_of(model)
+    if made is None:
+        raise InputError(
+            "The decode benchmark measures the compiled path, and there is no C compiler here. "
+            "Install one, or name the other suites."
+        )
+    return made
+
+
+@torch.inference_mode()
+def filled(model: TransformerLM, cache: Cache, context: int) -> Cache:
+    """The cache after `context` made-up tokens: queries, keys and values of the model's own size, alike in all layers.
+
+    A bounded cache reads no more of them than its rings take to fill; from there on it only counts.
+    """
+    first, bias = cache.layer(0), model.position.score_bias()
+    left = min(context, SETTLED) if isinstance(cache, BoundedCache) else context
+    sizes = own_sizes(model)
+    while left:
+        count = min(left, CHUNK)
+        shape = (1, model.config.heads, count, model.config.head_width)
+        q, k, v = (torch.randn(shape) * size for size in sizes)
+        if isinstance(cache, BoundedCache):
+            first.attend(q, k, v, bias=bias)
+        else:
+            first.append(k, v)
+        left -= count
+    first.length = context
+    for index in range(1, model.config.layers):
+        tensors, facts = first.save()
+        cache.layer(index).restore({name: tensor.clone() for name, tensor in tensors.items()}, facts)
+    return cache
+
+
+@torch.inference_mode()
+def own_sizes(model: TransformerLM) -> list[float]:
+    """Deviations of the first layer's queries, keys and values."""
+    x = model.vocabulary.embed(torch.randint(model.config.vocabulary, (1, 64)))
+    block = model.layers[0]
+    qkv = block.attention.qkv(block.attention_norm(x))  # pyright: ignore
+    return [float(part.std()) for part in qkv.chunk(3, dim=-1)]
+
+
+def turn_of(made: Decoder, cache: Cache, tokens: int = TURN) -> Callable[[], object]:
+    token = torch.tensor([[7]])
+
+    @torch.inference_mode()
+    def turn() -> None:
+        for _ in range(tokens):
+            made.scores(token, cache)
+
+    return turn
+
+
+def by_context(plan: DecodePlan, progress: Progress) -> list[Row]:
+    model = make_model(plan.preset)
+    made = decoder(model)
+    caches: dict[tuple[str, int], Cache] = {}
+    for context in plan.contexts:
+        progress.note(f"filling caches with {context:,} tokens")
+        caches["full", context] = filled(model, Cache(), context)
+        caches["bounded", context] = filled(model, BoundedCache(tolerance=plan.tolerance), context)
+    size = {key: cache.bytes for key, cache in caches.items()}  # before the next token doubles the full one's room
+    progress.note(f"{plan.rounds} rounds of {TURN} tokens with each of {len(caches)} caches")
+    turns = {f"{kind} {context}": turn_of(made, cache) for (kind, context), cache in caches.items()}
+    timings = in_turns(turns, plan.rounds, WARMUP, progress)
+    shortest = min(plan.contexts)
+    rows = []
+    for (kind, context), cache in caches.items():
+        own, short, full = (timings[name] for name in (f"{kind} {context}", f"{kind} {shortest}", f"full {context}"))
+        measured = {
+            "time per token": own.per(TURN),
+            f"to {shortest:,}": own.to(short),
+            "to full": own.to(full),
+            "best": Measure(value=1e3 * own.best / TURN, unit="ms", better="lower"),
+            f"best to {shortest:,}": Measure(value=own.best / short.best, unit=RATIO, better="lower"),
+            "cache": megabytes(size[kind, context]),
+            "cache to full": _percent(size[kind, context], size["full", context], "lower"),
+        }
+        note = str(cache.certificate) if isinstance(cache, BoundedCache) else ""
+        rows.append(_row("context", {"cache": kind, "context": context}, measured, plan, own.seconds, note))
+    return rows
+
+
+def by_weights(plan: DecodePlan, progress: Progress) -> list[Row]:
+    """The limit is the time to sum as many float32 numbers as the model has, with all threads, in turns with tokens."""
+    model = make_model(plan.preset)
+    numbers = torch.ones(sum(weight.numel() for weight in model.parameters()))
+    made, context = decoder(model), min(plan.contexts)
+
+    def read() -> None:
+        for _ in range(TURN):
+            numbers.sum()
+
+    rows = []
+    for kind, cache in (("full", Cache()), ("bounded", BoundedCache(tolerance=plan.tolerance))):
+        progress.note(f"{plan.rounds} rounds of {TURN} tokens and {TURN} readings, {kind} cache")
+        turns = {"read": read, "token": turn_of(made, filled(model, cache, context))}
+        timings = in_turns(turns, plan.rounds, WARMUP, progress)
+        shares = [100 * a / b for a, b in zip(timings["read"].seconds, timings["token"].seconds, strict=True)]
+        measured = {
+            "weights": Measure(value=4 * numbers.numel() / MEGABYTE, unit="MB"),
+            "read once": timings["read"].per(TURN),
+            "time per token": timings["token"].per(TURN),
+            "of the limit": median_of(shares, "%", "higher"),
+            "best of the limit": _percent(timings["read"].best, timings["token"].best, "higher"),
+        }
+        case = {"cache": kind, "context": context}
+        rows.append(_row("weights", case, measured, plan, timings["token"].seconds))
+    return rows
+
+
+def against_mpt(plan: DecodePlan, progress: Progress) -> list[Row]:
+    """The same weights: the same greedy tokens after real prompts, and a token's time after a made-up past."""
+    config = presets.get(plan.preset)().replace(biases=False)
+    if not mpt.takes_part(config, plan.prompts, progress):
+        return []
+    context = max(plan.prompts)
+    room = mpt.TURN * (plan.rounds + WARMUP) + mpt.GREEDY
+    theirs, ours = mpt.pair(make_model(plan.preset), context + room)
+    rows = []
+    for prompt in plan.prompts:
+        progress.note(f"greedy tokens after a prompt of {prompt:,}")
+        same = mpt.same_greedy_tokens(ours, theirs, prompt, plan.tolerance)
+        measured = {"same greedy tokens": Measure(value=same, unit=f"of {mpt.GREEDY}", better="higher")}
+        rows.append(_row("greedy", {"prompt": prompt}, measured, plan, []))
+    progress.note(f"{plan.rounds} rounds of {mpt.TURN} tokens with each of mpt, full, bounded")
+    made = decoder(ours)
+    turns = {"mpt": mpt.turn_of(theirs, context)}
+    for kind, cache in (("full", Cache()), ("bounded", BoundedCache(tolerance=plan.tolerance))):
+        turns[kind] = turn_of(made, filled(ours, cache, context), mpt.TURN)
+    timings = in_turns(turns, plan.rounds, WARMUP, progress)
+    for name, timing in timings.items():
+        measured = {
+            "time per token": timing.per(mpt.TURN),
+            "speed to mpt": timing.speed_to(timings["mpt"]),
+            "best to mpt": Measure(value=timings["mpt"].best / timing.best, unit=RATIO, better="higher"),
+        }
+        rows.append(_row("mpt", {"decoder": name, "context": context}, measured, plan, timing.seconds))
+    return rows
+
+
+def endless(plan: DecodePlan, progress: Progress) -> list[Row]:
+    """A very small model without end, one thread: memory, speed of the first and last stretch, certificate."""
+    threads = torch.get_num_threads()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    try:
+        return [_endless_row(plan, progress)]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _endless_row(plan: DecodePlan, progress: Progress) -> Row:
+    count = plan.tokens
+    stretch, settled = max(1, min(10_000, count // 10)), max(1, min(20_000, count // 5))
+    model = TransformerLM(ModelConfig(vocabulary=256, layers=1, width=32, heads=4))
+    made = stream(model, [1], tokens=count, mode="bounded", tolerance=plan.tolerance)
+    seconds, start, early = [], time.process_time(), resident()
+    for number, _ in enumerate(made, start=1):
+        if number % stretch == 0:
+            now = time.process_time()
+            seconds.append(now - start)
+            start = now
+            progress.round(number // stretch, count // stretch)
+        if number == settled:
+            early = resident()
+    warm = seconds[min(1, len(seconds) - 1)]  # the first stretch warms up
+    growth = 100 * (resident() / early - 1)
+    cache = made.caches[0]
+    assert isinstance(cache, BoundedCache)
+    certificate = cache.certificate
+    measured = {
+        "speed": median_of([stretch / one for one in seconds], "tokens/s of processor time", "higher"),
+        "last speed to first": Measure(value=warm / seconds[-1], unit=RATIO, better="higher"),
+        "memory growth": Measure(value=growth, unit="%", better="lower"),
+        "peak": megabytes(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss),
+        "cache": Measure(value=cache.bytes / 1024, unit="KB", better="lower"),
+        "certificate": Measure(value=certificate.mass, better="lower"),
+        "rows above tolerance": Measure(value=certificate.above, better="lower"),
+    }
+    return _row("endless", {"tokens": count}, measured, None, seconds, str(certificate))
+
+
+def _row(
+    part: str,
+    case: dict[str, str | int],
+    measured: dict[str, Measure],
+    plan: DecodePlan | None,
+    seconds: list[float],
+    note: str = "",
+) -> Row:
+    """`plan` None: a part whose model no preset gives."""
+    whole: dict[str, str | int] = {"part": part, **case} | ({"preset": plan.preset} if plan else {})
+    return Row(case=whole, measured=measured, seconds={"turns": tuple(seconds)} if seconds else {}, note=note)
+
+
+def _percent(part: float, whole: float, better) -> Measure:
+    return Measure(value=100 * part / whole, unit="%", better=better)

@@ -1,0 +1,98 @@
+"""Evaluation's speed and memory by length: how much of its speed at a short length a model keeps at a long one.
+
+The same tokens are scored as many short blocks, fewer longer ones, one of the longest. Lengths take turns; shares are
+medians over rounds of the ratio within a round. The paper's GPU kept 24 % with ALiBi (Table 3: 16,951 words per second
+at 1,024 tokens, 4,153 at 16,024). Memory is each length's own process: one block of 16,384 should need less than twice
+what four of 4,096 need.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from trainshort.bench.measure import (
+    Progress,
+    Step,
+    alone,
+    can_measure_memory,
+    in_turns,
+    megabytes,
+    peak_during,
+    resident,
+)
+from trainshort.bench.plan import EvaluatePlan, wants_memory
+from trainshort.bench.results import Row, median_of
+from trainshort.evaluate.sweep import score
+from trainshort.evaluate.target import ModelTarget, checkpoint_folder
+from trainshort.model import TransformerLM
+from trainshort.positions import positions
+from trainshort.presets import presets
+from trainshort.windows import Windows
+
+
+def steps(plan: EvaluatePlan) -> list[Step]:
+    """One per position method, or the one run."""
+    if plan.run is not None:
+        checkpoint_folder(Path(plan.run))
+        methods: tuple[str, ...] = ("",)
+    else:
+        methods = plan.methods
+        for name in methods:
+            positions.get(name)
+    return [
+        Step(
+            f"scoring {max(plan.lengths):,} tokens, {plan.run or f'{method}, preset {plan.preset}'}",
+            lambda progress, method=method: measure(plan, method, progress),
+        )
+        for method in methods
+    ]
+
+
+def make_target(method: str, preset: str, run: str | None, longest: int) -> ModelTarget:
+    if run is not None:
+        from trainshort.checkpoint import load_model
+
+        return ModelTarget(load_model(checkpoint_folder(Path(run))), trained_at=1024, name=Path(run).resolve().name)
+    torch.manual_seed(0)
+    config = presets.get(preset)().replace(position=method, learned_length=longest)
+    return ModelTarget(TransformerLM(config), trained_at=1024, name=method)
+
+
+def read(target: ModelTarget, length: int, tokens: int) -> None:
+    """Score all tokens in blocks of `length`, as `trainshort evaluate` does."""
+    text = np.random.default_rng(0).integers(target.vocabulary, size=tokens)
+    for _ in score(target, text, Windows(tokens, length, length), batch_tokens=tokens):
+        pass
+
+
+def measure(plan: EvaluatePlan, method: str, progress: Progress) -> list[Row]:
+    target = make_target(method, plan.preset, plan.run, max(plan.lengths))
+    tokens, shortest = max(plan.lengths), min(plan.lengths)
+    progress.note(f"{plan.rounds} rounds of blocks of {', '.join(f'{length:,}' for length in plan.lengths)}")
+    work = {str(length): lambda n=length: read(target, n, tokens) for length in plan.lengths}
+    timings = in_turns(work, plan.rounds, 1, progress)
+    first = timings[str(shortest)]
+    rows = []
+    for number, length in enumerate(plan.lengths, start=1):
+        timing = timings[str(length)]
+        shares = [100 * a / b for a, b in zip(first.seconds, timing.seconds, strict=True)]
+        measured = {"speed": timing.rate(tokens, "tokens/s"), f"of {shortest:,}": median_of(shares, "%", "higher")}
+        if wants_memory(plan, length) and can_measure_memory(progress):
+            progress.note(f"memory at {length:,} tokens, {number} of {len(plan.lengths)}")
+            asked = {"method": method, "preset": plan.preset, "run": plan.run, "length": length, "tokens": tokens}
+            measured["extra memory"] = megabytes(alone("evaluate", **asked)["extra"])
+        case: dict[str, str | int] = {"model": target.name, "tokens": length}
+        if plan.run is None:
+            case["preset"] = plan.preset
+        rows.append(Row(case=case, measured=measured, seconds={"reading": tuple(timing.seconds)}))
+    return rows
+
+
+def peak(method: str, preset: str, run: str | None, length: int, tokens: int) -> dict[str, float]:
+    """Extra memory of one length, in this process alone."""
+    target = make_target(method, preset, run, tokens)
+    read(target, min(64, tokens), tokens)  # libraries and thread pools are loaded, whatever the length
+    before = resident()
+    most = peak_during(lambda: read(target, length, tokens))
+    return {"peak": most, "extra": max(0, most - before)}

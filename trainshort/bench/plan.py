@@ -1,0 +1,178 @@
+"""What a run measures, as plain data: one plan per suite, in full size and in a quick one. No torch.
+
+A suite's fields are the options that concern it; `choose` refuses an option that no chosen suite has.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from trainshort.errors import InputError
+from trainshort.registry import did_you_mean
+
+ENGINES = ("plain", "windowed", "windowed-torch", "squares", "written-mask", "mpt", "x-transformers")
+PARTS = ("context", "weights", "mpt", "endless")
+MEMORY = ("all", "longest", "none")
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Attention alone, by engine and length."""
+
+    lengths: tuple[int, ...] = (1024, 4096, 8192, 16_384, 32_768)
+    engines: tuple[str, ...] = ()
+    """Empty: all that are installed up to 8,192 tokens, plain and windowed beyond."""
+    inputs: str = "normal"
+    layer: int | None = None
+    tolerance: float = 1e-6
+    rounds: int | None = None
+    """None: 9 up to 4,096 tokens, 5 at 8,192, 3 beyond."""
+    memory: str = "all"
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Updates of a whole model, by position method and length."""
+
+    lengths: tuple[int, ...] = (512, 2048, 4096)
+    methods: tuple[str, ...] = ("alibi", "none", "sinusoidal", "rotary", "t5")
+    preset: str = "small"
+    rounds: int = 5
+    memory: str = "all"
+    batch_tokens: int = 2048
+    """Tokens an update has at least."""
+
+
+@dataclass(frozen=True)
+class EvaluatePlan:
+    """Scoring a text, by position method and length."""
+
+    lengths: tuple[int, ...] = (1024, 4096, 16_384)
+    methods: tuple[str, ...] = ("alibi", "sinusoidal")
+    preset: str = "small"
+    run: str | None = None
+    rounds: int = 5
+    memory: str = "all"
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Single tokens, by context and cache."""
+
+    contexts: tuple[int, ...] = (1024, 65_536)
+    parts: tuple[str, ...] = PARTS
+    tokens: int = 100_000
+    prompts: tuple[int, ...] = (512, 8192)
+    preset: str = "small"
+    tolerance: float = 1e-6
+    rounds: int = 20
+
+
+@dataclass(frozen=True)
+class PreparePlan:
+    """Text into tokens, by tokenizer."""
+
+    vocabularies: tuple[int, ...] = (2048, 32_768)
+    megabytes: int | None = None
+    """Text that is used; None: all of the embedded corpus."""
+    rounds: int = 3
+
+
+Plan = AttentionPlan | TrainingPlan | EvaluatePlan | DecodePlan | PreparePlan
+
+FULL: dict[str, Plan] = {
+    "attention": AttentionPlan(),
+    "training": TrainingPlan(),
+    "evaluate": EvaluatePlan(),
+    "decode": DecodePlan(),
+    "prepare": PreparePlan(),
+}
+QUICK: dict[str, Plan] = {
+    "attention": AttentionPlan(lengths=(256, 1024), rounds=3, memory="longest"),
+    "training": TrainingPlan(
+        lengths=(128, 512), methods=("alibi", "none"), preset="laptop", rounds=3, memory="longest"
+    ),
+    "evaluate": EvaluatePlan(
+        lengths=(512, 4096), methods=("alibi", "sinusoidal"), preset="laptop", rounds=3, memory="longest"
+    ),
+    "decode": DecodePlan(contexts=(256, 4096), tokens=5000, prompts=(64, 512), preset="laptop", rounds=5),
+    "prepare": PreparePlan(vocabularies=(2048,), megabytes=1, rounds=2),
+}
+"""Small sizes and few rounds: whether everything runs, and a first look. Not numbers to quote."""
+
+
+def choose(suites: tuple[str, ...], quick: bool, options: Mapping[str, Any]) -> dict[str, Plan]:
+    """Plans of the named suites (none: all), changed by those options that were given.
+
+    choose(("decode",), False, {"rounds": 3, "lengths": None})  →  {"decode": DecodePlan(rounds=3)}
+    """
+    for name in suites:
+        if name not in FULL:
+            raise InputError(f"Unknown suite '{name}'.{did_you_mean(name, FULL)} Known: {', '.join(FULL)}.")
+    base = QUICK if quick else FULL
+    plans = {name: base[name] for name in FULL if name in suites or not suites}
+    for option, value in options.items():
+        if value is None or value == ():
+            continue
+        taking = [name for name, plan in plans.items() if option in names(plan)]
+        if not taking:
+            known = [name for name, plan in FULL.items() if option in names(plan)]
+            raise InputError(
+                f"--{option} concerns {_listed(known)}, and only {_listed(list(plans))} was chosen. "
+                f"Leave it out, or add {known[0]}."
+            )
+        for name in taking:
+            plans[name] = replace(plans[name], **{option: value})
+    for plan in plans.values():
+        _check(plan)
+    return plans
+
+
+def wants_memory(plan: AttentionPlan | TrainingPlan | EvaluatePlan, length: int) -> bool:
+    """Whether the memory of this length is measured."""
+    return plan.memory == "all" or (plan.memory == "longest" and length == max(plan.lengths))
+
+
+def names(plan: Plan) -> list[str]:
+    return [field.name for field in fields(plan)]
+
+
+def described(plans: Mapping[str, Plan], quick: bool) -> dict[str, Any]:
+    """The settings as they are stored."""
+    return {"dtype": "float32", "quick": quick, **{name: asdict(plan) for name, plan in plans.items()}}
+
+
+def _check(plan: Plan) -> None:
+    """Refuse what cannot be measured before the first hour of measuring."""
+    for name, value in asdict(plan).items():
+        for one in value if isinstance(value, tuple) else (value,):
+            least = 0 if name == "layer" else 2 if name == "contexts" else 1
+            if isinstance(one, int) and one < least:
+                raise InputError(f"--{name} must be at least {least}, got {one}.")
+    if not 0 <= getattr(plan, "tolerance", 0) < 1:
+        raise InputError("--tolerance is a share of softmax mass, at least 0 and less than 1.")
+    for option, known in (("engines", ENGINES), ("parts", PARTS), ("memory", MEMORY)):
+        given = getattr(plan, option, ())
+        for one in (given,) if isinstance(given, str) else given:
+            if one not in known:
+                raise InputError(f"--{option} knows no '{one}'.{did_you_mean(one, known)} Known: {', '.join(known)}.")
+    if isinstance(plan, EvaluatePlan | TrainingPlan) and plan.preset:
+        _check_model(plan)
+    if isinstance(plan, DecodePlan):
+        _check_preset(plan.preset)
+
+
+def _check_model(plan: "EvaluatePlan | TrainingPlan") -> None:
+    _check_preset(plan.preset)
+    if isinstance(plan, EvaluatePlan) and any(max(plan.lengths) % length for length in plan.lengths):
+        raise InputError("--lengths of evaluate must divide the longest, so that all score the same tokens.")
+
+
+def _check_preset(name: str) -> None:
+    from trainshort.presets import presets
+
+    presets.get(name)
+
+
+def _listed(words: list[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

