@@ -77,7 +77,8 @@ class Bench(Settings):
     def machine(self) -> str:
         """`AMD EPYC, 2 cores, 2 threads`"""
         machine = self.made.get("machine") or {}
-        parts = [machine.get("cpu"), f"{machine.get('cores')} cores", f"{self.made.get('threads')} threads"]
+        threads = self.made.get("threads")
+        parts = [machine.get("cpu"), f"{machine.get('cores')} cores", f"{threads} thread{'' if threads == 1 else 's'}"]
         return ", ".join(str(part) for part in parts if part)
 
 

@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from trainshort.bench import results as bench_results
+from trainshort.bench.results import Bench
 from trainshort.config import RunConfig, load_config
 from trainshort.errors import InputError
 from trainshort.evaluate.results import Evaluation, load
@@ -74,6 +76,8 @@ class Collection:
     costs: dict[str, Any] = field(default_factory=dict)
     cost_path: Path | None = None
     names: dict[tuple[str, Variant], str] = field(default_factory=dict)
+    benches: tuple[tuple[Path, Bench], ...] = ()
+    """Results of `trainshort bench`, the newest last."""
 
     @cached_property
     def scale(self) -> Scale | None:
@@ -109,6 +113,7 @@ def collect(paths: Iterable[Path]) -> Collection:
     runs: dict[str, Run] = {}
     costs: dict[str, Any] = {}
     cost_path = None
+    benches: list[tuple[Path, Bench]] = []
     for path in paths:
         if not path.is_dir():
             raise InputError(f"There is no folder {path}. Give run folders, or a folder that holds some.")
@@ -118,13 +123,15 @@ def collect(paths: Iterable[Path]) -> Collection:
         if (path / COST_FILE).exists():
             costs |= read_costs(path)
             cost_path = path / COST_FILE
-    if not any(run.evaluations for run in runs.values()) and not costs:
+        benches += bench_results.find(path)
+    if not any(run.evaluations for run in runs.values()) and not costs and not benches:
         shown = " ".join(str(path) for path in paths) or "nothing"
         raise InputError(
             f"{shown} holds no results. Make some by `trainshort reproduce --scale laptop --only demo`, "
             "or evaluate your own runs by `trainshort evaluate RUN`."
         )
-    return Collection(runs, costs, cost_path)
+    benches.sort(key=lambda one: str(one[1].made.get("time", "")))
+    return Collection(runs, costs, cost_path, benches=tuple(benches))
 
 
 def _read_run(folder: Path) -> Run:

@@ -103,7 +103,7 @@ class Bench:
         from trainshort.bench.plan import choose
 
         plans = choose(self.suites, self.quick, options)
-        if self.layer is not None and not Path(self.inputs or "").is_dir():
+        if self.layer is not None and not (self.inputs and Path(self.inputs).is_dir()):
             raise InputError("--layer chooses what is recorded from a run; give --inputs RUN with it.")
         out = self.out or Path("runs/bench") / f"{datetime.now():%Y-%m-%d-%H%M%S}.json"
         if out.exists():

@@ -14,6 +14,7 @@ from trainshort.report import page, sections
 from trainshort.report.figures import Figure
 from trainshort.report.pictures import draw_all
 from trainshort.report.sources import Sources
+from trainshort.report.speed import speed
 from trainshort.report.tables import paper_figures, paper_tables
 from trainshort.runs import write_whole
 
@@ -28,6 +29,7 @@ def write_report(collection: Collection, out: Path) -> Path:
     headline = first.find_headline(collection)
     figure = first.figure(headline, with_paper=view is not None) if headline else None
     costs = sections.cost_figures(collection)
+    measured = speed(collection)
     figures = _figures(collection, headline, view)
     judged = judge(view) if view else []
     content: dict[str, Any] = {
@@ -41,6 +43,7 @@ def write_report(collection: Collection, out: Path) -> Path:
         "tally": _tally(judged),
         "scale": view.scale.name if view else "",
         "costs": costs,
+        "speed": measured,
         "figures": figures,
         "samples": sections.samples(collection),
         "tables": paper_tables(view, sources) if view else [],
@@ -48,7 +51,7 @@ def write_report(collection: Collection, out: Path) -> Path:
         "runs": list(collection.runs.values()),
         "link": sources.link,
     }
-    drawn = [*([figure] if figure else []), *costs, *figures]
+    drawn = [*([figure] if figure else []), *costs, *(measured.figures if measured else ()), *figures]
     draw_all(drawn, out)
     write_whole(out / "index.html", page.html(content, drawn))
     write_whole(out / "report.md", page.markdown(content))

@@ -229,7 +229,12 @@ def origin(collection: Collection) -> list[tuple[str, str]]:
         ("Machine", _several(_machine(record) for record in records)),
         ("Threads", _several(record.get("threads") for record in records)),
         ("Seeds", _several(sorted({config.train.seed for config in configs}))),
-        ("Trained", f"{len(configs)} models, {tokens:,} tokens, {sum(seconds) / 60:.1f} minutes of training in all"),
+        (
+            "Trained",
+            f"{len(configs)} models, {tokens:,} tokens, {sum(seconds) / 60:.1f} minutes of training in all"
+            if configs
+            else "",
+        ),
         ("From", min((str(record["time"]) for record in records if record.get("time")), default="")),
         ("To", max((str(record["time"]) for record in records if record.get("time")), default="")),
     ]

@@ -1,0 +1,85 @@
+"""The section "Speed": its numbers are the JSON's, and without results the page is as before."""
+
+import re
+
+import pytest
+from made_up import make_demo
+
+from trainshort.bench.results import Bench, Measure, Row, load, save
+from trainshort.claims.results import collect
+from trainshort.errors import InputError
+from trainshort.report.build import write_report
+
+HOSTILE = "<img src=x onerror=alert(1)>|`"
+
+
+def result(time: str, forward: float, engine: str = "windowed") -> Bench:
+    def row(case, **values):
+        measured = {
+            name.replace("_", " "): Measure(value=value, unit="ms", spread=0.1) for name, value in values.items()
+        }
+        return Row(case=case, measured=measured)
+
+    return Bench(
+        made={"time": time, "commit": "0123abc+changes", "machine": {"cpu": HOSTILE, "cores": 2}, "threads": 2},
+        settings={"quick": True, "attention": {"tolerance": 1e-6}},
+        finished=True,
+        suites={
+            "attention": tuple(
+                row({"inputs": "normal", "engine": name, "tokens": at}, forward=forward * at, to_plain=0.5, peak=300.0)
+                for name in ("plain", engine)
+                for at in (1024, 4096)
+            ),
+            "training": (row({"model": "alibi", "tokens": 512}, speed=1234.5),),
+            "evaluate": (row({"model": "alibi", "tokens": 512}, speed=2345.5),),
+            "decode": tuple(
+                row({"part": "context", "cache": kind, "context": at}, time_per_token=at / 1000)
+                for kind in ("full", "bounded")
+                for at in (1024, 65_536)
+            ),
+        },
+    )
+
+
+def test_numbers_are_those_of_the_newest_result(tmp_path):
+    runs = tmp_path / "runs"
+    make_demo(runs)
+    save(result("2030-01-02", 0.125, HOSTILE), runs / "bench" / "b.json")
+    save(result("2030-01-01", 99.0), runs / "bench" / "c.json")
+    out = write_report(collect([runs]), tmp_path / "report").parent
+    text, markdown = (out / "index.html").read_text(), (out / "report.md").read_text()
+    section = text[text.index('id="speed"') : text.index('id="positions"')]
+    cells = re.findall(r'<a href="(data/[^"]+)" title="([-0-9.e]+)">', section)
+    stored = load(out / cells[0][0])
+    assert stored == load(runs / "bench" / "b.json")
+    values = [measure.value for rows in stored.suites.values() for row in rows for measure in row.measured.values()]
+    assert [float(exact) for _, exact in cells] == values
+    for name in ("time", "ratio", "memory", "decode", "training", "evaluate"):
+        assert (out / f"speed-{name}.png").stat().st_size > 500
+        assert f"(speed-{name}.png)" in markdown
+        assert f'id="plot-speed-{name}"' in section
+    assert "plain 128 at 1,024, 512 at 4,096" in section
+    assert "commit 0123abc+changes, tolerance 1e-06. A quick run: not numbers to quote." in section
+    assert "<img src=x" not in text
+    assert not re.search(r"(?<!\\)<img", markdown)
+
+
+def test_without_results_there_is_no_section(tmp_path):
+    make_demo(tmp_path / "runs")
+    out = write_report(collect([tmp_path / "runs"]), tmp_path / "report").parent
+    assert (
+        "speed" not in (out / "report.md").read_text().lower().replace("tokens/s", "").split("## the paper's claims")[0]
+    )
+    assert 'id="speed"' not in (out / "index.html").read_text()
+    assert not list(out.glob("speed-*"))
+
+
+def test_results_alone_make_a_page(tmp_path):
+    save(result("2030-01-01", 1.0), tmp_path / "results" / "one.json")
+    (tmp_path / "results" / "else.json").write_text("{}")
+    out = write_report(collect([tmp_path / "results"]), tmp_path / "report").parent
+    assert 'id="speed"' in (out / "index.html").read_text()
+    (tmp_path / "results" / "bench").mkdir()
+    (tmp_path / "results" / "bench" / "cut.json").write_text('{"format": 1,')
+    with pytest.raises(InputError, match=r"cut\.json is not whole JSON"):
+        collect([tmp_path / "results"])

@@ -1,0 +1,164 @@
+"""The section "Speed": figures and tables of stored benchmark results (`trainshort bench`). No torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainshort.bench.results import Bench, Measure, Row
+from trainshort.bench.tables import number
+from trainshort.claims.results import Collection
+from trainshort.recipes.experiments import NAMES
+from trainshort.report.figures import OTHERS, Figure, Series, color
+
+SHADES = {"windowed": color("alibi"), "bounded": color("alibi"), "plain": color("none"), "full": color("none")}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one kind: head, and per row its name and (shown, exact) values."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
+    source: Path
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the page shows of benchmark results."""
+
+    figures: tuple[Figure, ...]
+    tables: tuple[Table, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A figure over some rows: a line per `line`, with `across` on the x-axis."""
+
+    name: str
+    title: str
+    line: str
+    across: str
+    measure: str
+    label: str
+    log: bool = True
+
+
+ATTENTION = (
+    Wanted("time", "Attention: time of a forward pass", "engine", "tokens", "forward", "ms"),
+    Wanted("ratio", "Attention: time to plain causal attention", "engine", "tokens", "to plain", "times plain"),
+    Wanted("memory", "Attention: peak memory, forward and backward", "engine", "tokens", "peak", "MB"),
+)
+DECODE = Wanted("decode", "Decoding: time per token by context", "cache", "context", "time per token", "ms")
+TRAINING = Wanted("training", "Training speed by method", "model", "tokens", "speed", "tokens/s", log=False)
+EVALUATE = Wanted("evaluate", "Reading speed by method", "model", "tokens", "speed", "tokens/s", log=False)
+
+
+def speed(collection: Collection) -> Speed | None:
+    """Of every suite the newest result; attention once for each kind of inputs. None without results."""
+    figures: list[Figure] = []
+    used: dict[Path, dict[str, None]] = {}
+    tables: list[Table] = []
+
+    def add(
+        suite: str, wanted: tuple[Wanted, ...], keep: Callable[[Row], bool], suffix: str = "", more: str = ""
+    ) -> None:
+        found = [(path, bench) for path, bench in collection.benches if any(map(keep, bench.suites.get(suite, ())))]
+        if not found:
+            return
+        path, bench = found[-1]
+        rows = [row for row in bench.suites[suite] if keep(row)]
+        used.setdefault(path, {})[suite] = None
+        figures.extend(made for one in wanted if (made := _figure(one, rows, path, suffix, more)))
+        tables.extend(_tables(f"{suite}{more}", rows, path))
+
+    everything = [row for _, bench in collection.benches for row in bench.suites.get("attention", ())]
+    for index, inputs in enumerate(dict.fromkeys(str(row.case.get("inputs", "")) for row in everything)):
+        same = lambda row, inputs=inputs: str(row.case.get("inputs", "")) == inputs  # noqa: E731
+        add("attention", ATTENTION, same, f"-{index + 1}" if index else "", f", {inputs} inputs")
+    add("training", (TRAINING,), lambda row: True)
+    add("evaluate", (EVALUATE,), lambda row: True)
+    add("decode", (DECODE,), lambda row: row.case.get("part") == "context")
+    for part in ("weights", "greedy", "mpt", "endless"):
+        add("decode", (), lambda row, part=part: row.case.get("part") == part)
+    add("prepare", (), lambda row: True)
+    benches = dict(collection.benches)
+    notes = tuple(f"{', '.join(suites).capitalize()}: {_note(benches[path])}" for path, suites in used.items())
+    return Speed(tuple(figures), tuple(tables), notes) if tables else None
+
+
+def _figure(wanted: Wanted, rows: list[Row], path: Path, suffix: str, more: str) -> Figure | None:
+    """Lines with a band of their spread; None where nothing was measured at two places."""
+    lines: dict[str, list[tuple[float, float, float]]] = {}
+    for row in rows:
+        measure, at = row.measured.get(wanted.measure), row.case.get(wanted.across)
+        if measure is not None and isinstance(at, int) and measure.value > 0:
+            spread = measure.value * (measure.spread or 0.0)
+            lines.setdefault(str(row.case.get(wanted.line)), []).append((at, measure.value, spread))
+    series = []
+    for index, (name, points) in enumerate(lines.items()):
+        points.sort()
+        x, y = tuple(p[0] for p in points), tuple(p[1] for p in points)
+        low, high = tuple(max(p[1] - p[2], 0.05 * p[1]) for p in points), tuple(p[1] + p[2] for p in points)
+        shade = SHADES.get(name) or (color(name, index) if name in NAMES else OTHERS[index % len(OTHERS)])
+        series.append(Series(NAMES.get(name, name), x, y, shade, low, high))
+    places = sorted({int(at) for one in series for at in one.x if not isinstance(at, str)})
+    if not places:
+        return None
+    told = "; ".join(
+        f"{one.name} "
+        + ", ".join(f"{number(Measure(value=y))} at {int(x):,}" for x, y in zip(one.x, one.y, strict=True))
+        for one in series
+    )
+    return Figure(
+        name=f"speed-{wanted.name}{suffix}",
+        title=f"{wanted.title}{more}",
+        alt=f"{wanted.title}{more}, {wanted.label} against {wanted.across}: {told}.",
+        series=tuple(series),
+        x_label=wanted.across,
+        y_label=wanted.label,
+        x_log=True,
+        y_log=wanted.log,
+        ticks=tuple((at, f"{at:,}") for at in places),
+        sources=(path,),
+    )
+
+
+def _tables(title: str, rows: list[Row], path: Path) -> list[Table]:
+    """One for each kind of case."""
+    kinds: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        kinds.setdefault(tuple(row.case), []).append(row)
+    made = []
+    for kind in kinds.values():
+        heads = {name: measure.unit for row in kind for name, measure in row.measured.items()}
+        cells = tuple(
+            (
+                row.name,
+                tuple(
+                    (number(row.measured[name]), repr(row.measured[name].value)) if name in row.measured else ("", "")
+                    for name in heads
+                ),
+            )
+            for row in kind
+        )
+        columns = tuple(f"{name}, {unit}" if unit else name for name, unit in heads.items())
+        made.append(Table(title, columns, cells, path))
+    return made
+
+
+def _note(bench: Bench) -> str:
+    """Where and how it was measured, in a sentence."""
+    parts = [f"measured {bench.made.get('time', 'at an unknown time')} on {bench.machine}"]
+    if bench.made.get("commit"):
+        commit, plus, changes = str(bench.made["commit"]).partition("+")
+        parts.append(f"commit {commit[:12]}{plus}{changes}")
+    tolerances = {
+        str(plan["tolerance"]) for plan in bench.settings.values() if isinstance(plan, dict) and "tolerance" in plan
+    }
+    if tolerances:
+        parts.append(f"tolerance {', '.join(sorted(tolerances))}")
+    quick = " A quick run: not numbers to quote." if bench.settings.get("quick") else ""
+    stopped = "" if bench.finished else " It was stopped before its end."
+    return f"{', '.join(parts)}.{quick}{stopped}"
