@@ -23,7 +23,7 @@ class Bench:
     decode: time per token by context and cache, against reading the weights once, against MPT, without end.
     prepare: text into tokens.
 
-    Everything takes about an hour on two cores, mostly for plain attention at the longest lengths; --quick two minutes.
+    In full size it takes long, mostly for plain attention at the longest lengths; --quick takes a few minutes.
     Tables go to standard output, progress to standard error, the file is written after every step.
 
     Examples:
