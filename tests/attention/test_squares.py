@@ -36,7 +36,7 @@ def test_mask_and_row_shift_add_up_to_the_bias(q_len, past):
     for part in squares.parts(q_len, q_len + past, block=4, tile=8):
         shift = part.row_shift(slopes)
         column = shift.transpose(1, 2) if isinstance(shift, torch.Tensor) else shift
-        block = (part.mask(slopes)[0] + column).expand(3, part.q_len, part.k_len)
+        block = (part.mask(slopes)[0] + column).float().expand(3, part.q_len, part.k_len)
         for i in range(part.count):
             q, k = part.q_start + i * part.step, part.k_start + i * part.step
             torch.testing.assert_close(block, expected[:, q : q + part.q_len, k : k + part.k_len])

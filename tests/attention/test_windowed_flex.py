@@ -39,8 +39,8 @@ def test_blocks_left_out_carry_no_more_than_the_tolerance(lengths, options):
     slopes = torch.tensor([1.0, 0.25, 1 / 16, 0.0])
     if "documents" in options:
         options = {"documents": (torch.arange(k_len) // options["documents"]).expand(2, -1)}
-    call = Call(q, k, k, LinearBias(slopes), **options)
-    pairs = written_out(proven_block_mask(call, tolerance), q_len, k_len)
+    call = Call(q, k, k, LinearBias(slopes), tolerance=tolerance, **options)
+    pairs = written_out(proven_block_mask(call), q_len, k_len)
     seen = visible(call, slice(0, q_len), slice(0, k_len)).expand_as(pairs)
     assert (seen | (pairs != 2)).all()  # full blocks are not masked, so they must be visible whole
     scores = q.double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2) / 4
@@ -56,8 +56,23 @@ def test_values_that_are_not_finite_are_read_at_any_distance():
     q = torch.randn(1, 1, 512, 8)
     v = q.clone()
     v[0, 0, 3, 3] = math.inf
-    mask = proven_block_mask(Call(q, q, v, LinearBias(torch.ones(1))), 1e-6)
+    mask = proven_block_mask(Call(q, q, v, LinearBias(torch.ones(1))))
     assert (written_out(mask, 512, 512)[0, 0].tril() > 0)[torch.ones(512, 512).tril() > 0].all()
+
+
+def test_the_engine_leaves_out_what_its_tolerance_allows_and_says_so():
+    """All scores equal, so that a key's weight is its bias alone: e^(−m·distance). Only the far keys have a value."""
+    q, k, v = torch.zeros(1, 1, 16, 16), torch.zeros(1, 1, 512, 16), torch.zeros(1, 1, 512, 16)
+    v[:, :, :128] = 1.0
+    bias = LinearBias(torch.tensor([0.02]))
+    exact = attend(q, k, v, bias=bias, backend="reference")
+    assert exact.min() > 1e-4
+    whole, none = attend(q, k, v, bias=bias, backend="flex", tolerance=0.0, return_certificate=True)
+    torch.testing.assert_close(whole, exact, rtol=1e-4, atol=0)
+    assert none.max() == 0
+    out, left_out = attend(q, k, v, bias=bias, backend="flex", tolerance=0.5, return_certificate=True)
+    assert (out == 0).all()
+    assert exact.max() < left_out.max() == 0.5
 
 
 @pytest.mark.slow
@@ -66,9 +81,11 @@ def test_flex_attention_reads_only_those_blocks():
     q, k, v = (torch.randn(1, 2, 1024, 16) for _ in range(3))
     slopes = torch.tensor([1.0, 0.5])
     call = Call(q[:, :, -128:], k, v, LinearBias(slopes))
-    mask = proven_block_mask(call, 1e-6)
+    mask = proven_block_mask(call)
     expected = attend(call.q, k, v, bias=call.bias, backend="reference")
     poisoned = v.clone()
     poisoned[:, :, :512] = math.nan
-    out = torch.compile(flex_attention)(call.q, k, poisoned, score_mod=_score_function(call.bias, 896), block_mask=mask)
+    out = torch.compile(flex_attention, dynamic=False)(
+        call.q, k, poisoned, score_mod=_score_function(call.bias, 896), block_mask=mask
+    )
     torch.testing.assert_close(out, expected, rtol=0, atol=5e-6)

@@ -1,5 +1,7 @@
 """FlexAttention: the bias as a score function, compiled into torch's own kernel. The engine for GPUs.
 
+ALiBi's proven windows become its block mask, so that it skips what `windowed` skips on the CPU.
+
 Forward only on the CPU (torch has no backward there), where it serves to test the same code that a GPU runs.
 Training on a GPU has not been run by us: no GPU was at hand.
 """
@@ -9,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 
 from trainshort.attention.op import Call, DenseBias, DistanceBias, LinearBias, engines
+from trainshort.attention.windowed_flex import BLOCK, proven_block_mask, whole_block_mask
 
 
 class Flex:
@@ -30,26 +33,28 @@ class Flex:
         return None
 
     def run(self, call: Call) -> tuple[Tensor, Tensor | None]:
-        q_len, k_len = call.q.shape[2], call.k.shape[2]
-        documents = call.documents
-        mask = create_block_mask(
-            _mask_function(k_len - q_len, call.window, documents),
-            B=None if documents is None else call.q.shape[0],
-            H=None,
-            Q_LEN=q_len,
-            KV_LEN=k_len,
-            device=call.q.device.type,
-        )
+        mask = proven_block_mask(call) if _may_skip(call) else whole_block_mask(call)
         result = _compiled(call.q.device.type)(
             call.q,
             call.k,
             call.v,
-            score_mod=_score_function(call.bias, k_len - q_len),
+            score_mod=_score_function(call.bias, call.k.shape[2] - call.q.shape[2]),
             block_mask=mask,
             enable_gqa=call.group > 1,
             return_lse=call.needs_lse,
         )
         return result if call.needs_lse else (result, None)
+
+    def run_certified(self, call: Call) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The certificate is the promise itself: what was really left out is not looked at again."""
+        most = call.tolerance if _may_skip(call) else 0.0
+        return *self.run(call), call.q.new_full(call.q.shape[:2], most, dtype=torch.float32)
+
+
+def _may_skip(call: Call) -> bool:
+    """Whether there can be blocks to leave out, and somebody asked for no gradient of the slopes that decide it."""
+    longer = call.k.shape[2] > BLOCK
+    return isinstance(call.bias, LinearBias) and longer and call.tolerance > 0 and not call.bias_needs_grad
 
 
 @cache
@@ -59,19 +64,6 @@ def _compiled(device: str) -> Any:
     On the CPU every shape is compiled for itself: with sizes left open, torch 2.13 writes C++ that does not compile.
     """
     return torch.compile(flex_attention, dynamic=False if device == "cpu" else None)
-
-
-def _mask_function(past: int, window: int | None, documents: Tensor | None) -> Any:
-    def seen(b, h, i, j):
-        distance = i + past - j
-        visible = distance >= 0
-        if window is not None:
-            visible = visible & (distance < window)
-        if documents is not None:
-            visible = visible & (documents[b, i + past] == documents[b, j])
-        return visible
-
-    return seen
 
 
 def _score_function(bias: LinearBias | DistanceBias | DenseBias | None, past: int) -> Any:

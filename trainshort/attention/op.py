@@ -95,7 +95,7 @@ class Engine(Protocol):
 class CertifiedEngine(Engine, Protocol):
     """An engine that may leave out what provably does not matter, and says how much that can have been."""
 
-    def run_certified(self, call: Call) -> tuple[Tensor, Tensor, Float[Tensor, "batch heads"]]:
+    def run_certified(self, call: Call) -> tuple[Tensor, Tensor | None, Float[Tensor, "batch heads"]]:
         """`run`, and the largest softmax mass that any row of a head can have left out, at most call.tolerance."""
         ...
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainshort.attention.op import Call, engines, scale, visible, written_bias
+from trainshort.attention.reference import formula, is_short
 
 MASK_ELEMENTS = 1 << 24
 """Largest mask written at once (64 MB in float32): large enough to keep the kernel busy, small beside a model."""
@@ -30,6 +31,8 @@ class Sdpa:
         return None
 
     def run(self, call: Call) -> tuple[Tensor, Tensor | None]:
+        if is_short(call):
+            return formula(call)
         if call.bias is None and call.window is None and call.documents is None:
             if call.q.shape[2] == call.k.shape[2]:
                 return _attend(call, slice(None), slice(None), mask=None, causal=True)
@@ -77,8 +80,12 @@ def _attend(call: Call, rows: slice, keys: slice, mask: Tensor | None, causal: b
         return flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale(call))
     if mask is not None and mask.requires_grad and mask.dtype != q.dtype:
         mask = mask.to(q.dtype)  # the plain path, which alone can train a bias, wants one dtype
+    shared = call.group > 1
+    if shared and call.needs_grad and q.device.type == "cpu":
+        # Torch's own grouping adds the gradients of a group up in one long float32 sum: twice the error.
+        k, v, shared = *(x.repeat_interleave(call.group, dim=1) for x in (k, v)), False
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=call.dropout, is_causal=causal, enable_gqa=call.group > 1
+        q, k, v, attn_mask=mask, dropout_p=call.dropout, is_causal=causal, enable_gqa=shared
     )
     return out, None
 

@@ -34,6 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from trainshort import alibi
 from trainshort.attention.op import Call, LinearBias, engines, scale
+from trainshort.attention.reference import formula, is_short
 
 BLOCK = 128
 """Side of the diagonal blocks. They compute both halves of their square, so smaller wastes less, and calls cost more;
@@ -65,6 +66,8 @@ class Squares:
 
     def run(self, call: Call) -> tuple[Tensor, Tensor]:
         assert isinstance(call.bias, LinearBias)
+        if is_short(call):
+            return formula(call)
         return _Squares.apply(call.q, call.k, call.v, call.bias.slopes.detach().float(), scale(call))
 
 
@@ -96,7 +99,9 @@ class Part:
 
     def row_shift(self, slopes: Float[Tensor, " heads"]) -> Float[Tensor, "heads 1 q_len"] | float:
         """What the mask leaves out, per row; shaped to be added to a (batch, heads, count, q_len) log-sum-exp."""
-        return 0.0 if self.diagonal else (-slopes[:, None] * torch.arange(self.row, self.row + self.q_len))[:, None]
+        if self.diagonal:
+            return 0.0
+        return (-slopes.double()[:, None] * torch.arange(self.row, self.row + self.q_len))[:, None]
 
 
 def parts(q_len: int, k_len: int, block: int = BLOCK, tile: int = TILE) -> list[Part]:
@@ -150,7 +155,7 @@ class _Squares(torch.autograd.Function):
         q, k, v = (_unit_stride(x) for x in (q, k, v))
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q, dtype=wide, memory_format=torch.contiguous_format)
-        lse = torch.empty(q.shape[:3], dtype=wide)
+        lse = torch.empty(q.shape[:3], dtype=torch.float64)  # the backward pass makes weights of it
         for part in parts(q.shape[2], k.shape[2]):
             part_out, part_lse = flash(
                 part.queries(q),
@@ -163,8 +168,9 @@ class _Squares(torch.autograd.Function):
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, slopes, out, lse)
         ctx.factor = factor
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        rounded = lse.to(wide)
+        ctx.mark_non_differentiable(rounded)
+        return out, rounded
 
     @staticmethod
     @once_differentiable
@@ -174,13 +180,13 @@ class _Squares(torch.autograd.Function):
         grad_out, _ = grads
         q, k, v, slopes, out, lse = ctx.saved_tensors
         group = q.shape[1] // k.shape[1]
-        wide = lse.dtype
+        wide = torch.promote_types(q.dtype, torch.float32)
         grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=wide) for x in (q, k, v))
         for part in parts(q.shape[2], k.shape[2]):
             part_lse = part.queries(lse[..., None])[..., 0]
             shift = part.row_shift(slopes)
             if isinstance(shift, Tensor):
-                part_lse = part_lse - shift.transpose(0, 1).to(wide)
+                part_lse = part_lse - shift.transpose(0, 1)
             part_k, part_v = (_repeat(part.keys(x), group) for x in (k, v))
             part_grads = flash_backward(
                 part.queries(grad_out),
@@ -188,7 +194,7 @@ class _Squares(torch.autograd.Function):
                 part_k,
                 part_v,
                 part.queries(out),
-                part_lse,
+                part_lse.to(wide),
                 0.0,
                 False,
                 attn_mask=part.mask(slopes).to(wide),
@@ -234,10 +240,10 @@ def _merge(part: Part, slopes: Tensor, whole: tuple[Tensor, Tensor], new: tuple[
         rows.copy_(new_out)
         rows_lse.copy_(new_lse)
         return
-    new_lse = new_lse + part.row_shift(slopes)
+    new_lse = new_lse.double() + part.row_shift(slopes)
     share = torch.sigmoid(new_lse - rows_lse)[..., None]
     rows.lerp_(new_out.to(out.dtype), share.to(out.dtype).expand_as(rows))
-    rows_lse.copy_(torch.logaddexp(rows_lse, new_lse.to(lse.dtype)))
+    rows_lse.copy_(torch.logaddexp(rows_lse, new_lse))
 
 
 def _add_into(total: Tensor, start: int, part: Part, grad: Tensor) -> None:

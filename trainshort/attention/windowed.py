@@ -18,6 +18,7 @@ from torch import Tensor
 from trainshort.attention import kernel, windowed_torch
 from trainshort.attention.kernel.library import DTYPES, PANEL, Problem
 from trainshort.attention.op import TOLERANCE, Call, LinearBias, check, engines
+from trainshort.attention.reference import formula, is_short
 from trainshort.attention.squares import row_mask_fault
 from trainshort.errors import InputError
 from trainshort.registry import did_you_mean
@@ -53,6 +54,8 @@ class Windowed:
 
     def run_certified(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         assert isinstance(call.bias, LinearBias)
+        if is_short(call):
+            return *formula(call), call.q.new_zeros(call.q.shape[:2], dtype=torch.float32)
         problem = Problem(call.q, call.k, call.v, call.bias.slopes, call.documents, call.window)
         return attend_windowed(problem, call.tolerance)
 
@@ -95,7 +98,7 @@ def attend_windowed(problem: Problem, tolerance: float, implementation: str = "a
         tolerance,
         implementation,
     )
-    return out, lse, dropped.amax(-1)
+    return out, lse.to(_wide(problem.q)), dropped.amax(-1)
 
 
 def _compiled(dtype: torch.dtype, implementation: str = "auto") -> bool:
@@ -133,7 +136,8 @@ def _forward(
     tolerance: float,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, log-sum-exp, the first key each panel of query rows read, and the mass that may lie before it."""
+    """Output, log-sum-exp (float64: the backward pass makes weights of it), the first key each panel of query rows
+    read, and the mass that may lie before it."""
     results = _empty_results(q)
     implementing = kernel if _compiled(q.dtype, implementation) else windowed_torch
     implementing.forward(Problem(q, k, v, slopes, documents, window), tolerance, *results)
@@ -161,7 +165,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_q, grad_k, grad_v = (_like(x) for x in (q, k, v))
     # The gradient of q is added up over stretches of keys, so it needs full precision in between.
-    wide = grad_q.zero_() if q.dtype == lse.dtype else torch.zeros(q.shape, dtype=lse.dtype)
+    wide = grad_q.zero_() if q.dtype == _wide(q) else torch.zeros(q.shape, dtype=_wide(q))
     implementing = kernel if _compiled(q.dtype, implementation) else windowed_torch
     problem = Problem(q, k, v, slopes, documents, window)
     implementing.backward(problem, grad_out, out, lse, first, (wide, grad_k, grad_v))
@@ -193,12 +197,16 @@ _forward.register_autograd(_differentiate, setup_context=_setup)
 
 def _empty_results(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, heads, q_len, dim = q.shape
-    wide = torch.promote_types(q.dtype, torch.float32)
     # Tokens before heads in memory, as torch's own attention returns it: joining the heads afterwards is then free.
     out = q.new_empty(batch, q_len, heads, dim).transpose(1, 2)
     panels = (batch, heads, -(-q_len // PANEL))
-    lse = q.new_empty(batch, heads, q_len, dtype=wide)
+    lse = q.new_empty(batch, heads, q_len, dtype=torch.float64)
     return out, lse, q.new_empty(panels, dtype=torch.int32), q.new_empty(panels, dtype=torch.float32)
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    """What sums are made in."""
+    return torch.promote_types(q.dtype, torch.float32)
 
 
 def _like(x: Tensor) -> Tensor:

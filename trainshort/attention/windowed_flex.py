@@ -1,23 +1,24 @@
 """Proven windows for FlexAttention: which blocks of keys each block of queries reads, as a BlockMask.
 
 This is how the windows reach GPUs: FlexAttention skips blocks that its mask does not list, forward and backward. The
-proof is the one of `alibi.proven_windows`; what it leaves out is at most `tolerance` of any row's softmax mass.
+proof is the one of `alibi.proven_windows`; what it leaves out is at most the tolerance of any row's softmax mass.
 """
+
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from trainshort import alibi
-from trainshort.attention.flex import _mask_function
 from trainshort.attention.op import Call, LinearBias
 
 BLOCK = 128
 """FlexAttention's own block size."""
 
 
-def proven_block_mask(call: Call, tolerance: float) -> BlockMask:
+def proven_block_mask(call: Call) -> BlockMask:
     """The blocks that can matter. Blocks that every row of a query block sees whole need no mask and are listed apart.
 
     4 blocks, windows of 1, 1, 2 and 1 blocks      d: on the diagonal, masked   f: full   -: skipped, proven
@@ -31,7 +32,7 @@ def proven_block_mask(call: Call, tolerance: float) -> BlockMask:
     q_len, k_len = call.q.shape[2], call.k.shape[2]
     starts = torch.arange(k_len - q_len, k_len, BLOCK, device=call.q.device)
     ends = (starts + BLOCK).clamp(max=k_len)
-    windows = alibi.proven_windows(call.q, call.k, call.bias.slopes, tolerance, BLOCK)  # (batch, heads, q blocks)
+    windows = alibi.proven_windows(call.q, call.k, call.bias.slopes, call.tolerance, BLOCK)  # (batch, heads, q blocks)
     windows = torch.where(call.v.isfinite().all(), windows, k_len)  # 0 · NaN is NaN at any distance
     first = starts - windows + 1
     plain = call.window is None and call.documents is None
@@ -39,9 +40,8 @@ def proven_block_mask(call: Call, tolerance: float) -> BlockMask:
         first = torch.maximum(first, starts - call.window + 1)
     begin = first.clamp(min=0) // BLOCK
     end = (ends + BLOCK - 1) // BLOCK
-    masked = (
-        torch.maximum(begin, (starts + 1) // BLOCK) if plain else begin
-    )  # from here on rows differ in what they see
+    # From here on rows differ in what they see.
+    masked = torch.maximum(begin, (starts + 1) // BLOCK) if plain else begin
     count, indices = _listed(masked, end.expand_as(masked), k_len)
     full_count, full_indices = _listed(begin, masked, k_len)
     return BlockMask.from_kv_blocks(
@@ -54,6 +54,32 @@ def proven_block_mask(call: Call, tolerance: float) -> BlockMask:
         seq_lengths=(q_len, k_len),
         compute_q_blocks=call.needs_grad,
     )
+
+
+def whole_block_mask(call: Call) -> BlockMask:
+    """Every block that any row may see."""
+    q_len, k_len = call.q.shape[2], call.k.shape[2]
+    return create_block_mask(
+        _mask_function(k_len - q_len, call.window, call.documents),
+        B=None if call.documents is None else call.q.shape[0],
+        H=None,
+        Q_LEN=q_len,
+        KV_LEN=k_len,
+        device=call.q.device.type,
+    )
+
+
+def _mask_function(past: int, window: int | None, documents: Tensor | None) -> Any:
+    def seen(b, h, i, j):
+        distance = i + past - j
+        visible = distance >= 0
+        if window is not None:
+            visible = visible & (distance < window)
+        if documents is not None:
+            visible = visible & (documents[b, i + past] == documents[b, j])
+        return visible
+
+    return seen
 
 
 def _listed(

@@ -42,8 +42,9 @@ class Part:
 def forward(problem: Problem, tolerance: float, out: Tensor, lse: Tensor, first: Tensor, dropped: Tensor) -> None:
     """Fill the output, the rows' log-sum-exp, each panel's first key, and the mass that may lie before it."""
     first.copy_(first_keys(problem, tolerance))
-    wide = out if out.dtype == lse.dtype else torch.empty(out.shape, dtype=lse.dtype)
-    masks = _Masks(problem, lse.dtype)
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    wide = out if out.dtype == dtype else torch.empty(out.shape, dtype=dtype)
+    masks = _Masks(problem, dtype)
     for part in _parts(problem, first):
         q, k, v = _operands(problem, part)
         mask, shift = masks.of(part)
@@ -54,7 +55,8 @@ def forward(problem: Problem, tolerance: float, out: Tensor, lse: Tensor, first:
             rows_lse.copy_(part_lse)
             continue
         part_lse = part_lse.to(lse.dtype) + shift
-        rows.lerp_(part_out.to(lse.dtype), torch.sigmoid(part_lse - rows_lse)[..., None].expand_as(rows))
+        share = torch.sigmoid(part_lse - rows_lse).to(dtype)
+        rows.lerp_(part_out.to(dtype), share[..., None].expand_as(rows))
         rows_lse.copy_(torch.logaddexp(rows_lse, part_lse))
     if wide is not out:
         out.copy_(wide)
@@ -67,21 +69,22 @@ def backward(
     """Fill the gradients of k and v, and add to that of q (float32 or float64, zeros before)."""
     group = problem.q.shape[1] // problem.k.shape[1]
     grad_q = grads[0]
-    wide_k, wide_v = (torch.zeros(x.shape, dtype=lse.dtype) for x in grads[1:])
-    masks = _Masks(problem, lse.dtype)
+    dtype = grad_q.dtype
+    wide_k, wide_v = (torch.zeros(x.shape, dtype=dtype) for x in grads[1:])
+    masks = _Masks(problem, dtype)
     for part in _parts(problem, first):
         q, k, v = _operands(problem, part)
         mask, shift = masks.of(part)
         rows = (slice(None), part.heads, part.rows)
         scale = 1 / math.sqrt(q.shape[3])
-        part_lse = lse[rows] - shift
+        part_lse = (lse[rows] - shift).to(dtype)
         part_q, part_k, part_v = flash_backward(
             contiguous_rows(grad_out[rows]), q, k, v, out[rows], part_lse, 0.0, False, attn_mask=mask, scale=scale
         )
         grad_q[rows] += part_q
         key_heads = torch.arange(part.heads.start, part.heads.stop) // group
-        wide_k[:, :, part.keys].index_add_(1, key_heads, part_k.to(lse.dtype))
-        wide_v[:, :, part.keys].index_add_(1, key_heads, part_v.to(lse.dtype))
+        wide_k[:, :, part.keys].index_add_(1, key_heads, part_k.to(dtype))
+        wide_v[:, :, part.keys].index_add_(1, key_heads, part_v.to(dtype))
     grads[1].copy_(wide_k)
     grads[2].copy_(wide_v)
 
@@ -155,7 +158,7 @@ class _Masks:
             return self._written(part, -math.inf if part.diagonal else HIDDEN), 0.0
         slopes = self.slopes[part.heads, None].to(self.dtype)
         before_edge = torch.arange(part.keys.stop - part.keys.start, 0, -1)
-        return (-slopes * before_edge)[None, :, None, :], -slopes * torch.arange(size)
+        return (-slopes * before_edge)[None, :, None, :], -slopes.double() * torch.arange(size)
 
     def _written(self, part: Part, hidden: float) -> Tensor:
         written = written_bias(self.call, part.rows, part.keys)

@@ -28,7 +28,8 @@ typedef struct {
     Panel place[PANELS];
     int count;
     int64_t first[PANELS];
-    vec lse[PANELS][WIDE], inner[PANELS][WIDE];
+    vec lse[PANELS][WIDE], rest[PANELS][WIDE]; /* the log-sum-exp, and what is lost of it in a real */
+    vec inner[PANELS][WIDE];
     const real *q, *grad;                     /* [query][dim] */
     real *queries, *grads, *grad_q;           /* [panel][dim][query] */
     real *weights, *slants;                   /* [panel][key][query]: P and dS */
@@ -57,7 +58,9 @@ static void take_rows(const Call *c, int64_t batch, int64_t head, int64_t row, R
         for (int i = 0; i < PANEL; i++) {
             const int64_t at_row = row + p * PANEL + i;
             const int inside = at_row < c->q_len; /* padding lanes get weight 0 */
-            rows->lse[p][i / LANES][i % LANES] = inside ? c->lse[at + at_row] : (real)1e30;
+            const double lse = inside ? c->lse[at + at_row] : 1e30;
+            rows->lse[p][i / LANES][i % LANES] = (real)lse;
+            rows->rest[p][i / LANES][i % LANES] = inside ? (real)(lse - (double)(real)lse) : 0;
             rows->inner[p][i / LANES][i % LANES] = inside ? c->inner[at + at_row] : 0;
         }
     }
@@ -80,7 +83,7 @@ static void panel_slants(const Call *c, int64_t batch, real slope, const Rows *r
     for (int j = 0; j < keys; j++)
         for (int w = 0; w < WIDE; w++) {
             const int64_t at = j * PANEL + w * LANES;
-            const vec weight = exp_below_zero(load(weights + at) - rows->lse[p][w]);
+            const vec weight = exp_below_zero((load(weights + at) - rows->lse[p][w]) - rows->rest[p][w]);
             const vec slant = weight * (load(slants + at) - rows->inner[p][w]);
             store(weights + at, weight);
             store(slants + at, (vec)((ivec)slant & (weight != 0))); /* a hidden value's NaN stays hidden */

@@ -22,7 +22,7 @@ typedef struct {
     const float *slopes;
     const int32_t *documents; /* (batch, k_len) document of each key, or NULL */
     const int32_t *reach;     /* (batch, k_len) first key of the same document, or NULL */
-    real *lse;                /* (batch, heads, q_len) */
+    double *lse;              /* (batch, heads, q_len); a float would round every weight that backward makes of it */
     int32_t *first;           /* (batch, heads, panels) first key a panel of queries read */
     float *dropped;           /* (batch, heads, panels) softmax mass that may lie before it */
     real *inner;              /* (batch, heads, q_len) grad_out . out */

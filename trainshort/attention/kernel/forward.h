@@ -139,7 +139,7 @@ static void end_walk(const Call *c, Walk *walk, int64_t batch, int64_t head, int
         const real sum = walk->sum[i / LANES][i % LANES], top = walk->top[i / LANES][i % LANES];
         for (int t = 0; t < padded; t++) line[t] = walk->out[t * PANEL + i] / sum;
         write_row(c, row_at(c, &c->out, batch, head, row + i), line);
-        c->lse[at * c->q_len + row + i] = (real)(top + log(sum));
+        c->lse[at * c->q_len + row + i] = (double)top + log((double)sum);
     }
 }
 

@@ -77,7 +77,7 @@ def backward(
 ) -> None:
     """Fill the gradients of k and v, and add to that of q (float32 or float64, zeros before)."""
     call, keep = _describe(problem)
-    inner = torch.empty_like(lse)
+    inner = torch.empty_like(lse, dtype=grads[0].dtype)
     rows = contiguous_rows(grad_out)
     call.out, call.grad_out = _Tensor.of(out), _Tensor.of(rows)
     call.grad_q, call.grad_k, call.grad_v = (_Tensor.of(x) for x in grads)
