@@ -119,6 +119,8 @@ class ModelConfig(Settings):
     """Sliding-window attention over this many tokens. Default: all that came before."""
     backend: str = "auto"
     """Attention engine; `trainshort list backends` names them."""
+    tolerance: float = Field(default=1e-6, ge=0, lt=1)
+    """ALiBi: softmax mass that attention may leave out of a row where that is proven and saves work; 0: nothing."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:

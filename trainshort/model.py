@@ -180,6 +180,7 @@ class Attention(nn.Module):
             documents=step.documents,
             dropout=config.attention_dropout if self.training else 0.0,
             backend=config.backend,
+            tolerance=config.tolerance,
         )
         assert isinstance(y, Tensor)
         return self.out(y.transpose(1, 2).flatten(2))

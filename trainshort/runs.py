@@ -32,24 +32,24 @@ PARTIAL = ".partial"
 
 LOCK = "train.lock"
 
-CHANGEABLE = frozenset(
+HARMLESS = frozenset(
     {
         "data.folder",
         "model.backend",
+        "model.tolerance",
         "train.checkpoint_activations",
         "train.compile",
         "train.keep",
         "train.log_every",
         "train.micro_batch",
         "train.parallel",
-        "train.patience",
         "train.save_every",
-        "train.steps",
         "train.tensorboard",
-        "train.valid_every",
-        "train.valid_tokens",
     }
 )
+"""Settings that move no result beyond rounding: where, how fast and how often noted."""
+
+CHANGEABLE = HARMLESS | {"train.patience", "train.steps", "train.valid_every", "train.valid_tokens"}
 """Settings that may differ on resume: how far, how often and on what, not which model or which data."""
 
 RECORDED = ("torch", "numpy", "safetensors", "tokenizers", "pydantic", "grain")

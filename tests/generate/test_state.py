@@ -10,8 +10,10 @@ from test_streaming import make_model
 import trainshort
 from trainshort import InputError
 from trainshort.cache.ring import unavailable
+from trainshort.cli import main
 from trainshort.data.tokenizer import ByteTokenizer
 from trainshort.generate import stream_batch
+from trainshort.generate.session import Session
 from trainshort.generate.state import load_state, save_state
 
 MODES = [{}, {"mode": "bounded"}, {"mode": "window", "window": 32}, {"mode": "window", "window": 32, "sinks": 4}]
@@ -135,3 +137,20 @@ def test_a_second_interrupt_comes_through_and_is_remembered():
     with pytest.raises(KeyboardInterrupt):
         next(made)
     assert made.torn
+
+
+def test_a_broken_token_is_one_sentence_and_the_saved_state_stays(tmp_path, capsys, monkeypatch):
+    """Ctrl-C twice within one token, at the command: exit code 2, and what was saved before is untouched."""
+    model, path = make_model(), tmp_path / "state"
+    made = trainshort.stream(model, [1, 2, 3], tokens=10, tokenizer=ByteTokenizer())
+    next(made)
+    save_state(made, path)
+    before, context = path.read_bytes(), made.context
+    interrupt_in_the_second_layer(made, 2)
+    monkeypatch.setattr("trainshort.cli.run", lambda argv: Session(made, save_to=path).run())
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    assert stop.value.code == 2
+    assert f"trainshort: stopped in the middle of a token. {path} is as it was saved last." in capsys.readouterr().err
+    assert path.read_bytes() == before
+    assert load_state(path, model, ByteTokenizer()).context == context
