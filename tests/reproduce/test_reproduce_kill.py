@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
-from test_kill import one_task
+from test_reproduce_kill import one_task
 from trainshort.reproduce.work import work
 work(one_task(Path(sys.argv[2])), Path(sys.argv[3]))
 """

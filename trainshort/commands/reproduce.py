@@ -25,7 +25,9 @@ class Reproduce:
     seeds: int = 1
     """Train every model with so many seeds; the report gives mean and spread."""
     launcher: str = "local"
-    """local: here, one model after the other; slurm: one job per model, through submitit."""
+    """local: on this machine; slurm: one job per model, through submitit."""
+    jobs: int | None = None
+    """Models at a time on this machine, each with its share of the cores. Default: one per core, with a GPU one."""
     plan: bool = False
     """Only say what it would take: commands, GPUs, memory, tokens, hours."""
     out: Path | None = None
@@ -46,6 +48,8 @@ class Reproduce:
         check_launcher(self.launcher)
         if not 1 <= self.seeds <= 9:
             raise InputError(f"--seeds is a number from 1 to 9, got {self.seeds}.")
+        if self.jobs is not None and (self.jobs < 1 or self.launcher != "local"):
+            raise InputError("--jobs is the number of models at a time on this machine: at least 1, and not for slurm.")
         root = self.out or Path("runs") / scale.name
         if self.plan:
             from trainshort.reproduce.plan import make_plan, told
@@ -59,7 +63,7 @@ class Reproduce:
         if scale.name == "paper" and self.launcher == "local":
             raise InputError("The paper's scale does not run on one machine. See --plan for the commands to start.")
         console = Console()
-        reproduce(assignment, root, launcher=self.launcher, console=console)
+        reproduce(assignment, root, launcher=self.launcher, jobs=self.jobs, console=console)
         finish(root, self.report or Path("report") / scale.name, console)
 
 

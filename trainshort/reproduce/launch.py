@@ -1,4 +1,4 @@
-"""Where tasks run: here, one after the other, or on a Slurm cluster through submitit."""
+"""Where tasks run: on this machine, or on a Slurm cluster through submitit."""
 
 import re
 import time
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trainshort.errors import InputError
 from trainshort.registry import did_you_mean
+from trainshort.reproduce.side_by_side import jobs_for, run_side_by_side
 from trainshort.reproduce.tasks import Task
 from trainshort.reproduce.work import work
 
@@ -31,7 +32,12 @@ def check_launcher(name: str) -> None:
         raise InputError(f"Unknown launcher '{name}'.{did_you_mean(name, LAUNCHERS)} Known: {', '.join(LAUNCHERS)}.")
 
 
-def run_here(tasks: list[Task], root: Path, done: Callable[[str], None]) -> None:
+def run_here(tasks: list[Task], root: Path, done: Callable[[str], None], jobs: int | None = None) -> None:
+    """On this machine, `jobs` models at a time (None: as many as serve), each with its share of the cores."""
+    jobs = min(len(tasks), jobs or jobs_for(len(tasks)))
+    if jobs > 1:
+        run_side_by_side(tasks, root, done, jobs)
+        return
     for task in tasks:
         done(work(task, root))
 

@@ -19,9 +19,15 @@ PLAIN_SECONDS = 20.0
 
 
 def reproduce(
-    assignment: Assignment, root: Path, *, launcher: str = "local", cluster: Cluster | None = None, console: Console
+    assignment: Assignment,
+    root: Path,
+    *,
+    launcher: str = "local",
+    jobs: int | None = None,
+    cluster: Cluster | None = None,
+    console: Console,
 ) -> None:
-    """Compute what is missing under `root`."""
+    """Compute what is missing under `root`, here or on a cluster."""
     todo = [task for task in assignment.tasks if not state.finished(root, task)]
     kept = len(assignment.tasks) - len(todo)
     if kept:
@@ -29,7 +35,7 @@ def reproduce(
     if todo:
         with _progress(todo, root, console) as done:
             if launcher == "local":
-                run_here(todo, root, done)
+                run_here(todo, root, done, jobs)
             else:
                 run_on_cluster(todo, root, done, cluster or Cluster())
     if missing_costs(assignment, root):
