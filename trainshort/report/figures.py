@@ -74,5 +74,11 @@ def extent(figure: "Figure", *, right: bool) -> tuple[float, float] | None:
     return (min(finite), max(finite)) if finite else None
 
 
+def breadth(figure: "Figure") -> tuple[float, float] | None:
+    """Smallest and largest place on the horizontal axis."""
+    places = [x for one in figure.series for x in one.x if isinstance(x, int | float) and x > 0]
+    return (min(places), max(places)) if places else None
+
+
 def color(position: str, index: int = 0) -> str:
     return COLORS.get(position, OTHERS[index % len(OTHERS)])

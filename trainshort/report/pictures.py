@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trainshort.report.figures import Figure, extent, round_ticks
+from trainshort.report.figures import Figure, breadth, extent, round_ticks
 from trainshort.runs import write_whole
 
 KINDS = ("png", "svg")
@@ -83,7 +83,7 @@ def _lines(axes, figure: Figure) -> None:
         right.spines["top"].set_visible(False)
     if figure.x_log:
         axes.set_xscale("log", base=2)
-        _plain_log(axes.xaxis, None)
+        _plain_log(axes.xaxis, breadth(figure))
     if figure.ticks:
         axes.set_xticks([at for at, _ in figure.ticks], [text.replace("<br>", "\n") for _, text in figure.ticks])
         axes.set_xticks([], minor=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.report.figures import Figure, Series, extent, round_ticks
+from trainshort.report.figures import Figure, Series, breadth, extent, round_ticks
 
 
 def plotly_script() -> str:
@@ -33,6 +33,8 @@ def specification(figure: Figure) -> dict[str, Any]:
     }
     if figure.ticks:
         layout["xaxis"] |= {"tickvals": [at for at, _ in figure.ticks], "ticktext": [text for _, text in figure.ticks]}
+    elif figure.x_log and (ends := breadth(figure)):
+        layout["xaxis"] |= _plain_ticks(*ends)
     if figure.right_label:
         layout["yaxis2"] = _axis(figure.right_label, log=figure.y_log) | {
             "overlaying": "y",

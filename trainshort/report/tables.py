@@ -104,7 +104,9 @@ def _figure(experiment: Experiment, view: View) -> Figure | None:
         position = variant.position if variant else ""
         sources += [path for *_, path in points]
         x, y, _ = zip(*sorted(points), strict=True)
-        series.append(Series(row, x, y, color(position if index < 4 else "", index)))
+        own = color(position)
+        taken = own in {one.color for one in series}  # a method's second line needs another colour
+        series.append(Series(row, x, y, color("", index) if taken else own))
     counts = [len(one.y) for one in series]
     if max(counts, default=0) < LEAST_POINTS or sum(counts) < 2 * LEAST_POINTS - 1:
         return None
