@@ -103,6 +103,8 @@ class Session:
         """After each token: the live line, the warning, the save that is due."""
         live.update(self.stream.context)
         if self.reach is not None and self.stream.context > self.reach.length:
+            if sys.stderr.isatty():
+                print(file=sys.stderr)  # the text stands in the middle of a line
             say(f"the context passes {self.reach.length:,} tokens: {self.reach.words}")
             self.reach = None  # said once
         if self.save_to is not None and self.save_every and live.tokens % self.save_every == 0:
