@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainshort import alibi
+from trainshort.attention.kernel.library import contiguous_rows
 from trainshort.attention.op import Call, LinearBias, engines, scale
 from trainshort.attention.reference import formula, is_short
 
@@ -152,7 +153,7 @@ def _tiles(part: Part, tile: int) -> list[Part]:
 class _Squares(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, slopes, factor):
-        q, k, v = (_unit_stride(x) for x in (q, k, v))
+        q, k, v = (contiguous_rows(x) for x in (q, k, v))
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q, dtype=wide, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[:3], dtype=torch.float64)  # the backward pass makes weights of it
@@ -204,10 +205,6 @@ class _Squares(torch.autograd.Function):
             _add_into(grad_k, part.k_start, part, _sum_groups(part_grads[1], group))
             _add_into(grad_v, part.k_start, part, _sum_groups(part_grads[2], group))
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _strided(x: Tensor, start: int, length: int, count: int, step: int) -> Tensor:

@@ -59,9 +59,8 @@ def same_greedy_tokens(ours: TransformerLM, theirs: Any, prompt: int, tolerance:
     tokens = torch.randint(ours.config.vocabulary, (1, prompt), generator=generator)
     made = stream(ours, tokens[0], tokens=GREEDY, temperature=0, mode="bounded", tolerance=tolerance)
     mine = [token.id for token in made]
-    # Its cache is off by default, and then every token reads the whole prompt anew.
     asked = {"max_new_tokens": GREEDY, "min_new_tokens": GREEDY, "do_sample": False, "pad_token_id": 0}
-    asked |= {"use_cache": True}
+    asked["use_cache"] = True  # off by default, and then every token reads the whole prompt anew
     with torch.inference_mode():
         out = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **asked)[0, prompt:].tolist()
     same = [a == b for a, b in zip(mine, out, strict=True)]

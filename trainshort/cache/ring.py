@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trainshort.attention.kernel import unavailable as kernel_unavailable
 from trainshort.attention.kernel.build import KernelBuildError, build_once
+from trainshort.attention.kernel.library import contiguous_rows
 
 SOURCES = Path(__file__).parent / "kernel"
 ANYWHERE = 2**62
@@ -70,7 +71,7 @@ class Token(ctypes.Structure):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Float[Tensor, "1 heads 1 dim"]:
         """The token's output; its key and value are in the rings then, but for those that must grow first."""
-        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+        q, k, v = (contiguous_rows(x) for x in (q, k, v))
         out = q.new_empty(1, 1, q.shape[1], q.shape[3])
         self.reads(
             (q.data_ptr(), q.stride(1)), (k.data_ptr(), k.stride(1)), (v.data_ptr(), v.stride(1)), out.data_ptr()

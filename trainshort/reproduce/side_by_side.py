@@ -98,7 +98,7 @@ def _last_word(ended: Connection, worker: BaseProcess) -> str | None:
     try:
         return ended.recv()
     except EOFError:
-        worker.join()
+        worker.join()  # it has an exit code only then
         code = worker.exitcode or 0
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"stopped with exit code {code}"
     finally:
