@@ -1,12 +1,13 @@
 /* How much softmax mass the keys before a block boundary can carry at most, for every boundary, in O(length * dim).
  *
- * For a query q at position i, with any vector c (the mean key serves best), every score is
+ * Every key k_j has a nearest centre c(j), one of a few dozen vectors. For a query q at position i every score is
  *
- *     q.k_j - m(i - j)  =  q.c + q.(k_j - c) - m(i - j)  <=  q.c + |q| |k_j - c| - m(i - j)          (Cauchy-Schwarz)
+ *     q.k_j - m(i - j)  =  q.c(j) + q.(k_j - c(j)) - m(i - j)
+ *                       <=  q.c(j) + |q| |k_j - c(j)| - m(i - j)                                     (Cauchy-Schwarz)
  *
- * so all keys before boundary B together weigh at most  exp( q.c - m(i - B) + tail(B, |q|) )  with
+ * so the keys before boundary B together weigh at most  sum over c of exp( q.c - m(i - B) + tail(B, c, |q|) )  with
  *
- *     tail(B, Q) = log sum_{j < B} exp( Q |k_j - c| - m(B - j) )
+ *     tail(B, c, Q) = log sum_{j < B, c(j) = c} exp( Q |k_j - c| - m(B - j) )
  *
  * (1/sqrt(d) left out here). This sum over the real norms holds for any slope, and one huge key counts
  * only at its own distance. `tail` obeys a recursion over blocks and is convex in Q, so a chord between two tabulated
@@ -16,7 +17,7 @@
 #ifndef TRAINSHORT_BOUND_H
 #define TRAINSHORT_BOUND_H
 
-#include "call.h"
+#include "centres.h"
 
 enum {
     LEVELS = 8,
@@ -27,8 +28,8 @@ typedef struct {
     real lowest, step; /* the tabulated query norms are lowest + level * step */
     real slope;
     real slack;        /* covers the rounding of the bound itself, so that it stays a bound */
-    real *tail;        /* (key blocks + 1, LEVELS) */
-    real *centre;      /* (padded_dim) */
+    real *tail;        /* (key blocks + 1, centres, LEVELS) */
+    Centres centres;
     uint8_t *faulty;   /* (key blocks) whether a value (or where there is a bound, a key) is not finite */
     int known;         /* whether there is a bound at all; without it nothing is skipped */
 } Bound;
@@ -52,21 +53,6 @@ static real squared_distance(const real *x, const real *y, int padded) {
         odd += second * second;
     }
     return sum_lanes(even + odd);
-}
-
-static void find_centre(const Call *c, int64_t batch, int64_t head, Bound *bound, real *scratch) {
-    const int padded = padded_dim(c);
-    memset(bound->centre, 0, padded * sizeof(real));
-    for (int64_t start = 0; start < c->k_len; start += KEYS) {
-        const real *k = read_rows(c, &c->k, batch, kv_head(c, head), start, KEYS, c->k_len, scratch);
-        for (int j = 0; j < KEYS; j++)
-            for (int t = 0; t < padded; t += LANES)
-                store(bound->centre + t, load(bound->centre + t) + load(k + j * padded + t));
-    }
-    for (int t = 0; t < padded; t++) {
-        bound->centre[t] /= c->k_len;
-        if (!isfinite(bound->centre[t])) bound->centre[t] = 0; /* any centre is sound; a finite one spares other rows */
-    }
 }
 
 static void find_levels(const Call *c, int64_t batch, int64_t head, Bound *bound, real *scratch, const real *origin) {
@@ -93,75 +79,123 @@ static real fault_of(const real *row, int padded) {
     return sum_lanes(zero);
 }
 
-/* Exponents of one block's keys at each level, as seen from the boundary behind it. Returns 0, or NaN when a key's norm
- * is not finite. */
-static real block_exponents(const Call *c, const Bound *bound, const real *k, const real *origin, real *exponents) {
+/* What the bound knows of one block's keys: the nearest centre, and the exponent at each level as seen from the boundary
+ * behind the block. */
+typedef struct {
+    int nearest[KEYS];
+    real exponents[KEYS * LEVELS];
+} BlockKeys;
+
+/* Returns 0, or NaN when a key's norm is not finite. */
+static real place_keys(const Call *c, const Bound *bound, const real *k, const real *origin, BlockKeys *keys,
+                       real *scratch) {
+    static const int starts[] = {0, PANEL, KEYS - PANEL}; /* panels that cover a block; the last two overlap */
     const int padded = padded_dim(c);
     const real error = rounding(c->dim), scale = (real)c->scale;
-    const real offset = 2 * error * (real)sqrt(squared_distance(bound->centre, origin, padded)); /* rounding of q.c */
+    for (int p = 0; p < 3; p++) {
+        to_panel(k + starts[p] * padded, padded, scratch);
+        nearest_centres(&bound->centres, scratch, padded, scratch + padded * PANEL, keys->nearest + starts[p]);
+    }
     real fault = 0;
     for (int j = 0; j < KEYS; j++) {
-        const real distance = (real)sqrt(squared_distance(k + j * padded, bound->centre, padded));
+        const real *centre = bound->centres.rows + keys->nearest[j] * padded;
+        const real offset = 2 * error * (real)sqrt(squared_distance(centre, origin, padded)); /* rounding of q.c */
+        const real distance = (real)sqrt(squared_distance(k + j * padded, centre, padded));
         const real reach = (distance * (1 + error) + offset) * scale;
         fault += reach * 0;
         for (int level = 0; level < LEVELS; level++)
-            exponents[j * LEVELS + level] = (bound->lowest + level * bound->step) * reach - bound->slope * (KEYS - j);
+            keys->exponents[j * LEVELS + level] =
+                (bound->lowest + level * bound->step) * reach - bound->slope * (KEYS - j);
     }
     return fault;
 }
 
-/* tail(B + KEYS) from tail(B): both shrink by the slope of KEYS tokens, and the block's own keys come in. */
-static void advance_tail(const Bound *bound, const real *exponents, const real *before, real *after) {
+/* tail(B + KEYS) from tail(B): all shrink by the slope of KEYS tokens, and the block's own keys come in. Each step is
+ * rounded up by more than it can be off, so that the bound stays one over any number of blocks. */
+static void advance_tail(const Bound *bound, const BlockKeys *keys, const real *before, real *after) {
+    const int count = bound->centres.count;
     for (int level = 0; level < LEVELS; level += LANES) {
-        const vec old = load(before + level) - bound->slope * KEYS;
-        vec top = old, sum;
-        for (int j = 0; j < KEYS; j++) top = larger(load(exponents + j * LEVELS + level), top);
-        sum = exp_below_zero(old - top);
-        for (int j = 0; j < KEYS; j++) sum += exp_below_zero(load(exponents + j * LEVELS + level) - top);
-        for (int w = 0; w < LANES; w++) after[level + w] = top[w] + (real)log(sum[w]);
+        vec top[MOST_CENTRES], sum[MOST_CENTRES];
+        uint8_t gains[MOST_CENTRES] = {0};
+        for (int n = 0; n < count; n++) {
+            const vec old = load(before + n * LEVELS + level);
+            const vec size = larger(old, -old);
+            top[n] = old - bound->slope * KEYS + (size + 4) * (real)2.4e-7;
+            store(after + n * LEVELS + level, top[n]);
+        }
+        for (int j = 0; j < KEYS; j++) {
+            const int n = keys->nearest[j];
+            top[n] = larger(load(keys->exponents + j * LEVELS + level), top[n]);
+        }
+        for (int j = 0; j < KEYS; j++) {
+            const int n = keys->nearest[j];
+            if (!gains[n]) sum[n] = exp_below_zero(load(after + n * LEVELS + level) - top[n]);
+            sum[n] += exp_below_zero(load(keys->exponents + j * LEVELS + level) - top[n]);
+            gains[n] = 1;
+        }
+        for (int n = 0; n < count; n++)
+            for (int w = 0; gains[n] && w < LANES; w++)
+                after[n * LEVELS + level + w] = top[n][w] + (real)log(sum[n][w]);
     }
 }
 
-/* Everything a head's queries need to know about its keys. `scratch` holds 2 KEYS rows, a row, and the exponents. */
+/* Reals of scratch that `build_bound` needs: keys and values of a block, a row, and whichever needs more of finding the
+ * centres and finding the nearest one. */
+INLINE size_t bound_scratch(const Call *c) {
+    const size_t padded = padded_dim(c), nearest = (padded + most_centres(c)) * PANEL;
+    return (2 * KEYS + 1) * padded + larger_of(centres_scratch(c), nearest);
+}
+
+/* Everything a head's queries need to know about its keys. */
 static void build_bound(const Call *c, int64_t batch, int64_t head, Bound *bound, real *scratch) {
     const int padded = padded_dim(c);
     const int64_t kv = kv_head(c, head), blocks = key_blocks(c);
     real *k_rows = scratch, *v_rows = k_rows + KEYS * padded, *origin = v_rows + KEYS * padded;
-    real *exponents = origin + padded;
+    real *rest = origin + padded;
     memset(origin, 0, padded * sizeof(real));
-    memset(bound->centre, 0, padded * sizeof(real));
     bound->slope = (real)c->slopes[head];
     bound->slack = (real)(0.01 + fabs(bound->slope) * c->k_len * 2.4e-7);
     bound->known = c->tolerance > 0 && blocks >= WORTH_IT;
+    bound->centres.count = 0;
     if (bound->known) {
-        find_centre(c, batch, head, bound, k_rows);
+        find_centres(c, batch, head, &bound->centres, rest);
         find_levels(c, batch, head, bound, k_rows, origin);
-        for (int level = 0; level < LEVELS; level++) bound->tail[level] = (real)-1e30;
     }
+    const int64_t size = bound->centres.count * LEVELS;
+    for (int64_t i = 0; i < size; i++) bound->tail[i] = (real)-1e30;
     int whole = 1;
+    BlockKeys keys;
     for (int64_t block = 0; block < blocks; block++) {
         const real *v = read_rows(c, &c->v, batch, kv, block * KEYS, KEYS, c->k_len, v_rows);
-        real *before = bound->tail + block * LEVELS, *after = before + LEVELS, fault = 0;
+        real *before = bound->tail + block * size, *after = before + size, fault = 0;
         for (int j = 0; j < KEYS; j++) fault += fault_of(v + j * padded, padded);
         if (bound->known) {
             const real *k = read_rows(c, &c->k, batch, kv, block * KEYS, KEYS, c->k_len, k_rows);
-            fault += block_exponents(c, bound, k, origin, exponents);
-            advance_tail(bound, exponents, before, after);
+            fault += place_keys(c, bound, k, origin, &keys, rest);
+            advance_tail(bound, &keys, before, after);
         }
         bound->faulty[block] = !(fault == 0);
         whole &= fault == 0;
-        for (int level = 0; !whole && level < LEVELS; level++) after[level] = INFINITY;
+        for (int64_t i = 0; !whole && i < size; i++) after[i] = INFINITY;
     }
 }
 
-/* The tail at a boundary for queries up to a norm: the chord between two levels, which lies above the convex curve. */
-INLINE real tail_at(const Bound *bound, int64_t boundary, real norm) {
-    const real *tail = bound->tail + boundary * LEVELS;
-    if (!(bound->step > 0)) return tail[LEVELS - 1] + norm * 0;
+/* Where a query norm lies between the tabulated ones. */
+typedef struct {
+    int level;
+    real share;
+} Level;
+
+INLINE Level level_of(const Bound *bound, real norm) {
+    if (!(bound->step > 0)) return (Level){LEVELS - 2, 1 + norm * 0}; /* a norm that is not finite: NaN */
     const real at = (norm - bound->lowest) / bound->step;
     const int level = at >= LEVELS - 2 ? LEVELS - 2 : at > 0 ? (int)at : 0;
-    const real share = at - level > 0 ? at - level : 0;
-    return tail[level] + share * (tail[level + 1] - tail[level]) + norm * 0; /* a norm that is not finite: NaN */
+    return (Level){level, (at - level > 0 ? at - level : 0) + norm * 0};
+}
+
+/* A tail for queries up to a norm: the chord between two levels, which lies above the convex curve. */
+INLINE real tail_at(const real *levels, Level at) {
+    return levels[at.level] + at.share * (levels[at.level + 1] - levels[at.level]);
 }
 
 #endif

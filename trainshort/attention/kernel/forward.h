@@ -16,40 +16,46 @@ typedef struct {
 typedef struct {
     Panel place;
     vec top[WIDE], sum[WIDE]; /* running maximum and sum of e^(score - top) */
-    vec shift[WIDE];          /* the bound's q.c, and -infinity in padding lanes, which must never hold a panel up */
-    real norm;                /* largest query norm */
     real *queries, *out;      /* [dim][query] */
+    real *shifts;             /* [centre][query] the bound's q.c */
+    Level norm;               /* largest query norm, among the bound's levels */
+    int hurdle;               /* centre whose keys were too heavy to stop, the last time */
     int64_t first;            /* first key read so far */
     real dropped;
     int done;
 } Walk;
 
-static void begin_walk(const Call *c, const Bound *bound, Walk *walk, const real *rows) {
-    const int padded = padded_dim(c);
-    const real scale = (real)c->scale;
-    to_panel(rows, padded, walk->queries);
-    memset(walk->out, 0, padded * PANEL * sizeof(real));
+/* The largest norm of a panel's queries; NaN when one is not finite. */
+static real largest_norm(const Call *c, const real *queries) {
     vec largest = {0}, seen = {0};
     for (int w = 0; w < WIDE; w++) {
-        vec square = {0}, centre = {0};
-        for (int t = 0; t < padded; t++) {
-            const vec q = load(walk->queries + t * PANEL + w * LANES);
+        vec square = {0};
+        for (int t = 0; t < padded_dim(c); t++) {
+            const vec q = load(queries + t * PANEL + w * LANES);
             square += q * q;
-            centre += q * bound->centre[t];
         }
-        walk->top[w] = spread(-1e30f);
-        walk->sum[w] = (vec){0};
-        walk->shift[w] = centre * scale;
         largest = larger(square, largest);
         seen += square * 0; /* NaN when a query is not finite, which `larger` passes over */
     }
-    for (int i = walk->place.rows; i < PANEL; i++) walk->shift[i / LANES][i % LANES] = -INFINITY;
     real square = sum_lanes(seen);
     for (int w = 0; w < LANES; w++) square = largest[w] > square ? largest[w] : square;
-    walk->norm = (real)sqrt(square) * (1 + rounding(c->dim));
+    return (real)sqrt(square) * (1 + rounding(c->dim));
+}
+
+static void begin_walk(const Call *c, const Bound *bound, Walk *walk, const real *rows) {
+    const int padded = padded_dim(c), count = bound->centres.count;
+    to_panel(rows, padded, walk->queries);
+    memset(walk->out, 0, padded * PANEL * sizeof(real));
+    for (int w = 0; w < WIDE; w++) walk->top[w] = spread(-1e30f), walk->sum[w] = (vec){0};
     walk->first = larger_of(walk->place.lowest, 0);
     walk->dropped = 0;
     walk->done = 0;
+    walk->hurdle = 0;
+    if (!bound->known) return;
+    walk->norm = level_of(bound, largest_norm(c, walk->queries));
+    panel_dots(walk->queries, bound->centres.rows, padded, padded, count, walk->shifts);
+    for (int i = 0; i < count * PANEL; i++) /* lanes of padding must never hold a panel up */
+        walk->shifts[i] = i % PANEL < walk->place.rows ? walk->shifts[i] * (real)c->scale : -INFINITY;
 }
 
 /* scores -> weights e^(score - top), with sum and output carried over to the new maximum. */
@@ -113,19 +119,31 @@ static void walk_block(const Call *c, const Bound *bound, Walk *walk, int64_t ba
     walk->first = start;
 }
 
-/* Whether every row may leave out all keys before `block`; then `dropped` is the most that any row leaves out. */
+/* Whether every row may leave out all keys before `block`; then `dropped` is the most that any row leaves out. Begins
+ * with the centre that was in the way the last time: where it still is, the question costs next to nothing. */
 static int may_stop(const Call *c, const Bound *bound, Walk *walk, int64_t block) {
     if (!bound->known) return 0;
-    const real tail = tail_at(bound, block, walk->norm) + bound->slack;
-    vec most = {0};
+    const int count = bound->centres.count;
+    const real *tails = bound->tail + block * count * LEVELS;
+    vec fall[WIDE], mass[WIDE] = {{0}}, most = {0};
     for (int w = 0; w < WIDE; w++) {
         const vec distance = walk->place.position[w] - (real)(block * KEYS);
-        const vec excess = tail - bound->slope * distance + walk->shift[w] - walk->top[w];
-        const vec mass = exp_below_zero(excess);
-        const ivec small = (excess <= 0) & (mass <= (real)c->tolerance * walk->sum[w]);
-        if (any(~small)) return 0;
-        most = larger(mass / walk->sum[w], most);
+        fall[w] = bound->slack - bound->slope * distance - walk->top[w];
     }
+    for (int i = 0; i < count; i++) {
+        const int n = (walk->hurdle + i) % count;
+        const real tail = tail_at(tails + n * LEVELS, walk->norm);
+        for (int w = 0; w < WIDE; w++) {
+            const vec excess = tail + load(walk->shifts + n * PANEL + w * LANES) + fall[w];
+            mass[w] += exp_below_zero(excess);
+            const ivec small = (excess <= 0) & (mass[w] <= (real)c->tolerance * walk->sum[w]);
+            if (any(~small)) {
+                walk->hurdle = n;
+                return 0;
+            }
+        }
+    }
+    for (int w = 0; w < WIDE; w++) most = larger(mass[w] / walk->sum[w], most);
     for (int w = 0; w < LANES; w++) walk->dropped = most[w] > walk->dropped ? most[w] : walk->dropped;
     return 1;
 }
@@ -159,8 +177,9 @@ static void forward_rows(void *context, int64_t item, real *scratch) {
     int count = 0;
     for (; count < PANELS && row + count * PANEL < c->q_len; count++) {
         Walk *walk = &walks[count];
-        walk->queries = panels + count * 2 * padded * PANEL;
+        walk->queries = panels + count * (2 * padded + most_centres(c)) * PANEL;
         walk->out = walk->queries + padded * PANEL;
+        walk->shifts = walk->out + padded * PANEL;
         place_panel(c, batch, row + count * PANEL, &walk->place);
         begin_walk(c, bound, walk, read_rows(c, &c->q, batch, head, row + count * PANEL, PANEL, c->q_len, k_rows));
     }

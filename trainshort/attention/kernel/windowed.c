@@ -14,16 +14,18 @@ static size_t align(size_t bytes) { return (bytes + 63) / 64 * 64; }
 /* All heads' bounds in one allocation; NULL when there is no memory. */
 static Bound *allocate_bounds(const Call *c) {
     const int64_t heads = c->batches * c->heads, blocks = key_blocks(c);
-    const size_t tail = align((blocks + 1) * LEVELS * sizeof(real)), centre = align(padded_dim(c) * sizeof(real));
-    const size_t faulty = align(blocks), each = tail + centre + faulty, head = align(heads * sizeof(Bound));
+    const size_t centres = most_centres(c), rows = align(centres * padded_dim(c) * sizeof(real));
+    const size_t tail = align((blocks + 1) * centres * LEVELS * sizeof(real)), halves = align(centres * sizeof(real));
+    const size_t each = tail + rows + halves + align(blocks), head = align(heads * sizeof(Bound));
     char *memory = NULL;
     if (posix_memalign((void **)&memory, 64, head + heads * each)) return NULL;
     Bound *bounds = (Bound *)memory;
     for (int64_t i = 0; i < heads; i++) {
         char *own = memory + head + i * each;
         bounds[i].tail = (real *)own;
-        bounds[i].centre = (real *)(own + tail);
-        bounds[i].faulty = (uint8_t *)(own + tail + centre);
+        bounds[i].centres.rows = (real *)(own + tail);
+        bounds[i].centres.halves = (real *)(own + tail + rows);
+        bounds[i].faulty = (uint8_t *)(own + tail + rows + halves);
     }
     return bounds;
 }
@@ -41,8 +43,8 @@ int trainshort_forward(const Call *c) {
     const size_t padded = padded_dim(c);
     Forward forward = {c, allocate_bounds(c)};
     if (!forward.bounds) return 1;
-    Queue bounding = {bound_head, &forward, c->batches * c->heads, (2 * KEYS + 1) * padded + KEYS * LEVELS, 0};
-    const size_t scratch = 2 * KEYS * padded + KEYS * PANEL + PANELS * 2 * padded * PANEL;
+    Queue bounding = {bound_head, &forward, c->batches * c->heads, bound_scratch(c), 0};
+    const size_t scratch = 2 * KEYS * padded + KEYS * PANEL + PANELS * (2 * padded + most_centres(c)) * PANEL;
     Queue walking = {forward_rows, &forward, c->batches * c->heads * blocks_of(c->q_len, ROWS), scratch, 0};
     const int failed = run_all(c, &bounding) || run_all(c, &walking);
     free(forward.bounds);
