@@ -81,7 +81,7 @@ def read_and_promised(problem, tolerance, implementation):
     """Output, each row's first key, and each row's promise."""
     q = problem.q
     out, _, first, dropped = torch.ops.trainshort.windowed(
-        q, problem.k, problem.v, problem.slopes, problem.documents, problem.window, tolerance, implementation
+        q, problem.k, problem.v, problem.slopes, None, problem.documents, problem.window, tolerance, implementation
     )
     panel = torch.arange(q.shape[2]) // PANEL
     return out, first[..., panel].long(), dropped[..., panel]
@@ -260,7 +260,7 @@ def test_mistakes_are_told_in_words():
     with pytest.raises(InputError, match=r"Unknown implementation 'compield'\. Did you mean 'compiled'\?"):
         attend_windowed(Problem(q, k, v, alibi.slopes(2), None, None), 0.0, "compield")
     learned = alibi.slopes(2).requires_grad_()
-    with pytest.raises(InputError, match="it does not train slopes; use 'sdpa' or 'reference'"):
+    with pytest.raises(InputError, match="it does not train slopes; use 'compiled', 'sdpa' or 'reference'"):
         windowed_attention(q, k, v, learned)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainshort import alibi
-from trainshort.attention import LinearBias, attend, kernel, windowed
+from trainshort.attention import LinearBias, attend, kernel, registered, windowed
 from trainshort.attention.kernel import build, library
 from trainshort.attention.kernel.library import Problem
 from trainshort.errors import InputError
@@ -17,7 +17,7 @@ from trainshort.errors import InputError
 def fresh(monkeypatch, tmp_path):
     """An empty cache of kernels, and a process that has not looked for one yet."""
     monkeypatch.setenv("TRAINSHORT_CACHE", str(tmp_path))
-    caches = (library.unavailable, library._library, windowed._announce)
+    caches = (library.unavailable, library._library, registered._announce)
     for cache in caches:
         cache.cache_clear()
     yield tmp_path / "kernels"

@@ -138,11 +138,11 @@ def test_what_is_not_finite_is_never_skipped(implementation, value, which):
 def test_operators_are_registered_as_torch_wants_them(implementation):
     q, k, v = (torch.randn(2, 4, 50, 16, requires_grad=True) for _ in range(3))
     documents = (torch.rand(2, 50) < 0.1).cumsum(1)
-    arguments = (q, k, v, alibi.slopes(4), documents, 20, 1e-6, implementation)
+    arguments = (q, k, v, alibi.slopes(4), None, documents, 20, 1e-6, implementation)
     torch.library.opcheck(torch.ops.trainshort.windowed.default, arguments)
     out, lse, first, _ = (x.detach() for x in torch.ops.trainshort.windowed(*arguments))
     leaves = [x.detach() for x in (q, k, v)]
-    arguments = (torch.randn_like(q), *leaves, alibi.slopes(4), documents, 20, out, lse, first, implementation)
+    arguments = (torch.randn_like(q), *leaves, alibi.slopes(4), None, documents, 20, out, lse, first, implementation)
     torch.library.opcheck(torch.ops.trainshort.windowed_backward.default, arguments)
 
 

@@ -1,6 +1,6 @@
 """Attention engines behind one call, `attend`. Importing this package registers them all."""
 
-from trainshort.attention import flex, reference, sdpa, squares, windowed
+from trainshort.attention import compiled, flex, reference, sdpa, squares, windowed
 from trainshort.attention.op import (
     Bias,
     Call,
@@ -23,6 +23,7 @@ __all__ = [
     "LinearBias",
     "alibi_attention",
     "attend",
+    "compiled",
     "engines",
     "flex",
     "merge",

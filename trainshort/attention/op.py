@@ -103,7 +103,7 @@ class CertifiedEngine(Engine, Protocol):
 engines: Registry[Engine] = Registry("attention engine")
 
 # First that can, first served. On GPUs only flex adds the bias to float32 scores without writing it out.
-PREFERENCE = {"cpu": ("windowed", "squares", "sdpa", "reference"), "cuda": ("flex", "sdpa", "reference")}
+PREFERENCE = {"cpu": ("windowed", "compiled", "squares", "sdpa", "reference"), "cuda": ("flex", "sdpa", "reference")}
 PREFERENCE_ELSEWHERE = ("sdpa", "reference")
 _announced: set[str] = set()
 

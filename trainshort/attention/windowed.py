@@ -8,22 +8,17 @@ A compiled kernel does the work where a C compiler is at hand (kernel/), plain P
 both are one registered operator, so that torch.compile keeps the graph whole.
 """
 
-import logging
-from functools import cache
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from trainshort.attention import kernel, windowed_torch
-from trainshort.attention.kernel.library import DTYPES, PANEL, Problem
+from trainshort.attention.kernel.library import DTYPES, Problem
 from trainshort.attention.op import TOLERANCE, Call, LinearBias, check, engines
 from trainshort.attention.reference import formula, is_short
+from trainshort.attention.registered import is_compiled, wide
 from trainshort.attention.squares import row_mask_fault
 from trainshort.errors import InputError
 from trainshort.registry import did_you_mean
-
-log = logging.getLogger("trainshort.attention")
 
 WIDEST = 1024
 """Largest head dimension that the kernel's scratch space is laid out for."""
@@ -36,17 +31,9 @@ class Windowed:
     def unsupported(self, call: Call) -> str | None:
         if not isinstance(call.bias, LinearBias):
             return "it computes linear biases (ALiBi) only; use 'sdpa'"
-        if call.q.device.type != "cpu":
-            return "it runs on the CPU; use 'flex' or 'sdpa'"
         if call.bias_needs_grad:
-            return "it does not train slopes; use 'sdpa' or 'reference'"
-        if call.dropout:
-            return "it has no dropout; use 'sdpa'"
-        if call.q.dtype not in DTYPES:
-            return f"it does not compute in {call.q.dtype}; use float32, bfloat16, float16 or float64"
-        if call.q.shape[3] > WIDEST:
-            return f"its heads are at most {WIDEST} wide, these are {call.q.shape[3]}; use 'sdpa'"
-        return None if _compiled(call.q.dtype) else row_mask_fault()
+            return "it does not train slopes; use 'compiled', 'sdpa' or 'reference'"
+        return beyond_kernel(call) or (None if is_compiled(call.q.dtype) else row_mask_fault())
 
     def run(self, call: Call) -> tuple[Tensor, Tensor]:
         out, lse, _ = self.run_certified(call)
@@ -58,6 +45,19 @@ class Windowed:
             return *formula(call), call.q.new_zeros(call.q.shape[:2], dtype=torch.float32)
         problem = Problem(call.q, call.k, call.v, call.bias.slopes, call.documents, call.window)
         return attend_windowed(problem, call.tolerance)
+
+
+def beyond_kernel(call: Call) -> str | None:
+    """What the kernel cannot do, whatever the bias."""
+    if call.q.device.type != "cpu":
+        return "it runs on the CPU; use 'flex' or 'sdpa'"
+    if call.dropout:
+        return "it has no dropout; use 'sdpa'"
+    if call.q.dtype not in DTYPES:
+        return f"it does not compute in {call.q.dtype}; use float32, bfloat16, float16 or float64"
+    if call.q.shape[3] > WIDEST:
+        return f"its heads are at most {WIDEST} wide, these are {call.q.shape[3]}; use 'sdpa'"
+    return None
 
 
 def windowed_attention(
@@ -93,126 +93,13 @@ def attend_windowed(problem: Problem, tolerance: float, implementation: str = "a
         problem.k,
         problem.v,
         problem.slopes.detach(),
+        None,
         problem.documents,
         problem.window,
         tolerance,
         implementation,
     )
-    return out, lse.to(_wide(problem.q)), dropped.amax(-1)
-
-
-def _compiled(dtype: torch.dtype, implementation: str = "auto") -> bool:
-    """Whether the compiled kernel serves; says once why not."""
-    if implementation == "torch":
-        return False
-    reason = _kernel_fault(dtype == torch.float64)
-    if reason is None:
-        return True
-    if implementation == "compiled":
-        raise InputError(f"The compiled kernel was asked for, but {reason}.")
-    _announce(reason)
-    return False
-
-
-@torch.compiler.assume_constant_result
-def _kernel_fault(double: bool) -> str | None:
-    """Asked while torch.compile traces too, where it must be an answer and not a build to be traced."""
-    return kernel.unavailable(double)
-
-
-@cache
-def _announce(reason: str) -> None:
-    log.warning("windowed attention runs in plain PyTorch, which is slower: %s", reason)
-
-
-@torch.library.custom_op("trainshort::windowed", mutates_args=(), device_types="cpu")
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slopes: Tensor,
-    documents: Tensor | None,
-    window: int | None,
-    tolerance: float,
-    implementation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, log-sum-exp (float64: the backward pass makes weights of it), the first key each panel of query rows
-    read, and the mass that may lie before it."""
-    results = _empty_results(q)
-    implementing = kernel if _compiled(q.dtype, implementation) else windowed_torch
-    implementing.forward(Problem(q, k, v, slopes, documents, window), tolerance, *results)
-    return results
-
-
-@_forward.register_fake
-def _(q, k, v, slopes, documents, window, tolerance, implementation):
-    return _empty_results(q)
-
-
-@torch.library.custom_op("trainshort::windowed_backward", mutates_args=(), device_types="cpu")
-def _backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slopes: Tensor,
-    documents: Tensor | None,
-    window: int | None,
-    out: Tensor,
-    lse: Tensor,
-    first: Tensor,
-    implementation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_q, grad_k, grad_v = (_like(x) for x in (q, k, v))
-    # The gradient of q is added up over stretches of keys, so it needs full precision in between.
-    wide = grad_q.zero_() if q.dtype == _wide(q) else torch.zeros(q.shape, dtype=_wide(q))
-    implementing = kernel if _compiled(q.dtype, implementation) else windowed_torch
-    problem = Problem(q, k, v, slopes, documents, window)
-    implementing.backward(problem, grad_out, out, lse, first, (wide, grad_k, grad_v))
-    return (grad_q if wide is grad_q else grad_q.copy_(wide)), grad_k, grad_v
-
-
-@_backward.register_fake
-def _(grad_out, q, k, v, slopes, documents, window, out, lse, first, implementation):
-    return _like(q), _like(k), _like(v)
-
-
-def _setup(ctx, inputs, output) -> None:
-    q, k, v, slopes, documents, ctx.window, _, ctx.implementation = inputs
-    out, lse, first, dropped = output
-    ctx.save_for_backward(q, k, v, slopes, documents, out, lse, first)
-    ctx.mark_non_differentiable(lse, first, dropped)
-
-
-def _differentiate(ctx, grad_out, *_):
-    q, k, v, slopes, documents, out, lse, first = ctx.saved_tensors
-    grads = torch.ops.trainshort.windowed_backward(
-        grad_out, q, k, v, slopes, documents, ctx.window, out, lse, first, ctx.implementation
-    )
-    return *grads, None, None, None, None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_setup)
-
-
-def _empty_results(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    batch, heads, q_len, dim = q.shape
-    # Tokens before heads in memory, as torch's own attention returns it: joining the heads afterwards is then free.
-    out = q.new_empty(batch, q_len, heads, dim).transpose(1, 2)
-    panels = (batch, heads, -(-q_len // PANEL))
-    lse = q.new_empty(batch, heads, q_len, dtype=torch.float64)
-    return out, lse, q.new_empty(panels, dtype=torch.int32), q.new_empty(panels, dtype=torch.float32)
-
-
-def _wide(q: Tensor) -> torch.dtype:
-    """What sums are made in."""
-    return torch.promote_types(q.dtype, torch.float32)
-
-
-def _like(x: Tensor) -> Tensor:
-    """An empty tensor laid out like `x` where its rows are contiguous, so that adding gradients up is quick."""
-    dense = torch.empty_like(x)
-    return dense if dense.stride(3) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+    return out, lse.to(wide(problem.q)), dropped.amax(-1)
 
 
 engines.register("windowed")(Windowed())

@@ -41,6 +41,7 @@ class Part:
 
 def forward(problem: Problem, tolerance: float, out: Tensor, lse: Tensor, first: Tensor, dropped: Tensor) -> None:
     """Fill the output, the rows' log-sum-exp, each panel's first key, and the mass that may lie before it."""
+    assert problem.table is None, "a bias by distance needs the compiled kernel"
     first.copy_(first_keys(problem, tolerance))
     dtype = torch.promote_types(out.dtype, torch.float32)
     wide = out if out.dtype == dtype else torch.empty(out.shape, dtype=dtype)
@@ -64,7 +65,13 @@ def forward(problem: Problem, tolerance: float, out: Tensor, lse: Tensor, first:
 
 
 def backward(
-    problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor, first: Tensor, grads: tuple[Tensor, Tensor, Tensor]
+    problem: Problem,
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    first: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+    grad_table: Tensor | None = None,
 ) -> None:
     """Fill the gradients of k and v, and add to that of q (float32 or float64, zeros before)."""
     group = problem.q.shape[1] // problem.k.shape[1]

@@ -43,7 +43,8 @@ def run_side_by_side(tasks: list[Task], root: Path, done: Callable[[str], None],
     _prepare_data(tasks)
     context = multiprocessing.get_context("spawn")
     threads = max(1, cores() // jobs)
-    waiting, failed = list(tasks), []
+    # Long sequences take longest; begun last, one would keep a single core busy at the end.
+    waiting, failed = sorted(tasks, key=lambda task: -task.config.train.length), []
     running: dict[Connection, tuple[str, BaseProcess]] = {}
     try:
         while waiting or running:

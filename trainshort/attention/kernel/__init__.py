@@ -1,10 +1,11 @@
-"""The compiled kernel of the `windowed` engine: C sources, the build on first use, and the calls through ctypes.
+"""The compiled kernel of `windowed` and `compiled`: C sources, the build on first use, and the calls through ctypes.
 
-vector.h   eight floats at a time            bound.h     what far keys can weigh at most
-tile.h     the three matrix products         forward.h   nearest block first, stop when the bound says so
-call.h     what a call is given              backward.h  the same blocks again
-panel.h    query rows in lanes               decode.h    a few rows against a long past
-pool.h     work for torch's own threads      windowed.c  entry points
+vector.h   eight floats at a time            centres.h   vectors that keys lie close to
+tile.h     the three matrix products         bound.h     what far keys can weigh at most
+call.h     what a call is given              forward.h   nearest block first, stop when the bound says so
+panel.h    query rows in lanes               backward.h  the same blocks again
+pool.h     work for torch's own threads      decode.h    a few rows against a long past
+                                             windowed.c  entry points
 """
 
 from trainshort.attention.kernel.build import KernelBuildError

@@ -2,10 +2,13 @@
  *
  *     dV = P^T dO        dP = dO V^T        dS = P (dP - dO.O)        dK = dS^T Q        dQ = dS K
  *
+ * A bias by distance has the gradient  sum of dS over each diagonal.
+ *
  * An item is a stretch of SEGMENT keys of one key head: it owns its part of dK and dV and meets all queries that read
  * it. The parts of dQ that come from different stretches are added up in the order of the keys: a stretch waits until
- * all earlier ones are past a block of queries before it adds its share. So the result does not depend on the number of
- * threads or on timing, and no thread needs a copy of dQ.
+ * all earlier ones are past a block of queries before it adds its share, and likewise for the gradient of the bias, which
+ * is added in the end. So the result does not depend on the number of threads or on timing, and no thread needs a copy of
+ * dQ.
  */
 #ifndef TRAINSHORT_BACKWARD_H
 #define TRAINSHORT_BACKWARD_H
@@ -38,6 +41,7 @@ typedef struct {
 typedef struct {
     const real *k, *v;      /* [key][dim] */
     real *grad_k, *grad_v;  /* [key][dim] */
+    real *tilts;            /* [head of the group][MARGIN + distance] gradient of the bias, or NULL */
     int64_t start, keys;
     real *scratch;
 } Segment;
@@ -72,13 +76,13 @@ INLINE int has_read(const Rows *rows, int p, int64_t start) {
 }
 
 /* Weights P and score gradients dS of one panel on one block of keys. */
-static void panel_slants(const Call *c, int64_t batch, real slope, const Rows *rows, int p, const real *k,
+static void panel_slants(const Call *c, int64_t batch, HeadBias bias, const Rows *rows, int p, const real *k,
                          const real *v, int64_t start, int keys) {
     const int padded = padded_dim(c);
     real *weights = rows->weights + p * KEYS * PANEL, *slants = rows->slants + p * KEYS * PANEL;
     panel_dots(rows->queries + p * padded * PANEL, k, padded, padded, keys, weights);
     panel_dots(rows->grads + p * padded * PANEL, v, padded, padded, keys, slants);
-    add_bias(&rows->place[p], (real)c->scale, slope, start, keys, weights);
+    add_bias(&rows->place[p], (real)c->scale, bias, start, keys, weights);
     if (needs_hiding(c, &rows->place[p], start, keys)) hide(c, &rows->place[p], batch, start, keys, weights);
     for (int j = 0; j < keys; j++)
         for (int w = 0; w < WIDE; w++) {
@@ -90,16 +94,27 @@ static void panel_slants(const Call *c, int64_t batch, real slope, const Rows *r
         }
 }
 
-static void rows_meet_block(const Call *c, int64_t batch, real slope, const Rows *rows, const Segment *own,
+/* Adds a panel's score gradients up by distance; those that are hidden are zero. */
+static void add_tilts(const Panel *place, int64_t start, int keys, const real *slants, real *tilts) {
+    for (int j = 0; j < keys; j++)
+        for (int w = 0; w < WIDE; w++) {
+            real *at = tilts + MARGIN + place->lowest - (start + j) + w * LANES;
+            store(at, load(at) + load(slants + j * PANEL + w * LANES));
+        }
+}
+
+static void rows_meet_block(const Call *c, int64_t batch, int64_t head, const Rows *rows, const Segment *own,
                             int64_t start) {
     const int padded = padded_dim(c);
     const int64_t size = padded * PANEL, offset = (start - own->start) * padded;
     const real *k = own->k + offset, *v = own->v + offset;
+    real *tilts = own->tilts ? own->tilts + head % (c->heads / c->kv_heads) * table_size(c) : NULL;
     for (int p = 0; p < rows->count; p++) {
         if (!has_read(rows, p, start)) continue;
         const int keys = (int)blocks_of(visible_keys(&rows->place[p], start), 4) * 4;
         const real *weights = rows->weights + p * KEYS * PANEL, *slants = rows->slants + p * KEYS * PANEL;
-        panel_slants(c, batch, slope, rows, p, k, v, start, keys);
+        panel_slants(c, batch, head_bias(c, head), rows, p, k, v, start, keys);
+        if (tilts) add_tilts(&rows->place[p], start, keys, slants, tilts);
         panel_add(rows->grad_q + p * size, k, padded, padded, keys, slants);
         rows_add(own->grad_v + offset, rows->grad + p * size, padded, keys, weights);
         rows_add(own->grad_k + offset, rows->q + p * size, padded, keys, slants);
@@ -132,6 +147,15 @@ static int find_panels(const Call *c, int64_t batch, int64_t head, int64_t row, 
     return found;
 }
 
+/* The segment's share in the gradient of its heads' bias. */
+static void give_tilts(const Call *c, int64_t batch, int64_t first_head, const Segment *own) {
+    for (int64_t g = 0; g < c->heads / c->kv_heads; g++) {
+        double *to = c->grad_table + (batch * c->heads + first_head + g) * c->k_len;
+        const real *from = own->tilts + g * table_size(c) + MARGIN;
+        for (int64_t distance = 0; distance < c->k_len - own->start; distance++) to[distance] += from[distance];
+    }
+}
+
 static void wait_for_earlier(atomic_int *progress, int64_t segment, int step) {
     for (int64_t s = segment - 1; s >= 0; s--)
         while (atomic_load_explicit(&progress[s], memory_order_acquire) <= step) sched_yield();
@@ -153,6 +177,11 @@ static void backward_segment(void *context, int64_t item, real *scratch) {
     own.k = read_rows(c, &c->k, batch, kv, own.start, SEGMENT, c->k_len, k);
     own.v = read_rows(c, &c->v, batch, kv, own.start, SEGMENT, c->k_len, v);
     memset(own.grad_k, 0, 2 * SEGMENT * padded * sizeof(real));
+    if (c->grad_table) {
+        own.tilts = rest;
+        rest += group * table_size(c);
+        memset(own.tilts, 0, group * table_size(c) * sizeof(real));
+    }
 
     Rows rows;
     for (int64_t g = 0; g < group; g++)
@@ -161,11 +190,15 @@ static void backward_segment(void *context, int64_t item, real *scratch) {
             if (!find_panels(c, batch, head, row, &own, &rows)) continue;
             take_rows(c, batch, head, row, &rows, rest);
             for (int64_t start = own.start; start < own.start + own.keys; start += KEYS)
-                rows_meet_block(c, batch, c->slopes[head], &rows, &own, start);
+                rows_meet_block(c, batch, head, &rows, &own, start);
             wait_for_earlier(progress, segment, (int)step);
             give_rows(c, batch, head, row, &rows);
             atomic_store_explicit(&progress[segment], (int)step + 1, memory_order_release);
         }
+    if (c->grad_table) {
+        wait_for_earlier(progress, segment, FINISHED - 1);
+        give_tilts(c, batch, kv * group, &own);
+    }
     atomic_store_explicit(&progress[segment], FINISHED, memory_order_release);
     for (int64_t j = 0; j < own.keys; j++) {
         for (int t = 0; t < c->dim; t++) own.grad_k[j * padded + t] *= (real)c->scale;

@@ -180,22 +180,27 @@ static void build_bound(const Call *c, int64_t batch, int64_t head, Bound *bound
     }
 }
 
-/* Where a query norm lies between the tabulated ones. */
+/* Where the norms of some queries lie between the tabulated ones. */
 typedef struct {
-    int level;
-    real share;
-} Level;
+    ivec level;
+    vec share; /* of the way to the next level; NaN for a norm that is not finite */
+} Levels;
 
-INLINE Level level_of(const Bound *bound, real norm) {
-    if (!(bound->step > 0)) return (Level){LEVELS - 2, 1 + norm * 0}; /* a norm that is not finite: NaN */
-    const real at = (norm - bound->lowest) / bound->step;
-    const int level = at >= LEVELS - 2 ? LEVELS - 2 : at > 0 ? (int)at : 0;
-    return (Level){level, (at - level > 0 ? at - level : 0) + norm * 0};
+static Levels levels_of(const Bound *bound, vec norm) {
+    Levels found = {{0}, {0}};
+    for (int w = 0; w < LANES; w++) {
+        const real at = bound->step > 0 ? (norm[w] - bound->lowest) / bound->step : LEVELS - 1;
+        const int level = at >= LEVELS - 2 ? LEVELS - 2 : at > 0 ? (int)at : 0;
+        found.level[w] = level;
+        found.share[w] = (at - level > 0 ? at - level : 0) + norm[w] * 0;
+    }
+    return found;
 }
 
-/* A tail for queries up to a norm: the chord between two levels, which lies above the convex curve. */
-INLINE real tail_at(const real *levels, Level at) {
-    return levels[at.level] + at.share * (levels[at.level + 1] - levels[at.level]);
+/* A tail for queries of these norms: the chord between two levels, which lies above the convex curve. */
+INLINE vec tail_at(const real *tail, const Levels *at) {
+    const vec low = pick_of_eight(tail, at->level), high = pick_of_eight(tail, at->level + 1);
+    return low + at->share * (high - low);
 }
 
 #endif

@@ -20,12 +20,14 @@ typedef void (*Parallel)(void (*work)(void *), void *data, unsigned threads, uns
 typedef struct {
     Tensor q, k, v, out, grad_out, grad_q, grad_k, grad_v;
     const float *slopes;
+    const real *table;        /* (heads, MARGIN + k_len + PANEL) bias by distance, in place of slopes, or NULL */
     const int32_t *documents; /* (batch, k_len) document of each key, or NULL */
     const int32_t *reach;     /* (batch, k_len) first key of the same document, or NULL */
     double *lse;              /* (batch, heads, q_len); a float would round every weight that backward makes of it */
     int32_t *first;           /* (batch, heads, panels) first key a panel of queries read */
     float *dropped;           /* (batch, heads, panels) softmax mass that may lie before it */
     real *inner;              /* (batch, heads, q_len) grad_out . out */
+    double *grad_table;       /* (batch, heads, k_len) gradient of the table, or NULL */
     int64_t batches, heads, kv_heads, q_len, k_len, dim, window;
     double tolerance, scale;
     Parallel parallel; /* the OpenMP runtime torch has loaded, or NULL for threads of our own */
@@ -35,6 +37,21 @@ typedef struct {
 INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+/* Distances are read and written a panel at a time; those in the future of a row's keys fall into this margin. */
+enum { MARGIN = 96 };
+
+/* What a head adds to the score of a key at a distance. */
+typedef struct {
+    real slope;
+    const real *table; /* by distance, or NULL: -slope * distance */
+} HeadBias;
+
+INLINE int64_t table_size(const Call *c) { return MARGIN + c->k_len + PANEL; }
+
+INLINE HeadBias head_bias(const Call *c, int64_t head) {
+    return (HeadBias){(real)c->slopes[head], c->table ? c->table + head * table_size(c) + MARGIN : NULL};
+}
 
 INLINE int padded_dim(const Call *c) { return (int)(blocks_of(c->dim, PAD) * PAD); }
 INLINE int64_t panels_of(const Call *c) { return blocks_of(c->q_len, PANEL); }

@@ -18,29 +18,12 @@ typedef struct {
     vec top[WIDE], sum[WIDE]; /* running maximum and sum of e^(score - top) */
     real *queries, *out;      /* [dim][query] */
     real *shifts;             /* [centre][query] the bound's q.c */
-    Level norm;               /* largest query norm, among the bound's levels */
+    Levels norms[WIDE];       /* the queries' norms, among the bound's levels */
     int hurdle;               /* centre whose keys were too heavy to stop, the last time */
     int64_t first;            /* first key read so far */
     real dropped;
     int done;
 } Walk;
-
-/* The largest norm of a panel's queries; NaN when one is not finite. */
-static real largest_norm(const Call *c, const real *queries) {
-    vec largest = {0}, seen = {0};
-    for (int w = 0; w < WIDE; w++) {
-        vec square = {0};
-        for (int t = 0; t < padded_dim(c); t++) {
-            const vec q = load(queries + t * PANEL + w * LANES);
-            square += q * q;
-        }
-        largest = larger(square, largest);
-        seen += square * 0; /* NaN when a query is not finite, which `larger` passes over */
-    }
-    real square = sum_lanes(seen);
-    for (int w = 0; w < LANES; w++) square = largest[w] > square ? largest[w] : square;
-    return (real)sqrt(square) * (1 + rounding(c->dim));
-}
 
 static void begin_walk(const Call *c, const Bound *bound, Walk *walk, const real *rows) {
     const int padded = padded_dim(c), count = bound->centres.count;
@@ -52,7 +35,15 @@ static void begin_walk(const Call *c, const Bound *bound, Walk *walk, const real
     walk->done = 0;
     walk->hurdle = 0;
     if (!bound->known) return;
-    walk->norm = level_of(bound, largest_norm(c, walk->queries));
+    for (int w = 0; w < WIDE; w++) {
+        vec square = {0};
+        for (int t = 0; t < padded; t++) {
+            const vec q = load(walk->queries + t * PANEL + w * LANES);
+            square += q * q;
+        }
+        for (int i = 0; i < LANES; i++) square[i] = (real)sqrt(square[i]);
+        walk->norms[w] = levels_of(bound, square * (1 + rounding(c->dim)));
+    }
     panel_dots(walk->queries, bound->centres.rows, padded, padded, count, walk->shifts);
     for (int i = 0; i < count * PANEL; i++) /* lanes of padding must never hold a panel up */
         walk->shifts[i] = i % PANEL < walk->place.rows ? walk->shifts[i] * (real)c->scale : -INFINITY;
@@ -102,14 +93,14 @@ static void add_only_visible(const Call *c, Walk *walk, int64_t batch, const rea
         }
 }
 
-static void walk_block(const Call *c, const Bound *bound, Walk *walk, int64_t batch, int64_t block, const real *k,
-                       const real *v, real *scores) {
+static void walk_block(const Call *c, const Bound *bound, HeadBias bias, Walk *walk, int64_t batch, int64_t block,
+                       const real *k, const real *v, real *scores) {
     const int padded = padded_dim(c);
     const int64_t start = block * KEYS;
     const int keys = visible_keys(&walk->place, start);
     const int hiding = needs_hiding(c, &walk->place, start, keys);
     panel_dots(walk->queries, k, padded, padded, keys, scores);
-    add_bias(&walk->place, (real)c->scale, bound->slope, start, keys, scores);
+    add_bias(&walk->place, (real)c->scale, bias, start, keys, scores);
     if (hiding) hide(c, &walk->place, batch, start, keys, scores);
     soften(walk, padded, keys, scores);
     if (hiding && bound->faulty[block])
@@ -132,9 +123,8 @@ static int may_stop(const Call *c, const Bound *bound, Walk *walk, int64_t block
     }
     for (int i = 0; i < count; i++) {
         const int n = (walk->hurdle + i) % count;
-        const real tail = tail_at(tails + n * LEVELS, walk->norm);
         for (int w = 0; w < WIDE; w++) {
-            const vec excess = tail + load(walk->shifts + n * PANEL + w * LANES) + fall[w];
+            const vec excess = tail_at(tails + n * LEVELS, &walk->norms[w]) + load(walk->shifts + n * PANEL + w * LANES) + fall[w];
             mass[w] += exp_below_zero(excess);
             const ivec small = (excess <= 0) & (mass[w] <= (real)c->tolerance * walk->sum[w]);
             if (any(~small)) {
@@ -170,6 +160,7 @@ static void forward_rows(void *context, int64_t item, real *scratch) {
     const int64_t batch = at / c->heads, head = at % c->heads, kv = kv_head(c, head);
     const int64_t row = (blocks - 1 - item % blocks) * ROWS; /* the longest first, so that no thread ends on one */
     const Bound *bound = &forward->bounds[at];
+    const HeadBias bias = head_bias(c, head);
     real *k_rows = scratch, *v_rows = k_rows + KEYS * padded, *scores = v_rows + KEYS * padded;
     real *panels = scores + KEYS * PANEL;
 
@@ -190,7 +181,7 @@ static void forward_rows(void *context, int64_t item, real *scratch) {
         for (int p = 0; p < count; p++) {
             Walk *walk = &walks[p];
             if (walk->done || !visible_keys(&walk->place, block * KEYS)) continue;
-            walk_block(c, bound, walk, batch, block, k, v, scores);
+            walk_block(c, bound, bias, walk, batch, block, k, v, scores);
             walk->done = block * KEYS <= walk->place.reach || may_stop(c, bound, walk, block);
             walking -= walk->done;
         }

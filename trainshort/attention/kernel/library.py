@@ -15,6 +15,8 @@ from trainshort.attention.kernel.build import KernelBuildError, build
 DTYPES = {torch.float32: 0, torch.float64: 0, torch.bfloat16: 1, torch.float16: 2}
 PANEL = 24
 """Query rows that decide together which keys they read; the same number as in tile.h."""
+MARGIN = 96
+"""Numbers that the kernel may touch before a table's distance 0; the same number as in call.h."""
 SMALL = 1 << 22
 """Fewer multiplications than this are done by one thread; waking others takes longer."""
 
@@ -29,6 +31,8 @@ class Problem:
     slopes: Float[Tensor, " heads"]
     documents: Int[Tensor, "batch k_len"] | None
     window: int | None
+    table: Float[Tensor, "heads k_len"] | None = None
+    """A bias by distance in place of the slopes; then nothing is skipped."""
 
 
 class _Tensor(ctypes.Structure):
@@ -43,7 +47,8 @@ class _Tensor(ctypes.Structure):
 class _Call(ctypes.Structure):
     _fields_ = [
         *((name, _Tensor) for name in ("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v")),
-        *((name, ctypes.c_void_p) for name in ("slopes", "documents", "reach", "lse", "first", "dropped", "inner")),
+        *((name, ctypes.c_void_p) for name in ("slopes", "table", "documents", "reach", "lse", "first", "dropped")),
+        *((name, ctypes.c_void_p) for name in ("inner", "grad_table")),
         *((name, ctypes.c_int64) for name in ("batches", "heads", "kv_heads", "q_len", "k_len", "dim", "window")),
         ("tolerance", ctypes.c_double),
         ("scale", ctypes.c_double),
@@ -73,15 +78,23 @@ def forward(problem: Problem, tolerance: float, out: Tensor, lse: Tensor, first:
 
 
 def backward(
-    problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor, first: Tensor, grads: tuple[Tensor, Tensor, Tensor]
+    problem: Problem,
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    first: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+    grad_table: Float[Tensor, "batch heads k_len"] | None = None,
 ) -> None:
-    """Fill the gradients of k and v, and add to that of q (float32 or float64, zeros before)."""
+    """Fill the gradients of k and v, and add to that of q (float32 or float64, zeros before) and of the table (float64,
+    zeros before), where it is given."""
     call, keep = _describe(problem)
     inner = torch.empty_like(lse, dtype=grads[0].dtype)
     rows = contiguous_rows(grad_out)
     call.out, call.grad_out = _Tensor.of(out), _Tensor.of(rows)
     call.grad_q, call.grad_k, call.grad_v = (_Tensor.of(x) for x in grads)
     call.lse, call.first, call.inner = lse.data_ptr(), first.data_ptr(), inner.data_ptr()
+    call.grad_table = None if grad_table is None else grad_table.data_ptr()
     _run("trainshort_backward", call, out.dtype)
     del keep
 
@@ -99,6 +112,11 @@ def _describe(problem: Problem) -> tuple[_Call, list[Tensor]]:
     call.scale, call.dtype = 1 / math.sqrt(dim), DTYPES[q.dtype]
     call.parallel = _torch_threads()
     call.threads = torch.get_num_threads() if batch * heads * q_len * k.shape[2] * dim > SMALL else 1
+    if problem.table is not None:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        table = torch.nn.functional.pad(problem.table.detach().to(wide), (MARGIN, PANEL)).contiguous()
+        call.table = table.data_ptr()
+        keep.append(table)
     if problem.documents is not None:
         documents, reach = document_reach(problem.documents)
         call.documents, call.reach = documents.data_ptr(), reach.data_ptr()

@@ -35,12 +35,21 @@ INLINE int visible_keys(const Panel *panel, int64_t start) {
     return (int)larger_of(0, smaller_of(KEYS, panel->highest - start + 1));
 }
 
-/* dots -> scores: scale * dot - slope * distance, from exact distances. */
-static void add_bias(const Panel *panel, real scale, real slope, int64_t start, int keys, real *restrict scores) {
+/* dots -> scores: scale * dot - slope * distance, from exact distances, or scale * dot + table[distance]: the lanes of a
+ * panel stand side by side in the table. */
+static void add_bias(const Panel *panel, real scale, HeadBias bias, int64_t start, int keys, real *restrict scores) {
+    if (bias.table) {
+        for (int j = 0; j < keys; j++)
+            for (int w = 0; w < WIDE; w++) {
+                real *at = scores + j * PANEL + w * LANES;
+                store(at, load(at) * scale + load(bias.table + panel->lowest - (start + j) + w * LANES));
+            }
+        return;
+    }
     for (int j = 0; j < keys; j++)
         for (int w = 0; w < WIDE; w++) {
             real *at = scores + j * PANEL + w * LANES;
-            store(at, load(at) * scale - slope * (panel->position[w] - (real)(start + j)));
+            store(at, load(at) * scale - bias.slope * (panel->position[w] - (real)(start + j)));
         }
 }
 

@@ -61,6 +61,15 @@ INLINE vec larger(vec x, vec y) { return LARGER(x, y); }
 
 INLINE int any(ivec where) { return SIGNS(where) != 0; }
 
+/* table[index] in each lane, for a table of eight. */
+INLINE vec pick_of_eight(const real *table, ivec index) {
+#ifdef REAL_IS_DOUBLE
+    return (vec){table[index[0]], table[index[1]], table[index[2]], table[index[3]]};
+#else
+    return (vec)_mm256_permutevar8x32_ps((__m256)load(table), (__m256i)index);
+#endif
+}
+
 /* e^x for x <= 0, to about one unit in the last place; 0 below the smallest normal number; NaN stays NaN.
  *
  * x = n ln 2 + f with n whole and |f| <= ln 2 / 2: adding 1.5 * 2^MANTISSA rounds to a whole number and leaves it in

@@ -51,13 +51,14 @@ int trainshort_forward(const Call *c) {
     return failed;
 }
 
-/* 0, or 1 when memory ran out. grad_q must come filled with zeros. */
+/* 0, or 1 when memory ran out. grad_q and grad_table must come filled with zeros. */
 int trainshort_backward(const Call *c) {
     const size_t padded = padded_dim(c), pairs = c->batches * c->kv_heads;
     Backward backward = {c, NULL, blocks_of(c->k_len, SEGMENT)};
     const size_t items = pairs * backward.segments;
     if (!(backward.progress = calloc(items, sizeof(atomic_int)))) return 1;
-    const size_t scratch = 4 * SEGMENT * padded + 5 * ROWS * padded + 2 * ROWS * KEYS;
+    const size_t tilts = c->grad_table ? c->heads / c->kv_heads * table_size(c) : 0;
+    const size_t scratch = 4 * SEGMENT * padded + 5 * ROWS * padded + 2 * ROWS * KEYS + tilts;
     Queue inner = {inner_products, &backward, c->batches * c->heads, 2 * padded, 0};
     Queue segments = {backward_segment, &backward, items, scratch, 0};
     const int failed = run_all(c, &inner) || run_all(c, &segments);

@@ -1,0 +1,172 @@
+"""The kernel without skipping: the same as the oracle, the gradient of a bias by distance included."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainshort import alibi
+from trainshort.attention import DenseBias, DistanceBias, LinearBias, attend, engines
+from trainshort.attention.compiled import table_by_distance
+from trainshort.attention.op import Call, choose
+
+
+def with_gradients(backend, tensors, make_bias, values, grad_out, **options):
+    """Output, and the gradients of q, k, v and what the bias is made of."""
+    q, k, v, values = (x.detach().clone().requires_grad_() for x in (*tensors, values))
+    out = attend(q, k, v, bias=make_bias(values), backend=backend, **options)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v, values), grad_out.to(out.dtype))]
+
+
+@given(
+    heads=st.sampled_from([(1, 1), (6, 3), (4, 1)]),
+    lengths=st.tuples(st.integers(1, 600), st.sampled_from([0, 1, 100, 333])),
+    distances=st.sampled_from([1, 9, 129, 2000]),
+    window=st.sampled_from([None, None, 1, 17, 150]),
+    packed=st.booleans(),
+    linear=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=30)
+def test_every_gradient_is_the_oracles(heads, lengths, distances, window, packed, linear, seed):
+    torch.manual_seed(seed)
+    q_len, k_len = lengths[0], sum(lengths)
+    shapes = ((heads[0], q_len), (heads[1], k_len), (heads[1], k_len))
+    tensors = [torch.randn(2, *shape, 8, dtype=torch.float64) for shape in shapes]
+    documents = (torch.rand(2, k_len) < 0.03).cumsum(1) * 5 - 2 if packed else None
+    # The oracle multiplies slopes by distances in float32: exact for slopes of few bits, but not so their gradients.
+    values = torch.randint(1, 256, (heads[0],)) / 256 if linear else torch.randn(heads[0], distances).double()
+    make_bias = LinearBias if linear else DistanceBias
+    options = {"window": window, "documents": documents}
+    grad_out = torch.randn(tensors[0].shape, dtype=torch.float64)
+    exact = with_gradients("reference", tensors, make_bias, values, grad_out, **options)
+    ours = with_gradients("compiled", tensors, make_bias, values, grad_out, **options)
+    for name, o, e in zip(("out", "q", "k", "v", "bias"), ours, exact, strict=True):
+        assert o.shape == e.shape
+        atol, rtol = (1e-3, 1e-4) if linear and name == "bias" else (1e-9, 1e-7)
+        torch.testing.assert_close(o, e, atol=atol, rtol=rtol)
+
+
+def plainly(q, k, v, bias):
+    """The formula as everybody writes it first, all in the inputs' dtype."""
+    distance = alibi.distances(q.shape[2], k.shape[2])
+    values = bias.table[:, distance.clamp(0, bias.table.shape[1] - 1)].masked_fill(distance < 0, -math.inf)
+    return (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + values.to(q.dtype)).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_the_gradient_of_the_bias_loses_no_more_than_twice_what_the_plain_formula_loses(dtype):
+    torch.manual_seed(0)
+    tensors = [torch.randn(4, 8, 500, 16).to(dtype) for _ in range(3)]
+    table, grad_out = torch.randn(8, 129), torch.randn(4, 8, 500, 16).to(dtype)
+    leaf = table.clone().requires_grad_()
+    (plain,) = torch.autograd.grad(plainly(*tensors, DistanceBias(leaf)), leaf, grad_out)
+    ours = with_gradients("compiled", tensors, DistanceBias, table, grad_out)[-1]
+    exact = with_gradients("reference", [x.double() for x in tensors], DistanceBias, table.double(), grad_out)[-1]
+    lost, spent = ((x.double() - exact).square().mean().sqrt() for x in (plain, ours))
+    assert spent <= 2 * lost
+
+
+def test_it_serves_what_torchs_fast_kernel_cannot_train():
+    q = torch.randn(1, 4, 40, 8, requires_grad=True)
+    assert choose(Call(q, q, q, DistanceBias(torch.randn(4, 9, requires_grad=True)))) == "compiled"
+    assert choose(Call(q, q, q, LinearBias(alibi.slopes(4).requires_grad_()))) == "compiled"
+    assert choose(Call(q, q, q, LinearBias(alibi.slopes(4)))) == "windowed"
+    assert choose(Call(q, q, q, DenseBias(torch.randn(4, 40, 40)))) == "sdpa"
+
+
+def test_without_a_bias_it_serves_where_torchs_vectors_are_no_wider(monkeypatch):
+    q = torch.randn(1, 4, 40, 8)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    assert choose(Call(q, q, q)) == "compiled"
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
+    assert choose(Call(q, q, q)) == "sdpa"
+
+
+def test_one_query_against_a_long_past():
+    tensors = [torch.randn(2, 4, n, 16) for n in (1, 700, 700)]
+    bias = DistanceBias(torch.randn(4, 129))
+    out, lse = attend(*tensors, bias=bias, backend="compiled", return_lse=True)
+    expected, expected_lse = attend(*tensors, bias=bias, backend="reference", return_lse=True)
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_the_number_of_threads_changes_no_bit():
+    tensors = [torch.randn(1, heads, 700, 32) for heads in (6, 3, 3)]
+    values, grad_out = torch.randn(6, 129), torch.randn(1, 6, 700, 32)
+    results = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        try:
+            results.append(with_gradients("compiled", tensors, DistanceBias, values, grad_out))
+        finally:
+            torch.set_num_threads(1)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+def test_operators_with_a_table_are_as_torch_wants_them():
+    q, k, v = (torch.randn(2, 4, 50, 16, requires_grad=True) for _ in range(3))
+    table = torch.randn(4, 50, requires_grad=True)
+    arguments = (q, k, v, torch.zeros(4), table, None, 20, 0.0, "compiled")
+    torch.library.opcheck(torch.ops.trainshort.windowed.default, arguments)
+    out, lse, first, _ = (x.detach() for x in torch.ops.trainshort.windowed(*arguments))
+    leaves = [x.detach() for x in (q, k, v)]
+    rest = (torch.zeros(4), table.detach(), None, 20, out, lse, first, "compiled")
+    torch.library.opcheck(torch.ops.trainshort.windowed_backward.default, (torch.randn_like(q), *leaves, *rest))
+
+
+def test_gradcheck_with_a_trained_table():
+    leaves = [torch.randn(1, heads, 40, 6, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    table = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
+
+    def function(q, k, v, table):
+        return attend(q, k, v, bias=DistanceBias(table), window=30, backend="compiled")
+
+    assert torch.autograd.gradcheck(function, (*leaves, table), fast_mode=True)
+
+
+def test_a_value_that_is_not_finite_stays_in_the_rows_that_see_it():
+    q, k, v = (torch.randn(1, 2, 300, 8) for _ in range(3))
+    v[0, 0, 200] = torch.nan
+    out = attend(q, k, v, bias=DistanceBias(torch.randn(2, 9)), backend="compiled")
+    assert out[0, 0, :200].isfinite().all()
+    assert out[0, 0, 200:].isnan().all()
+    assert out[0, 1].isfinite().all()
+
+
+def test_tables_are_cut_and_continued():
+    q = torch.randn(1, 2, 5, 8)
+    table = torch.arange(6.0).reshape(2, 3)
+    call = Call(q, q, q, DistanceBias(table))
+    assert table_by_distance(call).tolist() == [[0, 1, 2, 2, 2], [3, 4, 5, 5, 5]]
+    call = Call(q[:, :, :2], q[:, :, :2], q[:, :, :2], DistanceBias(table))
+    assert table_by_distance(call).tolist() == [[0, 1], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"bias": DenseBias(torch.zeros(1, 4, 4))}, "it computes biases by distance only"),
+        ({"dropout": 0.1}, "it has no dropout"),
+        ({"q": torch.zeros(1, 1, 4, 8, device="meta")}, "it runs on the CPU"),
+    ],
+)
+def test_it_says_why_it_cannot(change, reason):
+    fields = {"q": torch.zeros(1, 1, 4, 8), "bias": DistanceBias(torch.ones(1, 3)), **change}
+    call = Call(fields["q"], fields["q"], fields["q"], fields["bias"], dropout=fields.get("dropout", 0.0))
+    said = engines.get("compiled").unsupported(call)
+    assert said is not None
+    assert reason in said
+
+
+def test_without_the_kernel_sdpa_takes_over(monkeypatch):
+    monkeypatch.setattr("trainshort.attention.compiled.kernel_fault", lambda dtype: "there is no C compiler here")
+    q = torch.randn(1, 2, 20, 8, requires_grad=True)
+    call = Call(q, q, q, DistanceBias(torch.ones(2, 3, requires_grad=True)))
+    assert engines.get("compiled").unsupported(call) == (
+        "it needs the compiled kernel, and there is no C compiler here; use 'sdpa'"
+    )
+    assert choose(call) == "sdpa"
