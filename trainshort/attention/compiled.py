@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trainshort.attention.op import Call, DistanceBias, LinearBias, engines
+from trainshort.attention.op import Call, DistanceBias, LinearBias, engines, wide
 from trainshort.attention.reference import formula, is_short
-from trainshort.attention.registered import kernel_fault, wide
+from trainshort.attention.registered import kernel_fault
 from trainshort.attention.windowed import beyond_kernel
 
 

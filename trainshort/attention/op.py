@@ -291,5 +291,10 @@ def visible(call: Call, rows: slice, keys: slice) -> Bool[Tensor, "one_or_batch 
     return (seen & (queries[:, :, None] == call.documents[:, None, keys]))[:, None]
 
 
+def wide(x: Tensor) -> torch.dtype:
+    """What sums over `x` are made in: its own precision, and float32 at the least."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def scale(call: Call) -> float:
     return 1 / math.sqrt(call.q.shape[-1])

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from trainshort.attention.op import Call, engines, scale, visible, written_bias
+from trainshort.attention.op import Call, engines, scale, visible, wide, written_bias
 
 
 class Reference:
@@ -35,7 +35,7 @@ def is_short(call: Call) -> bool:
 
 def formula(call: Call) -> tuple[Tensor, Tensor]:
     """softmax(q·k/√d + bias) · v over what each row may see, and the log-sum-exp of its scores."""
-    dtype = torch.promote_types(call.q.dtype, torch.float32)
+    dtype = wide(call.q)
     k, v = (x.to(dtype).repeat_interleave(call.group, dim=1) for x in (call.k, call.v))
     rows, keys = slice(0, call.q.shape[2]), slice(0, call.k.shape[2])
     scores = call.q.to(dtype) @ k.transpose(-1, -2) * scale(call)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainshort.attention import kernel, windowed_torch
 from trainshort.attention.kernel.library import PANEL, Problem
+from trainshort.attention.op import wide
 from trainshort.errors import InputError
 
 log = logging.getLogger("trainshort.attention")
@@ -133,11 +134,6 @@ def _empty_tables(q: Tensor, k: Tensor, table: Tensor | None) -> Float[Tensor, "
 def _implementing(problem: Problem, implementation: str):
     """The module whose `forward` and `backward` do the work. Plain PyTorch knows no tables."""
     return kernel if is_compiled(problem.q.dtype, implementation) else windowed_torch
-
-
-def wide(q: Tensor) -> torch.dtype:
-    """What sums are made in."""
-    return torch.promote_types(q.dtype, torch.float32)
 
 
 def _like(x: Tensor) -> Tensor:

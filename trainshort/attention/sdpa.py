@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainshort.attention.op import Call, engines, scale, visible, written_bias
+from trainshort.attention.op import Call, engines, scale, visible, wide, written_bias
 from trainshort.attention.reference import formula, is_short
 
 MASK_ELEMENTS = 1 << 24
@@ -65,7 +65,7 @@ def _chunk(call: Call, rows: slice) -> tuple[Tensor, Tensor | None]:
     if bias is None:
         return _attend(call, rows, keys, mask=seen, causal=False)
     # Float32 even for half-precision inputs: the CPU kernel adds the mask to float32 scores.
-    dtype = torch.promote_types(call.q.dtype, torch.float32) if call.q.device.type == "cpu" else call.q.dtype
+    dtype = wide(call.q) if call.q.device.type == "cpu" else call.q.dtype
     mask = bias.to(dtype)[None].masked_fill(~seen, -math.inf)
     return _attend(call, rows, keys, mask=mask, causal=False)
 

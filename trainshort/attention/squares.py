@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from trainshort import alibi
 from trainshort.attention.kernel.library import contiguous_rows
-from trainshort.attention.op import Call, LinearBias, engines, scale
+from trainshort.attention.op import Call, LinearBias, engines, scale, wide
 from trainshort.attention.reference import formula, is_short
 
 BLOCK = 128
@@ -154,22 +154,22 @@ class _Squares(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, slopes, factor):
         q, k, v = (contiguous_rows(x) for x in (q, k, v))
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out = torch.empty_like(q, dtype=wide, memory_format=torch.contiguous_format)
+        dtype = wide(q)
+        out = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[:3], dtype=torch.float64)  # the backward pass makes weights of it
         for part in parts(q.shape[2], k.shape[2]):
             part_out, part_lse = flash(
                 part.queries(q),
                 part.keys(k),
                 part.keys(v),
-                attn_mask=part.mask(slopes).to(wide),
+                attn_mask=part.mask(slopes).to(dtype),
                 scale=factor,
             )
             _merge(part, slopes, (out, lse), (part_out, part_lse))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, slopes, out, lse)
         ctx.factor = factor
-        rounded = lse.to(wide)
+        rounded = lse.to(dtype)
         ctx.mark_non_differentiable(rounded)
         return out, rounded
 
@@ -181,8 +181,8 @@ class _Squares(torch.autograd.Function):
         grad_out, _ = grads
         q, k, v, slopes, out, lse = ctx.saved_tensors
         group = q.shape[1] // k.shape[1]
-        wide = torch.promote_types(q.dtype, torch.float32)
-        grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=wide) for x in (q, k, v))
+        dtype = wide(q)
+        grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=dtype) for x in (q, k, v))
         for part in parts(q.shape[2], k.shape[2]):
             part_lse = part.queries(lse[..., None])[..., 0]
             shift = part.row_shift(slopes)
@@ -195,10 +195,10 @@ class _Squares(torch.autograd.Function):
                 part_k,
                 part_v,
                 part.queries(out),
-                part_lse.to(wide),
+                part_lse.to(dtype),
                 0.0,
                 False,
-                attn_mask=part.mask(slopes).to(wide),
+                attn_mask=part.mask(slopes).to(dtype),
                 scale=ctx.factor,
             )
             _add_into(grad_q, part.q_start, part, part_grads[0])

@@ -13,9 +13,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort.attention.kernel.library import DTYPES, Problem
-from trainshort.attention.op import TOLERANCE, Call, LinearBias, check, engines
+from trainshort.attention.op import TOLERANCE, Call, LinearBias, check, engines, wide
 from trainshort.attention.reference import formula, is_short
-from trainshort.attention.registered import is_compiled, wide
+from trainshort.attention.registered import is_compiled
 from trainshort.attention.squares import row_mask_fault
 from trainshort.errors import InputError
 from trainshort.registry import did_you_mean

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainshort import alibi
 from trainshort.attention.kernel.library import PANEL, Problem, contiguous_rows, document_reach
-from trainshort.attention.op import Call, LinearBias, visible, written_bias
+from trainshort.attention.op import Call, LinearBias, visible, wide, written_bias
 from trainshort.attention.squares import flash, flash_backward
 
 CHUNK = 8 * PANEL
@@ -43,14 +43,14 @@ def forward(problem: Problem, tolerance: float, out: Tensor, lse: Tensor, first:
     """Fill the output, the rows' log-sum-exp, each panel's first key, and the mass that may lie before it."""
     assert problem.table is None, "a bias by distance needs the compiled kernel"
     first.copy_(first_keys(problem, tolerance))
-    dtype = torch.promote_types(out.dtype, torch.float32)
-    wide = out if out.dtype == dtype else torch.empty(out.shape, dtype=dtype)
+    dtype = wide(out)
+    summed = out if out.dtype == dtype else torch.empty(out.shape, dtype=dtype)
     masks = _Masks(problem, dtype)
     for part in _parts(problem, first):
         q, k, v = _operands(problem, part)
         mask, shift = masks.of(part)
         part_out, part_lse = flash(q, k, v, attn_mask=mask, scale=1 / math.sqrt(q.shape[3]))
-        rows, rows_lse = wide[:, part.heads, part.rows], lse[:, part.heads, part.rows]
+        rows, rows_lse = summed[:, part.heads, part.rows], lse[:, part.heads, part.rows]
         if part.diagonal:
             rows.copy_(part_out)
             rows_lse.copy_(part_lse)
@@ -59,8 +59,8 @@ def forward(problem: Problem, tolerance: float, out: Tensor, lse: Tensor, first:
         share = torch.sigmoid(part_lse - rows_lse).to(dtype)
         rows.lerp_(part_out.to(dtype), share[..., None].expand_as(rows))
         rows_lse.copy_(torch.logaddexp(rows_lse, part_lse))
-    if wide is not out:
-        out.copy_(wide)
+    if summed is not out:
+        out.copy_(summed)
     dropped.copy_(_left_out(problem, lse, first).clamp(max=tolerance))
 
 

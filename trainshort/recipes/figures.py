@@ -51,7 +51,9 @@ def fig5() -> Experiment:
         for updates, hours, value in points:
             column = f"{updates:,} updates"
             cells.append(Cell(row, column, value, "learning curve", variant, reading, hours))
-    return Experiment("fig5", "Perplexity over training time", tuple(cells), "lines", ("training time", PERPLEXITY))
+    return Experiment(
+        "fig5", "Perplexity over training time", tuple(cells), "lines", ("minutes of training", PERPLEXITY)
+    )
 
 
 @experiments.register("fig6")

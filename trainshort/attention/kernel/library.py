@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort.attention.kernel.build import KernelBuildError, build
+from trainshort.attention.op import wide
 
 DTYPES = {torch.float32: 0, torch.float64: 0, torch.bfloat16: 1, torch.float16: 2}
 PANEL = 24
@@ -113,8 +114,7 @@ def _describe(problem: Problem) -> tuple[_Call, list[Tensor]]:
     call.parallel = _torch_threads()
     call.threads = torch.get_num_threads() if batch * heads * q_len * k.shape[2] * dim > SMALL else 1
     if problem.table is not None:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        table = torch.nn.functional.pad(problem.table.detach().to(wide), (MARGIN, PANEL)).contiguous()
+        table = torch.nn.functional.pad(problem.table.detach().to(wide(q)), (MARGIN, PANEL)).contiguous()
         call.table = table.data_ptr()
         keep.append(table)
     if problem.documents is not None:
