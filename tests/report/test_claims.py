@@ -68,6 +68,16 @@ def test_order_fails_when_two_methods_change_places(tmp_path):
     assert found.obtained == "Sinusoidal 128, Rotary 256, T5 bias 2,048+, ALiBi 256"
 
 
+def test_order_is_not_told_from_methods_that_were_not_read_far(tmp_path):
+    """Table 5 reads only ALiBi past its length; where the others would have stopped, nobody knows."""
+    for position in ("sinusoidal", "rotary", "t5"):
+        make_run(tmp_path, position, {128: 50.0})
+    make_run(tmp_path, "alibi", {128: 50.0, 768: 49.0})
+    found = outcome(tmp_path, "extrapolation-order")
+    assert found.verdict == "not testable at this scale"
+    assert "read equally far" in found.reason
+
+
 def test_costs_fail(tmp_path):
     make_demo(tmp_path)
     path = tmp_path / "cost.json"

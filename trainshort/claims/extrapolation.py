@@ -49,6 +49,8 @@ def extrapolation_order(view: View) -> Outcome:
     if any(one is None for one in found.values()):
         return missing("the four methods trained at one length (`--only demo`)")
     reach = [one[0] for one in found.values() if one]
+    if any(one and one[1] and one[0] < max(reach) for one in found.values()):
+        return missing("the four methods read equally far (`--only demo`)")  # a short one may yet go on
     text = ", ".join(f"{NAMES[m]} {one[0]:,}{'+' if one[1] else ''}" for m, one in found.items() if one)
     ordered = reach == sorted(reach) and reach[0] < reach[-1]
     reason = f"Longest length at most {SLACK - 1:.0%} above the perplexity at its own; +: no longer one was tried."
