@@ -25,9 +25,8 @@ class Compiled:
             return "it computes biases by distance only (T5, ALiBi) or none; use 'sdpa'"
         if reason := beyond_kernel(call):
             return reason
-        if fault := kernel_fault(call.q.dtype):
-            return f"it needs the compiled kernel, and {fault}; use 'sdpa'"
-        return _torch_is_wider() if call.bias is None else None
+        fault = kernel_fault(call.q.dtype)
+        return f"it needs the compiled kernel, and {fault}; use 'sdpa'" if fault else None
 
     def run(self, call: Call) -> tuple[Tensor, Tensor]:
         if is_short(call):
@@ -44,14 +43,6 @@ class Compiled:
             "compiled",
         )
         return out, lse.to(wide(call.q))
-
-
-@torch.compiler.assume_constant_result
-def _torch_is_wider() -> str | None:
-    """Our vectors are of AVX2; where torch has wider ones, plain attention is its game. (Not measured.)"""
-    if torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
-        return "torch's own kernel has wider vectors on this processor; use 'sdpa'"
-    return None
 
 
 def table_by_distance(call: Call) -> Float[Tensor, "heads k_len"]:

@@ -105,6 +105,8 @@ engines: Registry[Engine] = Registry("attention engine")
 # First that can, first served. On GPUs only flex adds the bias to float32 scores without writing it out.
 PREFERENCE = {"cpu": ("windowed", "compiled", "squares", "sdpa", "reference"), "cuda": ("flex", "sdpa", "reference")}
 PREFERENCE_ELSEWHERE = ("sdpa", "reference")
+# Our kernel's vectors are those of AVX2. Where torch has wider ones, plain attention is left to it (not measured).
+PREFERENCE_PLAIN_WIDE = ("sdpa", "compiled", "reference")
 _announced: set[str] = set()
 
 
@@ -182,6 +184,8 @@ def merge(
 def choose(call: Call) -> str:
     """The first engine in the device's order of preference that can do it; said once in the log."""
     order = PREFERENCE.get(call.q.device.type, PREFERENCE_ELSEWHERE)
+    if call.bias is None and call.q.device.type == "cpu" and _torch_is_wider():
+        order = PREFERENCE_PLAIN_WIDE
     reasons = []
     for name in order:
         if name not in engines:
@@ -195,6 +199,11 @@ def choose(call: Call) -> str:
             return name
         reasons.append(f"not {name}: {reason}")
     raise InputError(f"No attention engine can do this: {'; '.join(reasons)}.")
+
+
+@torch.compiler.assume_constant_result
+def _torch_is_wider() -> bool:
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 def check(call: Call) -> None:
