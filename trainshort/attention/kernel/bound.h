@@ -28,6 +28,7 @@ typedef struct {
     real lowest, step; /* the tabulated query norms are lowest + level * step */
     real slope;
     real slack;        /* covers the rounding of the bound itself, so that it stays a bound */
+    real largest;      /* of the key norms, times scale */
     real *tail;        /* (key blocks + 1, centres, LEVELS) */
     Centres centres;
     uint8_t *faulty;   /* (key blocks) whether a value (or where there is a bound, a key) is not finite */
@@ -87,7 +88,7 @@ typedef struct {
 } BlockKeys;
 
 /* Returns 0, or NaN when a key's norm is not finite. */
-static real place_keys(const Call *c, const Bound *bound, const real *k, const real *origin, BlockKeys *keys,
+static real place_keys(const Call *c, Bound *bound, const real *k, const real *origin, BlockKeys *keys,
                        real *scratch) {
     static const int starts[] = {0, PANEL, KEYS - PANEL}; /* panels that cover a block; the last two overlap */
     const int padded = padded_dim(c);
@@ -99,10 +100,13 @@ static real place_keys(const Call *c, const Bound *bound, const real *k, const r
     real fault = 0;
     for (int j = 0; j < KEYS; j++) {
         const real *centre = bound->centres.rows + keys->nearest[j] * padded;
-        const real offset = 2 * error * (real)sqrt(squared_distance(centre, origin, padded)); /* rounding of q.c */
+        const real from_origin = (real)sqrt(squared_distance(centre, origin, padded));
+        const real offset = 2 * error * from_origin; /* rounding of q.c */
         const real distance = (real)sqrt(squared_distance(k + j * padded, centre, padded));
         const real reach = (distance * (1 + error) + offset) * scale;
         fault += reach * 0;
+        const real size = (from_origin + distance) * scale;
+        if (size > bound->largest && isfinite(size)) bound->largest = size;
         for (int level = 0; level < LEVELS; level++)
             keys->exponents[j * LEVELS + level] =
                 (bound->lowest + level * bound->step) * reach - bound->slope * (KEYS - j);
@@ -154,9 +158,9 @@ static void build_bound(const Call *c, int64_t batch, int64_t head, Bound *bound
     real *rest = origin + padded;
     memset(origin, 0, padded * sizeof(real));
     bound->slope = (real)c->slopes[head];
-    bound->slack = (real)(0.01 + fabs(bound->slope) * c->k_len * 2.4e-7);
     bound->known = c->tolerance > 0 && blocks >= WORTH_IT;
     bound->centres.count = 0;
+    bound->largest = 0;
     if (bound->known) {
         find_centres(c, batch, head, &bound->centres, rest);
         find_levels(c, batch, head, bound, k_rows, origin);
@@ -178,6 +182,9 @@ static void build_bound(const Call *c, int64_t batch, int64_t head, Bound *bound
         whole &= fault == 0;
         for (int64_t i = 0; !whole && i < size; i++) after[i] = INFINITY;
     }
+    /* Sums of a few scores and falls are rounded at the size of the largest of them. */
+    const real norm = bound->known ? bound->lowest + (LEVELS - 1) * bound->step : 0;
+    bound->slack = (real)(0.01 + 2.4e-6 * (norm * bound->largest + fabs(bound->slope) * c->k_len));
 }
 
 /* Where the norms of some queries lie between the tabulated ones. */
