@@ -91,6 +91,20 @@ def test_costs_fail(tmp_path):
     assert (found["same-speed"], found["same-memory"], found["others-slower"]) == ("does not hold",) * 3
 
 
+@pytest.mark.parametrize(("slower", "expected"), [(1.04, "not testable at this scale"), (1.5, "does not hold")])
+def test_a_noisy_machine_cannot_tell_one_per_cent(tmp_path, slower, expected):
+    make_demo(tmp_path)
+    path = tmp_path / "cost.json"
+    costs = json.loads(path.read_text())
+    for entry in costs["entries"].values():
+        factor = slower if entry["position"] == "alibi" else 1.0
+        entry["train_seconds"] = [factor * seconds for seconds in (0.9, 1.1, 0.95, 1.05, 1.0, 0.92, 1.08)]
+    path.write_text(json.dumps(costs))
+    found = outcome(tmp_path, "same-speed")
+    assert found.verdict == expected
+    assert "±" in found.obtained
+
+
 def test_short_beats_long_and_its_significance(tmp_path):
     make_run(tmp_path, "alibi", {128: 50.0, 768: 47.0})
     for seed, value in ((1, 49.0), (2, 50.0), (3, 51.0)):

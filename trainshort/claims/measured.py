@@ -1,5 +1,6 @@
 """A cell of the paper as it was obtained here: from stored sums, over all seeds that were run. No torch."""
 
+import math
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,6 +85,16 @@ class View:
             memory = entry["train_memory"]
             return None if memory is None else Measured((memory / 1e9,), (path,))
         return Measured((entry["tokens"] / statistics.median(entry[RATES[quantity]]),), (path,))
+
+    def cost_noise(self, variant: Variant, quantity: str) -> float:
+        """How far the median speed may be off by chance, as a share of it: its standard error over the rounds, from the
+        distance of their quartiles."""
+        entry = self.collection.costs.get(self.collection.name(variant, self.scale))
+        rounds: list[float] = entry[RATES[quantity]] if entry else []
+        if len(rounds) < 2:
+            return 0.0
+        low, middle, high = statistics.quantiles(rounds, n=4)
+        return 0.93 * (high - low) / math.sqrt(len(rounds)) / middle
 
     def curve(self, variant: Variant, reading: Reading) -> list[tuple[int, float, Path]]:
         """Tokens trained on and perplexity at a reading, for each checkpoint that was kept and read."""
