@@ -77,8 +77,7 @@ class View:
 
     def cost(self, variant: Variant, quantity: str) -> Measured | None:
         """Speed in tokens/s or memory in GB, as measured in rounds on this machine."""
-        entry: dict[str, Any] | None = self.collection.costs.get(self.collection.name(variant, self.scale))
-        path = self.collection.cost_path
+        entry, path = self._costs_of(variant), self.collection.cost_path
         if entry is None or path is None:
             return None
         if quantity == "train memory":
@@ -89,12 +88,15 @@ class View:
     def cost_noise(self, variant: Variant, quantity: str) -> float:
         """How far the median speed may be off by chance, as a share of it: its standard error over the rounds, from the
         distance of their quartiles."""
-        entry = self.collection.costs.get(self.collection.name(variant, self.scale))
+        entry = self._costs_of(variant)
         rounds: list[float] = entry[RATES[quantity]] if entry else []
         if len(rounds) < 2:
             return 0.0
         low, middle, high = statistics.quantiles(rounds, n=4)
         return 0.93 * (high - low) / math.sqrt(len(rounds)) / middle
+
+    def _costs_of(self, variant: Variant) -> dict[str, Any] | None:
+        return self.collection.costs.get(self.collection.name(variant, self.scale))
 
     def curve(self, variant: Variant, reading: Reading) -> list[tuple[int, float, Path]]:
         """Tokens trained on and perplexity at a reading, for each checkpoint that was kept and read."""

@@ -88,8 +88,7 @@ typedef struct {
 } BlockKeys;
 
 /* Returns 0, or NaN when a key's norm is not finite. */
-static real place_keys(const Call *c, Bound *bound, const real *k, const real *origin, BlockKeys *keys,
-                       real *scratch) {
+static real place_keys(const Call *c, Bound *bound, const real *k, BlockKeys *keys, real *scratch) {
     static const int starts[] = {0, PANEL, KEYS - PANEL}; /* panels that cover a block; the last two overlap */
     const int padded = padded_dim(c);
     const real error = rounding(c->dim), scale = (real)c->scale;
@@ -100,7 +99,7 @@ static real place_keys(const Call *c, Bound *bound, const real *k, const real *o
     real fault = 0;
     for (int j = 0; j < KEYS; j++) {
         const real *centre = bound->centres.rows + keys->nearest[j] * padded;
-        const real from_origin = (real)sqrt(squared_distance(centre, origin, padded));
+        const real from_origin = (real)sqrt(2 * bound->centres.halves[keys->nearest[j]]);
         const real offset = 2 * error * from_origin; /* rounding of q.c */
         const real distance = (real)sqrt(squared_distance(k + j * padded, centre, padded));
         const real reach = (distance * (1 + error) + offset) * scale;
@@ -175,7 +174,7 @@ static void build_bound(const Call *c, int64_t batch, int64_t head, Bound *bound
         for (int j = 0; j < KEYS; j++) fault += fault_of(v + j * padded, padded);
         if (bound->known) {
             const real *k = read_rows(c, &c->k, batch, kv, block * KEYS, KEYS, c->k_len, k_rows);
-            fault += place_keys(c, bound, k, origin, &keys, rest);
+            fault += place_keys(c, bound, k, &keys, rest);
             advance_tail(bound, &keys, before, after);
         }
         bound->faulty[block] = !(fault == 0);
