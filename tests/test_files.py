@@ -1,0 +1,207 @@
+"""Whatever lies where a file of ours should be, reading it says so in one sentence, and never waits."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from trainshort import files
+from trainshort.errors import InputError
+
+MEND = "Do this."
+
+
+def damaged(kind, path):
+    """Put something in place of a JSON file."""
+    made = {
+        "fifo": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+        "dangling link": lambda: path.symlink_to("nowhere"),
+        "looping link": lambda: path.symlink_to(path.name),
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "not text": lambda: path.write_bytes(b"\xff\xfe{}"),
+        "empty": path.touch,
+        "cut": lambda: path.write_text('{"a": [1, 2'),
+        "deep": lambda: path.write_text("[" * 100_000 + "]" * 100_000),
+        "deep, whole": lambda: path.write_text("[" * 65 + "]" * 65),
+        "long number": lambda: path.write_text("1" * 1_000_000),
+        "half a character": lambda: path.write_text('{"a": "\\ud800"}'),
+        "null": lambda: path.write_text("null"),
+        "list": lambda: path.write_text("[]"),
+    }
+    made[kind]()
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("fifo", "it is a named pipe, and a file was expected"),
+        ("folder", "it is a folder, and a file was expected"),
+        ("dangling link", "it is a link to nothing"),
+        ("looping link", "it is a link that leads back to itself"),
+        ("device", "it is a device, and a file was expected"),
+        ("not text", "it is not UTF-8 text (byte 0)"),
+        ("empty", "it is not readable JSON"),
+        ("cut", "it is not readable JSON"),
+        ("deep", "its JSON is nested more than 64 deep"),
+        ("deep, whole", "its JSON is nested more than 64 deep"),
+        ("long number", "it is not readable JSON (a number of 1,000,000 digits)"),
+        ("half a character", "it is not readable JSON"),
+        ("null", "it holds a JSON null, and an object was expected"),
+        ("list", "it holds a JSON list, and an object was expected"),
+    ],
+)
+def test_what_is_not_a_file_of_ours_is_named(tmp_path, kind, told):
+    path = tmp_path / "x.json"
+    damaged(kind, path)
+    with pytest.raises(InputError) as caught:
+        files.read_object(path, mend=MEND)
+    assert str(caught.value).startswith(f"Cannot read {path}: {told}")
+    assert str(caught.value).endswith(". " + MEND)
+    assert not isinstance(caught.value, files.MissingFileError)
+
+
+def test_a_missing_file_is_told_apart(tmp_path):
+    with pytest.raises(files.MissingFileError, match=r"There is no file .*x\.json\. Do this\."):
+        files.read_json(tmp_path / "x.json", mend=MEND)
+
+
+def test_a_file_in_place_of_a_folder_and_a_zero_byte_are_told(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="a file is in the way where a folder was expected"):
+        files.read_json(tmp_path / "file" / "x.json")
+    with pytest.raises(InputError, match="null byte"):
+        files.read_json(tmp_path / "x\0.json")
+
+
+def test_a_file_larger_than_it_can_be_is_not_read(tmp_path):
+    (tmp_path / "x.json").write_bytes(b" " * 101)
+    with pytest.raises(InputError, match="more than the 100 bytes"):
+        files.read_json(tmp_path / "x.json", limit=100)
+
+
+def test_json_as_deep_as_the_limit_is_read(tmp_path):
+    (tmp_path / "x.json").write_text("[" * 64 + "]" * 64)
+    files.read_json(tmp_path / "x.json")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_file_is_told(tmp_path):
+    (tmp_path / "x.json").touch(mode=0)
+    with pytest.raises(InputError, match=r"Cannot read .*: permission denied\."):
+        files.read_json(tmp_path / "x.json")
+
+
+def test_too_many_open_files_are_told(tmp_path):
+    """In a process of its own, whose limit is lowered."""
+    code = (
+        "import resource, os; from pathlib import Path; from trainshort import files\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (8, 8)); held = []\n"
+        "while len(held) < 5: held.append(os.dup(0))\n"
+        "files.read_bytes(Path('/etc/hostname'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, close_fds=True)
+    assert "InputError: Cannot read /etc/hostname: too many files are open (raise the limit: ulimit -n)" in done.stderr
+
+
+def test_writing_replaces_the_whole_file(tmp_path):
+    path = tmp_path / "x.txt"
+    files.write_whole(path, "old")
+    files.write_whole(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~_umask()
+    assert os.listdir(tmp_path) == ["x.txt"]
+
+
+def _umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), KeyboardInterrupt()])
+def test_a_writer_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, error):
+    path = tmp_path / "x.txt"
+    files.write_whole(path, "old")
+
+    def fail():
+        with files.replacing(path, mend=MEND) as partial:
+            partial.write_text("ne")
+            raise error
+
+    with pytest.raises((InputError, KeyboardInterrupt)) as caught:
+        fail()
+    if isinstance(error, OSError):
+        assert str(caught.value) == f"Cannot write {path}: the disk is full. Do this."
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["x.txt"]
+
+
+def test_writing_where_nothing_can_be_written_is_told(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "folder", tmp_path / "missing" / "x", "/proc/x"):
+        with pytest.raises(InputError, match="Cannot write"):
+            files.write_whole(tmp_path / path, "text")
+
+
+def test_the_name_of_a_partial_file_may_be_taken_by_a_link_or_a_pipe(tmp_path):
+    """Neither is written through."""
+    other = tmp_path / "other"
+    other.write_text("mine")
+    (tmp_path / "x.partial").symlink_to(other)
+    files.write_whole(tmp_path / "x", "text")
+    os.mkfifo(tmp_path / "y.partial")
+    files.write_whole(tmp_path / "y", "text")
+    assert other.read_text() == "mine"
+    assert (tmp_path / "y").read_text() == "text"
+
+
+@pytest.mark.parametrize("place", ["/proc/foo", "file", "file/inside", "link"])
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path, place):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(InputError, match=r"(cannot be written to|a folder was expected there).*\. Do this\.$"):
+        files.make_folder(tmp_path / place, mend=MEND)
+
+
+def test_a_locked_place_is_refused_or_waited_for(tmp_path):
+    with files.locked(tmp_path / "lock", "Busy."):
+        with pytest.raises(InputError, match=r"^Busy\.$"), files.locked(tmp_path / "lock", "Busy."):
+            pass
+        with files.locked(tmp_path / "other"), files.locked(tmp_path):
+            pass
+    with files.locked(tmp_path / "lock", "Busy."):
+        pass
+
+
+RESULT = {"loss": 1.25, "n": 3, "name": "é\u2028", "none": None, "deep": {"b": [1e-320, 0.1 + 0.2, -0.0], "a": True}}
+
+
+def test_a_sealed_result_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "x.json"
+    files.write_sealed(path, RESULT)
+    values = files.read_sealed(path)
+    assert files.is_sealed(values)
+    assert {name: value for name, value in values.items() if name != files.CHECKSUM} == RESULT
+
+
+def test_every_changed_digit_of_a_sealed_result_is_noticed(tmp_path):
+    path = tmp_path / "x.json"
+    files.write_sealed(path, RESULT)
+    text = path.read_text()
+    digits = [at for at, character in enumerate(text) if character.isdigit()]
+    assert len(digits) > 40
+    for at in digits:
+        path.write_text(text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :])
+        if json.loads(path.read_text()) == json.loads(text):  # a last digit that float64 does not hold
+            continue
+        with pytest.raises(InputError):
+            files.read_sealed(path)
+
+
+def test_a_result_without_a_checksum_is_read_and_marked(tmp_path):
+    (tmp_path / "x.json").write_text(json.dumps(RESULT))
+    assert not files.is_sealed(files.read_sealed(tmp_path / "x.json"))

@@ -1,0 +1,288 @@
+"""Every file of ours is read, written, locked and checked here, so that whatever lies in its place is told in words.
+
+    read_json(path)            a regular file, of a sensible size, UTF-8, JSON that is not nested without end
+    read_sealed(path)          the same, and its numbers are the ones that were written (a checksum of its own)
+    write_whole(path, text)    the old content or the new, never a part, whatever stops it
+    with replacing(path) as p  the same, for what writes its file itself (a picture, safetensors)
+    with locked(path, busy)    one process at a time; a killed one holds nothing
+    make_folder(path)          an output folder that can be written to
+
+`mend` is the second sentence of a message: what the user can do about this file. A file that is not there is told
+apart (`MissingFileError`), since some may be. No torch.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from trainshort.errors import InputError
+
+PARTIAL = ".partial"
+"""Suffix of a file that is still being written; a leftover of it means nothing."""
+
+CHECKSUM = "checksum"
+"""The field of a stored result that holds the sha256 of all others."""
+
+LIMIT = 256 * 2**20
+"""Bytes of the largest file that is read whole: twenty times the largest tokenizer.json of the hub."""
+DEPTH = 64
+"""Levels of nested JSON; ours have six."""
+DIGITS = 400
+"""Digits of a number in JSON; the largest float64 has 309."""
+
+RESTORE = "Restore it from a copy, or remove it."
+CHOOSE = "Make room there, or choose another --out."
+
+_KINDS = {
+    stat.S_IFDIR: "it is a folder, and a file was expected",
+    stat.S_IFIFO: "it is a named pipe, and a file was expected",
+    stat.S_IFSOCK: "it is a socket, and a file was expected",
+    stat.S_IFCHR: "it is a device, and a file was expected",
+    stat.S_IFBLK: "it is a device, and a file was expected",
+}
+_REASONS = {
+    errno.ELOOP: "it is a link that leads back to itself",
+    errno.ENOSPC: "the disk is full",
+    errno.EROFS: "the file system is read-only",
+    errno.EMFILE: "too many files are open (raise the limit: ulimit -n)",
+    errno.ENOTDIR: "a file is in the way where a folder was expected",
+    errno.EACCES: "permission denied",
+}
+
+
+class MissingFileError(InputError):
+    """There is nothing of that name, not even a broken link."""
+
+
+def reason(error: OSError | ValueError) -> str:
+    """Why the system refused, in words."""
+    if isinstance(error, OSError) and error.errno:
+        return _REASONS.get(error.errno) or os.strerror(error.errno).lower()
+    return str(error) or type(error).__name__
+
+
+def _refuse(verb: str, path: Path, error: OSError | ValueError, mend: str) -> NoReturn:
+    raise InputError(f"Cannot {verb} {path}: {reason(error)}. {mend}") from None
+
+
+# ---- reading
+
+
+def open_file(path: Path, *, mend: str = RESTORE) -> BinaryIO:
+    """A regular file, open for reading; anything else of that name is refused, and never waited for."""
+    try:
+        # Without O_NONBLOCK, opening a named pipe waits until somebody writes to it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise InputError(f"Cannot read {path}: it is a link to nothing. {mend}") from None
+        raise MissingFileError(f"There is no file {path}. {mend}") from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        _refuse("read", path, error, mend)
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(descriptor)
+        raise InputError(f"Cannot read {path}: {_KINDS.get(kind, 'it is not a regular file')}. {mend}")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: Path, *, mend: str = RESTORE, limit: int = LIMIT) -> bytes:
+    """The content of a regular file that is not larger than `limit`."""
+    with open_file(path, mend=mend) as file:
+        try:
+            content = file.read(limit + 1)
+        except OSError as error:
+            _refuse("read", path, error, mend)
+    if len(content) > limit:
+        raise InputError(f"Cannot read {path}: it has more than the {limit:,} bytes that such a file can have. {mend}")
+    return content
+
+
+def read_text(path: Path, *, mend: str = RESTORE, limit: int = LIMIT) -> str:
+    """The text of a regular file in UTF-8."""
+    try:
+        return read_bytes(path, mend=mend, limit=limit).decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"Cannot read {path}: it is not UTF-8 text (byte {error.start:,}). {mend}") from None
+
+
+def read_json(path: Path, *, mend: str = RESTORE, limit: int = LIMIT) -> Any:
+    """What a JSON file holds."""
+    return parse_json(read_text(path, mend=mend, limit=limit), str(path), mend=mend)
+
+
+def read_object(path: Path, *, mend: str = RESTORE, limit: int = LIMIT) -> dict[str, Any]:
+    """What a JSON file holds that must hold an object."""
+    values = read_json(path, mend=mend, limit=limit)
+    if not isinstance(values, dict):
+        raise InputError(f"Cannot read {path}: it holds a JSON {_named(values)}, and an object was expected. {mend}")
+    return values
+
+
+def parse_json(text: str | bytes, name: str, *, mend: str = RESTORE) -> Any:
+    """The values of JSON text; `name` says where it comes from ("runs/x/metrics.jsonl, line 3")."""
+    try:
+        values = json.loads(text, parse_int=_whole_number)
+        if not _shallow(values):
+            raise RecursionError
+        if "\\u" in (text if isinstance(text, str) else text.decode()):
+            json.dumps(values, ensure_ascii=False).encode()  # half of a character, as \ud800, cannot be written again
+    except RecursionError:
+        raise InputError(f"Cannot read {name}: its JSON is nested more than {DEPTH} deep. {mend}") from None
+    except ValueError as error:  # of the JSON, of a number, of UTF-8
+        raise InputError(f"Cannot read {name}: it is not readable JSON ({error}). {mend}") from None
+    return values
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > DIGITS:
+        raise ValueError(f"a number of {len(digits):,} digits")
+    return int(digits)
+
+
+def _shallow(values: Any) -> bool:
+    level = [values]
+    for _ in range(DEPTH):
+        level = [
+            child
+            for one in level
+            if isinstance(one, dict | list)
+            for child in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return True
+    return False
+
+
+def _named(values: Any) -> str:
+    kinds = {list: "list", str: "string", bool: "boolean", type(None): "null"}
+    return kinds.get(type(values), "number")
+
+
+def sha256(path: Path, *, mend: str = RESTORE) -> str:
+    """The sha256 of a file's content."""
+    with open_file(path, mend=mend) as file:
+        try:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            _refuse("read", path, error, mend)
+
+
+# ---- writing
+
+
+@contextmanager
+def replacing(path: Path, *, mend: str = CHOOSE) -> Iterator[Path]:
+    """Where to write what will replace `path`: on leaving it is brought to the disk, then takes the name.
+
+    A reader, or a power cut, finds the old content or the new, never a part; what fails leaves the old.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        partial.unlink(missing_ok=True)
+        yield partial
+        sync_file(partial)
+        partial.replace(path)
+        sync_folder(path.parent)
+    except BaseException as error:
+        with suppress(OSError, ValueError):
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            _refuse("write", path, error, mend)
+        raise
+
+
+def write_whole(path: Path, content: str | bytes, *, mend: str = CHOOSE) -> None:
+    """Write a file so that it is whole or not there."""
+    with replacing(path, mend=mend) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def sync_file(path: Path) -> None:
+    """Ask the kernel to bring a file's content to the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Ask the kernel to bring a folder's entries to the disk; a rename is durable only then."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def make_folder(path: Path, *, mend: str = "Choose another --out.") -> Path:
+    """A folder that can be written to, made if it is not there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise OSError(errno.EROFS if os.access(path, os.X_OK) and os.geteuid() == 0 else errno.EACCES, "")
+    except FileExistsError as error:
+        what = "a link to nothing" if path.is_symlink() and not path.exists() else "a file"
+        where = path if error.filename in (None, str(path)) else error.filename
+        raise InputError(f"{where} is {what}, and a folder was expected there. {mend}") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"The folder {path} cannot be written to: {reason(error)}. {mend}") from None
+    return path
+
+
+@contextmanager
+def locked(path: Path, busy: str | None = None) -> Iterator[None]:
+    """Hold `path` (a folder, or a file that is made) against other processes; the kernel lets go when this one ends.
+
+    With `busy`, a place that another process holds is refused in these words; without, it is waited for.
+    """
+    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    except (OSError, ValueError) as error:
+        _refuse("lock", path, error, CHOOSE)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+        except BlockingIOError:
+            raise InputError(busy or f"{path} is in use.") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+# ---- results that carry their own checksum
+
+
+def seal(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` with their checksum, by which a changed number is noticed."""
+    return {**values, CHECKSUM: checksum(values)}
+
+
+def checksum(values: dict[str, Any]) -> str:
+    """sha256 over the values without their checksum, in the one form in which JSON gives them back."""
+    kept = {name: value for name, value in values.items() if name != CHECKSUM}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def write_sealed(path: Path, values: dict[str, Any], *, mend: str = CHOOSE) -> None:
+    """Store a result: whole, and with its checksum."""
+    write_whole(path, json.dumps(seal(values), indent=2) + "\n", mend=mend)
+
+
+def read_sealed(path: Path, *, mend: str = RESTORE) -> dict[str, Any]:
+    """A stored result, its numbers the ones that were written. Those of 0.1.0 have no checksum: see `is_sealed`."""
+    values = read_object(path, mend=mend)
+    if is_sealed(values) and values[CHECKSUM] != checksum(values):
+        raise InputError(f"{path} was changed after it was written: its checksum is another. {mend}")
+    return values
+
+
+def is_sealed(values: dict[str, Any]) -> bool:
+    """Whether a result carries a checksum; without one nothing can be said about its numbers."""
+    return CHECKSUM in values
