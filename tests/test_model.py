@@ -215,3 +215,68 @@ def test_learned_positions_past_the_table_through_a_cache():
 def test_adaptive_cutoffs_past_the_vocabulary_are_left_out():
     model = tiny(adaptive=AdaptiveConfig(cutoffs=(100, 300)).model_dump())
     assert model.vocabulary.bands == [(0, 100), (100, 256)]
+
+
+FOREIGN = {
+    "rms": {"norm": "rms"},
+    "swiglu": {"gated": True, "activation": "silu", "biases": False},
+    "clipped": {"clip_qkv": 0.3},
+    "scale 1/d": {"softmax_scale": 1 / 16},
+    "logits": {"logit_scale": 0.25},
+    "factor": {"embedding_factor": 3.0, "embedding_norm": False},
+    "slopes": {"slopes": (0.5, 0.2, 0.03, 0.001)},
+    "biases of norms alone": {"biases": False, "norm_biases": True},
+}
+"""Settings that models from elsewhere need."""
+
+
+def by_hand(model, tokens):
+    """The model once more, in the fewest words."""
+    c, weights = model.config, dict(model.named_parameters())
+    slopes = torch.tensor(c.slopes or (2**-2, 2**-4, 2**-6, 2**-8))
+
+    def linear(x, name):
+        return F.linear(x, weights[name + ".weight"], weights.get(name + ".bias"))
+
+    def norm(x, name):
+        centred = x if c.norm == "rms" else x - x.mean(-1, keepdim=True)
+        x = centred / (centred.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt()
+        return x * weights[name + ".weight"] + weights.get(name + ".bias", 0)
+
+    x = weights["vocabulary.embedding.weight"][tokens] * c.embedding_factor
+    where = torch.arange(tokens.shape[1])
+    bias = -slopes[:, None, None] * (where[:, None] - where)
+    bias = bias.masked_fill(where[:, None] < where, -torch.inf)
+    for i in range(c.layers):
+        qkv = linear(norm(x, f"layers.{i}.attention_norm"), f"layers.{i}.attention.qkv")
+        qkv = qkv if c.clip_qkv is None else qkv.clamp(-c.clip_qkv, c.clip_qkv)
+        q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in qkv.chunk(3, -1))
+        weight = (q @ k.mT * (c.softmax_scale or 16**-0.5) + bias).softmax(-1)
+        x = x + linear((weight @ v).transpose(1, 2).flatten(2), f"layers.{i}.attention.out")
+        inside = norm(x, f"layers.{i}.ffn_norm")
+        wide, activate = linear(inside, f"layers.{i}.ffn.wide"), F.silu if c.activation == "silu" else F.gelu
+        wide = activate(linear(inside, f"layers.{i}.ffn.gate")) * wide if c.gated else activate(wide)
+        x = x + linear(wide, f"layers.{i}.ffn.narrow")
+    return norm(x, "final_norm") @ weights["vocabulary.embedding.weight"].T * c.logit_scale
+
+
+@pytest.mark.parametrize("settings", FOREIGN.values(), ids=FOREIGN)
+def test_settings_of_models_from_elsewhere(settings):
+    model = tiny(**settings)
+    with torch.no_grad():
+        for parameter in model.parameters():  # loud, and no bias or gain where it would not show
+            parameter += 0.1 * torch.randn_like(parameter)
+        tokens = torch.randint(256, (2, 90))
+        logits = model(tokens)
+        torch.testing.assert_close(logits, by_hand(model, tokens), rtol=0, atol=2e-5 * float(logits.std()) + 2e-5)
+        assert not torch.allclose(logits, tiny()(tokens), atol=0.1 * float(logits.std()))
+        nll = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+        torch.testing.assert_close(model.loss(tokens[:, :-1], tokens[:, 1:]).total, nll, rtol=1e-4, atol=1e-4)
+
+
+def test_given_slopes_are_one_per_head_and_come_to_life_from_meta():
+    with pytest.raises(InputError, match="slopes must be one per head, 4; got 2"):
+        tiny(slopes=(0.5, 0.25))
+    with torch.device("meta"):
+        model = tiny(slopes=(0.5, 0.2, 0.03, 0.001))
+    assert model.to_empty(device="cpu").position.slopes.tolist() == pytest.approx([0.5, 0.2, 0.03, 0.001])

@@ -77,16 +77,34 @@ class ModelConfig(Settings):
     """Hidden size of the feed-forward layers. Default: four times width."""
     position: str = "alibi"
     """Position method; `trainshort list positions` names them."""
-    activation: Literal["relu", "gelu", "gelu_tanh"] = "gelu"
+    activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = "gelu"
     """Non-linearity of the feed-forward layers; gelu_tanh is the approximation that GPT-2 and BLOOM use."""
+    gated: bool = False
+    """Whether the feed-forward layers are gated, wide times activation(gate); with silu this is SwiGLU (Llama)."""
+    norm: Literal["layer", "rms"] = "layer"
+    """LayerNorm, or RMSNorm, which subtracts no mean and has no bias (Llama)."""
     biases: bool = True
     """Whether the linear layers and norms have biases."""
+    attention_biases: bool | None = None
+    """Whether the attention's linear layers have biases. Default: as biases."""
+    ffn_biases: bool | None = None
+    """Whether the feed-forward linear layers have biases. Default: as biases."""
+    norm_biases: bool | None = None
+    """Whether LayerNorms have biases. Default: as biases."""
+    clip_qkv: float | None = Field(default=None, gt=0)
+    """Queries, keys and values are clipped to plus or minus this (MPT). Default: not clipped."""
+    softmax_scale: float | None = Field(default=None, gt=0)
+    """Factor of query · key. Default: one over the square root of the heads' width."""
+    logit_scale: float = Field(default=1.0, gt=0)
+    """Factor of the scores over the vocabulary."""
     final_norm: bool = True
     """Whether a norm follows the last block (the paper's WikiText-103 model has none)."""
     tie_embeddings: bool = True
     """Whether the output matrix is the input embedding."""
     embedding_scale: bool = False
     """Whether embeddings are multiplied by the square root of width, as fairseq does."""
+    embedding_factor: float = Field(default=1.0, gt=0)
+    """A further factor of the embeddings (BTLM, Jais)."""
     embedding_norm: bool = False
     """Whether a norm follows the embeddings (BLOOM)."""
     init: Literal["gpt2", "fairseq"] = "gpt2"
@@ -107,6 +125,8 @@ class ModelConfig(Settings):
     """ALiBi: the flattest slope is 2 to the minus this."""
     learned_slopes: bool = False
     """ALiBi: train the slopes (the paper found this extrapolates worse)."""
+    slopes: tuple[float, ...] | None = None
+    """ALiBi: one slope per head, for models that were trained with others. Default: those of max_bias."""
     rotary_base: float = Field(default=10_000.0, gt=1)
     """Rotary: wavelengths grow up to this many radians."""
     t5_buckets: int = Field(default=32, ge=2)
@@ -133,6 +153,8 @@ class ModelConfig(Settings):
             raise ValueError(f"kv_heads {self.kv_heads} must divide heads {self.heads}")
         if self.position == "rotary" and (self.width // self.heads) % 2:
             raise ValueError(f"rotary turns pairs, so width / heads must be even; got {self.width} / {self.heads}")
+        if self.slopes is not None and len(self.slopes) != self.heads:
+            raise ValueError(f"slopes must be one per head, {self.heads}; got {len(self.slopes)}")
         return self
 
     @property
@@ -142,6 +164,11 @@ class ModelConfig(Settings):
     @property
     def ffn_width(self) -> int:
         return self.ffn or 4 * self.width
+
+    def has_biases(self, place: Literal["attention", "ffn", "norm"]) -> bool:
+        """Whether the linear layers or norms at this place have biases."""
+        own = getattr(self, f"{place}_biases")
+        return self.biases if own is None else own
 
     @property
     def key_heads(self) -> int:

@@ -4,6 +4,8 @@ Read `TransformerLM.hidden` first; it is the whole model. The position method ha
 attention one call (attention/op.py), the vocabulary two kinds (vocabulary.py); nothing here branches on any of them.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +20,13 @@ from trainshort.config import ModelConfig
 from trainshort.errors import InputError
 from trainshort.positions import positions
 from trainshort.vocabulary import IGNORED, build_vocabulary
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
 
 
 class Loss(NamedTuple):
@@ -112,16 +121,25 @@ class TransformerLM(nn.Module):
         self.position.check_length(past + tokens.shape[1] if documents is None else int(where.max()) + 1)
         step = Step(where, self.position.score_bias(), documents)
 
-        x = self.vocabulary.embed(tokens)
-        if self.config.embedding_scale:
-            x = x * self.config.width**0.5
-        x = self.dropout(self.position.embed(self.embedding_norm(x), where))
+        x = self.dropout(self.embed(tokens, where))
         for index, layer in enumerate(self.layers):
             if self.checkpoint_activations and self.training:
                 x = checkpoint(layer, x, self.position, step, use_reentrant=False)
             else:
                 x = layer(x, self.position, step, None if cache is None else cache.layer(index))
-        return self.final_norm(x)
+        x = self.final_norm(x)
+        return x if self.config.logit_scale == 1 else x * self.config.logit_scale
+
+    def embed(
+        self, tokens: Int[Tensor, "batch length"], where: Int[Tensor, "batch length"]
+    ) -> Float[Tensor, "batch length width"]:
+        """The first layer's input."""
+        x, config = self.vocabulary.embed(tokens), self.config
+        if config.embedding_scale:
+            x = x * config.width**0.5
+        if config.embedding_factor != 1:
+            x = x * config.embedding_factor
+        return self.position.embed(self.embedding_norm(x), where)
 
     def _check(self, tokens: Tensor, documents: Tensor | None, cache: Cache | None) -> None:
         if tokens.dim() != 2 or 0 in tokens.shape:
@@ -163,13 +181,23 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         self.split = [config.heads, config.key_heads, config.key_heads]
-        self.qkv = nn.Linear(config.width, sum(self.split) * config.head_width, bias=config.biases)
-        self.out = nn.Linear(config.width, config.width, bias=config.biases)
+        biases = config.has_biases("attention")
+        self.qkv = nn.Linear(config.width, sum(self.split) * config.head_width, bias=biases)
+        self.out = nn.Linear(config.width, config.width, bias=biases)
+
+    def project(self, x: Float[Tensor, "batch length width"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, (batch, heads, length, dim) each, as they meet in `attend` but for the position."""
+        config, qkv = self.config, self.qkv(x)
+        if config.clip_qkv is not None:
+            qkv = qkv.clamp(-config.clip_qkv, config.clip_qkv)
+        q, k, v = qkv.unflatten(-1, (-1, config.head_width)).transpose(1, 2).split(self.split, dim=1)
+        if config.softmax_scale is not None:
+            q = q * (config.softmax_scale * config.head_width**0.5)  # attend divides by the root
+        return q, k, v
 
     def forward(self, x: Tensor, position, step: Step, cache: LayerCache | None) -> Tensor:
         config = self.config
-        qkv = self.qkv(x).unflatten(-1, (-1, config.head_width)).transpose(1, 2)  # batch heads length dim
-        q, k, v = qkv.split(self.split, dim=1)
+        q, k, v = self.project(x)
         q, k = position.rotate(q, k, step.where)
         y = (attend if cache is None else cache.attend)(
             q,
@@ -187,29 +215,27 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Wide, non-linear, narrow."""
+    """Wide, non-linear, narrow; or wide, times a non-linear gate, narrow."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.wide = nn.Linear(config.width, config.ffn_width, bias=config.biases)
-        self.narrow = nn.Linear(config.ffn_width, config.width, bias=config.biases)
+        biases = config.has_biases("ffn")
+        self.wide = nn.Linear(config.width, config.ffn_width, bias=biases)
+        self.gate = nn.Linear(config.width, config.ffn_width, bias=biases) if config.gated else None
+        self.narrow = nn.Linear(config.ffn_width, config.width, bias=biases)
         self.activation = config.activation
         self.dropout = nn.Dropout(config.activation_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.wide(x)
-        match self.activation:
-            case "relu":
-                x = F.relu(x)
-            case "gelu":
-                x = F.gelu(x)
-            case "gelu_tanh":
-                x = F.gelu(x, approximate="tanh")
+        activate, wide = ACTIVATIONS[self.activation], self.wide(x)
+        x = activate(wide) if self.gate is None else activate(self.gate(x)) * wide
         return self.narrow(self.dropout(x))
 
 
-def _norm(config: ModelConfig) -> nn.LayerNorm:
-    return nn.LayerNorm(config.width, eps=config.norm_eps, bias=config.biases)
+def _norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "rms":
+        return nn.RMSNorm(config.width, eps=config.norm_eps)
+    return nn.LayerNorm(config.width, eps=config.norm_eps, bias=config.has_biases("norm"))
 
 
 def _where(tokens: Tensor, start: int | Tensor, documents: Tensor | None) -> Int[Tensor, "batch length"]:

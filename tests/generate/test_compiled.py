@@ -25,6 +25,9 @@ SETTINGS = [
     {"final_norm": False},
     {"embedding_norm": True},
     {"embedding_scale": True},
+    {"embedding_factor": 2.5, "logit_scale": 0.3},
+    {"norm_biases": False},
+    {"biases": False, "ffn_biases": True},
     {"tie_embeddings": False},
     {"kv_heads": 2},
     {"window": 5},
@@ -105,6 +108,27 @@ def test_other_dtypes_go_through_torch(change):
     assert compiled.decoder_of(model) is None
     for mode in ({}, {"mode": "bounded"}):
         assert len(list(trainshort.stream(model, [1, 2, 3], tokens=5, **mode))) == 5
+
+
+LEFT_TO_TORCH = [
+    ({"norm": "rms"}, "RMSNorm"),
+    ({"gated": True}, "gated feed-forward layers"),
+    ({"activation": "silu"}, "the activation silu"),
+    ({"clip_qkv": 0.5}, "clip_qkv"),
+    ({"softmax_scale": 0.2}, "softmax_scale"),
+]
+
+
+@pytest.mark.parametrize(("settings", "named"), LEFT_TO_TORCH, ids=[name for _, name in LEFT_TO_TORCH])
+def test_what_compiled_layers_lack_goes_through_torch(settings, named):
+    model = make_model(**settings)
+    assert compiled.lacks(model.config) == f"compiled layers have no {named}"
+    assert compiled.decoder_of(model) is None
+    made = list(trainshort.stream(model, [1, 2, 3], tokens=5, temperature=0, mode="bounded"))
+    read = [1, 2, 3]
+    for token in made:
+        assert token.logprob == pytest.approx(float(logprobs(model, read, [token.id])), abs=1e-5)
+        read.append(token.id)
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2])

@@ -68,8 +68,7 @@ def _recorded(attention: Attention, found: list[Call]) -> Iterator[None]:
 
     def record(module: Attention, arguments: tuple[Any, ...]) -> None:
         x, position, step = arguments[:3]
-        qkv = module.qkv(x).unflatten(-1, (-1, module.config.head_width)).transpose(1, 2)
-        q, k, v = qkv.split(module.split, dim=1)
+        q, k, v = module.project(x)
         q, k = position.rotate(q, k, step.where)
         found.append(Call(q, k, v, step.bias, module.config.window, step.documents))
 

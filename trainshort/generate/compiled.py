@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainshort.attention import Bias, LinearBias
 from trainshort.cache import Cache
 from trainshort.cache.ring import library, unavailable
+from trainshort.config import ModelConfig
 from trainshort.model import Block, TransformerLM
 from trainshort.positions import PositionMethod
 from trainshort.vocabulary import Vocabulary
@@ -138,7 +139,7 @@ class Decoder:
         self.model = model
         self.layers: list[_Layer] = [_layer(block) for block in model.layers]  # pyright: ignore[reportArgumentType]
         vocabulary = model.vocabulary
-        self.head = None
+        self.head, self.logit_scale = None, model.config.logit_scale
         if isinstance(vocabulary, Vocabulary):
             self.head = RowLinear(vocabulary.output_weight, None, model.final_norm)
         self.at_once = AllLayers(model, self.layers) if _nothing_in_between(model) else None
@@ -151,18 +152,15 @@ class Decoder:
     def scores(self, token: Int[Tensor, "1 1"], cache: Cache) -> Float[Tensor, "1 vocabulary"]:
         x = self._blocks(token, cache)
         if self.head is not None:
-            return self.head(x)[0]
-        return self.model.vocabulary.log_scores(self.model.final_norm(x)[0])
+            return self.head(x)[0] if self.logit_scale == 1 else self.head(x)[0] * self.logit_scale
+        return self.model.vocabulary.log_scores(self.model.final_norm(x)[0] * self.logit_scale)
 
     def _blocks(self, token: Tensor, cache: Cache) -> Float[Tensor, "1 1 width"]:
-        model, config, position = self.model, self.model.config, self.model.position
+        position = self.model.position
         where = torch.tensor([[cache.length]])
         position.check_length(cache.length + 1)
         bias = position.score_bias()
-        x = model.vocabulary.embed(token)
-        if config.embedding_scale:
-            x = x * config.width**0.5
-        x = position.embed(model.embedding_norm(x), where)
+        x = self.model.embed(token, where)
         after = self.at_once.run(x, cache, bias) if self.at_once is not None else None
         return self._by_layer(x, where, cache, bias) if after is None else after
 
@@ -187,9 +185,22 @@ def _nothing_in_between(model: TransformerLM) -> bool:
 
 
 def decoder_of(model: TransformerLM) -> Decoder | None:
-    """The decoder of a model; none where torch has to do: other devices and dtypes, or no C compiler."""
+    """The decoder of a model; none where torch has to do: other devices and dtypes, parts that row.c lacks, or no C
+    compiler."""
     plain = all(w.device.type == "cpu" and w.dtype == torch.float32 and w.is_contiguous() for w in model.parameters())
-    return Decoder(model) if plain and unavailable() is None else None
+    return Decoder(model) if plain and lacks(model.config) is None and unavailable() is None else None
+
+
+def lacks(config: ModelConfig) -> str | None:
+    """What the compiled layers cannot do of a model, and model.py has to; None when they can do all."""
+    settings = {
+        "RMSNorm": config.norm == "rms",
+        "gated feed-forward layers": config.gated,
+        f"the activation {config.activation}": config.activation not in ACTIVATIONS,
+        "clip_qkv": config.clip_qkv is not None,
+        "softmax_scale": config.softmax_scale is not None,
+    }
+    return next((f"compiled layers have no {name}" for name, set_ in settings.items() if set_), None)
 
 
 def _layer(block: Block) -> _Layer:

@@ -20,8 +20,8 @@ class Alibi(PositionMethod):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.heads, self.max_bias = config.heads, config.max_bias
-        slopes = alibi.slopes(config.heads, config.max_bias)
+        self.heads, self.max_bias, self.given = config.heads, config.max_bias, config.slopes
+        slopes = self._first_slopes()
         if config.learned_slopes:
             self.slopes = nn.Parameter(slopes)
         else:
@@ -31,13 +31,17 @@ class Alibi(PositionMethod):
     def score_bias(self) -> Bias:
         return LinearBias(self.slopes)
 
+    def _first_slopes(self) -> Tensor:
+        given = self.given
+        return alibi.slopes(self.heads, self.max_bias) if given is None else torch.tensor(given, dtype=torch.float32)
+
     def _apply(self, fn, recurse: bool = True):
         """Moves with the model but stays float32 (half precision has no room for fine slopes), and comes to life with
         the right values when a model built on the meta device gets its memory."""
         before = self.slopes.detach()
         super()._apply(fn, recurse)
         if before.is_meta and not self.slopes.is_meta:
-            self.slopes.data = alibi.slopes(self.heads, self.max_bias).to(self.slopes.device)
+            self.slopes.data = self._first_slopes().to(self.slopes.device)
         elif self.slopes.dtype != torch.float32:
             self.slopes.data = before.to(self.slopes.device)
         return self
