@@ -18,7 +18,7 @@ from trainshort.attention import Bias, attend, engines
 from trainshort.cache import Cache, LayerCache
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.positions import positions
+from trainshort.positions import PositionMethod, positions
 from trainshort.vocabulary import IGNORED, build_vocabulary
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -169,7 +169,7 @@ class Block(nn.Module):
         self.ffn = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, position: nn.Module, step: Step, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, position: PositionMethod, step: Step, cache: LayerCache | None = None) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), position, step, cache))
         return x + self.dropout(self.ffn(self.ffn_norm(x)))
 
@@ -185,20 +185,28 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, sum(self.split) * config.head_width, bias=biases)
         self.out = nn.Linear(config.width, config.width, bias=biases)
 
-    def project(self, x: Float[Tensor, "batch length width"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, (batch, heads, length, dim) each, as they meet in `attend` but for the position."""
-        config, qkv = self.config, self.qkv(x)
+    def project(
+        self,
+        x: Float[Tensor, "batch length width"],
+        position: PositionMethod,
+        where: Int[Tensor, "batch length"],
+        qkv: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, (batch, heads, length, dim) each, as they meet in `attend`.
+
+        `qkv` is another way to apply the same matrix, where there is one.
+        """
+        config, flat = self.config, (qkv or self.qkv)(x)
         if config.clip_qkv is not None:
-            qkv = qkv.clamp(-config.clip_qkv, config.clip_qkv)
-        q, k, v = qkv.unflatten(-1, (-1, config.head_width)).transpose(1, 2).split(self.split, dim=1)
+            flat = flat.clamp(-config.clip_qkv, config.clip_qkv)
+        q, k, v = flat.unflatten(-1, (-1, config.head_width)).transpose(1, 2).split(self.split, dim=1)
         if config.softmax_scale is not None:
             q = q * (config.softmax_scale * config.head_width**0.5)  # attend divides by the root
-        return q, k, v
+        return *position.rotate(q, k, where), v
 
-    def forward(self, x: Tensor, position, step: Step, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, position: PositionMethod, step: Step, cache: LayerCache | None) -> Tensor:
         config = self.config
-        q, k, v = self.project(x)
-        q, k = position.rotate(q, k, step.where)
+        q, k, v = self.project(x, position, step.where)
         y = (attend if cache is None else cache.attend)(
             q,
             k,

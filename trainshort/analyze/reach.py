@@ -68,8 +68,7 @@ def _recorded(attention: Attention, found: list[Call]) -> Iterator[None]:
 
     def record(module: Attention, arguments: tuple[Any, ...]) -> None:
         x, position, step = arguments[:3]
-        q, k, v = module.project(x)
-        q, k = position.rotate(q, k, step.where)
+        q, k, v = module.project(x, position, step.where)
         found.append(Call(q, k, v, step.bias, module.config.window, step.documents))
 
     handle = attention.register_forward_pre_hook(record)

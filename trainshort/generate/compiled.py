@@ -166,11 +166,8 @@ class Decoder:
 
     def _by_layer(self, x: Tensor, where: Tensor, cache: Cache, bias: Bias | None) -> Float[Tensor, "1 1 width"]:
         config, position = self.model.config, self.model.position
-        split = [config.heads, config.key_heads, config.key_heads]
-        for index, layer in enumerate(self.layers):
-            heads = layer.qkv(x).view(1, 1, -1, config.head_width).transpose(1, 2)
-            q, k, v = heads.split(split, dim=1)
-            q, k = position.rotate(q, k, where)
+        for index, (block, layer) in enumerate(zip(self.model.layers, self.layers, strict=True)):
+            q, k, v = block.attention.project(x, position, where, layer.qkv)  # pyright: ignore
             y = cache.layer(index).attend(q, k, v, bias=bias, window=config.window, backend=config.backend)
             x = layer.out(y.transpose(1, 2).reshape(1, 1, -1), x)
             x = layer.narrow(layer.wide(x), x)
