@@ -2,12 +2,17 @@
 
 import hashlib
 import json
+import os
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from laboratory import make_run, random_tokens, save_hugging_face
+from safetensors.torch import load_file, save_file
 
 from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import HuggingFaceTarget
@@ -176,8 +181,72 @@ def test_a_hub_name_without_a_network_is_one_sentence(tmp_path, monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(InputError, match="no folder 'nobody/nothing' here, and the hub did not give"):
+    with pytest.raises(InputError, match="no folder 'nobody/nothing' here, the hub does not answer, and no earlier"):
         open_target("nobody/nothing")
+
+
+def test_without_a_network_nothing_is_tried_again_and_again(tmp_path):
+    """The hub's place is a closed port here, so that this holds on every machine."""
+    words = ["evaluate", "nobody/nothing", "--data", "x.txt"]
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "trainshort", *words], env=environment, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "the hub does not answer, and no earlier download" in done.stderr
+
+
+def with_code_of_its_own(folder: Path, part: str) -> Path:
+    """A saved model that says that its own Python file must be run; it would leave a mark."""
+    save_hugging_face(folder, "llama")
+    (folder / "custom.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass Own: pass\n")
+    name = "config.json" if part == "model" else "tokenizer_config.json"
+    config = json.loads((folder / name).read_text())
+    if part == "model":
+        config |= {"model_type": "own", "architectures": ["Own"]}
+        config["auto_map"] = {"AutoConfig": "custom.Own", "AutoModelForCausalLM": "custom.Own"}
+    else:
+        config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["custom.Own", None]}}
+    (folder / name).write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("part", ["model", "tokenizer"])
+def test_code_beside_a_model_is_never_run(tmp_path, monkeypatch, part):
+    monkeypatch.setattr("builtins.input", lambda *question: "y")  # the answer that used to run it
+    folder = with_code_of_its_own(tmp_path / "own", part)
+    with pytest.raises(InputError, match=f"needs Python code of its own for its {part}, and trainshort never runs"):
+        open_target(str(folder)).speller()
+    assert not (folder / "ran").exists()
+
+
+def test_a_pickle_is_never_opened(tmp_path):
+    folder = tmp_path / "pickled"
+    save_hugging_face(folder, "llama")
+    (folder / "model.safetensors").unlink()
+    mark = tmp_path / "ran"
+
+    class Trap:
+        def __reduce__(self):
+            return mark.touch, ()
+
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(InputError, match=r"weights as a pickle \(pytorch_model.bin\).*Save the model as safetensors"):
+        open_target(str(folder))
+    assert not mark.exists()
+
+
+def test_damaged_and_missing_weights_are_told(tmp_path):
+    folder = tmp_path / "model"
+    save_hugging_face(folder, "llama")
+    weights = load_file(folder / "model.safetensors")
+    save_file({k: v for k, v in weights.items() if "layers.1" not in k}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=r"lacks weights \(model.layers.1"):
+        open_target(str(folder))
+    (folder / "model.safetensors").write_bytes(b"nothing of the kind")
+    with pytest.raises(InputError, match="did not give a causal language model"):
+        open_target(str(folder))
 
 
 def test_devices(monkeypatch):

@@ -3,20 +3,28 @@
 The logits of 16,384 tokens over 250,000 words would be 16 GB. Where a model's logits are its body's output times its
 head, which is tried on a few tokens, the head is applied in slices; a model that does more (soft caps, scales) keeps
 its own way, one sequence at a time.
+
+A model brings numbers, never code: nothing that lies beside the weights is executed (no `trust_remote_code`, no
+question), and weights are read from safetensors only, since loading a pickle runs what is in it.
 """
 
 import inspect
 import math
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trainshort.errors import InputError
@@ -31,6 +39,8 @@ TABLE_SETTINGS = {"mpt": "max_seq_len"}
 """Model types whose ALiBi has no limit but is written out as far as a setting says; longer inputs need a larger one."""
 
 PROBE_TOKENS = 8
+PATIENCE = 5.0
+"""Seconds in which the hub has to answer."""
 
 
 class HuggingFaceTarget(Target):
@@ -40,7 +50,8 @@ class HuggingFaceTarget(Target):
 
     def __init__(self, name: str, *, device: str = "cpu", precision: str = "float32") -> None:
         self.name = name
-        self.module = self.model = _load(name, precision).to(device).eval()
+        self._source = _source(name)
+        self.module = self.model = _load(self._source, precision).to(device).eval()
         config = self.model.config.get_text_config()
         declared = next((size for key in LENGTH_NAMES if isinstance(size := getattr(config, key, None), int)), None)
         self.trained_at = declared
@@ -102,8 +113,10 @@ class HuggingFaceTarget(Target):
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.name)
-        except (OSError, ValueError, KeyError):
+            return AutoTokenizer.from_pretrained(self._source, trust_remote_code=False)
+        except (OSError, ValueError, KeyError) as error:
+            if _wants_code(error):
+                raise InputError(_CODE.format(name=self.name, part="tokenizer")) from None
             return None
 
     def speller(self) -> Speller:
@@ -144,21 +157,82 @@ class HuggingFaceSpeller:
 
 
 def _load(name: str, precision: str) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    if Path(name).is_dir() or not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    _refuse_pickles(name)
+    settings = {"dtype": PRECISIONS[precision], "use_safetensors": True, "trust_remote_code": False}
     try:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-    except ImportError:
-        raise InputError("Hugging Face models need the hf extra: pip install 'trainshort[hf]'.") from None
-    logging.disable_progress_bar()
-    try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=PRECISIONS[precision])
-    except (OSError, ValueError, KeyError) as error:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **settings)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if _wants_code(error):
+            raise InputError(_CODE.format(name=name, part="model")) from None
         reason = re.sub(r"\s+", " ", str(error)).strip().removesuffix(".")
         where = "the folder" if Path(name).is_dir() else f"there is no folder '{name}' here, and the hub"
         raise InputError(
             f"Cannot load '{name}': {where} did not give a causal language model ({reason[:240]}). "
             "Give a run folder, a saved model's folder, or check the name and the network."
         ) from None
+    model, found = loaded
+    if missing := sorted(found["missing_keys"]):
+        raise InputError(f"'{name}' lacks weights ({missing[0]} and {len(missing) - 1} more); save the model anew.")
+    return model
+
+
+_CODE = (
+    "'{name}' needs Python code of its own for its {part}, and trainshort never runs code that comes with a model. "
+    "Save it in a form that transformers knows by itself."
+)
+
+
+def _wants_code(error: Exception) -> bool:
+    return "trust_remote_code" in str(error)
+
+
+def _source(name: str) -> str:
+    """Where a model is loaded from: its folder; the hub; or, where the hub does not answer, what an earlier download
+    left on this machine, in place of half a minute of retries."""
+    if find_spec("transformers") is None:
+        raise InputError("Hugging Face models need the hf extra: pip install 'trainshort[hf]'.")
+    if Path(name).is_dir() or _hub_answers():
+        return name
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(name, local_files_only=True)
+    except (OSError, ValueError):
+        raise InputError(
+            f"There is no folder '{name}' here, the hub does not answer, and no earlier download of '{name}' is on "
+            "this machine. Check the name and the network, or give a run folder or a saved model's folder."
+        ) from None
+
+
+def _hub_answers() -> bool:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=PATIENCE).close()
+    except HTTPError:
+        return True  # a refusal is an answer too
+    except OSError:
+        return False
+    return True
+
+
+def _refuse_pickles(name: str) -> None:
+    folder = Path(name)
+    if not folder.is_dir() or any(folder.glob("*.safetensors")):
+        return
+    found = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
+    if found:
+        raise InputError(
+            f"{name} holds its weights as a pickle ({found[0]}), which can run code when it is opened, so it is not. "
+            "Save the model as safetensors."
+        )
 
 
 def _table_length(model: nn.Module, declared: int | None) -> int | None:
