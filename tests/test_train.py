@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 
 import numpy as np
@@ -12,8 +13,8 @@ from torch.nn import functional as F
 
 from trainshort import checkpoint, runs
 from trainshort.checkpoint import folders, tensors
-from trainshort.config import RunConfig
-from trainshort.data import open_or_prepare
+from trainshort.config import DataConfig, RunConfig
+from trainshort.data import open_or_prepare, prepare
 from trainshort.data.stream import Stream
 from trainshort.errors import InputError
 from trainshort.interrupt import Interrupted
@@ -40,10 +41,12 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture
 def config(corpus):
+    data = {"corpus": str(corpus), "tokenizer": "bytes", "folder": corpus.parent / "data"}
+    prepare(DataConfig.read(data), progress=False)
     return RunConfig.read(
         {
             "model": {"layers": 1, "width": 16, "heads": 2, "dropout": 0.1},
-            "data": {"corpus": str(corpus), "tokenizer": "bytes", "folder": corpus.parent / "data"},
+            "data": data,
             "optim": {"lr": 0.01, "warmup": 3},
             "train": {
                 "length": 16,
@@ -300,6 +303,20 @@ def test_other_data_is_refused_on_resume(config, tmp_path):
     (tmp_path / "run" / "sessions.jsonl").write_text(json.dumps(record | {"data": "0123456789abcdef"}) + "\n")
     with pytest.raises(InputError, match=r"trained on other data: its train\.bin had sha256 0123456789ab"):
         train(config, tmp_path / "run", resume=True, quiet=True)
+
+
+@pytest.mark.parametrize("name", ["train.bin", "train.documents.bin", "tokenizer.json"])
+def test_data_that_was_damaged_is_refused_at_the_start_and_on_resume(config, tmp_path, name):
+    data = tmp_path / "data"
+    shutil.copytree(config.data.folder, data)
+    config = config.replace(data={"folder": data})
+    train(config, tmp_path / "run", quiet=True)
+    size = (data / name).stat().st_size
+    (data / name).write_bytes(bytes(size))
+    for run, resume in (("run", True), ("new", False)):
+        with pytest.raises(InputError, match=rf"{name} is damaged or belongs to another preparation"):
+            train(config, tmp_path / run, resume=resume, quiet=True)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_torn_line_in_sessions_is_mended(config, tmp_path):

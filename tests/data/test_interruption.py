@@ -1,5 +1,6 @@
 """A preparation that is killed continues to byte-identical results; no worker stays behind; a full disk is told."""
 
+import contextlib
 import hashlib
 import os
 import random
@@ -15,6 +16,7 @@ import pytest
 from trainshort.config import DataConfig
 from trainshort.data import open_data, prepare
 from trainshort.data import pipeline as pipeline_module
+from trainshort.data.checksums import FILE as CHECKED_FILE
 from trainshort.data.meta import UNFINISHED_FILE
 from trainshort.errors import InputError
 
@@ -47,13 +49,25 @@ def settings(text: Path, folder: Path, **changes) -> DataConfig:
 
 
 def content(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+    """All files but the note of when they were checked, which names inodes and times."""
+    files = sorted(path for path in folder.iterdir() if path.name != CHECKED_FILE)
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def start(text: Path, folder: Path, workers: int, **options) -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", CHILD, str(text), str(folder), str(workers)]
     return subprocess.Popen(command, env=environment, **options)
+
+
+def workers_of(process: psutil.Process) -> list[psutil.Process]:
+    """The children that encode, by what they run: other tests of this process may have left children of their own."""
+    found = []
+    for child in process.children():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if any("trainshort.data.workers" in part for part in child.cmdline()):
+                found.append(child)
+    return found
 
 
 def kill_until_done(text: Path, folder: Path, kills: int, seed: int) -> int:
@@ -184,7 +198,7 @@ def test_workers_leave_when_their_parent_is_killed(text: Path, tmp_path: Path) -
     process = psutil.Process(child.pid)
     workers: list[psutil.Process] = []
     while child.poll() is None and len(workers) < 2:
-        workers = process.children()
+        workers = workers_of(process)
         time.sleep(0.005)
     assert len(workers) == 2
     child.kill()
@@ -197,15 +211,21 @@ def test_workers_leave_when_their_parent_is_killed(text: Path, tmp_path: Path) -
 def test_a_killed_worker_is_told(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline_module, "PIECE_CHARACTERS", 5000)
     original = pipeline_module.Writer.append
+    # An older child that has nothing to do with it, as another test's server would be.
+    bystander = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    killed: list[psutil.Process] = []
 
     def kill_one(writer, parts) -> None:
         original(writer, parts)
-        for worker in psutil.Process().children()[:1]:
-            worker.kill()
+        if not killed:
+            killed.append(workers_of(psutil.Process())[0])
+            killed[0].kill()
 
     monkeypatch.setattr(pipeline_module.Writer, "append", kill_one)
     with pytest.raises(InputError, match=r"A worker process ended by itself \(exit code -9; .* Run the same command"):
         prepare(settings(text, tmp_path / "out"), progress=False, workers=2)
+    assert bystander.poll() is None
+    bystander.communicate()
     monkeypatch.setattr(pipeline_module.Writer, "append", original)
     prepare(settings(text, tmp_path / "out"), progress=False, workers=2).verify()
 

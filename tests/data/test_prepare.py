@@ -12,11 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trainshort import files
 from trainshort.cli import main
 from trainshort.config import DataConfig
 from trainshort.data import load_tokenizer, open_data, open_or_prepare, prepare
 from trainshort.data import pipeline as pipeline_module
+from trainshort.data.checksums import FILE as CHECKED_FILE
 from trainshort.data.corpus import find_corpus
+from trainshort.data.document import SPLITS
 from trainshort.data.meta import token_type
 from trainshort.data.request import data_folder
 from trainshort.data.splits import splitter
@@ -37,7 +40,9 @@ def settings(text: Path, folder: Path | None, **changes) -> DataConfig:
 
 
 def content(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+    """All files but the note of when they were checked, which names inodes and times."""
+    files = sorted(path for path in folder.iterdir() if path.name != CHECKED_FILE)
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "words", "bpe"])
@@ -63,7 +68,8 @@ def test_what_is_prepared_is_the_text(tokenizer: str, text: Path, tmp_path: Path
     assert prepared.meta.tokenizer == tokenizer
     assert prepared.meta.corpus == str(text)
     assert sorted(path.name for path in prepared.folder.iterdir()) == sorted(
-        [f"{s}{kind}.bin" for s in by_split for kind in ("", ".documents")] + ["meta.json", "tokenizer.json"]
+        [f"{s}{kind}.bin" for s in by_split for kind in ("", ".documents")]
+        + ["checked.json", "meta.json", "tokenizer.json"]
     )
 
 
@@ -120,7 +126,9 @@ def test_a_folder_that_holds_other_things_is_left_alone(text: Path, tmp_path: Pa
     with pytest.raises(InputError, match=r"out exists and holds other files \(train\.bin\)\. Choose another"):
         prepare(settings(text, tmp_path / "out"), progress=False)
     assert (tmp_path / "out" / "train.bin").read_text() == "precious"
-    with pytest.raises(InputError, match=r"text\.txt should be a folder, but a file of that name is in the way"):
+    with pytest.raises(
+        InputError, match=r"text\.txt is a file, and a folder was expected there\. Choose another --out"
+    ):
         prepare(settings(text, text), progress=False)
 
 
@@ -211,12 +219,71 @@ def test_files_that_do_not_match_their_meta_are_refused(text: Path, tmp_path: Pa
     with pytest.raises(InputError, match=message):
         open_data(out)
     (out / "valid.bin").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    damaged = open_data(out)
-    with pytest.raises(InputError, match=r"valid\.bin does not have the checksum that its meta\.json gives"):
-        damaged.verify()
-    (out / "valid.bin").unlink()
-    with pytest.raises(InputError, match=r"valid\.bin is missing"):
+    with pytest.raises(
+        InputError,
+        match=r"valid\.bin is damaged or belongs to another preparation: its checksum is not the one in meta\.json",
+    ):
         open_data(out)
+    (out / "valid.bin").unlink()
+    with pytest.raises(InputError, match=r"There is no file .*valid\.bin"):
+        open_data(out)
+
+
+@pytest.mark.parametrize("name", ["train.bin", "train.documents.bin", "test.bin", "tokenizer.json"])
+def test_every_changed_bit_is_noticed_whatever_the_times_say(name: str, text: Path, tmp_path: Path) -> None:
+    out = prepare(settings(text, tmp_path / "out"), progress=False).folder
+    open_data(out)
+    path = out / name
+    whole, times = path.read_bytes(), path.stat()
+    for at in range(0, len(whole), 1 + len(whole) // 10):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        with pytest.raises(
+            InputError,
+            match=rf"{name} is damaged or belongs to another preparation: its checksum is not the one in meta\.json",
+        ):
+            open_data(out)
+    path.write_bytes(whole)
+    open_data(out)
+
+
+def test_what_was_found_whole_is_not_read_again(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings(text, tmp_path / "out")
+    prepare(config, progress=False)
+    prepare(config, progress=False)  # the corpus is compared too
+    read: list[str] = []
+    original = files.sha256
+    monkeypatch.setattr(files, "sha256", lambda path: read.append(path.name) or original(path))
+    prepare(config, progress=False)
+    assert read == []
+    (tmp_path / "out" / CHECKED_FILE).write_text('{"train.bin": 3')  # a memory that is damaged is none
+    prepare(config, progress=False)
+    assert sorted(read) == sorted(
+        ["text.txt", "tokenizer.json"] + [f"{s}{kind}.bin" for s in SPLITS for kind in ("", ".documents")]
+    )
+
+
+def test_a_folder_that_cannot_be_written_is_checked_every_time(text: Path, tmp_path: Path) -> None:
+    out = prepare(settings(text, tmp_path / "out"), progress=False).folder
+    (out / CHECKED_FILE).unlink()
+    (out / CHECKED_FILE).mkdir()  # stands for a folder without write permission, which root would pass
+    open_data(out)
+    (out / "train.bin").write_bytes(bytes((out / "train.bin").stat().st_size))
+    with pytest.raises(InputError, match=r"train\.bin is damaged"):
+        open_data(out)
+
+
+def test_a_corpus_edited_without_changing_its_size_is_noticed(text: Path, tmp_path: Path) -> None:
+    config, times = settings(text, tmp_path / "out"), text.stat()
+    prepare(config, progress=False)
+    prepare(config, progress=False)
+    whole = text.read_text()
+    text.write_text(whole.replace("house", "mouse"))
+    os.utime(text, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(InputError, match=r"an earlier state of '.*text\.txt', whose files have changed"):
+        prepare(config, progress=False)
+    text.write_text(whole)
+    prepare(config, progress=False)
 
 
 def test_a_meta_that_cannot_be_used_is_told(text: Path, tmp_path: Path) -> None:
@@ -225,6 +292,12 @@ def test_a_meta_that_cannot_be_used_is_told(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare(settings(text, out, tokenizer="bytes"), progress=False)
     meta = json.loads((out / "meta.json").read_text())
+    (out / "meta.json").write_text(json.dumps(meta | {"vocabulary": 255}))
+    with pytest.raises(InputError, match=r"meta\.json was changed after it was written: its checksum is another"):
+        open_data(out)
+    del meta["checksum"]  # as 0.1.0 wrote it
+    (out / "meta.json").write_text(json.dumps(meta))
+    open_data(out)
     (out / "meta.json").write_text(json.dumps(meta | {"format": 7}))
     with pytest.raises(InputError, match=r"meta\.json has format 7, and this version of trainshort reads format 1"):
         open_data(out)
@@ -232,7 +305,7 @@ def test_a_meta_that_cannot_be_used_is_told(text: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Unknown setting 'splitz'\. Did you mean 'splits'\?"):
         open_data(out)
     (out / "meta.json").write_text("{")
-    with pytest.raises(InputError, match=r"meta\.json is not readable JSON"):
+    with pytest.raises(InputError, match=r"meta\.json: it is not readable JSON"):
         open_data(out)
 
 

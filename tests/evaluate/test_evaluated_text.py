@@ -42,6 +42,14 @@ def test_by_default_a_run_is_evaluated_on_its_own_validation_text(run: RunTarget
     assert by_name.description() == described, "the run's corpus by its name is the run's data"
 
 
+def test_damaged_tokens_are_never_scored_under_the_old_checksum(tmp_path):
+    target = open_target(str(make_run(tmp_path)))
+    valid = tmp_path / "tiny-data" / "valid.bin"
+    valid.write_bytes(bytes(valid.stat().st_size))
+    with pytest.raises(InputError, match=r"valid\.bin is damaged or belongs to another preparation"):
+        open_text(target, ())
+
+
 def test_a_plain_file_is_read_whole_and_nothing_is_added(run: RunTarget, tmp_path):
     path = tmp_path / "story.txt"
     path.write_text("Ein Bär schläft.\nZwei.", encoding="utf-8")

@@ -8,8 +8,9 @@ document carries a position after which reading can resume, so that a killed pre
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 Errors = Literal["strict", "replace"]
@@ -68,6 +69,11 @@ class Corpus(Protocol):
     @property
     def fingerprint(self) -> str:
         """Changes when the text does, as far as that can be seen without reading it."""
+        ...
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """The files whose content is the text; none where it is streamed."""
         ...
 
     def documents(self, cursor: Any = None, errors: Errors = "strict") -> Iterator[Document]:

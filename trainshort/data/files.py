@@ -53,6 +53,10 @@ class FileCorpus:
         return tuple(dict.fromkeys(file.split for file in self.files))
 
     @property
+    def paths(self) -> tuple[Path, ...]:
+        return tuple(file.path for file in self.files)
+
+    @property
     def stretch(self) -> int:
         """Size of a plain text's documents: small texts are cut finer, so that all three splits get some."""
         return min(max(self.size // STRETCHES, 64), 1 << 16)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from trainshort.data.document import Corpus, Document, Errors, Grouping, Row, articles, as_lines, each, stretches
@@ -35,6 +36,7 @@ class HubCorpus:
     """Further arguments of `datasets.load_dataset`."""
     given_name: str | None = None
     streamed: bool = True
+    paths: tuple[Path, ...] = ()
 
     @property
     def name(self) -> str:
@@ -130,6 +132,10 @@ class MixedCorpus:
     @property
     def streamed(self) -> bool:
         return any(part.streamed for part, _ in self.parts)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return () if self.streamed else tuple(path for part, _ in self.parts for path in part.paths)
 
     @property
     def fingerprint(self) -> str:

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field
 
+from trainshort import files
 from trainshort.config import Settings
 from trainshort.data.meta import OFFSET_TYPE, UNFINISHED_FILE, Request, SplitMeta, bin_path, offsets_path
 from trainshort.data.workers import Encoded
 from trainshort.errors import InputError
+
+ROOM = "Free some space, and run the same command to continue."
 
 
 class Note(Settings):
@@ -32,29 +35,17 @@ class Note(Settings):
     splits: dict[str, SplitMeta] = Field(default_factory=dict)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """The file has the old content or the new one, whatever happens."""
-    beside = path.with_name(path.name + ".new")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-
-
 def read_note(folder: Path) -> Note | None:
     """The note of an unfinished preparation, if there is one."""
-    path = folder / UNFINISHED_FILE
+    again = f"Delete the folder {folder} and prepare it again."
     try:
-        return Note.model_validate_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        return Note.read(files.read_object(folder / UNFINISHED_FILE, mend=again))
+    except files.MissingFileError:
         return None
-    except (ValidationError, UnicodeDecodeError):
-        raise InputError(f"{path} is not readable. Delete the folder {folder} and prepare it again.") from None
 
 
 def write_note(folder: Path, note: Note) -> None:
-    write_atomically(folder / UNFINISHED_FILE, note.model_dump_json() + "\n")
+    files.write_whole(folder / UNFINISHED_FILE, note.model_dump_json() + "\n", mend=ROOM)
 
 
 class Writer:

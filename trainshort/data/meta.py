@@ -5,17 +5,19 @@ train.documents.bin     where each document begins, in tokens, as int64; one num
 valid.bin ...  test.bin ...
 tokenizer.json          made for the tokenizers library
 meta.json               all that is needed to read them, written last: a folder with it is complete
+checked.json            which files were read and found whole (checksums.py); may be deleted
 """
 
-import hashlib
-import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from trainshort import files
 from trainshort.config import Settings
+from trainshort.data.checksums import Checked, file_size
 from trainshort.data.tokenizer import FILE as TOKENIZER_FILE
 from trainshort.data.tokenizer import Tokenizer, load_tokenizer
 from trainshort.errors import InputError
@@ -25,7 +27,10 @@ META_FILE = "meta.json"
 UNFINISHED_FILE = "unfinished.json"
 OFFSET_TYPE = "<i8"
 
-_AGAIN = "It was damaged or belongs to another preparation; delete the folder and prepare it again."
+WORTH_SAYING = 1 << 31
+"""Bytes whose reading takes seconds."""
+
+_AGAIN = "Delete the folder and prepare it again, or put the right files back."
 
 
 class Request(Settings):
@@ -34,7 +39,9 @@ class Request(Settings):
     corpus: str
     """Name, path, glob or hub dataset, as given."""
     fingerprint: str
-    """Of the corpus: changes when its files do."""
+    """Of the names and sizes of the corpus' files, or of what was asked of the hub."""
+    content: str | None = None
+    """Of what the files hold; None where a corpus is streamed, and in folders made by version 0.1.0."""
     tokenizer: str
     """bytes, words, bpe, or the path of a tokenizer.json."""
     tokenizer_sha256: str | None
@@ -103,14 +110,27 @@ class Prepared:
         return tokenizer
 
     def verify(self) -> None:
-        """Read everything and compare it with the checksums; opening compares sizes only."""
+        """Read everything once more, whatever is remembered, and compare it with the checksums."""
+        for path, expected in self._checksums().items():
+            if files.sha256(path) != expected:
+                raise _damaged(path)
+
+    def check(self) -> None:
+        """Compare all files with their checksums; what did not change since it was found whole is not read."""
+        checked, expected = Checked(self.folder), self._checksums()
+        if sum(file_size(path) for path in expected) > WORTH_SAYING and not checked.known:
+            print(f"Checking {self.folder} once, as it is new here ...", file=sys.stderr, flush=True)
+        for path, checksum in expected.items():
+            if not checked.same(path.name, [path], checksum):
+                raise _damaged(path)
+        checked.save()
+
+    def _checksums(self) -> dict[Path, str]:
         expected = {self.folder / TOKENIZER_FILE: self.meta.tokenizer_sha256}
         for name, split in self.meta.splits.items():
             expected[bin_path(self.folder, name)] = split.sha256
             expected[offsets_path(self.folder, name)] = split.documents_sha256
-        for path, checksum in expected.items():
-            if file_sha256(path) != checksum:
-                raise InputError(f"{path} does not have the checksum that its meta.json gives. {_AGAIN}")
+        return expected
 
     def _split(self, name: str) -> SplitMeta:
         if name not in self.meta.splits:
@@ -131,38 +151,32 @@ def token_type(vocabulary: int) -> Literal["uint8", "uint16", "uint32"]:
     return "uint8" if vocabulary <= 1 << 8 else "uint16" if vocabulary <= 1 << 16 else "uint32"
 
 
-def file_sha256(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError:
-        raise InputError(f"{path} is missing. {_AGAIN}") from None
-
-
 def open_data(folder: Path | str) -> Prepared:
-    """Open a prepared folder; files whose size is not what meta.json says are refused."""
+    """Open a prepared folder; files that are not what meta.json says, by size or by content, are refused."""
     folder = Path(folder)
     meta = _read_meta(folder)
     for name, split in meta.splits.items():
         _check_size(bin_path(folder, name), split.tokens, np.dtype(meta.dtype).itemsize, "tokens")
         _check_size(offsets_path(folder, name), split.documents, np.dtype(OFFSET_TYPE).itemsize, "document offsets")
-    return Prepared(folder, meta)
+    prepared = Prepared(folder, meta)
+    prepared.check()
+    return prepared
 
 
 def _read_meta(folder: Path) -> Meta:
     path = folder / META_FILE
-    if not path.exists():
+    try:
+        values = files.read_sealed(path, mend=_AGAIN)
+    except files.MissingFileError:
         if (folder / UNFINISHED_FILE).exists():
-            raise InputError(f"The preparation of {folder} did not finish. Run the same prepare command to continue.")
+            raise InputError(
+                f"The preparation of {folder} did not finish. Run the same prepare command to continue."
+            ) from None
         raise InputError(
             f"{folder} is not a prepared data folder (it has no {META_FILE}). See trainshort prepare --help."
-        )
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not readable JSON ({error}). {_AGAIN}") from None
-    found = values.get("format") if isinstance(values, dict) else None
-    if found != FORMAT:
+        ) from None
+    values.pop(files.CHECKSUM, None)
+    if (found := values.get("format")) != FORMAT:
         raise InputError(
             f"{path} has format {found}, and this version of trainshort reads format {FORMAT}; prepare it again."
         )
@@ -170,14 +184,18 @@ def _read_meta(folder: Path) -> Meta:
 
 
 def _check_size(path: Path, count: int, width: int, what: str) -> None:
-    if not path.exists():
-        raise InputError(f"{path} is missing. {_AGAIN}")
-    size = path.stat().st_size
+    size = file_size(path)
     if size != count * width:
         raise InputError(
             f"{path} should hold {count:,} {what} in {count * width:,} bytes as its meta.json says, "
             f"but has {size:,} bytes. {_AGAIN}"
         )
+
+
+def _damaged(path: Path) -> InputError:
+    return InputError(
+        f"{path} is damaged or belongs to another preparation: its checksum is not the one in meta.json. {_AGAIN}"
+    )
 
 
 def _map(path: Path, count: int, dtype: str) -> np.ndarray:

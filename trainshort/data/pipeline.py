@@ -16,12 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from trainshort import files
 from trainshort.config import DataConfig
 from trainshort.data import meta as layout
+from trainshort.data.checksums import FILE as CHECKED_FILE
 from trainshort.data.corpus import find_corpus
 from trainshort.data.document import SPLITS, Corpus, Errors
-from trainshort.data.ledger import Note, Writer, read_note, write_atomically, write_note
-from trainshort.data.meta import Meta, Prepared, Request, SplitMeta, bin_path, file_sha256, offsets_path, open_data
+from trainshort.data.ledger import ROOM, Note, Writer, read_note, write_note
+from trainshort.data.meta import Meta, Prepared, Request, SplitMeta, bin_path, offsets_path, open_data
 from trainshort.data.progress import Progress
 from trainshort.data.request import data_folder, make_request, refuse_other, short_name
 from trainshort.data.splits import Splitter, splitter
@@ -73,7 +75,7 @@ def prepare(
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = cores if corpus.size is None else min(cores, max(1, corpus.size // WORTH_A_WORKER))
     job = Job(config, corpus, make_request(config, corpus), folder, errors, workers, Progress(progress))
-    with _readable_disk_errors(folder), _locked(folder):
+    with _readable_disk_errors(folder), files.locked(files.make_folder(folder)):  # others wait
         if (folder / layout.META_FILE).exists():  # another process was quicker, as under torchrun
             return _open_same(folder, config)
         note = _begin(job, resume)
@@ -105,10 +107,11 @@ def _begin(job: Job, resume: bool) -> Note:
         refuse_other(job.folder, note.request, job.config, "holds an unfinished preparation")
     if note is not None and note.request == job.request and resume:
         return note
-    ours = {layout.UNFINISHED_FILE, layout.UNFINISHED_FILE + ".new", TOKENIZER_FILE, TOKENIZER_FILE + ".new"}
+    ours = {layout.UNFINISHED_FILE, TOKENIZER_FILE, CHECKED_FILE}
+    ours |= {name + files.PARTIAL for name in ours}
     ours |= {path(job.folder, split).name for split in SPLITS for path in (bin_path, offsets_path)}
     there = {path.name for path in job.folder.iterdir()}
-    foreign = sorted(there - ours) if note is not None else sorted(there - {layout.UNFINISHED_FILE + ".new"})
+    foreign = sorted(there - ours) if note is not None else sorted(there - {layout.UNFINISHED_FILE + files.PARTIAL})
     if foreign:
         raise InputError(
             f"{job.folder} exists and holds other files ({', '.join(foreign[:3])}). Choose another folder with --out."
@@ -124,7 +127,7 @@ def _settle(job: Job, note: Note) -> Note:
     """Decide the splits and the tokenizer, and write both down."""
     rule = splitter(job.corpus, job.errors)
     tokenizer = _tokenizer(job, rule)
-    write_atomically(job.folder / TOKENIZER_FILE, tokenizer.to_json())
+    files.write_whole(job.folder / TOKENIZER_FILE, tokenizer.to_json(), mend=ROOM)
     note = note.model_copy(
         update={"ready": True, "missing": rule.missing, "test_below": rule.test, "valid_below": rule.valid}
     )
@@ -204,8 +207,8 @@ def _finish(job: Job) -> Prepared:
     splits = {
         name: SplitMeta(
             **split.model_dump(exclude={"sha256", "documents_sha256"}),
-            sha256=file_sha256(bin_path(job.folder, name)),
-            documents_sha256=file_sha256(offsets_path(job.folder, name)),
+            sha256=files.sha256(bin_path(job.folder, name)),
+            documents_sha256=files.sha256(offsets_path(job.folder, name)),
         )
         for name, split in note.splits.items()
     }
@@ -213,16 +216,16 @@ def _finish(job: Job) -> Prepared:
     meta = Meta(
         request=note.request,
         tokenizer=short_name(job.config.tokenizer),
-        tokenizer_sha256=file_sha256(job.folder / TOKENIZER_FILE),
+        tokenizer_sha256=files.sha256(job.folder / TOKENIZER_FILE),
         vocabulary=tokenizer.vocabulary,
         end=tokenizer.end,
         dtype=layout.token_type(tokenizer.vocabulary),
         errors=job.errors,
         splits=splits,
     )
-    write_atomically(job.folder / layout.META_FILE, meta.model_dump_json(indent=2) + "\n")
+    files.write_sealed(job.folder / layout.META_FILE, meta.model_dump(mode="json"), mend=ROOM)
     (job.folder / layout.UNFINISHED_FILE).unlink()
-    return open_data(job.folder)
+    return _open_same(job.folder, job.config)  # as it is found from now on; tells of a corpus that changed meanwhile
 
 
 def _report(job: Job, prepared: Prepared, encoded: int, seconds: float) -> None:
@@ -240,35 +243,13 @@ def describe(prepared: Prepared) -> str:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process prepares a folder at a time; others wait. A killed process holds no lock."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
 def _readable_disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (FileExistsError, NotADirectoryError):
-        raise InputError(f"{folder} should be a folder, but a file of that name is in the way.") from None
-    except PermissionError as error:
-        raise InputError(
-            f"{error.filename or folder} cannot be used: {error.strerror}. Choose another --out."
-        ) from None
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise InputError(f"The disk that holds {folder} is full. {ROOM}") from None
+        where = error.filename or folder
         raise InputError(
-            f"The disk that holds {folder} is full. Free some space, and run the same command to continue."
+            f"Preparing {folder} stopped at {where}: {files.reason(error)}. Mend that, and run the same command again."
         ) from None

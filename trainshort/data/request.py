@@ -3,10 +3,12 @@
 import re
 from pathlib import Path
 
+from trainshort import files
 from trainshort.config import DataConfig
+from trainshort.data.checksums import Checked, content_sha256
 from trainshort.data.corpus import find_corpus
 from trainshort.data.document import Corpus
-from trainshort.data.meta import Request, file_sha256
+from trainshort.data.meta import Request
 from trainshort.data.tokenizer import tokenizer_name
 from trainshort.errors import InputError
 from trainshort.registry import did_you_mean
@@ -42,6 +44,7 @@ def make_request(config: DataConfig, corpus: Corpus) -> Request:
     return Request(
         corpus=config.corpus,
         fingerprint=corpus.fingerprint,
+        content=content_sha256(corpus.paths) if corpus.paths else None,
         tokenizer=config.tokenizer,
         tokenizer_sha256=_tokenizer_sha256(config),
         vocabulary=config.vocabulary if config.tokenizer in BUILT_HERE else None,
@@ -57,24 +60,27 @@ def _tokenizer_sha256(config: DataConfig) -> str | None:
             f"'{config.tokenizer}' is no tokenizer: use {', '.join(NAMED)} or the path of a tokenizer.json."
             f"{did_you_mean(config.tokenizer, NAMED)}"
         )
-    return file_sha256(path)
+    return files.sha256(path)
 
 
 def refuse_other(folder: Path, old: Request, config: DataConfig, state: str) -> None:
     """Raise when the folder was made from something else, and say what differs."""
-    differences = _differences(old, config)
+    checked = Checked(folder)
+    differences = _differences(old, config, checked)
     if differences:
         raise InputError(
             f"{folder} {state} from {'; '.join(differences)}. Choose another folder with --out, or delete this one."
         )
+    checked.save()
 
 
-def _differences(old: Request, config: DataConfig) -> list[str]:
+def _differences(old: Request, config: DataConfig, checked: Checked) -> list[str]:
     found = []
-    fingerprint = _current_fingerprint(config)
-    if old.corpus != config.corpus and fingerprint != old.fingerprint:
+    corpus = _current(config)
+    same = corpus is None or _is_same(corpus, old, checked)
+    if old.corpus != config.corpus and (corpus is None or not same):
         found.append(f"corpus '{old.corpus}', not '{config.corpus}'")
-    elif fingerprint not in (None, old.fingerprint):
+    elif not same:
         found.append(f"an earlier state of '{config.corpus}', whose files have changed")
     same_file = old.tokenizer_sha256 is not None and old.tokenizer_sha256 == _given_sha256(config)
     if old.tokenizer != config.tokenizer and not same_file:
@@ -86,15 +92,22 @@ def _differences(old: Request, config: DataConfig) -> list[str]:
     return found
 
 
-def _current_fingerprint(config: DataConfig) -> str | None:
+def _current(config: DataConfig) -> Corpus | None:
     """The corpus as it is now; None where it is gone or only the hub has it: prepared data outlives its source."""
     try:
         corpus = find_corpus(config.corpus)
     except InputError:
         return None
-    return None if corpus.streamed else corpus.fingerprint
+    return None if corpus.streamed else corpus
+
+
+def _is_same(corpus: Corpus, old: Request, checked: Checked) -> bool:
+    """Whether this is the text that was prepared. Names and sizes are compared first, then the content decides."""
+    if corpus.fingerprint != old.fingerprint:
+        return False
+    return old.content is None or checked.same("corpus", corpus.paths, old.content)
 
 
 def _given_sha256(config: DataConfig) -> str | None:
     path = Path(config.tokenizer)
-    return file_sha256(path) if config.tokenizer not in NAMED and path.is_file() else None
+    return files.sha256(path) if config.tokenizer not in NAMED and path.is_file() else None
