@@ -255,10 +255,64 @@ def test_a_save_that_fails_leaves_no_trace(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(manifest, "digest", full)
-    with pytest.raises(
-        InputError, match=r"Cannot save .*step-000000002: No space left on device\. The checkpoints bef"
-    ):
+    with pytest.raises(InputError, match=r"Cannot save .*step-000000002: the disk is full\. The checkpoints bef"):
         checkpoint.save(tmp_path, snapshot(2), ALONE)
     monkeypatch.undo()
     assert os.listdir(tmp_path / "checkpoints") == [first.name]
     assert manifest.damage(first) is None
+
+
+def forge(folder, **changes):
+    """Change a checkpoint's settings and write a manifest that fits."""
+    values = json.loads((folder / "config.json").read_text())
+    values["model"] |= changes
+    (folder / "config.json").write_text(json.dumps(values))
+    manifest.write(folder, {name: manifest.digest(folder / name) for name in manifest.files(folder)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"layers": 10**9}, "holds [0-9,]+ weights, but a model of its config.json has at least"),
+        ({"width": 10**9, "heads": 10**9}, "has at least"),
+        ({"ffn": 10**15}, "has at least"),
+        (
+            {"vocabulary": 10**12},
+            r"vocabulary\.\S+ has shape \(50, 16\) there, and \(1000000000000, 16\) by the settings",
+        ),
+        ({"position": "learned", "learned_length": 10**12}, "is on one side only"),
+    ],
+)
+def test_a_model_larger_than_its_weights_is_refused_before_it_is_built(tmp_path, changes, told):
+    folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
+    forge(folder, **changes)
+    assert manifest.damage(folder) is None
+    with pytest.raises(InputError, match=told):
+        checkpoint.load_model(folder)
+
+
+def test_a_single_value_in_place_of_a_tensor_is_not_spread_over_it(tmp_path):
+    saved = snapshot(1)
+    saved.parts["model"] = {name: tensor.flatten()[:1] for name, tensor in saved.parts["model"].items()}
+    folder = checkpoint.save(tmp_path, saved, ALONE)
+    with pytest.raises(InputError, match=r"holds 15 weights, but a model of its config\.json has at least 2,560"):
+        checkpoint.load_model(folder)
+    with pytest.raises(InputError, match=r"has shape \(1,\) there"):
+        checkpoint.restore(folder, {"model": snapshot(1).parts["model"]})
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "config.json", "model/whole.safetensors"])
+@pytest.mark.parametrize("kind", ["fifo", "folder", "dangling link", "looping link"])
+def test_a_checkpoint_that_cannot_be_opened_is_passed_over(tmp_path, name, kind, capsys):
+    first = checkpoint.save(tmp_path, snapshot(1, 2.0), ALONE)
+    path = checkpoint.save(tmp_path, snapshot(2, 1.0), ALONE) / name
+    path.unlink()
+    {
+        "fifo": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+        "dangling link": lambda: path.symlink_to("nowhere"),
+        "looping link": lambda: path.symlink_to(path.name),
+    }[kind]()
+    assert checkpoint.latest(tmp_path) == first
+    assert checkpoint.best(tmp_path) == first
+    assert "It is passed over." in capsys.readouterr().err

@@ -54,7 +54,7 @@ def test_a_config_survives_the_disk(tmp_path):
     [
         (None, r"No config at .*config\.json\. Is this a run folder"),
         ("{", "is not readable JSON"),
-        ("[]", "should hold a JSON object of settings, but holds a list"),
+        ("[]", "it holds a JSON list, and an object was expected"),
         (json.dumps({"format": 2, "moodel": 1}), "has format 2, and this version"),
     ],
 )

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from trainshort import runs
+from trainshort import journal, runs
 from trainshort.config import RunConfig, load_config
 from trainshort.errors import InputError
 
@@ -90,32 +90,48 @@ def test_two_cannot_write_at_once(tmp_path):
 def test_metrics_are_cut_to_the_checkpoint_and_a_torn_line_goes(tmp_path):
     folder = start(tmp_path / "run")
     for step in (10, 20, 30):
-        runs.append(folder.metrics, {"step": step, "loss": step / 7})
+        journal.append(folder.metrics, {"step": step, "loss": step / 7})
     kept = folder.metrics.read_bytes()
-    runs.append(folder.metrics, {"step": 40, "loss": 1.0})
+    journal.append(folder.metrics, {"step": 40, "loss": 1.0})
     with folder.metrics.open("a") as file:
         file.write('{"step": 50, "lo')
-    assert [record["step"] for record in runs.read_lines(folder.metrics)] == [10, 20, 30, 40]
+    assert [record["step"] for record in journal.read_lines(folder.metrics)] == [10, 20, 30, 40]
     runs.cut_metrics(folder, 30)
     assert folder.metrics.read_bytes() == kept  # floats survive the round trip to the last bit
     runs.cut_metrics(folder, 0)
     assert folder.metrics.read_bytes() == b""
 
 
-def test_damage_in_the_middle_of_metrics_is_named(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2, is not JSON"):
-        runs.read_lines(path)
-    assert runs.read_lines(tmp_path / "none.jsonl") == []
+def test_lines_missing_before_the_checkpoint_are_told_and_the_file_is_left(tmp_path):
+    folder = start(tmp_path / "run")
+    for step in (10, 20, 30):
+        journal.append(folder.metrics, {"step": step})
+    last = journal.last_checksum(folder.metrics)
+    whole = folder.metrics.read_bytes()
+    for torn in (whole[:-1], whole[: whole.index(b"\n") + 1], b""):
+        folder.metrics.write_bytes(torn)
+        with pytest.raises(InputError, match=r"metrics\.jsonl ends before update 30, at which the run was saved"):
+            runs.cut_metrics(folder, 30, last)
+        assert folder.metrics.read_bytes() == torn
+    folder.metrics.unlink()  # as the message says
+    runs.cut_metrics(folder, 30, last)
+    journal.append(folder.metrics, {"step": 40})
+    runs.cut_metrics(folder, 30, last)
+    assert folder.metrics.read_bytes() == b""
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_is_named(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.symlink_to("/dev/full")
-    with pytest.raises(InputError, match=r"Cannot write .*metrics\.jsonl: No space left on device"):
-        runs.append(path, {"step": 1})
+def test_tolerance_up_to_rounding_is_harmless_and_beyond_it_is_another_run(tmp_path):
+    start(tmp_path / "run")
+    start(tmp_path / "run", CONFIG.replace(model={"tolerance": 0}), resume=True)
+    with pytest.raises(InputError, match=r"started with model\.tolerance=0\.0, but model\.tolerance=0\.9 was asked"):
+        start(tmp_path / "run", CONFIG.replace(model={"tolerance": 0.9}), resume=True)
+
+
+@pytest.mark.parametrize("place", ["/proc/foo", "file/run"])
+def test_a_run_folder_that_cannot_be_made_is_one_sentence(tmp_path, place):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"Choose another --out\.$"):
+        start(tmp_path / place)
 
 
 def test_provenance_says_what_a_number_depends_on():

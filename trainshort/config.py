@@ -4,13 +4,13 @@ A `RunConfig` is all there is to say about a run; the command line is made from 
 three can never disagree. No torch here: `trainshort --help` and the report read configs without it.
 """
 
-import json
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from trainshort.errors import InputError
+from trainshort.files import MissingFileError, read_object, write_whole
 from trainshort.registry import did_you_mean
 
 FORMAT = 1
@@ -171,6 +171,11 @@ class ModelConfig(Settings):
         return self.biases if own is None else own
 
     @property
+    def least_weights(self) -> int:
+        """Weights that a model of these settings has at least: queries, outputs and the feed-forward layers."""
+        return self.layers * self.width * (2 * self.width + 2 * self.ffn_width)
+
+    @property
     def key_heads(self) -> int:
         return self.kv_heads or self.heads
 
@@ -279,19 +284,15 @@ class RunConfig(Settings):
 
 
 def save_config(config: Settings, path: Path) -> None:
-    path.write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    write_whole(path, config.model_dump_json(indent=2) + "\n")
 
 
 def load_config(path: Path) -> RunConfig:
     """Read a `config.json`; a missing, damaged or foreign file is told apart in words."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        values = read_object(path, mend="Restore it, or start a new run.")
+    except MissingFileError:
         raise InputError(f"No config at {path}. Is this a run folder? It should hold config.json.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not readable JSON ({error}). Restore it, or start a new run.") from None
-    if not isinstance(values, dict):
-        raise InputError(f"{path} should hold a JSON object of settings, but holds a {type(values).__name__}.")
     if values.get("format", FORMAT) != FORMAT:
         # Checked before the fields: another format may well have other fields, and those would be blamed first.
         values = {"format": values["format"]}

@@ -19,8 +19,9 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 from trainshort.errors import InputError
 
@@ -69,13 +70,13 @@ def reason(error: OSError | ValueError) -> str:
 
 
 def _refuse(verb: str, path: Path, error: OSError | ValueError, mend: str) -> NoReturn:
-    raise InputError(f"Cannot {verb} {path}: {reason(error)}. {mend}") from None
+    raise InputError(f"Cannot {verb} {path}: {reason(error)}. {mend}".rstrip()) from None
 
 
 # ---- reading
 
 
-def open_file(path: Path, *, mend: str = RESTORE) -> BinaryIO:
+def open_file(path: Path, *, mend: str = RESTORE) -> BufferedReader:
     """A regular file, open for reading; anything else of that name is refused, and never waited for."""
     try:
         # Without O_NONBLOCK, opening a named pipe waits until somebody writes to it.

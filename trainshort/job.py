@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import numpy as np
 import torch
 
-from trainshort import checkpoint, optim, parallel, runs
+from trainshort import checkpoint, journal, optim, parallel, runs
 from trainshort.checkpoint import Parts, Snapshot, State, folders, tensors
 from trainshort.config import RunConfig
 from trainshort.data import Prepared
@@ -18,6 +18,7 @@ from trainshort.errors import InputError
 from trainshort.model import TransformerLM
 from trainshort.parallel import Replica, World
 from trainshort.runs import RunFolder
+from trainshort.terminal import say
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared
     if half and (reason := parallel.no_bfloat16(world.device)):
         half = False
         if world.main:
-            folders.say(f"train.precision is bfloat16, but {reason}: computing in float32.")
+            say(f"train.precision is bfloat16, but {reason}: computing in float32.")
     torch.manual_seed(settings.seed)
     model = TransformerLM(config.model).to(world.device)
     model.checkpoint_activations = settings.checkpoint_activations
@@ -129,7 +130,7 @@ def restore(job: Job) -> State:
     state = checkpoint.restore(job.folder.checkpoints / names[0], job.parts, sharded=job.replica.sharded)
     optim.set_updates(job.optimizer, state.step)
     if world.main:
-        folders.say(f"Going on with {run} after update {state.step}.")
+        say(f"Going on with {run} after update {state.step}.")
     return state
 
 
@@ -150,27 +151,37 @@ def _tidy(folder: RunFolder) -> list[str]:
         runs.cut_metrics(folder, 0)
         return []
     folders.set_aside(folder.path, latest)
-    runs.cut_metrics(folder, checkpoint.read_state(latest).step)
+    state = checkpoint.read_state(latest)
+    runs.cut_metrics(folder, state.step, state.metrics)
     return [latest.name]
 
 
 def refuse_other_data(job: Job, data: str) -> None:
     """Stop if the run was trained on another text; `data` is the sha256 of the training split."""
-    before = runs.read_lines(job.folder.sessions)
-    if before and before[0]["data"] != data:
+    before = journal.read_lines(job.folder.sessions)
+    if not before and folders.present(job.folder.path):
         raise InputError(
-            f"{job.folder.path} was trained on other data: its train.bin had sha256 {before[0]['data'][:12]}..., "
+            f"{job.folder.sessions} is missing, and it says on what data the run was trained. Restore it from a copy, "
+            "or choose another --out for a new run."
+        )
+    trained = str(before[0].get("data")) if before else data
+    if trained != data:
+        raise InputError(
+            f"{job.folder.path} was trained on other data: its train.bin had sha256 {trained[:12]}..., "
             f"the one given now has {data[:12]}.... Resume with the same data, or choose another --out."
         )
 
 
 def begin_session(job: Job, state: State, data: str) -> None:
     """Record who trains from here on. Another number of threads is allowed, but changes the last bits."""
-    before, threads = runs.read_lines(job.folder.sessions), torch.get_num_threads()
-    if before and before[-1]["threads"] != threads:
-        folders.say(
-            f"This run used {before[-1]['threads']} threads and now uses {threads}; results will differ by rounding. "
-            f"Set OMP_NUM_THREADS={before[-1]['threads']} for bit-identical ones."
+    before, threads = journal.read_lines(job.folder.sessions), torch.get_num_threads()
+    used = before[-1].get("threads") if before else threads
+    if used != threads:
+        say(
+            f"This run used {used} threads and now uses {threads}; results will differ by rounding. "
+            f"Set OMP_NUM_THREADS={used} for bit-identical ones."
         )
     record = {"step": state.step, "ranks": job.world.size, "data": data} | runs.provenance(threads=threads)
-    runs.write_lines(job.folder.sessions, [*before, record])  # not appended: the last line may be torn
+    journal.keep_lines(job.folder.sessions, len(before))  # the last line may be torn
+    journal.append(job.folder.sessions, record)
+    journal.sync_lines(job.folder.sessions)

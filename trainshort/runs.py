@@ -10,8 +10,6 @@
 stopped ten times equals that of a run that never was, apart from times.
 """
 
-import fcntl
-import json
 import os
 import platform
 import subprocess
@@ -24,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import trainshort
+from trainshort import journal
 from trainshort.config import RunConfig, load_config
 from trainshort.errors import InputError
-
-PARTIAL = ".partial"
-"""Suffix of a file that is still being written; a leftover of it means nothing."""
+from trainshort.files import PARTIAL, locked, make_folder, reason, write_whole
 
 LOCK = "train.lock"
 
@@ -36,7 +33,6 @@ HARMLESS = frozenset(
     {
         "data.folder",
         "model.backend",
-        "model.tolerance",
         "train.checkpoint_activations",
         "train.compile",
         "train.keep",
@@ -48,6 +44,9 @@ HARMLESS = frozenset(
     }
 )
 """Settings that move no result beyond rounding: where, how fast and how often noted."""
+
+ROUNDING = 1e-6
+"""Softmax mass whose absence is no larger than float32's rounding: up to here model.tolerance moves no result."""
 
 CHANGEABLE = HARMLESS | {"train.patience", "train.steps", "train.valid_every", "train.valid_tokens"}
 """Settings that may differ on resume: how far, how often and on what, not which model or which data."""
@@ -95,11 +94,11 @@ def open_run(path: Path, config: RunConfig, *, resume: bool) -> Iterator[RunFold
     stored = load_config(folder.config) if folder.config.exists() else None
     if stored:
         _refuse_another_run(stored, config, path)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
+    make_folder(folder.path)
+    with locked(folder.path / LOCK, f"Another process is training in {path}. Wait for it, or stop it first."):
         if config != stored:
             write_whole(folder.config, config.model_dump_json(indent=2) + "\n")
-        folder.checkpoints.mkdir(exist_ok=True)
+        make_folder(folder.checkpoints)
         yield folder
 
 
@@ -107,7 +106,10 @@ def refuse_existing(path: Path, *, resume: bool) -> None:
     """Stop if `path` is taken: by a run that is not to be resumed, or by something that is no run."""
     if path.exists() and not path.is_dir():
         raise InputError(f"{path} is a file, but a run needs a folder. Choose another --out.")
-    entries = {entry.name for entry in path.iterdir()} if path.exists() else set()
+    try:
+        entries = set(os.listdir(path)) if path.exists() else set()
+    except OSError as error:
+        raise InputError(f"{path} cannot be listed: {reason(error)}. Choose another --out.") from None
     started = bool(entries - {"config.json" + PARTIAL, LOCK})
     if started and not resume:
         raise InputError(f"{path} already exists. Go on with it by --resume, or choose another --out.")
@@ -119,11 +121,18 @@ def _refuse_another_run(stored: RunConfig, asked: RunConfig, path: Path) -> None
     """Name the first setting whose change would make it another run."""
     before, after = flatten(stored.model_dump(mode="json")), flatten(asked.model_dump(mode="json"))
     for name in sorted(before.keys() | after.keys()):
-        if before.get(name) != after.get(name) and name not in CHANGEABLE:
+        if before.get(name) == after.get(name) or name in CHANGEABLE:
+            continue
+        if not (is_harmless(name, before.get(name)) and is_harmless(name, after.get(name))):
             raise InputError(
                 f"{path} was started with {name}={before.get(name)}, but {name}={after.get(name)} was asked for. "
                 "Resume with the same settings, or choose another --out for a new run."
             )
+
+
+def is_harmless(name: str, value: Any) -> bool:
+    """Whether this value of a setting moves no result beyond rounding."""
+    return name in HARMLESS or (name == "model.tolerance" and value is not None and value <= ROUNDING)
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -137,86 +146,28 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-@contextmanager
-def _locked(folder: RunFolder) -> Iterator[None]:
-    """Hold the folder against a second writer; the kernel lets go when the process ends, however it ends."""
-    with (folder.path / LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"Another process is training in {folder.path}. Wait for it, or stop it first.") from None
-        yield
+def cut_metrics(folder: RunFolder, step: int, last: str | None = None) -> None:
+    """Drop what was logged after update `step`, and a torn last line.
+
+    `last` is the checksum of the last line at that moment. Lines that went missing since are not passed over: only a
+    file that is gone altogether, or was begun anew after that update, is taken as it is.
+    """
+    records = journal.read_checked(folder.metrics)
+    kept = [(record, checksum) for record, checksum in records if _step(folder.metrics, record) <= step]
+    begun_anew = not kept and (records or not folder.metrics.exists())
+    if last and not begun_anew and last not in (checksum for _, checksum in kept[-1:]):
+        raise InputError(
+            f"{folder.metrics} ends before update {step}, at which the run was saved: lines are missing. "
+            "Restore it from a copy, or remove it to go on without what was logged so far."
+        )
+    journal.keep_lines(folder.metrics, len(kept))
 
 
-def append(path: Path, record: dict[str, Any]) -> None:
-    """Add one line to a .jsonl file."""
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
-    except OSError as error:
-        raise InputError(f"Cannot write {path}: {error.strerror}. Make room there, then go on by --resume.") from error
-
-
-def sync_lines(path: Path) -> None:
-    """Bring the lines appended so far to the disk."""
-    try:
-        sync_file(path)
-    except OSError as error:
-        raise InputError(f"Cannot write {path}: {error.strerror}. Make room there, then go on by --resume.") from error
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Records of a .jsonl file; a last line that a kill tore is left out, since its writer never finished it."""
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is empty, or torn
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            raise InputError(f"{path}, line {number}, is not JSON. Restore the file, or remove that line.") from None
-    return records
-
-
-def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
-    """Replace a .jsonl file."""
-    write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
-
-
-def cut_metrics(folder: RunFolder, step: int) -> None:
-    """Drop what was logged after update `step`, and a torn last line."""
-    write_lines(folder.metrics, [record for record in read_lines(folder.metrics) if record["step"] <= step])
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a power cut, finds the old content or the new, never a part."""
-    partial = path.with_name(path.name + PARTIAL)
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        sync_folder(path.parent)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise InputError(f"Cannot write {path}: {error.strerror}. Make room there, or choose another --out.") from error
-
-
-def sync_file(path: Path) -> None:
-    """Ask the kernel to bring a file's content to the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Ask the kernel to bring a folder's entries to the disk; a rename is durable only then."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _step(path: Path, record: dict[str, Any]) -> int:
+    step = record.get("step")
+    if type(step) is not int:
+        raise InputError(f"{path} has a line without its step. {journal.RESTORE}")
+    return step
 
 
 def provenance(*, threads: int | None = None) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def test_built_once_then_loaded(fresh, monkeypatch):
     built = [path.name for path in fresh.iterdir()]
     assert len(built) == 1  # and nothing temporary beside it
     runs = []
-    monkeypatch.setattr(build, "_run", lambda command: runs.append(command) or real(command))
+    monkeypatch.setattr(build, "_run", lambda command: journal.append(command) or real(command))
     library._library.cache_clear()
     attention("compiled")
     assert [command[1] for command in runs] == ["--version"]

@@ -20,7 +20,7 @@ from trainshort.config import DataConfig, ModelConfig, OptimConfig, RunConfig, T
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-TIMES = ("seconds", "tokens_per_second")
+TIMES = ("seconds", "tokens_per_second", "checksum")
 
 
 def write_corpus(folder: Path) -> Path:

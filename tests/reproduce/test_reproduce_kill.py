@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from tiny_paper import tiny_scale, two_methods
 
+from trainshort.journal import read_lines
 from trainshort.reproduce import state
 from trainshort.reproduce.tasks import assign
 from trainshort.reproduce.work import work
-from trainshort.runs import RunFolder, read_lines
+from trainshort.runs import RunFolder
 
 STEPS = 120
 SCRIPT = """

@@ -12,10 +12,11 @@ import pytest
 from tiny_paper import tiny_scale, two_methods
 
 from trainshort.errors import InputError
+from trainshort.journal import read_lines
 from trainshort.reproduce import state
 from trainshort.reproduce.launch import run_here
 from trainshort.reproduce.tasks import assign
-from trainshort.runs import RunFolder, read_lines
+from trainshort.runs import RunFolder
 
 SCRIPT = """
 import sys

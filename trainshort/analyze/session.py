@@ -12,7 +12,8 @@ from trainshort.analyze import cost, early_tokens, far_context, reach, recall, s
 from trainshort.analyze.base import Lab, analyses
 from trainshort.errors import InputError
 from trainshort.evaluate.text import Text
-from trainshort.runs import provenance, write_whole
+from trainshort.files import write_whole
+from trainshort.runs import provenance
 
 __all__ = ["analyses", "analyze", "cost", "early_tokens", "far_context", "reach", "recall", "slopes"]
 

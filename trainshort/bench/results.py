@@ -21,7 +21,7 @@ from pydantic import Field, FiniteFloat
 
 from trainshort.config import Settings
 from trainshort.errors import InputError
-from trainshort.runs import write_whole
+from trainshort.files import write_whole
 
 FORMAT = 1
 RATIO = "×"  # noqa: RUF001  (the sign that readers know)

@@ -12,20 +12,23 @@ before it are untouched, and what is there is complete. A file that changed late
 """
 
 import contextlib
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from trainshort.checkpoint import folders, manifest, tensors
 from trainshort.checkpoint.folders import STATE, State, best, latest, read_state
-from trainshort.config import RunConfig, load_config, save_config
+from trainshort.config import ModelConfig, RunConfig, load_config, save_config
 from trainshort.errors import InputError
+from trainshort.files import reason, sync_file, write_whole
 from trainshort.model import TransformerLM
 from trainshort.parallel import World
-from trainshort.runs import sync_file
+from trainshort.terminal import say
 
 __all__ = ["Parts", "Snapshot", "State", "best", "latest", "load_model", "read_state", "restore", "save"]
 
@@ -74,7 +77,7 @@ def _guarded(folder: Path, work: Callable[[], None]) -> Callable[[], None]:
             work()
         except OSError as error:
             raise InputError(
-                f"Cannot save {folder}: {error.strerror or error}. The checkpoints before it are intact; "
+                f"Cannot save {folder}: {reason(error)}. The checkpoints before it are intact; "
                 "make room there, then go on by --resume."
             ) from error
 
@@ -86,7 +89,7 @@ def _begin(partial: Path, snapshot: Snapshot) -> None:
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
     save_config(snapshot.config, partial / CONFIG)
-    (partial / STATE).write_text(snapshot.state.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    write_whole(partial / STATE, snapshot.state.model_dump_json(indent=2) + "\n")
 
 
 def _write(partial: Path, snapshot: Snapshot, world: World) -> None:
@@ -125,11 +128,28 @@ def load_model(path: Path, *, device: str = "cpu") -> TransformerLM:
     folder = _find(path)
     if problem := manifest.damage(folder):
         raise InputError(f"{folder} is damaged: {problem}. Use another checkpoint of the run.")
-    model = TransformerLM(load_config(folder / CONFIG).model)
+    config = load_config(folder / CONFIG).model
+    _refuse_larger(folder, config)
+    model = TransformerLM(config)
     tensors.read(folder / "model", tensors.model_tensors(model), sharded=False)
     if line := folders.extrapolation(path):
-        folders.say(f"{path}: {line}.")
+        say(f"{path}: {line}.")
     return model.to(device).eval()
+
+
+def _refuse_larger(folder: Path, config: ModelConfig) -> None:
+    """Stop before a model is built that is larger than the weights beside its settings."""
+    stored = sum(math.prod(shape) for shape in tensors.shapes(folder / "model").values())
+    if config.least_weights > stored:
+        raise InputError(
+            f"{folder} holds {stored:,} weights, but a model of its config.json has at least "
+            f"{config.least_weights:,}. Use the config.json that belongs to it."
+        )
+    with torch.device("meta"):  # nothing is allocated
+        wanted = tensors.model_tensors(TransformerLM(config))
+    tensors.refuse_others(
+        folder, tensors.shapes(folder / "model"), {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+    )
 
 
 def _find(path: Path) -> Path:

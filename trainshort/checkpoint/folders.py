@@ -8,28 +8,22 @@ checkpoints/
   step-000000500.damaged/    set aside when the run was resumed from an earlier one
 """
 
-import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-
-from pydantic import ValidationError
 
 from trainshort.checkpoint import manifest
 from trainshort.config import Settings
 from trainshort.errors import InputError
-from trainshort.runs import RunFolder, sync_folder
+from trainshort.files import read_object, reason, sync_folder
+from trainshort.runs import RunFolder
+from trainshort.terminal import say
 
 STATE = "state.json"
 
 Say = Callable[[str], None]
-
-
-def say(message: str) -> None:
-    print(f"trainshort: {message}", file=sys.stderr, flush=True)
 
 
 class State(Settings):
@@ -53,6 +47,8 @@ class State(Settings):
     """Lowest mean validation loss so far."""
     stale: int = 0
     """Validations since then."""
+    metrics: str | None = None
+    """Checksum of the last line in metrics.jsonl, by which lines missing there are noticed."""
 
     @property
     def valid_loss(self) -> float | None:
@@ -71,7 +67,10 @@ def partial(folder: Path) -> Path:
 def present(run: Path) -> list[Path]:
     """The run's checkpoints by step, whole or not."""
     checkpoints = RunFolder(run).checkpoints
-    entries = checkpoints.iterdir() if checkpoints.is_dir() else ()
+    try:
+        entries = list(checkpoints.iterdir()) if checkpoints.is_dir() else []
+    except OSError as error:
+        raise InputError(f"{checkpoints} cannot be listed: {reason(error)}.") from None
     return sorted(path for path in entries if re.fullmatch(r"step-\d{9}", path.name))
 
 
@@ -80,8 +79,8 @@ def read_state(folder: Path) -> State:
     if problem := manifest.damage(folder, only=STATE):
         raise InputError(f"{folder} is damaged: {problem}.")
     try:
-        return State.model_validate_json((folder / STATE).read_bytes())
-    except ValidationError:
+        return State.read(read_object(folder / STATE))
+    except InputError:
         raise InputError(f"{folder} was written by another version of trainshort; use that one to read it.") from None
 
 
@@ -133,10 +132,9 @@ def _first_whole(folders: Iterable[Path], say: Say) -> Path | None:
 def extrapolation(run: Path) -> str | None:
     """How far the model is good, in the words of the run's card (trainshort.evaluate.card); None without one."""
     try:
-        card = json.loads((run / "extrapolation.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_object(run / "extrapolation.json").get("summary")
+    except InputError:
         return None
-    return card.get("summary") if isinstance(card, dict) else None
 
 
 def publish(folder: Path) -> None:
@@ -159,15 +157,28 @@ def retain(run: Path, keep: int) -> None:
     for folder in set(folders) - kept:
         # Renamed first: a kill while files are removed must not leave something that looks like a checkpoint.
         removed = folder.with_name(f".removed-{folder.name}")
-        folder.rename(removed)
-        shutil.rmtree(removed)
+        try:
+            folder.rename(removed)
+            _remove(removed)
+        except OSError as error:
+            say(f"The old checkpoint {folder} could not be removed: {reason(error)}.")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def sweep(run: Path) -> None:
     """Clear what a kill left behind: saves and removals that were cut off. Only for the process that holds the run."""
     for path in RunFolder(run).checkpoints.iterdir():
         if path.name.startswith((".partial-", ".removed-")):
-            shutil.rmtree(path)
+            try:
+                _remove(path)
+            except OSError as error:
+                raise InputError(f"Cannot remove {path}: {reason(error)}. Remove it, then go on by --resume.") from None
 
 
 def set_aside(run: Path, after: Path, say: Say = say) -> None:

@@ -9,7 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainshort.runs import sync_file
+from trainshort.errors import InputError
+from trainshort.files import MissingFileError, parse_json, read_text, reason, sha256, write_whole
 
 MANIFEST = "manifest.json"
 
@@ -27,14 +28,11 @@ def files(folder: Path) -> list[str]:
 
 
 def digest(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": sha256(path, mend="")}
 
 
 def write(folder: Path, digests: Digests) -> None:
-    path = folder / MANIFEST
-    path.write_text(_text(digests), encoding="utf-8")
-    sync_file(path)
+    write_whole(folder / MANIFEST, _text(digests))
 
 
 def _text(digests: Digests) -> str:
@@ -48,6 +46,16 @@ def damage(folder: Path, only: str | None = None) -> str | None:
     """What is wrong with a checkpoint, in words; None when nothing is. `only` checks one file (and the manifest)."""
     if not folder.is_dir():
         return "it is a file, and a checkpoint is a folder"
+    try:
+        return _damage(folder, only)
+    except InputError as error:  # of a file that cannot be opened
+        message = str(error).removesuffix(".")
+        return message[0].lower() + message[1:]
+    except OSError as error:
+        return f"{error.filename or folder} cannot be read ({reason(error)})"
+
+
+def _damage(folder: Path, only: str | None) -> str | None:
     digests = _read(folder)
     if isinstance(digests, str):
         return digests
@@ -62,10 +70,10 @@ def damage(folder: Path, only: str | None = None) -> str | None:
             continue
         if name not in present:
             return f"{name} is missing"
-        size = (folder / name).stat().st_size
-        if size != expected["bytes"]:
-            return f"{name} has {size} bytes instead of {expected['bytes']}"
-        if digest(folder / name) != expected:
+        found = digest(folder / name)
+        if found["bytes"] != expected["bytes"]:
+            return f"{name} has {found['bytes']} bytes instead of {expected['bytes']}"
+        if found != expected:
             return f"{name} has another sha256 than when it was written"
     return None
 
@@ -73,11 +81,12 @@ def damage(folder: Path, only: str | None = None) -> str | None:
 def _read(folder: Path) -> Digests | str:
     """The manifest's content, or why it cannot be believed."""
     try:
-        text = (folder / MANIFEST).read_text(encoding="utf-8")
-        digests = json.loads(text)["files"]
-        believed = text == _text(digests)
-    except FileNotFoundError:
+        text = read_text(folder / MANIFEST, mend="")
+    except MissingFileError:
         return f"{MANIFEST} is missing"
-    except (ValueError, KeyError, TypeError):
+    try:
+        digests = parse_json(text, MANIFEST, mend="")["files"]
+        believed = text == _text(digests) and all(entry.keys() == {"bytes", "sha256"} for entry in digests.values())
+    except (InputError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is not readable"
     return digests if believed else f"{MANIFEST} was changed after it was written"

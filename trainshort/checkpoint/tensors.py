@@ -18,6 +18,8 @@ from trainshort.errors import InputError
 
 WHOLE = "whole.safetensors"
 
+Shapes = dict[str, tuple[int, ...]]
+
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and stored buffers, each once: tied weights have one name and are one tensor again when read."""
@@ -40,21 +42,42 @@ def write(folder: Path, tensors: dict[str, Tensor], *, sharded: bool) -> None:
 
 def read(folder: Path, tensors: dict[str, Tensor], *, sharded: bool) -> None:
     """Fill `tensors` in place from one part. With `sharded`, all ranks call this and each reads its shards."""
+    refuse_others(folder, shapes(folder), {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     try:
         if sharded or not (folder / WHOLE).exists():
             _read_shards(folder, tensors, sharded=sharded)
             return
         with safe_open(folder / WHOLE, framework="pt") as file, torch.no_grad():
-            _same_names(folder, set(file.keys()), tensors)
             for name, tensor in tensors.items():
                 tensor.copy_(file.get_tensor(name))
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise InputError(f"{folder} cannot be read as safetensors ({error}).") from error
 
 
-def _same_names(folder: Path, found: set[str], tensors: dict[str, Tensor]) -> None:
-    if odd := sorted(found ^ tensors.keys()):
+def shapes(folder: Path) -> Shapes:
+    """Names and shapes of the tensors in a part, without reading one."""
+    try:
+        if (folder / WHOLE).exists():
+            with safe_open(folder / WHOLE, framework="pt") as file:
+                return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+        stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise InputError(f"{folder} cannot be read as safetensors ({error}).") from error
+    return {name: tuple(getattr(entry, "size", ())) for name, entry in stored.items()}
+
+
+def refuse_others(folder: Path, found: Shapes, wanted: Shapes) -> None:
+    """Stop if the stored tensors are not those of this model, by name or by shape (a copy would repeat one value)."""
+    if odd := sorted(found.keys() ^ wanted.keys()):
         raise InputError(f"{folder} was written for another model: {', '.join(odd[:3])} is on one side only.")
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise InputError(
+                f"{folder} was written for another model: {name} has shape {found[name]} there, and {shape} by the "
+                "settings. Use the config.json that belongs to it."
+            )
 
 
 # torch's distributed checkpoint takes longer to import than a small model to load, so only those who need it do.
@@ -77,7 +100,6 @@ def _read_shards(folder: Path, tensors: dict[str, Tensor], *, sharded: bool) -> 
     from torch.distributed.checkpoint.state_dict_loader import load
 
     reader = HuggingFaceStorageReader(str(folder))
-    _same_names(folder, set(reader.read_metadata().state_dict_metadata), tensors)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is what no_dist asks for

@@ -15,10 +15,11 @@ from trainshort.bench.results import Bench
 from trainshort.config import RunConfig, load_config
 from trainshort.errors import InputError
 from trainshort.evaluate.results import Evaluation, load
+from trainshort.journal import read_lines
 from trainshort.recipes.experiments import experiments, reseeded
 from trainshort.recipes.names import run_name
 from trainshort.recipes.scales import Scale, Variant, scales
-from trainshort.runs import RunFolder, read_lines
+from trainshort.runs import RunFolder
 
 COST_FILE = "cost.json"
 COST_FORMAT = 1

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.evaluate.results import Evaluation, Row, interval
-from trainshort.runs import write_whole
+from trainshort.files import write_whole
 
 FILE = "extrapolation.json"
 FORMAT = 1

@@ -13,7 +13,7 @@ import numpy as np
 
 from trainshort.config import Settings
 from trainshort.errors import InputError
-from trainshort.runs import write_whole
+from trainshort.files import write_whole
 from trainshort.windows import Windows, position_edges
 
 FORMAT = 1

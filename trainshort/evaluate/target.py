@@ -20,8 +20,9 @@ from trainshort.config import RunConfig, load_config
 from trainshort.data import Prepared, open_or_prepare
 from trainshort.errors import InputError
 from trainshort.evaluate.slopes import Slopes, changed
+from trainshort.journal import read_lines
 from trainshort.model import TransformerLM
-from trainshort.runs import RunFolder, read_lines
+from trainshort.runs import RunFolder
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

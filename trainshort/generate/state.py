@@ -19,12 +19,12 @@ from torch import Tensor
 
 from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError
+from trainshort.files import PARTIAL, sync_file, sync_folder
 from trainshort.generate import memory
 from trainshort.generate.sample import Sample, Token
 from trainshort.generate.settings import GenerateConfig
 from trainshort.generate.streaming import Stream
 from trainshort.model import TransformerLM
-from trainshort.runs import PARTIAL, sync_file, sync_folder
 
 FORMAT = 1
 REMEMBERED = ("mode", "tolerance", "window", "sinks")

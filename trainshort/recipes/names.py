@@ -4,11 +4,12 @@ import hashlib
 import json
 
 from trainshort.config import RunConfig
-from trainshort.runs import HARMLESS, flatten
+from trainshort.runs import flatten, is_harmless
 
 
 def run_name(config: RunConfig) -> str:
     """A name to read, and a digest of everything that moves a result: alibi-128-1f2e3d4c."""
-    settings = {name: value for name, value in flatten(config.model_dump(mode="json")).items() if name not in HARMLESS}
+    flat = flatten(config.model_dump(mode="json"))
+    settings = {name: value for name, value in flat.items() if not is_harmless(name, value)}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     return f"{config.model.position}-{config.train.length}-{digest}"

@@ -9,6 +9,7 @@ from trainshort.claims.measured import View
 from trainshort.claims.results import Collection
 from trainshort.claims.verdicts import Claim, Outcome, judge
 from trainshort.errors import InputError
+from trainshort.files import write_whole
 from trainshort.report import headline as first
 from trainshort.report import page, sections
 from trainshort.report.figures import Figure
@@ -16,7 +17,6 @@ from trainshort.report.pictures import draw_all
 from trainshort.report.sources import Sources
 from trainshort.report.speed import speed
 from trainshort.report.tables import paper_figures, paper_tables
-from trainshort.runs import write_whole
 
 
 def write_report(collection: Collection, out: Path) -> Path:

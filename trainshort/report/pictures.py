@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from trainshort.files import write_whole
 from trainshort.report.figures import Figure, breadth, extent, round_ticks
-from trainshort.runs import write_whole
 
 KINDS = ("png", "svg")
 SIZES = {"headline": (9.0, 4.8)}

@@ -19,8 +19,9 @@ from trainshort.config import RunConfig
 from trainshort.errors import InputError
 from trainshort.evaluate.memory import Peak
 from trainshort.evaluate.target import pick_device
+from trainshort.files import write_whole
 from trainshort.model import TransformerLM
-from trainshort.runs import provenance, write_whole
+from trainshort.runs import provenance
 
 ROUNDS = 15
 """A round varies by 5 to 10 % on a shared machine, and a claim of the paper is about 1 %."""

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 
 from trainshort.evaluate.target import RunTarget
+from trainshort.files import write_whole
 from trainshort.generate import stream
-from trainshort.runs import provenance, write_whole
+from trainshort.runs import provenance
 
 PROMPT, TIMES = 64, 4
 """Tokens of the validation text to begin with (at most half a training length), and how many lengths are reached."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainshort.evaluate.results import Evaluation, load
+from trainshort.journal import read_lines
 from trainshort.reproduce.tasks import Group, Task
-from trainshort.runs import RunFolder, read_lines
+from trainshort.runs import RunFolder
 
 UPDATE_WEIGHT = 3
 SAMPLE = Path("samples") / "sample.json"
