@@ -31,6 +31,7 @@ COMMANDS: dict[str, Command] = {
     "bench": Command("trainshort.commands.bench:Bench", "speed and memory against peers, stored and compared"),
     "evaluate": Command("trainshort.commands.evaluate:Evaluate", "how good a model is at each length"),
     "generate": Command("trainshort.commands.generate:Generate", "continue a text, at any length"),
+    "import": Command("trainshort.commands.imports:Import", "a model from elsewhere, as a run folder"),
     "list": Command("trainshort.commands.names:List", "positions, backends, corpora, recipes or presets by name"),
     "prepare": Command("trainshort.commands.prepare:Prepare", "turn text into tokens on disk"),
     "report": Command("trainshort.commands.report:Report", "one page from stored results"),

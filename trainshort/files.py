@@ -5,6 +5,7 @@
     write_whole(path, text)    the old content or the new, never a part, whatever stops it
     with replacing(path) as p  the same, for what writes its file itself (a picture, safetensors)
     with locked(path, busy)    one process at a time; a killed one holds nothing
+    with new_folder(path)      a folder that is whole or not there
     make_folder(path)          an output folder that can be written to
 
 `mend` is the second sentence of a message: what the user can do about this file. A file that is not there is told
@@ -16,6 +17,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -234,6 +236,33 @@ def make_folder(path: Path, *, mend: str = "Choose another --out.") -> Path:
     except (OSError, ValueError) as error:
         raise InputError(f"The folder {path} cannot be written to: {reason(error)}. {mend}") from None
     return path
+
+
+@contextmanager
+def new_folder(path: Path, *, mend: str = CHOOSE) -> Iterator[Path]:
+    """Where to write a folder that appears under its name when it is whole; what fails leaves nothing of it.
+
+    A place that is taken is refused, an empty folder is not.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise InputError(f"{path} is a file, and a new folder was expected there. Choose another --out.")
+    if path.exists() and any(path.iterdir()):
+        raise InputError(f"{path} already exists and is not empty. Choose another --out.")
+    partial = path.with_name(f".{path.name}{PARTIAL}")
+    make_folder(path.parent)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        yield partial
+        for inside in (partial, *partial.rglob("*")):
+            sync_folder(inside)
+        partial.rename(path)
+        sync_folder(path.parent)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            _refuse("write", path, error, mend)
+        raise
 
 
 @contextmanager

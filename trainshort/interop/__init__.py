@@ -1,0 +1,10 @@
+"""Other people's models in, ours out: one file a format, its weight names as data.
+
+    formats.py     what a format is, and the exact ways in which its tensors are ours turned round
+    mpt.py ...     one format each: which settings it has, which names
+    pickles.py     PyTorch's pickles, read without executing anything
+    stored.py      safetensors, read and written a tensor at a time
+    importing.py   a source becomes a whole run folder
+
+Nothing here runs code that came with a model, and optional packages are imported where they are used.
+"""

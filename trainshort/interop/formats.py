@@ -1,0 +1,224 @@
+"""What a foreign format is: settings that become ours, and tensors that are ours under other names.
+
+A format's names are data, a table from our module to theirs; `{}` stands for the layer. What differs besides the name
+is one of a few turns, exact both ways:
+
+    same          the same numbers
+    transposed    GPT-2's Conv1D keeps its matrix the other way round
+    by head       rows q0 k0 v0 q1 k1 v1 ... of a BLOOM are q0 q1 ... k0 k1 ... v0 v1 ... of ours
+
+Every tensor of the source is used, known to be superfluous, or named in a refusal; none is passed over in silence.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trainshort.config import ModelConfig
+from trainshort.errors import InputError
+from trainshort.model import TransformerLM
+from trainshort.registry import Registry
+
+Turn = Literal["same", "transposed", "by head", "first half", "second half", "unit rows"]
+Weights = Mapping[str, Tensor]
+"""Tensors by name; one from a file is read when it is asked for."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Where a tensor of ours comes from: one module of theirs, or several whose rows follow each other."""
+
+    theirs: tuple[str, ...]
+    turn: Turn = "same"
+
+
+def line(*theirs: str, turn: Turn = "same") -> Line:
+    return Line(theirs, turn)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a source says of its model, in our words."""
+
+    config: ModelConfig
+    length: int | None
+    """The length it was trained at, if it tells."""
+    notes: tuple[str, ...] = ()
+    """What was left out or folded, and what a user should know."""
+    turned: Mapping[str, Turn] = field(default_factory=dict)
+    """Modules of ours whose turn these settings decide."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One kind of foreign model."""
+
+    name: str
+    read: Callable[[dict[str, Any]], Model]
+    """Its settings in ours; what does not fit is refused with the setting's name."""
+    lines: Mapping[str, Line]
+    superfluous: tuple[str, ...] = ()
+    """Tensors that hold nothing of the model: masks, versions, tables that can be computed."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that must equal another one of theirs, where ours has one for both."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Patterns of other names that the same tensors had, and what they are called here."""
+
+
+formats: Registry[Format] = Registry("model type")
+
+
+class Renamed(Mapping[str, Tensor]):
+    """Weights under the format's own names."""
+
+    def __init__(self, weights: Weights, patterns: tuple[tuple[str, str], ...]) -> None:
+        self._weights, self._names = weights, {}
+        for name in weights:
+            now = name
+            for pattern, replacement in patterns:
+                now = re.sub(pattern, replacement, now)
+            self._names[now] = name
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A source's tensors as ours, each made when it is asked for."""
+
+    model: Model
+    weights: Weights
+    shapes: dict[str, tuple[int, ...]]
+    """Our tensors and their shapes."""
+    origin: dict[str, Line]
+    dropped: tuple[str, ...]
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor of ours, in float32."""
+        origin = self.origin[name]
+        parts = [self.weights[source] for source in origin.theirs]
+        for source, part in zip(origin.theirs, parts, strict=True):
+            if not part.is_floating_point() or part.layout != torch.strided or part.is_quantized:
+                raise InputError(f"{source} holds {part.dtype} numbers, and weights are floating-point numbers.")
+        made = torch.cat([part.float() for part in parts]) if len(parts) > 1 else parts[0].float()
+        made = turned(made, origin.turn, self.model.config)
+        if made.shape != self.shapes[name]:
+            raise InputError(
+                f"{' and '.join(origin.theirs)} make a tensor of shape {tuple(made.shape)}, and its settings ask for "
+                f"{self.shapes[name]}; config and weights are of different models."
+            )
+        if not torch.isfinite(made).all():
+            raise InputError(f"{' and '.join(origin.theirs)} hold numbers that are not finite.")
+        return made.contiguous()
+
+
+def plan(kind: Format, model: Model, weights: Weights) -> Reading:
+    """Which tensor of theirs becomes which of ours; a missing or unknown one is named."""
+    weights = Renamed(weights, kind.renamed) if kind.renamed else weights
+    shapes, origin = shapes_of(model.config), {}
+    for name in shapes:
+        origin[name] = _origin(kind, model, name)
+        for source in origin[name].theirs:
+            if source not in weights:
+                raise InputError(
+                    f"The model has no tensor {source}. Is a file of it missing, or its config of another?"
+                )
+    used = {source for one in origin.values() for source in one.theirs}
+    dropped = []
+    for name in sorted(weights.keys() - used):
+        if name in kind.copies and kind.copies[name] in weights:
+            if not torch.equal(weights[name], weights[kind.copies[name]]):
+                raise InputError(f"{name} differs from {kind.copies[name]}, and this model says they are one.")
+        elif not any(fnmatchcase(name, pattern) for pattern in kind.superfluous):
+            raise InputError(f"The tensor {name} has no place in a {kind.name} model as its config describes it.")
+        dropped.append(name)
+    return Reading(model, weights, shapes, origin, tuple(dropped))
+
+
+def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model's tensors, without making them."""
+    with torch.device("meta"):
+        return {name: tuple(weight.shape) for name, weight in TransformerLM(config).named_parameters()}
+
+
+def _origin(kind: Format, model: Model, name: str) -> Line:
+    module, _, ending = name.rpartition(".")
+    number = re.search(r"\.(\d+)(\.|$)", module)
+    general = module if number is None else module[: number.start(1)] + "{}" + module[number.end(1) :]
+    if general not in kind.lines:
+        raise InputError(f"A {kind.name} model has nothing for our {name}.")
+    found = kind.lines[general]
+    names = tuple(f"{one.format(number[1] if number else '')}.{ending}" for one in found.theirs)
+    return Line(names, model.turned.get(general, found.turn))
+
+
+def turned(theirs: Tensor, turn: Turn, config: ModelConfig) -> Tensor:
+    """A tensor of theirs as ours."""
+    match turn:
+        case "same":
+            return theirs
+        case "transposed":
+            return theirs.T
+        case "by head":
+            return theirs.unflatten(0, (config.heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+        case "first half":
+            return theirs[: len(theirs) // 2]
+        case "second half":
+            return theirs[len(theirs) // 2 :]
+        case "unit rows":
+            return torch.nn.functional.normalize(theirs)
+
+
+def turned_back(ours: Tensor, turn: Turn, config: ModelConfig) -> Tensor:
+    """A tensor of ours as theirs, where that is one tensor."""
+    match turn:
+        case "same":
+            return ours
+        case "transposed":
+            return ours.T
+        case "by head":
+            return ours.unflatten(0, (3, config.heads, -1)).transpose(0, 1).flatten(0, 2)
+        case _:
+            raise InputError(f"a turn of {turn} cannot be undone.")
+
+
+# ---- what the formats ask of settings
+
+
+def model_config(**settings: Any) -> ModelConfig:
+    """A model of ours; a contradiction in the source's settings is one sentence."""
+    return ModelConfig.read(settings)
+
+
+def number(theirs: dict[str, Any], *names: str, default: Any = None) -> Any:
+    """The first of these settings that is there: a positive whole number."""
+    value = next((theirs[name] for name in names if theirs.get(name) is not None), default)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+        raise InputError(f"The config should say {names[0]}, a positive whole number; it says {value!r}.")
+    return value
+
+
+def real(theirs: dict[str, Any], *names: str, default: float) -> float:
+    value = next((theirs[name] for name in names if theirs.get(name) is not None), default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e30:
+        raise InputError(f"The config's {names[0]} should be a number; it is {value!r}.")
+    return float(value)
+
+
+def require(theirs: dict[str, Any], name: str, *allowed: Any, default: Any, why: str) -> None:
+    """Refuse a setting that our model cannot follow."""
+    value = theirs.get(name, default)
+    if value not in allowed:
+        raise InputError(f"The model has {name} {value!r}, and {why}.")

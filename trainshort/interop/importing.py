@@ -1,0 +1,152 @@
+"""A model from elsewhere becomes a run folder of ours: settings, a verified checkpoint, tokenizer, and its origin.
+
+    config.json, tokenizer.json, checkpoints/step-000000000/     as of any run
+    import.json                                                  source, sha256, what was dropped, parity
+
+The run folder appears when all of it is written. Tensors pass through one at a time.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainshort.checkpoint import folders, manifest
+from trainshort.checkpoint.folders import STATE, State
+from trainshort.checkpoint.tensors import WHOLE
+from trainshort.config import DataConfig, RunConfig, TrainConfig, save_config
+from trainshort.data.tokenizer import FILE, Tokenizer, load_tokenizer
+from trainshort.errors import InputError
+from trainshort.files import new_folder, read_object, sha256, write_whole
+from trainshort.interop import fairseq, stored
+from trainshort.interop.formats import Reading, formats, plan
+
+RECORD = "import.json"
+PATTERNS = ("*.json", "*.safetensors")
+"""What is fetched from the hub: settings, weights, tokenizer; no code and no pickles."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to import, and what the source does not say itself."""
+
+    source: str
+    """A fairseq checkpoint file, a Hugging Face model's folder, or its name on the hub."""
+    dictionary: Path | None = None
+    tokenizer: Path | None = None
+    trained_at: int | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that was found, before any of it is copied."""
+
+    kind: str
+    files: list[Path]
+    reading: Reading
+    tokenizer: Tokenizer | None
+
+
+def import_model(request: Request, out: Path) -> Path:
+    """Make a run folder of the model; returns it."""
+    source = open_source(request)
+    model = source.reading.model
+    length = request.trained_at or model.length
+    if length is None:
+        raise InputError(f"{request.source} does not say at which length it was trained. Give --trained-at.")
+    tokenizer = DataConfig().tokenizer if source.tokenizer is None else str(out / FILE)
+    data = DataConfig(tokenizer=tokenizer, vocabulary=max(2, model.config.vocabulary))
+    config = RunConfig(model=model.config, data=data, train=TrainConfig(length=length))
+    with new_folder(out) as folder:
+        save_config(config, folder / "config.json")
+        if source.tokenizer is not None:
+            write_whole(folder / FILE, source.tokenizer.to_json())
+        _write_checkpoint(folder, config, source.reading)
+        write_whole(folder / RECORD, json.dumps(_record(request, source, folder), indent=2) + "\n")
+    return out
+
+
+def open_source(request: Request) -> Source:
+    """The model that was asked for: its settings in our words, and where each tensor is."""
+    path = Path(request.source).expanduser()
+    if path.is_dir():
+        return _open_folder(path, request)
+    if path.exists():
+        settings, weights = fairseq.read_checkpoint(path)
+        reading = plan(fairseq.FAIRSEQ, fairseq.FAIRSEQ.read(settings), weights)
+        return Source("fairseq", [path], reading, _words(request, reading))
+    return _open_folder(_fetched(request.source), request)
+
+
+def _words(request: Request, reading: Reading) -> Tokenizer | None:
+    vocabulary = reading.model.config.vocabulary
+    if request.dictionary is not None:
+        return fairseq.read_dictionary(request.dictionary, vocabulary)
+    return None if request.tokenizer is None else _fitting(load_tokenizer(request.tokenizer), vocabulary)
+
+
+def _open_folder(folder: Path, request: Request) -> Source:
+    """A Hugging Face model's folder."""
+    if request.dictionary is not None:
+        raise InputError("--dictionary is for fairseq checkpoints; a Hugging Face model has its tokenizer.json.")
+    settings = read_object(folder / "config.json", mend="Give the folder of a saved Hugging Face model.")
+    kind = settings.get("model_type")
+    if not isinstance(kind, str) or kind not in formats or kind == "fairseq":
+        known = ", ".join(name for name in formats.names() if name != "fairseq")
+        raise InputError(f"{folder} is a model of type {kind!r}, and these ALiBi models can be imported: {known}.")
+    weights = stored.StoredWeights(folder)
+    reading = plan(formats.get(kind), formats.get(kind).read(settings), weights)
+    given = request.tokenizer or (folder / FILE if (folder / FILE).exists() else None)
+    tokenizer = None if given is None else _fitting(load_tokenizer(given), reading.model.config.vocabulary)
+    return Source(kind, [folder / "config.json", *weights.files], reading, tokenizer)
+
+
+def _fitting(tokenizer: Tokenizer, vocabulary: int) -> Tokenizer:
+    if tokenizer.vocabulary > vocabulary:
+        raise InputError(
+            f"The tokenizer makes {tokenizer.vocabulary:,} tokens and the model knows {vocabulary:,}; it is another's."
+        )
+    return tokenizer
+
+
+def _fetched(name: str) -> Path:
+    """A model of the hub, in its local cache."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError
+    except ImportError:
+        raise InputError(
+            f"There is no {name} here, and the hub needs the hf extra: pip install 'trainshort[hf]'."
+        ) from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(PATTERNS)))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        first = str(error).strip().partition("\n")[0].rstrip(".")
+        raise InputError(
+            f"There is no file or folder {name}, and the hub did not give a model ({first[:200]})."
+        ) from None
+
+
+def _write_checkpoint(run: Path, config: RunConfig, reading: Reading) -> None:
+    """The run's beginning, as a checkpoint without optimizer state: there is none before the first update."""
+    folder = run / "checkpoints" / folders.name(0)
+    (folder / "model").mkdir(parents=True)
+    save_config(config, folder / "config.json")
+    state = State(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
+    (folder / STATE).write_text(state.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    stored.write(folder / "model" / WHOLE, reading.shapes, reading.tensor)
+    manifest.write(folder, {name: manifest.digest(folder / name) for name in manifest.files(folder)})
+
+
+def _record(request: Request, source: Source, run: Path) -> dict[str, Any]:
+    """Where the model comes from, and what became of it."""
+    model = source.reading.model
+    return {
+        "source": request.source,
+        "format": source.kind,
+        "files": {path.name: sha256(path) for path in source.files},
+        "dropped": list(source.reading.dropped),
+        "notes": list(model.notes),
+        "tokenizer": None if source.tokenizer is None else source.tokenizer.name,
+        "parity": None,
+    }
