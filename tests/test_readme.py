@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MINUTES = ("make demo", "make test", "trainshort reproduce --only table5")
-"""Commands that take minutes: `make test` is this very run, the others are run by slow tests of their own."""
+"""Commands that take minutes: `make test` is this very run, the others are run by a slow test of their own."""
 
 
 def blocks(language: str) -> list[str]:
@@ -53,6 +53,22 @@ def test_the_commands_run_one_after_the_other(tmp_path):
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         ran += 1
     assert ran >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [word for word in MINUTES if word != "make test"])
+def test_the_commands_that_take_minutes_run(start, tmp_path):
+    """In an empty folder, with the Makefile of this one; `--old-file` keeps make from installing anything."""
+    (command,) = {command for command in commands() if command.startswith(start)}
+    make = f"make --file {ROOT / 'Makefile'} --old-file .venv/.installed"
+    (tmp_path / ".venv").symlink_to(Path(sys.prefix))
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        re.sub("^make", make, command), shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    (page,) = (tmp_path / "report").rglob("index.html")
+    assert "<html" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.splitlines()[0])

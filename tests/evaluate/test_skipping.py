@@ -6,8 +6,10 @@ import pytest
 import torch
 from laboratory import prose
 
+from trainshort.attention import attend
 from trainshort.checkpoint import best, load_model
 from trainshort.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from trainshort.evaluate.recording import attention_calls
 from trainshort.train import train
 
 LENGTH = 16_384
@@ -41,7 +43,20 @@ def test_perplexity_at_16384_tokens_is_the_same_with_and_without_skipping(traine
     whole = perplexity(trained, 0.0)
     assert whole < 12  # it has learned: bytes by chance are 256
     assert perplexity(trained, 1e-6) == pytest.approx(whole, rel=1e-5)
-    assert perplexity(trained, 0.3) != whole  # so keys are left out
+
+
+def test_keys_are_left_out_at_the_tolerance_that_models_have(trained):
+    """The certificate is the mass that the engine bounded away: with nothing skipped it would be 0."""
+    model, tokens = trained
+    for call in attention_calls(model, tokens[:, :LENGTH]):
+        steepest = float(call.bias.slopes.max())
+        for tolerance in (1e-6, 1e-3):
+            _, certificate = attend(
+                call.q, call.k, call.v, bias=call.bias, backend="windowed", tolerance=tolerance, return_certificate=True
+            )
+            skipping = certificate[0][call.bias.slopes == steepest]
+            assert (skipping > 0).all()
+            assert certificate.max() <= tolerance
 
 
 def test_the_setting_is_stored_with_the_model(trained):

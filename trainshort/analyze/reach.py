@@ -1,16 +1,15 @@
-"""Attention reach: how far each head looks, and how far it could.
+"""Attention reach: how far each head looks, and how far it could with queries and keys of the sizes it met here.
 
 For every layer and head, over the later half of the queries: the mean distance of the attention mass, the window that
-holds 99 % of it, and beside it the window that provably holds 99 % (ALiBi: alibi.proven_windows), which no text can
-exceed. The measured window says how much context the head uses, the proven one how much it could at most.
+holds 99 % of it, and beside it the window that provably holds 99 % of every row's (ALiBi: alibi.proven_windows). The
+proof knows the norms of this text's queries and keys and nothing else of them: whatever their directions, no row looks
+farther. Another text may have larger ones, and so a wider window; it is a bound for this text, not for all.
 
 Weights are computed a few query rows at a time from the layer's own queries and keys, and only their sum by distance is
 kept, so that a long text needs no length × length matrix.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from trainshort import alibi
 from trainshort.analyze.base import Analysis, Lab, analyses, new_table, titled
 from trainshort.attention import Call, LinearBias
 from trainshort.attention.op import scale, visible, written_bias
-from trainshort.model import Attention, TransformerLM
+from trainshort.evaluate.recording import attention_calls
 
 MASS = 0.99
 ROW_ELEMENTS = 1 << 24
@@ -49,33 +48,6 @@ def run(lab: Lab) -> dict[str, Any]:
                 }
             )
     return {"summary": summary(rows, lab.trained_at), "length": length, "mass": MASS, "rows": rows}
-
-
-def attention_calls(model: TransformerLM, tokens: Tensor) -> Iterator[Call]:
-    """What each layer's attention was asked when the model read these tokens, from the first layer to the last."""
-    found: list[Call] = []
-    with ExitStack() as held, torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, Attention):
-                held.enter_context(_recorded(module, found))
-        model.hidden(tokens)
-    return iter(found)
-
-
-@contextmanager
-def _recorded(attention: Attention, found: list[Call]) -> Iterator[None]:
-    """Inside, each forward pass of this layer leaves its queries and keys in `found`."""
-
-    def record(module: Attention, arguments: tuple[Any, ...]) -> None:
-        x, position, step = arguments[:3]
-        q, k, v = module.project(x, position, step.where)
-        found.append(Call(q, k, v, step.bias, module.config.window, step.documents))
-
-    handle = attention.register_forward_pre_hook(record)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def mass_by_distance(call: Call) -> Float[Tensor, "heads distances"]:
@@ -116,12 +88,13 @@ def window_of(mass: Float[Tensor, " distances"], share: float) -> int:
     return int(reached.int().argmax()) + 1
 
 
-def proven_window(call: Call) -> list[float] | None:
-    """Mean over the later half of the queries of the window that provably holds MASS; None without linear biases."""
+def proven_window(call: Call) -> list[int] | None:
+    """The widest, over the later half of the queries, of the windows that provably hold MASS of their row; None without
+    linear biases."""
     if not isinstance(call.bias, LinearBias):
         return None
-    windows = alibi.proven_windows(call.q, call.k, call.bias.slopes, tolerance=1 - MASS, block=1)[0].double()
-    return windows[:, windows.shape[1] // 2 :].mean(dim=1).tolist()
+    windows = alibi.proven_windows(call.q, call.k, call.bias.slopes, tolerance=1 - MASS, block=1)[0]
+    return windows[:, windows.shape[1] // 2 :].amax(dim=1).tolist()
 
 
 def summary(rows: list[dict[str, Any]], trained_at: int) -> str:
@@ -135,10 +108,10 @@ def summary(rows: list[dict[str, Any]], trained_at: int) -> str:
 
 def table(result: dict[str, Any]) -> Group:
     title = f"Attention over {result['length']:,} tokens: window that holds {result['mass']:.0%} of the mass"
-    shown = new_table("layer", "head", "slope", "mean distance", "window", "proven window")
+    shown = new_table("layer", "head", "slope", "mean distance", "window", "proven here")
     for row in result["rows"]:
         slope = "" if row["slope"] is None else f"{row['slope']:.5f}"
-        proven = "" if row["proven"] is None else f"{row['proven']:,.0f}"
+        proven = "" if row["proven"] is None else f"{row['proven']:,}"
         numbers = (f"{row['mean_distance']:,.1f}", f"{row['window']:,}", proven)
         shown.add_row(str(row["layer"]), str(row["head"]), slope, *numbers)
     return titled(title, shown)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from trainshort import alibi
 from trainshort.attention import LinearBias
-from trainshort.cache import Cache, LayerCache
 from trainshort.errors import InputError
 
 HEADS, DIM = 8, 64
@@ -61,35 +60,12 @@ def _read(path: Path, length: int, generator: torch.Generator) -> Inputs:
     return Inputs(q, k, v, slopes, torch.randn(q.shape, generator=generator))
 
 
-class _Recorder(LayerCache):
-    """A layer's cache that also keeps the queries."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-        self.parts.append((q.clone(), k.clone(), v.clone()))
-        return super().attend(q, k, v, **options)
-
-
-class RecordingCache(Cache):
-    """Reading through this cache leaves every layer's q, k and v in it, whatever the chunks it was read in."""
-
-    def new_layer(self) -> _Recorder:
-        return _Recorder()
-
-    def layer_inputs(self, index: int) -> dict[str, Tensor]:
-        layer = self.layers[index]
-        assert isinstance(layer, _Recorder)
-        return {name: torch.cat([part[i] for part in layer.parts], dim=2) for i, name in enumerate("qkv")}
-
-
 def record(run: Path, length: int, layer: int | None, path: Path) -> dict[str, object]:
     """Read the run's validation text through its model, repeated until it is `length` tokens, as one sequence; write
     one layer's q, k, v and slopes (default: the middle one). Returns what was recorded."""
     from safetensors.torch import save_file
 
+    from trainshort.evaluate.recording import attention_calls
     from trainshort.evaluate.target import RunTarget, fingerprint
     from trainshort.evaluate.text import open_text
 
@@ -104,13 +80,9 @@ def record(run: Path, length: int, layer: int | None, path: Path) -> dict[str, o
         raise InputError(f"--layer {index} is not in {run}, whose layers are 0 to {model.config.layers - 1}.")
     text = open_text(target, ())
     tokens = torch.from_numpy(np.resize(text.tokens, length).astype(np.int64))
-    cache = RecordingCache()
-    with torch.no_grad():
-        for part in tokens.split(CHUNK):
-            model.hidden(part[None], cache=cache)
-    found = cache.layer_inputs(index)
-    group = model.config.heads // model.config.key_heads  # shared key heads are written out: not all can share them
-    found |= {name: found[name].repeat_interleave(group, dim=1) for name in "kv"}
+    call = attention_calls(model, tokens[None], CHUNK)[index]
+    # Shared key heads are written out, since not every contestant can share them.
+    found = {"q": call.q} | {name: getattr(call, name).repeat_interleave(call.group, dim=1) for name in "kv"}
     save_file({name: x.float().contiguous() for name, x in found.items()} | {"slopes": bias.slopes.clone()}, path)
     return {
         "run": target.name,

@@ -168,8 +168,9 @@ def reach_figure(headline: Headline, collection: Collection) -> Figure | None:
         x_label="heads of all layers, from the nearest-looking to the farthest",
         y_label=f"tokens that hold {share:.0%} of the attention",
         y_log=True,
-        note=f"Measured on {length:,} tokens. Dotted: the window that provably holds {share:.0%} whatever the "
-        f"text, which only ALiBi has. The models were trained at {headline.length:,}.",
+        note=f"Measured on {length:,} tokens. Dotted: the window that provably holds {share:.0%} of every row "
+        "with queries and keys of the sizes met in this text, which only ALiBi has. "
+        f"The models were trained at {headline.length:,}.",
         sources=tuple(sources),
     )
 
