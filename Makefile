@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install demo test shapes test-slow check format bench fault clean
+.PHONY: help install demo test shapes test-bare test-slow check format bench fault clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,6 +26,7 @@ demo: $(STAMP)   ## train four position methods, read them at 1 to 16 times thei
 test: $(STAMP)   ## the default tests, and the shapes in the signatures
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 	$(MAKE) --no-print-directory shapes
+	$(MAKE) --no-print-directory test-bare
 
 # A run of its own: the hook that checks every annotated shape at run time and torch.compile do not go together.
 # Tests of wrong inputs are left out, since there the hook speaks before our own message can.
@@ -33,8 +34,16 @@ CHECKED := trainshort.alibi,trainshort.attention,trainshort.positions,trainshort
 shapes: $(STAMP)  ## the tests of the tensor functions, with every annotated shape checked
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k 'not mistakes_are_explained' \
 	  --jaxtyping-packages=$(CHECKED),beartype.beartype \
-	  tests/test_alibi.py tests/attention/test_op.py tests/attention/test_squares.py tests/positions \
+	  tests/test_alibi.py tests/attention/test_op.py tests/attention/test_windowed_torch.py tests/positions \
 	  tests/test_model.py tests/test_vocabulary.py tests/test_cache.py
+
+# No compiler and nothing built before: everything must work in plain PyTorch, and say so.
+test-bare: $(STAMP)  ## attention, caches, generation, model and evaluation without compiled code
+	empty=$$(mktemp -d) && CC=no-such-compiler TRAINSHORT_CACHE=$$empty OMP_NUM_THREADS=1 \
+	  $(BIN)/python -m pytest -n 2 --dist worksteal tests/attention/test_op.py tests/attention/test_windowed_torch.py \
+	  tests/attention/test_windowed_calls.py tests/attention/test_windowed_build.py tests/test_cache.py tests/generate \
+	  tests/test_model.py tests/evaluate/test_sweep.py tests/evaluate/test_evaluate_command.py; \
+	  status=$$?; rm -rf $$empty; exit $$status
 
 test-slow: $(STAMP)  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow

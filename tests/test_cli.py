@@ -45,7 +45,7 @@ assert not heavy, heavy
     ("kind", "some"),
     [
         ("positions", ["none", "sinusoidal", "learned", "rotary", "t5", "alibi"]),
-        ("backends", ["reference", "sdpa", "squares", "flex"]),
+        ("backends", ["reference", "sdpa", "windowed", "flex"]),
         ("corpora", ["sotu", "stdlib", "wikitext-2", "wikitext-103", "bookcorpus"]),
         ("recipes", ["demo-alibi", "demo-sinusoidal"]),
         ("presets", ["wikitext103", "books", "cc100"]),

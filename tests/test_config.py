@@ -5,7 +5,7 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from trainshort.config import FORMAT, RunConfig, TrainConfig, load_config, save_config
+from trainshort.config import FORMAT, ModelConfig, RunConfig, TrainConfig, load_config, save_config
 from trainshort.errors import InputError
 
 
@@ -29,6 +29,10 @@ from trainshort.errors import InputError
 def test_mistakes_are_explained(values, message):
     with pytest.raises(InputError, match=message):
         RunConfig.read(values)
+
+
+def test_a_run_made_with_an_engine_that_is_gone_takes_the_best_there_is():
+    assert ModelConfig(backend="squares").backend == "auto"
 
 
 def test_settings_are_frozen():

@@ -7,7 +7,7 @@ three can never disagree. No torch here: `trainshort --help` and the report read
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from trainshort.errors import InputError
 from trainshort.files import MissingFileError, read_object, write_whole
@@ -141,6 +141,11 @@ class ModelConfig(Settings):
     """Attention engine; `trainshort list backends` names them."""
     tolerance: float = Field(default=1e-6, ge=0, lt=1)
     """ALiBi: softmax mass that attention may leave out of a row where that is proven and saves work; 0: nothing."""
+
+    @field_validator("backend")
+    @classmethod
+    def _successor(cls, name: str) -> str:
+        return "auto" if name == "squares" else name  # an engine of 0.1.0, in the settings of runs made with it
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:

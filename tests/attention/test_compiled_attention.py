@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from compiled_code import needs_kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ def with_gradients(backend, tensors, make_bias, values, grad_out, **options):
     return [out.detach(), *torch.autograd.grad(out, (q, k, v, values), grad_out.to(out.dtype))]
 
 
+@needs_kernel
 @given(
     heads=st.sampled_from([(1, 1), (6, 3), (4, 1)]),
     lengths=st.tuples(st.integers(1, 600), st.sampled_from([0, 1, 100, 333])),
@@ -56,6 +58,7 @@ def plainly(q, k, v, bias):
     return (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + values.to(q.dtype)).softmax(-1) @ v
 
 
+@needs_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_the_gradient_of_the_bias_loses_no_more_than_twice_what_the_plain_formula_loses(dtype):
     torch.manual_seed(0)
@@ -69,6 +72,7 @@ def test_the_gradient_of_the_bias_loses_no_more_than_twice_what_the_plain_formul
     assert spent <= 2 * lost
 
 
+@needs_kernel
 def test_it_serves_what_torchs_fast_kernel_cannot_train():
     q = torch.randn(1, 4, 40, 8, requires_grad=True)
     assert choose(Call(q, q, q, DistanceBias(torch.randn(4, 9, requires_grad=True)))) == "compiled"
@@ -77,6 +81,7 @@ def test_it_serves_what_torchs_fast_kernel_cannot_train():
     assert choose(Call(q, q, q, DenseBias(torch.randn(4, 40, 40)))) == "sdpa"
 
 
+@needs_kernel
 def test_without_a_bias_it_serves_where_torchs_vectors_are_no_wider(monkeypatch):
     q = torch.randn(1, 4, 40, 8)
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
@@ -85,6 +90,7 @@ def test_without_a_bias_it_serves_where_torchs_vectors_are_no_wider(monkeypatch)
     assert choose(Call(q, q, q)) == "sdpa"
 
 
+@needs_kernel
 def test_one_query_against_a_long_past():
     tensors = [torch.randn(2, 4, n, 16) for n in (1, 700, 700)]
     bias = DistanceBias(torch.randn(4, 129))
@@ -94,6 +100,7 @@ def test_one_query_against_a_long_past():
     torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
 
 
+@needs_kernel
 def test_the_number_of_threads_changes_no_bit():
     tensors = [torch.randn(1, heads, 700, 32) for heads in (6, 3, 3)]
     values, grad_out = torch.randn(6, 129), torch.randn(1, 6, 700, 32)
@@ -107,6 +114,7 @@ def test_the_number_of_threads_changes_no_bit():
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
+@needs_kernel
 def test_operators_with_a_table_are_as_torch_wants_them():
     q, k, v = (torch.randn(2, 4, 50, 16, requires_grad=True) for _ in range(3))
     table = torch.randn(4, 50, requires_grad=True)
@@ -118,6 +126,7 @@ def test_operators_with_a_table_are_as_torch_wants_them():
     torch.library.opcheck(torch.ops.trainshort.windowed_backward.default, (torch.randn_like(q), *leaves, *rest))
 
 
+@needs_kernel
 def test_gradcheck_with_a_trained_table():
     leaves = [torch.randn(1, heads, 40, 6, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     table = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
@@ -128,6 +137,7 @@ def test_gradcheck_with_a_trained_table():
     assert torch.autograd.gradcheck(function, (*leaves, table), fast_mode=True)
 
 
+@needs_kernel
 def test_a_value_that_is_not_finite_stays_in_the_rows_that_see_it():
     q, k, v = (torch.randn(1, 2, 300, 8) for _ in range(3))
     v[0, 0, 200] = torch.nan

@@ -123,7 +123,7 @@ def test_gradients_by_finite_differences(name):
     )
 
 
-@pytest.mark.parametrize("name", ["squares", "sdpa", "windowed", "reference"])
+@pytest.mark.parametrize("name", ["sdpa", "windowed", "reference"])
 def test_bfloat16_rows_at_16384_keys_are_those_of_float32(name):
     """The fault this package is built against: slope × position in bfloat16 moves 45 % of a row's mass at 2,048 keys.
 

@@ -23,7 +23,7 @@ def test_flex_equals_the_oracle(case):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"return_lse": True}, "no log-sum-exp on the CPU; use 'squares' or 'sdpa'"),
+        ({"return_lse": True}, "no log-sum-exp on the CPU; use 'windowed' or 'sdpa'"),
         ({"dropout": 0.1}, "no dropout; use 'sdpa'"),
         ({"bias": DenseBias(torch.zeros(2, 4, 4))}, "gains nothing"),
     ],

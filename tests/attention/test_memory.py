@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from compiled_code import needs_kernel
 
 SCRIPT = """
 import sys
@@ -35,6 +36,7 @@ def peak_kilobytes(attention: str) -> int:
     return int(done.stdout)
 
 
+@needs_kernel
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the high-water mark from /proc")
 def test_alibi_needs_no_more_memory_than_no_positions():
     """4,096 tokens, 8 heads × 64: a written-out bias would take 537 MB more."""

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from compiled_code import both, needs_kernel
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ from trainshort.attention.op import Call
 from trainshort.attention.windowed import attend_windowed, windowed_attention
 from trainshort.errors import InputError
 
-IMPLEMENTATIONS = ["compiled", "torch"]
 KINDS = [
     "normal",
     "huge far key",
@@ -29,7 +29,6 @@ KINDS = [
     "clustered keys",
     "late cluster",
 ]
-both = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
 def inputs(kind, batch, heads, kv_heads, q_len, k_len, dim=16, scale=1.0, dtype=torch.float32):
@@ -151,7 +150,9 @@ def test_tolerance_zero_reads_everything_and_equals_sdpa(implementation):
     torch.testing.assert_close(out, attend(q, k, v, bias=LinearBias(alibi.slopes(8)), backend="sdpa"))
 
 
-@pytest.mark.parametrize(("implementation", "share"), [("compiled", 0.42), ("torch", 0.62)])
+@pytest.mark.parametrize(
+    ("implementation", "share"), [pytest.param("compiled", 0.42, marks=needs_kernel), ("torch", 0.62)]
+)
 def test_it_skips_at_all(implementation, share):
     """Most of a flat promise is easy to keep by reading everything; this is what reading less means at 4,096 tokens."""
     q, k, v = inputs("normal", 1, 8, 8, 4096, 4096, dim=64)
@@ -161,6 +162,7 @@ def test_it_skips_at_all(implementation, share):
     assert (positions - first + 1).sum() / (8 * (positions + 1).sum()) < share
 
 
+@needs_kernel
 def test_clusters_of_keys_are_skipped_by_their_own_size():
     """Keys and queries far from zero and from each other: their norms alone would make every row read nearly all."""
     q, k, v = inputs("clustered keys", 1, 4, 4, 8192, 8192, dim=64)

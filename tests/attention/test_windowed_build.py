@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 import torch
+from compiled_code import needs_kernel
 
 from trainshort import alibi
 from trainshort.attention import LinearBias, attend, kernel, registered, windowed
@@ -32,6 +33,7 @@ def attention(implementation="auto"):
     torch.testing.assert_close(ours, exact)
 
 
+@needs_kernel
 def test_built_once_then_loaded(fresh, monkeypatch):
     attention("compiled")
     built = [path.name for path in fresh.iterdir()]
@@ -61,12 +63,14 @@ def test_no_compiler_falls_back_with_one_message(fresh, monkeypatch, caplog):
         attention("compiled")
 
 
+@needs_kernel
 def test_a_compiler_that_fails_is_quoted(fresh, monkeypatch):
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-fno-such-flag"))
     assert "no-such-flag" in (kernel.unavailable() or "")
     assert list(fresh.iterdir()) == []
 
 
+@needs_kernel
 def test_a_damaged_library_says_so(fresh):
     path = build.build(double=False)
     path.write_bytes(b"not a library")
@@ -80,6 +84,7 @@ def test_a_processor_without_avx2_gets_plain_pytorch(fresh, monkeypatch):
     attention()
 
 
+@needs_kernel
 def test_an_unwritable_cache_says_what_to_do(fresh, monkeypatch):
     fresh.parent.joinpath("kernels").write_text("a file where the folder should be")
     assert "set TRAINSHORT_CACHE to a writable folder" in (kernel.unavailable() or "")

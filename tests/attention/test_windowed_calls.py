@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from compiled_code import both, needs_kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,6 @@ from trainshort.attention.kernel.library import Problem
 from trainshort.attention.windowed import attend_windowed
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
-both = pytest.mark.parametrize("implementation", ["compiled", "torch"])
 
 
 def with_gradients(function, leaves, grad_out):
@@ -157,12 +157,13 @@ def test_gradcheck(implementation):
     assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
 
 
-def test_torch_compile_keeps_the_graph_whole():
+@pytest.mark.parametrize("backend", ["windowed", "auto"])
+def test_torch_compile_keeps_the_graph_whole(backend):
     q, k, v = (torch.randn(1, 4, 70, 16, requires_grad=True) for _ in range(3))
     slopes = alibi.slopes(4)
 
     def function(q, k, v):
-        return attend(q * 2, k, v, bias=LinearBias(slopes), backend="windowed").sin()
+        return attend(q * 2, k, v, bias=LinearBias(slopes), backend=backend).sin()
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     grad_out = torch.randn(1, 4, 70, 16)
@@ -171,6 +172,7 @@ def test_torch_compile_keeps_the_graph_whole():
         torch.testing.assert_close(c, e)
 
 
+@needs_kernel
 @pytest.mark.parametrize("pool", ["torch's", "own"])
 def test_the_number_of_threads_changes_no_bit(pool, monkeypatch):
     if pool == "own":

@@ -23,7 +23,7 @@ from trainshort.data import open_data
 from trainshort.errors import InputError
 from trainshort.evaluate.target import checkpoint_folder
 
-ATTENTION = ("attention", "--lengths", "64", "128", "--engines", "windowed", "squares", "--rounds", "2")
+ATTENTION = ("attention", "--lengths", "64", "128", "--engines", "windowed", "windowed-torch", "--rounds", "2")
 
 
 def run(*words: str) -> None:
@@ -53,7 +53,7 @@ def test_attention_is_stored_with_its_origin(tmp_path, capsys):
     assert {"trainshort", "torch", "python", "transformers", "x-transformers"} <= stored["made"]["versions"].keys()
     rows = load(out).suites["attention"]
     assert [(row.case["engine"], row.case["tokens"]) for row in rows] == [
-        (engine, tokens) for tokens in (64, 128) for engine in ("plain", "windowed", "squares")
+        (engine, tokens) for tokens in (64, 128) for engine in ("plain", "windowed", "windowed-torch")
     ]
     for row in rows:
         assert len(row.seconds["forward"]) == 2

@@ -1,6 +1,6 @@
 """Attention engines behind one call, `attend`. Importing this package registers them all."""
 
-from trainshort.attention import compiled, flex, reference, sdpa, squares, windowed
+from trainshort.attention import compiled, flex, reference, sdpa, windowed
 from trainshort.attention.op import (
     Bias,
     Call,
@@ -29,6 +29,5 @@ __all__ = [
     "merge",
     "reference",
     "sdpa",
-    "squares",
     "windowed",
 ]

@@ -23,9 +23,9 @@ class Flex:
     def unsupported(self, call: Call) -> str | None:
         on_cpu = call.q.device.type == "cpu"
         if on_cpu and call.needs_grad:
-            return "FlexAttention has no backward on the CPU; use 'squares' or 'sdpa', or train on a GPU"
+            return "FlexAttention has no backward on the CPU; use 'sdpa', or train on a GPU"
         if on_cpu and call.needs_lse:
-            return "FlexAttention returns no log-sum-exp on the CPU; use 'squares' or 'sdpa'"
+            return "FlexAttention returns no log-sum-exp on the CPU; use 'windowed' or 'sdpa'"
         if call.dropout:
             return "FlexAttention has no dropout; use 'sdpa'"
         if isinstance(call.bias, DenseBias):

@@ -103,7 +103,7 @@ class CertifiedEngine(Engine, Protocol):
 engines: Registry[Engine] = Registry("attention engine")
 
 # First that can, first served. On GPUs only flex adds the bias to float32 scores without writing it out.
-PREFERENCE = {"cpu": ("windowed", "compiled", "squares", "sdpa", "reference"), "cuda": ("flex", "sdpa", "reference")}
+PREFERENCE = {"cpu": ("windowed", "compiled", "sdpa", "reference"), "cuda": ("flex", "sdpa", "reference")}
 PREFERENCE_ELSEWHERE = ("sdpa", "reference")
 # Our kernel's vectors are those of AVX2. Where torch has wider ones, plain attention is left to it (not measured).
 PREFERENCE_PLAIN_WIDE = ("sdpa", "compiled", "reference")
@@ -192,13 +192,17 @@ def choose(call: Call) -> str:
             continue
         reason = engines.get(name).unsupported(call)
         if reason is None:
-            if name not in _announced:
-                _announced.add(name)
-                passed_over = f" ({'; '.join(reasons)})" if reasons else ""
-                log.info("attention engine: %s%s", name, passed_over)
+            _announce(name, f" ({'; '.join(reasons)})" if reasons else "")
             return name
         reasons.append(f"not {name}: {reason}")
     raise InputError(f"No attention engine can do this: {'; '.join(reasons)}.")
+
+
+@torch.compiler.assume_constant_result  # torch.compile would trace the log
+def _announce(name: str, passed_over: str) -> None:
+    if name not in _announced:
+        _announced.add(name)
+        log.info("attention engine: %s%s", name, passed_over)
 
 
 @torch.compiler.assume_constant_result

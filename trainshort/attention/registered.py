@@ -16,6 +16,7 @@ from trainshort.errors import InputError
 log = logging.getLogger("trainshort.attention")
 
 
+@torch.compiler.assume_constant_result
 def is_compiled(dtype: torch.dtype, implementation: str = "auto") -> bool:
     """Whether the compiled kernel serves; says once why not."""
     if implementation == "torch":

@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from trainshort.attention import windowed_torch
 from trainshort.attention.kernel.library import DTYPES, Problem
 from trainshort.attention.op import TOLERANCE, Call, LinearBias, check, engines, wide
 from trainshort.attention.reference import formula, is_short
 from trainshort.attention.registered import is_compiled
-from trainshort.attention.squares import row_mask_fault
 from trainshort.errors import InputError
 from trainshort.registry import did_you_mean
 
@@ -33,7 +33,7 @@ class Windowed:
             return "it computes linear biases (ALiBi) only; use 'sdpa'"
         if call.bias_needs_grad:
             return "it does not train slopes; use 'compiled', 'sdpa' or 'reference'"
-        return beyond_kernel(call) or (None if is_compiled(call.q.dtype) else row_mask_fault())
+        return beyond_kernel(call) or (None if is_compiled(call.q.dtype) else windowed_torch.fault())
 
     def run(self, call: Call) -> tuple[Tensor, Tensor]:
         out, lse, _ = self.run_certified(call)

@@ -2,15 +2,22 @@
 
 Queries are taken in chunks. A chunk's own keys (its diagonal block) get a written-out distance mask; the keys before
 it, as far back as the window of each head reaches, are one call of torch's flash kernel per group of heads with similar
-windows. As in `squares`, the bias of those splits into a row shift and one number per key, so nothing large is written
-(only sliding windows and documents need a written mask there). The parts are merged by log-sum-exp; backward calls the
-flash kernel's own backward with the merged result and adds up in place, because slicing under autograd costs more than
-skipping saves.
+windows. All of them lie before all of the chunk's queries, so their bias splits exactly:
+
+    −m·(i − j)  =  −m·(i − edge)  −  m·(edge − j)          edge: where the chunk begins
+
+The first part is the same for a whole row: it leaves the softmax untouched and only shifts its log-sum-exp. The second
+is one number per key, a mask of one row that torch's kernel takes. So nothing large is written (only sliding windows
+and documents need a written mask there). Both are exact where it counts, because a key near the edge has a bias near
+zero; one such row over a whole text, slope × key position, would round at the size of slope × length. The parts are
+merged by log-sum-exp; backward calls the flash kernel's own backward with the merged result and adds up in place,
+because slicing under autograd costs more than skipping saves.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from jaxtyping import Float, Int
@@ -19,7 +26,6 @@ from torch import Tensor
 from trainshort import alibi
 from trainshort.attention.kernel.library import PANEL, Problem, contiguous_rows, document_reach
 from trainshort.attention.op import Call, LinearBias, visible, wide, written_bias
-from trainshort.attention.squares import flash, flash_backward
 
 CHUNK = 8 * PANEL
 """Queries in a chunk; 192 is also the shortest that the flash kernel cuts into pieces of 64."""
@@ -27,6 +33,10 @@ ALIKE = 1.5
 """Neighbouring heads share a call when their windows differ by no more than this factor."""
 HIDDEN = -1e30
 """Mask of a key that a row may not see, where the row may see none at all: -inf would make that row NaN."""
+
+
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True)
@@ -203,3 +213,35 @@ def _reach(problem: Problem) -> Int[Tensor, "one_or_batch q_len"]:
     if problem.documents is not None:
         reach = torch.maximum(reach, document_reach(problem.documents)[1][:, k_len - q_len :])
     return reach.clamp(min=0).expand(1 if problem.documents is None else problem.q.shape[0], -1)
+
+
+@torch.compiler.assume_constant_result  # an answer, not an experiment for torch.compile to trace
+def fault() -> str | None:
+    """Why this cannot be computed here; None when it can."""
+    return row_mask_fault()
+
+
+@cache
+def row_mask_fault() -> str | None:
+    """Torch does not document that its CPU flash kernel takes a float32 row mask, forward and backward, also for
+    half-precision inputs. So it is tried once per process on a few numbers; None when it holds."""
+    with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in the middle of
+        generator = torch.Generator().manual_seed(0)
+        q, k, v, g = (torch.randn(1, 2, 5, 8, generator=generator) for _ in range(4))
+        row = torch.linspace(-1, 0, 5).expand(1, 2, 1, 5)
+        q64, k64, v64 = (x.double().requires_grad_() for x in (q, k, v))
+        scores = q64 @ k64.transpose(-1, -2) + row
+        expected = scores.softmax(-1) @ v64
+        expected_grads = torch.autograd.grad(expected, (q64, k64, v64), g.double())
+    try:
+        with torch.no_grad():
+            out, lse = flash(q, k, v, attn_mask=row, scale=1.0)
+            grads = flash_backward(g, q, k, v, out, lse, 0.0, False, attn_mask=row, scale=1.0)
+            half, _ = flash(q.bfloat16(), k.bfloat16(), v.bfloat16(), attn_mask=row, scale=1.0)
+    except (RuntimeError, TypeError) as error:
+        return f"this torch's CPU kernel refuses a row mask ({error}); use 'sdpa'"
+    pairs = zip((out, *grads), (expected, *expected_grads), strict=True)
+    exact = all(torch.allclose(x.double(), y, atol=1e-4) for x, y in pairs)
+    if not exact or not torch.allclose(half.double(), expected, atol=0.1):
+        return "this torch's CPU kernel computes something else with a row mask; use 'sdpa'"
+    return None

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainshort import alibi
-from trainshort.attention import LinearBias, attend
 from trainshort.attention.kernel import unavailable
 from trainshort.attention.kernel.library import Problem
 from trainshort.attention.windowed import attend_windowed
@@ -22,7 +21,7 @@ from trainshort.evaluate.memory import available
 PLAIN = "plain"
 LIMIT = 8192
 """Longest input that the slow ones get unless they are asked for by name."""
-SLOW = ("windowed-torch", "squares")
+SLOW = ("windowed-torch",)
 WRITTEN = ("written-mask", "mpt", "x-transformers")
 """Those that write out scores or masks of length by length."""
 COPIES = 6
@@ -63,8 +62,6 @@ def contestant(name: str, heads: int, dim: int, tolerance: float) -> Attend:
             return _windowed("compiled", tolerance)
         case "windowed-torch":
             return _windowed("torch", tolerance)
-        case "squares":
-            return _squares
         case "written-mask":
             return _written_mask
         case "mpt":
@@ -76,12 +73,6 @@ def contestant(name: str, heads: int, dim: int, tolerance: float) -> Attend:
 
 def _windowed(implementation: str, tolerance: float) -> Attend:
     return lambda q, k, v, slopes: attend_windowed(Problem(q, k, v, slopes, None, None), tolerance, implementation)[0]
-
-
-def _squares(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
-    out = attend(q, k, v, bias=LinearBias(slopes), backend="squares")
-    assert isinstance(out, Tensor)
-    return out
 
 
 def _written_mask(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:

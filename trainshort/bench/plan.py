@@ -10,7 +10,7 @@ from typing import Any
 from trainshort.errors import InputError
 from trainshort.registry import did_you_mean
 
-ENGINES = ("plain", "windowed", "windowed-torch", "squares", "written-mask", "mpt", "x-transformers")
+ENGINES = ("plain", "windowed", "windowed-torch", "written-mask", "mpt", "x-transformers")
 PARTS = ("context", "weights", "mpt", "endless")
 MEMORY = ("all", "longest", "none")
 

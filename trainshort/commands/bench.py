@@ -58,7 +58,7 @@ class Bench:
     layer: int | None = None
     """Of attention with a run folder: the recorded layer, counted from 0. Default: the middle one."""
     engines: tuple[str, ...] = ()
-    """Of attention: windowed, windowed-torch, squares, written-mask, mpt, x-transformers, beside plain. Default: all,
+    """Of attention: windowed, windowed-torch, written-mask, mpt, x-transformers, beside plain. Default: all,
     beyond 8,192 tokens only windowed."""
     run_folder: Annotated[Path | None, tyro.conf.arg(name="run")] = None
     """Of evaluate: a run whose trained model is used; proven windows depend on the weights."""
