@@ -9,6 +9,8 @@ from trainshort.checkpoint import Snapshot, State, save
 from trainshort.checkpoint.tensors import model_tensors
 from trainshort.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from trainshort.data import prepare
+from trainshort.evaluate.query import find
+from trainshort.evaluate.results import Evaluation
 from trainshort.evaluate.target import ModelTarget
 from trainshort.model import TransformerLM
 from trainshort.parallel import join
@@ -58,6 +60,11 @@ def make_run(root: Path, name: str = "tiny", position: str = "alibi", **changes)
     with join() as world:
         save(folder, Snapshot(config, state, {"model": model_tensors(model)}), world)
     return folder
+
+
+def evaluations(folder: Path) -> list[Evaluation]:
+    """What was evaluated in a run folder, the newest last."""
+    return [stored.evaluation for stored in find(folder)]
 
 
 def save_hugging_face(folder: Path, kind: str) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from laboratory import make_run, prose, save_hugging_face
+from laboratory import evaluations, make_run, prose, save_hugging_face
 
 from trainshort import cli
 from trainshort.checkpoint import load_model
@@ -37,7 +37,7 @@ def evaluate(*words: object) -> int:
 
 def test_a_sweep_leaves_results_a_picture_and_a_card(fresh: Path, capsys):
     assert evaluate(fresh, "--lengths", "1x", "2x", "4x") == 0
-    (one,) = results.find(fresh)
+    (one,) = evaluations(fresh)
     assert [row.length for row in one.rows] == [16, 32, 64]
     assert {row.tokens for row in one.rows} == {one.corpus["tokens"]}, "every target once, at every length"
     assert one.protocol["name"] == "non-overlapping"
@@ -70,14 +70,14 @@ def test_loading_the_model_says_how_far_it_is_good(fresh: Path, capsys):
 
 def test_what_was_scored_before_is_kept_and_more_is_added(fresh: Path, capsys):
     evaluate(fresh, "--lengths", "16,32")
-    (before,) = results.find(fresh)
+    (before,) = evaluations(fresh)
     evaluate(fresh, "--lengths", "32,48")
-    (after,) = results.find(fresh)
+    (after,) = evaluations(fresh)
     assert [row.length for row in after.rows] == [16, 32, 48]
     assert after.rows[:2] == before.rows, "to the last digit and second: nothing was computed again"
     assert "1 of 2 lengths were scored before" in capsys.readouterr().err
     evaluate(fresh, "--lengths", "16", "--again")
-    (again,) = results.find(fresh)
+    (again,) = evaluations(fresh)
     assert [row.length for row in again.rows] == [16], "begun anew"
     assert again.rows[0].nll == before.rows[0].nll
 
@@ -98,7 +98,7 @@ def test_other_protocols_texts_and_weights_have_their_own_files(fresh: Path, tmp
     (last,) = (fresh / "eval").glob("valid-nonoverlapping-interpolate-*.svg")
     for label in ("tiny, slopes interpolate", "tiny, stride 8", ">tiny<"):
         assert label in last.read_text(), "protocols of one model on one text are drawn together"
-    losses = {round(one.rows[0].loss, 6) for one in results.find(fresh)}
+    losses = {round(one.rows[0].loss, 6) for one in evaluations(fresh)}
     assert len(losses) == 4
 
 
@@ -120,14 +120,14 @@ def test_a_digest_keeps_weights_texts_and_protocols_apart():
 
 def test_a_stride_of_one_reads_each_window_for_one_token(fresh: Path):
     evaluate(fresh, "--lengths", "32", "--stride", "1", "--max-tokens", "200")
-    (one,) = results.find(fresh)
+    (one,) = evaluations(fresh)
     (row,) = one.rows
     assert (row.tokens, row.passes, row.tokens_read) == (200, 169, 169 * 32)
 
 
 def test_a_checkpoint_is_evaluated_without_touching_the_runs_card(fresh: Path):
     evaluate(fresh / "checkpoints" / "step-000000005", "--lengths", "1x,2x")
-    (one,) = results.find(fresh)
+    (one,) = evaluations(fresh)
     assert one.target["kind"] == "checkpoint"
     assert card.load(fresh) is None
 
@@ -135,7 +135,7 @@ def test_a_checkpoint_is_evaluated_without_touching_the_runs_card(fresh: Path):
 def test_a_table_that_ends_does_not_end_the_sweep(root: Path, capsys):
     folder = make_run(root, "learned", position="learned")
     assert evaluate(folder, "--lengths", "8,16,17,32") == 0
-    (one,) = results.find(folder)
+    (one,) = evaluations(folder)
     assert [row.status for row in one.rows] == ["scored", "scored", "cannot", "cannot"]
     assert "trained at 16, cannot read past 16" in capsys.readouterr().out
 
@@ -145,12 +145,12 @@ def test_a_hugging_face_model_gets_a_curve(tmp_path, monkeypatch, capsys):
     save_hugging_face(tmp_path / "gpt2-tiny", "gpt2")
     (tmp_path / "story.txt").write_text(prose(60))
     assert evaluate("gpt2-tiny", "--data", "story.txt", "--lengths", "32,64,128") == 0
-    (one,) = results.find(tmp_path / "runs" / "gpt2-tiny")
+    (one,) = evaluations(tmp_path / "runs" / "gpt2-tiny")
     assert [row.status for row in one.rows] == ["scored", "scored", "cannot"]
     assert one.bits_per_byte(one.rows[0]) is not None
     assert "trained at 64, cannot read past 64" in capsys.readouterr().out
     evaluate("gpt2-tiny", "--data", "story.txt", "--lengths", "32", "--out", "elsewhere")
-    assert len(results.find(tmp_path / "elsewhere")) == 1
+    assert len(evaluations(tmp_path / "elsewhere")) == 1
 
 
 def test_memory_that_does_not_suffice_is_reported_and_tried_again(root: Path, capsys):
@@ -158,11 +158,11 @@ def test_memory_that_does_not_suffice_is_reported_and_tried_again(root: Path, ca
     folder = make_run(root, "t5", position="t5", backend="reference", layers=1)
     words = (folder, "--split", "train", "--max-tokens", "2048", "--lengths", "16,2048")
     assert evaluate(*words, "--memory", "0.04") == 0
-    (one,) = results.find(folder)
+    (one,) = evaluations(folder)
     assert [row.status for row in one.rows] == ["scored", "out of memory"]
     assert "out of memory" in capsys.readouterr().out
     evaluate(*words)
-    (two,) = results.find(folder)
+    (two,) = evaluations(folder)
     assert [row.status for row in two.rows] == ["scored", "scored"]
     assert two.rows[0] == one.rows[0]
 

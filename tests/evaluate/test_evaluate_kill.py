@@ -8,10 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from laboratory import make_run
+from laboratory import evaluations, make_run
 
 from trainshort import cli
-from trainshort.evaluate import results
 
 
 def command(folder: Path, tokens: int) -> list[str]:
@@ -39,7 +38,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_sums(tmp_path: Path, kills: int
     assert killed == kills
     with pytest.raises(SystemExit):
         cli.main(command(folders[1], tokens))
-    (whole,), (resumed,) = (results.find(folder) for folder in folders)
+    (whole,), (resumed,) = (evaluations(folder) for folder in folders)
     assert [row.tokens for row in resumed.rows] == [tokens, tokens]
     for one, other in zip(whole.rows, resumed.rows, strict=True):
         # Passes may fall into other batches after a kill, and the kernels' rounding depends on the batch.

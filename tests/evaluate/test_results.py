@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from laboratory import evaluations
 
 from trainshort.errors import InputError
 from trainshort.evaluate import results
@@ -102,7 +103,7 @@ def test_files_are_read_back_as_they_were(tmp_path):
     one = evaluation(row, missing)
     results.save(one, tmp_path / "eval" / "valid.json")
     assert results.load(tmp_path / "eval" / "valid.json") == one
-    assert results.find(tmp_path) == [one]
+    assert evaluations(tmp_path) == [one]
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import math
 import pytest
 from made_up import LAPTOP, make_demo, make_run, write_evaluation
 
+from trainshort.claims.collection import collect
 from trainshort.claims.cost import time_saved
 from trainshort.claims.measured import View
-from trainshort.claims.results import collect
 from trainshort.claims.verdicts import judge
 from trainshort.recipes.experiments import Reading
 from trainshort.recipes.scales import Variant

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 from made_up import make_demo, make_run
 
-from trainshort.claims.results import collect
+from trainshort.claims.collection import collect
 from trainshort.commands.report import Report
 from trainshort.errors import InputError
 from trainshort.evaluate.results import load

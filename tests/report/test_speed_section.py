@@ -6,7 +6,7 @@ import pytest
 from made_up import make_demo
 
 from trainshort.bench.results import Bench, Measure, Row, load, save
-from trainshort.claims.results import collect
+from trainshort.claims.collection import collect
 from trainshort.errors import InputError
 from trainshort.report.build import write_report
 

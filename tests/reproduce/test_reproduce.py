@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from laboratory import evaluations
 from rich.console import Console
 from tiny_paper import tiny_scale, two_methods
 
-from trainshort.claims.results import COST_FILE, read_costs
+from trainshort.claims.collection import COST_FILE, read_costs
 from trainshort.commands.reproduce import Reproduce
 from trainshort.errors import InputError
+from trainshort.evaluate.query import Query
 from trainshort.recipes.experiments import choose
 from trainshort.recipes.scales import Variant, scales
 from trainshort.reproduce import state
@@ -22,7 +24,7 @@ from trainshort.reproduce.cost import measure_costs
 from trainshort.reproduce.launch import Cluster, run_on_cluster
 from trainshort.reproduce.plan import command, make_plan, paper_hours, told
 from trainshort.reproduce.runner import reproduce
-from trainshort.reproduce.tasks import Group, assign
+from trainshort.reproduce.tasks import assign
 from trainshort.reproduce.work import work
 
 
@@ -50,8 +52,8 @@ def test_tasks_are_shared_between_tables():
     assert alone < {task.name for task in both}
     assert len(both) == len({task.name for task in both})
     alibi = next(task for task in both if task.name.startswith("alibi-128"))
-    assert alibi.groups[Group("valid", None, 16_384)] >= {128, 256, 768}
-    assert alibi.groups[Group("valid", 32, 4096)] == {128, 256, 384, 512, 768}
+    assert alibi.lengths[Query("valid", None, 16_384)] >= {128, 256, 768}
+    assert alibi.lengths[Query("valid", 32, 4096)] == {128, 256, 384, 512, 768}
     assert len(assign(choose(["table9"]), laptop, range(1, 4)).tasks) == 9
 
 
@@ -79,20 +81,25 @@ def test_a_second_run_needs_no_torch(tiny, tmp_path):
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
 
 
+def losses(folder):
+    found = evaluations(folder)
+    return {(one.protocol["stride"], one.corpus["tokens"], row.length): row.nll for one in found for row in one.rows}
+
+
 def test_an_interrupted_task_goes_on(tiny, tmp_path):
     """Whatever part is missing is made, and the rest is left as it is."""
     _, scale = tiny
     task = trained_alone(scale).tasks[0]
     work(task, tmp_path)
     folder = tmp_path / task.name
-    whole = {row.length: row.nll for one in state.evaluations(folder) for row in one.rows}
+    whole = losses(folder)
     for path in (folder / "eval").glob("valid-stride*.json"):
         path.unlink()
     shutil.rmtree(folder / "checkpoints" / "step-000000004")
     assert not state.finished(tmp_path, task)
     work(task, tmp_path)
     assert state.finished(tmp_path, task)
-    assert {row.length: row.nll for one in state.evaluations(folder) for row in one.rows} == whole
+    assert losses(folder) == whole
 
 
 def test_learning_curves_read_the_checkpoints(tiny, tmp_path):
@@ -102,7 +109,7 @@ def test_learning_curves_read_the_checkpoints(tiny, tmp_path):
     task = assign([replace(curves, cells=cells)], scale).tasks[0]
     work(task, tmp_path)
     assert state.finished(tmp_path, task)
-    steps = {one.target["step"] for one in state.evaluations(tmp_path / task.name)}
+    steps = {one.target["step"] for one in evaluations(tmp_path / task.name)}
     assert steps == {state.step_of(path) for path in state.checkpoints(tmp_path / task.name)}
     assert len(steps) == 2
 

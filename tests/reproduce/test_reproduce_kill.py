@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from laboratory import evaluations
 from tiny_paper import tiny_scale, two_methods
 
 from trainshort.journal import read_lines
@@ -57,7 +58,7 @@ def test_killed_in_the_middle_it_goes_on(tmp_path):
     assert state.finished(tmp_path / "killed", task)
     assert losses(tmp_path / "killed", task.name) == losses(tmp_path / "whole", task.name)
     rows = [
-        [(row.length, row.nll) for one in state.evaluations(tmp_path / kind / task.name) for row in one.rows]
+        [(row.length, row.nll) for one in evaluations(tmp_path / kind / task.name) for row in one.rows]
         for kind in ("whole", "killed")
     ]
     assert rows[0] == rows[1]

@@ -2,7 +2,7 @@
 
 from trainshort.claims.measured import Measured, View
 from trainshort.claims.verdicts import Outcome, claim, missing, sources, verdict
-from trainshort.recipes.experiments import NAMES, Reading
+from trainshort.recipes.experiments import NAMES, Reading, queries
 from trainshort.recipes.scales import Variant
 
 BASE = 512
@@ -26,10 +26,10 @@ def usable(view: View, position: str) -> tuple[int, bool, Measured] | None:
     """The longest length without a worse one before it, whether nothing longer was tried, and the base."""
     base = ppl(view, position, 1)
     runs = view.runs(Variant("wikitext103", position, BASE))
-    stored = runs[0].find(None) if runs else None
-    if base is None or stored is None:
+    rows = [row for row, _ in view.rows(runs[0], Reading(BASE)).values()] if runs else []
+    rows = [row for row in rows if row.length >= view.scale.length(BASE)]
+    if base is None or not rows:
         return None
-    rows = [row for row in stored.evaluation.rows if row.length >= view.scale.length(BASE)]
     longest, opened = rows[0].length, True
     for row in rows:
         if row.status != "scored" or row.perplexity > SLACK * rows[0].perplexity:
@@ -168,21 +168,18 @@ def sliding_no_rescue(view: View) -> Outcome:
 )
 def early_tokens(view: View) -> Outcome:
     runs = view.runs(Variant("wikitext103", "alibi", BASE))
-    tokens = view.scale.sliding_tokens
-    read = [
-        view.row(run, Reading(times * BASE, stride), tokens)
-        for run in runs[:1]
-        for stride in (None, 1)
-        for times in (1, 2)
-    ]
-    rows = [row for row, _ in read if row and row.status == "scored"]
+    sliding_query, plain_query = queries(view.scale, Reading(BASE, stride=1))
+    lengths = [view.scale.length(times * BASE) for times in (1, 2)]
+    found = [run.rows(query) for run in runs[:1] for query in (plain_query, sliding_query)]
+    read = [rows[length] for rows in found for length in lengths if length in rows]
+    rows = [row for row, _ in read if row.status == "scored"]
     if len(rows) < 4:
         return missing("ALiBi read with and without overlap on the same text")
     plain, sliding = rows[0].perplexity - rows[1].perplexity, rows[2].perplexity - rows[3].perplexity
     text = f"1 to 2 times: {plain:.2f} without overlap, {sliding:.2f} with stride {view.scale.stride(1)}"
     reason = "It holds when less than half of the gain is left with a sliding window."
-    found = tuple(dict.fromkeys(path for _, path in read if path))
-    return Outcome(verdict(plain > 0 and sliding < plain / 2), text, reason, found)
+    files = tuple(dict.fromkeys(path for _, path in read))
+    return Outcome(verdict(plain > 0 and sliding < plain / 2), text, reason, files)
 
 
 @claim(
@@ -195,11 +192,12 @@ def optimum(view: View) -> Outcome:
         return missing("the 1.3B model on CC100+RoBERTa; a small model on little text says nothing about it")
     variant = Variant("cc100", "alibi", BASE)
     runs = view.runs(variant)
-    stored = runs[0].find(None) if runs else None
-    rows = stored.evaluation.scored if stored else []
-    if len(rows) < 3 or stored is None:
+    found = view.rows(runs[0], Reading(BASE)).values() if runs else ()
+    rows = [row for row, _ in found if row.status == "scored"]
+    if len(rows) < 3:
         return missing("the 1.3B model read at many lengths (`--only fig6`)")
     best = min(rows, key=lambda row: row.perplexity)
+    files = tuple(dict.fromkeys(path for _, path in found))
     near = 1.5 * BASE <= best.length <= 3 * BASE
     text = f"best {best.perplexity:.2f} at {best.length:,}; {rows[-1].perplexity:.2f} at {rows[-1].length:,}"
-    return Outcome(verdict(near), text, "Near means between 1.5 and 3 times the length.", (stored.path,))
+    return Outcome(verdict(near), text, "Near means between 1.5 and 3 times the length.", files)

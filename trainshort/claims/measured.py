@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainshort.claims.results import SEEDS, Collection, Run
+from trainshort.claims.collection import SEEDS, Collection, Run
 from trainshort.evaluate.results import Row
-from trainshort.recipes.experiments import Cell, Reading
+from trainshort.recipes.experiments import Cell, Reading, moments, queries
 from trainshort.recipes.scales import Scale, Variant
 
 RATES = {"train speed": "train_seconds", "read speed": "read_seconds"}
@@ -68,12 +68,13 @@ class View:
                 values.append(value)
         return Measured(tuple(values), tuple(sources), "scored" if values else status) if sources else None
 
-    def row(self, run: Run, reading: Reading, tokens: int | None = None) -> tuple[Row | None, Path | None]:
-        """The row of a run at a reading; `tokens` bounds the text, to compare two protocols on the same one."""
-        limit = tokens if tokens is not None or reading.stride is None else self.scale.sliding_tokens
-        stored = run.find(self.scale.stride(reading.stride), reading.split, limit)
-        row = stored.evaluation.row(self.scale.length(reading.length)) if stored else None
-        return (row, stored.path) if stored and row else (None, None)
+    def rows(self, run: Run, reading: Reading) -> dict[int, tuple[Row, Path]]:
+        """All rows of the evaluation that a reading wants, by length."""
+        return run.rows(queries(self.scale, reading)[0])
+
+    def row(self, run: Run, reading: Reading) -> tuple[Row | None, Path | None]:
+        """The row of a run at a reading."""
+        return self.rows(run, reading).get(self.scale.length(reading.length), (None, None))
 
     def cost(self, variant: Variant, quantity: str) -> Measured | None:
         """Speed in tokens/s or memory in GB, as measured in rounds on this machine."""
@@ -102,10 +103,10 @@ class View:
         """Tokens trained on and perplexity at a reading, for each checkpoint that was kept and read."""
         points = []
         for run in self.runs(variant):
-            for stored in run.evaluations:
-                one = stored.evaluation
-                row = one.row(self.scale.length(reading.length))
-                if one.target["kind"] == "checkpoint" and one.protocol["stride"] is None and row:
-                    settings = run.config.train
-                    points.append((one.target["step"] * settings.batch * settings.length, row.perplexity, stored.path))
+            settings, length = run.config.train, self.scale.length(reading.length)
+            steps = {stored.evaluation.target.get("step") for stored in run.evaluations}
+            for step in sorted(step for step in steps if step is not None):
+                row, path = run.rows(replace(moments(self.scale, reading), step=step)).get(length, (None, None))
+                if row and path and row.status == "scored":
+                    points.append((step * settings.batch * settings.length, row.perplexity, path))
         return sorted(points)

@@ -22,7 +22,7 @@ class Report:
     """Folder to write."""
 
     def run(self) -> None:
-        from trainshort.claims.results import collect
+        from trainshort.claims.collection import collect
         from trainshort.report.build import write_report
 
         print(f"Report: {write_report(collect(self.runs), self.out)}")

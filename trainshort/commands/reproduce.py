@@ -69,7 +69,7 @@ class Reproduce:
 
 def finish(root: Path, out: Path, console) -> None:
     """The report, the table of the headline, and where to look."""
-    from trainshort.claims.results import collect
+    from trainshort.claims.collection import collect
     from trainshort.report.build import write_report
     from trainshort.report.terminal import headline_table
 

@@ -193,9 +193,3 @@ def load(path: Path) -> Evaluation:
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise InputError(f"{path} is not an evaluation of format {FORMAT}. Remove it and evaluate again.")
     return Evaluation.read(values)
-
-
-def find(folder: Path) -> list[Evaluation]:
-    """All evaluations in a run folder, the newest last."""
-    found = [load(path) for path in sorted((folder / "eval").glob("*.json"))]
-    return sorted(found, key=lambda one: str(one.provenance.get("time", "")))

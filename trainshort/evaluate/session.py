@@ -67,6 +67,7 @@ def evaluate(
     precision: str = "float32",
     again: bool = False,
     dry_run: bool = False,
+    picture: bool = True,
     console: Console | None = None,
 ) -> Evaluation:
     """Measure all lengths of a plan; returns the evaluation, which then lies in the target's folder. Results are shown
@@ -88,7 +89,9 @@ def evaluate(
         return evaluation
     with _progress(todo, notes) as report:
         evaluation = sweep(target, plan, evaluation, path, report)
-    finish(evaluation, target, path, console)
+    if not todo and results.load(path).corpus != evaluation.corpus:
+        results.save(evaluation, path)  # an older version said less of the text
+    finish(evaluation, target, path, console, picture=picture)
     console.print(result_table(evaluation, plan.lengths))
     return evaluation
 
@@ -142,13 +145,15 @@ def _plain_lines(todo: list[Windows], console: Console) -> Callable[[int, int], 
     return report
 
 
-def finish(evaluation: Evaluation, target: Target, path: Path, console: Console) -> None:
-    """The picture, and the card where this evaluation makes one."""
+def finish(evaluation: Evaluation, target: Target, path: Path, console: Console, *, picture: bool) -> None:
+    """The picture if it is wanted, and the card where this evaluation makes one."""
     if not evaluation.rows:
         raise InputError("nothing was evaluated; give at least one length.")
-    from trainshort.evaluate.picture import draw
+    written = [path]
+    if picture:
+        from trainshort.evaluate.picture import draw
 
-    written = [path, *draw([evaluation, *siblings(evaluation, path)], path.with_suffix(""))]
+        written += draw([evaluation, *siblings(evaluation, path)], path.with_suffix(""))
     made = card.make(evaluation, str(path.relative_to(target.folder))) if target.kind != "checkpoint" else None
     if made and card.save(made, target.folder):
         written.append(target.folder / card.FILE)

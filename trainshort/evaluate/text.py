@@ -41,6 +41,10 @@ class Text:
     tokenizer: str
     end: int | None
     """The token between documents, if there is one."""
+    own: bool = False
+    """Whether it is the data that the run was trained beside, and not a text that was named."""
+    whole: int | None = None
+    """Tokens before the text was cut; None: it was not."""
 
     def description(self) -> dict[str, Any]:
         return {
@@ -49,6 +53,8 @@ class Text:
             "sha256": self.sha256,
             "tokenizer": self.tokenizer,
             "tokens": len(self.tokens),
+            "whole": self.whole or len(self.tokens),
+            "own": self.own,
             "words": self.words,
             "bytes": self.bytes,
         }
@@ -84,6 +90,7 @@ def cut(text: Text, count: int, speller: Speller) -> Text:
     return replace(
         text,
         tokens=kept,
+        whole=len(text.tokens),
         words=sum(len(piece.split()) for piece in pieces),
         bytes=sum(len(piece.encode()) for piece in pieces),
         sha256=hashlib.sha256(np.ascontiguousarray(kept).tobytes()).hexdigest(),
@@ -92,7 +99,7 @@ def cut(text: Text, count: int, speller: Speller) -> Text:
 
 def _whole_text(target: Target, data: Sequence[str], split: str) -> Text:
     if isinstance(target, RunTarget) and (not data or list(data) == [target.config.data.corpus]):
-        return _from_prepared(open_or_prepare(target.config.data), split)
+        return replace(_from_prepared(open_or_prepare(target.config.data), split), own=True)
     if not data:
         raise InputError(
             f"{target.name} does not say which text to use. Give one: --data sotu, --data book.txt, or a folder."

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainshort.errors import InputError
+from trainshort.evaluate.query import Query
 from trainshort.recipes.scales import Scale, Variant
 from trainshort.registry import Registry
 
@@ -116,6 +117,20 @@ def _plain(name: str) -> str:
     if plain in ("fig3", "fig10"):
         raise InputError(f"{name.strip()} is a drawing of how something works; there is nothing to compute for it.")
     return plain
+
+
+def queries(scale: Scale, reading: Reading) -> list[Query]:
+    """The evaluations that a reading wants at a scale, its own first. A sliding one has a companion without overlap on
+    the same text: their difference is what the beginnings of blocks cost."""
+    stride = scale.stride(reading.stride)
+    if stride is None:
+        return [Query(reading.split, None, scale.eval_tokens)]
+    return [Query(reading.split, stride, scale.sliding_tokens), Query(reading.split, None, scale.sliding_tokens)]
+
+
+def moments(scale: Scale, reading: Reading) -> Query:
+    """The evaluation of a learning curve's checkpoints, without overlap on little text; the step is left open."""
+    return Query(reading.split, None, scale.sliding_tokens)
 
 
 def reseeded(experiment: Experiment, seed: int) -> Experiment:

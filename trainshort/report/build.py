@@ -5,8 +5,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from trainshort.claims.collection import Collection
 from trainshort.claims.measured import View
-from trainshort.claims.results import Collection
 from trainshort.claims.verdicts import Claim, Outcome, judge
 from trainshort.errors import InputError
 from trainshort.files import write_whole
@@ -63,7 +63,7 @@ def _figures(collection: Collection, headline: first.Headline | None, view: View
     """Figures after the headline, those that have data."""
     made: list[Figure | None] = []
     if headline:
-        made.append(sections.position_figure(headline, collection))
+        made.append(sections.position_figure(headline))
         made.append(sections.early_figure(headline, collection, view))
         made.append(sections.reach_figure(headline, collection))
     if view:

@@ -5,7 +5,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainshort.claims.results import Collection, Run, Stored
+from trainshort.claims.collection import Collection, Run
+from trainshort.evaluate.query import Stored
 from trainshort.evaluate.results import Row, interval, perplexity
 from trainshort.recipes.experiments import NAMES
 from trainshort.recipes.names import run_name
@@ -26,8 +27,12 @@ class Line:
     position: str
     points: dict[int, float]
     bounds: dict[int, tuple[float, float]]
-    seeds: int
-    sources: tuple[Path, ...]
+    stored: tuple[Stored, ...]
+    """The evaluations behind it, one per seed."""
+
+    @property
+    def sources(self) -> tuple[Path, ...]:
+        return tuple(one.path for one in self.stored)
 
     def at(self, length: int) -> float | None:
         return self.points.get(length)
@@ -48,10 +53,11 @@ class Headline:
 
 def find_headline(collection: Collection) -> Headline | None:
     """The training length that most runs share, and their curves; None when no run was read at two lengths."""
-    found = [(run, stored) for run in collection.runs.values() if (stored := _sweep(run))]
-    if not found:
+    swept = [(run, stored) for run in collection.runs.values() for stored in run.sweeps if _goes_past(run, stored)]
+    if not swept:
         return None
-    length = Counter(run.config.train.length for run, _ in found).most_common(1)[0][0]
+    length, text = _most_shared(swept)
+    found = list({run.name: (run, one) for run, one in swept if _text(one) == text}.values())
     groups: dict[str, list[tuple[Run, Stored]]] = {}
     for run, stored in found:
         if run.config.train.length == length:
@@ -70,12 +76,26 @@ def find_headline(collection: Collection) -> Headline | None:
     )
 
 
-def _sweep(run: Run) -> Stored | None:
-    """A run's evaluation without overlap that goes past its training length."""
-    stored = run.find(None)
+def _goes_past(run: Run, stored: Stored) -> bool:
+    """Whether an evaluation has the training length and a longer one."""
     length = run.config.train.length
-    rows = [row for row in stored.evaluation.scored if row.length >= length] if stored else []
-    return stored if len(rows) > 1 and rows[0].length == length else None
+    rows = [row for row in stored.evaluation.scored if row.length >= length]
+    return len(rows) > 1 and rows[0].length == length
+
+
+def _text(stored: Stored) -> tuple[int, str, str]:
+    """What two evaluations must share to stand in one figure: the same tokens, in the same precision."""
+    corpus = stored.evaluation.corpus
+    return corpus["tokens"], corpus["sha256"], stored.evaluation.protocol["precision"]
+
+
+def _most_shared(swept: list[tuple[Run, Stored]]) -> tuple[int, tuple[int, str, str]]:
+    """The training length and the text that most runs share; of several texts the longest. Curves on different texts in
+    one figure would compare the texts."""
+    runs: dict[tuple[int, tuple[int, str, str]], set[str]] = {}
+    for run, stored in swept:
+        runs.setdefault((run.config.train.length, _text(stored)), set()).add(run.name)
+    return max(runs, key=lambda key: (len(runs[key]), key[1][0]))
 
 
 def _line(name: str, position: str, group: list[Stored], length: int) -> Line:
@@ -86,7 +106,7 @@ def _line(name: str, position: str, group: list[Stored], length: int) -> Line:
                 rows.setdefault(row.length, []).append(row)
     points = {at: statistics.fmean(row.perplexity for row in found) for at, found in rows.items()}
     bounds = {at: bound for at, found in rows.items() if (bound := _bound(found))}
-    return Line(name, position, points, bounds, len(group), tuple(stored.path for stored in group))
+    return Line(name, position, points, bounds, tuple(group))
 
 
 def _bound(rows: list[Row]) -> tuple[float, float] | None:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainshort.claims.collection import Collection, Run
 from trainshort.claims.measured import View
-from trainshort.claims.results import Collection, Run
 from trainshort.evaluate.results import Row
-from trainshort.recipes.experiments import NAMES
+from trainshort.recipes.experiments import NAMES, Reading, queries
 from trainshort.report.figures import Figure, Series, color
-from trainshort.report.headline import Headline
+from trainshort.report.headline import Headline, Line
 
 
 def cost_figures(collection: Collection) -> list[Figure]:
@@ -53,24 +53,18 @@ def _rate(entry: dict[str, Any], what: str) -> float:
     return entry["tokens"] / statistics.median(entry[what])
 
 
-def position_figure(headline: Headline, collection: Collection) -> Figure | None:
+def position_figure(headline: Headline) -> Figure | None:
     """Mean loss by distance from the start of the input, at the longest length every method was read at."""
-    runs = _headline_runs(headline, collection)
-    shared = set.intersection(*({row.length for row in row_list(run)} for run in runs)) if runs else set()
-    if not shared:
-        return None
-    length = max(shared)
+    length = max(set.intersection(*({row.length for row in _scored(line)} for line in headline.lines)))
     series, sources = [], []
-    for index, run in enumerate(runs):
-        stored = run.find(None)
-        row = stored.evaluation.row(length) if stored else None
-        if row is None or stored is None or not row.positions:
+    for index, line in enumerate(headline.lines):
+        row = line.stored[0].evaluation.row(length)
+        if row is None or not row.positions:
             continue
-        position = run.config.model.position
         x = tuple((first + end + 1) / 2 for first, end, _, _ in row.positions)
         y = tuple(total / count for _, _, count, total in row.positions)
-        series.append(Series(_name(run, runs), x, y, color(position, index)))
-        sources.append(stored.path)
+        series.append(Series(line.name, x, y, color(line.position, index)))
+        sources.append(line.sources[0])
     told = "; ".join(f"{one.name} ends at {one.y[-1]:.2f}" for one in series)
     return Figure(
         name="positions",
@@ -86,9 +80,8 @@ def position_figure(headline: Headline, collection: Collection) -> Figure | None
     )
 
 
-def row_list(run: Run) -> list[Row]:
-    stored = run.find(None)
-    return stored.evaluation.scored if stored else []
+def _scored(line: Line) -> list[Row]:
+    return line.stored[0].evaluation.scored
 
 
 def _headline_runs(headline: Headline, collection: Collection) -> list[Run]:
@@ -107,16 +100,18 @@ def early_figure(headline: Headline, collection: Collection, view: View | None) 
     if view is None or view.scale.sliding_tokens is None:
         return None
     stride, tokens = view.scale.stride_one, view.scale.sliding_tokens
+    sliding, plain = queries(view.scale, Reading(1, stride=1))
     series, sources = [], []
     for index, run in enumerate(_headline_runs(headline, collection)):
-        for kind, found in (("", run.find(None, tokens=tokens)), (", sliding", run.find(stride, tokens=tokens))):
-            rows = [row for row in found.evaluation.scored if row.length >= headline.length] if found else []
-            if found is None or len(rows) < 2:
+        for kind, query in (("", plain), (", sliding", sliding)):
+            found = [one for at, one in run.rows(query).items() if at >= headline.length and one[0].status == "scored"]
+            rows = [row for row, _ in found]
+            if len(rows) < 2:
                 continue
             x, y = tuple(row.length for row in rows), tuple(row.perplexity for row in rows)
             name = NAMES.get(run.config.model.position, run.name) + kind
             series.append(Series(name, x, y, color(run.config.model.position, index), faint=not kind))
-            sources.append(found.path)
+            sources += dict.fromkeys(path for _, path in found)
     if not series:
         return None
     lengths = sorted({at for one in series for at in one.x if isinstance(at, int)})

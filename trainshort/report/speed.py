@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trainshort.bench.results import Bench, Measure, Row
 from trainshort.bench.tables import number
-from trainshort.claims.results import Collection
+from trainshort.claims.collection import Collection
 from trainshort.recipes.experiments import NAMES
 from trainshort.report.figures import OTHERS, Figure, Series, color
 

@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from trainshort.claims.results import Collection
+from trainshort.claims.collection import Collection
 from trainshort.report.headline import find_headline
 
 

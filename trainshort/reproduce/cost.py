@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from trainshort import optim
-from trainshort.claims.results import COST_FORMAT, read_costs
+from trainshort.claims.collection import COST_FORMAT, read_costs
 from trainshort.config import RunConfig
 from trainshort.errors import InputError
 from trainshort.evaluate.memory import Peak

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainshort.claims.results import read_costs
+from trainshort.claims.collection import read_costs
 from trainshort.config import RunConfig
 from trainshort.recipes.catalog import recipe_name
 from trainshort.recipes.experiments import Experiment, reseeded

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from trainshort.claims.results import COST_FILE, read_costs
+from trainshort.claims.collection import COST_FILE, read_costs
 from trainshort.reproduce import state
 from trainshort.reproduce.launch import Cluster, run_here, run_on_cluster
 from trainshort.reproduce.tasks import Assignment, Task

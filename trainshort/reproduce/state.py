@@ -1,15 +1,15 @@
 """What is done already, read from the files alone, without torch: a second run has nothing to load.
 
-A run is done when its last update's checkpoint is there, an evaluation when its file has a row for every length.
+A run is done when its last update's checkpoint is there, an evaluation when every length has a number.
 Progress is counted in tokens put through a model; an update costs three times a reading.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainshort.evaluate.results import Evaluation, load
+from trainshort.evaluate.query import Query, Stored, find, rows
 from trainshort.journal import read_lines
-from trainshort.reproduce.tasks import Group, Task
+from trainshort.reproduce.tasks import Task
 from trainshort.runs import RunFolder
 
 UPDATE_WEIGHT = 3
@@ -34,21 +34,9 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob("checkpoints/step-*/manifest.json"))
 
 
-def evaluations(folder: Path) -> list[Evaluation]:
-    return [load(path) for path in sorted((folder / "eval").glob("*.json"))]
-
-
-def belongs(evaluation: Evaluation, group: Group, step: int | None = None) -> bool:
-    """Whether an evaluation is of this kind: of the run's best weights, or with `step` of that checkpoint."""
-    kind, corpus, protocol = evaluation.target["kind"], evaluation.corpus, evaluation.protocol
-    same_weights = kind == "run" if step is None else kind == "checkpoint" and evaluation.target["step"] == step
-    same_text = corpus["split"] == group.split and (group.tokens is None or corpus["tokens"] <= group.tokens)
-    return same_weights and same_text and protocol["stride"] == group.stride and protocol["slopes"] is None
-
-
-def missing(found: list[Evaluation], group: Group, lengths: set[int], step: int | None = None) -> list[int]:
-    """Lengths that no evaluation of this kind has a row for."""
-    have = {row.length for one in found if belongs(one, group, step) for row in one.rows}
+def missing(found: list[Stored], query: Query, lengths: set[int]) -> list[int]:
+    """Lengths without a number: never tried, or tried and failed (out of memory, cannot), which is tried again."""
+    have = {length for length, (row, _) in rows(found, query).items() if row.status == "scored"}
     return sorted(lengths - have)
 
 
@@ -62,11 +50,12 @@ def finished(root: Path, task: Task) -> bool:
     extras = (SAMPLE, REACH) if task.sample else ()
     if not trained(folder, task) or not all((folder / file).exists() for file in extras):
         return False
-    found = evaluations(folder)
-    if any(missing(found, group, lengths) for group, lengths in task.groups.items()):
+    found = find(folder)
+    if any(missing(found, query, lengths) for query, lengths in task.lengths.items()):
         return False
     steps = [step_of(path) for path in checkpoints(folder)]
-    return not any(missing(found, group, lengths, step) for group, lengths in task.curves.items() for step in steps)
+    curves = [(replace(query, step=step), lengths) for query, lengths in task.curves.items() for step in steps]
+    return not any(missing(found, query, lengths) for query, lengths in curves)
 
 
 def share(root: Path, task: Task) -> Share:
@@ -76,11 +65,11 @@ def share(root: Path, task: Task) -> Share:
     total = done = 0.0
     total += update * settings.steps
     done += update * (settings.steps if trained(folder, task) else last_step(folder))
-    found = evaluations(folder) if (folder / "eval").exists() else []
-    for group, lengths in task.groups.items():
-        left = set(missing(found, group, lengths))
+    found = find(folder)
+    for query, lengths in task.lengths.items():
+        left = set(missing(found, query, lengths))
         for length in lengths:
-            reads = (group.tokens or 100_000) * (length / (group.stride or length))
+            reads = (query.tokens or 100_000) * (length / (query.stride or length))
             total += reads
             done += reads * (length not in left)
     return Share(done, total)

@@ -1,14 +1,15 @@
 """From tables to work: one task per model, with everything that is wanted of it. No torch.
 
 Tables share models (Table 5's ALiBi at 512 is Figure 1's), and at the laptop the three test beds share a corpus; tasks
-are merged by run name, so nothing is trained or read twice.
+are merged by run name, so nothing is trained or evaluated twice.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from trainshort.config import RunConfig
-from trainshort.recipes.experiments import Experiment, Reading, reseeded
+from trainshort.evaluate.query import Query
+from trainshort.recipes.experiments import Experiment, moments, queries, reseeded
 from trainshort.recipes.names import run_name
 from trainshort.recipes.scales import Scale
 
@@ -16,25 +17,16 @@ SAMPLED = "demo"
 """The experiment whose models also write a text."""
 
 
-@dataclass(frozen=True)
-class Group:
-    """Evaluations that share everything but the length; numbers of the scale, not of the paper."""
-
-    split: str
-    stride: int | None
-    tokens: int | None
-    """At most so many tokens of text; None: all."""
-
-
 @dataclass
 class Task:
-    """One model: train it, then read it in these ways."""
+    """One model: train it, then evaluate it in these ways."""
 
     name: str
     config: RunConfig
-    groups: dict[Group, set[int]] = field(default_factory=dict)
-    curves: dict[Group, set[int]] = field(default_factory=dict)
-    """Readings of the checkpoints that were kept on the way."""
+    lengths: dict[Query, set[int]] = field(default_factory=dict)
+    """Lengths at which it is evaluated, by what those evaluations have in common."""
+    curves: dict[Query, set[int]] = field(default_factory=dict)
+    """The same for the checkpoints that were kept on the way."""
     sample: bool = False
     """Whether a text is generated past the training length, and the reach of attention measured."""
 
@@ -69,17 +61,7 @@ def _add(experiment: Experiment, scale: Scale, tasks: dict[str, Task]) -> None:
         task = tasks.setdefault(run_name(config), Task(run_name(config), config))
         task.sample |= experiment.name == SAMPLED
         for reading in experiment.readings(scale, variant):
-            for group in groups(scale, reading):
-                task.groups.setdefault(group, set()).add(scale.length(reading.length))
+            for query in queries(scale, reading):
+                task.lengths.setdefault(query, set()).add(scale.length(reading.length))
         for reading in experiment.curves(scale, variant):
-            group = Group(reading.split, None, scale.sliding_tokens)
-            task.curves.setdefault(group, set()).add(scale.length(reading.length))
-
-
-def groups(scale: Scale, reading: Reading) -> list[Group]:
-    """The evaluations that a reading belongs to, its own first. A sliding one has a companion without overlap on the
-    same text: their difference is what the beginnings of blocks cost."""
-    stride = scale.stride(reading.stride)
-    if stride is None:
-        return [Group(reading.split, None, scale.eval_tokens)]
-    return [Group(reading.split, stride, scale.sliding_tokens), Group(reading.split, None, scale.sliding_tokens)]
+            task.curves.setdefault(moments(scale, reading), set()).add(scale.length(reading.length))

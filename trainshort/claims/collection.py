@@ -14,7 +14,8 @@ from trainshort.bench import results as bench_results
 from trainshort.bench.results import Bench
 from trainshort.config import RunConfig, load_config
 from trainshort.errors import InputError
-from trainshort.evaluate.results import Evaluation, load
+from trainshort.evaluate.query import Query, Stored, find, rows
+from trainshort.evaluate.results import Row
 from trainshort.journal import read_lines
 from trainshort.recipes.experiments import experiments, reseeded
 from trainshort.recipes.names import run_name
@@ -25,14 +26,6 @@ COST_FILE = "cost.json"
 COST_FORMAT = 1
 SEEDS = range(1, 10)
 """Seeds that are looked for."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """An evaluation and the file it lies in."""
-
-    path: Path
-    evaluation: Evaluation
 
 
 @dataclass(frozen=True)
@@ -55,18 +48,20 @@ class Run:
     def sessions(self) -> list[dict[str, Any]]:
         return read_lines(RunFolder(self.path).sessions)
 
-    def find(self, stride: int | None, split: str = "valid", tokens: int | None = None) -> Stored | None:
-        """The evaluation of the run's best weights by one protocol; the one on most text, or on at most `tokens`."""
-        found = [
+    def rows(self, query: Query) -> dict[int, tuple[Row, Path]]:
+        """Rows by length, of the run's evaluations that answer."""
+        return rows(self.evaluations, query)
+
+    @property
+    def sweeps(self) -> list[Stored]:
+        """Evaluations of the best weights as trained, without overlap, on any text."""
+        return [
             stored
             for stored in self.evaluations
-            if (one := stored.evaluation).protocol["stride"] == stride
+            if (one := stored.evaluation).target["kind"] == "run"
+            and one.protocol["stride"] is None
             and one.protocol["slopes"] is None
-            and one.corpus["split"] == split
-            and one.target["kind"] == "run"
-            and (tokens is None or one.corpus["tokens"] <= tokens)
         ]
-        return max(found, key=lambda stored: stored.evaluation.corpus["tokens"], default=None)
 
 
 @dataclass(frozen=True)
@@ -136,8 +131,7 @@ def collect(paths: Iterable[Path]) -> Collection:
 
 
 def _read_run(folder: Path) -> Run:
-    found = tuple(Stored(path, load(path)) for path in sorted((folder / "eval").glob("*.json")))
-    return Run(folder, load_config(folder / "config.json"), found)
+    return Run(folder, load_config(folder / "config.json"), tuple(find(folder)))
 
 
 def read_costs(root: Path) -> dict[str, Any]:

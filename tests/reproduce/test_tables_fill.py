@@ -1,0 +1,165 @@
+"""Tables that share a model: whatever was computed before, and in whatever order, each cell is the one it would be
+alone, on its own text; and none stays empty."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+from laboratory import evaluations
+from tiny_paper import tiny_scale
+
+from trainshort.claims.collection import collect
+from trainshort.claims.measured import View
+from trainshort.evaluate.query import best_step, find, rows
+from trainshort.recipes.experiments import choose
+from trainshort.recipes.scales import Variant
+from trainshort.reproduce import state
+from trainshort.reproduce.tasks import assign
+from trainshort.reproduce.work import work
+from trainshort.train import train
+
+NAMES = ("demo", "table15", "table5")
+ALIBI = Variant("wikitext103", "alibi", 512)
+
+
+@pytest.fixture(scope="module")
+def scale(tmp_path_factory):
+    return tiny_scale(tmp_path_factory.mktemp("tables"))
+
+
+def of_one_model(name):
+    """A table's cells of ALiBi trained at 512."""
+    one = choose([name])[0]
+    return replace(one, cells=tuple(cell for cell in one.cells if cell.variant == ALIBI and not cell.apart))
+
+
+def task_of(scale, *names):
+    (task,) = assign([of_one_model(name) for name in names], scale).tasks
+    task.sample = False
+    return task
+
+
+def numbers(root, scale):
+    """Every cell of the three tables, as the report has it."""
+    view = View(collect([root]), scale)
+    cells = {(name, cell.row, cell.column): cell for name in NAMES for cell in of_one_model(name).cells}
+    kept = {key: view.cell(cell) for key, cell in cells.items() if cell.possible(key[0], scale)}
+    return {key: found.value if found else None for key, found in kept.items()}
+
+
+@pytest.fixture(scope="module")
+def once(scale, tmp_path_factory):
+    root = tmp_path_factory.mktemp("once")
+    work(replace(task_of(scale, *NAMES), lengths={}), root)
+    return root
+
+
+@pytest.fixture
+def trained(once, tmp_path):
+    """A folder in which the model is trained, and not evaluated yet."""
+    return shutil.copytree(once, tmp_path / "runs")
+
+
+@pytest.fixture(scope="module")
+def together(scale, once, tmp_path_factory):
+    root = shutil.copytree(once, tmp_path_factory.mktemp("together") / "runs")
+    work(task_of(scale, *NAMES), root)
+    found = numbers(root, scale)
+    assert len(found) > 15
+    assert None not in found.values()
+    return found
+
+
+@pytest.mark.parametrize("order", [("table15", "table5", "demo"), ("demo", "table15", "table5")], ids="-".join)
+def test_in_any_order_all_cells_are_filled_from_their_own_text(scale, trained, together, order):
+    for name in order:
+        task = task_of(scale, name)
+        work(task, trained)
+        assert state.finished(trained, task)
+    assert numbers(trained, scale) == together
+
+
+def test_each_text_is_as_long_as_the_scale_says(scale, trained):
+    work(task_of(scale, "table15"), trained)
+    task = task_of(scale, "table5")
+    assert not state.finished(trained, task)
+    work(task, trained)
+    texts = {(one.protocol["stride"], one.corpus["tokens"]) for one in evaluations(trained / task.name)}
+    assert texts == {(4, 256), (None, 256), (None, 512)}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_stopped_between_two_evaluations_it_goes_on(scale, together, trained, count):
+    whole = task_of(scale, *NAMES)
+    work(replace(whole, lengths=dict(list(whole.lengths.items())[:count])), trained)
+    assert not state.finished(trained, whole)
+    work(whole, trained)
+    assert numbers(trained, scale) == together
+
+
+@pytest.mark.parametrize("status", ["out of memory", "cannot", "not finite"])
+def test_a_length_that_failed_is_tried_again(scale, together, trained, status):
+    task = task_of(scale, *NAMES)
+    work(task, trained)
+    for path in (trained / task.name / "eval").glob("*.json"):
+        values = json.loads(path.read_text())
+        row = values["rows"][-1]
+        values["rows"][-1] = {key: row[key] for key in ("length", "stride")} | {"status": status}
+        path.write_text(json.dumps(values))
+    assert not state.finished(trained, task)
+    work(task, trained)
+    assert state.finished(trained, task)
+    assert numbers(trained, scale) == together
+
+
+def test_results_of_the_first_version_are_kept(scale, together, trained):
+    """They do not say how long the whole text is; what they scored is known all the same."""
+    task = task_of(scale, *NAMES)
+    work(task, trained)
+    for path in (trained / task.name / "eval").glob("*.json"):
+        values = json.loads(path.read_text())
+        del values["corpus"]["whole"], values["corpus"]["own"]
+        path.write_text(json.dumps(values))
+    assert state.finished(trained, task)
+    assert numbers(trained, scale) == together
+    unlimited = {replace(query, tokens=None): {16} for query in task.lengths if query.stride is None}
+    everything = replace(task, lengths=unlimited)
+    assert not state.finished(trained, everything)  # whether 512 tokens were all of them, nobody knows
+    work(everything, trained)
+    assert state.finished(trained, everything)
+    assert max(one.corpus["tokens"] for one in evaluations(trained / task.name)) > 512
+
+
+def test_other_texts_precisions_and_slopes_do_not_answer(scale, trained):
+    task = task_of(scale, "table5")
+    work(task, trained)
+    (query,) = task.lengths
+    (stored,) = find(trained / task.name)
+    assert len(rows([stored], query)) == len(task.lengths[query])
+    one = stored.evaluation
+    for field, changes in (
+        ("corpus", {"own": False}),
+        ("corpus", {"split": "test"}),
+        ("corpus", {"tokens": 511}),
+        ("protocol", {"precision": "bfloat16"}),
+        ("protocol", {"slopes": "interpolate"}),
+        ("protocol", {"stride": 8}),
+        ("target", {"kind": "checkpoint"}),
+    ):
+        other = one.model_copy(update={field: getattr(one, field) | changes})
+        assert not rows([replace(stored, evaluation=other)], query), changes
+
+
+def test_weights_that_are_no_longer_the_best_do_not_answer(scale, together, tmp_path):
+    """Somebody looked at the run before its training ended."""
+    task = task_of(scale, *NAMES)
+    folder = tmp_path / task.name
+    train(task.config.replace(train={"steps": 2}), folder, quiet=True)
+    early = replace(task, config=task.config.replace(train={"steps": 2}))
+    work(early, tmp_path)
+    assert state.finished(tmp_path, early)
+    work(task, tmp_path)
+    assert best_step(folder) == 4
+    assert {one.target["step"] for one in evaluations(folder)} == {4}
+    assert numbers(tmp_path, scale) == together
