@@ -1,5 +1,8 @@
 """Input that cannot be used: the sentence names the file, the place and the remedy."""
 
+import os
+import resource
+import shutil
 from pathlib import Path
 
 import pyarrow
@@ -7,8 +10,11 @@ import pyarrow.parquet
 import pytest
 from corpus_files import part, texts, write_parquet
 
+from trainshort.config import DataConfig
+from trainshort.data import open_data, prepare
 from trainshort.data.corpus import find_corpus
 from trainshort.data.files import file_corpus
+from trainshort.data.ledger import Note, write_note
 from trainshort.data.splits import splitter
 from trainshort.errors import InputError
 
@@ -33,19 +39,20 @@ def test_invalid_utf8_is_told_with_file_and_byte_or_replaced(tmp_path: Path) -> 
 
 def test_half_a_surrogate_pair_is_told_or_replaced(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x \\ud83d y"}\n')
-    refused(str(tmp_path / "a.jsonl"), r"a\.jsonl: the record at byte 0 holds half of a surrogate pair")
+    refused(str(tmp_path / "a.jsonl"), r"a\.jsonl, line 1, holds half of a surrogate pair")
     assert texts(find_corpus(str(tmp_path / "a.jsonl")), errors="replace") == ["x \ufffd y"]
 
 
 def test_records_that_are_not_as_expected_are_told(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "ok"}\n{"title": "x", "body": "y"}\n')
     refused(
-        str(tmp_path / "a.jsonl"), r"the record at byte 15 should have a field 'text' .* it has the fields title, body"
+        str(tmp_path / "a.jsonl"),
+        r"a\.jsonl, line 2: expected an object with a string in its field 'text', got the fields title, body\.",
     )
     (tmp_path / "b.jsonl").write_text("[1]\n")
-    refused(str(tmp_path / "b.jsonl"), r"should have a field 'text' with a string; it has a list")
+    refused(str(tmp_path / "b.jsonl"), r"line 1: expected an object .*, got \[1\]\.")
     (tmp_path / "c.jsonl").write_text('{"text": \n')
-    refused(str(tmp_path / "c.jsonl"), r"c\.jsonl is not JSON lines: the record at byte 0 does not parse")
+    refused(str(tmp_path / "c.jsonl"), r"c\.jsonl, line 1, is not JSON \(.*\)\. Write one object per line")
     write_parquet(tmp_path / "d.parquet", ["x"], column="content")
     refused(str(tmp_path / "d.parquet"), r"d\.parquet should have a column 'text'; its columns are content")
     (tmp_path / "e.parquet").write_text("no parquet")
@@ -81,3 +88,132 @@ def test_a_hub_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pytest.
     refused(
         "nobody/nothing", r"'nobody/nothing' is no file or folder here or in \$TRAINSHORT_DATA, and the hub could not"
     )
+
+
+# Files that are not what their name says
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to("nothing")
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+IN_PLACE = {
+    pipe: "it is a named pipe, and a file was expected",
+    folder: "it is a folder, and a file was expected",
+    dangling: "it is a link to nothing",
+    loop: "it is a link that leads back to itself",
+}
+CONTENTS = {
+    "null": "null",
+    "list": "[]",
+    "nothing": "",
+    "nested": "[" * 100_000,
+    "nested objects": '{"a":' * 100_000,
+    "number": '{"format": ' + "9" * 1_000_000 + "}",
+    "bytes": "\udcff",
+}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder; a second one that was left unfinished lies beside it."""
+    home = tmp_path_factory.mktemp("damaged")
+    (home / "text.txt").write_text("".join(f"The house {n} said\n\n" for n in range(600)))
+    config = DataConfig(corpus=str(home / "text.txt"), tokenizer="bytes", folder=home / "data")
+    prepare(config, progress=False)
+    (home / "unfinished").mkdir()
+    note = Note(request=open_data(home / "data").meta.request)
+    write_note(home / "unfinished", note)
+    return home
+
+
+@pytest.mark.parametrize("replace", IN_PLACE)
+@pytest.mark.parametrize("name", ["meta.json", "tokenizer.json", "train.bin", "valid.documents.bin", "unfinished.json"])
+def test_what_lies_in_place_of_a_file_is_told(replace, name: str, prepared: Path, tmp_path: Path) -> None:
+    which = "unfinished" if name == "unfinished.json" else "data"
+    shutil.copytree(prepared / which, tmp_path / "data")
+    (tmp_path / "data" / name).unlink()
+    replace(tmp_path / "data" / name)
+    config = DataConfig(corpus=str(prepared / "text.txt"), tokenizer="bytes", folder=tmp_path / "data")
+    with pytest.raises(InputError, match=rf"Cannot read .*{name}: {IN_PLACE[replace]}"):
+        prepare(config, progress=False)
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("name", ["meta.json", "tokenizer.json", "unfinished.json", "given.json"])
+def test_json_that_is_none_is_told(content: str, name: str, prepared: Path, tmp_path: Path) -> None:
+    which = "unfinished" if name == "unfinished.json" else "data"
+    shutil.copytree(prepared / which, tmp_path / "data")
+    (tmp_path / "data" / name).write_text(CONTENTS[content], errors="surrogateescape")
+    tokenizer = str(tmp_path / "data" / name) if name == "given.json" else "bytes"
+    out = tmp_path / ("new" if name == "given.json" else "data")
+    config = DataConfig(corpus=str(prepared / "text.txt"), tokenizer=tokenizer, folder=out)
+    with pytest.raises(InputError, match=name):
+        prepare(config, progress=False)
+
+
+@pytest.mark.parametrize("replace", [pipe, dangling, loop])
+def test_what_is_given_as_a_corpus_and_is_no_file_is_told(replace, tmp_path: Path) -> None:
+    replace(tmp_path / "text.txt")
+    with pytest.raises(InputError, match=IN_PLACE[replace]):
+        find_corpus(str(tmp_path / "text.txt"))
+
+
+@pytest.mark.parametrize("name", ["", "x" * 5000])
+def test_a_name_that_can_be_none_is_told(name: str) -> None:
+    with pytest.raises(InputError, match=r"A corpus is a name, path, glob or hub dataset of 1 to"):
+        find_corpus(name)
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        ("null", r"got null\."),
+        ("[]", r"got \[\]\."),
+        ("5", r"got 5\."),
+        ('{"text": 5}', r"expected an object with a string in its field 'text', got text = 5\."),
+        ('{"text": null}', r"got text = null\."),
+        ("{}", r"got an empty object\."),
+        ('{"text": "a"', r"is not JSON \(Expecting ',' delimiter at its character \d+\)\. Write one object per line"),
+        ("[" * 100_000, r"is not JSON \(nested too deeply\)"),
+        ('{"text": ' + "9" * 1_000_000, r"is not JSON \(Exceeds the limit .*1000000 digits\)"),
+    ],
+)
+def test_a_record_that_cannot_be_used_is_told_with_its_line(record: str, told: str, tmp_path: Path) -> None:
+    good = '{"text": "a"}\n\n'
+    (tmp_path / "a.jsonl").write_text(good * 100 + record + "\n" + good)
+    with pytest.raises(InputError, match=rf"a\.jsonl, line 201[,:].*{told}"):
+        list(find_corpus(str(tmp_path / "a.jsonl")).documents())
+    with pytest.raises(InputError, match=r"a\.jsonl, line 201"):  # also when it was reached from a later place
+        list(find_corpus(str(tmp_path / "a.jsonl")).documents([0, 50 * len(good)]))
+
+
+@pytest.mark.parametrize("out", ["/proc/nowhere/x", "text.txt/x", "text.txt"])
+def test_a_folder_that_cannot_be_made_is_told(out: str, prepared: Path) -> None:
+    config = DataConfig(corpus=str(prepared / "text.txt"), folder=prepared / out)
+    with pytest.raises(InputError, match=r"folder.* (cannot be written to: |was expected there\.).*another --out\."):
+        prepare(config, progress=False)
+
+
+def test_too_few_open_files_are_told(prepared: Path, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    config = DataConfig(corpus=str(prepared / "text.txt"), tokenizer="bytes", folder=tmp_path / "out")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 4, limits[1]))
+    try:
+        with pytest.raises(InputError, match=r"out stopped at .*: too many files are open \(raise the limit: ulimit"):
+            prepare(config, progress=False, workers=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    prepare(config, progress=False).verify()

@@ -37,7 +37,7 @@ class Prepare:
     def run(self) -> int:
         from trainshort.config import DataConfig
         from trainshort.data import open_data, prepare
-        from trainshort.data.meta import META_FILE
+        from trainshort.data.meta import is_data
         from trainshort.data.pipeline import describe
         from trainshort.data.progress import Progress
         from trainshort.data.request import data_folder
@@ -46,7 +46,7 @@ class Prepare:
             {"corpus": self.corpus, "tokenizer": self.tokenizer, "vocabulary": self.vocabulary, "folder": self.out}
         )
         folder = data_folder(config)
-        there = (folder / META_FILE).exists()
+        there = is_data(folder)
         try:
             prepared = prepare(config, workers=self.workers, errors=self.errors)
         except KeyboardInterrupt:

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+from trainshort import files
 from trainshort.data.document import Corpus
 from trainshort.data.files import SUFFIXES, FileCorpus, Kind, TextFile, file_corpus, folder_files
 from trainshort.data.hub import HubCorpus, MixedCorpus
@@ -25,6 +26,8 @@ corpora: Registry[Callable[[], Corpus]] = Registry("corpus")
 
 HELD_OUT = 0.05
 GIGABYTE = 10**9
+LONGEST_NAME = 4096
+"""Characters; no path is longer."""
 
 WIKITEXT = "Salesforce/wikitext"
 CC100_ENGLISH = "https://data.statmt.org/cc-100/en.txt.xz"
@@ -136,10 +139,13 @@ def find_corpus(name: str) -> Corpus:
     """The corpus that `name` means: a registered name, else a file, folder or glob, else a dataset of the hub."""
     if name in corpora:
         return corpora.get(name)()
+    if not name or len(name) > LONGEST_NAME:
+        raise InputError(f"A corpus is a name, path, glob or hub dataset of 1 to {LONGEST_NAME} characters.")
     path = Path(name).expanduser()
     if path.is_dir():
         return file_corpus(name, folder_files(path), path)
-    if path.is_file():
+    if os.path.lexists(path):
+        files.open_file(path, mend="Give a file with text in it.").close()  # says what else it is
         if path.suffix not in SUFFIXES:
             raise InputError(
                 f"{path} should end in one of {', '.join(SUFFIXES)}; other formats are not read. "

@@ -39,13 +39,15 @@ def read_note(folder: Path) -> Note | None:
     """The note of an unfinished preparation, if there is one."""
     again = f"Delete the folder {folder} and prepare it again."
     try:
-        return Note.read(files.read_object(folder / UNFINISHED_FILE, mend=again))
+        values = files.read_sealed(folder / UNFINISHED_FILE, mend=again)
+        values.pop(files.CHECKSUM, None)
+        return Note.read(values)
     except files.MissingFileError:
         return None
 
 
 def write_note(folder: Path, note: Note) -> None:
-    files.write_whole(folder / UNFINISHED_FILE, note.model_dump_json() + "\n", mend=ROOM)
+    files.write_sealed(folder / UNFINISHED_FILE, note.model_dump(mode="json"), mend=ROOM)
 
 
 class Writer:

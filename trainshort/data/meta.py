@@ -8,6 +8,7 @@ meta.json               all that is needed to read them, written last: a folder 
 checked.json            which files were read and found whole (checksums.py); may be deleted
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,6 +150,11 @@ def offsets_path(folder: Path, split: str) -> Path:
 def token_type(vocabulary: int) -> Literal["uint8", "uint16", "uint32"]:
     """The smallest type that holds every token."""
     return "uint8" if vocabulary <= 1 << 8 else "uint16" if vocabulary <= 1 << 16 else "uint32"
+
+
+def is_data(folder: Path | str) -> bool:
+    """Whether a folder is a complete data folder, or at least says so; opening it tells what is wrong with it."""
+    return os.path.lexists(Path(folder) / META_FILE)
 
 
 def open_data(folder: Path | str) -> Prepared:

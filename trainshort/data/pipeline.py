@@ -23,7 +23,7 @@ from trainshort.data.checksums import FILE as CHECKED_FILE
 from trainshort.data.corpus import find_corpus
 from trainshort.data.document import SPLITS, Corpus, Errors
 from trainshort.data.ledger import ROOM, Note, Writer, read_note, write_note
-from trainshort.data.meta import Meta, Prepared, Request, SplitMeta, bin_path, offsets_path, open_data
+from trainshort.data.meta import Meta, Prepared, Request, SplitMeta, bin_path, is_data, offsets_path, open_data
 from trainshort.data.progress import Progress
 from trainshort.data.request import data_folder, make_request, refuse_other, short_name
 from trainshort.data.splits import Splitter, splitter
@@ -67,7 +67,7 @@ def prepare(
     if workers is not None and workers < 1:
         raise InputError(f"workers must be at least 1, not {workers}.")
     folder = data_folder(config)
-    if (folder / layout.META_FILE).exists():
+    if is_data(folder):
         return _open_same(folder, config)
     corpus = find_corpus(config.corpus)
     _ = corpus.splits  # a hub that does not answer is told before a folder is made
@@ -76,7 +76,7 @@ def prepare(
         workers = cores if corpus.size is None else min(cores, max(1, corpus.size // WORTH_A_WORKER))
     job = Job(config, corpus, make_request(config, corpus), folder, errors, workers, Progress(progress))
     with _readable_disk_errors(folder), files.locked(files.make_folder(folder)):  # others wait
-        if (folder / layout.META_FILE).exists():  # another process was quicker, as under torchrun
+        if is_data(folder):  # another process was quicker, as under torchrun
             return _open_same(folder, config)
         note = _begin(job, resume)
         with job.progress.shown():
@@ -89,7 +89,7 @@ def prepare(
 
 def open_or_prepare(config: DataConfig, **options: Any) -> Prepared:
     """What training needs: a folder that was named as it is, else the one that the settings describe."""
-    if config.folder is not None and (config.folder / layout.META_FILE).exists():
+    if config.folder is not None and is_data(config.folder):
         return open_data(config.folder)
     return prepare(config, **options)
 

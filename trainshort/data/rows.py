@@ -8,12 +8,16 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
+from trainshort import files
 from trainshort.data.document import Errors, Row
 from trainshort.errors import InputError
 
 LONGEST_LINE = 1 << 20
 """Bytes after which a line without an end is cut."""
+LONGEST_RECORD = 1 << 28
+"""Bytes of the longest record, which is held in memory."""
 BLOCK = 1 << 20
 """Bytes that are read at a time."""
 
@@ -94,7 +98,12 @@ def jsonl_rows(path: Path, position: int | None, errors: Errors) -> Iterator[Row
     with _open(path) as file:
         at = position or 0
         file.seek(at)
-        for line in file:
+        while line := file.readline(LONGEST_RECORD + 1):
+            if len(line) > LONGEST_RECORD:
+                raise InputError(
+                    f"{path}, line {_line_number(path, at)}, has more than {LONGEST_RECORD >> 20} MiB. "
+                    "Write one object per line, and cut what is longer."
+                )
             if line.strip():
                 yield Row(_record_text(line, errors, path, at), at + len(line), at + len(line))
             at += len(line)
@@ -103,24 +112,48 @@ def jsonl_rows(path: Path, position: int | None, errors: Errors) -> Iterator[Row
 def _record_text(line: bytes, errors: Errors, path: Path, at: int) -> str:
     try:
         record = json.loads(_decode(line, errors, path, at))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # of the syntax, of a number of 5,000 digits, of nesting
+        why = "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+        if isinstance(error, json.JSONDecodeError):  # which counts lines within the record
+            why = f"{error.msg} at its character {error.pos + 1}"
         raise InputError(
-            f"{path} is not JSON lines: the record at byte {at} does not parse ({error}). Write one object per line."
+            f"{path}, line {_line_number(path, at)}, is not JSON ({why}). Write one object per line."
         ) from None
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        came = f"the fields {', '.join(record) or 'none'}" if isinstance(record, dict) else f"a {type(record).__name__}"
-        raise InputError(f"{path}: the record at byte {at} should have a field 'text' with a string; it has {came}.")
-    text = record["text"]
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise InputError(
+            f"{path}, line {_line_number(path, at)}: expected an object with a string in its field 'text', got "
+            f"{_shown(record)}."
+        )
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:  # half of a surrogate pair, written as \ud800
         if errors == "strict":
             raise InputError(
-                f"{path}: the record at byte {at} holds half of a surrogate pair, which is not valid Unicode. "
+                f"{path}, line {_line_number(path, at)}, holds half of a surrogate pair, which is not valid Unicode. "
                 "Mend it, or use --errors replace."
             ) from None
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+def _shown(record: Any) -> str:
+    """What came instead: {"text": 5} is shown as text = 5, other records by their fields."""
+    if isinstance(record, dict):
+        if "text" in record:
+            return f"text = {json.dumps(record['text'])[:40]}"
+        return f"the fields {', '.join(record)[:80]}" if record else "an empty object"
+    return json.dumps(record)[:40]
+
+
+def _line_number(path: Path, at: int) -> int:
+    """Which line of a file begins at byte `at`, counted from 1."""
+    number = 1
+    with _open(path) as file:
+        while at > 0 and (block := file.read(min(at, BLOCK))):
+            number += block.count(b"\n")
+            at -= len(block)
+    return number
 
 
 def parquet_rows(path: Path, position: int | None, errors: Errors) -> Iterator[Row]:
@@ -153,13 +186,8 @@ def parquet_rows(path: Path, position: int | None, errors: Errors) -> Iterator[R
                     yield Row(text, number, size * number // rows)
 
 
-def _open(path: Path):
-    try:
-        return path.open("rb")
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist.") from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}).") from None
+def _open(path: Path) -> BinaryIO:
+    return files.open_file(path, mend="Give a file with text in it.")
 
 
 def _decode(data: bytes, errors: Errors, path: Path, at: int, row: int | None = None) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
+from trainshort import files
 from trainshort.data.decoding import ByteDecoder, Decoder, WholeDecoder, WordDecoder, byte_alphabet
 from trainshort.errors import InputError
 
@@ -23,6 +24,8 @@ Ids = Int64[np.ndarray, " tokens"]
 FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+
+_GIVE = "Use bytes, words or bpe, or the path of a tokenizer.json."
 
 STRETCH = 1 << 17
 """Characters given to a tokenizer at a time; a longer text is cut at a space, so that memory stays bounded."""
@@ -243,13 +246,9 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     path = Path(path)
     path = path / FILE if path.is_dir() else path
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(
-            f"There is no tokenizer at {path}. Use bytes, words or bpe, or the path of a tokenizer.json."
-        ) from None
-    except (UnicodeDecodeError, OSError) as error:
-        raise InputError(f"{path} cannot be read as a tokenizer ({error}).") from None
+        text = files.read_text(path, mend=_GIVE)
+    except files.MissingFileError:
+        raise InputError(f"There is no tokenizer at {path}. {_GIVE}") from None
     return parse_tokenizer(text, path)
 
 
@@ -257,15 +256,18 @@ def parse_tokenizer(text: str, path: Path) -> Tokenizer:
     """The tokenizer that the JSON describes; bytes and words are known by their form."""
     from tokenizers import Tokenizer as Saved
 
+    layout = files.parse_json(text, str(path), mend=_GIVE)
     try:
         saved = Saved.from_str(text)
-    except Exception as error:  # the library raises plain Exception
+        saved.encode("\u0378")  # no letter: a tokenizer that has no token for unknown text is told now
+    except BaseException as error:  # the library raises plain Exception, and what Rust calls a panic is not even that
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
         raise InputError(f"{path} is not a tokenizer.json that the tokenizers library reads ({error}).") from None
-    layout = json.loads(text)
     model = layout["model"]
-    if model["type"] == "BPE" and not model["merges"] and model["vocab"] == _byte_vocabulary():
+    if model.get("type") == "BPE" and not model["merges"] and model["vocab"] == _byte_vocabulary():
         return ByteTokenizer()
-    if model["type"] == "WordLevel":
+    if model.get("type") == "WordLevel":
         words = sorted(model["vocab"], key=model["vocab"].get)
         if tuple(words[:4]) == WordTokenizer.SPECIAL and model["vocab"][words[-1]] == len(words) - 1:
             return WordTokenizer(words)
@@ -284,4 +286,4 @@ def _byte_vocabulary() -> dict[str, int]:
 def _ours(layout: dict[str, Any]) -> bool:
     """Whether `bpe` was trained here: the end token comes first, then the bytes."""
     vocabulary = layout["model"].get("vocab")
-    return layout["model"]["type"] == "BPE" and isinstance(vocabulary, dict) and vocabulary.get(END_OF_TEXT) == 0
+    return layout["model"].get("type") == "BPE" and isinstance(vocabulary, dict) and vocabulary.get(END_OF_TEXT) == 0

@@ -17,7 +17,7 @@ import numpy as np
 
 from trainshort.data import Prepared, open_data, open_or_prepare
 from trainshort.data.corpus import find_corpus
-from trainshort.data.meta import META_FILE, token_type
+from trainshort.data.meta import is_data, token_type
 from trainshort.data.splits import splitter
 from trainshort.errors import InputError
 from trainshort.evaluate.target import RunTarget, Speller, Target
@@ -105,7 +105,7 @@ def _whole_text(target: Target, data: Sequence[str], split: str) -> Text:
             f"{target.name} does not say which text to use. Give one: --data sotu, --data book.txt, or a folder."
         )
     paths = [Path(name).expanduser() for name in data]
-    if len(data) == 1 and (paths[0] / META_FILE).exists():
+    if len(data) == 1 and is_data(paths[0]):
         prepared = open_data(paths[0])
         _refuse_other_tokenizer(target, prepared)
         return _from_prepared(prepared, split)
