@@ -42,6 +42,32 @@ class Settings(BaseModel):
             values[name] = {**values[name], **change} if merged else change
         return type(self).read(values)
 
+    def identity(self) -> dict[str, Any]:
+        """What the settings say, in the form of 0.1.0: those added since are left out while they have their default.
+
+        Run names, result names and generation states have digests over this, and a new setting must not change them.
+        """
+        first = FIRST.get(type(self).__name__, "").split()
+        values = self.model_dump(mode="json")
+        for name, info in type(self).model_fields.items():
+            if isinstance(part := getattr(self, name), Settings):
+                values[name] = part.identity()
+            elif first and name not in first and part == info.get_default(call_default_factory=True):
+                del values[name]
+        return values
+
+
+FIRST = {
+    "ModelConfig": "vocabulary layers width heads kv_heads ffn position activation biases final_norm tie_embeddings "
+    "embedding_scale embedding_norm init adaptive dropout attention_dropout activation_dropout head_dropout norm_eps "
+    "max_bias learned_slopes rotary_base t5_buckets t5_max_distance learned_length window backend tolerance",
+    "DataConfig": "corpus tokenizer vocabulary folder packing",
+    "OptimConfig": "name lr min_lr warmup warmup_from schedule betas momentum weight_decay clip",
+    "TrainConfig": "length batch micro_batch steps seed precision checkpoint_activations compile log_every valid_every "
+    "valid_tokens save_every keep patience parallel tensorboard",
+}
+"""The settings of 0.1.0."""
+
 
 class AdaptiveConfig(Settings):
     """Adaptive input and softmax (Baevski & Auli): rare words get narrower vectors."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic_core import to_json
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -87,7 +88,7 @@ def load_state(path: Path, model: TransformerLM, tokenizer: Tokenizer | None = N
 
 def model_identity(model: TransformerLM) -> str:
     """sha256 of settings and weights. The attention engine may differ: it changes nothing but rounding."""
-    digest = hashlib.sha256(model.config.replace(backend="auto").model_dump_json().encode())
+    digest = hashlib.sha256(to_json(model.config.replace(backend="auto").identity()))
     for name, weight in sorted(model.named_parameters()):
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
         digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
