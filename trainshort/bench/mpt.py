@@ -13,6 +13,8 @@ from trainshort.bench.measure import Progress, installed
 from trainshort.config import ModelConfig
 from trainshort.evaluate.memory import available
 from trainshort.generate.streaming import stream
+from trainshort.interop.formats import plan
+from trainshort.interop.mpt import MPT
 from trainshort.model import TransformerLM
 
 TURN = 8
@@ -41,14 +43,8 @@ def pair(ours: TransformerLM, longest: int) -> tuple[Any, TransformerLM]:
     """MPT with random weights, and our model with the same."""
     torch.manual_seed(0)
     theirs = training.mpt(ours.config, longest).eval()
-    source = theirs.state_dict()
-    names = {"attention_norm": "norm_1", "attention.qkv": "attn.Wqkv", "attention.out": "attn.out_proj"}
-    names |= {"ffn_norm": "norm_2", "ffn.wide": "ffn.up_proj", "ffn.narrow": "ffn.down_proj"}
-    weights = {"vocabulary.embedding.weight": source["transformer.wte.weight"]}
-    weights["final_norm.weight"] = source["transformer.norm_f.weight"]
-    for index in range(len(ours.layers)):
-        for mine, other in names.items():
-            weights[f"layers.{index}.{mine}.weight"] = source[f"transformer.blocks.{index}.{other}.weight"]
+    reading = plan(MPT, theirs.config.to_dict(), theirs.state_dict())
+    weights = {name: reading.tensor(name) for name in reading.shapes}
     ours.load_state_dict(weights)
     return theirs, ours
 

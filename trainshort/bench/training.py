@@ -4,6 +4,7 @@ At least 2,048 tokens an update, the same fused AdamW for all, random tokens.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -128,7 +129,7 @@ def _tokens(length: int, batch_tokens: int) -> int:
     return max(1, batch_tokens // length) * length
 
 
-def mpt(config: ModelConfig, longest: int) -> torch.nn.Module:
+def mpt(config: ModelConfig, longest: int) -> Any:
     """Hugging Face's model of the same shape, with random weights."""
     from transformers import MptConfig, MptForCausalLM
 

@@ -56,7 +56,7 @@ def _vocabulary(weights: Weights, path: Path) -> int:
     return sum(map(len, tables))
 
 
-def read_settings(theirs: dict[str, Any]) -> Model:
+def read_settings(theirs: dict[str, Any], weights: Weights) -> Model:
     for name, allowed, default, why in (
         ("decoder_normalize_before", (True,), True, "ours normalises before each layer"),
         ("cross_self_attention", (False, None), False, "ours is a decoder alone"),

@@ -52,6 +52,8 @@ class Model:
     """What was left out or folded, and what a user should know."""
     turned: Mapping[str, Turn] = field(default_factory=dict)
     """Modules of ours whose turn these settings decide."""
+    zeros: tuple[str, ...] = ()
+    """Modules of ours that have a bias where theirs has none."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Format:
     """One kind of foreign model."""
 
     name: str
-    read: Callable[[dict[str, Any]], Model]
+    read: Callable[[dict[str, Any], Weights], Model]
     """Its settings in ours; what does not fit is refused with the setting's name."""
     lines: Mapping[str, Line]
     superfluous: tuple[str, ...] = ()
@@ -108,6 +110,8 @@ class Reading:
     def tensor(self, name: str) -> Tensor:
         """One tensor of ours, in float32."""
         origin = self.origin[name]
+        if not origin.theirs:
+            return torch.zeros(self.shapes[name])
         parts = [self.weights[source] for source in origin.theirs]
         for source, part in zip(origin.theirs, parts, strict=True):
             if not part.is_floating_point() or part.layout != torch.strided or part.is_quantized:
@@ -124,9 +128,10 @@ class Reading:
         return made.contiguous()
 
 
-def plan(kind: Format, model: Model, weights: Weights) -> Reading:
+def plan(kind: Format, settings: dict[str, Any], weights: Weights) -> Reading:
     """Which tensor of theirs becomes which of ours; a missing or unknown one is named."""
     weights = Renamed(weights, kind.renamed) if kind.renamed else weights
+    model = kind.read(settings, weights)
     shapes, origin = shapes_of(model.config), {}
     for name in shapes:
         origin[name] = _origin(kind, model, name)
@@ -159,6 +164,8 @@ def _origin(kind: Format, model: Model, name: str) -> Line:
     general = module if number is None else module[: number.start(1)] + "{}" + module[number.end(1) :]
     if general not in kind.lines:
         raise InputError(f"A {kind.name} model has nothing for our {name}.")
+    if ending == "bias" and general in model.zeros:
+        return Line(())
     found = kind.lines[general]
     names = tuple(f"{one.format(number[1] if number else '')}.{ending}" for one in found.theirs)
     return Line(names, model.turned.get(general, found.turn))
@@ -170,7 +177,7 @@ def turned(theirs: Tensor, turn: Turn, config: ModelConfig) -> Tensor:
         case "same":
             return theirs
         case "transposed":
-            return theirs.T
+            return theirs.T if theirs.dim() == 2 else theirs
         case "by head":
             return theirs.unflatten(0, (config.heads, 3, -1)).transpose(0, 1).flatten(0, 2)
         case "first half":
@@ -187,7 +194,7 @@ def turned_back(ours: Tensor, turn: Turn, config: ModelConfig) -> Tensor:
         case "same":
             return ours
         case "transposed":
-            return ours.T
+            return ours.T if ours.dim() == 2 else ours
         case "by head":
             return ours.unflatten(0, (3, config.heads, -1)).transpose(0, 1).flatten(0, 2)
         case _:
@@ -197,9 +204,17 @@ def turned_back(ours: Tensor, turn: Turn, config: ModelConfig) -> Tensor:
 # ---- what the formats ask of settings
 
 
-def model_config(**settings: Any) -> ModelConfig:
-    """A model of ours; a contradiction in the source's settings is one sentence."""
-    return ModelConfig.read(settings)
+def model_config(*, max_bias: float = 8.0, slopes: tuple[float, ...] | None = None, **settings: Any) -> ModelConfig:
+    """A model of ours with ALiBi; a contradiction in the source's settings is one sentence."""
+    return ModelConfig.read({**settings, "max_bias": max_bias, "slopes": slopes})
+
+
+def section(theirs: dict[str, Any], name: str) -> dict[str, Any]:
+    """Settings inside the settings."""
+    value = theirs.get(name) or {}
+    if not isinstance(value, dict):
+        raise InputError(f"The config's {name} should be an object of settings; it is {value!r}.")
+    return value
 
 
 def number(theirs: dict[str, Any], *names: str, default: Any = None) -> Any:
@@ -220,5 +235,5 @@ def real(theirs: dict[str, Any], *names: str, default: float) -> float:
 def require(theirs: dict[str, Any], name: str, *allowed: Any, default: Any, why: str) -> None:
     """Refuse a setting that our model cannot follow."""
     value = theirs.get(name, default)
-    if value not in allowed:
+    if not any(value is one or value == one for one in allowed):
         raise InputError(f"The model has {name} {value!r}, and {why}.")

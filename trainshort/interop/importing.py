@@ -18,7 +18,7 @@ from trainshort.config import DataConfig, RunConfig, TrainConfig, save_config
 from trainshort.data.tokenizer import FILE, Tokenizer, load_tokenizer
 from trainshort.errors import InputError
 from trainshort.files import new_folder, read_object, sha256, write_whole
-from trainshort.interop import fairseq, stored
+from trainshort.interop import baichuan, bloom, btlm, fairseq, falcon, mpt, refact, stored  # noqa: F401  (registers them)
 from trainshort.interop.formats import Reading, formats, plan
 
 RECORD = "import.json"
@@ -73,7 +73,7 @@ def open_source(request: Request) -> Source:
         return _open_folder(path, request)
     if path.exists():
         settings, weights = fairseq.read_checkpoint(path)
-        reading = plan(fairseq.FAIRSEQ, fairseq.FAIRSEQ.read(settings), weights)
+        reading = plan(fairseq.FAIRSEQ, settings, weights)
         return Source("fairseq", [path], reading, _words(request, reading))
     return _open_folder(_fetched(request.source), request)
 
@@ -95,7 +95,7 @@ def _open_folder(folder: Path, request: Request) -> Source:
         known = ", ".join(name for name in formats.names() if name != "fairseq")
         raise InputError(f"{folder} is a model of type {kind!r}, and these ALiBi models can be imported: {known}.")
     weights = stored.StoredWeights(folder)
-    reading = plan(formats.get(kind), formats.get(kind).read(settings), weights)
+    reading = plan(formats.get(kind), settings, weights)
     given = request.tokenizer or (folder / FILE if (folder / FILE).exists() else None)
     tokenizer = None if given is None else _fitting(load_tokenizer(given), reading.model.config.vocabulary)
     return Source(kind, [folder / "config.json", *weights.files], reading, tokenizer)
