@@ -41,7 +41,7 @@ shapes: $(STAMP)  ## the tests of the tensor functions, with every annotated sha
 test-bare: $(STAMP)  ## attention, caches, generation, model and evaluation without compiled code
 	empty=$$(mktemp -d) && CC=no-such-compiler TRAINSHORT_CACHE=$$empty OMP_NUM_THREADS=1 \
 	  $(BIN)/python -m pytest -n 2 --dist worksteal tests/attention/test_op.py tests/attention/test_windowed_torch.py \
-	  tests/attention/test_windowed_calls.py tests/attention/test_windowed_build.py tests/test_cache.py tests/generate \
+	  tests/attention/test_windowed_calls.py tests/kernels tests/test_cache.py tests/generate \
 	  tests/test_model.py tests/evaluate/test_sweep.py tests/evaluate/test_evaluate_command.py; \
 	  status=$$?; rm -rf $$empty; exit $$status
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trainshort import alibi
 from trainshort.attention import LinearBias, attend, engines
-from trainshort.attention.kernel.library import PANEL, Problem
+from trainshort.attention.kernel import PANEL, Problem
 from trainshort.attention.op import Call
 from trainshort.attention.windowed import attend_windowed, windowed_attention
 from trainshort.errors import InputError

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from trainshort import alibi
 from trainshort.attention import LinearBias, attend
-from trainshort.attention.kernel import library
-from trainshort.attention.kernel.library import Problem
+from trainshort.attention import kernel as library
+from trainshort.attention.kernel import Problem
 from trainshort.attention.windowed import attend_windowed
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps

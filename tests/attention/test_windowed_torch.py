@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trainshort import alibi
 from trainshort.attention import LinearBias, attend, engines, windowed_torch
-from trainshort.attention.kernel.library import Problem
+from trainshort.attention.kernel import Problem
 from trainshort.attention.op import Call
 
 

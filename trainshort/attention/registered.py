@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trainshort.attention import kernel, windowed_torch
-from trainshort.attention.kernel.library import PANEL, Problem
+from trainshort.attention.kernel import PANEL, Problem
 from trainshort.attention.op import wide
 from trainshort.errors import InputError
 

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort.attention import windowed_torch
-from trainshort.attention.kernel.library import DTYPES, Problem
+from trainshort.attention.kernel import DTYPES, Problem
 from trainshort.attention.op import TOLERANCE, Call, LinearBias, check, engines, wide
 from trainshort.attention.reference import formula, is_short
 from trainshort.attention.registered import is_compiled

@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort import alibi
-from trainshort.attention.kernel.library import PANEL, Problem, contiguous_rows, document_reach
+from trainshort.attention.kernel import PANEL, Problem, contiguous_rows, document_reach
 from trainshort.attention.op import Call, LinearBias, visible, wide, written_bias
 
 CHUNK = 8 * PANEL

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainshort import alibi
-from trainshort.attention.kernel import unavailable
-from trainshort.attention.kernel.library import Problem
+from trainshort.attention.kernel import Problem, unavailable
 from trainshort.attention.windowed import attend_windowed
 from trainshort.bench.measure import Progress, installed
 from trainshort.bench.plan import ENGINES

@@ -57,7 +57,7 @@ class LayerCache:
         return room[0, :, :, :end], room[1, :, :, :end]
 
     def next_token(self, bias: Bias | None, shape: tuple[int, int], window: int | None) -> Token | None:
-        """For kernel/step.c: a call that reads one more token, of `shape` (key heads, dim); None if only `attend` can.
+        """For decode/step.c: a call that reads one more token, of `shape` (key heads, dim); None if only `attend` can.
 
         The rings it has here never come round: there is always room for one more. Once the kernel ran, `took_token`.
         """

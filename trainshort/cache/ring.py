@@ -1,23 +1,20 @@
-"""The compiled step of the bounded cache: structs that mirror kernel/ring.c, and the build of kernel/ on first use.
+"""The compiled step of the bounded cache: structs that mirror those of kernels/decode, which is built on first use.
 
 The structs are the cache's own memory of counts and norms, so that a step moves nothing between C and Python.
 """
 
 import ctypes
 import math
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
-from trainshort.attention.kernel import unavailable as kernel_unavailable
-from trainshort.attention.kernel.build import KernelBuildError, build_once
-from trainshort.attention.kernel.library import contiguous_rows
+from trainshort.attention.kernel import contiguous_rows
+from trainshort.kernels import build
+from trainshort.kernels.build import KernelBuildError
 
-SOURCES = Path(__file__).parent / "kernel"
 ANYWHERE = 2**62
 """A reach that no text has: the window of a model without one."""
 MANY = 1 << 18
@@ -93,11 +90,6 @@ class Token(ctypes.Structure):
 @cache
 def unavailable() -> str | None:
     """Why the compiled step cannot be had on this machine; None when it can (it is built now if it was not)."""
-    if not sys.platform.startswith("linux"):
-        return "the compiled step wakes its helpers by Linux's futex"
-    reason = kernel_unavailable(False)  # the same compiler, processor and header files
-    if reason:
-        return reason
     try:
         library()
     except KernelBuildError as error:
@@ -107,8 +99,8 @@ def unavailable() -> str | None:
 
 @cache
 def library() -> ctypes.CDLL:
-    """The C files in kernel/, built once per user; see `unavailable` before."""
-    loaded = ctypes.CDLL(str(build_once("token", sorted(SOURCES.glob("*.c")))))
+    """The C files in kernels/decode, built once per user; see `unavailable` before."""
+    loaded = build.load("decode", "decode")
     for name in ("token", "linear", "layer"):
         getattr(loaded, f"trainshort_{name}_size").restype = ctypes.c_size_t
     loaded.trainshort_token_scratch.restype = loaded.trainshort_layers.restype = ctypes.c_int64

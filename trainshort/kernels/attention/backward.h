@@ -16,7 +16,6 @@
 #include <sched.h>
 
 #include "panel.h"
-#include "pool.h"
 
 enum { SEGMENT = 4 * KEYS, FINISHED = INT32_MAX };
 
@@ -162,8 +161,9 @@ static void wait_for_earlier(atomic_int *progress, int64_t segment, int step) {
 }
 
 /* One item: a stretch of keys of one key head, with all heads of its group. */
-static void backward_segment(void *context, int64_t item, real *scratch) {
+static void backward_segment(void *context, int64_t item, void *memory) {
     const Backward *backward = context;
+    real *scratch = memory;
     const Call *c = backward->call;
     const int padded = padded_dim(c);
     const int64_t pairs = c->batches * c->kv_heads, pair = item % pairs, segment = item / pairs;
@@ -208,9 +208,9 @@ static void backward_segment(void *context, int64_t item, real *scratch) {
 }
 
 /* inner = grad_out . out, a row at a time. */
-static void inner_products(void *context, int64_t item, real *scratch) {
+static void inner_products(void *context, int64_t item, void *memory) {
     const Call *c = ((const Backward *)context)->call;
-    real *out = scratch, *grad = scratch + padded_dim(c);
+    real *out = memory, *grad = out + padded_dim(c);
     for (int64_t i = 0; i < c->q_len; i++) {
         read_row(c, row_at(c, &c->out, item / c->heads, item % c->heads, i), out);
         read_row(c, row_at(c, &c->grad_out, item / c->heads, item % c->heads, i), grad);

@@ -1,12 +1,18 @@
-/* Entry points. Built on first use by build.py, called through ctypes by library.py; no torch headers, no globals. */
+/* Entry points. Built on first use by kernels/build.py, called through ctypes by attention/kernel.py; no torch headers. */
 #include "forward.h"
 #include "backward.h"
 #include "decode.h"
 
-static void bound_head(void *context, int64_t item, real *scratch) {
+static void bound_head(void *context, int64_t item, void *scratch) {
     const Forward *forward = context;
     const Call *c = forward->call;
     build_bound(c, item / c->heads, item % c->heads, &forward->bounds[item], scratch);
+}
+
+/* All items of one kind; `reals` is the scratch of each thread. 0, or 1 when memory ran out. */
+static int run_all(const Call *c, void (*work)(void *, int64_t, void *), void *context, int64_t items, size_t reals) {
+    Queue queue = {work, context, items, reals * sizeof(real), 0};
+    return run_queue(&queue, c->threads, c->parallel);
 }
 
 static size_t align(size_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -33,8 +39,7 @@ static Bound *allocate_bounds(const Call *c) {
 static int decode(const Call *c) {
     const size_t padded = padded_dim(c), rows = c->heads / c->kv_heads * c->q_len;
     const size_t scratch = (2 * KEYS + 1) * padded + KEYS + rows * (2 * padded + align(sizeof(Row)) / sizeof(real));
-    Queue groups = {decode_group, (void *)c, c->batches * c->kv_heads, scratch, 0};
-    return run_all(c, &groups);
+    return run_all(c, decode_group, (void *)c, c->batches * c->kv_heads, scratch);
 }
 
 /* 0, or 1 when memory ran out. */
@@ -43,10 +48,10 @@ int trainshort_forward(const Call *c) {
     const size_t padded = padded_dim(c);
     Forward forward = {c, allocate_bounds(c)};
     if (!forward.bounds) return 1;
-    Queue bounding = {bound_head, &forward, c->batches * c->heads, bound_scratch(c), 0};
     const size_t scratch = 2 * KEYS * padded + KEYS * PANEL + PANELS * (2 * padded + most_centres(c)) * PANEL;
-    Queue walking = {forward_rows, &forward, c->batches * c->heads * blocks_of(c->q_len, ROWS), scratch, 0};
-    const int failed = run_all(c, &bounding) || run_all(c, &walking);
+    const int64_t heads = c->batches * c->heads;
+    const int failed = run_all(c, bound_head, &forward, heads, bound_scratch(c)) ||
+                       run_all(c, forward_rows, &forward, heads * blocks_of(c->q_len, ROWS), scratch);
     free(forward.bounds);
     return failed;
 }
@@ -59,9 +64,8 @@ int trainshort_backward(const Call *c) {
     if (!(backward.progress = calloc(items, sizeof(atomic_int)))) return 1;
     const size_t tilts = c->grad_table ? c->heads / c->kv_heads * table_size(c) : 0;
     const size_t scratch = 4 * SEGMENT * padded + 5 * ROWS * padded + 2 * ROWS * KEYS + tilts;
-    Queue inner = {inner_products, &backward, c->batches * c->heads, 2 * padded, 0};
-    Queue segments = {backward_segment, &backward, items, scratch, 0};
-    const int failed = run_all(c, &inner) || run_all(c, &segments);
+    const int failed = run_all(c, inner_products, &backward, c->batches * c->heads, 2 * padded) ||
+                       run_all(c, backward_segment, &backward, items, scratch);
     free(backward.progress);
     return failed;
 }

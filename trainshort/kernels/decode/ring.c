@@ -9,8 +9,8 @@
  */
 #include "ring.h"
 
-#include "call.h"
-#include "helpers.h"
+#include "pool.h"
+#include "vector.h"
 
 enum { RUN = 64 }; /* keys scored before their values are added up: both stay in the first-level cache */
 
@@ -140,7 +140,8 @@ static void insert(const Token *token, Ring *ring, int64_t index, int64_t padded
 }
 
 /* One item: a ring and all query heads that share it. Later heads have flatter slopes and longer rings: they go first. */
-static void read_ring(void *context, int64_t item) {
+static void read_ring(void *context, int64_t item, void *unused) {
+    (void)unused;
     const Token *token = context;
     const int64_t index = token->ring_count - 1 - item, group = token->head_count / token->ring_count;
     float *scratch = token->scratch + index * scratch_size(token);
@@ -171,7 +172,10 @@ static void read_ring(void *context, int64_t item) {
     insert(token, ring, index, padded);
 }
 
-void trainshort_token(const Token *token) { share_out(read_ring, (void *)token, token->ring_count, token->threads); }
+void trainshort_token(const Token *token) {
+    Queue rings = {read_ring, (void *)token, token->ring_count, 0, 0};
+    run_queue(&rings, token->threads, NULL);
+}
 
 int64_t trainshort_token_scratch(const Token *token) { return token->ring_count * scratch_size(token); }
 

@@ -1,4 +1,4 @@
-/* What one call is given, as ctypes fills it in (library.py mirrors this struct), and how rows come in and go out.
+/* What one call is given, as ctypes fills it in (attention/kernel.py mirrors this struct), and how rows come in and go out.
  *
  * Inputs may be the library's own element type, bfloat16 or float16, with any strides but dim's; all arithmetic is in
  * `real`. Shapes are (batch, heads, tokens, dim); the last query stands on the last key.
@@ -6,6 +6,7 @@
 #ifndef TRAINSHORT_CALL_H
 #define TRAINSHORT_CALL_H
 
+#include "pool.h"
 #include "tile.h"
 
 enum { NATIVE = 0, BFLOAT16 = 1, FLOAT16 = 2 };
@@ -14,8 +15,6 @@ typedef struct {
     char *data;
     int64_t batch, head, token; /* strides in elements; dim's is 1 */
 } Tensor;
-
-typedef void (*Parallel)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
 
 typedef struct {
     Tensor q, k, v, out, grad_out, grad_q, grad_k, grad_v;
@@ -30,13 +29,9 @@ typedef struct {
     double *grad_table;       /* (batch, heads, k_len) gradient of the table, or NULL */
     int64_t batches, heads, kv_heads, q_len, k_len, dim, window;
     double tolerance, scale;
-    Parallel parallel; /* the OpenMP runtime torch has loaded, or NULL for threads of our own */
+    Parallel parallel; /* the OpenMP runtime torch has loaded, or NULL for helpers of our own */
     int32_t threads, dtype;
 } Call;
-
-INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
-INLINE int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 /* Distances are read and written a panel at a time; those in the future of a row's keys fall into this margin. */
 enum { MARGIN = 96 };

@@ -1,9 +1,9 @@
-#include "helpers.h"
+#include "pool.h"
 
 #include <immintrin.h>
 #include <linux/futex.h>
 #include <pthread.h>
-#include <stdatomic.h>
+#include <stdlib.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -12,10 +12,7 @@ enum { MOST_HELPERS = 63, SPINS = 2000 }; /* some tens of microseconds: the next
 static struct {
     pthread_mutex_t busy; /* a second caller works alone rather than wait */
     int started;
-    Share share;
-    void *context;
-    int64_t items;
-    atomic_llong next;
+    Queue *queue;
     atomic_int open, wanted, inside, sleepers;
     _Atomic uint32_t round;
 } pool = {.busy = PTHREAD_MUTEX_INITIALIZER};
@@ -24,12 +21,16 @@ static void futex(int operation, uint32_t value) {
     syscall(SYS_futex, (uint32_t *)&pool.round, operation | FUTEX_PRIVATE_FLAG, value, NULL, NULL, 0);
 }
 
-static void take_shares(void) {
+static void serve(void *data) {
+    Queue *queue = data;
+    void *scratch = NULL;
+    if (queue->scratch && posix_memalign(&scratch, 64, queue->scratch)) return; /* others go on */
     for (;;) {
-        const int64_t item = atomic_fetch_add(&pool.next, 1);
-        if (item >= pool.items) return;
-        pool.share(pool.context, item);
+        const int64_t item = atomic_fetch_add(&queue->next, 1);
+        if (item >= queue->items) break;
+        queue->work(queue->context, item, scratch);
     }
+    free(scratch);
 }
 
 static uint32_t next_round(uint32_t last) {
@@ -50,16 +51,19 @@ static void *help(void *number) {
     for (;;) {
         round = next_round(round);
         atomic_fetch_add(&pool.inside, 1);
-        if (atomic_load(&pool.open) && (intptr_t)number < atomic_load(&pool.wanted)) take_shares();
+        if (atomic_load(&pool.open) && (intptr_t)number < atomic_load(&pool.wanted)) serve(pool.queue);
         atomic_fetch_sub(&pool.inside, 1);
     }
     return NULL;
 }
 
-/* A forked child has no helpers, whatever they were doing in the parent; it starts its own. */
+/* A forked child has no helpers, whatever they were doing in the parent; it starts its own. What the parent was working
+ * on stays the parent's: with the door left open, a helper of the child would reach for it. */
 static void begin_anew(void) {
     pthread_mutex_init(&pool.busy, NULL);
     pool.started = 0;
+    pool.queue = NULL;
+    atomic_store(&pool.open, 0);
     atomic_store(&pool.inside, 0);
     atomic_store(&pool.sleepers, 0);
 }
@@ -75,20 +79,29 @@ static void start_helpers(int count) {
     pthread_attr_destroy(&attributes);
 }
 
-void share_out(Share share, void *context, int64_t items, int threads) {
-    if (threads < 2 || items < 2 || pthread_mutex_trylock(&pool.busy)) {
-        for (int64_t item = 0; item < items; item++) share(context, item);
+static void with_helpers(Queue *queue, int threads) {
+    if (threads < 2 || pthread_mutex_trylock(&pool.busy)) {
+        serve(queue);
         return;
     }
     if (pool.started < threads - 1) start_helpers(threads - 1);
-    pool.share = share, pool.context = context, pool.items = items;
+    pool.queue = queue;
     atomic_store(&pool.wanted, threads - 1);
-    atomic_store(&pool.next, 0);
     atomic_store(&pool.open, 1);
     atomic_fetch_add(&pool.round, 1);
     if (atomic_load(&pool.sleepers)) futex(FUTEX_WAKE, threads - 1);
-    take_shares();
+    serve(queue);
     atomic_store(&pool.open, 0);
     while (atomic_load(&pool.inside)) _mm_pause();
     pthread_mutex_unlock(&pool.busy);
+}
+
+int run_queue(Queue *queue, int threads, Parallel parallel) {
+    if (threads > queue->items) threads = (int)queue->items;
+    atomic_init(&queue->next, 0);
+    if (threads > 1 && parallel)
+        parallel(serve, queue, (unsigned)threads, 0);
+    else
+        with_helpers(queue, threads);
+    return atomic_load(&queue->next) < queue->items;
 }

@@ -8,7 +8,6 @@
 
 #include "bound.h"
 #include "panel.h"
-#include "pool.h"
 
 enum { FEW = 4 }; /* up to this many queries are decoded; a panel of more lanes is faster than row by row */
 
@@ -87,7 +86,7 @@ static void end_row(const Call *c, int64_t batch, Row *row, int64_t first) {
 }
 
 /* One item: all rows of one key head's group. */
-static void decode_group(void *context, int64_t item, real *scratch) {
+static void decode_group(void *context, int64_t item, void *scratch) {
     const Call *c = context;
     const int padded = padded_dim(c);
     const int64_t batch = item / c->kv_heads, kv = item % c->kv_heads, group = c->heads / c->kv_heads;

@@ -6,7 +6,6 @@
 
 #include "bound.h"
 #include "panel.h"
-#include "pool.h"
 
 typedef struct {
     const Call *call;
@@ -152,7 +151,7 @@ static void end_walk(const Call *c, Walk *walk, int64_t batch, int64_t head, int
 }
 
 /* One item: ROWS queries of one head. */
-static void forward_rows(void *context, int64_t item, real *scratch) {
+static void forward_rows(void *context, int64_t item, void *scratch) {
     const Forward *forward = context;
     const Call *c = forward->call;
     const int padded = padded_dim(c);

@@ -1,4 +1,4 @@
-"""The kernel's two calls, with tensors in and tensors filled. The structs mirror call.h."""
+"""The kernel's two calls, with tensors in and tensors filled. The structs mirror kernels/attention/call.h."""
 
 import ctypes
 import math
@@ -10,8 +10,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from trainshort.attention.kernel.build import KernelBuildError, build
 from trainshort.attention.op import wide
+from trainshort.kernels import build
+from trainshort.kernels.build import KernelBuildError
 
 DTYPES = {torch.float32: 0, torch.float64: 0, torch.bfloat16: 1, torch.float16: 2}
 PANEL = 24
@@ -150,13 +151,10 @@ def _run(name: str, call: _Call, dtype: torch.dtype) -> None:
 
 @cache
 def _library(double: bool) -> ctypes.CDLL:
-    path = build(double)
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise KernelBuildError(f"the built kernel {path} does not load ({error}); delete it to build it anew") from None
+    """The library for float32 (or, for gradient checks, float64) arithmetic."""
+    library = build.load("attention64" if double else "attention", "attention", ("-DREAL_IS_DOUBLE",) if double else ())
     library.trainshort_call_size.restype = ctypes.c_size_t
-    assert library.trainshort_call_size() == ctypes.sizeof(_Call), "call.h and library.py disagree"
+    assert library.trainshort_call_size() == ctypes.sizeof(_Call), "call.h and kernel.py disagree"
     return library
 
 

@@ -1,4 +1,4 @@
-/* Eight floats (or four doubles) at a time: the few operations the kernel is written in.
+/* Eight floats (or four doubles) at a time: the few operations that compiled code here is written in.
  *
  * One source, two libraries: -DREAL_IS_DOUBLE builds the one that gradient checks use. AVX2, FMA and F16C are given;
  * the Python side does not load this on a machine without them.
@@ -43,6 +43,10 @@ typedef whole ivec __attribute__((vector_size(32)));
 
 #define LANES ((int)(32 / sizeof(real)))
 #define INLINE static inline __attribute__((always_inline))
+
+INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 INLINE vec load(const real *from) {
     vec x;

@@ -8,8 +8,8 @@
  */
 #include "row.h"
 
-#include "call.h"
-#include "helpers.h"
+#include "pool.h"
+#include "vector.h"
 
 enum { NO_ACTIVATION = 0, RELU = 1, GELU = 2, GELU_TANH = 3 };
 enum { SHARE = 64, LINE = 16 }; /* outputs that a thread takes at a time; floats that memory sends at a time */
@@ -64,7 +64,8 @@ static float one(const float *x, const float *weight, int64_t inputs) {
     return sum;
 }
 
-static void some_outputs(void *context, int64_t item) {
+static void some_outputs(void *context, int64_t item, void *unused) {
+    (void)unused;
     const Linear *l = context;
     const float *x = l->normed ? l->scratch : l->x;
     const int64_t end = smaller_of(l->outputs, (item + 1) * SHARE);
@@ -84,7 +85,8 @@ static void some_outputs(void *context, int64_t item) {
 
 void trainshort_linear(const Linear *l) {
     if (l->normed) normalise(l);
-    share_out(some_outputs, (void *)l, blocks_of(l->outputs, SHARE), l->threads);
+    Queue outputs = {some_outputs, (void *)l, blocks_of(l->outputs, SHARE), 0, 0};
+    run_queue(&outputs, l->threads, NULL);
 }
 
 size_t trainshort_linear_size(void) { return sizeof(Linear); }
