@@ -5,20 +5,25 @@ import json
 import re
 import shutil
 import subprocess
+import zlib
 from base64 import b64encode
 from html.parser import HTMLParser
+from pathlib import Path
 
+import numpy as np
 import pytest
 from made_up import make_demo, make_run
 
 from trainshort.claims.collection import collect
 from trainshort.commands.report import Report
 from trainshort.errors import InputError
-from trainshort.evaluate.results import load
+from trainshort.evaluate.results import load, save, summarize
 from trainshort.report.build import write_report
 from trainshort.report.figures import round_ticks
 from trainshort.report.headline import find_headline, sentences
+from trainshort.report.sections import past_training, pooled
 from trainshort.report.terminal import headline_table
+from trainshort.windows import Windows
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'{{7*7}}&amp;`|*_"
 
@@ -33,6 +38,7 @@ class Page(HTMLParser):
         self.handlers: list[str] = []
         self.scripts: list[str] = []
         self.titled: dict[str, list[tuple[str, str]]] = {}
+        self.shown: list[str] = []
         self._open: str | None = None
         self.feed(text)
 
@@ -43,11 +49,14 @@ class Page(HTMLParser):
             self.links.append(values.get("href") or "")
         if tag == "img":
             self.images.append(values.get("src") or "")
-        self._open = "script" if tag == "script" and values.get("type") != "application/json" else None
+        if tag in ("script", "style"):
+            self._open = "data" if tag == "style" or values.get("type") == "application/json" else "script"
 
     def handle_data(self, data):
         if self._open == "script":
             self.scripts.append(data)
+        elif self._open is None:
+            self.shown.append(data)
 
     def handle_endtag(self, tag):
         self._open = None
@@ -207,8 +216,10 @@ def test_hostile_names_and_texts_inject_nothing(tmp_path):
     assert all(re.fullmatch(r"[\w.-]+\.(png|svg)|data/[\w.-]+\.json", link) for link in found.links + found.images)
     assert "alert(1)" in text  # shown, as text
     assert "<script>alert" not in text
-    assert "49" not in re.findall(r"1&lt;img[^\n]*?\{\{(.*?)\}\}", text)  # {{7*7}} was not evaluated
+    names = [f"{seed}{HOSTILE.replace('/', '')}" for seed in (1, 2)]
+    assert all(name in found.shown for name in names)  # to the letter: {{7*7}} is still {{7*7}}
     markdown = (page.parent / "report.md").read_text()
+    assert all(name in re.sub(r"\\(.)", r"\1", markdown) for name in names)
     assert "<script>alert" not in markdown
     assert not re.search(r"(?<!\\)<img", markdown)
 
@@ -224,8 +235,11 @@ def test_own_runs_make_a_report_without_the_papers_tables(tmp_path):
 
 
 def test_nothing_to_report_is_told(tmp_path):
-    with pytest.raises(InputError, match=r"holds no results\. Make some by `trainshort reproduce"):
+    nothing = rf"There is nothing to report: no results in {tmp_path}\. Make some by `trainshort reproduce"
+    with pytest.raises(InputError, match=nothing):
         Report((tmp_path,), tmp_path / "out").run()
+    with pytest.raises(InputError, match=r"There is nothing to report: no folder was given\."):
+        Report(()).run()
     with pytest.raises(InputError, match="There is no folder"):
         Report((tmp_path / "nowhere",)).run()
     make_run(tmp_path / "runs", "alibi", {128: 50.0, 256: 49.0})
@@ -255,10 +269,67 @@ def test_a_browser_draws_it_without_an_error(demo):
     assert len(re.findall(r'class="plot[^"]*js-plotly-plot', done.stdout)) == len(re.findall(r'id="plot-', done.stdout))
 
 
-@pytest.mark.slow
 def test_a_browser_runs_nothing_hostile(tmp_path):
     done = browse(hostile_report(tmp_path), "--dump-dom")
     assert "CONSOLE" not in done.stderr, done.stderr
     drawn = Page(done.stdout)
     assert not drawn.handlers
     assert all(re.fullmatch(r"[\w.-]+\.png", image) for image in drawn.images)
+
+
+def test_loss_by_position_has_enough_predictions_and_concludes_only_what_they_bear_out():
+    """The demo's text makes 8 inputs of 2,048 tokens, so single positions have 8 predictions each: noise."""
+    rng = np.random.default_rng(0)
+    windows = Windows(16_384, 2048, 2048)
+    same = pooled(summarize(windows, rng.normal(4, 2.5, 16_384)))
+    assert min(one.count for one in same) >= 200
+    assert sum(one.count for one in same) == 16_384
+    assert [one.end for one in same][:-1] == [one.first for one in same][1:]
+    assert past_training(same, 128).startswith("shows no change (")
+    for one in same:
+        assert one.error == pytest.approx(2.5 / one.count**0.5, rel=0.25)
+    worse = rng.normal(4, 2.5, 16_384) + np.where(windows.positions() >= 128, 0.6, 0.0)
+    assert past_training(pooled(summarize(windows, worse)), 128).startswith("rises by 0.")
+    better = rng.normal(4, 2.5, 16_384) - np.where(windows.positions() >= 128, 0.6, 0.0)
+    assert past_training(pooled(summarize(windows, better)), 128).startswith("falls by 0.")
+    old = summarize(windows, worse).replace(position_squares=())  # as version 0.1.0 stored it
+    assert re.fullmatch(r"\+0\.\d\d, without an interval", past_training(pooled(old), 128))
+
+
+def test_no_backticks_are_shown(demo):
+    _, out, text = demo
+    assert not any("`" in shown for shown in Page(text).shown)
+    assert "<code>--only " in text
+    assert "(`--only" in (out / "report.md").read_text()
+
+
+def test_runs_that_were_read_on_different_texts_are_not_drawn_together(tmp_path):
+    make_run(tmp_path, "alibi", {128: 50.0, 256: 49.0})
+    make_run(tmp_path, "rotary", {128: 51.0, 256: 60.0})
+    other = make_run(tmp_path, "sinusoidal", {128: 20.0, 256: 90.0})
+    path = next((other / "eval").glob("*.json"))
+    save(evaluation := load(path).model_copy(update={"corpus": {**load(path).corpus, "sha256": "another text"}}), path)
+    headline = find_headline(collect([tmp_path]))
+    assert headline is not None
+    assert [line.name for line in headline.lines] == ["ALiBi", "Rotary"]
+    assert evaluation.corpus["tokens"] == 16_384  # as many tokens, but not the same
+
+
+def printed(page: Path) -> list[bytes]:
+    """The page as Chromium prints it: what is drawn on each sheet."""
+    file = page.with_suffix(".pdf")
+    browse(page, f"--print-to-pdf={file}", "--no-pdf-header-footer")
+    streams = re.findall(rb"/FlateDecode.*?stream\r?\n(.*?)\r?\nendstream", file.read_bytes(), re.DOTALL)
+    drawn = [zlib.decompressobj().decompress(stream) for stream in streams]
+    return [stream for stream in drawn if b" Tf" in stream]  # those that write something, fonts and pictures left out
+
+
+def test_a_browser_prints_what_is_closed_on_the_screen(demo, tmp_path):
+    _, _, text = demo
+    assert text.count("<details>") >= 3
+    for name, changed in (("closed", text), ("open", text.replace("<details>", "<details open>"))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "index.html").write_text(changed, encoding="utf-8")
+    closed, opened = (printed(tmp_path / name / "index.html") for name in ("closed", "open"))
+    assert len(closed) > 3
+    assert [len(sheet) for sheet in closed] == [len(sheet) for sheet in opened]

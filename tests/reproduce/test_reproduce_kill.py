@@ -17,7 +17,6 @@ from trainshort.reproduce.tasks import assign
 from trainshort.reproduce.work import work
 from trainshort.runs import RunFolder
 
-STEPS = 120
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -26,29 +25,29 @@ import torch
 torch.set_num_threads(1)
 from test_reproduce_kill import one_task
 from trainshort.reproduce.work import work
-work(one_task(Path(sys.argv[2])), Path(sys.argv[3]))
+work(one_task(Path(sys.argv[2]), int(sys.argv[4])), Path(sys.argv[3]))
 """
 
 
-def one_task(folder: Path):
-    return assign([two_methods()], tiny_scale(folder, steps=STEPS)).tasks[0]
+def one_task(folder: Path, steps: int):
+    return assign([two_methods()], tiny_scale(folder, steps=steps)).tasks[0]
 
 
 def losses(root: Path, name: str) -> list[tuple[int, float]]:
     return [(line["step"], line["nll"]) for line in read_lines(RunFolder(root / name).metrics) if "nll" in line]
 
 
-@pytest.mark.slow
-def test_killed_in_the_middle_it_goes_on(tmp_path):
-    task = one_task(tmp_path)
+@pytest.mark.parametrize("steps", [30, pytest.param(120, marks=pytest.mark.slow)])
+def test_killed_in_the_middle_it_goes_on(tmp_path, steps):
+    task = one_task(tmp_path, steps)
     work(task, tmp_path / "whole")
     here = Path(__file__).parent
     path = os.pathsep.join((str(here), str(here.parent), str(here.parents[1])))
-    arguments = [sys.executable, "-c", SCRIPT, str(here.parent), str(tmp_path), str(tmp_path / "killed")]
+    arguments = [sys.executable, "-c", SCRIPT, str(here.parent), str(tmp_path), str(tmp_path / "killed"), str(steps)]
     process = subprocess.Popen(arguments, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
     metrics = RunFolder(tmp_path / "killed" / task.name).metrics
     try:
-        while process.poll() is None and len(read_lines(metrics)) < STEPS // 3:
+        while process.poll() is None and len(read_lines(metrics)) < steps // 3:
             time.sleep(0.02)
     finally:
         process.send_signal(signal.SIGKILL)
@@ -58,7 +57,7 @@ def test_killed_in_the_middle_it_goes_on(tmp_path):
     assert state.finished(tmp_path / "killed", task)
     assert losses(tmp_path / "killed", task.name) == losses(tmp_path / "whole", task.name)
     rows = [
-        [(row.length, row.nll) for one in evaluations(tmp_path / kind / task.name) for row in one.rows]
+        sorted((row.length, row.nll) for one in evaluations(tmp_path / kind / task.name) for row in one.rows)
         for kind in ("whole", "killed")
     ]
     assert rows[0] == rows[1]

@@ -4,7 +4,7 @@ Only files are read, and each number keeps the path of the file it came from.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -104,7 +104,7 @@ def variants(scale_name: str) -> dict[str, Variant]:
     return {run_name(scale.config(variant)): variant for variant in wanted}
 
 
-def collect(paths: Iterable[Path]) -> Collection:
+def collect(paths: Sequence[Path]) -> Collection:
     """Read run folders, and folders of run folders. A folder without any result is refused."""
     runs: dict[str, Run] = {}
     costs: dict[str, Any] = {}
@@ -121,9 +121,9 @@ def collect(paths: Iterable[Path]) -> Collection:
             cost_path = path / COST_FILE
         benches += bench_results.find(path)
     if not any(run.evaluations for run in runs.values()) and not costs and not benches:
-        shown = " ".join(str(path) for path in paths) or "nothing"
+        where = f"no results in {', '.join(map(str, paths))}" if paths else "no folder was given"
         raise InputError(
-            f"{shown} holds no results. Make some by `trainshort reproduce --scale laptop --only demo`, "
+            f"There is nothing to report: {where}. Make some by `trainshort reproduce --scale laptop --only demo`, "
             "or evaluate your own runs by `trainshort evaluate RUN`."
         )
     benches.sort(key=lambda one: str(one[1].made.get("time", "")))

@@ -55,6 +55,8 @@ class Row(Settings):
     """Targets and nll of consecutive stretches of the text."""
     positions: tuple[tuple[int, int, int, float], ...] = ()
     """By distance from the start of the pass: first position, last position + 1, targets, nll."""
+    position_squares: tuple[float, ...] = ()
+    """Sums of the squared losses of these bins, for their intervals; empty in results of version 0.1.0."""
 
     @property
     def loss(self) -> float:
@@ -132,7 +134,12 @@ def summarize(windows: Windows, nll: np.ndarray) -> Row:
     if odd := int((~np.isfinite(losses)).sum()):
         reason = f"{odd:,} of {len(nll):,} targets have a loss that is not a finite number"
         return row.replace(status="not finite", reason=reason)
-    return row.replace(nll=float(losses.sum()), blocks=block_sums(losses), positions=position_sums(windows, losses))
+    return row.replace(
+        nll=float(losses.sum()),
+        blocks=block_sums(losses),
+        positions=position_sums(windows, losses),
+        position_squares=tuple(total for *_, total in position_sums(windows, losses**2)),
+    )
 
 
 def block_sums(losses: np.ndarray) -> tuple[tuple[int, float], ...]:

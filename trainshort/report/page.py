@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from importlib import resources
 from typing import Any
 
@@ -50,6 +51,7 @@ def markdown(content: dict[str, Any]) -> str:
     """report.md; text that came from runs cannot become mark-up."""
     environment = Environment(autoescape=False, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["md"] = _plain_markdown
+    environment.filters["code"] = lambda text: _code(text, _plain_markdown, ("`", "`"))
     filled = environment.from_string(template("report.md")).render(content)
     return re.sub(r"\n{3,}", "\n\n", filled).strip() + "\n"
 
@@ -70,6 +72,13 @@ def _plain_markdown(text: Any) -> str:
     return re.sub(r"([\\`*_\[\]<>|#!~])", r"\\\1", plain)
 
 
+def _code(text: Any, escaped: Callable[[Any], str], around: tuple[str, str]) -> str:
+    """Our own sentences name commands between backticks; in the page these are code, and not backticks."""
+    parts = str(text).split("`")
+    begin, end = around
+    return "".join(f"{begin}{escaped(part)}{end}" if i % 2 else str(escaped(part)) for i, part in enumerate(parts))
+
+
 def _claim_row(claim: Claim, outcome: Outcome, link: Any) -> Markup:
     links = Markup("").join(
         Markup(' <a href="{}">[{}]</a>').format(link(path), index) for index, path in enumerate(outcome.sources, 1)
@@ -85,5 +94,5 @@ def _claim_row(claim: Claim, outcome: Outcome, link: Any) -> Markup:
         links,
         CLASSES[outcome.verdict],
         outcome.verdict,
-        outcome.reason,
+        Markup(_code(outcome.reason, escape, ("<code>", "</code>"))),
     )

@@ -1,6 +1,8 @@
 """The other figures and facts of the page: cost, loss by position, early tokens, samples, how it was made."""
 
+import functools
 import json
+import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,15 +58,22 @@ def _rate(entry: dict[str, Any], what: str) -> float:
 def position_figure(headline: Headline) -> Figure | None:
     """Mean loss by distance from the start of the input, at the longest length every method was read at."""
     length = max(set.intersection(*({row.length for row in _scored(line)} for line in headline.lines)))
-    series, sources = [], []
+    series, sources, changes = [], [], []
     for index, line in enumerate(headline.lines):
         row = line.stored[0].evaluation.row(length)
-        if row is None or not row.positions:
+        bins = pooled(row) if row else []
+        if len(bins) < 2:
             continue
-        x = tuple((first + end + 1) / 2 for first, end, _, _ in row.positions)
-        y = tuple(total / count for _, _, count, total in row.positions)
-        series.append(Series(line.name, x, y, color(line.position, index)))
+        banded = all(one.error is not None for one in bins)
+        low, high = ([one.mean + sign * 1.96 * (one.error or 0) for one in bins] for sign in (-1, 1))
+        x, y = tuple(one.middle for one in bins), tuple(one.mean for one in bins)
+        bounds = {"low": tuple(low), "high": tuple(high)} if banded else {}
+        series.append(Series(line.name, x, y, color(line.position, index), **bounds))
         sources.append(line.sources[0])
+        changes.append(f"{line.name} {past_training(bins, headline.length)}")
+    if not series:
+        return None
+    banded = all(one.low for one in series)
     told = "; ".join(f"{one.name} ends at {one.y[-1]:.2f}" for one in series)
     return Figure(
         name="positions",
@@ -74,10 +83,82 @@ def position_figure(headline: Headline) -> Figure | None:
         x_label="position in the input",
         y_label="mean loss, nats per token",
         x_log=True,
-        note=f"Up to {headline.length:,} is what the models were trained on. A loss that keeps falling uses the longer "
-        "context; a flat one does not; a rising one is confused by it.",
+        note=f"Points of at least {ENOUGH} predictions"
+        + (", with their 95 % intervals. " if banded else "; these results hold no intervals. ")
+        + f"Up to {headline.length:,} is what the models were trained on. Past it, against the half before it: "
+        + f"{'; '.join(changes)}.",
         sources=tuple(sources),
     )
+
+
+ENOUGH = 200
+"""Predictions that a point of the loss by position stands for at least; neighbouring bins are put together."""
+MATTERS = 0.02
+"""Nats that a change of the mean loss must exceed, beside its interval excluding none, before the page calls it one."""
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Predictions at neighbouring positions."""
+
+    first: int
+    end: int
+    count: int
+    total: float
+    squares: float | None
+    """Sum of the squared losses; None where it was not stored."""
+
+    @property
+    def middle(self) -> float:
+        return (self.first + self.end + 1) / 2
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+    @property
+    def error(self) -> float | None:
+        """Standard error of the mean."""
+        if self.squares is None:
+            return None
+        return math.sqrt(max(0.0, self.squares / self.count - self.mean**2) / self.count)
+
+    def and_also(self, other: "Bin") -> "Bin":
+        squares = None if self.squares is None or other.squares is None else self.squares + other.squares
+        return Bin(self.first, other.end, self.count + other.count, self.total + other.total, squares)
+
+
+def pooled(row: Row) -> list[Bin]:
+    """A row's bins, neighbours put together until each has enough predictions; what is left at the end joins the last
+    one."""
+    squares = row.position_squares or (None,) * len(row.positions)
+    bins: list[Bin] = []
+    for position, square in zip(row.positions, squares, strict=True):
+        one = Bin(*position, square)
+        if bins and bins[-1].count < ENOUGH:
+            bins[-1] = bins[-1].and_also(one)
+        else:
+            bins.append(one)
+    if len(bins) > 1 and bins[-1].count < ENOUGH:
+        last = bins.pop()
+        bins[-1] = bins[-1].and_also(last)
+    return [one for one in bins if one.count >= ENOUGH]
+
+
+def past_training(bins: list[Bin], trained: int) -> str:
+    """`falls by 0.12 ± 0.05`, `rises by ...`, or that no change shows: only what the interval bears out is said."""
+    before = [one for one in bins if trained / 2 <= one.middle <= trained]
+    after = [one for one in bins if one.first >= trained]
+    if not before or not after:
+        return "was not read past it"
+    near, far = functools.reduce(Bin.and_also, before), functools.reduce(Bin.and_also, after)
+    change = far.mean - near.mean
+    if near.error is None or far.error is None:
+        return f"{change:+.2f}, without an interval"
+    margin = 1.96 * math.hypot(near.error, far.error)
+    if abs(change) <= max(margin, MATTERS):
+        return f"shows no change ({change:+.2f} ± {margin:.2f})"
+    return f"{'rises' if change > 0 else 'falls'} by {abs(change):.2f} ± {margin:.2f}"
 
 
 def _scored(line: Line) -> list[Row]:

@@ -20,11 +20,11 @@
     made.plot_bgcolor = "rgba(0,0,0,0)";
     made.font = { color: ink, size: 12 };
     made.modebar = { bgcolor: "rgba(0,0,0,0)" };
-    made.margin = { l: 56, r: made.yaxis2 ? 56 : 12, t: 8, b: 48 };
+    made.margin = { l: 56, r: made.yaxis2 ? 56 : 12, t: 30, b: 48 }; // at the top the tool bar lies, and nothing else
     made.hovermode = "closest";
     made.dragmode = narrow.matches ? false : "zoom";
     if (made.showlegend) {
-      made.legend = { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 12 } };
+      made.legend = { orientation: "h", x: 0, y: 0, yref: "container", yanchor: "bottom", font: { size: 12 } };
     }
     return made;
   }
@@ -39,4 +39,16 @@
   }
   draw();
   dark.addEventListener("change", draw);
+
+  // On paper nothing can be opened.
+  const closed = [];
+  window.addEventListener("beforeprint", function () {
+    for (const part of document.querySelectorAll("details:not([open])")) {
+      part.open = true;
+      closed.push(part);
+    }
+  });
+  window.addEventListener("afterprint", function () {
+    while (closed.length) closed.pop().open = false;
+  });
 })();
