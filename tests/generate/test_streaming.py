@@ -92,7 +92,7 @@ def test_samples_of_one_prompt_differ_by_their_seed_and_end_each_for_itself():
     made = stream_batch(model, ["abc"] * 3, tokenizer=ByteTokenizer(), tokens=40, seed=5, stop=("\n",))
     tokens = list(made)
     texts = [[t.id for t in tokens if t.sample == number] for number in range(3)]
-    assert texts[0] != texts[1] != texts[2]
+    assert len({tuple(text) for text in texts}) == 3
     alone = trainshort.stream(model, "abc", tokenizer=ByteTokenizer(), tokens=40, seed=6, stop=("\n",))
     assert [token.id for token in alone] == texts[1]
     assert all(sample.finished for sample in made.samples)
@@ -181,4 +181,5 @@ def test_a_hundred_thousand_tokens_in_constant_memory():
     assert isinstance(cache, BoundedCache)
     assert cache.length == 100_000
     assert cache.bytes <= 1.02 * early
-    assert cache.certificate.mass <= 1e-6 or cache.certificate.above > 0
+    assert 0 < cache.certificate.mass < 1e-4  # a query may reach farther than all before it, but not by much
+    assert (cache.certificate.mass > 1e-6) == (cache.certificate.above > 0)

@@ -14,6 +14,7 @@ passed the tolerance, it is counted. docs/generation.md has the proof.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trainshort.attention import Bias, Call, LinearBias, attend
-from trainshort.attention.windowed import Windowed, windowed_attention
 from trainshort.cache import ring as compiled
 from trainshort.cache.growing import Cache, LayerCache, detached
 from trainshort.cache.ring import ANYWHERE, LANES, Head, Ring, Token
+from trainshort.cache.saved import BoundedFacts, HeadFacts, RingFacts, check, saved_tensor
 from trainshort.errors import InputError
 
 MARGIN = 1.0
@@ -53,7 +54,7 @@ class Certificate:
     def __add__(self, other: "Certificate") -> "Certificate":
         """Of two caches together."""
         return Certificate(
-            mass=max(self.mass, other.mass),
+            mass=_larger(self.mass, other.mass),
             tolerance=max(self.tolerance, other.tolerance),
             above=self.above + other.above,
             rows=self.rows + other.rows,
@@ -85,7 +86,7 @@ class BoundedCache(Cache):
         layers = [layer for layer in self.layers if isinstance(layer, BoundedLayer)]
         heads = [head for layer in layers for head in layer.heads]
         return Certificate(
-            mass=max((head.mass for head in heads), default=0.0),
+            mass=reduce(_larger, (head.mass for head in heads), 0.0),
             tolerance=self.tolerance,
             above=sum(head.above for head in heads),
             rows=self.length * len(heads),
@@ -172,9 +173,19 @@ class BoundedLayer(LayerCache):
             keys, values = (torch.cat([past[i], x[0, index]]) for i, x in enumerate((k, v)))
             bias = LinearBias(options["bias"].slopes[heads])
             call = Call(q[:, heads], keys[None, None], values[None, None], bias, options.get("window"))
-            out, lse, left = _engine(call, options.get("backend", "auto"), self.tolerance * ENGINE_SHARE)
-            ring.peak = max(ring.peak, float(_norms(k[0, index]).max()))
-            self._account(index, call, lse[0].double(), left)
+            out, lse, left = attend(
+                call.q,
+                call.k,
+                call.v,
+                bias=bias,
+                window=call.window,
+                backend=options.get("backend", "auto"),
+                tolerance=self.tolerance * ENGINE_SHARE,
+                return_lse=True,
+                return_certificate=True,
+            )
+            ring.peak = _largest_finite(ring.peak, _norms(k[0, index]))
+            self._account(index, call, lse[0].double(), left[0].tolist())
             self._keep(index, call)
             parts.append(out)
         return torch.cat(parts, dim=1)
@@ -192,8 +203,7 @@ class BoundedLayer(LayerCache):
             head.mass = _larger(head.mass, float(mass.max()))
             head.above += int((~(mass <= self.tolerance)).sum())
             settled = (self.length + rows) * head.slope >= SETTLED
-            if settled.any():
-                head.excess = _larger(head.excess, float((reach[i] * ring.peak - lse[i])[settled].max()))
+            head.excess = _largest_finite(head.excess, (reach[i] * ring.peak - lse[i])[settled])
 
     def _keep(self, index: int, call: Call) -> None:
         """Put the newest keys into the ring; grow it first where the promise asks for it."""
@@ -248,22 +258,29 @@ class BoundedLayer(LayerCache):
         return sum(x.numel() * x.element_size() for x in self._stored)
 
     def save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        rings = [{name: getattr(ring, name) for name in RING_FACTS} for ring in self.rings]
-        heads = [{name: getattr(head, name) for name in HEAD_FACTS} for head in self.heads]
+        rings = [{name: getattr(ring, name) for name in RingFacts.model_fields} for ring in self.rings]
+        heads = [{name: getattr(head, name) for name in HeadFacts.model_fields} for head in self.heads]
         facts = {"length": self.length, "grown": self.grown, "dim": self._dim, "rings": rings, "heads": heads}
         return {f"ring{index}": stored for index, stored in enumerate(self._stored)}, facts
 
-    def restore(self, tensors: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
-        self.length, self.grown, self._dim = facts["length"], facts["grown"], facts["dim"]
-        self.rings = (Ring * len(facts["rings"]))(*(Ring(**values) for values in facts["rings"]))
-        self.heads = (Head * len(facts["heads"]))(*(Head(**values) for values in facts["heads"]))
-        self._stored, self._token = [tensors[f"ring{index}"] for index in range(len(self.rings))], None
-        for index, stored in enumerate(self._stored):
+    def restore(self, tensors: Mapping[str, Tensor], facts: dict[str, Any], like: Tensor, bias: Bias | None) -> None:
+        saved = BoundedFacts.read(facts)
+        if not saved.length:
+            return
+        assert isinstance(bias, LinearBias)
+        slopes = bias.slopes.tolist()
+        self._begin(slopes, like)
+        check(saved.dim == self._dim and len(saved.rings) == len(self.rings), "the number of rings")
+        check([head.slope for head in saved.heads] == slopes, "a slope")
+        check(all(head.above <= saved.length for head in saved.heads), "the number of rows above the tolerance")
+        for index, ring in enumerate(saved.rings):
+            stored = saved_tensor(tensors, f"ring{index}", (2, ring.capacity, self._stored[index].shape[2]), like)
+            check(ring.count <= saved.length and ring.next in ring.places, "the count of a ring")
+            self.rings[index] = Ring(**ring.model_dump())
             self._place(index, stored)
-
-
-RING_FACTS = ("capacity", "count", "next", "far", "peak")
-HEAD_FACTS = ("slope", "excess", "mass", "above")
+        for index, head in enumerate(saved.heads):
+            self.heads[index] = Head(**head.model_dump())
+        self.length, self.grown = saved.length, saved.grown
 
 
 def wanted(heads: Iterable[Head], tolerance: float, limit: int = ANYWHERE) -> int:
@@ -278,21 +295,15 @@ def wanted(heads: Iterable[Head], tolerance: float, limit: int = ANYWHERE) -> in
     return min(most, max(1, limit - 1))
 
 
-def _engine(call: Call, backend: str, tolerance: float) -> tuple[Tensor, Tensor, list[float]]:
-    """Output, log-sum-exp, and what the engine left out per head: `windowed` tells it, others leave nothing."""
-    if backend in ("auto", "windowed") and Windowed().unsupported(call) is None:
-        assert isinstance(call.bias, LinearBias)
-        slopes = call.bias.slopes.detach()
-        out, lse, left = windowed_attention(call.q, call.k, call.v, slopes, tolerance=tolerance, window=call.window)
-        return out, lse, left[0].tolist()
-    out, lse = attend(call.q, call.k, call.v, bias=call.bias, window=call.window, backend=backend, return_lse=True)
-    return out, lse, [0.0] * call.q.shape[1]
-
-
 def _norms(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows"]:
     return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
 
 
 def _larger(old: float, new: float) -> float:
-    """The larger; what is not a number counts as larger than anything, so that it shows in the certificate."""
-    return old if new <= old else new
+    """The larger, for a promise: what is not a number counts as larger than anything and stays, so that it shows."""
+    return old if new <= old or math.isnan(old) else new
+
+
+def _largest_finite(old: float, new: Float[Tensor, " n"]) -> float:
+    """The largest, for the length of rings: what is not finite says nothing about the queries to come."""
+    return max(old, float(new.where(new.isfinite(), -math.inf).amax())) if len(new) else old

@@ -17,7 +17,16 @@ from torch import Tensor
 
 from trainshort.attention import Bias, LinearBias, attend
 from trainshort.cache.ring import ANYWHERE, LANES, Head, Ring, Token, unavailable
+from trainshort.cache.saved import Facts, check, saved_tensor
 from trainshort.errors import InputError
+
+SMALLEST = 64
+"""Tokens that a cache has room for at first."""
+
+
+class _GrowingFacts(Facts):
+    capacity: int | None = None
+    """Tokens that there is room for; states of version 0.1.0 do not say."""
 
 
 class LayerCache:
@@ -88,7 +97,7 @@ class LayerCache:
         capacity = 0 if self._room is None else self._room.shape[3]
         if self._room is None or length > capacity:
             batch, heads, _, dim = like.shape
-            grown = like.new_empty(2, batch, heads, max(length, 2 * capacity, 64), dim)
+            grown = like.new_empty(2, batch, heads, max(length, 2 * capacity, SMALLEST), dim)
             if self._room is not None:
                 grown[:, :, :, : self.length] = self._room[:, :, :, : self.length]
             self._room = grown
@@ -100,11 +109,23 @@ class LayerCache:
 
     def save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything remembered, as tensors and plain data; `restore` of it continues bit by bit."""
-        tensors = {} if self._room is None else {"kv": self._room[:, :, :, : self.length].contiguous()}
-        return tensors, {"length": self.length}
+        if self._room is None:
+            return {}, {"length": 0}
+        kept = self._room[:, :, :, : self.length].contiguous()
+        return {"kv": kept}, {"length": self.length, "capacity": self._room.shape[3]}
 
-    def restore(self, tensors: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
-        self._room, self.length = tensors.get("kv"), facts["length"]
+    def restore(self, tensors: Mapping[str, Tensor], facts: dict[str, Any], like: Tensor, bias: Bias | None) -> None:
+        """Take up what `save` gave. `like` is empty keys of the model's own, (1, kv_heads, 0, dim); a file says no more
+        than fits them. The room is as large as it was: torch's products may round by where a row lies in memory."""
+        saved = _GrowingFacts.read(facts)
+        if not saved.length:
+            return
+        _, heads, _, dim = like.shape
+        kept = saved_tensor(tensors, "kv", (2, 1, heads, saved.length, dim), like)
+        capacity = saved.length if saved.capacity is None else saved.capacity
+        check(saved.length <= capacity <= max(2 * saved.length, SMALLEST), "the capacity")
+        self._room, self.length = like.new_empty(2, 1, heads, capacity, dim), saved.length
+        self._room[:, :, :, : self.length] = kept
 
 
 @dataclass

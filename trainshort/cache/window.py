@@ -20,7 +20,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trainshort.attention import Bias, DistanceBias, LinearBias, attend, merge
-from trainshort.cache.growing import Cache, LayerCache, detached
+from trainshort.cache.growing import SMALLEST, Cache, LayerCache, detached
+from trainshort.cache.saved import Facts, check, saved_tensor
 from trainshort.errors import InputError
 
 
@@ -68,7 +69,10 @@ class WindowLayer(LayerCache):
         """Add the newest; returns them and the window − 1 before them."""
         new, kept = k.shape[2], min(self.window - 1, self._end - self._begin)
         if self._room is None or self._end + new > self._room.shape[3]:
-            self._move(kept, new, k)
+            past = None if self._room is None else self._room[:, :, :, self._end - kept : self._end].clone()
+            if kept + new > self._largest:
+                return self._append_many(past, torch.stack([k, v]))
+            self._move(past, new, k)
         room = self._room
         assert room is not None
         self._begin = self._end - kept
@@ -79,16 +83,30 @@ class WindowLayer(LayerCache):
         recent = room[:, :, :, self._begin : self._end]
         return recent[0], recent[1]
 
-    def _move(self, kept: int, new: int, like: Tensor) -> None:
-        """Bring the last `kept` to the beginning, in a larger buffer if the new ones need it."""
+    @property
+    def _largest(self) -> int:
+        """Capacity of the buffer: half a window more than is kept, so that moving is rare."""
+        return self.window - 1 + max(SMALLEST, self.window // 2)
+
+    def _move(self, past: Tensor | None, new: int, like: Tensor) -> None:
+        """Bring what is kept to the beginning, in a larger buffer while it has not its full size."""
         batch, heads, _, dim = like.shape
-        last = None if self._room is None else self._room[:, :, :, self._end - kept : self._end].clone()
-        if self._room is None or kept + new > self._room.shape[3]:
-            # Half as much again as needed, so that moving is rare.
-            self._room = like.new_empty(2, batch, heads, kept + new + max(64, self.window // 2), dim)
-        if last is not None:
-            self._room[:, :, :, :kept] = last
+        kept = 0 if past is None else past.shape[3]
+        capacity = 0 if self._room is None else self._room.shape[3]
+        if self._room is None or capacity < self._largest:
+            capacity = min(self._largest, max(2 * capacity, kept + new, SMALLEST))
+            self._room = like.new_empty(2, batch, heads, capacity, dim)
+        if past is not None:
+            self._room[:, :, :, :kept] = past
         self._begin, self._end = 0, kept
+
+    def _append_many(self, past: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
+        """More than the buffer ever holds, such as a prompt: what will be seen of them goes in, all are returned."""
+        recent = new if past is None else torch.cat([past, new], dim=3)
+        last = recent[:, :, :, max(0, recent.shape[3] - self.window + 1) :]
+        self._move(last, 0, new[0])
+        self.length += new.shape[3]
+        return recent[0], recent[1]
 
     def _keep_first(self, k: Tensor, v: Tensor, start: int) -> None:
         wanted = self.sinks - start
@@ -119,16 +137,35 @@ class WindowLayer(LayerCache):
         return super().bytes + first
 
     def save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors = {}
-        if self._room is not None:
-            tensors["recent"] = self._room[:, :, :, self._begin : self._end].contiguous()
+        if self._room is None:
+            return {}, {"length": 0}
+        tensors = {"recent": self._room[:, :, :, self._begin : self._end].contiguous()}
         if self._first is not None:
             tensors["first"] = self._first
-        return tensors, {"length": self.length}
+        return tensors, {"length": self.length, "begin": self._begin, "capacity": self._room.shape[3]}
 
-    def restore(self, tensors: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
-        self._room, self._first, self.length = tensors.get("recent"), tensors.get("first"), facts["length"]
-        self._begin, self._end = 0, 0 if self._room is None else self._room.shape[3]
+    def restore(self, tensors: Mapping[str, Tensor], facts: dict[str, Any], like: Tensor, bias: Bias | None) -> None:
+        saved = _WindowFacts.read(facts)
+        if not saved.length:
+            return
+        _, heads, _, dim = like.shape
+        count = tensors["recent"].shape[3] if "recent" in tensors and tensors["recent"].dim() == 5 else 0
+        recent = saved_tensor(tensors, "recent", (2, 1, heads, count, dim), like)
+        begin, capacity = saved.begin, count if saved.capacity is None else saved.capacity
+        check(min(saved.length, self.window - 1) <= count <= saved.length, "the number of recent tokens")
+        check(0 <= begin <= capacity - count and capacity <= 2 * (count + SMALLEST), "the capacity")
+        if self.sinks:
+            self._first = saved_tensor(tensors, "first", (2, 1, heads, min(self.sinks, saved.length), dim), like)
+        self._room = like.new_empty(2, 1, heads, capacity, dim)
+        self.length, self._begin, self._end = saved.length, begin, begin + count
+        self._room[:, :, :, begin : self._end] = recent
+
+
+class _WindowFacts(Facts):
+    """Where what is remembered lies in its buffer; states of version 0.1.0 do not say."""
+
+    begin: int = 0
+    capacity: int | None = None
 
 
 def _bias_at(bias: Bias | None, distance: Tensor) -> Float[Tensor, "heads rows keys"] | float:

@@ -5,7 +5,6 @@ carries the rest as JSON, with a sha256 over all of it, and the identity of the 
 weights.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -13,16 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ConfigDict, Field
 from pydantic_core import to_json
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trainshort import files
+from trainshort.cache import Cache
+from trainshort.cache.saved import check, saved_tensor
+from trainshort.config import Settings
 from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError
-from trainshort.files import PARTIAL, sync_file, sync_folder
-from trainshort.generate import memory
-from trainshort.generate.sample import Sample, Token
+from trainshort.generate.sample import REPLAYED, Sample, Token
 from trainshort.generate.settings import GenerateConfig
 from trainshort.generate.streaming import Stream
 from trainshort.model import TransformerLM
@@ -50,39 +52,40 @@ def save_state(stream: Stream, path: Path) -> None:
             "waiting": stream.waiting,
         }
     )
-    partial = path.with_name(path.name + PARTIAL)
+    kept = "A state that was there before is intact."
     try:
-        save_file(tensors, partial, metadata={"state": text, "sha256": _digest(text, tensors)})
-        sync_file(partial)
-        partial.replace(path)
-        sync_folder(path.parent)
-    except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
-        raise InputError(f"Cannot write {path}: {reason}. A state that was there before is intact.") from error
+        with files.replacing(path, mend=kept) as partial:
+            save_file(tensors, partial, metadata={"state": text, "sha256": _digest(text, tensors)})
+    except SafetensorError as error:
+        raise InputError(f"Cannot write {path}: {error}. {kept}") from error
 
 
 def load_state(path: Path, model: TransformerLM, tokenizer: Tokenizer | None = None, **changes: Any) -> Stream:
     """The stream that was saved, ready to go on. `changes` are settings to change; not those the cache was made by."""
     text, tensors = _read(path)
-    state = json.loads(text)
-    if state["format"] != FORMAT:
-        raise InputError(f"{path} has format {state['format']}, and this version of trainshort reads format {FORMAT}.")
-    if state["model"] != model_identity(model):
-        raise InputError(f"{path} was saved with another model or other weights; resume it with the model it is of.")
-    for name in REMEMBERED:
-        if name in changes and changes[name] != state["settings"][name]:
-            raise InputError(
-                f"{path} was saved with {name} {state['settings'][name]}, and what it forgot cannot come back; "
-                f"resume without another {name}."
-            )
-    stream = Stream(model.eval(), GenerateConfig.read(state["settings"] | changes), tokenizer)
-    for number, facts in enumerate(state["samples"]):
-        prefix = f"{number}."
-        mine = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-        stream.samples.append(_restored(stream, number, mine, facts))
-    stream.waiting = [Token(*values) for values in state["waiting"]]
+    values = files.parse_json(text, str(path))
+    found = values.get("format") if isinstance(values, dict) else None
+    if found != FORMAT:
+        raise InputError(f"{path} has format {found}, and this version of trainshort reads format {FORMAT}.")
+    try:
+        state = _SavedState.read(values)
+        if state.model != model_identity(model):
+            raise InputError("it was saved with another model or other weights; resume it with the model it is of.")
+        for name in REMEMBERED:
+            if name in changes and changes[name] != getattr(state.settings, name):
+                raise InputError(
+                    f"it was saved with {name} {getattr(state.settings, name)}, and what it forgot cannot come back; "
+                    f"resume without another {name}."
+                )
+        stream = Stream(model.eval(), state.settings.replace(**changes), tokenizer)
+        for number, facts in enumerate(state.samples):
+            prefix = f"{number}."
+            mine = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+            stream.samples.append(_restored(stream, number, mine, facts))
+        stream.waiting = [Token(*values) for values in state.waiting]
+        check(all(0 <= token.sample < len(stream.samples) for token in stream.waiting), "a waiting token")
+    except InputError as error:
+        raise InputError(f"{path} cannot be resumed: {error}") from None
     return stream
 
 
@@ -93,6 +96,29 @@ def model_identity(model: TransformerLM) -> str:
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
         digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+class _SavedSample(Settings):
+    """One sample beside its tensors."""
+
+    model_config = ConfigDict(strict=True)
+
+    unread: list[int]
+    made: int = Field(ge=0)
+    finished: str | None
+    recent: list[int] = Field(max_length=REPLAYED)
+    held: str
+    layers: list[dict[str, Any]]
+
+
+class _SavedState(Settings):
+    """The header's JSON."""
+
+    format: int
+    model: str
+    settings: GenerateConfig
+    samples: list[_SavedSample]
+    waiting: list[tuple[int, str, float, int]]
 
 
 def _sample_state(sample: Sample) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -108,28 +134,44 @@ def _sample_state(sample: Sample) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, {**facts, "recent": list(sample.recent), "held": sample.stops.held, "layers": layers}
 
 
-def _restored(stream: Stream, number: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> Sample:
-    model = stream.model
-    device = next(model.parameters()).device
-    cache = memory.new_cache(model, stream.config)
-    sample = Sample(cache, model.config.vocabulary, stream.config, stream.tokenizer, number)
-    for index, layer_facts in enumerate(facts["layers"]):
-        prefix = f"layer{index}."
-        stored = {name.removeprefix(prefix): x.to(device) for name, x in tensors.items() if name.startswith(prefix)}
-        cache.layer(index).restore(stored, layer_facts)
-    sample.generator.set_state(tensors["generator"])
+def _restored(stream: Stream, number: int, tensors: dict[str, Tensor], facts: _SavedSample) -> Sample:
+    sample = stream.new_sample(number)
+    _restore_cache(sample.cache, stream.model, tensors, facts)
+    ids = [*facts.unread, *facts.recent]
+    check(all(0 <= token < sample.vocabulary for token in ids), "a token that is not in the model's vocabulary")
+    check(bool(facts.unread) or not facts.layers, "a sample without its newest token")
+    state = sample.generator.get_state()
+    sample.generator.set_state(saved_tensor(tensors, "generator", tuple(state.shape), state))
     if sample.seen is not None and "seen" in tensors:
-        sample.seen = tensors["seen"]
-    sample.replay(facts["recent"])
-    sample.unread, sample.made, sample.finished = facts["unread"], facts["made"], facts["finished"]
-    sample.stops.held = facts["held"]
+        sample.seen = saved_tensor(tensors, "seen", tuple(sample.seen.shape), sample.seen).clone()
+    sample.replay(facts.recent)
+    sample.unread, sample.made, sample.finished = list(facts.unread), facts.made, facts.finished
+    sample.stops.held = facts.held
     return sample
+
+
+def _restore_cache(cache: Cache, model: TransformerLM, tensors: dict[str, Tensor], facts: _SavedSample) -> None:
+    config, weight = model.config, next(model.parameters())
+    check(len(facts.layers) in (0, config.layers), "the number of layers")
+    like = weight.new_empty(1, config.key_heads, 0, config.head_width)
+    bias = model.position.score_bias()
+    for index, layer_facts in enumerate(facts.layers):
+        prefix = f"layer{index}."
+        # Copied, because torch's products may round by where a row lies in memory, and in a file it lies anywhere.
+        stored = {
+            name.removeprefix(prefix): x.to(like.device, copy=True)
+            for name, x in tensors.items()
+            if name.startswith(prefix)
+        }
+        cache.layer(index).restore(stored, layer_facts, like, bias)
+    check(len({layer.length for layer in cache.layers}) <= 1, "the length of a layer")
 
 
 def _read(path: Path) -> tuple[str, dict[str, Tensor]]:
     """The JSON text and the tensors, every byte of them verified."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise InputError(f"There is no saved state at {path}.")
+    files.open_file(path, mend="Use an earlier one.").close()
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}

@@ -48,10 +48,13 @@ class Stream:
 
     def begin(self) -> Sample:
         """One more sample, with its own seed; it wants to be fed before it is continued."""
-        cache = memory.new_cache(self.model, self.config)
-        sample = Sample(cache, self.model.config.vocabulary, self.config, self.tokenizer, len(self.samples))
+        sample = self.new_sample(len(self.samples))
         self.samples.append(sample)
         return sample
+
+    def new_sample(self, number: int) -> Sample:
+        cache = memory.new_cache(self.model, self.config)
+        return Sample(cache, self.model.config.vocabulary, self.config, self.tokenizer, number)
 
     def add(self, prompt: Prompt) -> Sample:
         """One more sample, with its own prompt and seed."""

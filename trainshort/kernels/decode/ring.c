@@ -97,6 +97,16 @@ static void begin_row(const Token *token, int64_t head, int64_t ring, Row *row, 
     row->top = (float)(score * token->scale), row->sum = 1; /* the token's own key, at distance 0 */
 }
 
+/* Two ways to keep the larger, as in bounded.py: for the promise NaN counts as larger than anything and stays; for the
+ * length of rings what is not finite says nothing about the queries to come. */
+static void raise_promise(double *promised, double value) {
+    if (!isnan(*promised) && !(value <= *promised)) *promised = value;
+}
+
+static void raise_finite(double *measured, double value) {
+    if (isfinite(value) && value > *measured) *measured = value;
+}
+
 /* Writes the output; what the forgotten keys can have weighed in this row; how far this query reaches. */
 static void end_row(const Token *token, const Ring *ring, int64_t index, const Row *row) {
     Head *head = &token->heads[index];
@@ -106,11 +116,10 @@ static void end_row(const Token *token, const Ring *ring, int64_t index, const R
     if (token->length > ring->count && ring->count + 1 < token->limit) {
         const double mass =
             exp(reach * ring->far - head->slope * (double)(ring->count + 1) - lse) / -expm1(-head->slope);
-        if (!(mass <= head->mass)) head->mass = mass;
+        raise_promise(&head->mass, mass);
         if (!(mass <= token->tolerance)) head->above++;
     }
-    const double excess = reach * ring->peak - lse;
-    if ((double)token->length * head->slope >= token->settled && !(excess <= head->excess)) head->excess = excess;
+    if ((double)token->length * head->slope >= token->settled) raise_finite(&head->excess, reach * ring->peak - lse);
 }
 
 /* Keys that the heads of one ring need to keep; the same rule as `wanted` in bounded.py. */
@@ -129,8 +138,7 @@ static int64_t wanted(const Token *token, const Head *heads, int64_t group) {
 static void insert(const Token *token, Ring *ring, int64_t index, int64_t padded) {
     float *key = ring->keys + ring->next * padded, *value = ring->values + ring->next * padded;
     if (ring->count == ring->capacity) {
-        const double old = norm(key, token->dim);
-        if (!(old <= ring->far)) ring->far = old;
+        raise_promise(&ring->far, norm(key, token->dim));
     } else {
         ring->count++;
     }
@@ -148,8 +156,7 @@ static void read_ring(void *context, int64_t item, void *unused) {
     const int64_t padded = padded_to_lanes(token->dim), first = index * group;
     Ring *ring = &token->rings[index];
     Row *rows = (Row *)(scratch + group * 2 * padded);
-    const double own = norm(token->k + index * token->k_stride, token->dim);
-    if (!(own <= ring->peak)) ring->peak = own;
+    raise_finite(&ring->peak, norm(token->k + index * token->k_stride, token->dim));
     for (int64_t i = 0; i < group; i++) begin_row(token, first + i, index, &rows[i], scratch + i * 2 * padded, padded);
     for (int64_t slot = 0; slot < ring->count;) {
         const int older = slot >= ring->next; /* than slot 0: written before the ring came round */

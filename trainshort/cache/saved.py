@@ -1,0 +1,76 @@
+"""What a file says of a cache, checked before it is believed: counts and sizes become addresses in compiled code, and
+a checksum only says that a file is as somebody wrote it."""
+
+from collections.abc import Mapping
+from typing import Self
+
+from pydantic import ConfigDict, Field, model_validator
+from torch import Tensor
+
+from trainshort.config import Settings
+from trainshort.errors import InputError
+
+
+class Facts(Settings):
+    """Plain numbers of one layer; nothing is converted, nothing unknown is taken."""
+
+    model_config = ConfigDict(strict=True)
+
+    length: int = Field(ge=0, lt=2**53)
+    """Tokens read."""
+
+
+class RingFacts(Settings):
+    """What `Ring` holds beside its keys and values."""
+
+    model_config = ConfigDict(strict=True)
+
+    capacity: int = Field(ge=1)
+    count: int = Field(ge=0)
+    next: int = Field(ge=0)
+    far: float
+    peak: float
+
+    @model_validator(mode="after")
+    def _inside(self) -> Self:
+        if self.count > self.capacity or self.next >= self.capacity:
+            raise ValueError(f"a ring of {self.capacity} keys cannot hold {self.count} and go on at {self.next}")
+        return self
+
+    @property
+    def places(self) -> range:
+        """Where the next key may go: after the last one, anywhere once the ring is full."""
+        return range(self.capacity) if self.count == self.capacity else range(self.count, self.count + 1)
+
+
+class HeadFacts(Settings):
+    """What `Head` holds."""
+
+    model_config = ConfigDict(strict=True)
+
+    slope: float
+    excess: float
+    mass: float
+    above: int = Field(ge=0)
+
+
+class BoundedFacts(Facts):
+    grown: int = Field(default=0, ge=0, lt=2**53)
+    dim: int = 0
+    rings: tuple[RingFacts, ...] = Field(default=(), strict=False)
+    heads: tuple[HeadFacts, ...] = Field(default=(), strict=False)
+
+
+def saved_tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """The tensor of that name, if it has the shape and dtype that the model gives it."""
+    found = tensors.get(name)
+    if found is None or tuple(found.shape) != shape or found.dtype != like.dtype:
+        came = "nothing" if found is None else f"{found.dtype} {tuple(found.shape)}"
+        raise InputError(f"'{name}' should be {like.dtype} {shape}, but it holds {came}.")
+    return found
+
+
+def check(fits: bool, what: str) -> None:
+    """Refuse numbers that do not fit each other."""
+    if not fits:
+        raise InputError(f"{what} does not fit the rest of it.")
