@@ -53,9 +53,13 @@ class Job:
         return Snapshot(self.config, state, self.parts, sharded=self.replica.sharded)
 
 
-def resolve(config: RunConfig, vocabulary: int, world: World) -> RunConfig:
-    """The settings with the vocabulary filled in; what cannot go together is refused before anything is written."""
-    if config.model.vocabulary not in (0, vocabulary):
+def resolve(config: RunConfig, vocabulary: int, world: World, *, spare: bool = False) -> RunConfig:
+    """The settings with the vocabulary filled in; what cannot go together is refused before anything is written.
+
+    `spare`: the model may have room for more tokens than the data has, as models from elsewhere often do.
+    """
+    fits = config.model.vocabulary in (0, vocabulary) or (spare and config.model.vocabulary > vocabulary)
+    if not fits:
         raise InputError(
             f"model.vocabulary is {config.model.vocabulary}, but the data has {vocabulary} token types. "
             "Set model.vocabulary to 0 to take it from the data, or use the data this model was made for."
@@ -71,7 +75,7 @@ def resolve(config: RunConfig, vocabulary: int, world: World) -> RunConfig:
         raise InputError(
             f"train.micro_batch {size} does not divide the {own} sequences that each of {world.size} processes has."
         )
-    return config.replace(model={"vocabulary": vocabulary})
+    return config.replace(model={"vocabulary": config.model.vocabulary or vocabulary})
 
 
 def micro_batch(config: RunConfig, world: World) -> int:
@@ -159,7 +163,8 @@ def _tidy(folder: RunFolder) -> list[str]:
 def refuse_other_data(job: Job, data: str) -> None:
     """Stop if the run was trained on another text; `data` is the sha256 of the training split."""
     before = journal.read_lines(job.folder.sessions)
-    if not before and folders.present(job.folder.path):
+    trained_here = [folder for folder in folders.present(job.folder.path) if folder.name != folders.name(0)]
+    if not before and trained_here:  # a model that was imported begins at step 0, and nothing was trained on yet
         raise InputError(
             f"{job.folder.sessions} is missing, and it says on what data the run was trained. Restore it from a copy, "
             "or choose another --out for a new run."

@@ -78,6 +78,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def imported(self) -> Path:
+        """Where the model comes from, if it was not made here (trainshort.interop)."""
+        return self.path / "import.json"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
@@ -93,7 +98,7 @@ def open_run(path: Path, config: RunConfig, *, resume: bool) -> Iterator[RunFold
     refuse_existing(path, resume=resume)
     stored = load_config(folder.config) if folder.config.exists() else None
     if stored:
-        _refuse_another_run(stored, config, path)
+        _refuse_another_run(stored, config, path, begun=folder.sessions.exists())
     make_folder(folder.path)
     with locked(folder.path / LOCK, f"Another process is training in {path}. Wait for it, or stop it first."):
         if config != stored:
@@ -117,11 +122,12 @@ def refuse_existing(path: Path, *, resume: bool) -> None:
         raise InputError(f"{path} holds files but no config.json, so it is not a run. Choose another --out.")
 
 
-def _refuse_another_run(stored: RunConfig, asked: RunConfig, path: Path) -> None:
-    """Name the first setting whose change would make it another run."""
+def _refuse_another_run(stored: RunConfig, asked: RunConfig, path: Path, *, begun: bool) -> None:
+    """Name the first setting whose change would make it another run; before any training (a model that was imported)
+    only the model is given."""
     before, after = flatten(stored.model_dump(mode="json")), flatten(asked.model_dump(mode="json"))
     for name in sorted(before.keys() | after.keys()):
-        if before.get(name) == after.get(name) or name in CHANGEABLE:
+        if before.get(name) == after.get(name) or name in CHANGEABLE or not (begun or name.startswith("model.")):
             continue
         if not (is_harmless(name, before.get(name)) and is_harmless(name, after.get(name))):
             raise InputError(

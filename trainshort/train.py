@@ -62,7 +62,7 @@ def _train(config: RunConfig, run: Path, world: World, *, resume: bool, quiet: b
     """All of a session except joining and leaving the other ranks, which must outlive everything made here."""
     world.on_main(lambda: runs.refuse_existing(run, resume=resume))  # before the data's preparation is waited for
     prepared = world.first("data", lambda: open_or_prepare(config.data, progress=not quiet))
-    config = resolve(config, prepared.meta.vocabulary, world)
+    config = resolve(config, prepared.meta.vocabulary, world, spare=RunFolder(run).imported.exists())
     data = prepared.meta.splits["train"].sha256
     job = build(config, RunFolder(run), world, prepared)
     opened = runs.open_run(run, config, resume=resume)  # after all that can be wrong with the settings

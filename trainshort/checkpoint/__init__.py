@@ -113,10 +113,15 @@ def _finish(folder: Path, digests: manifest.Digests) -> None:
 
 
 def restore(folder: Path, parts: Parts, *, sharded: bool = False) -> State:
-    """Fill tensors in place from a checkpoint that was found whole, and return its state."""
+    """Fill tensors in place from a checkpoint that was found whole, and return its state.
+
+    A model that was imported has been updated by nobody here, and has no optimizer part.
+    """
+    state = read_state(folder)
     for part, values in parts.items():
-        tensors.read(folder / part, values, sharded=sharded)
-    return read_state(folder)
+        if state.step or (folder / part).exists():
+            tensors.read(folder / part, values, sharded=sharded)
+    return state
 
 
 def load_model(path: Path, *, device: str = "cpu") -> TransformerLM:

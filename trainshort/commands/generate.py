@@ -157,13 +157,16 @@ class Generate:
         return settings
 
     def _tokenizer(self) -> "Tokenizer":
-        """The run's own, from where its data was prepared."""
+        """The run's own, from its folder, or from where its data was prepared."""
         from trainshort.config import load_config
         from trainshort.data import load_tokenizer
         from trainshort.data.request import data_folder
 
         if self.tokenizer is not None:
             return load_tokenizer(self.tokenizer)
+        for run in (self.run_folder, self.run_folder.parent.parent):  # or of a checkpoint
+            if (run / "tokenizer.json").exists() and (run / "config.json").exists():
+                return load_tokenizer(run)
         folder = data_folder(load_config(self.run_folder / "config.json").data)
         if not (folder / "tokenizer.json").exists():
             raise InputError(

@@ -34,4 +34,4 @@ class Import:
         from trainshort.interop.importing import Request, import_model
 
         import_model(Request(self.source, self.dictionary, self.tokenizer, self.trained_at), self.out)
-        print(f"{self.out}: try trainshort generate {self.out} --prompt ...")
+        print(f'{self.out}: try trainshort generate {self.out} "Once upon a time"')

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from trainshort.checkpoint import best, load_model, read_state
 from trainshort.config import RunConfig, load_config
-from trainshort.data import Prepared, open_or_prepare
+from trainshort.data import Prepared, load_tokenizer, open_or_prepare
+from trainshort.data.tokenizer import FILE as TOKENIZER
 from trainshort.errors import InputError
 from trainshort.evaluate.slopes import Slopes, changed
 from trainshort.journal import read_lines
@@ -139,7 +140,8 @@ class RunTarget(ModelTarget):
             name=folder.resolve().name + ("" if self.kind == "run" else f" step {self.step}"),
         )
         self.folder = folder
-        self._tokenizer = _run_data(self.config, folder).tokenizer()
+        own = folder / TOKENIZER
+        self._tokenizer = load_tokenizer(own) if own.exists() else _run_data(self.config, folder).tokenizer()
         self.before = self._tokenizer.end or 0
 
     def speller(self) -> Speller:

@@ -20,8 +20,8 @@ from trainshort.errors import InputError
 from trainshort.files import new_folder, read_object, sha256, write_whole
 from trainshort.interop import baichuan, bloom, btlm, fairseq, falcon, mpt, refact, stored  # noqa: F401  (registers them)
 from trainshort.interop.formats import Reading, formats, plan
+from trainshort.runs import RunFolder
 
-RECORD = "import.json"
 PATTERNS = ("*.json", "*.safetensors")
 """What is fetched from the hub: settings, weights, tokenizer; no code and no pickles."""
 
@@ -54,15 +54,14 @@ def import_model(request: Request, out: Path) -> Path:
     length = request.trained_at or model.length
     if length is None:
         raise InputError(f"{request.source} does not say at which length it was trained. Give --trained-at.")
-    tokenizer = DataConfig().tokenizer if source.tokenizer is None else str(out / FILE)
-    data = DataConfig(tokenizer=tokenizer, vocabulary=max(2, model.config.vocabulary))
+    data = DataConfig(tokenizer=str((out / FILE).resolve()))
     config = RunConfig(model=model.config, data=data, train=TrainConfig(length=length))
     with new_folder(out) as folder:
         save_config(config, folder / "config.json")
         if source.tokenizer is not None:
             write_whole(folder / FILE, source.tokenizer.to_json())
         _write_checkpoint(folder, config, source.reading)
-        write_whole(folder / RECORD, json.dumps(_record(request, source, folder), indent=2) + "\n")
+        write_whole(RunFolder(folder).imported, json.dumps(_record(request, source, folder), indent=2) + "\n")
     return out
 
 
