@@ -114,7 +114,7 @@ def test_an_unknown_training_length_is_asked_for():
 @pytest.mark.parametrize(
     ("tokens", "length", "stride", "message"),
     [
-        (100, 128, 128, "the text has 100 tokens, fewer than the length 128"),
+        (0, 128, 128, "the text has no tokens"),
         (100, 64, 0, "stride must be between 1 and the length 64, got 0"),
         (100, 64, 65, "stride must be between 1 and the length 64, got 65"),
         (100, 0, 1, "at least 1 token, got 0"),
@@ -123,6 +123,14 @@ def test_an_unknown_training_length_is_asked_for():
 def test_impossible_windows_are_refused(tokens: int, length: int, stride: int, message: str):
     with pytest.raises(InputError, match=message):
         Windows(tokens, length, stride)
+
+
+@pytest.mark.parametrize("stride", [1, 64, 128])
+def test_a_text_shorter_than_the_length_is_one_short_pass(stride: int):
+    """As in the released code, whose last block may be short and may be the only one."""
+    windows = Windows(100, 128, stride)
+    assert list(windows.batches(10_000)) == [[Pass(0, 0, 100)]]
+    assert (len(windows), windows.read, windows.at(99)) == (1, 100, 0)
 
 
 @given(st.integers(1, 20_000))

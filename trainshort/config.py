@@ -43,7 +43,7 @@ class Settings(BaseModel):
         return type(self).read(values)
 
     def identity(self) -> dict[str, Any]:
-        """What the settings say, in the form of 0.1.0: those added since are left out while they have their default.
+        """What the settings say, in the form of 0.1.0: those added since are left out while they mean the same.
 
         Run names, result names and generation states have digests over this, and a new setting must not change them.
         """
@@ -52,7 +52,7 @@ class Settings(BaseModel):
         for name, info in type(self).model_fields.items():
             if isinstance(part := getattr(self, name), Settings):
                 values[name] = part.identity()
-            elif first and name not in first and part == info.get_default(call_default_factory=True):
+            elif first and name not in first and part == MEANT.get(name, info.get_default(call_default_factory=True)):
                 del values[name]
         return values
 
@@ -67,6 +67,8 @@ FIRST = {
     "valid_tokens save_every keep patience parallel tensorboard",
 }
 """The settings of 0.1.0."""
+MEANT = {"ends": "dropped"}
+"""What 0.1.0 did where the default of a setting added since is another; its runs stay what they are."""
 
 
 class AdaptiveConfig(Settings):
@@ -224,6 +226,8 @@ class DataConfig(Settings):
     """A prepared data folder. Default: data/<corpus>-<tokenizer><vocabulary>, prepared when it is missing."""
     packing: Literal["blocks", "documents"] = "blocks"
     """blocks: contiguous text, document ends ignored, as the paper; documents: packed, unable to see each other."""
+    ends: Literal["kept", "dropped"] = "kept"
+    """kept: every token is predicted, the first one and the last, short block too, as the paper; dropped: as 0.1.0."""
 
 
 class OptimConfig(Settings):
@@ -327,6 +331,8 @@ def load_config(path: Path) -> RunConfig:
     if values.get("format", FORMAT) != FORMAT:
         # Checked before the fields: another format may well have other fields, and those would be blamed first.
         values = {"format": values["format"]}
+    elif "format" in values and isinstance(data := values.get("data"), dict):  # written by a run, with all it knew
+        values["data"] = MEANT | data
     return RunConfig.read(values)
 
 

@@ -33,8 +33,8 @@ class Job:
     stream: Stream
     valid: np.ndarray
     """The beginning of the validation split, as much as is read during training."""
-    before: int
-    """The token before the first of them."""
+    bos: int
+    """Read before the first token of a text."""
     autocast: Callable[[], AbstractContextManager]
 
     @property
@@ -97,6 +97,8 @@ def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared
         packing=config.data.packing,
         documents=prepared.documents("train"),
         vocabulary=config.model.vocabulary,
+        bos=prepared.meta.bos,
+        ends=config.data.ends,
     )
     half = settings.precision == "bfloat16"
     if half and (reason := parallel.no_bfloat16(world.device)):
@@ -118,7 +120,7 @@ def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared
         optimizer=optim.build(model, config.optim),
         stream=stream,
         valid=prepared.split("valid")[: settings.valid_tokens],
-        before=prepared.meta.end or 0,
+        bos=stream.bos,
         autocast=partial(torch.autocast, world.device.type, torch.bfloat16) if half else nullcontext,
     )
 

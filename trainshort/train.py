@@ -237,7 +237,7 @@ def _validate(job: Job) -> tuple[float, int]:
     nll, count = 0.0, 0
     for first in range(0, len(batches), world.size):
         mine = first + world.rank
-        inputs, wanted = fill(job.valid, batches[min(mine, len(batches) - 1)], job.before)
+        inputs, wanted = fill(job.valid, batches[min(mine, len(batches) - 1)], job.bos)
         loss = _loss(job, Batch(inputs, wanted, None), slice(None))
         if mine < len(batches):
             nll, count = nll + float(loss.total), count + wanted.size

@@ -45,7 +45,8 @@ class Pass:
 @dataclass(frozen=True)
 class Windows:
     """All passes over a text. The first scores all it reads; each later one re-reads length − stride tokens and scores
-    the next `stride`; the last may be shorter. Passes come in the order of what they score."""
+    the next `stride`; the last may be shorter, and so is the only one where the text is shorter than the length. Passes
+    come in the order of what they score."""
 
     tokens: int
     length: int
@@ -59,20 +60,17 @@ class Windows:
                 f"the stride must be between 1 and the length {self.length}, got {self.stride}; "
                 "the length itself is the non-overlapping protocol."
             )
-        if self.tokens < self.length:
-            raise InputError(
-                f"the text has {self.tokens:,} tokens, fewer than the length {self.length:,} asked for; "
-                "use a longer text, a shorter length, or more --max-tokens."
-            )
+        if self.tokens < 1:
+            raise InputError("the text has no tokens; use a longer text, or more --max-tokens.")
 
     def __len__(self) -> int:
-        return 1 + -(-(self.tokens - self.length) // self.stride)
+        return 1 + max(0, -(-(self.tokens - self.length) // self.stride))
 
     def __getitem__(self, index: int) -> Pass:
         if not 0 <= index < len(self):
             raise IndexError(index)
         if index == 0:
-            return Pass(0, 0, self.length)
+            return Pass(0, 0, min(self.length, self.tokens))
         first = self.length + (index - 1) * self.stride
         return Pass(first - (self.length - self.stride), first, min(first + self.stride, self.tokens))
 
@@ -80,7 +78,7 @@ class Windows:
     def read(self) -> int:
         """Tokens read by all passes together: what the evaluation costs."""
         middle = max(0, len(self) - 2) * self.length
-        return self.length + middle + (self[len(self) - 1].read if len(self) > 1 else 0)
+        return self[0].read + middle + (self[len(self) - 1].read if len(self) > 1 else 0)
 
     def at(self, target: int) -> int:
         """The pass that scores this target."""

@@ -30,7 +30,7 @@ def test_wikitext_counts_are_the_published_ones(shared: Path, tmp_path: Path) ->
     small = prepare(
         DataConfig(corpus="wikitext-2", tokenizer="words", vocabulary=40_000, folder=tmp_path / "2"), progress=False
     )
-    # 33,278 types with <unk> and <eos>, and fairseq's <s> and <pad>.
+    # 33,278 types with <unk> and </s>, and fairseq's <s> and <pad>.
     assert small.meta.vocabulary == 33_280
     counts = {name: split.tokens for name, split in small.meta.splits.items()}
     assert counts == {"train": 2_088_628, "valid": 217_646, "test": 245_569}

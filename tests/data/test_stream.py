@@ -12,7 +12,8 @@ from trainshort.data.stream import IGNORED, Stream
 from trainshort.errors import InputError
 
 TOKENS = np.arange(1000, dtype=np.uint16)
-GOLDEN = [[41, 33, 81, 50], [109, 70, 112, 21], [22, 13, 5, 32]]
+GOLDEN = [[41, 33, 81, 50], [109, 70, 112, 21], [119, 131, 45, 85]]
+OF_0_1_0 = [[41, 33, 81, 50], [109, 70, 112, 21], [22, 13, 5, 32]]
 
 
 def stream(**changes) -> Stream:
@@ -26,13 +27,39 @@ def test_targets_are_the_inputs_shifted_by_one() -> None:
     assert batch.inputs.dtype == batch.targets.dtype == np.int64
     # The tokens are their own positions, so a target is its input plus one, and blocks begin at multiples of 7.
     assert (batch.targets == batch.inputs + 1).all()
-    assert (batch.inputs[:, 0] % 7 == 0).all()
+    assert (batch.targets[:, 0] % 7 == 0).all()
     assert batch.documents is None
+
+
+@given(st.integers(20, 60), st.integers(1, 20))
+def test_every_token_is_predicted_once_an_epoch_from_the_one_before(count: int, length: int) -> None:
+    """fairseq's blocks: the first token comes after BOS, the last block may be short (103,227,021 tokens: one more)."""
+    one = stream(tokens=np.arange(count), length=length, batch=1, bos=99)
+    assert one.blocks == -(-count // length)
+    seen = {}
+    for step in range(one.blocks):
+        batch = one.batch(step)
+        for before, target in zip(batch.inputs[0], batch.targets[0], strict=True):
+            if target != IGNORED:
+                assert before == (target - 1 if target else 99)
+                seen[int(target)] = seen.get(int(target), 0) + 1
+        real = int((batch.targets != IGNORED).sum())
+        assert (batch.targets[0, :real] != IGNORED).all(), "what fills a short block comes after it"
+    assert seen == dict.fromkeys(range(count), 1)
+
+
+def test_runs_of_0_1_0_go_on_with_the_blocks_they_had() -> None:
+    old = stream(ends="dropped")
+    assert old.blocks == 999 // 7
+    assert [old.block_numbers(step) for step in (0, 1, 1000)] == OF_0_1_0
+    batch = old.batch(0)
+    assert (batch.inputs[:, 0] == np.array(OF_0_1_0[0]) * 7).all()
+    assert (batch.targets == batch.inputs + 1).all()
 
 
 def test_every_block_comes_once_per_epoch_and_each_epoch_in_another_order() -> None:
     one = stream(batch=1)
-    assert one.blocks == 999 // 7
+    assert one.blocks == 1000 // 7 + 1
     epochs = [[one.block_numbers(step)[0] for step in range(e * one.blocks, (e + 1) * one.blocks)] for e in range(3)]
     for order in epochs:
         assert sorted(order) == list(range(one.blocks))
@@ -41,8 +68,9 @@ def test_every_block_comes_once_per_epoch_and_each_epoch_in_another_order() -> N
 
 
 def test_the_smallest_text_makes_one_block() -> None:
-    batch = stream(tokens=np.arange(8), batch=2).batch(9)
-    assert batch.inputs.tolist() == [list(range(7))] * 2
+    batch = stream(tokens=np.arange(7), batch=2, bos=99).batch(9)
+    assert batch.inputs.tolist() == [[99, *range(6)]] * 2
+    assert batch.targets.tolist() == [list(range(7))] * 2
 
 
 def test_seeds_have_orders_of_their_own() -> None:
@@ -90,10 +118,11 @@ def test_documents_are_told_apart_and_nothing_is_predicted_across() -> None:
         batch = packed.batch(step)
         assert batch.documents is not None
         assert batch.documents.dtype == np.int32
-        owner = np.searchsorted(starts, batch.inputs[0], side="right") - 1
+        targets = packed.block_numbers(step)[0] * 7 + np.arange(7)
+        owner = np.searchsorted(starts, np.maximum(targets - 1, 0), side="right") - 1
         assert np.array_equal(batch.documents[0], owner - owner[0])
-        crosses = np.isin(batch.inputs[0] + 1, starts)
-        assert np.array_equal(batch.targets[0], np.where(crosses, IGNORED, batch.inputs[0] + 1))
+        crosses = np.isin(targets, starts[1:]) | (targets >= 1000)
+        assert np.array_equal(batch.targets[0], np.where(crosses, IGNORED, targets))
 
 
 def test_documents_change_no_input() -> None:
@@ -103,9 +132,11 @@ def test_documents_change_no_input() -> None:
 
 def test_mistakes_are_told() -> None:
     with pytest.raises(
-        InputError, match=r"The text has 7 tokens, but one sequence of length 7 needs 8\. Use a shorter"
+        InputError, match=r"The text has 6 tokens, but one sequence of length 7 needs 7\. Use a shorter"
     ):
-        stream(tokens=np.arange(7))
+        stream(tokens=np.arange(6))
+    with pytest.raises(InputError, match=r"The text has 7 tokens, but one sequence of length 7 needs 8\."):
+        stream(tokens=np.arange(7), ends="dropped")
     with pytest.raises(
         InputError, match=r"A batch of 4 sequences cannot be shared by 3 processes; use a multiple of 3"
     ):

@@ -19,6 +19,7 @@ from trainshort.data.tokenizer import (
     WordTokenizer,
     cut,
     load_tokenizer,
+    parse_tokenizer,
 )
 from trainshort.data.vocabulary import count_words, sample, train_bpe
 from trainshort.errors import InputError
@@ -111,10 +112,10 @@ def test_a_sample_ends_when_it_is_large_enough(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_words_are_counted_sorted_and_padded_as_fairseq_does() -> None:
-    tokenizer = count_words(["b c b <unk>\n", "a c b <eos> d\n"], 100)
-    assert tokenizer.words[:8] == ["<s>", "<pad>", "<eos>", "<unk>", "b", "c", "a", "d"]
+    tokenizer = count_words(["b c b <unk>\n", "a c b </s> d\n"], 100)
+    assert tokenizer.words[:8] == ["<s>", "<pad>", "</s>", "<unk>", "b", "c", "a", "d"]
     assert tokenizer.vocabulary == 8
-    tokenizer = count_words(["b c b <unk>\n", "a c b <eos> d e\n"], 100)
+    tokenizer = count_words(["b c b <unk>\n", "a c b </s> d e\n"], 100)
     assert tokenizer.words[8:] == ["e", *(f"madeupword{n:04d}" for n in range(7))]
     assert count_words(["b c b a"], 9).vocabulary == 8
     assert count_words(["a b c d e f g h"], 9).words[4:] == ["a", "b", "c", "d", "e"]
@@ -129,16 +130,33 @@ def test_words_that_are_too_many_lose_the_rarest_first(monkeypatch: pytest.Monke
 
 
 def test_words_count_a_line_end_per_line() -> None:
-    tokenizer = WordTokenizer(["<s>", "<pad>", "<eos>", "<unk>", "the", "sat"])
+    tokenizer = WordTokenizer(["<s>", "<pad>", "</s>", "<unk>", "the", "sat"])
     assert tokenizer.encode("the cat\n\n<unk> sat\n").tolist() == [4, 3, 2, 2, 3, 5, 2]
     assert tokenizer.encode("the").tolist() == [4]
     assert tokenizer.encode_document("the").tolist() == tokenizer.encode_document("the\n").tolist() == [4, 2]
     assert tokenizer.decode([4, 3, 2, 2, 3, 5, 2]) == "the <unk>\n\n<unk> sat\n"
 
 
-@given(st.text(st.sampled_from(list(" \n\tabcé中"))))
+def test_words_read_carriage_returns_and_the_special_words_as_fairseq_does() -> None:
+    """It opens files with universal line ends, and looks up `</s>` like any other word."""
+    tokenizer = WordTokenizer(["<s>", "<pad>", "</s>", "<unk>", "a", "b"])
+    assert tokenizer.encode("a\rb\r\na\n\rb").tolist() == [4, 2, 5, 2, 4, 2, 2, 5]
+    assert tokenizer.encode("a </s> <s> <pad> <unk> <eos>").tolist() == [4, 2, 0, 1, 3, 3]
+    assert tokenizer.encode_document("a\r").tolist() == [4, 2]
+
+
+def test_the_words_of_0_1_0_are_read_as_they_were() -> None:
+    tokenizer = WordTokenizer(["<s>", "<pad>", "<eos>", "<unk>", "a", "b"])
+    loaded = parse_tokenizer(tokenizer.to_json(), Path("tokenizer.json"))
+    assert type(loaded) is WordTokenizer
+    for either in (tokenizer, loaded):
+        assert either.encode("a\rb </s> <eos>\n").tolist() == [4, 5, 3, 2, 2]
+        assert either.encode_document("a\r").tolist() == [4, 2]
+
+
+@given(st.text(st.sampled_from(list(" \n\r\tabcé中"))))
 def test_saved_bytes_and_words_are_the_same_for_the_library(text: str) -> None:
-    for tokenizer in (ByteTokenizer(), WordTokenizer(["<s>", "<pad>", "<eos>", "<unk>", "a", "b", "ab", "é"])):
+    for tokenizer in (ByteTokenizer(), WordTokenizer(["<s>", "<pad>", "</s>", "<unk>", "a", "b", "ab", "é"])):
         assert Saved.from_str(tokenizer.to_json()).encode(text).ids == tokenizer.encode(text).tolist()
 
 

@@ -1,5 +1,6 @@
 """`trainshort evaluate` as a user runs it: files, resuming, failures that leave the rest going, mistakes in words."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,16 @@ def test_memory_that_does_not_suffice_is_reported_and_tried_again(root: Path, ca
     assert two.rows[0] == one.rows[0]
 
 
+def test_a_text_shorter_than_the_length_is_scored_whole(fresh: Path):
+    assert evaluate(fresh, "--lengths", "64", "--max-tokens", "10") == 0
+    assert evaluate(fresh, "--lengths", "10", "--max-tokens", "10") == 0
+    (stored,) = (json.loads(path.read_text()) for path in (fresh / "eval").glob("*.json"))
+    short, whole = stored["rows"]
+    assert (short["length"], whole["length"]) == (10, 64)
+    assert short["tokens"] == whole["tokens"] == short["tokens_read"] == whole["tokens_read"] == 10
+    assert short["nll"] == pytest.approx(whole["nll"], rel=1e-6)
+
+
 def test_a_dry_run_says_the_cost_and_does_nothing(fresh: Path, capsys):
     assert evaluate(fresh, "--lengths", "64", "--stride", "1", "--max-tokens", "100", "--dry-run") == 0
     assert "100 targets at length 64, 37 passes over 2,368 tokens, about" in " ".join(capsys.readouterr().err.split())
@@ -176,11 +187,11 @@ def test_a_dry_run_says_the_cost_and_does_nothing(fresh: Path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--lengths", "100000"], "fewer than the length 100,000 asked for"),
+        (["--lengths", "90000", "100000"], "so length 100,000 would read what 90,000 reads"),
         (["--lengths", "64", "--stride", "0"], "stride must be between 1 and the length 64, got 0"),
         (["--lengths", "64", "--stride", "65"], "stride must be between 1 and the length 64, got 65"),
         (["--lengths", "many"], "got 'many'"),
-        (["--lengths", "64", "--max-tokens", "10"], "the text has 10 tokens, fewer than the length 64"),
+        (["--lengths", "16", "64", "--max-tokens", "10"], "the text has 10 tokens, so length 64 would read what 16"),
         (["--slopes", "steep"], "slopes are interpolate, max_bias=16 or window=512; got 'steep'"),
         (["--batch-tokens", "0"], "must be positive"),
         (["--memory", "-1"], "must be positive"),

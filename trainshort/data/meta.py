@@ -89,6 +89,11 @@ class Meta(Settings):
     def corpus(self) -> str:
         return self.request.corpus
 
+    @property
+    def bos(self) -> int:
+        """Read before a text's first token: the end token, as fairseq does."""
+        return self.end or 0
+
 
 @dataclass(frozen=True)
 class Prepared:

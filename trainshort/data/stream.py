@@ -44,14 +44,20 @@ class Batch:
 
 
 class Stream:
-    """Batches of blocks.
+    """Batches of blocks. Every token is predicted once an epoch, as in the paper's code: the first one after `bos`, and
+    the last block may be shorter than the others (its row is filled up, and what fills it is not predicted).
 
-    Ten tokens, length 3 (the first token is context only, the last block must be whole):
+    Ten tokens, length 4, `bos` 9:
 
         tokens   0 1 2 3 4 5 6 7 8 9
-        block 0  inputs 0 1 2   targets 1 2 3
-        block 1  inputs 3 4 5   targets 4 5 6
-        block 2  inputs 6 7 8   targets 7 8 9
+        block 0  inputs 9 0 1 2   targets 0 1 2 3
+        block 1  inputs 3 4 5 6   targets 4 5 6 7
+        block 2  inputs 7 8 9 9   targets 8 9 - -
+
+    With ends="dropped", as version 0.1.0 read, the first token is context only and the last block must be whole:
+
+        block 0  inputs 0 1 2 3   targets 1 2 3 4
+        block 1  inputs 4 5 6 7   targets 5 6 7 8
     """
 
     def __init__(
@@ -66,14 +72,18 @@ class Stream:
         packing: str = "blocks",
         documents: Int64[np.ndarray, " documents"] | None = None,
         vocabulary: int | None = None,
+        bos: int = 0,
+        ends: str = "kept",
     ) -> None:
-        _check(len(tokens), length, batch, rank, world)
+        self._first = 0 if ends == "kept" else 1
+        _check(len(tokens), length + self._first, length, batch, rank, world)
         if packing not in ("blocks", "documents"):
             raise InputError(f"packing must be 'blocks' or 'documents', not '{packing}'.")
         if packing == "documents" and documents is None:
             raise InputError("packing='documents' needs the document offsets: documents=prepared.documents('train').")
         self.length = length
-        self.blocks = (len(tokens) - 1) // length
+        self.blocks = (len(tokens) - 1) // length + (1 - self._first)
+        self.bos = bos
         self.vocabulary = vocabulary
         self._tokens = tokens
         self._documents = documents if packing == "documents" else None
@@ -92,25 +102,34 @@ class Stream:
 
     def batch(self, step: int) -> Batch:
         """The share of this rank at a step, whatever was read before."""
-        starts = np.array(self.block_numbers(step), dtype=np.int64) * self.length
-        rows = np.stack([self._tokens[start : start + self.length + 1] for start in starts]).astype(np.int64)
-        self._check_range(rows, starts)
+        firsts = self._first + np.array(self.block_numbers(step), dtype=np.int64) * self.length
+        rows = np.stack([self._row(first) for first in firsts])
+        self._check_range(rows, firsts - 1)
         inputs, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
+        targets[firsts[:, None] + np.arange(self.length) >= len(self._tokens)] = IGNORED
         if self._documents is None:
             return Batch(inputs, targets, None)
-        numbers = np.stack([self._document_numbers(start) for start in starts])
+        numbers = np.stack([self._document_numbers(first) for first in firsts])
         targets[numbers[:, 1:] != numbers[:, :-1]] = IGNORED
         # Counted from the row's first document, so that they fit whatever the corpus holds.
         return Batch(inputs, targets, (numbers[:, :-1] - numbers[:, :1]).astype(np.int32))
 
-    def _document_numbers(self, start: int) -> Int64[np.ndarray, " positions"]:
-        """The document of each token of a block and of the one after.
+    def _row(self, first: int) -> Int64[np.ndarray, " positions"]:
+        """The token before a block, and the block; what is not there is `bos`."""
+        row = np.full(self.length + 1, self.bos, dtype=np.int64)
+        there = self._tokens[max(first - 1, 0) : first + self.length]
+        begin = 1 if first == 0 else 0
+        row[begin : begin + len(there)] = there
+        return row
 
-        Documents that begin at 0 and 4, block of 3 from 2:   tokens 2 3 4 5 -> 0 0 1 1
+    def _document_numbers(self, start: int) -> Int64[np.ndarray, " positions"]:
+        """The document of the token before a block and of each of the block's. The text's first has no token before.
+
+        Documents that begin at 0 and 4, block of 3 from 3:   tokens 2 3 4 5 -> 0 0 1 1
         """
         assert self._documents is not None
-        positions = np.arange(start, start + self.length + 1)
-        first = int(np.searchsorted(self._documents, start, side="right"))
+        positions = np.maximum(np.arange(start - 1, start + self.length), 0)
+        first = int(np.searchsorted(self._documents, positions[0], side="right"))
         last = int(np.searchsorted(self._documents, positions[-1], side="right"))
         return first + np.searchsorted(np.asarray(self._documents[first:last]), positions, side="right")
 
@@ -124,15 +143,15 @@ class Stream:
         )
 
 
-def _check(tokens: int, length: int, batch: int, rank: int, world: int) -> None:
+def _check(tokens: int, needed: int, length: int, batch: int, rank: int, world: int) -> None:
     if batch % world:
         raise InputError(
             f"A batch of {batch} sequences cannot be shared by {world} processes; use a multiple of {world}."
         )
     if not 0 <= rank < world:
         raise InputError(f"rank must be from 0 to {world - 1}, not {rank}.")
-    if tokens < length + 1:
+    if tokens < needed:
         raise InputError(
-            f"The text has {tokens} tokens, but one sequence of length {length} needs {length + 1}. "
+            f"The text has {tokens} tokens, but one sequence of length {length} needs {needed}. "
             "Use a shorter length or a larger corpus."
         )

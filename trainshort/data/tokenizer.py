@@ -112,15 +112,19 @@ class _Numbers(dict[str, int]):
 
 
 class WordTokenizer(Tokenizer):
-    """A token is a word between spaces, or `<eos>` at a line end, as the paper counts WikiText.
+    """A token is a word between white space, or `</s>` at a line end, as the paper counts WikiText.
 
-    "the cat\\n<unk> sat\\n" with words ["<s>", "<pad>", "<eos>", "<unk>", "the", "sat"]:   4 3 2 3 5 2
+    "the cat\\n<unk> sat\\n" with words ["<s>", "<pad>", "</s>", "<unk>", "the", "sat"]:   4 3 2 3 5 2
 
-    The numbers are those of fairseq's dictionary: four special words, then all others by falling frequency.
+    The numbers are those of fairseq's dictionary: four special words, then all others by falling frequency. As there, a
+    carriage return ends a line, and the special words mean themselves where a text has them. Version 0.1.0 called the
+    line end `<eos>` and read a lone carriage return as white space; its tokenizers are known by that, and go on so.
     """
 
     name = "words"
-    SPECIAL = ("<s>", "<pad>", "<eos>", "<unk>")
+    SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
+    FIRST_SPECIAL = ("<s>", "<pad>", "<eos>", "<unk>")
+    """Those of version 0.1.0."""
     LINE_END = 2
     UNKNOWN = 3
 
@@ -129,14 +133,19 @@ class WordTokenizer(Tokenizer):
         self.vocabulary = len(self.words)
         self.end = self.LINE_END
         self._ids = _Numbers((word, number) for number, word in enumerate(self.words))
+        self._line_end = f" {self.words[self.LINE_END]} "
+        self._returns = self.words[self.LINE_END] == self.SPECIAL[self.LINE_END]
 
     def encode(self, text: str) -> Ids:
-        words = text.replace("\n", f" {self.SPECIAL[self.LINE_END]} ").split()
+        if self._returns and "\r" in text:
+            text = text.replace("\r\n", "\n").replace("\r", "\n")
+        words = text.replace("\n", self._line_end).split()
         return np.fromiter(map(self._ids.__getitem__, words), dtype=np.int64, count=len(words))
 
     def encode_document(self, text: str) -> Ids:
         """A document whose last line is finished has its end token already."""
-        return self.encode(text if text.endswith("\n") else text + "\n")
+        finished = text.endswith(("\n", "\r") if self._returns else "\n")
+        return self.encode(text if finished else text + "\n")
 
     def decode(self, ids: Iterable[int]) -> str:
         decoder = self.decoder()
@@ -146,11 +155,12 @@ class WordTokenizer(Tokenizer):
         return WordDecoder(self.words, self.LINE_END)
 
     def to_json(self) -> str:
+        from tokenizers import Regex, models, normalizers, pre_tokenizers
         from tokenizers import Tokenizer as Saved
-        from tokenizers import models, normalizers, pre_tokenizers
 
         saved = Saved(models.WordLevel(dict(self._ids), unk_token=self.SPECIAL[self.UNKNOWN]))
-        saved.normalizer = normalizers.Replace("\n", f" {self.SPECIAL[self.LINE_END]} ")  # pyright: ignore[reportAttributeAccessIssue]
+        line = Regex("\r\n?|\n") if self._returns else "\n"
+        saved.normalizer = normalizers.Replace(line, self._line_end)  # pyright: ignore[reportAttributeAccessIssue]
         saved.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
         return saved.to_str()
 
@@ -269,7 +279,8 @@ def parse_tokenizer(text: str, path: Path) -> Tokenizer:
         return ByteTokenizer()
     if model.get("type") == "WordLevel":
         words = sorted(model["vocab"], key=model["vocab"].get)
-        if tuple(words[:4]) == WordTokenizer.SPECIAL and model["vocab"][words[-1]] == len(words) - 1:
+        special = (WordTokenizer.SPECIAL, WordTokenizer.FIRST_SPECIAL)
+        if tuple(words[:4]) in special and model["vocab"][words[-1]] == len(words) - 1:
             return WordTokenizer(words)
     return SavedTokenizer(saved, "bpe" if _ours(layout) else tokenizer_name(path))
 

@@ -70,7 +70,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> SavedTokenizer:
 def count_words(texts: Iterable[str], vocabulary: int) -> WordTokenizer:
     """The most frequent words, ties in the order of the alphabet, as fairseq sorts them.
 
-    "b a b <unk>" with room for 8:   <s> <pad> <eos> <unk> b a madeupword0000 madeupword0001
+    "b a b <unk>" with room for 8:   <s> <pad> </s> <unk> b a madeupword0000 madeupword0001
     """
     special = WordTokenizer.SPECIAL
     if vocabulary < PADDING:

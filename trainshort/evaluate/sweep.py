@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from trainshort.errors import InputError
 from trainshort.evaluate.memory import Peak, is_out_of_memory, limited
 from trainshort.evaluate.results import Evaluation, Row, save, summarize
 from trainshort.evaluate.scores import Scores, open_scores
@@ -40,6 +41,12 @@ class Plan:
     """Gigabytes that may be taken; None: what is free."""
 
     def windows(self, length: int) -> Windows:
+        shorter = max((other for other in self.lengths if other < length), default=0)
+        if shorter >= len(self.tokens):  # of the lengths that reach the end of the text, one says it all
+            raise InputError(
+                f"the text has {len(self.tokens):,} tokens, so length {length:,} would read what {shorter:,} reads; "
+                "use a longer text, a shorter length, or more --max-tokens."
+            )
         return Windows(len(self.tokens), length, length if self.stride is None else self.stride)
 
 
