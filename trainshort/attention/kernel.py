@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from trainshort.attention.op import wide
+from trainshort.attention.op import contiguous_rows, has_contiguous_rows, wide
 from trainshort.kernels import build
 from trainshort.kernels.build import KernelBuildError
 
@@ -42,7 +42,7 @@ class _Tensor(ctypes.Structure):
 
     @classmethod
     def of(cls, x: Tensor) -> "_Tensor":
-        assert x.stride(3) == 1, "rows must be contiguous"
+        assert has_contiguous_rows(x), "rows must be contiguous"
         return cls(x.data_ptr(), *x.stride()[:3])
 
 
@@ -123,11 +123,6 @@ def _describe(problem: Problem) -> tuple[_Call, list[Tensor]]:
         call.documents, call.reach = documents.data_ptr(), reach.data_ptr()
         keep += [documents, reach]
     return call, keep
-
-
-def contiguous_rows(x: Tensor) -> Tensor:
-    """`x`, copied only where the numbers of a row do not lie side by side."""
-    return x if x.stride(3) == 1 else x.contiguous()
 
 
 def document_reach(

@@ -43,6 +43,8 @@ class DenseBias:
 
 Bias = LinearBias | DistanceBias | DenseBias
 
+SMALLEST = 1e-30
+"""Tolerances below it are 0: nothing is left out. So small a mass has no room in a float's exponent."""
 TOLERANCE = 1e-6
 """Softmax mass that a row may leave out where that is proven and saves work. Float32 loses as much by rounding."""
 
@@ -136,7 +138,7 @@ def attend(
     `merge`. `tolerance` is the softmax mass that an engine may leave out of a row where it proves that it is no more
     (0: nothing); with `return_certificate` the largest mass so left out, per batch entry and head, comes last.
     """
-    call = Call(q, k, v, bias, window, documents, dropout, return_lse, tolerance)
+    call = Call(q, k, v, bias, window, documents, dropout, return_lse, 0.0 if 0 < tolerance < SMALLEST else tolerance)
     check(call)
     name = choose(call) if backend == "auto" else backend
     engine = engines.get(name)
@@ -302,6 +304,15 @@ def visible(call: Call, rows: slice, keys: slice) -> Bool[Tensor, "one_or_batch 
         return seen[None, None]
     queries = call.documents[:, -call.q.shape[2] :][:, rows]
     return (seen & (queries[:, :, None] == call.documents[:, None, keys]))[:, None]
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    """`x`, copied only where the numbers of a row do not lie side by side."""
+    return x if has_contiguous_rows(x) else x.contiguous()
+
+
+def has_contiguous_rows(x: Tensor) -> bool:
+    return x.stride(3) == 1 or x.shape[3] == 1  # the stride of a single number says nothing
 
 
 def wide(x: Tensor) -> torch.dtype:

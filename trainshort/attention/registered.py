@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainshort.attention import kernel, windowed_torch
 from trainshort.attention.kernel import PANEL, Problem
-from trainshort.attention.op import wide
+from trainshort.attention.op import has_contiguous_rows, wide
 from trainshort.errors import InputError
 
 log = logging.getLogger("trainshort.attention")
@@ -140,4 +140,4 @@ def _implementing(problem: Problem, implementation: str):
 def _like(x: Tensor) -> Tensor:
     """An empty tensor laid out like `x` where its rows are contiguous, so that adding gradients up is quick."""
     dense = torch.empty_like(x)
-    return dense if dense.stride(3) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+    return dense if has_contiguous_rows(dense) else torch.empty_like(x, memory_format=torch.contiguous_format)

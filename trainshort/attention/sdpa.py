@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainshort.attention.op import Call, engines, scale, visible, wide, written_bias
+from trainshort.attention.op import Call, contiguous_rows, engines, scale, visible, wide, written_bias
 from trainshort.attention.reference import formula, is_short
 
 MASK_ELEMENTS = 1 << 24
@@ -75,7 +75,8 @@ def _attend(call: Call, rows: slice, keys: slice, mask: Tensor | None, causal: b
     if call.needs_lse:
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros((), dtype=q.dtype).masked_fill(~mask, -math.inf)
-        k, v = (x.repeat_interleave(call.group, dim=1) for x in (k, v))
+        # Called directly, the kernel reads every row as if its numbers lay side by side.
+        q, k, v = (contiguous_rows(x) for x in (q, *(x.repeat_interleave(call.group, dim=1) for x in (k, v))))
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale(call))
     if mask is not None and mask.requires_grad and mask.dtype != q.dtype:

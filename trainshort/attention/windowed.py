@@ -22,6 +22,8 @@ from trainshort.registry import did_you_mean
 
 WIDEST = 1024
 """Largest head dimension that the kernel's scratch space is laid out for."""
+MOST_KEYS = 2**31 - 1
+"""The kernel notes in 32 bits which key each row read first."""
 IMPLEMENTATIONS = ("auto", "compiled", "torch")
 
 
@@ -55,6 +57,8 @@ def beyond_kernel(call: Call) -> str | None:
         return "it has no dropout; use 'sdpa'"
     if call.q.dtype not in DTYPES:
         return f"it does not compute in {call.q.dtype}; use float32, bfloat16, float16 or float64"
+    if call.k.shape[2] > MOST_KEYS:
+        return f"it counts at most {MOST_KEYS:,} keys, these are {call.k.shape[2]:,}; use 'sdpa'"
     if call.q.shape[3] > WIDEST:
         return f"its heads are at most {WIDEST} wide, these are {call.q.shape[3]}; use 'sdpa'"
     return None

@@ -24,15 +24,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort import alibi
-from trainshort.attention.kernel import PANEL, Problem, contiguous_rows, document_reach
-from trainshort.attention.op import Call, LinearBias, visible, wide, written_bias
+from trainshort.attention.kernel import PANEL, Problem, document_reach
+from trainshort.attention.op import SMALLEST, Call, LinearBias, contiguous_rows, visible, wide, written_bias
 
 CHUNK = 8 * PANEL
 """Queries in a chunk; 192 is also the shortest that the flash kernel cuts into pieces of 64."""
 ALIKE = 1.5
 """Neighbouring heads share a call when their windows differ by no more than this factor."""
-HIDDEN = -1e30
-"""Mask of a key that a row may not see, where the row may see none at all: -inf would make that row NaN."""
 
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -52,6 +50,7 @@ class Part:
 def forward(problem: Problem, tolerance: float, out: Tensor, lse: Tensor, first: Tensor, dropped: Tensor) -> None:
     """Fill the output, the rows' log-sum-exp, each panel's first key, and the mass that may lie before it."""
     assert problem.table is None, "a bias by distance needs the compiled kernel"
+    tolerance = tolerance if tolerance >= SMALLEST else 0.0
     first.copy_(first_keys(problem, tolerance))
     dtype = wide(out)
     summed = out if out.dtype == dtype else torch.empty(out.shape, dtype=dtype)
@@ -66,6 +65,9 @@ def forward(problem: Problem, tolerance: float, out: Tensor, lse: Tensor, first:
             rows_lse.copy_(part_lse)
             continue
         part_lse = part_lse.to(lse.dtype) + shift
+        if mask.shape[2] > 1:  # a written mask may hide all keys of a row: not a number, where it means nothing
+            blind = mask.isneginf().all(-1)
+            part_out, part_lse = part_out.masked_fill(blind[..., None], 0), part_lse.masked_fill(blind, -math.inf)
         share = torch.sigmoid(part_lse - rows_lse).to(dtype)
         rows.lerp_(part_out.to(dtype), share[..., None].expand_as(rows))
         rows_lse.copy_(torch.logaddexp(rows_lse, part_lse))
@@ -169,19 +171,19 @@ class _Masks:
         size = part.rows.stop - part.rows.start
         if part.diagonal and self.call.documents is None:
             if size not in self.diagonals:
-                self.diagonals[size] = self._written(part, -math.inf)
+                self.diagonals[size] = self._written(part)
             return self.diagonals[size], 0.0
         if part.diagonal or self.call.window is not None or self.call.documents is not None:
-            return self._written(part, -math.inf if part.diagonal else HIDDEN), 0.0
+            return self._written(part), 0.0
         slopes = self.slopes[part.heads, None].to(self.dtype)
         before_edge = torch.arange(part.keys.stop - part.keys.start, 0, -1)
         return (-slopes * before_edge)[None, :, None, :], -slopes.double() * torch.arange(size)
 
-    def _written(self, part: Part, hidden: float) -> Tensor:
+    def _written(self, part: Part) -> Tensor:
         written = written_bias(self.call, part.rows, part.keys)
         assert written is not None
         seen = visible(self.call, part.rows, part.keys)
-        return written[None, part.heads].to(self.dtype).masked_fill(~seen, hidden)
+        return written[None, part.heads].to(self.dtype).masked_fill(~seen, -math.inf)
 
 
 def _left_out(
@@ -201,7 +203,8 @@ def _left_out(
     exponent = norm * largest / math.sqrt(dim) - slope * nearest - lse.double()
     mass = torch.exp(exponent) / -torch.expm1(-slope)
     hidden = start <= _reach(problem)[:, None]
-    mass = torch.where(hidden, 0.0, mass)
+    # Where something is left out, nobody shall read 0.
+    mass = torch.where(hidden, 0.0, mass.clamp(min=torch.finfo(torch.float32).tiny))
     padded = torch.nn.functional.pad(mass, (0, -q_len % PANEL))
     return padded.unflatten(2, (-1, PANEL)).amax(-1).float()
 

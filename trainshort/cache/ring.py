@@ -11,7 +11,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from trainshort.attention.kernel import contiguous_rows
+from trainshort.attention.op import contiguous_rows
 from trainshort.kernels import build
 from trainshort.kernels.build import KernelBuildError
 

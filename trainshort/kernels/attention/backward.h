@@ -61,7 +61,7 @@ static void take_rows(const Call *c, int64_t batch, int64_t head, int64_t row, R
         for (int i = 0; i < PANEL; i++) {
             const int64_t at_row = row + p * PANEL + i;
             const int inside = at_row < c->q_len; /* padding lanes get weight 0 */
-            const double lse = inside ? c->lse[at + at_row] : 1e30;
+            const double lse = inside ? c->lse[at + at_row] : INFINITY;
             rows->lse[p][i / LANES][i % LANES] = (real)lse;
             rows->rest[p][i / LANES][i % LANES] = inside ? (real)(lse - (double)(real)lse) : 0;
             rows->inner[p][i / LANES][i % LANES] = inside ? c->inner[at + at_row] : 0;

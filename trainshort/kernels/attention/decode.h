@@ -70,7 +70,7 @@ static void begin_row(const Call *c, int64_t batch, Row *row, real *memory) {
     row->query = memory, row->out = memory + padded;
     memset(memory, 0, 2 * padded * sizeof(real));
     read_row(c, row_at(c, &c->q, batch, row->head, row->row), row->query);
-    row->top = (real)-1e30, row->sum = 0;
+    row->top = LOWEST, row->sum = 0;
     row->position = place.lowest;
     row->reach = place.reach;
     row->document = c->documents ? c->documents[batch * c->k_len + row->position] : 0;

@@ -28,7 +28,7 @@ static void begin_walk(const Call *c, const Bound *bound, Walk *walk, const real
     const int padded = padded_dim(c), count = bound->centres.count;
     to_panel(rows, padded, walk->queries);
     memset(walk->out, 0, padded * PANEL * sizeof(real));
-    for (int w = 0; w < WIDE; w++) walk->top[w] = spread(-1e30f), walk->sum[w] = (vec){0};
+    for (int w = 0; w < WIDE; w++) walk->top[w] = spread(LOWEST), walk->sum[w] = (vec){0};
     walk->first = larger_of(walk->place.lowest, 0);
     walk->dropped = 0;
     walk->done = 0;
@@ -115,10 +115,10 @@ static int may_stop(const Call *c, const Bound *bound, Walk *walk, int64_t block
     if (!bound->known) return 0;
     const int count = bound->centres.count;
     const real *tails = bound->tail + block * count * LEVELS;
-    vec fall[WIDE], mass[WIDE] = {{0}}, most = {0};
+    vec fall[WIDE], mass[WIDE], most = {0};
     for (int w = 0; w < WIDE; w++) {
-        const vec distance = walk->place.position[w] - (real)(block * KEYS);
-        fall[w] = bound->slack - bound->slope * distance - walk->top[w];
+        mass[w] = spread(count * (real)FLT_MIN); /* what exp_below_zero rounds to 0 is still something */
+        fall[w] = bound->slack - bound->slope * distances(&walk->place, block * KEYS, w) - walk->top[w];
     }
     for (int i = 0; i < count; i++) {
         const int n = (walk->hurdle + i) % count;
@@ -133,6 +133,7 @@ static int may_stop(const Call *c, const Bound *bound, Walk *walk, int64_t block
         }
     }
     for (int w = 0; w < WIDE; w++) most = larger(mass[w] / walk->sum[w], most);
+    walk->dropped = (real)FLT_MIN; /* at least: where something is left out, nobody shall read 0 */
     for (int w = 0; w < LANES; w++) walk->dropped = most[w] > walk->dropped ? most[w] : walk->dropped;
     return 1;
 }

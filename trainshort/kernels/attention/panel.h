@@ -7,7 +7,6 @@
 enum { PANELS = 4, ROWS = PANELS * PANEL }; /* query rows that share one pass over the keys */
 
 typedef struct {
-    vec position[WIDE];
     ivec document[WIDE];
     int64_t lowest, highest; /* positions of the first and the last real row */
     int64_t reach;           /* no row sees a key before this one (sliding window, documents) */
@@ -23,11 +22,18 @@ static void place_panel(const Call *c, int64_t batch, int64_t row, Panel *panel)
     int64_t earliest = panel->highest;
     for (int i = 0; i < PANEL; i++) {
         const int64_t at = panel->lowest + i, real_at = smaller_of(at, panel->highest);
-        panel->position[i / LANES][i % LANES] = (real)at;
         panel->document[i / LANES][i % LANES] = documents ? documents[real_at] : 0;
         if (documents) earliest = smaller_of(earliest, c->reach[batch * c->k_len + real_at]);
     }
     if (documents) panel->reach = larger_of(panel->reach, earliest);
+}
+
+/* How far each of some lanes lies behind or before a key. Rows and keys are told apart as whole numbers: a float has no
+ * room for positions past 2^24, but every distance near zero is exact in it. */
+INLINE vec distances(const Panel *panel, int64_t key, int w) {
+    vec lanes;
+    for (int i = 0; i < LANES; i++) lanes[i] = (real)(w * LANES + i);
+    return (real)(panel->lowest - key) + lanes;
 }
 
 /* Keys of a block that some row of the panel can see; 0 when the block lies in the panel's future. */
@@ -49,7 +55,7 @@ static void add_bias(const Panel *panel, real scale, HeadBias bias, int64_t star
     for (int j = 0; j < keys; j++)
         for (int w = 0; w < WIDE; w++) {
             real *at = scores + j * PANEL + w * LANES;
-            store(at, load(at) * scale - bias.slope * (panel->position[w] - (real)(start + j)));
+            store(at, load(at) * scale - bias.slope * distances(panel, start + j, w));
         }
 }
 
@@ -59,8 +65,12 @@ INLINE int needs_hiding(const Call *c, const Panel *panel, int64_t start, int ke
 }
 
 INLINE ivec hidden_lanes(const Call *c, const Panel *panel, int64_t batch, int64_t key, int w) {
-    const vec distance = panel->position[w] - (real)key;
-    ivec hidden = (distance < 0) | (distance >= (real)c->window);
+    ivec lane;
+    for (int i = 0; i < LANES; i++) lane[i] = w * LANES + i;
+    /* The row at lowest + lane sees the key if 0 <= lowest + lane - key < window. */
+    const int64_t ahead = key - panel->lowest, beyond = ahead + c->window;
+    ivec hidden = (lane < (whole)smaller_of(larger_of(ahead, 0), PANEL)) |
+                  (lane >= (whole)smaller_of(larger_of(beyond, 0), PANEL));
     if (c->documents) {
         const int64_t last = smaller_of(key, c->k_len - 1); /* keys past the end are in everybody's future */
         hidden |= panel->document[w] != c->documents[batch * c->k_len + last];

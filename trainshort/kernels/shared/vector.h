@@ -6,6 +6,7 @@
 #ifndef TRAINSHORT_VECTOR_H
 #define TRAINSHORT_VECTOR_H
 
+#include <float.h>
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
@@ -14,6 +15,7 @@
 #ifdef REAL_IS_DOUBLE
 typedef double real;
 typedef int64_t whole;
+#define LOWEST (-DBL_MAX)
 #define MANTISSA 52
 #define EXPONENT_BIAS 1023
 #define LN_2 0.6931471805599453
@@ -27,6 +29,7 @@ typedef int64_t whole;
 #else
 typedef float real;
 typedef int32_t whole;
+#define LOWEST (-FLT_MAX)
 #define MANTISSA 23
 #define EXPONENT_BIAS 127
 #define LN_2 0.693147182f /* the nearest float, and what it is too large by */

@@ -1,0 +1,153 @@
+"""Every engine over every way a tensor can lie in memory, and at the edge of what numbers hold."""
+
+import pytest
+import torch
+from compiled_code import both, needs_kernel
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from trainshort import alibi
+from trainshort.attention import DenseBias, DistanceBias, LinearBias, attend, engines
+from trainshort.attention.op import Call
+
+ENGINES = [name for name in engines.names() if name not in ("reference", "flex")]
+
+
+def strided_rows(x):
+    return torch.stack([x, x + 1], -1).flatten(-2)[..., ::2]
+
+
+def heads_inside(x):
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def tokens_innermost(x):
+    return x.transpose(2, 3).clone(memory_format=torch.contiguous_format).transpose(2, 3)
+
+
+def batch_innermost(x):
+    return x.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2)
+
+
+def sliced(x):
+    return torch.nn.functional.pad(x, (3, 2, 5, 1, 1, 1), value=torch.nan)[:, 1:-1, 5:-1, 3:-2]
+
+
+def expanded(x):
+    """All heads and batch entries are one."""
+    return x[:1, :1].expand_as(x)
+
+
+def repeated_token(x):
+    return x[:, :, :1].expand_as(x)
+
+
+def one_number(x):
+    return x[..., :1].expand_as(x)
+
+
+def backwards(x):
+    return x.flip(2).contiguous().flip(2)
+
+
+LAYOUTS = [strided_rows, heads_inside, tokens_innermost, batch_innermost, sliced, expanded, repeated_token, one_number]
+LAYOUTS += [backwards, torch.Tensor.contiguous]
+
+
+def make_bias(kind, heads, q_len, k_len):
+    match kind:
+        case "linear":
+            return LinearBias(alibi.slopes(2 * heads)[::2])  # itself a view
+        case "distance":
+            return DistanceBias(torch.randn(9, heads).T)
+        case "dense":
+            return DenseBias(torch.randn(heads, k_len, q_len).transpose(1, 2))
+    return None
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@given(
+    layouts=st.tuples(*(st.sampled_from(LAYOUTS) for _ in range(3))),
+    shape=st.tuples(st.sampled_from([(1, 1), (4, 2), (3, 3)]), st.sampled_from([1, 7, 70, 210]), st.integers(0, 60)),
+    dim=st.sampled_from([1, 2, 8, 20]),
+    kind=st.sampled_from(["none", "linear", "distance", "dense"]),
+    lse=st.booleans(),
+    train=st.booleans(),
+    packed=st.booleans(),
+)
+@example((strided_rows,) * 3, ((4, 2), 70, 0), 8, "dense", True, False, False)  # garbage in 0.1.0
+@example((strided_rows,) * 3, ((3, 3), 70, 0), 8, "none", True, False, False)
+@example((tokens_innermost,) * 3, ((3, 3), 70, 0), 1, "linear", False, True, False)  # AssertionError in 0.1.0
+@settings(max_examples=60)
+def test_any_layout_gives_the_same_numbers(name, layouts, shape, dim, kind, lse, train, packed):
+    (heads, kv_heads), q_len, past = shape
+    shapes = (heads, q_len), (kv_heads, q_len + past), (kv_heads, q_len + past)
+    leaves = [torch.randn(2, *one, dim) for one in shapes]
+    q, k, v = (layout(x.requires_grad_(train)) for layout, x in zip(layouts, leaves, strict=True))
+    bias = make_bias(kind, heads, q_len, q_len + past)
+    documents = torch.arange(q_len + past)[None].expand(2, -1) // 40 if packed else None
+    if engines.get(name).unsupported(Call(q, k, v, bias, documents=documents, needs_lse=lse)):
+        return
+    found = attend(q, k, v, bias=bias, documents=documents, backend=name, return_lse=lse)
+    plain = [x.double().contiguous() for x in (q, k, v)]
+    exact = attend(*plain, bias=bias, documents=documents, backend="reference", return_lse=lse)
+    found, exact = (list(x) if lse else [x] for x in (found, exact))
+    if train:
+        grad_out = heads_inside(torch.randn(2, heads, q_len, dim))
+        found += torch.autograd.grad(found[0], leaves, strided_rows(grad_out))
+        exact += torch.autograd.grad(exact[0], leaves, grad_out.double())
+    for ours, wanted in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours.double(), wanted.double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"documents": True}], ids=["plain", "window", "documents"])
+def test_scores_far_below_zero(name, options):
+    """Scores of -1e32 and lower, in rows of any length, one, five and many at a time: 0.1.0 gave NaN there."""
+    for q_len in (2, 30, 400):
+        q, k, v = (torch.rand(1, 2, q_len, 8) + 1 for _ in range(3))
+        q, k = q * 3e15, k * -3e16
+        asked = {"bias": LinearBias(alibi.slopes(2)), "window": options.get("window")}
+        asked["documents"] = (torch.arange(q_len) // 7)[None] if "documents" in options else None
+        if engines.get(name).unsupported(Call(q, k, v, **asked)):
+            return
+        expected = attend(q.double(), k.double(), v.double(), backend="reference", **asked)
+        out = attend(q, k, v, backend=name, **asked)
+        near = attend(q, k, v, backend="reference", **asked)
+        assert expected.isfinite().all()
+        assert out.isfinite().all()
+        # Scores this size differ from key to key by more than a float can tell apart exactly: compare winners.
+        torch.testing.assert_close(
+            out.double(), expected, rtol=0, atol=2 * (near.double() - expected).abs().max() + 1e-5
+        )
+
+
+@needs_kernel
+@pytest.mark.parametrize("rows", [1, 30])
+@pytest.mark.parametrize("backend", ["windowed", "compiled"])
+def test_the_future_stays_invisible_past_two_to_the_24(rows, backend):
+    """The kernel of 0.1.0 kept positions as floats, which from there on are even numbers only."""
+    length, window = 2**24 + 75, 50
+    k = torch.zeros(1, 1, length, 1)
+    v = (
+        torch.arange(length, dtype=torch.float64).sub(length).float()[None, None, :, None]
+    )  # a key's distance to the end
+    bias = LinearBias(torch.tensor([0.25]))
+    q = torch.ones(1, 1, rows, 1)
+    out = attend(q, k, v, bias=bias, window=window, backend=backend, tolerance=0.0)
+    near = slice(-rows - window, None)
+    expected = attend(q, k[:, :, near], v[:, :, near], bias=bias, window=window, backend="reference")
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-5)
+
+
+@both
+@pytest.mark.parametrize("tolerance", [1e-320, 1e-50, 1e-31, 1e-30, 1e-12])
+def test_a_certificate_of_zero_means_that_nothing_was_left_out(implementation, tolerance):
+    """Far keys weigh less than the smallest float here, and 0.1.0 skipped them under any tolerance but 0."""
+    q, k, v = (torch.randn(1, 2, 4000, 16) for _ in range(3))
+    slopes = torch.full((2,), 0.2)
+    _, _, first, dropped = torch.ops.trainshort.windowed(q, k, v, slopes, None, None, None, tolerance, implementation)
+    assert torch.equal(dropped == 0, first == 0)
+    _, left_out = attend(q, k, v, bias=LinearBias(slopes), tolerance=tolerance, return_certificate=True)
+    assert (left_out > 0).all() == (tolerance >= 1e-30)
+    assert (left_out <= tolerance).all()
