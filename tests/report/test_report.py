@@ -274,7 +274,7 @@ def test_a_browser_runs_nothing_hostile(tmp_path):
     assert "CONSOLE" not in done.stderr, done.stderr
     drawn = Page(done.stdout)
     assert not drawn.handlers
-    assert all(re.fullmatch(r"[\w.-]+\.png", image) for image in drawn.images)
+    assert all(re.fullmatch(r"[\w.-]+\.(png|svg)", image) for image in drawn.images)
 
 
 def test_loss_by_position_has_enough_predictions_and_concludes_only_what_they_bear_out():
