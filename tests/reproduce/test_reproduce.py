@@ -19,9 +19,9 @@ from trainshort.errors import InputError
 from trainshort.evaluate.query import Query
 from trainshort.recipes.experiments import choose
 from trainshort.recipes.scales import Variant, scales
-from trainshort.reproduce import state
+from trainshort.reproduce import tasks
+from trainshort.reproduce.cluster import Site, run_on_cluster
 from trainshort.reproduce.cost import measure_costs
-from trainshort.reproduce.launch import Cluster, run_on_cluster
 from trainshort.reproduce.plan import command, make_plan, paper_hours, told
 from trainshort.reproduce.runner import reproduce
 from trainshort.reproduce.tasks import assign
@@ -61,15 +61,15 @@ def test_work_goes_to_the_end_and_a_second_run_finds_nothing_to_do(tiny, tmp_pat
     _, scale = tiny
     assignment = trained_alone(scale)
     task = assignment.tasks[0]
-    assert not state.finished(tmp_path, task)
+    assert not tasks.finished(tmp_path, task)
     reproduce(assignment, tmp_path, console=quiet())
-    assert state.finished(tmp_path, task)
-    assert state.share(tmp_path, task).done == state.share(tmp_path, task).total
+    assert tasks.finished(tmp_path, task)
+    assert tasks.share(tmp_path, task).done == tasks.share(tmp_path, task).total
     folder = tmp_path / task.name
-    sample = json.loads((folder / state.SAMPLE).read_text())
+    sample = json.loads((folder / tasks.SAMPLE).read_text())
     assert sample["tokens"] == {"prompt": 8, "within": 8, "past": 48}
     assert len(sample["prompt"]) == 8
-    assert len(json.loads((folder / state.REACH).read_text())["result"]["rows"]) == 2  # one layer, two heads
+    assert len(json.loads((folder / tasks.REACH).read_text())["result"]["rows"]) == 2  # one layer, two heads
     files = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     reproduce(assignment, tmp_path, console=quiet())
     assert files == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
@@ -96,9 +96,9 @@ def test_an_interrupted_task_goes_on(tiny, tmp_path):
     for path in (folder / "eval").glob("valid-stride*.json"):
         path.unlink()
     shutil.rmtree(folder / "checkpoints" / "step-000000004")
-    assert not state.finished(tmp_path, task)
+    assert not tasks.finished(tmp_path, task)
     work(task, tmp_path)
-    assert state.finished(tmp_path, task)
+    assert tasks.finished(tmp_path, task)
     assert losses(folder) == whole
 
 
@@ -108,9 +108,9 @@ def test_learning_curves_read_the_checkpoints(tiny, tmp_path):
     cells = tuple(c for c in curves.cells if c.variant == Variant("cc100", "alibi", 512))
     task = assign([replace(curves, cells=cells)], scale).tasks[0]
     work(task, tmp_path)
-    assert state.finished(tmp_path, task)
+    assert tasks.finished(tmp_path, task)
     steps = {one.target["step"] for one in evaluations(tmp_path / task.name)}
-    assert steps == {state.step_of(path) for path in state.checkpoints(tmp_path / task.name)}
+    assert steps == {tasks.step_of(path) for path in tasks.checkpoints(tmp_path / task.name)}
     assert len(steps) == 2
 
 
@@ -122,9 +122,9 @@ def test_jobs_run_through_submitit_and_a_failed_one_is_named(tiny, tmp_path):
     (tmp_path / bad.name / "other.txt").write_text("not a run")
     done: list[str] = []
     with pytest.raises(InputError, match=rf"1 jobs failed: {bad.name} .*no config\.json.*same command"):
-        run_on_cluster([good, bad], tmp_path, done.append, Cluster(kind="local", minutes=5, gpus=0))
+        run_on_cluster([good, bad], tmp_path, done.append, Site(minutes=5, gpus=0), "local")
     assert done == [good.name]
-    assert state.finished(tmp_path, good)
+    assert tasks.finished(tmp_path, good)
 
 
 def test_costs_are_measured_once_and_kept(tiny, tmp_path):
@@ -189,7 +189,7 @@ def test_slurm_that_is_not_there_is_told(tiny, tmp_path):
     if shutil.which("sbatch"):
         pytest.skip("this machine has Slurm")
     with pytest.raises(InputError, match="Use --launcher local"):
-        run_on_cluster(trained_alone(tiny[1]).tasks, tmp_path, lambda name: None, Cluster())
+        run_on_cluster(trained_alone(tiny[1]).tasks, tmp_path, lambda name: None, Site())
 
 
 def test_a_folder_that_is_no_run_is_told_and_left(tiny, tmp_path):
@@ -209,3 +209,46 @@ def test_a_run_of_another_version_is_told(tiny, tmp_path):
     (tmp_path / task.name / "config.json").write_text('{"format": 99}')
     with pytest.raises(InputError, match=r"this config has format 99.*use the version that wrote it"):
         work(task, tmp_path)
+
+
+def test_a_site_file_says_what_jobs_ask_for(tmp_path):
+    file = tmp_path / "site.toml"
+    file.write_text(
+        'partition = "main"\naccount = "lab"\nqos = "long"\ncores = 8\nmemory = 32\nminutes = 90\n'
+        'setup = ["module load cuda"]\noptions = {constraint = "a100"}\n'
+    )
+    assert read_site(file, gpus=1).parameters() == {
+        "timeout_min": 90,
+        "gpus_per_node": 1,
+        "cpus_per_task": 8,
+        "mem_gb": 32,
+        "slurm_partition": "main",
+        "slurm_account": "lab",
+        "slurm_qos": "long",
+        "slurm_setup": ["module load cuda"],
+        "slurm_additional_parameters": {"constraint": "a100"},
+    }
+    file.write_text("gpus = 0\n")  # nothing is asked for that a cluster without GPUs would refuse
+    assert read_site(file, gpus=1).parameters() == {"timeout_min": 1440}
+    assert "gpus_per_node" not in read_site(None, scales.get("laptop").gpus).parameters()
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("partitoin = 'x'", "Unknown setting 'partitoin'. Did you mean 'partition'?"),
+        ("cores = 0", "cores"),
+        ("= 3", "Invalid statement"),
+    ],
+)
+def test_mistakes_in_a_site_file_are_told(tmp_path, content, sentence):
+    file = tmp_path / "site.toml"
+    file.write_text(content)
+    with pytest.raises(InputError) as error:
+        Reproduce(launcher="slurm", site=file).run()
+    assert str(error.value).startswith(f"The site file {file}: ")
+    assert sentence in str(error.value)
+    with pytest.raises(InputError, match=r"site file .*nowhere"):
+        Reproduce(launcher="slurm", site=tmp_path / "nowhere.toml").run()
+    with pytest.raises(InputError, match="give --launcher slurm with it"):
+        Reproduce(site=file).run()

@@ -12,7 +12,7 @@ from laboratory import evaluations
 from tiny_paper import tiny_scale, two_methods
 
 from trainshort.journal import read_lines
-from trainshort.reproduce import state
+from trainshort.reproduce import tasks
 from trainshort.reproduce.tasks import assign
 from trainshort.reproduce.work import work
 from trainshort.runs import RunFolder
@@ -52,9 +52,9 @@ def test_killed_in_the_middle_it_goes_on(tmp_path, steps):
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert not state.finished(tmp_path / "killed", task)
+    assert not tasks.finished(tmp_path / "killed", task)
     work(task, tmp_path / "killed")
-    assert state.finished(tmp_path / "killed", task)
+    assert tasks.finished(tmp_path / "killed", task)
     assert losses(tmp_path / "killed", task.name) == losses(tmp_path / "whole", task.name)
     rows = [
         sorted((row.length, row.nll) for one in evaluations(tmp_path / kind / task.name) for row in one.rows)

@@ -13,8 +13,8 @@ from tiny_paper import tiny_scale, two_methods
 
 from trainshort.errors import InputError
 from trainshort.journal import read_lines
-from trainshort.reproduce import state
-from trainshort.reproduce.launch import run_here
+from trainshort.reproduce import tasks
+from trainshort.reproduce.here import run_here
 from trainshort.reproduce.tasks import assign
 from trainshort.runs import RunFolder
 
@@ -22,7 +22,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from test_side_by_side import two_tasks
-from trainshort.reproduce.launch import run_here
+from trainshort.reproduce.here import run_here
 if __name__ == "__main__":
     run_here(two_tasks(Path(sys.argv[1]), 3000), Path(sys.argv[2]), print, jobs=2)
 """
@@ -43,12 +43,12 @@ def test_all_are_done_and_a_failed_one_is_named(tmp_path):
     with pytest.raises(InputError, match=rf"1 models failed: {bad.name} \(.*no config\.json.*same command"):
         run_here([good, bad], tmp_path, done.append, jobs=2)
     assert done == [good.name]
-    assert state.finished(tmp_path, good)
+    assert tasks.finished(tmp_path, good)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "killed"])
 def test_workers_save_and_stop_with_their_command(tmp_path, number):
-    tasks = two_tasks(tmp_path, 3000)
+    both = two_tasks(tmp_path, 3000)
     (tmp_path / "script.py").write_text(SCRIPT)
     here = Path(__file__).parent
     path = os.pathsep.join(map(str, (here, here.parent, here.parents[1])))
@@ -58,7 +58,7 @@ def test_workers_save_and_stop_with_their_command(tmp_path, number):
         stderr=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     )
-    folders = [RunFolder(tmp_path / "runs" / task.name) for task in tasks]
+    folders = [RunFolder(tmp_path / "runs" / task.name) for task in both]
     while process.poll() is None and not all(read_lines(folder.metrics) for folder in folders):
         time.sleep(0.05)
     workers = children(process.pid)
@@ -69,10 +69,10 @@ def test_workers_save_and_stop_with_their_command(tmp_path, number):
     while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
-    for folder, task in zip(folders, tasks, strict=True):
-        saved = state.checkpoints(folder.path)
+    for folder, task in zip(folders, both, strict=True):
+        saved = tasks.checkpoints(folder.path)
         assert saved, f"{task.name} stopped without saving"
-        assert 0 < state.step_of(saved[-1]) < 3000
+        assert 0 < tasks.step_of(saved[-1]) < 3000
 
 
 def children(parent):

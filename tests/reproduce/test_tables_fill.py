@@ -14,7 +14,7 @@ from trainshort.claims.measured import View
 from trainshort.evaluate.query import best_step, find, rows
 from trainshort.recipes.experiments import choose
 from trainshort.recipes.scales import Variant
-from trainshort.reproduce import state
+from trainshort.reproduce import tasks
 from trainshort.reproduce.tasks import assign
 from trainshort.reproduce.work import work
 from trainshort.train import train
@@ -76,14 +76,14 @@ def test_in_any_order_all_cells_are_filled_from_their_own_text(scale, trained, t
     for name in order:
         task = task_of(scale, name)
         work(task, trained)
-        assert state.finished(trained, task)
+        assert tasks.finished(trained, task)
     assert numbers(trained, scale) == together
 
 
 def test_each_text_is_as_long_as_the_scale_says(scale, trained):
     work(task_of(scale, "table15"), trained)
     task = task_of(scale, "table5")
-    assert not state.finished(trained, task)
+    assert not tasks.finished(trained, task)
     work(task, trained)
     texts = {(one.protocol["stride"], one.corpus["tokens"]) for one in evaluations(trained / task.name)}
     assert texts == {(4, 256), (None, 256), (None, 512)}
@@ -93,7 +93,7 @@ def test_each_text_is_as_long_as_the_scale_says(scale, trained):
 def test_stopped_between_two_evaluations_it_goes_on(scale, together, trained, count):
     whole = task_of(scale, *NAMES)
     work(replace(whole, lengths=dict(list(whole.lengths.items())[:count])), trained)
-    assert not state.finished(trained, whole)
+    assert not tasks.finished(trained, whole)
     work(whole, trained)
     assert numbers(trained, scale) == together
 
@@ -107,9 +107,9 @@ def test_a_length_that_failed_is_tried_again(scale, together, trained, status):
         row = values["rows"][-1]
         values["rows"][-1] = {key: row[key] for key in ("length", "stride")} | {"status": status}
         path.write_text(json.dumps(values))
-    assert not state.finished(trained, task)
+    assert not tasks.finished(trained, task)
     work(task, trained)
-    assert state.finished(trained, task)
+    assert tasks.finished(trained, task)
     assert numbers(trained, scale) == together
 
 
@@ -121,13 +121,13 @@ def test_results_of_the_first_version_are_kept(scale, together, trained):
         values = json.loads(path.read_text())
         del values["corpus"]["whole"], values["corpus"]["own"]
         path.write_text(json.dumps(values))
-    assert state.finished(trained, task)
+    assert tasks.finished(trained, task)
     assert numbers(trained, scale) == together
     unlimited = {replace(query, tokens=None): {16} for query in task.lengths if query.stride is None}
     everything = replace(task, lengths=unlimited)
-    assert not state.finished(trained, everything)  # whether 512 tokens were all of them, nobody knows
+    assert not tasks.finished(trained, everything)  # whether 512 tokens were all of them, nobody knows
     work(everything, trained)
-    assert state.finished(trained, everything)
+    assert tasks.finished(trained, everything)
     assert max(one.corpus["tokens"] for one in evaluations(trained / task.name)) > 512
 
 
@@ -158,7 +158,7 @@ def test_weights_that_are_no_longer_the_best_do_not_answer(scale, together, tmp_
     train(task.config.replace(train={"steps": 2}), folder, quiet=True)
     early = replace(task, config=task.config.replace(train={"steps": 2}))
     work(early, tmp_path)
-    assert state.finished(tmp_path, early)
+    assert tasks.finished(tmp_path, early)
     work(task, tmp_path)
     assert best_step(folder) == 4
     assert {one.target["step"] for one in evaluations(folder)} == {4}

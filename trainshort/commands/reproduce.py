@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+LAUNCHERS = ("local", "slurm")
+
 
 @dataclass(frozen=True)
 class Reproduce:
@@ -15,7 +17,7 @@ class Reproduce:
       trainshort reproduce --scale laptop --only table5,fig1
       trainshort reproduce --scale laptop --only table6 --seeds 3
       trainshort reproduce --scale paper --plan
-      trainshort reproduce --scale gpu --only table2 --launcher slurm
+      trainshort reproduce --scale gpu --only table2 --launcher slurm --site site.toml
     """
 
     scale: str = "laptop"
@@ -26,6 +28,8 @@ class Reproduce:
     """Train every model with so many seeds; the report gives mean and spread."""
     launcher: str = "local"
     """local: on this machine; slurm: one job per model, through submitit."""
+    site: Path | None = None
+    """TOML file of what a Slurm job asks for: partition, account, qos, gpus, cores, memory, minutes, setup, options."""
     jobs: int | None = None
     """Models at a time on this machine, each with its share of the cores. Default: one per core, with a GPU one."""
     plan: bool = False
@@ -41,11 +45,17 @@ class Reproduce:
         from trainshort.errors import InputError
         from trainshort.recipes.experiments import choose
         from trainshort.recipes.scales import scales
-        from trainshort.reproduce.launch import check_launcher
+        from trainshort.registry import did_you_mean
+        from trainshort.reproduce.cluster import read_site
 
         scale = scales.get(self.scale)
         chosen = choose(self.only.split(","))
-        check_launcher(self.launcher)
+        if self.launcher not in LAUNCHERS:
+            hint = did_you_mean(self.launcher, LAUNCHERS)
+            raise InputError(f"Unknown launcher '{self.launcher}'.{hint} Known: {', '.join(LAUNCHERS)}.")
+        if self.site is not None and self.launcher == "local":
+            raise InputError("--site says what a Slurm job asks for; give --launcher slurm with it.")
+        site = read_site(self.site, scale.gpus)
         if not 1 <= self.seeds <= 9:
             raise InputError(f"--seeds is a number from 1 to 9, got {self.seeds}.")
         if self.jobs is not None and (self.jobs < 1 or self.launcher != "local"):
@@ -63,7 +73,7 @@ class Reproduce:
         if scale.name == "paper" and self.launcher == "local":
             raise InputError("The paper's scale does not run on one machine. See --plan for the commands to start.")
         console = Console()
-        reproduce(assignment, root, launcher=self.launcher, jobs=self.jobs, console=console)
+        reproduce(assignment, root, launcher=self.launcher, jobs=self.jobs, site=site, console=console)
         finish(root, self.report or Path("report") / scale.name, console)
 
 

@@ -50,6 +50,8 @@ class Scale:
     longest: int
     """Longest length that is read at this scale."""
     build: Callable[[Variant], RunConfig]
+    gpus: int = 0
+    """GPUs that a model of this scale wants where a cluster trains it."""
     stand_in: bool = False
     """Whether one small corpus stands for all three test beds."""
 
@@ -218,6 +220,7 @@ scales.register("gpu")(
         eval_tokens=None,
         longest=16_384,
         build=gpu,
+        gpus=1,
         stand_in=True,
     )
 )
@@ -233,5 +236,6 @@ scales.register("paper")(
         eval_tokens=None,
         longest=16_384,
         build=paper,
+        gpus=8,
     )
 )

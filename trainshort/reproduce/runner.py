@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trainshort.claims.collection import COST_FILE, read_costs
-from trainshort.reproduce import state
-from trainshort.reproduce.launch import Cluster, run_here, run_on_cluster
+from trainshort.reproduce import tasks
+from trainshort.reproduce.cluster import Site, run_on_cluster
+from trainshort.reproduce.here import run_here
 from trainshort.reproduce.tasks import Assignment, Task
 
 PLAIN_SECONDS = 20.0
@@ -24,11 +25,11 @@ def reproduce(
     *,
     launcher: str = "local",
     jobs: int | None = None,
-    cluster: Cluster | None = None,
+    site: Site | None = None,
     console: Console,
 ) -> None:
     """Compute what is missing under `root`, here or on a cluster."""
-    todo = [task for task in assignment.tasks if not state.finished(root, task)]
+    todo = [task for task in assignment.tasks if not tasks.finished(root, task)]
     kept = len(assignment.tasks) - len(todo)
     if kept:
         console.print(f"{kept} of {len(assignment.tasks)} models are done already, in {root}.", highlight=False)
@@ -37,7 +38,7 @@ def reproduce(
             if launcher == "local":
                 run_here(todo, root, done, jobs)
             else:
-                run_on_cluster(todo, root, done, cluster or Cluster())
+                run_on_cluster(todo, root, done, site or Site(gpus=assignment.scale.gpus))
     if missing_costs(assignment, root):
         console.print("Measuring speed and memory ...", highlight=False)
         from trainshort.reproduce.cost import measure_costs
@@ -87,7 +88,7 @@ def _progress(todo: list[Task], root: Path, console: Console) -> Iterator:
 
 
 def _fraction(todo: list[Task], root: Path) -> float:
-    shares = [state.share(root, task) for task in todo]
+    shares = [tasks.share(root, task) for task in todo]
     return sum(share.done for share in shares) / max(1.0, sum(share.total for share in shares))
 
 

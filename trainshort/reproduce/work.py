@@ -1,11 +1,18 @@
 """One task from wherever it stands to its end. Runs in this process, or on a cluster's node."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 from trainshort.evaluate.query import Query, find
-from trainshort.reproduce import state
+from trainshort.files import write_whole
+from trainshort.reproduce import tasks
 from trainshort.reproduce.tasks import Task
+from trainshort.runs import provenance
+
+PROMPT, TIMES = 64, 4
+"""Tokens of the validation text to begin with (at most half a training length), and how many lengths are reached."""
+TEMPERATURE, TOP_K, SEED = 0.8, 40, 1
 
 
 def work(task: Task, root: Path) -> str:
@@ -13,21 +20,19 @@ def work(task: Task, root: Path) -> str:
     from trainshort.train import train
 
     folder = root / task.name
-    if not state.trained(folder, task):
+    if not tasks.trained(folder, task):
         train(task.config, folder, resume=True, quiet=True)
     found = find(folder)
     for query, lengths in task.lengths.items():
-        _evaluate(folder, query, state.missing(found, query, lengths))
-    for checkpoint in state.checkpoints(folder) if task.curves else ():
+        _evaluate(folder, query, tasks.missing(found, query, lengths))
+    for checkpoint in tasks.checkpoints(folder) if task.curves else ():
         for query, lengths in task.curves.items():
-            at = replace(query, step=state.step_of(checkpoint))
-            _evaluate(checkpoint, at, state.missing(found, at, lengths))
-    sample = folder / state.SAMPLE
+            at = replace(query, step=tasks.step_of(checkpoint))
+            _evaluate(checkpoint, at, tasks.missing(found, at, lengths))
+    sample = folder / tasks.SAMPLE
     if task.sample and not sample.exists():
-        from trainshort.reproduce.sample import write_sample
-
-        write_sample(folder, sample)
-    if task.sample and not (folder / state.REACH).exists():
+        _write_sample(folder, sample)
+    if task.sample and not (folder / tasks.REACH).exists():
         _reach(folder)
     return task.name
 
@@ -59,3 +64,36 @@ def _evaluate(path: Path, query: Query, lengths: list[int]) -> None:
     target = RunTarget(path, device=pick_device(None))
     text = open_text(target, (), query.split, query.tokens)
     evaluate(target, text, Plan(text.tokens, lengths, query.stride), picture=False)
+
+
+def _write_sample(run: Path, path: Path) -> None:
+    """Continue the beginning of the validation text, to four times the training length."""
+    import numpy as np
+    import torch
+
+    from trainshort.data import open_or_prepare
+    from trainshort.evaluate.target import RunTarget
+    from trainshort.generate import stream
+
+    target = RunTarget(run)
+    prepared = open_or_prepare(target.config.data, progress=False)
+    length = target.config.train.length
+    prompt = np.asarray(prepared.split("valid")[: max(1, min(PROMPT, length // 2))]).astype(np.int64)
+    # Without a tokenizer nothing stops the stream early: an end of text is a token like any other here.
+    settings = {"temperature": TEMPERATURE, "top_k": min(TOP_K, target.vocabulary), "seed": SEED}
+    made = [token.id for token in stream(target.model, prompt, tokens=TIMES * length - len(prompt), **settings)]
+    speller = target.speller()
+    inside = length - len(prompt)
+    record = {
+        "format": 1,
+        "run": run.name,
+        "trained_at": length,
+        "settings": settings,
+        "prompt": speller.decode(prompt),
+        "within": speller.decode(made[:inside]),
+        "past": speller.decode(made[inside:]),
+        "tokens": {"prompt": len(prompt), "within": inside, "past": len(made) - inside},
+        "provenance": provenance(threads=torch.get_num_threads()),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")

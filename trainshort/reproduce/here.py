@@ -38,9 +38,19 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_side_by_side(tasks: list[Task], root: Path, done: Callable[[str], None], jobs: int) -> None:
+def run_here(tasks: list[Task], root: Path, done: Callable[[str], None], jobs: int | None = None) -> None:
+    """On this machine, `jobs` models at a time (None: as many as serve), each with its share of the cores."""
+    jobs = min(len(tasks), jobs or jobs_for(len(tasks)))
+    if jobs > 1:
+        _run_side_by_side(tasks, root, done, jobs)
+        return
+    for task in tasks:
+        done(work(task, root))
+
+
+def _run_side_by_side(tasks: list[Task], root: Path, done: Callable[[str], None], jobs: int) -> None:
     """Work on `jobs` tasks at a time. A task that fails is named at the end; what the others made stays."""
-    _prepare_data(tasks)
+    prepare_data(tasks)
     context = multiprocessing.get_context("spawn")
     threads = max(1, cores() // jobs)
     # Long sequences take longest; begun last, one would keep a single core busy at the end.
@@ -68,7 +78,7 @@ def run_side_by_side(tasks: list[Task], root: Path, done: Callable[[str], None],
         raise InputError(f"{len(failed)} models failed: {'; '.join(failed)}. The same command runs what is missing.")
 
 
-def _prepare_data(tasks: list[Task]) -> None:
+def prepare_data(tasks: list[Task]) -> None:
     """Before the workers begin: two of them would prepare the same text twice."""
     from trainshort.data import open_or_prepare
 

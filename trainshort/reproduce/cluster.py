@@ -1,0 +1,169 @@
+"""Tasks on a Slurm cluster, one job each, through submitit. What jobs ask for is the site's affair: a TOML file.
+
+    partition = "gpu"          # each is optional; without any the cluster's own defaults hold
+    account = "lab"
+    qos = "long"
+    gpus = 1                   # 0: none is asked for, as on a cluster that has none
+    cores = 8
+    memory = 32                # GB
+    minutes = 720
+    setup = ["module load cuda"]
+    options = {constraint = "a100"}   # any other option of sbatch
+
+A job that Slurm requeues, for whatever reason, is started again with the same task and goes on from its checkpoint.
+"""
+
+import re
+import subprocess
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from trainshort.config import Settings
+from trainshort.errors import InputError
+from trainshort.files import read_text
+from trainshort.reproduce.here import prepare_data
+from trainshort.reproduce.tasks import Task
+from trainshort.reproduce.work import work
+
+POLL_SECONDS = 0.5
+QUEUE_SECONDS = 10.0
+"""Time between two looks at the queue, which tells of jobs that ended without a word."""
+
+
+class Site(Settings):
+    """What a job asks for."""
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    gpus: int = Field(default=1, ge=0)
+    """0: the option is not given at all, since a cluster without GPUs refuses it."""
+    cores: int | None = Field(default=None, ge=1)
+    memory: float | None = Field(default=None, gt=0)
+    """GB."""
+    minutes: int = Field(default=24 * 60, ge=1)
+    setup: tuple[str, ...] = ()
+    """Shell lines that run before the job."""
+    options: dict[str, str | int] = Field(default_factory=dict)
+    """Other options of sbatch, by their long names."""
+
+    def parameters(self) -> dict[str, Any]:
+        """In submitit's words."""
+        wanted = {
+            "timeout_min": self.minutes,
+            "gpus_per_node": self.gpus or None,
+            "cpus_per_task": self.cores,
+            "mem_gb": self.memory,
+            "slurm_partition": self.partition,
+            "slurm_account": self.account,
+            "slurm_qos": self.qos,
+            "slurm_setup": list(self.setup) or None,
+            "slurm_additional_parameters": dict(self.options) or None,
+        }
+        return {name: value for name, value in wanted.items() if value is not None}
+
+
+def read_site(path: Path | None, gpus: int) -> Site:
+    """A site file's settings; what it does not say of GPUs, the scale says."""
+    if path is None:
+        return Site(gpus=gpus)
+    try:
+        values = tomllib.loads(read_text(path, mend="Write one as docs/reproduce.md shows, or leave --site out."))
+        return Site.read({"gpus": gpus, **values})
+    except (tomllib.TOMLDecodeError, InputError) as error:
+        raise InputError(f"The site file {path}: {str(error).rstrip('.')}.") from None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A task as a job: what submitit calls, and calls again after a time limit or a preemption."""
+
+    cores: int | None
+
+    def __call__(self, task: Task, root: Path) -> str:
+        if self.cores:
+            import torch
+
+            torch.set_num_threads(self.cores)
+        return work(task, root)
+
+    def checkpoint(self, task: Task, root: Path) -> Any:
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self, task, root)
+
+
+def run_on_cluster(tasks: list[Task], root: Path, done: Callable[[str], None], site: Site, kind: str = "slurm") -> None:
+    """One job per task; `kind` is submitit's name of the executor: slurm, or local for processes on this machine."""
+    try:
+        import submitit
+        from submitit.core.utils import FailedJobError
+    except ImportError:
+        raise InputError("The slurm launcher needs a package: pip install 'trainshort[scale]'.") from None
+    try:
+        executor = submitit.AutoExecutor(folder=root / "jobs", cluster=kind)
+        executor.update_parameters(name="trainshort", **site.parameters())
+    except (RuntimeError, ValueError) as error:
+        raise InputError(f"submitit cannot start jobs here ({error}). Use --launcher local.") from None
+    prepare_data(tasks)  # two jobs would prepare the same text twice
+    try:
+        jobs = [executor.submit(Job(site.cores), task, root.resolve()) for task in tasks]
+    except (RuntimeError, OSError, FailedJobError) as error:
+        raise InputError(
+            f"Slurm did not take the jobs ({_cause(str(error))}). Say what it wants in a site file (--site), "
+            "or use --launcher local."
+        ) from None
+    _wait(dict(zip([task.name for task in tasks], jobs, strict=True)), root, done, _queued if kind == "slurm" else None)
+
+
+def _cause(message: str) -> str:
+    """The sentence of the error that ended a job, out of submitit's account of it."""
+    lines = [line.strip() for line in message.strip().splitlines()]
+    errors = [line for line in lines if re.match(r"([\w.]+(Error|Interrupted|Exception)|\w+: error): ", line)]
+    return (errors or lines or ["no reason given"])[-1].partition(": ")[2] or lines[-1]
+
+
+def _queued(ids: list[str]) -> set[str] | None:
+    """Which of these jobs are waiting or running; None when Slurm does not answer just now. Unlike the accounts that
+    submitit asks, the queue is there on every cluster."""
+    try:
+        asked = subprocess.run(["squeue", "--noheader", "--format=%A"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return set(asked.stdout.split()) & set(ids) if asked.returncode == 0 else None
+
+
+def _wait(
+    jobs: dict[str, Any], root: Path, done: Callable[[str], None], queued: Callable[[list[str]], set[str] | None] | None
+) -> None:
+    """Until all jobs have ended; then the failed ones are named. What the others made stays."""
+    failed: list[str] = []
+    gone: set[str] = set()
+    look = time.monotonic() + QUEUE_SECONDS
+    while jobs:
+        for name in [name for name, job in jobs.items() if job.done()]:
+            error = jobs.pop(name).exception()
+            if error is None:
+                done(name)
+            else:
+                failed.append(f"{name} ({_cause(str(error))})")
+        if queued and jobs and time.monotonic() >= look:
+            there = queued([job.job_id for job in jobs.values()])
+            lost = set() if there is None else {name for name, job in jobs.items() if job.job_id not in there}
+            for name in lost & gone:  # missing twice, so that a result still on its way is not taken for a failure
+                if not jobs[name].done():
+                    del jobs[name]
+                    failed.append(f"{name} (it left the queue without a result)")
+            gone, look = lost, time.monotonic() + QUEUE_SECONDS
+        time.sleep(POLL_SECONDS if jobs else 0)
+    if failed:
+        raise InputError(
+            f"{len(failed)} jobs failed: {'; '.join(failed)}. Their logs are in {root / 'jobs'}; "
+            "the same command runs what is missing."
+        )
