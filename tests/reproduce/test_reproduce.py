@@ -20,7 +20,7 @@ from trainshort.evaluate.query import Query
 from trainshort.recipes.experiments import choose
 from trainshort.recipes.scales import Variant, scales
 from trainshort.reproduce import tasks
-from trainshort.reproduce.cluster import Site, run_on_cluster
+from trainshort.reproduce.cluster import Site, read_site, run_on_cluster
 from trainshort.reproduce.cost import measure_costs
 from trainshort.reproduce.plan import command, make_plan, paper_hours, told
 from trainshort.reproduce.runner import reproduce

@@ -64,11 +64,11 @@ def position_figure(headline: Headline) -> Figure | None:
         bins = pooled(row) if row else []
         if len(bins) < 2:
             continue
-        banded = all(one.error is not None for one in bins)
-        low, high = ([one.mean + sign * 1.96 * (one.error or 0) for one in bins] for sign in (-1, 1))
         x, y = tuple(one.middle for one in bins), tuple(one.mean for one in bins)
-        bounds = {"low": tuple(low), "high": tuple(high)} if banded else {}
-        series.append(Series(line.name, x, y, color(line.position, index), **bounds))
+        low, high = (
+            tuple(one.mean + sign * 1.96 * one.error for one in bins if one.error is not None) for sign in (-1, 1)
+        )
+        series.append(Series(line.name, x, y, color(line.position, index), low, high))
         sources.append(line.sources[0])
         changes.append(f"{line.name} {past_training(bins, headline.length)}")
     if not series:
