@@ -99,13 +99,14 @@ def open_file(path: Path, *, mend: str = RESTORE) -> BufferedReader:
 def read_bytes(path: Path, *, mend: str = RESTORE, limit: int = LIMIT) -> bytes:
     """The content of a regular file that is not larger than `limit`."""
     with open_file(path, mend=mend) as file:
+        if os.fstat(file.fileno()).st_size > limit:
+            raise InputError(
+                f"Cannot read {path}: it has more than the {limit:,} bytes that such a file can have. {mend}"
+            )
         try:
-            content = file.read(limit + 1)
+            return file.read()
         except OSError as error:
             _refuse("read", path, error, mend)
-    if len(content) > limit:
-        raise InputError(f"Cannot read {path}: it has more than the {limit:,} bytes that such a file can have. {mend}")
-    return content
 
 
 def read_text(path: Path, *, mend: str = RESTORE, limit: int = LIMIT) -> str:
@@ -302,7 +303,7 @@ def checksum(values: dict[str, Any]) -> str:
 
 def write_sealed(path: Path, values: dict[str, Any], *, mend: str = CHOOSE) -> None:
     """Store a result: whole, and with its checksum."""
-    write_whole(path, json.dumps(seal(values), indent=2) + "\n", mend=mend)
+    write_whole(path, json.dumps(seal(values), indent=1) + "\n", mend=mend)
 
 
 def read_sealed(path: Path, *, mend: str = RESTORE) -> dict[str, Any]:

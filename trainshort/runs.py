@@ -51,6 +51,9 @@ ROUNDING = 1e-6
 CHANGEABLE = HARMLESS | {"train.patience", "train.steps", "train.valid_every", "train.valid_tokens"}
 """Settings that may differ on resume: how far, how often and on what, not which model or which data."""
 
+LOGGED = ("step", "tokens", "seconds")
+"""Numbers that every line of metrics.jsonl has."""
+
 RECORDED = ("torch", "numpy", "safetensors", "tokenizers", "pydantic", "grain")
 """Packages whose versions can move a result."""
 
@@ -159,7 +162,7 @@ def cut_metrics(folder: RunFolder, step: int, last: str | None = None) -> None:
     file that is gone altogether, or was begun anew after that update, is taken as it is.
     """
     records = journal.read_checked(folder.metrics)
-    kept = [(record, checksum) for record, checksum in records if _step(folder.metrics, record) <= step]
+    kept = [(record, checksum) for record, checksum in records if _number(folder, record, "step") <= step]
     begun_anew = not kept and (records or not folder.metrics.exists())
     if last and not begun_anew and last not in (checksum for _, checksum in kept[-1:]):
         raise InputError(
@@ -169,11 +172,20 @@ def cut_metrics(folder: RunFolder, step: int, last: str | None = None) -> None:
     journal.keep_lines(folder.metrics, len(kept))
 
 
-def _step(path: Path, record: dict[str, Any]) -> int:
-    step = record.get("step")
-    if type(step) is not int:
-        raise InputError(f"{path} has a line without its step. {journal.RESTORE}")
-    return step
+def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, each with the numbers it must have."""
+    records = journal.read_lines(folder.metrics)
+    for record in records:
+        for name in LOGGED:
+            _number(folder, record, name)
+    return records
+
+
+def _number(folder: RunFolder, record: dict[str, Any], name: str) -> float:
+    value = record.get(name)
+    if type(value) is int or (type(value) is float and name != "step"):
+        return value
+    raise InputError(f"{folder.metrics} has a line without the number '{name}'. {journal.RESTORE}")
 
 
 def provenance(*, threads: int | None = None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import pytest
 from trainshort.bench.compare import compare
 from trainshort.bench.results import Bench, Measure, Row, load, save
 from trainshort.cli import main
+from trainshort.files import write_sealed
 
 MADE = {
     "time": "2030-01-01T00:00:00+00:00",
@@ -90,12 +91,13 @@ def test_stored_files_are_compared_without_measuring(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text[:100], "is not whole JSON"),
+        (lambda text: text[:100], "it is not readable JSON"),
         (lambda text: '{"format": 1, "entries": {}}', "is not a result of `trainshort bench`"),
-        (lambda text: "[1]", "is not a result of `trainshort bench`"),
+        (lambda text: "[1]", "it holds a JSON list, and an object was expected"),
         (lambda text: text.replace('"format": 1', '"format": 2'), "of format 2; this version reads 1"),
         (lambda text: text.replace('"value": 10.0', '"value": "ten"', 1), "is a damaged benchmark result"),
         (lambda text: text.replace('"value": 10.0', '"value": NaN', 1), "is a damaged benchmark result"),
+        (lambda text: text.replace('"value": 10.0', '"value": 9.0', 1), "was changed after it was written"),
         (None, "There is no benchmark result at"),
     ],
 )
@@ -105,6 +107,8 @@ def test_a_file_that_is_none_is_told(tmp_path, capsys, change, message):
     text = path.read_text()
     assert json.loads(text)["format"] == 1
     path.write_text(change(text)) if change else path.unlink()
+    if change and "changed" not in message and path.read_text().endswith("}\n"):
+        write_sealed(path, json.loads(path.read_text()))
     with pytest.raises(SystemExit) as ended:
         main(["bench", "--against", str(path)])
     assert ended.value.code == 2

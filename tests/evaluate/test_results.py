@@ -12,6 +12,7 @@ from laboratory import evaluations
 from trainshort.errors import InputError
 from trainshort.evaluate import results
 from trainshort.evaluate.results import Evaluation, Row, block_sums, interval, position_sums, summarize
+from trainshort.files import write_sealed
 from trainshort.windows import Windows
 
 
@@ -108,7 +109,11 @@ def test_files_are_read_back_as_they_were(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "is not readable JSON"), ("[]", "is not an evaluation of format 1"), ('{"format": 9}', "of format 1")],
+    [
+        ("{", "is not readable JSON"),
+        ("[]", "it holds a JSON list, and an object was expected"),
+        ('{"format": 9}', "of format 1"),
+    ],
 )
 def test_a_damaged_or_foreign_file_is_refused(tmp_path, content: str, message: str):
     path = tmp_path / "x.json"
@@ -121,8 +126,17 @@ def test_an_unknown_field_is_refused(tmp_path):
     path = tmp_path / "x.json"
     results.save(evaluation(), path)
     values = json.loads(path.read_text())
-    path.write_text(json.dumps({**values, "rowz": []}))
+    write_sealed(path, {**values, "rowz": []})
     with pytest.raises(InputError, match=r"Unknown setting 'rowz'\. Did you mean 'rows'"):
+        results.load(path)
+
+
+def test_a_changed_number_is_refused(tmp_path):
+    path = tmp_path / "x.json"
+    results.save(evaluation(summarize(Windows(100, 16, 4), np.ones(100, dtype=np.float32))), path)
+    assert results.load_checked(path)[1]
+    path.write_text(path.read_text().replace('"nll": 100.0', '"nll": 90.0'))
+    with pytest.raises(InputError, match=r"was changed after it was written.* Remove it and evaluate again\."):
         results.load(path)
 
 

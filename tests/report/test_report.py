@@ -18,6 +18,7 @@ from trainshort.claims.collection import collect
 from trainshort.commands.report import Report
 from trainshort.errors import InputError
 from trainshort.evaluate.results import load, save, summarize
+from trainshort.files import write_sealed
 from trainshort.report.build import write_report
 from trainshort.report.figures import round_ticks
 from trainshort.report.headline import find_headline, sentences
@@ -198,7 +199,7 @@ def hostile_report(root):
         evaluation = next((folder / "eval").glob("*.json"))
         values = json.loads(evaluation.read_text())
         values["corpus"]["name"] = "</script><script>alert(2)</script>"
-        evaluation.write_text(json.dumps(values))
+        write_sealed(evaluation, values)
         sample = {key: f"</div><script>alert('{key}')</script>" for key in ("prompt", "within", "past")}
         (folder / "samples").mkdir()
         (folder / "samples" / "sample.json").write_text(
@@ -244,7 +245,7 @@ def test_nothing_to_report_is_told(tmp_path):
         Report((tmp_path / "nowhere",)).run()
     make_run(tmp_path / "runs", "alibi", {128: 50.0, 256: 49.0})
     (tmp_path / "file").write_text("x")
-    with pytest.raises(InputError, match="is a file, but a report needs a folder"):
+    with pytest.raises(InputError, match="is a file, and a folder was expected there"):
         Report((tmp_path / "runs",), tmp_path / "file").run()
 
 

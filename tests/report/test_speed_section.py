@@ -81,5 +81,5 @@ def test_results_alone_make_a_page(tmp_path):
     assert 'id="speed"' in (out / "index.html").read_text()
     (tmp_path / "results" / "bench").mkdir()
     (tmp_path / "results" / "bench" / "cut.json").write_text('{"format": 1,')
-    with pytest.raises(InputError, match=r"cut\.json is not whole JSON"):
+    with pytest.raises(InputError, match=r"cut\.json: it is not readable JSON"):
         collect([tmp_path / "results"])

@@ -141,7 +141,7 @@ def test_costs_are_measured_once_and_kept(tiny, tmp_path):
     measure_costs(costs, tmp_path / COST_FILE)
     assert read_costs(tmp_path) == first
     (tmp_path / COST_FILE).write_text("{")
-    with pytest.raises(InputError, match=r"cannot be read\. Remove it, and the costs are measured again"):
+    with pytest.raises(InputError, match=r"not readable JSON .*\. Remove it, and the costs are measured again"):
         read_costs(tmp_path)
 
 

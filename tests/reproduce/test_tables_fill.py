@@ -12,6 +12,7 @@ from tiny_paper import tiny_scale
 from trainshort.claims.collection import collect
 from trainshort.claims.measured import View
 from trainshort.evaluate.query import best_step, find, rows
+from trainshort.files import write_sealed
 from trainshort.recipes.experiments import choose
 from trainshort.recipes.scales import Variant
 from trainshort.reproduce import tasks
@@ -106,7 +107,7 @@ def test_a_length_that_failed_is_tried_again(scale, together, trained, status):
         values = json.loads(path.read_text())
         row = values["rows"][-1]
         values["rows"][-1] = {key: row[key] for key in ("length", "stride")} | {"status": status}
-        path.write_text(json.dumps(values))
+        write_sealed(path, values)
     assert not tasks.finished(trained, task)
     work(task, trained)
     assert tasks.finished(trained, task)
@@ -120,7 +121,7 @@ def test_results_of_the_first_version_are_kept(scale, together, trained):
     for path in (trained / task.name / "eval").glob("*.json"):
         values = json.loads(path.read_text())
         del values["corpus"]["whole"], values["corpus"]["own"]
-        path.write_text(json.dumps(values))
+        write_sealed(path, values)
     assert tasks.finished(trained, task)
     assert numbers(trained, scale) == together
     unlimited = {replace(query, tokens=None): {16} for query in task.lengths if query.stride is None}

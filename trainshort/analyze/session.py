@@ -1,6 +1,5 @@
 """One `trainshort analyze`: the analyses asked for, one after the other, each with a file, a table and a sentence."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from trainshort.analyze import cost, early_tokens, far_context, reach, recall, s
 from trainshort.analyze.base import Lab, analyses
 from trainshort.errors import InputError
 from trainshort.evaluate.text import Text
-from trainshort.files import write_whole
+from trainshort.files import make_folder, write_sealed
 from trainshort.runs import provenance
 
 __all__ = ["analyses", "analyze", "cost", "early_tokens", "far_context", "reach", "recall", "slopes"]
@@ -43,7 +42,7 @@ def analyze(lab: Lab, text: Text, names: Sequence[str], console: Console) -> lis
 
 def _write(lab: Lab, text: Text, name: str, result: dict[str, Any]) -> Path:
     folder = lab.target.folder / "analysis"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     content = {
         "format": FORMAT,
         "analysis": name,
@@ -54,5 +53,5 @@ def _write(lab: Lab, text: Text, name: str, result: dict[str, Any]) -> Path:
         "provenance": provenance(threads=torch.get_num_threads()),
     }
     path = folder / f"{name}.json"
-    write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    write_sealed(path, content)
     return path

@@ -21,7 +21,7 @@ from pydantic import Field, FiniteFloat
 
 from trainshort.config import Settings
 from trainshort.errors import InputError
-from trainshort.files import write_whole
+from trainshort.files import CHECKSUM, MissingFileError, make_folder, read_json, read_sealed, write_sealed
 
 FORMAT = 1
 RATIO = "×"  # noqa: RUF001  (the sign that readers know)
@@ -98,31 +98,25 @@ def median_of(values: Sequence[float], unit: str, better: Literal["lower", "high
 
 
 def save(bench: Bench, path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"Cannot make the folder {path.parent}: {error.strerror}. Choose another --out.") from None
-    write_whole(path, bench.model_dump_json(indent=1) + "\n")
+    make_folder(path.parent)
+    write_sealed(path, json.loads(bench.model_dump_json()))
 
 
 def load(path: Path) -> Bench:
     """Read a stored result; anything else is told in words."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        values = read_sealed(path, mend="Measure again.")
+    except MissingFileError:
         raise InputError(
             f"There is no benchmark result at {path}. Make one by: trainshort bench --out {path}"
         ) from None
-    except OSError as error:
-        raise InputError(f"Cannot read {path}: {error.strerror}.") from None
-    except ValueError as error:
-        raise InputError(f"{path} is not whole JSON ({error}). Was it cut short? Measure again.") from None
     if not is_bench(values):
         raise InputError(f"{path} is not a result of `trainshort bench`.")
     if values["format"] != FORMAT:
         raise InputError(
             f"{path} is a benchmark result of format {values['format']!r}; this version reads {FORMAT}. Measure again."
         )
+    values.pop(CHECKSUM, None)
     try:
         return Bench.read(values)
     except InputError as error:
@@ -139,9 +133,9 @@ def find(folder: Path) -> list[tuple[Path, Bench]]:
     paths = sorted((folder / "bench").glob("*.json"))
     for path in sorted(folder.glob("*.json")):
         try:
-            if is_bench(json.loads(path.read_text(encoding="utf-8"))):
+            if is_bench(read_json(path)):
                 paths.append(path)
-        except (OSError, ValueError):
+        except InputError:
             continue  # not ours to judge
     found = [(path, load(path)) for path in paths]
     return sorted(found, key=lambda one: str(one[1].made.get("time", "")))

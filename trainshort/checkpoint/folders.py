@@ -17,7 +17,7 @@ from pathlib import Path
 from trainshort.checkpoint import manifest
 from trainshort.config import Settings
 from trainshort.errors import InputError
-from trainshort.files import read_object, reason, sync_folder
+from trainshort.files import read_object, read_sealed, reason, sync_folder
 from trainshort.runs import RunFolder
 from trainshort.terminal import say
 
@@ -132,7 +132,7 @@ def _first_whole(folders: Iterable[Path], say: Say) -> Path | None:
 def extrapolation(run: Path) -> str | None:
     """How far the model is good, in the words of the run's card (trainshort.evaluate.card); None without one."""
     try:
-        return read_object(run / "extrapolation.json").get("summary")
+        return read_sealed(run / "extrapolation.json").get("summary")
     except InputError:
         return None
 

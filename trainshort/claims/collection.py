@@ -3,7 +3,6 @@
 Only files are read, and each number keeps the path of the file it came from.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,11 +15,12 @@ from trainshort.config import RunConfig, load_config
 from trainshort.errors import InputError
 from trainshort.evaluate.query import Query, Stored, find, rows
 from trainshort.evaluate.results import Row
+from trainshort.files import read_sealed
 from trainshort.journal import read_lines
 from trainshort.recipes.experiments import experiments, reseeded
 from trainshort.recipes.names import run_name
 from trainshort.recipes.scales import Scale, Variant, scales
-from trainshort.runs import RunFolder
+from trainshort.runs import RunFolder, read_metrics
 
 COST_FILE = "cost.json"
 COST_FORMAT = 1
@@ -42,7 +42,7 @@ class Run:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        return read_lines(RunFolder(self.path).metrics)
+        return read_metrics(RunFolder(self.path))
 
     @cached_property
     def sessions(self) -> list[dict[str, Any]]:
@@ -140,7 +140,9 @@ def read_costs(root: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_sealed(path, mend="Remove it, and the costs are measured again.")
         return dict(values["entries"]) if values["format"] == COST_FORMAT else {}
+    except InputError:
+        raise
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{path} cannot be read. Remove it, and the costs are measured again.") from None

@@ -7,12 +7,12 @@
 `extrapolation.json` holds the line as "summary"; whoever loads the model shows it.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
+from trainshort.errors import InputError
 from trainshort.evaluate.results import Evaluation, Row, interval
-from trainshort.files import write_whole
+from trainshort.files import read_sealed, write_sealed
 
 FILE = "extrapolation.json"
 FORMAT = 1
@@ -79,14 +79,14 @@ def save(card: dict[str, Any], folder: Path) -> bool:
     old = load(folder)
     if old and old["target"]["weights"] == card["target"]["weights"] and old["base"]["tokens"] > card["base"]["tokens"]:
         return False
-    write_whole(path, json.dumps(card, indent=1, allow_nan=False) + "\n")
+    write_sealed(path, card)
     return True
 
 
 def load(folder: Path) -> dict[str, Any] | None:
     """A folder's card; None when there is none that can be read."""
     try:
-        card = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        card = read_sealed(folder / FILE)
+    except InputError:
         return None
-    return card if isinstance(card, dict) and card.get("format") == FORMAT else None
+    return card if card.get("format") == FORMAT else None

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from trainshort.evaluate.results import Evaluation, Row, interval, perplexity
+from trainshort.files import replacing
 
 COLORS = ("#1f5fa8", "#c2571a", "#2e8540", "#8a3ffc", "#b0203a", "#5c6670")
 CURVES = 6
@@ -38,7 +39,8 @@ def draw(evaluations: Sequence[Evaluation], path: Path) -> list[Path]:
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # the places are found; the second file need not look for them again
         for file in written:
-            figure.savefig(file, dpi=150)
+            with replacing(file) as partial:
+                figure.savefig(partial, format=file.suffix[1:], dpi=150)
         plt.close(figure)
     return written
 

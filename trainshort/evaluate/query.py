@@ -3,12 +3,12 @@
 One rule for both. If they had two, a table could count as done and stay empty, or take a number from another text.
 """
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainshort.evaluate.results import Evaluation, Row, load
+from trainshort.evaluate.results import Evaluation, Row, load_checked
+from trainshort.files import read_object
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,8 @@ class Stored:
 
     path: Path
     evaluation: Evaluation
+    sealed: bool = True
+    """Whether its checksum was verified; results of 0.1.0 have none."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Query:
 def find(folder: Path) -> list[Stored]:
     """The evaluations in a run folder, the newest last. Those that call weights the run's best which no longer are,
     because it was evaluated before its training ended, are left out."""
-    found = [Stored(path, load(path)) for path in sorted((folder / "eval").glob("*.json"))]
+    found = [Stored(path, *load_checked(path)) for path in sorted((folder / "eval").glob("*.json"))]
     best = best_step(folder)
     kept = [one for one in found if best is None or _step(one.evaluation) in (None, best)]
     return sorted(kept, key=lambda one: str(one.evaluation.provenance.get("time", "")))
@@ -73,9 +75,9 @@ def best_step(folder: Path) -> int | None:
     losses: dict[int, float] = {}
     for path in folder.glob("checkpoints/step-*/state.json"):
         try:
-            state = json.loads(path.read_text(encoding="utf-8"))
+            state = read_object(path)
             losses[int(state["step"])] = state["valid_nll"] / state["valid_count"]
-        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
+        except (ValueError, KeyError, TypeError, ZeroDivisionError):
             continue  # not validated, or damaged: whoever loads it says so
     return min(losses, key=losses.__getitem__, default=None)
 

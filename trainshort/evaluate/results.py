@@ -13,7 +13,7 @@ import numpy as np
 
 from trainshort.config import Settings
 from trainshort.errors import InputError
-from trainshort.files import write_whole
+from trainshort.files import CHECKSUM, MissingFileError, make_folder, read_sealed, write_sealed
 from trainshort.windows import Windows, position_edges
 
 FORMAT = 1
@@ -185,18 +185,26 @@ def _resampled(row: Row, draws: np.ndarray) -> np.ndarray:
 
 
 def save(evaluation: Evaluation, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, evaluation.model_dump_json(indent=1) + "\n")
+    make_folder(path.parent)
+    write_sealed(path, json.loads(evaluation.model_dump_json()))
 
 
 def load(path: Path) -> Evaluation:
     """Read an `eval/*.json`; a damaged or foreign file is told in words."""
+    return load_checked(path)[0]
+
+
+def load_checked(path: Path) -> tuple[Evaluation, bool]:
+    """The evaluation, and whether its numbers were verified; those of 0.1.0 have no checksum."""
+    mend = "Remove it and evaluate again."
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        values = read_sealed(path, mend=mend)
+    except MissingFileError:
         raise InputError(f"There is no evaluation at {path}. Make one by: trainshort evaluate RUN") from None
-    except (ValueError, OSError) as error:
-        raise InputError(f"{path} is not readable JSON ({error}). Remove it and evaluate again.") from None
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise InputError(f"{path} is not an evaluation of format {FORMAT}. Remove it and evaluate again.")
-    return Evaluation.read(values)
+    if values.get("format") != FORMAT:
+        raise InputError(f"{path} is not an evaluation of format {FORMAT}. {mend}")
+    sealed = values.pop(CHECKSUM, None) is not None
+    try:
+        return Evaluation.read(values), sealed
+    except InputError as error:
+        raise InputError(f"{path} is a damaged evaluation: {error} {mend}") from None

@@ -4,7 +4,6 @@ Passes score targets in order, so the file is nothing but one float32 per target
 got is its size. A batch that was torn by the kill is cut off at the last whole pass.
 """
 
-import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from trainshort.errors import InputError
+from trainshort.files import locked, make_folder, open_file
 from trainshort.windows import Windows
 
 KIND = np.dtype("<f4")
@@ -22,12 +22,8 @@ class Scores:
 
     def __init__(self, path: Path, windows: Windows) -> None:
         self.path = path
+        open_file(path).close()  # whatever is not a regular file is told
         self.file = path.open("a+b")
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.file.close()
-            raise InputError(f"Another process is computing {path}. Wait for it, or stop it first.") from None
         self.done = whole_passes(windows, path.stat().st_size // KIND.itemsize)
         self.file.truncate(self.done * KIND.itemsize)
 
@@ -61,9 +57,10 @@ def whole_passes(windows: Windows, targets: int) -> int:
 
 @contextmanager
 def open_scores(path: Path, windows: Windows) -> Iterator[Scores]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scores = Scores(path, windows)
-    try:
-        yield scores
-    finally:
-        scores.file.close()
+    make_folder(path.parent)
+    with locked(path, f"Another process is computing {path}. Wait for it, or stop it first."):
+        scores = Scores(path, windows)
+        try:
+            yield scores
+        finally:
+            scores.file.close()

@@ -21,6 +21,7 @@ from trainshort.data import Prepared, load_tokenizer, open_or_prepare
 from trainshort.data.tokenizer import FILE as TOKENIZER
 from trainshort.errors import InputError
 from trainshort.evaluate.slopes import Slopes, changed
+from trainshort.files import read_bytes
 from trainshort.journal import read_lines
 from trainshort.model import TransformerLM
 from trainshort.runs import RunFolder
@@ -211,7 +212,10 @@ def open_target(name: str, *, device: str = "cpu", precision: str = "float32", t
 def is_hugging_face(folder: Path) -> bool:
     """Whether a folder holds a saved transformers model: its config names a model_type, ours never does."""
     config = folder / "config.json"
-    return config.exists() and '"model_type"' in config.read_text(encoding="utf-8", errors="replace")
+    try:
+        return b'"model_type"' in read_bytes(config)
+    except InputError:
+        return False
 
 
 def looks_like_hub_name(name: str) -> bool:

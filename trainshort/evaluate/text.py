@@ -21,6 +21,7 @@ from trainshort.data.meta import is_data, token_type
 from trainshort.data.splits import splitter
 from trainshort.errors import InputError
 from trainshort.evaluate.target import RunTarget, Speller, Target
+from trainshort.files import read_text
 
 TABLES = (".jsonl", ".parquet")
 """Files that hold records and not a text; they are read as a corpus."""
@@ -142,10 +143,7 @@ def _refuse_other_tokenizer(target: Target, prepared: Prepared) -> None:
 
 
 def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text (byte {error.start}). Convert it first.") from None
+    return read_text(path, mend="Give a text file in UTF-8.", limit=2**36)
 
 
 def _encoded(name: str, split: str | None, documents: list[str], speller: Speller) -> Text:

@@ -8,8 +8,7 @@ from typing import Any
 from trainshort.claims.collection import Collection
 from trainshort.claims.measured import View
 from trainshort.claims.verdicts import Claim, Outcome, judge
-from trainshort.errors import InputError
-from trainshort.files import write_whole
+from trainshort.files import make_folder, write_whole
 from trainshort.report import headline as first
 from trainshort.report import page, sections
 from trainshort.report.figures import Figure
@@ -21,9 +20,7 @@ from trainshort.report.tables import paper_figures, paper_tables
 
 def write_report(collection: Collection, out: Path) -> Path:
     """Write everything, and return the path of the page."""
-    if out.exists() and not out.is_dir():
-        raise InputError(f"{out} is a file, but a report needs a folder. Choose another --out.")
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     sources = Sources(out)
     view = View(collection, collection.scale) if collection.scale else None
     headline = first.find_headline(collection)

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trainshort.files import write_whole
+from trainshort.errors import InputError
+from trainshort.files import read_object, replacing, write_whole
 from trainshort.report.figures import Figure, breadth, extent, round_ticks
 
 KINDS = ("png", "svg")
@@ -21,8 +22,8 @@ def draw_all(figures: list[Figure], folder: Path) -> None:
     """Write <name>.png and <name>.svg of each figure that is not there yet as it should be."""
     path = folder / DIGESTS
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        known = read_object(path)
+    except InputError:
         known = {}
     code = Path(__file__).read_bytes()
     wanted = {figure.name: hashlib.sha256(repr(figure).encode() + code).hexdigest() for figure in figures}
@@ -49,7 +50,8 @@ def draw(figure: Figure, folder: Path) -> list[Path]:
         axes.set_ylabel(figure.y_label)
         written = [folder / f"{figure.name}.{kind}" for kind in KINDS]
         for path in written:
-            canvas.savefig(path, dpi=160)
+            with replacing(path) as partial:
+                canvas.savefig(partial, format=path.suffix[1:], dpi=160)
         plt.close(canvas)
     return written
 

@@ -1,7 +1,6 @@
 """The other figures and facts of the page: cost, loss by position, early tokens, samples, how it was made."""
 
 import functools
-import json
 import math
 import statistics
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from trainshort.claims.collection import Collection, Run
 from trainshort.claims.measured import View
 from trainshort.evaluate.results import Row
+from trainshort.files import read_sealed
 from trainshort.recipes.experiments import NAMES, Reading, queries
 from trainshort.report.figures import Figure, Series, color
 from trainshort.report.headline import Headline, Line
@@ -221,11 +221,11 @@ def reach_figure(headline: Headline, collection: Collection) -> Figure | None:
     for index, run in enumerate(runs):
         path = run.path / "analysis" / "reach.json"
         try:
-            result = json.loads(path.read_text(encoding="utf-8"))["result"]
+            result = read_sealed(path)["result"]
             windows = sorted(float(row["window"]) for row in result["rows"])
             proven = sorted(float(row["proven"]) for row in result["rows"] if row["proven"] is not None)
             share, length = float(result["mass"]), int(result["length"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             continue
         name, shade = _name(run, runs), color(run.config.model.position, index)
         heads = tuple(range(1, len(windows) + 1))
@@ -270,7 +270,7 @@ def samples(collection: Collection) -> list[Sample]:
     for run in collection.runs.values():
         path = run.path / "samples" / "sample.json"
         try:
-            one = json.loads(path.read_text(encoding="utf-8"))
+            one = read_sealed(path)
             position = run.config.model.position
             texts = {key: str(one[key]) for key in ("prompt", "within", "past")}
             found.append(
@@ -282,7 +282,7 @@ def samples(collection: Collection) -> list[Sample]:
                     path=path,
                 )
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue
     order = list(NAMES.values())
     return sorted(found, key=lambda sample: order.index(sample.name) if sample.name in order else 99)
@@ -303,6 +303,7 @@ def origin(collection: Collection) -> list[tuple[str, str]]:
             "Versions",
             ", ".join(f"{name} {value}" for name, value in (versions[-1] if versions else {}).items() if value),
         ),
+        ("Without a checksum", _unsealed(collection)),
         ("Machine", _several(_machine(record) for record in records)),
         ("Threads", _several(record.get("threads") for record in records)),
         ("Seeds", _several(sorted({config.train.seed for config in configs}))),
@@ -316,6 +317,13 @@ def origin(collection: Collection) -> list[tuple[str, str]]:
         ("To", max((str(record["time"]) for record in records if record.get("time")), default="")),
     ]
     return [(name, value) for name, value in rows if value]
+
+
+def _unsealed(collection: Collection) -> str:
+    """Results that nothing but their writer vouches for."""
+    stored = [one for run in collection.runs.values() for one in run.evaluations]
+    count = sum(not one.sealed for one in stored)
+    return f"{count} of {len(stored)} evaluations, written by 0.1.0: their numbers cannot be verified" if count else ""
 
 
 def _machine(record: dict[str, Any]) -> str:

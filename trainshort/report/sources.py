@@ -4,8 +4,9 @@ Names are made here and never taken from a run: a number, and what is left of th
 """
 
 import re
-import shutil
 from pathlib import Path
+
+from trainshort.files import make_folder, read_bytes, write_whole
 
 FOLDER = "data"
 
@@ -20,7 +21,7 @@ class Sources:
         if folder.exists():
             for old in folder.glob("[0-9][0-9][0-9]-*.json"):
                 old.unlink()
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
 
     def link(self, path: Path) -> str:
         """A relative address of the copy of a file: data/003-alibi-128-valid.json"""
@@ -28,6 +29,6 @@ class Sources:
             near = f"{path.parent.parent.name}-{path.stem}" if path.parent.name == "eval" else path.stem
             plain = re.sub(r"[^A-Za-z0-9.]+", "-", near).strip("-.")[:80] or "result"
             name = f"{len(self.links) + 1:03d}-{plain}.json"
-            shutil.copyfile(path, self.out / FOLDER / name)
+            write_whole(self.out / FOLDER / name, read_bytes(path))
             self.links[path] = f"{FOLDER}/{name}"
         return self.links[path]

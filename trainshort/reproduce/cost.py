@@ -19,7 +19,7 @@ from trainshort.config import RunConfig
 from trainshort.errors import InputError
 from trainshort.evaluate.memory import Peak
 from trainshort.evaluate.target import pick_device
-from trainshort.files import write_whole
+from trainshort.files import write_sealed
 from trainshort.model import TransformerLM
 from trainshort.runs import provenance
 
@@ -47,7 +47,7 @@ def measure_costs(configs: dict[str, RunConfig], path: Path) -> None:
             "train_memory": _memory_apart(config),
             "provenance": origin,
         }
-    write_whole(path, json.dumps({"format": COST_FORMAT, "entries": entries}, indent=1) + "\n")
+    write_sealed(path, {"format": COST_FORMAT, "entries": entries})
 
 
 class Rig:

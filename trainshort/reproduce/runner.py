@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trainshort.claims.collection import COST_FILE, read_costs
+from trainshort.files import make_folder
 from trainshort.reproduce import tasks
 from trainshort.reproduce.cluster import Site, run_on_cluster
 from trainshort.reproduce.here import run_here
@@ -43,7 +44,7 @@ def reproduce(
         console.print("Measuring speed and memory ...", highlight=False)
         from trainshort.reproduce.cost import measure_costs
 
-        root.mkdir(parents=True, exist_ok=True)
+        make_folder(root)
         measure_costs(assignment.costs, root / COST_FILE)
 
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from trainshort.config import RunConfig
 from trainshort.evaluate.query import Query, Stored, find, rows
-from trainshort.journal import read_lines
 from trainshort.recipes.experiments import Experiment, moments, queries, reseeded
 from trainshort.recipes.names import run_name
 from trainshort.recipes.scales import Scale
-from trainshort.runs import RunFolder
+from trainshort.runs import RunFolder, read_metrics
 
 UPDATE_WEIGHT = 3
 SAMPLE = Path("samples") / "sample.json"
@@ -135,5 +134,5 @@ def share(root: Path, task: Task) -> Share:
 
 def last_step(folder: Path) -> int:
     """The last update that was logged."""
-    records = read_lines(RunFolder(folder).metrics)
+    records = read_metrics(RunFolder(folder))
     return records[-1]["step"] if records else 0

@@ -1,11 +1,10 @@
 """One task from wherever it stands to its end. Runs in this process, or on a cluster's node."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 from trainshort.evaluate.query import Query, find
-from trainshort.files import write_whole
+from trainshort.files import make_folder, write_sealed
 from trainshort.reproduce import tasks
 from trainshort.reproduce.tasks import Task
 from trainshort.runs import provenance
@@ -95,5 +94,5 @@ def _write_sample(run: Path, path: Path) -> None:
         "tokens": {"prompt": len(prompt), "within": inside, "past": len(made) - inside},
         "provenance": provenance(threads=torch.get_num_threads()),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    make_folder(path.parent)
+    write_sealed(path, record)
