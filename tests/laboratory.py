@@ -28,7 +28,9 @@ def prose(sentences: int, seed: int = 0) -> str:
 def tiny_model(position: str = "alibi", **changes) -> TransformerLM:
     """Two layers with weights large enough that losses differ from token to token."""
     torch.manual_seed(3)
-    settings = {"vocabulary": 32, "layers": 2, "width": 32, "heads": 4, "learned_length": 16, "position": position}
+    settings = {"vocabulary": 32, "layers": 2, "width": 32, "heads": 4, "position": position}
+    if position == "learned":
+        settings["position_settings"] = {"longest": 16}
     model = TransformerLM(ModelConfig(**{**settings, **changes}))
     with torch.no_grad():
         for weight in model.parameters():

@@ -42,8 +42,8 @@ def flip(path, position: int, bit: int = 0) -> None:
     "model",
     [
         MODEL,
-        MODEL.replace(tie_embeddings=False, position="learned", learned_length=9),
-        MODEL.replace(learned_slopes=True, final_norm=False),
+        MODEL.replace(tie_embeddings=False, position="learned", position_settings={"longest": 9}),
+        MODEL.replace(position_settings={"learned_slopes": True}, final_norm=False),
         MODEL.replace(adaptive=AdaptiveConfig(cutoffs=(10, 30), factor=2).model_dump()),
     ],
     ids=["tied", "untied", "learned slopes", "adaptive"],

@@ -115,7 +115,8 @@ def test_loss_is_the_sum_over_scored_targets(position, adaptive):
 
 @pytest.mark.parametrize("position", METHODS)
 def test_every_parameter_is_trained(position):
-    model = tiny(position=position, learned_slopes=True, embedding_norm=True, tie_embeddings=False)
+    trained = {"position_settings": {"learned_slopes": True}} if position == "alibi" else {}
+    model = tiny(position=position, **trained, embedding_norm=True, tie_embeddings=False)
     total, _ = model(*torch.randint(256, (2, 2, 64)))
     total.backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
@@ -150,7 +151,7 @@ def test_head_counts_of_released_models(heads):
         {"embedding_norm": True},
         {"init": "fairseq"},
         {"window": 5},
-        {"max_bias": 4.0},
+        {"position_settings": {"max_bias": 4.0}},
         {"norm_eps": 0.1},
         {"ffn": 100},
         {"kv_heads": 2},
@@ -194,7 +195,10 @@ def test_bfloat16_model_stays_close_to_float32():
         (lambda: tiny(widht=3), "Unknown setting 'widht'. Did you mean 'width'"),
         (lambda: presets.get("wikitext-103"), "Unknown preset 'wikitext-103'. Did you mean 'wikitext103'"),
         (lambda: TransformerLM(ModelConfig()), "a model needs a vocabulary"),
-        (lambda: tiny(position="learned", learned_length=8)(torch.ones(1, 9, dtype=torch.long)), "stop at 8"),
+        (
+            lambda: tiny(position="learned", position_settings={"longest": 8})(torch.ones(1, 9, dtype=torch.long)),
+            "stop at 8",
+        ),
         (lambda: tiny(adaptive={"cutoffs": (5, 3)}), "cutoffs must be ascending"),
         (
             lambda: tiny()(torch.ones(1, 4, dtype=torch.long), documents=torch.ones(1, 3)),
@@ -208,7 +212,7 @@ def test_mistakes_are_explained(call, message):
 
 
 def test_learned_positions_past_the_table_through_a_cache():
-    model, cache = tiny(position="learned", learned_length=8), Cache()
+    model, cache = tiny(position="learned", position_settings={"longest": 8}), Cache()
     with torch.no_grad():
         model(torch.ones(1, 8, dtype=torch.long), cache=cache)
         with pytest.raises(InputError, match="stop at 8, but this input reaches 9"):
@@ -227,7 +231,7 @@ FOREIGN = {
     "scale 1/d": {"softmax_scale": 1 / 16},
     "logits": {"logit_scale": 0.25},
     "factor": {"embedding_factor": 3.0, "embedding_norm": False},
-    "slopes": {"slopes": (0.5, 0.2, 0.03, 0.001)},
+    "slopes": {"position_settings": {"slopes": (0.5, 0.2, 0.03, 0.001)}},
     "biases of norms alone": {"biases": False, "norm_biases": True},
 }
 """Settings that models from elsewhere need."""
@@ -236,7 +240,7 @@ FOREIGN = {
 def by_hand(model, tokens):
     """The model once more, in the fewest words."""
     c, weights = model.config, dict(model.named_parameters())
-    slopes = torch.tensor(c.slopes or (2**-2, 2**-4, 2**-6, 2**-8))
+    slopes = torch.tensor(c.position_settings.slopes or (2**-2, 2**-4, 2**-6, 2**-8))
 
     def linear(x, name):
         return F.linear(x, weights[name + ".weight"], weights.get(name + ".bias"))
@@ -279,7 +283,7 @@ def test_settings_of_models_from_elsewhere(settings):
 
 def test_given_slopes_are_one_per_head_and_come_to_life_from_meta():
     with pytest.raises(InputError, match="slopes must be one per head, 4; got 2"):
-        tiny(slopes=(0.5, 0.25))
+        tiny(position_settings={"slopes": (0.5, 0.25)})
     with torch.device("meta"):
-        model = tiny(slopes=(0.5, 0.2, 0.03, 0.001))
+        model = tiny(position_settings={"slopes": (0.5, 0.2, 0.03, 0.001)})
     assert model.to_empty(device="cpu").position.slopes.tolist() == pytest.approx([0.5, 0.2, 0.03, 0.001])

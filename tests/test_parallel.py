@@ -33,7 +33,7 @@ MODELS = {
     "tied": {},
     "untied": {"tie_embeddings": False, "position": "t5"},
     # A single slope cannot be shared out: one rank has an empty part of it.
-    "one head": {"heads": 1, "learned_slopes": True, "biases": False},
+    "one head": {"heads": 1, "position_settings": {"learned_slopes": True}, "biases": False},
     "adaptive": {"adaptive": {"cutoffs": (20, 100), "factor": 2}, "final_norm": False},
 }
 STRATEGIES = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import tyro
 
-from trainshort import __version__
+from trainshort import __version__, plugins
 from trainshort.errors import InputError
 from trainshort.registry import did_you_mean
 
@@ -55,6 +55,7 @@ commands:
 {rows}
 
   trainshort COMMAND --help    what a command takes, with examples
+  --plugin FILE.py             with any command: position methods and more of your own
   trainshort --version         {__version__}
 
 examples:
@@ -91,6 +92,7 @@ def run(argv: list[str]) -> int:
     name, rest = argv[0], argv[1:]
     if name not in COMMANDS:
         raise InputError(f"Unknown command '{name}'.{did_you_mean(name, COMMANDS)} See trainshort --help.")
+    rest = plugins.take_options(rest)
     module, _, attribute = COMMANDS[name].target.partition(":")
     command = getattr(importlib.import_module(module), attribute)
     if hasattr(command, "parse"):  # its options depend on its first argument

@@ -7,68 +7,16 @@ three can never disagree. No torch here: `trainshort --help` and the report read
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
+from trainshort import methods
 from trainshort.errors import InputError
 from trainshort.files import MissingFileError, read_object, write_whole
-from trainshort.registry import did_you_mean
+from trainshort.methods import MethodSettings, NoSettings
+from trainshort.strict import MEANT, Settings
 
 FORMAT = 1
 """Raised when a field changes meaning, so that a config of another version is refused instead of misread."""
-
-
-class Settings(BaseModel):
-    """Base of every config: frozen, no unknown keys, field docstrings double as help texts."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
-
-    @classmethod
-    def read(cls, values: dict[str, Any]) -> Self:
-        """Validate plain data; a mistake becomes one sentence that names the setting.
-
-        >>> TrainConfig.read({"stepz": 3})
-        InputError: Unknown setting 'stepz'. Did you mean 'steps'?
-        """
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            raise InputError(_explain(cls, error)) from None
-
-    def replace(self, **changes: Any) -> Self:
-        """A copy with some settings changed, validated again. Sections are given as dicts and merged."""
-        values = self.model_dump()
-        for name, change in changes.items():
-            merged = isinstance(change, dict) and isinstance(values.get(name), dict)
-            values[name] = {**values[name], **change} if merged else change
-        return type(self).read(values)
-
-    def identity(self) -> dict[str, Any]:
-        """What the settings say, in the form of 0.1.0: those added since are left out while they mean the same.
-
-        Run names, result names and generation states have digests over this, and a new setting must not change them.
-        """
-        first = FIRST.get(type(self).__name__, "").split()
-        values = self.model_dump(mode="json")
-        for name, info in type(self).model_fields.items():
-            if isinstance(part := getattr(self, name), Settings):
-                values[name] = part.identity()
-            elif first and name not in first and part == MEANT.get(name, info.get_default(call_default_factory=True)):
-                del values[name]
-        return values
-
-
-FIRST = {
-    "ModelConfig": "vocabulary layers width heads kv_heads ffn position activation biases final_norm tie_embeddings "
-    "embedding_scale embedding_norm init adaptive dropout attention_dropout activation_dropout head_dropout norm_eps "
-    "max_bias learned_slopes rotary_base t5_buckets t5_max_distance learned_length window backend tolerance",
-    "DataConfig": "corpus tokenizer vocabulary folder packing",
-    "OptimConfig": "name lr min_lr warmup warmup_from schedule betas momentum weight_decay clip",
-    "TrainConfig": "length batch micro_batch steps seed precision checkpoint_activations compile log_every valid_every "
-    "valid_tokens save_every keep patience parallel tensorboard",
-}
-"""The settings of 0.1.0."""
-MEANT = {"ends": "dropped"}
-"""What 0.1.0 did where the default of a setting added since is another; its runs stay what they are."""
 
 
 class AdaptiveConfig(Settings):
@@ -105,6 +53,8 @@ class ModelConfig(Settings):
     """Hidden size of the feed-forward layers. Default: four times width."""
     position: str = "alibi"
     """Position method; `trainshort list positions` names them."""
+    position_settings: SerializeAsAny[MethodSettings] = NoSettings()
+    """Settings of the position method, each method's its own."""
     activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = "gelu"
     """Non-linearity of the feed-forward layers; gelu_tanh is the approximation that GPT-2 and BLOOM use."""
     gated: bool = False
@@ -149,20 +99,6 @@ class ModelConfig(Settings):
     """Dropout on the adaptive softmax's input and inside its tails."""
     norm_eps: float = Field(default=1e-5, gt=0)
     """Added to variances in the norms."""
-    max_bias: float = Field(default=8.0, gt=0)
-    """ALiBi: the flattest slope is 2 to the minus this."""
-    learned_slopes: bool = False
-    """ALiBi: train the slopes (the paper found this extrapolates worse)."""
-    slopes: tuple[float, ...] | None = None
-    """ALiBi: one slope per head, for models that were trained with others. Default: those of max_bias."""
-    rotary_base: float = Field(default=10_000.0, gt=1)
-    """Rotary: wavelengths grow up to this many radians."""
-    t5_buckets: int = Field(default=32, ge=2)
-    """T5 bias: number of distance buckets."""
-    t5_max_distance: int = Field(default=128, ge=2)
-    """T5 bias: distances from here on share the last bucket."""
-    learned_length: int = Field(default=1024, ge=1)
-    """Learned positions: length of the table, and so the longest input."""
     window: int | None = Field(default=None, ge=1)
     """Sliding-window attention over this many tokens. Default: all that came before."""
     backend: str = "auto"
@@ -175,6 +111,12 @@ class ModelConfig(Settings):
     def _successor(cls, name: str) -> str:
         return "auto" if name == "squares" else name  # an engine of 0.1.0, in the settings of runs made with it
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_method(cls, values: Any) -> Any:
+        """The settings of a method have the type that the method gives them; those of 0.1.0 lay beside the others."""
+        return methods.settle(values) if isinstance(values, dict) else values
+
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
         if self.width % self.heads:
@@ -184,11 +126,24 @@ class ModelConfig(Settings):
             )
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"kv_heads {self.kv_heads} must divide heads {self.heads}")
-        if self.position == "rotary" and (self.width // self.heads) % 2:
-            raise ValueError(f"rotary turns pairs, so width / heads must be even; got {self.width} / {self.heads}")
-        if self.slopes is not None and len(self.slopes) != self.heads:
-            raise ValueError(f"slopes must be one per head, {self.heads}; got {len(self.slopes)}")
+        if problem := self.position_settings.misfit(self.width, self.heads):
+            raise ValueError(problem)
         return self
+
+    def changed(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Another position method comes with settings of its own; this one's mean nothing to it."""
+        values = super().changed(changes)
+        if values["position"] != self.position:
+            values["position_settings"] = changes.get("position_settings")
+        return values
+
+    def identity(self) -> dict[str, Any]:
+        values = super().identity()
+        return methods.as_in_010(self.position, values.pop("position_settings")) | values
+
+    def reaching(self, length: int) -> Self:
+        """The same model able to read inputs of this length: learned positions need a longer table."""
+        return self.replace(position_settings=self.position_settings.reaching(length))
 
     @property
     def head_width(self) -> int:
@@ -298,11 +253,20 @@ class TrainConfig(Settings):
         return self
 
 
+class PluginRecord(Settings):
+    """A plug-in that a run was made with; its code is the user's to keep."""
+
+    name: str
+    sha256: str
+
+
 class RunConfig(Settings):
     """Everything a run depends on."""
 
     format: int = FORMAT
     """Version of this layout; written by the program."""
+    plugins: tuple[PluginRecord, ...] = ()
+    """Plug-ins that the run needs; written by the program."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
@@ -334,28 +298,3 @@ def load_config(path: Path) -> RunConfig:
     elif "format" in values and isinstance(data := values.get("data"), dict):  # written by a run, with all it knew
         values["data"] = MEANT | data
     return RunConfig.read(values)
-
-
-def _explain(cls: type[BaseModel], error: ValidationError) -> str:
-    """The first mistake of a pydantic error as one sentence; the others follow from mending it."""
-    first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        prefix, _, key = where.rpartition(".")
-        close = did_you_mean(key, _fields_at(cls, first["loc"][:-1]))
-        return f"Unknown setting '{where}'.{close.replace(chr(39), chr(39) + prefix + '.', 1) if prefix else close}"
-    reason = first["msg"].removeprefix("Value error, ")
-    if not where:
-        return reason + "."
-    if first["type"] == "value_error":
-        return f"In '{where}': {reason}."
-    return f"Setting '{where}' cannot be {first['input']!r}: {reason[0].lower() + reason[1:]}."
-
-
-def _fields_at(cls: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
-    """Names of the settings in the section that `loc` leads to."""
-    for part in loc:
-        annotation = cls.model_fields[str(part)].annotation
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        cls = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
-    return list(cls.model_fields)

@@ -5,16 +5,19 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from trainshort import checkpoint, journal, optim, parallel, runs
+from trainshort import checkpoint, journal, optim, parallel, plugins, runs
+from trainshort.attention import engines
 from trainshort.checkpoint import Parts, Snapshot, State, folders, tensors
 from trainshort.config import RunConfig
 from trainshort.data import Prepared
 from trainshort.data.stream import Stream
 from trainshort.errors import InputError
+from trainshort.methods import methods
 from trainshort.model import TransformerLM
 from trainshort.parallel import Replica, World
 from trainshort.runs import RunFolder
@@ -51,6 +54,18 @@ class Job:
 
     def snapshot(self, state: State) -> Snapshot:
         return Snapshot(self.config, state, self.parts, sharded=self.replica.sharded)
+
+
+def with_plugins(config: RunConfig, run: Path) -> RunConfig:
+    """The settings with the plug-ins they need; a method or engine that nobody knows is refused here, before any work
+    is done for it."""
+    plugins.require(config.plugins, str(run))
+    methods.get(config.model.position)
+    if config.model.backend != "auto":
+        engines.get(config.model.backend)
+    chosen = [("position method", config.model.position), ("attention engine", config.model.backend)]
+    chosen += [("corpus", config.data.corpus), ("tokenizer", config.data.tokenizer)]
+    return config.replace(plugins=[{"name": p.name, "sha256": p.sha256} for p in plugins.origins(chosen)])
 
 
 def resolve(config: RunConfig, vocabulary: int, world: World, *, spare: bool = False) -> RunConfig:

@@ -18,7 +18,7 @@ from trainshort.attention import Bias, attend, engines
 from trainshort.cache import Cache, LayerCache
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.positions import PositionMethod, positions
+from trainshort.positions import LayerInput, PositionMethod, build_position
 from trainshort.vocabulary import IGNORED, build_vocabulary
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -40,7 +40,10 @@ class Step(NamedTuple):
     """What every layer of one forward pass needs to know beside its input."""
 
     where: Int[Tensor, "batch length"]
+    length: int
+    """Keys in all: those a cache holds, and the new ones."""
     bias: Bias | None
+    """The bias that all layers share; a method that looks at the text gives each its own."""
     documents: Int[Tensor, "batch length"] | None
 
 
@@ -63,9 +66,9 @@ class TransformerLM(nn.Module):
         self.checkpoint_activations = False
         self.vocabulary = build_vocabulary(config)
         self.embedding_norm = _norm(config) if config.embedding_norm else nn.Identity()
-        self.position = positions.get(config.position)(config)
+        self.position = build_position(config)
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Block(config, index) for index in range(config.layers))
         self.final_norm = _norm(config) if config.final_norm else nn.Identity()
         if config.init == "gpt2":
             for layer in self.layers:
@@ -117,9 +120,9 @@ class TransformerLM(nn.Module):
         """The last layer's output, before it becomes scores over the vocabulary."""
         self._check(tokens, documents, cache)
         where = _where(tokens, 0 if cache is None else cache.offset(len(tokens)), documents)
-        past = 0 if cache is None else cache.length
-        self.position.check_length(past + tokens.shape[1] if documents is None else int(where.max()) + 1)
-        step = Step(where, self.position.score_bias(), documents)
+        length = (0 if cache is None else cache.length) + tokens.shape[1]
+        self.position.check_length(length if documents is None else int(where.max()) + 1)
+        step = Step(where, length, self.position.score_bias(length), documents)
 
         x = self.dropout(self.embed(tokens, where))
         for index, layer in enumerate(self.layers):
@@ -161,10 +164,10 @@ class TransformerLM(nn.Module):
 class Block(nn.Module):
     """Attention, then feed-forward, each on a normed copy and added back."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.attention_norm = _norm(config)
-        self.attention = Attention(config)
+        self.attention = Attention(config, index)
         self.ffn_norm = _norm(config)
         self.ffn = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -177,9 +180,9 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Projections around `attend`; queries, keys and values come from one matrix."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.index = config, index
         self.split = [config.heads, config.key_heads, config.key_heads]
         biases = config.has_biases("attention")
         self.qkv = nn.Linear(config.width, sum(self.split) * config.head_width, bias=biases)
@@ -204,6 +207,12 @@ class Attention(nn.Module):
             q = q * (config.softmax_scale * config.head_width**0.5)  # attend divides by the root
         return *position.rotate(q, k, where), v
 
+    def bias(self, x: Tensor, position: PositionMethod, step: Step, cache: LayerCache | None) -> Bias | None:
+        """The bias that all layers share, or this layer's own where the method looks at the text."""
+        if not position.reads_text():
+            return step.bias
+        return position.text_bias(LayerInput(self.index, x, step.length, {} if cache is None else cache.place))
+
     def forward(self, x: Tensor, position: PositionMethod, step: Step, cache: LayerCache | None) -> Tensor:
         config = self.config
         q, k, v = self.project(x, position, step.where)
@@ -211,7 +220,7 @@ class Attention(nn.Module):
             q,
             k,
             v,
-            bias=step.bias,
+            bias=self.bias(x, position, step, cache),
             window=config.window,
             documents=step.documents,
             dropout=config.attention_dropout if self.training else 0.0,

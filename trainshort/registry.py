@@ -1,4 +1,4 @@
-"""Names for things that can be chosen: positions, engines, corpora, tokenizers, recipes.
+"""Names for things that can be chosen: positions, engines, corpora, tokenizers, recipes. No torch.
 
 One class for all of them, so that adding is always a decorator and an unknown name always helps:
 
@@ -14,6 +14,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
+from trainshort import plugins
 from trainshort.errors import InputError
 
 Entry = TypeVar("Entry")
@@ -30,10 +31,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class Registry(Generic[Entry]):
-    """An ordered table from names to entries; registration order is the order of preference where one is needed."""
+    """An ordered table from names to entries; registration order is the order of preference where one is needed.
 
-    def __init__(self, kind: str) -> None:
+    `needs` are the methods that every entry must have. A name that is missing may be a plug-in's (plugins.py).
+    """
+
+    def __init__(self, kind: str, needs: tuple[str, ...] = ()) -> None:
         self.kind = kind
+        self.needs = needs
         self._entries: dict[str, Entry] = {}
 
     def register(self, name: str) -> Callable[[Given], Given]:
@@ -42,18 +47,25 @@ class Registry(Generic[Entry]):
         def add(entry: Given) -> Given:
             if name in self._entries:
                 raise InputError(f"{self.kind} '{name}' is already registered; choose another name.")
+            if lacking := [method for method in self.needs if not callable(getattr(entry, method, None))]:
+                raise InputError(f"{self.kind} '{name}' lacks {' and '.join(f'{method}()' for method in lacking)}.")
             self._entries[name] = entry  # pyright: ignore[reportArgumentType]
+            plugins.note(self, name)
             return entry
 
         return add
 
     def get(self, name: str) -> Entry:
         """The entry called `name`; an unknown name says which are known."""
-        if name not in self._entries:
+        if name not in self:
             names = self.names()
             known = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
             raise InputError(f"Unknown {self.kind} '{name}'.{did_you_mean(name, names)} Known: {known}.")
         return self._entries[name]
+
+    def forget(self, name: str) -> None:
+        """Take a name back, where a plug-in that registered it failed later."""
+        del self._entries[name]
 
     def names(self) -> list[str]:
         return list(self._entries)
@@ -62,4 +74,6 @@ class Registry(Generic[Entry]):
         return iter(self._entries.items())
 
     def __contains__(self, name: object) -> bool:
+        if name not in self._entries:
+            plugins.load_named()
         return name in self._entries

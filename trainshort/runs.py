@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import trainshort
-from trainshort import journal
+from trainshort import journal, plugins
 from trainshort.config import RunConfig, load_config
 from trainshort.errors import InputError
 from trainshort.files import PARTIAL, locked, make_folder, reason, write_whole
@@ -101,6 +101,7 @@ def open_run(path: Path, config: RunConfig, *, resume: bool) -> Iterator[RunFold
     refuse_existing(path, resume=resume)
     stored = load_config(folder.config) if folder.config.exists() else None
     if stored:
+        plugins.require(stored.plugins, str(path))
         _refuse_another_run(stored, config, path, begun=folder.sessions.exists())
     make_folder(folder.path)
     with locked(folder.path / LOCK, f"Another process is training in {path}. Wait for it, or stop it first."):

@@ -22,7 +22,7 @@ from trainshort.data import open_or_prepare
 from trainshort.data.stream import Batch
 from trainshort.errors import InputError
 from trainshort.interrupt import Interrupted, StopRequest
-from trainshort.job import Job, begin_session, build, refuse_other_data, resolve, restore
+from trainshort.job import Job, begin_session, build, refuse_other_data, resolve, restore, with_plugins
 from trainshort.model import Loss
 from trainshort.parallel import World
 from trainshort.progress import Display
@@ -61,6 +61,7 @@ def train(config: RunConfig, run: Path, *, resume: bool = False, quiet: bool = F
 def _train(config: RunConfig, run: Path, world: World, *, resume: bool, quiet: bool) -> TrainResult:
     """All of a session except joining and leaving the other ranks, which must outlive everything made here."""
     world.on_main(lambda: runs.refuse_existing(run, resume=resume))  # before the data's preparation is waited for
+    config = with_plugins(config, run)
     prepared = world.first("data", lambda: open_or_prepare(config.data, progress=not quiet))
     config = resolve(config, prepared.meta.vocabulary, world, spare=RunFolder(run).imported.exists())
     data = prepared.meta.splits["train"].sha256

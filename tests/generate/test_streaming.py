@@ -18,8 +18,9 @@ TRAINED_AT = 16
 
 def make_model(position="alibi", **changes):
     torch.manual_seed(1)
-    settings = {"vocabulary": 256, "layers": 2, "width": 48, "heads": 6, "learned_length": 400, "max_bias": 4.0}
-    model = TransformerLM(ModelConfig(**{**settings, "position": position, **changes})).eval()
+    settings = {"vocabulary": 256, "layers": 2, "width": 48, "heads": 6, "position": position}
+    settings["position_settings"] = {"learned": {"longest": 400}, "alibi": {"max_bias": 4.0}}.get(position, {})
+    model = TransformerLM(ModelConfig(**{**settings, **changes})).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
@@ -50,7 +51,15 @@ def test_probabilities_are_those_of_a_full_pass_far_past_the_training_length(pos
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"kv_heads": 2}, {"window": 40}, {"window": 1}, {"learned_slopes": True}], ids=str
+    "changes",
+    [
+        {},
+        {"kv_heads": 2},
+        {"window": 40},
+        {"window": 1},
+        {"position_settings": {"max_bias": 4.0, "learned_slopes": True}},
+    ],
+    ids=str,
 )
 def test_bounded_keeps_its_promise(changes):
     model = make_model(**changes)
@@ -164,7 +173,7 @@ def test_prompts_that_cannot_be_are_refused():
         trainshort.stream(model, [[1, 2]])  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match="the tokenizer has 256 tokens, the model only 100"):
         trainshort.stream(make_model(vocabulary=100), "words", tokenizer=ByteTokenizer())
-    learned = trainshort.stream(make_model("learned", learned_length=8), [1] * 6, tokens=9)
+    learned = trainshort.stream(make_model("learned", position_settings={"longest": 8}), [1] * 6, tokens=9)
     with pytest.raises(InputError, match="learned positions stop at 8"):
         list(learned)
     assert not learned.torn  # refused before anything was read

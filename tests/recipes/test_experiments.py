@@ -99,6 +99,10 @@ def test_every_model_has_a_recipe():
 def test_names_follow_what_a_run_is():
     config = scales.get("laptop").config(Variant("wikitext103", "alibi", 512))
     name = run_name(config)
+    assert run_name(recipes.get("demo-alibi")()) == "alibi-128-6098f995"  # as version 0.1.0 named it
+    assert run_name(recipes.get("demo-t5")()) == "t5-128-faf24a0a"
+    assert run_name(recipes.get("gpu-alibi-512")()) == "alibi-512-1b331221"
+    assert run_name(config.replace(model={"position_settings": {"max_bias": 4.0}})) != name
     assert name.startswith("alibi-128-")
     assert run_name(config.replace(train={"keep": 3, "micro_batch": 2}, data={"folder": Path("x")})) == name
     assert run_name(config.replace(train={"seed": 2})) != name

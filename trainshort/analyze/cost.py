@@ -53,7 +53,7 @@ def run(lab: Lab) -> dict[str, Any]:
             weights = checkpoint if method == config.position else None
             row: dict[str, Any] = {"position": method, "length": length, "weights": "run" if weights else "random"}
             for train in (True, False):
-                model = config.replace(position=method, learned_length=max(length, config.learned_length))
+                model = config.replace(position=method).reaching(length)
                 task = Task(
                     model.model_dump(mode="json"),
                     length,

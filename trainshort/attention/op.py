@@ -36,9 +36,10 @@ class DistanceBias:
 
 @dataclass(frozen=True)
 class DenseBias:
-    """score(h, i, j) += values[h, i, j]: whatever else a method wants, written out by the caller."""
+    """score(b, h, i, j) += values[b, h, i, j]: whatever else a method wants, written out by the caller; without a batch
+    dimension it is the same for all."""
 
-    values: Float[Tensor, "heads q_len k_len"]
+    values: Float[Tensor, "*batch heads q_len k_len"]
 
 
 Bias = LinearBias | DistanceBias | DenseBias
@@ -102,7 +103,7 @@ class CertifiedEngine(Engine, Protocol):
         ...
 
 
-engines: Registry[Engine] = Registry("attention engine")
+engines: Registry[Engine] = Registry("attention engine", needs=("unsupported", "run"))
 
 # First that can, first served. On GPUs only flex adds the bias to float32 scores without writing it out.
 PREFERENCE = {"cpu": ("windowed", "compiled", "sdpa", "reference"), "cuda": ("flex", "sdpa", "reference")}
@@ -216,7 +217,7 @@ def check(call: Call) -> None:
     """Refuse what no engine should see."""
     q, k = call.q, call.k
     _check_tensors(q, k, call.v)
-    _check_bias(call.bias, q.shape[1], q.shape[2], k.shape[2])
+    _check_bias(call.bias, q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     if call.window is not None and call.window < 1:
         raise InputError(f"window must be at least 1 (a token sees itself), got {call.window}.")
     if not 0 <= call.tolerance < 1:
@@ -255,7 +256,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _check_bias(bias: Bias | None, heads: int, q_len: int, k_len: int) -> None:
+def _check_bias(bias: Bias | None, batch: int, heads: int, q_len: int, k_len: int) -> None:
     match bias:
         case None:
             return
@@ -269,8 +270,11 @@ def _check_bias(bias: Bias | None, heads: int, q_len: int, k_len: int) -> None:
             if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < 1:
                 raise InputError(f"a distance bias has shape (heads={heads}, distances); got {tuple(table.shape)}.")
         case DenseBias(values):
-            if values.shape != (heads, q_len, k_len):
-                raise InputError(f"a dense bias has shape {(heads, q_len, k_len)} here; got {tuple(values.shape)}.")
+            shape = (heads, q_len, k_len)
+            if values.shape not in (shape, (batch, *shape)):
+                raise InputError(
+                    f"a dense bias has shape {shape} here, or that for each text; got {tuple(values.shape)}."
+                )
         case _:
             raise InputError(f"bias must be LinearBias, DistanceBias, DenseBias or None, got {type(bias).__name__}.")
 
@@ -282,7 +286,7 @@ def distance_between(call: Call, rows: slice, keys: slice) -> Int[Tensor, "rows 
     return queries[:, None] - torch.arange(keys.start, keys.stop, device=device)
 
 
-def written_bias(call: Call, rows: slice, keys: slice) -> Float[Tensor, "heads rows keys"] | None:
+def written_bias(call: Call, rows: slice, keys: slice) -> Float[Tensor, "*batch heads rows keys"] | None:
     """The bias of some query rows on some keys, for engines that need it written out."""
     match call.bias:
         case LinearBias(slopes):
@@ -290,7 +294,7 @@ def written_bias(call: Call, rows: slice, keys: slice) -> Float[Tensor, "heads r
         case DistanceBias(table):
             return table[:, distance_between(call, rows, keys).clamp(0, table.shape[1] - 1)]
         case DenseBias(values):
-            return values[:, rows, keys]
+            return values[..., rows, keys]
     return None
 
 

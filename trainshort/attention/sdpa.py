@@ -66,7 +66,7 @@ def _chunk(call: Call, rows: slice) -> tuple[Tensor, Tensor | None]:
         return _attend(call, rows, keys, mask=seen, causal=False)
     # Float32 even for half-precision inputs: the CPU kernel adds the mask to float32 scores.
     dtype = wide(call.q) if call.q.device.type == "cpu" else call.q.dtype
-    mask = bias.to(dtype)[None].masked_fill(~seen, -math.inf)
+    mask = torch.where(seen, bias.to(dtype), -math.inf)
     return _attend(call, rows, keys, mask=mask, causal=False)
 
 

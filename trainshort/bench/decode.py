@@ -66,7 +66,7 @@ def filled(model: TransformerLM, cache: Cache, context: int) -> Cache:
 
     A bounded cache reads no more of them than its rings take to fill; from there on it only counts.
     """
-    first, bias = cache.layer(0), model.position.score_bias()
+    first, bias = cache.layer(0), model.position.score_bias(1)
     left = min(context, SETTLED) if isinstance(cache, BoundedCache) else context
     sizes = own_sizes(model)
     while left:
@@ -81,7 +81,9 @@ def filled(model: TransformerLM, cache: Cache, context: int) -> Cache:
     first.length = context
     for index in range(1, model.config.layers):
         tensors, facts = first.save()
-        cache.layer(index).restore({name: tensor.clone() for name, tensor in tensors.items()}, facts)
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        like = torch.empty(1, model.config.key_heads, 0, model.config.head_width)
+        cache.layer(index).restore(copies, facts, like, bias)
     return cache
 
 

@@ -55,7 +55,7 @@ def make_target(method: str, preset: str, run: str | None, longest: int) -> Mode
 
         return ModelTarget(load_model(checkpoint_folder(Path(run))), trained_at=1024, name=Path(run).resolve().name)
     torch.manual_seed(0)
-    config = presets.get(preset)().replace(position=method, learned_length=longest)
+    config = presets.get(preset)().replace(position=method).reaching(longest)
     return ModelTarget(TransformerLM(config), trained_at=1024, name=method)
 
 

@@ -12,7 +12,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trainshort import alibi
-from trainshort.attention import LinearBias
 from trainshort.errors import InputError
 
 HEADS, DIM = 8, 64
@@ -70,8 +69,9 @@ def record(run: Path, length: int, layer: int | None, path: Path) -> dict[str, o
     from trainshort.evaluate.text import open_text
 
     target = RunTarget(run)
-    model, bias = target.model, target.model.position.score_bias()
-    if not isinstance(bias, LinearBias):
+    model = target.model
+    slopes = model.position.linear_slopes()
+    if slopes is None:
         raise InputError(
             f"{run} has {model.config.position} positions; attention is measured with ALiBi. Give such a run."
         )
@@ -83,7 +83,7 @@ def record(run: Path, length: int, layer: int | None, path: Path) -> dict[str, o
     call = attention_calls(model, tokens[None], CHUNK)[index]
     # Shared key heads are written out, since not every contestant can share them.
     found = {"q": call.q} | {name: getattr(call, name).repeat_interleave(call.group, dim=1) for name in "kv"}
-    save_file({name: x.float().contiguous() for name, x in found.items()} | {"slopes": bias.slopes.clone()}, path)
+    save_file({name: x.float().contiguous() for name, x in found.items()} | {"slopes": slopes.clone()}, path)
     return {
         "run": target.name,
         "weights": fingerprint(model),

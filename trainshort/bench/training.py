@@ -105,7 +105,7 @@ def update_of(name: str, preset: str, length: int, batch_tokens: int) -> Callabl
     torch.manual_seed(0)
     config = presets.get(preset)()
     tokens, targets = torch.randint(config.vocabulary, (2, _tokens(length, batch_tokens) // length, length))
-    ours = config if name == MPT else config.replace(position=name, learned_length=length)
+    ours = config if name == MPT else config.replace(position=name).reaching(length)
     model = mpt(config, length) if name == MPT else TransformerLM(ours)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

@@ -22,6 +22,8 @@ from trainshort.errors import InputError
 
 SMALLEST = 64
 """Tokens that a cache has room for at first."""
+PLACE = "place_"
+"""Before the names of a position method's own tensors, where a layer is saved."""
 
 
 class _GrowingFacts(Facts):
@@ -35,6 +37,8 @@ class LayerCache:
     def __init__(self) -> None:
         self._room: Tensor | None = None  # (2, batch, kv_heads, capacity, dim)
         self.length = 0
+        self.place: dict[str, Tensor] = {}
+        """What a position method that looks at the text wants back next time (positions.LayerInput)."""
         self._token: Token | None = None
 
     def attend(
@@ -111,8 +115,9 @@ class LayerCache:
         """Everything remembered, as tensors and plain data; `restore` of it continues bit by bit."""
         if self._room is None:
             return {}, {"length": 0}
-        kept = self._room[:, :, :, : self.length].contiguous()
-        return {"kv": kept}, {"length": self.length, "capacity": self._room.shape[3]}
+        kept = {PLACE + name: tensor.contiguous() for name, tensor in self.place.items()}
+        kept["kv"] = self._room[:, :, :, : self.length].contiguous()
+        return kept, {"length": self.length, "capacity": self._room.shape[3]}
 
     def restore(self, tensors: Mapping[str, Tensor], facts: dict[str, Any], like: Tensor, bias: Bias | None) -> None:
         """Take up what `save` gave. `like` is empty keys of the model's own, (1, kv_heads, 0, dim); a file says no more
@@ -126,6 +131,7 @@ class LayerCache:
         check(saved.length <= capacity <= max(2 * saved.length, SMALLEST), "the capacity")
         self._room, self.length = like.new_empty(2, 1, heads, capacity, dim), saved.length
         self._room[:, :, :, : self.length] = kept
+        self.place = {name.removeprefix(PLACE): tensor for name, tensor in tensors.items() if name.startswith(PLACE)}
 
 
 @dataclass

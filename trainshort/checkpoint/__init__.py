@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trainshort import plugins
 from trainshort.checkpoint import folders, manifest, tensors
 from trainshort.checkpoint.folders import STATE, State, best, latest, read_state
 from trainshort.config import ModelConfig, RunConfig, load_config, save_config
@@ -133,9 +134,10 @@ def load_model(path: Path, *, device: str = "cpu") -> TransformerLM:
     folder = _find(path)
     if problem := manifest.damage(folder):
         raise InputError(f"{folder} is damaged: {problem}. Use another checkpoint of the run.")
-    config = load_config(folder / CONFIG).model
-    _refuse_larger(folder, config)
-    model = TransformerLM(config)
+    config = load_config(folder / CONFIG)
+    plugins.require(config.plugins, str(path))
+    _refuse_larger(folder, config.model)
+    model = TransformerLM(config.model)
     tensors.read(folder / "model", tensors.model_tensors(model), sharded=False)
     if line := folders.extrapolation(path):
         say(f"{path}: {line}.")

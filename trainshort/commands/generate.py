@@ -122,7 +122,7 @@ class Generate:
         from trainshort.generate.state import load_state
         from trainshort.generate.streaming import Stream
 
-        settings = self._settings(model.config.position)
+        settings = self._settings(model)
         if self.resume_state is not None:
             stream = load_state(self.resume_state, model, tokenizer, **settings)
             for number, sample in enumerate(stream.samples):
@@ -138,7 +138,7 @@ class Generate:
             stream.begin()
         return stream
 
-    def _settings(self, position: str) -> dict[str, Any]:
+    def _settings(self, model: "TransformerLM") -> dict[str, Any]:
         """The settings that were given; the rest have their defaults, or those of the saved state."""
         names = ("tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
         names += ("mode", "tolerance", "window", "sinks", "chunk")
@@ -148,10 +148,10 @@ class Generate:
         if self.endless:
             settings |= {"tokens": None, "stop_at_end": False}
             if self.mode is None and self.resume_state is None:
-                if position != "alibi":
+                if model.position.linear_slopes() is None:
                     raise InputError(
-                        f"--endless in bounded memory needs ALiBi; this model has {position}. Choose how to forget: "
-                        "--mode window --window 1024, or --mode full until memory ends."
+                        f"--endless in bounded memory needs ALiBi; this model has {model.config.position}. "
+                        "Choose how to forget: --mode window --window 1024, or --mode full until memory ends."
                     )
                 settings["mode"] = "bounded"
         return settings

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from trainshort.config import RunConfig, Settings
 from trainshort.errors import InputError
+from trainshort.methods import MOVED, methods, not_chosen
 from trainshort.registry import did_you_mean
 
 OWN = ("format",)
@@ -24,6 +25,8 @@ def options(settings: Settings) -> Any:
     for name, info in type(settings).model_fields.items():
         value = getattr(settings, name)
         if name in OWN or (value is None and _is_section(info.annotation)):
+            continue
+        if isinstance(value, Settings) and not type(value).model_fields:
             continue
         if isinstance(value, Settings):
             value = options(value)
@@ -50,20 +53,38 @@ def names(chosen: Any, prefix: str = "") -> list[str]:
     return found
 
 
-def spelled_out(words: list[str], known: list[str]) -> list[str]:
+def with_method(base: RunConfig, words: list[str]) -> RunConfig:
+    """The recipe with the position method that the words choose, since it decides which settings there are."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        option, equals, value = word.partition("=")
+        position = value if equals else following
+        if option in ("--model.position", "--position") and position and not position.startswith("--"):
+            methods.get(position)
+            base = base.replace(model={"position": position})
+    return base
+
+
+def spelled_out(words: list[str], known: list[str], position: str = "") -> list[str]:
     """The words with short names replaced by full ones: `--steps 3` is `--train.steps 3` where no other setting is
-    called steps. A name that no setting has is refused with the one it resembles."""
-    return [_spell(word, known) if word.startswith("--") and word != "--help" else word for word in words]
+    called steps. A name that no setting has is refused with the one it resembles, or with the position method that has
+    it; the names that settings of position methods had in 0.1.0 still work."""
+    return [_spell(word, known, position) if word.startswith("--") and word != "--help" else word for word in words]
 
 
-def _spell(word: str, known: list[str]) -> str:
+def _spell(word: str, known: list[str], position: str) -> str:
     typed, equals, value = word.removeprefix("--").partition("=")
     head, dot, tail = typed.replace("-", "_").rpartition(".")
     negated = tail.startswith("no_") and head + dot + tail not in known
-    name = head + dot + (tail.removeprefix("no_") if negated else tail)
-    matches = [full for full in known if full == name or (not dot and full.rpartition(".")[2] == name)]
+    tail = tail.removeprefix("no_") if negated else tail
+    if head in ("", "model") and MOVED.get(tail, ("",))[0] == position:
+        head, dot, tail = "model.position_settings", ".", MOVED[tail][1]
+    name = head + dot + tail
+    matches = [full for full in known if full == name or full.endswith("." + name)]
     if len(matches) > 1 and name not in matches:
         raise InputError(f"'{typed}' could be {' or '.join(matches)}; write one of them.")
+    elsewhere = tail in MOVED or any(tail in method.settings.model_fields for _, method in methods.items())
+    if not matches and position and elsewhere:
+        raise InputError(not_chosen(tail, position))
     if not matches:
         close = did_you_mean(name, known) or did_you_mean(name, [full.rpartition(".")[2] for full in known])
         raise InputError(f"Unknown setting '{typed}'.{close} See trainshort train --help.")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from trainshort.commands.settings import chosen_config, names, options, spelled_out
+from trainshort.commands.settings import chosen_config, names, options, spelled_out, with_method
 from trainshort.config import RunConfig, load_config
 from trainshort.errors import InputError
 
@@ -38,8 +38,9 @@ class Train:
             )
         recipe = None if words[0].startswith("-") else words[0]
         base, out = find_recipe(recipe) if recipe else (RunConfig(), Path("runs/RECIPE"))
+        base = with_method(base, words)
         kind = _parser(base, recipe, out)
-        words = spelled_out(words, names(kind(recipe=recipe)))
+        words = spelled_out(words, names(kind(recipe=recipe)), base.model.position)
         chosen = tyro.cli(kind, args=words, prog="trainshort train", description=inspect.cleandoc(cls.__doc__ or ""))
         config = chosen_config(base, {section: getattr(chosen, section) for section in SECTIONS})
         return cls(config, chosen.out, resume=chosen.resume, quiet=chosen.quiet)

@@ -23,7 +23,9 @@ def attention_calls(
     def record(layer: Attention, arguments: tuple[Any, ...]) -> None:
         x, position, step = arguments[:3]
         q, k, v = layer.project(x, position, step.where)
-        parts[layer].append(Call(q, k, v, step.bias, layer.config.window, step.documents))
+        parts[layer].append(
+            Call(q, k, v, layer.bias(x, position, step, arguments[3]), layer.config.window, step.documents)
+        )
 
     with ExitStack() as held, torch.no_grad():
         for layer in layers:

@@ -65,9 +65,8 @@ def new_slopes(trained: Float[Tensor, " heads"], slopes: Slopes, trained_at: int
 @contextmanager
 def changed(model: TransformerLM, slopes: Slopes, trained_at: int, length: int) -> Iterator[None]:
     """Inside, `model` runs with other slopes, or under a window."""
-    holder = model.position
-    trained = getattr(holder, "slopes", None)
-    if not isinstance(trained, Tensor):
+    trained = model.position.linear_slopes()
+    if trained is None:
         raise InputError(
             f"--slopes needs a model with ALiBi positions; this one has position='{model.config.position}'."
         )

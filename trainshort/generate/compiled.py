@@ -12,12 +12,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from trainshort.attention import Bias, LinearBias
+from trainshort.attention import Bias
 from trainshort.cache import Cache
 from trainshort.cache.ring import library, unavailable
-from trainshort.config import ModelConfig
 from trainshort.model import Block, TransformerLM
-from trainshort.positions import PositionMethod
 from trainshort.vocabulary import Vocabulary
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3}
@@ -159,7 +157,7 @@ class Decoder:
         position = self.model.position
         where = torch.tensor([[cache.length]])
         position.check_length(cache.length + 1)
-        bias = position.score_bias()
+        bias = position.score_bias(cache.length + 1)
         x = self.model.embed(token, where)
         after = self.at_once.run(x, cache, bias) if self.at_once is not None else None
         return self._by_layer(x, where, cache, bias) if after is None else after
@@ -177,25 +175,26 @@ class Decoder:
 def _nothing_in_between(model: TransformerLM) -> bool:
     """Whether a layer's queries and keys meet as they come, under a linear bias and no chosen engine."""
     position = model.position
-    turned = type(position).rotate is not PositionMethod.rotate
-    return not turned and isinstance(position.score_bias(), LinearBias) and model.config.backend == "auto"
+    return not position.rotates() and position.linear_slopes() is not None and model.config.backend == "auto"
 
 
 def decoder_of(model: TransformerLM) -> Decoder | None:
     """The decoder of a model; none where torch has to do: other devices and dtypes, parts that row.c lacks, or no C
     compiler."""
     plain = all(w.device.type == "cpu" and w.dtype == torch.float32 and w.is_contiguous() for w in model.parameters())
-    return Decoder(model) if plain and lacks(model.config) is None and unavailable() is None else None
+    return Decoder(model) if plain and lacks(model) is None and unavailable() is None else None
 
 
-def lacks(config: ModelConfig) -> str | None:
+def lacks(model: TransformerLM) -> str | None:
     """What the compiled layers cannot do of a model, and model.py has to; None when they can do all."""
+    config = model.config
     settings = {
         "RMSNorm": config.norm == "rms",
         "gated feed-forward layers": config.gated,
         f"the activation {config.activation}": config.activation not in ACTIVATIONS,
         "clip_qkv": config.clip_qkv is not None,
         "softmax_scale": config.softmax_scale is not None,
+        "biases that look at the text": model.position.reads_text(),
     }
     return next((f"compiled layers have no {name}" for name, set_ in settings.items() if set_), None)
 

@@ -20,15 +20,17 @@ def new_cache(model: TransformerLM, config: GenerateConfig) -> Cache:
 
 
 def check_mode(model: TransformerLM, config: GenerateConfig) -> None:
-    position = model.config.position
-    if config.mode == "bounded" and position != "alibi":
+    position, name = model.position, model.config.position
+    if config.mode == "bounded" and (position.rotates() or position.linear_slopes() is None):
         raise InputError(
-            f"mode 'bounded' needs ALiBi: {position} gives no bound on what far tokens can weigh, so nothing can be "
+            f"mode 'bounded' needs ALiBi: {name} gives no bound on what far tokens can weigh, so nothing can be "
             "forgotten with a promise. Use mode 'full', or mode 'window' with a window."
         )
-    if config.sinks and position == "rotary":
+    if config.mode == "window" and position.reads_text():
+        raise InputError(f"mode 'window' forgets keys that {name} goes on counting. Use mode 'full'.")
+    if config.sinks and position.rotates():
         raise InputError(
-            "sinks count distances inside the cache, and rotary keys are stored turned by their true position. "
+            f"sinks count distances inside the cache, and {name} keys are stored turned by their true position. "
             "Use mode 'window' without sinks, or mode 'full'."
         )
     if config.sinks and model.config.window is not None:

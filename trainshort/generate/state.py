@@ -154,7 +154,7 @@ def _restore_cache(cache: Cache, model: TransformerLM, tensors: dict[str, Tensor
     config, weight = model.config, next(model.parameters())
     check(len(facts.layers) in (0, config.layers), "the number of layers")
     like = weight.new_empty(1, config.key_heads, 0, config.head_width)
-    bias = model.position.score_bias()
+    bias = model.position.score_bias(1)
     for index, layer_facts in enumerate(facts.layers):
         prefix = f"layer{index}."
         # Copied, because torch's products may round by where a row lies in memory, and in a file it lies anywhere.

@@ -206,7 +206,7 @@ def turned_back(ours: Tensor, turn: Turn, config: ModelConfig) -> Tensor:
 
 def model_config(*, max_bias: float = 8.0, slopes: tuple[float, ...] | None = None, **settings: Any) -> ModelConfig:
     """A model of ours with ALiBi; a contradiction in the source's settings is one sentence."""
-    return ModelConfig.read({**settings, "max_bias": max_bias, "slopes": slopes})
+    return ModelConfig.read({**settings, "position_settings": {"max_bias": max_bias, "slopes": slopes}})
 
 
 def section(theirs: dict[str, Any], name: str) -> dict[str, Any]:

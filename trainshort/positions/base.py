@@ -1,35 +1,71 @@
 """What a position method is: a module with three doors, of which it opens one.
 
-The transformer calls all three for every method and so has no branches. A new method is one class:
+The transformer calls all of them for every method and so has no branches. A method is one class, in this package or in
+a file of the user's own (plugins.py):
+
+    class Settings(MethodSettings):
+        steepness: float = Field(default=1.0, gt=0)
+        \"\"\"The line that `trainshort train --help` shows.\"\"\"
 
     @positions.register("mine")
     class Mine(PositionMethod):
         \"\"\"The line that `trainshort list positions` shows.\"\"\"
 
-        def score_bias(self):
-            return LinearBias(self.slopes)
+        Settings = Settings
+
+        def __init__(self, config: ModelConfig, settings: Settings) -> None: ...
+
+        def score_bias(self, length):
+            return DistanceBias(-self.steepness * torch.arange(length).sqrt().expand(self.heads, -1))
+
+Nobody asks a method for its name. What others want to know are its abilities: `rotates`, `reads_text`,
+`linear_slopes`, `longest`; all follow from the doors it opens.
 
 Positions are given as a tensor rather than as a starting number, so that packed documents count from their own
 beginning and the rows of a batch can stand at different places.
 """
 
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from trainshort.attention import Bias
+from trainshort.attention import Bias, LinearBias
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
+from trainshort.methods import Method, MethodSettings, NoSettings, methods, settings_of
 from trainshort.registry import Registry
+
+
+class LayerInput(NamedTuple):
+    """What a layer reads: all that a bias may depend on which depends on the text."""
+
+    layer: int
+    x: Float[Tensor, "batch new width"]
+    """The attention's input, after its norm: of the tokens that are new."""
+    length: int
+    """Keys in all: those a cache holds, and the new ones."""
+    place: dict[str, Tensor]
+    """The method's place in this layer's cache: what it leaves there is there next time. Empty at the beginning of a
+    text; without a cache, of no effect."""
 
 
 class PositionMethod(nn.Module):
     """Does nothing at each door; methods override the one they use."""
 
+    Settings: ClassVar[type[MethodSettings]] = NoSettings
+    """Type of the method's settings: typed, frozen, in config.json, on the command line and in its help."""
+    float32: ClassVar[tuple[str, ...]] = ()
+    """Names of parameters and buffers that stay float32 whatever the model becomes: half precision has no room for
+    fine slopes."""
     longest: int | None = None
     """Longest input the method can read; None: any."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, settings: Any) -> None:
         super().__init__()
+        self.name = config.position
 
     def embed(
         self, x: Float[Tensor, "batch length width"], where: Int[Tensor, "batch length"]
@@ -46,17 +82,82 @@ class PositionMethod(nn.Module):
         """Door 2: turns queries and keys, in every layer."""
         return q, k
 
-    def score_bias(self) -> Bias | None:
-        """Door 3: a bias on the scores, in every layer."""
+    def score_bias(self, length: int) -> Bias | None:
+        """Door 3: a bias on the scores over `length` keys, once for all layers."""
         return None
+
+    def text_bias(self, given: LayerInput) -> Bias | None:
+        """Door 3, for a bias that looks at the text: asked in every layer, in place of `score_bias`."""
+        return self.score_bias(given.length)
+
+    def fill(self) -> None:
+        """Give the tensors of `float32` their first values; asked again when a model built on the meta device gets its
+        memory."""
+
+    @classmethod
+    def rotates(cls) -> bool:
+        return cls.rotate is not PositionMethod.rotate
+
+    @classmethod
+    def reads_text(cls) -> bool:
+        return cls.text_bias is not PositionMethod.text_bias
+
+    def linear_slopes(self) -> Float[Tensor, " heads"] | None:
+        """The slopes of a bias that falls linearly with distance; None for any other, and for no bias.
+
+        They are the method's own tensor where it keeps one, so that changing it changes the bias.
+        """
+        bias = None if self.reads_text() else self.score_bias(1)
+        return bias.slopes if isinstance(bias, LinearBias) else None
 
     def check_length(self, length: int) -> None:
         """Refuse an input past the longest; a method with no limit has nothing to check."""
         if self.longest is not None and length > self.longest:
             raise InputError(
-                f"learned positions stop at {self.longest}, but this input reaches {length}. "
+                f"{self.name} positions stop at {self.longest}, but this input reaches {length}. "
                 "Train with a longer table, or use position='alibi'."
             )
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = {name: getattr(self, name).detach() for name in self.float32}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            now = getattr(self, name)
+            if old.is_meta and not now.is_meta:
+                now.data = torch.empty_like(now, dtype=torch.float32)
+                self.fill()
+            elif now.dtype != torch.float32:
+                now.data = old.to(now.device)
+        return self
 
-positions: Registry[type[PositionMethod]] = Registry("position method")
+
+class Positions(Registry[type[PositionMethod]]):
+    """Position methods by name; a method from outside is made known to the settings too."""
+
+    def register(self, name: str) -> Callable[[Any], Any]:
+        filed = super().register(name)
+
+        def add(method: Any) -> Any:
+            if not (isinstance(method, type) and issubclass(method, PositionMethod)):
+                raise InputError(f"position method '{name}' must be a class that extends PositionMethod.")
+            doors = ("embed", "rotate", "score_bias", "text_bias")
+            if name not in methods.names():
+                if all(getattr(method, door) is getattr(PositionMethod, door) for door in doors):
+                    raise InputError(f"position method '{name}' does nothing: it lacks {', '.join(doors[:-1])} alike.")
+                if not (isinstance(method.Settings, type) and issubclass(method.Settings, MethodSettings)):
+                    raise InputError(f"position method '{name}': its Settings must extend MethodSettings.")
+                if required := [n for n, info in method.Settings.model_fields.items() if info.is_required()]:
+                    raise InputError(f"position method '{name}': its setting '{required[0]}' needs a default.")
+                summary = (method.__doc__ or "").strip().partition("\n")[0]
+                methods.register(name)(Method(summary, method.Settings))
+            return filed(method)
+
+        return add
+
+
+positions: Registry[type[PositionMethod]] = Positions("position method")
+
+
+def build_position(config: ModelConfig) -> PositionMethod:
+    """The method that a model's settings name, with its own settings."""
+    return positions.get(config.position)(config, settings_of(config.position, config.position_settings))

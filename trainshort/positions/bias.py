@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from trainshort import alibi
 from trainshort.attention import Bias, DistanceBias, LinearBias
 from trainshort.config import ModelConfig
+from trainshort.methods import AlibiSettings, T5Settings
 from trainshort.positions.base import PositionMethod, positions
 
 
@@ -16,48 +17,43 @@ from trainshort.positions.base import PositionMethod, positions
 class Alibi(PositionMethod):
     """Attention with Linear Biases: a penalty that grows linearly with distance, one fixed slope per head."""
 
+    Settings = AlibiSettings
+    float32 = ("slopes",)
     slopes: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.heads, self.max_bias, self.given = config.heads, config.max_bias, config.slopes
-        slopes = self._first_slopes()
-        if config.learned_slopes:
+    def __init__(self, config: ModelConfig, settings: AlibiSettings) -> None:
+        super().__init__(config, settings)
+        self.settings = settings
+        slopes = torch.empty(config.heads, dtype=torch.float32)
+        if settings.learned_slopes:
             self.slopes = nn.Parameter(slopes)
         else:
             # Not persistent: slopes follow from the number of heads and have no place in a checkpoint.
             self.register_buffer("slopes", slopes, persistent=False)
+        self.fill()
 
-    def score_bias(self) -> Bias:
+    def fill(self) -> None:
+        given = self.settings.slopes
+        first = alibi.slopes(len(self.slopes), self.settings.max_bias) if given is None else torch.tensor(given)
+        self.slopes.data.copy_(first)
+
+    def score_bias(self, length: int) -> Bias:
         return LinearBias(self.slopes)
-
-    def _first_slopes(self) -> Tensor:
-        given = self.given
-        return alibi.slopes(self.heads, self.max_bias) if given is None else torch.tensor(given, dtype=torch.float32)
-
-    def _apply(self, fn, recurse: bool = True):
-        """Moves with the model but stays float32 (half precision has no room for fine slopes), and comes to life with
-        the right values when a model built on the meta device gets its memory."""
-        before = self.slopes.detach()
-        super()._apply(fn, recurse)
-        if before.is_meta and not self.slopes.is_meta:
-            self.slopes.data = self._first_slopes().to(self.slopes.device)
-        elif self.slopes.dtype != torch.float32:
-            self.slopes.data = before.to(self.slopes.device)
-        return self
 
 
 @positions.register("t5")
 class T5(PositionMethod):
     """T5's bias: one trained number per head and bucket of distances, one table shared by all layers."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.table = nn.Parameter(torch.zeros(config.heads, config.t5_buckets))
-        self.buckets, self.max_distance = config.t5_buckets, config.t5_max_distance
+    Settings = T5Settings
+
+    def __init__(self, config: ModelConfig, settings: T5Settings) -> None:
+        super().__init__(config, settings)
+        self.table = nn.Parameter(torch.zeros(config.heads, settings.buckets))
+        self.buckets, self.max_distance = settings.buckets, settings.max_distance
         nn.init.normal_(self.table, std=0.02)
 
-    def score_bias(self) -> Bias:
+    def score_bias(self, length: int) -> Bias:
         # Every distance from max_distance on shares the last bucket, which is what DistanceBias does past its table.
         distance = torch.arange(self.max_distance + 1, device=self.table.device)
         return DistanceBias(self.table[:, buckets(distance, self.buckets, self.max_distance)])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from trainshort.config import ModelConfig
+from trainshort.methods import LearnedSettings, NoSettings
 from trainshort.positions.base import PositionMethod, positions
 
 
@@ -24,8 +25,8 @@ class Sinusoidal(PositionMethod):
 
     FIRST = 2
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: ModelConfig, settings: NoSettings) -> None:
+        super().__init__(config, settings)
         self.width = config.width
 
     def embed(self, x: Tensor, where: Tensor) -> Tensor:
@@ -43,10 +44,12 @@ class Sinusoidal(PositionMethod):
 class Learned(PositionMethod):
     """One trained vector per position added to the embeddings; cannot read past its table."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.longest = config.learned_length
-        self.table = nn.Embedding(config.learned_length, config.width)
+    Settings = LearnedSettings
+
+    def __init__(self, config: ModelConfig, settings: LearnedSettings) -> None:
+        super().__init__(config, settings)
+        self.longest = settings.longest
+        self.table = nn.Embedding(settings.longest, config.width)
         nn.init.normal_(self.table.weight, std=0.02)
 
     def embed(self, x: Tensor, where: Tensor) -> Tensor:

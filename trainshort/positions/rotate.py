@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from trainshort.config import ModelConfig
+from trainshort.methods import RotarySettings
 from trainshort.positions.base import PositionMethod, positions
 
 
@@ -14,9 +15,11 @@ class Rotary(PositionMethod):
     Interleaved pairs (x0, x1), (x2, x3), …; pair i turns by position / base^(2i/dim), over the whole head.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.base = config.rotary_base
+    Settings = RotarySettings
+
+    def __init__(self, config: ModelConfig, settings: RotarySettings) -> None:
+        super().__init__(config, settings)
+        self.base = settings.base
         self.dim = config.head_width
 
     def rotate(self, q: Tensor, k: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:

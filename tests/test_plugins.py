@@ -1,0 +1,235 @@
+"""Plug-ins: a method from outside the package, through every command; what is wrong with one, in one sentence."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainshort import plugins
+from trainshort.cache import Cache
+from trainshort.commands.train import Train
+from trainshort.config import ModelConfig, RunConfig, load_config
+from trainshort.errors import InputError
+from trainshort.methods import MOVED, methods
+from trainshort.model import TransformerLM
+from trainshort.positions import positions
+
+HERE = Path(__file__).parent / "plugins"
+KERPLE, GATE = HERE / "kerple_log.py", HERE / "forget_gate.py"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded():
+    found = [plugins.load_file(KERPLE), plugins.load_file(GATE)]
+    yield
+    for plugin in found:  # other tests count the package's own methods
+        for table, name in plugin.entries:
+            table.forget(name)
+    plugins._loaded.clear()
+
+
+def command(folder: Path, *words: str, code: int = 0, plugin: Path | None = KERPLE) -> str:
+    """What a command says, run from an empty folder in a process of its own."""
+    given = () if plugin is None else ("--plugin", str(plugin))
+    environment = {name: value for name, value in os.environ.items() if name != plugins.VARIABLE}
+    environment |= {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    run = [sys.executable, "-m", "trainshort", *words, *given]
+    done = subprocess.run(run, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A folder with a run of the method from outside."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    (folder / "text.txt").write_text("the owl and the pussy-cat went to sea in a beautiful pea-green boat. " * 400)
+    small = "--layers 1 --width 32 --heads 4 --length 16 --batch 4 --steps 3 --tokenizer bytes"
+    told = command(folder, "train", "demo-alibi", *small.split(), "--corpus", "text.txt", "--position", "kerple-log",
+                   "--position-settings.a", "0.5", "--out", "run")  # fmt: skip
+    assert "3 updates" in told
+    return folder
+
+
+def test_kerple_is_short_and_outside():
+    assert len(KERPLE.read_text().splitlines()) <= 40
+    assert "kerple-log" in positions.names()
+
+
+def test_a_run_remembers_what_it_needs(trained):
+    config = load_config(trained / "run" / "config.json")
+    assert [(p.name, p.sha256) for p in config.plugins] == [("kerple_log.py", plugins.load_file(KERPLE).sha256)]
+    assert config.model.position_settings.model_dump() == {"a": 0.5, "b": 1.0}
+
+
+def test_it_is_read_far_past_its_length_and_goes_on_falling(trained):
+    command(trained, "evaluate", "run", "--lengths", "16", "256", "--max-tokens", "600")
+    stored = [json.loads(path.read_text()) for path in (trained / "run").rglob("*.json") if "eval" in str(path)]
+    assert stored
+    bias = TransformerLM(ModelConfig(vocabulary=8, heads=4, width=16, position="kerple-log")).position.score_bias(300)
+    assert (bias.table.diff(dim=1) < 0).all()
+    assert bias.table.shape == (4, 300)
+
+
+def test_it_generates(trained):
+    assert len(command(trained, "generate", "run", "the owl", "--tokens", "9").strip()) > 5
+
+
+def test_its_settings_are_in_the_help_and_in_the_list(trained):
+    told = command(trained, "train", "demo-alibi", "--position", "kerple-log", "--help")
+    assert "how much a distance costs" in told.replace("\n", " ").replace("│", "").replace("  ", " ")
+    assert "A penalty that grows with the logarithm of the distance" in command(trained, "list", "positions")
+
+
+def test_a_missing_plugin_is_one_sentence_and_a_run_brings_no_code(trained):
+    told = command(trained, "generate", "run", "the", "--tokens", "2", code=2, plugin=None)
+    digest = plugins.load_file(KERPLE).sha256[:12]
+    assert told == (
+        f"trainshort: run needs the plug-in kerple_log.py (sha256 {digest}...), which is not loaded. "
+        "Give --plugin path/to/kerple_log.py, or install the package it came with.\n"
+    )
+
+
+def test_a_changed_plugin_is_told_by_its_hash(trained):
+    other = trained / "kerple_log.py"
+    other.write_text(KERPLE.read_text() + "\n# changed\n")
+    before = plugins.load_file(KERPLE).sha256[:12]
+    for words in (["generate", "run", "the"], ["train", "run", "--resume"]):
+        told = command(trained, *words, code=2, plugin=other)
+        assert "run was trained with another kerple_log.py: its sha256 was " + before in told
+        assert told.count("\n") == 1
+
+
+BAD = {
+    "nonsense(": "does not import: SyntaxError: '(' was never closed",
+    "import no_such_module\n": "does not import: ModuleNotFoundError: No module named 'no_such_module' (line 1).",
+    "x = 1\ny = 1 / 0\n": "does not import: ZeroDivisionError: division by zero (line 2).",
+    "import sys\nsys.exit(0)\n": "does not import: SystemExit: 0 (line 2).",
+    "x = 1\n": "registers nothing; see docs/own-method.md",
+    "from trainshort.positions import *\n@positions.register('alibi')\nclass A(PositionMethod):\n"
+    "    def score_bias(self, length): return None\n": "cannot be used: position method 'alibi' is already registered",
+    "from trainshort.positions import *\n@positions.register('new')\nclass A(PositionMethod): ...\n": "position method "
+    "'new' does nothing: it lacks embed, rotate, score_bias alike.",
+    "from trainshort.positions import *\n@positions.register('new')\nclass A: ...\n": "position method 'new' must be a "
+    "class that extends PositionMethod.",
+    "from trainshort.attention import engines\n@engines.register('new')\nclass A: ...\n": "attention engine 'new' "
+    "lacks unsupported() and run().",
+}
+
+
+@pytest.mark.parametrize("code", BAD, ids=[message[:40] for message in BAD.values()])
+def test_a_bad_plugin_is_one_sentence_and_leaves_nothing(tmp_path, code):
+    path = tmp_path / "mine.py"
+    path.write_text(code)
+    known = positions.names()
+    with pytest.raises(InputError) as told:
+        plugins.load_file(path)
+    assert BAD[code] in str(told.value)
+    assert str(path) in str(told.value)
+    assert positions.names() == known
+    assert methods.names() == known
+
+
+def test_a_bad_plugin_touches_nothing(tmp_path):
+    (tmp_path / "mine.py").write_text("1 / 0\n")
+    told = command(tmp_path, "train", "demo-alibi", code=2, plugin=tmp_path / "mine.py")
+    assert told.startswith(f"trainshort: The plug-in {tmp_path}/mine.py does not import: ZeroDivisionError")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
+    told = command(tmp_path, "train", "demo-alibi", code=2, plugin=tmp_path / "none.py")
+    assert "none.py" in told
+    assert told.count("\n") == 1
+    assert "--plugin needs a path" in command(tmp_path, "list", "positions", "--plugin", code=2, plugin=None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--position t5 --max-bias 4", "Position method 't5' has no setting 'max_bias'; it has buckets, max_distance. "
+         "It belongs to alibi."),
+        ("--t5_buckets 4", "Position method 'alibi' has no setting 't5_buckets'; it has max_bias, learned_slopes, "
+         "slopes. It belongs to t5."),
+        ("--position kerple-log --position_settings.a -1", "Setting 'model.position_settings.a' cannot be -1.0"),
+        ("--position alibbi", "Unknown position method 'alibbi'. Did you mean 'alibi'?"),
+    ],
+)  # fmt: skip
+def test_settings_of_a_method_that_is_not_chosen(words, message):
+    with pytest.raises(InputError) as told:
+        Train.parse(["demo-alibi", *words.split()])
+    assert message in str(told.value)
+
+
+def test_the_old_names_of_settings_still_work():
+    config = Train.parse(["demo-alibi", "--position", "t5", "--model.t5_buckets", "16", "--t5-max-distance=99"]).config
+    assert config.model.position_settings.model_dump() == {"buckets": 16, "max_distance": 99}
+    assert ModelConfig(max_bias=4).position_settings.model_dump()["max_bias"] == 4
+    old = {"max_bias": 8, "learned_slopes": False, "rotary_base": 77, "t5_buckets": 8, "t5_max_distance": 9}
+    for position in ("alibi", "t5", "rotary", "learned", "none"):
+        model = RunConfig.read({"model": {"position": position, **old, "learned_length": 5}}).model
+        new = {
+            MOVED[name][1]: value for name, value in {**old, "learned_length": 5}.items() if MOVED[name][0] == position
+        }
+        assert model.position_settings.model_dump().items() >= new.items()
+    with pytest.raises(InputError, match="Position method 't5' has no setting 'max_bias'"):
+        RunConfig().replace(model={"position": "t5", "max_bias": 4})
+
+
+def test_a_report_can_read_a_run_whose_method_is_not_here():
+    values = {"model": {"position": "gone", "position_settings": {"depth": 3}}}
+    config = RunConfig.read(values)
+    assert config.model_dump()["model"]["position_settings"] == {"depth": 3}
+    with pytest.raises(InputError, match="Unknown position method 'gone'"):
+        TransformerLM(config.model.replace(vocabulary=9))
+
+
+def test_a_bias_that_looks_at_the_text_has_a_place_in_the_cache():
+    torch.manual_seed(0)
+    model = TransformerLM(ModelConfig(vocabulary=50, layers=2, width=32, heads=4, position="forget-gate")).eval()
+    tokens = torch.randint(50, (2, 40))
+    with torch.no_grad():
+        for gate in model.position.gates:
+            gate.weight.mul_(9)
+        whole, cache = model(tokens), Cache()
+        parts = [model(part, cache=cache) for part in tokens.split([25, 1, 1, 13], dim=1)]
+        assert not torch.equal(whole, TransformerLM(model.config.replace(position="none"))(tokens))
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=2e-5, rtol=0)
+    total, _ = model.train()(tokens, tokens)
+    total.backward()
+    assert all(gate.weight.grad.abs().sum() > 0 for gate in model.position.gates)
+
+
+def test_float32_stays_by_the_base_class():
+    model = TransformerLM(ModelConfig(vocabulary=8, heads=4, width=16, position="kerple-log")).bfloat16()
+    assert model.position.a.dtype == torch.float32
+    assert model.layers[0].attention.out.weight.dtype == torch.bfloat16
+
+
+def test_worker_processes_find_the_same_plugins(tmp_path):
+    code = "from trainshort.methods import methods; print(methods.get('kerple-log').summary)"
+    environment = os.environ | {plugins.VARIABLE: str(KERPLE)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.startswith("A penalty"), done.stderr
+
+
+def test_an_installed_package_is_a_plugin(tmp_path):
+    package = tmp_path / "my_kerple"
+    package.mkdir()
+    (package / "__init__.py").write_text(KERPLE.read_text().replace("kerple-log", "kerple-installed"))
+    info = tmp_path / "my_kerple-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-kerple\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[trainshort.plugins]\nkerple = my_kerple\n")
+    code = (
+        "import sys; sys.path.insert(0, '.'); from trainshort.methods import methods; from trainshort import plugins\n"
+        "print(methods.get('kerple-installed').summary)\n"
+        "print([p.name for p in plugins.origins([('position method', 'kerple-installed')])])"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.splitlines() == [
+        "A penalty that grows with the logarithm of the distance, trained for each head.",
+        "['kerple']",
+    ], done.stderr

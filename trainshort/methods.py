@@ -1,0 +1,166 @@
+"""What is known of position methods without torch: their names, and the settings that each has for itself.
+
+Help texts, reports and `trainshort list` read only this. A method of the package has its settings here and its module
+in positions/; one from outside has both in its own file (docs/own-method.md), and is filed here as it is registered.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from pydantic import ConfigDict, Field, ValidationError
+
+from trainshort.errors import InputError
+from trainshort.registry import Registry, did_you_mean
+from trainshort.strict import Settings, explain
+
+
+class MethodSettings(Settings):
+    """Base of a method's settings."""
+
+    def misfit(self, width: int, heads: int) -> str | None:
+        """Why a model of this shape cannot have these settings, in words; None when it can."""
+        return None
+
+    def reaching(self, length: int) -> Self:
+        """The same settings for a model that has to read inputs of this length; only a table has to grow for that."""
+        return self
+
+
+class NoSettings(MethodSettings):
+    """Of a method with nothing to set."""
+
+
+class ForeignSettings(MethodSettings):
+    """Of a method that is not here: kept as they were written, so that a report can read the run all the same."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class AlibiSettings(MethodSettings):
+    """ALiBi's slopes."""
+
+    max_bias: float = Field(default=8.0, gt=0)
+    """The flattest slope is 2 to the minus this."""
+    learned_slopes: bool = False
+    """Train the slopes (the paper found this extrapolates worse)."""
+    slopes: tuple[float, ...] | None = None
+    """One slope per head, for models that were trained with others. Default: those of max_bias."""
+
+    def misfit(self, width: int, heads: int) -> str | None:
+        if self.slopes is not None and len(self.slopes) != heads:
+            return f"slopes must be one per head, {heads}; got {len(self.slopes)}"
+        return None
+
+
+class T5Settings(MethodSettings):
+    """T5's buckets of distances."""
+
+    buckets: int = Field(default=32, ge=2)
+    """Number of distance buckets."""
+    max_distance: int = Field(default=128, ge=2)
+    """Distances from here on share the last bucket."""
+
+
+class LearnedSettings(MethodSettings):
+    """The table of learned positions."""
+
+    longest: int = Field(default=1024, ge=1)
+    """Length of the table, and so the longest input."""
+
+    def reaching(self, length: int) -> Self:
+        return self.replace(longest=max(length, self.longest))
+
+
+class RotarySettings(MethodSettings):
+    """Rotary's angles."""
+
+    base: float = Field(default=10_000.0, gt=1)
+    """Wavelengths grow up to this many radians."""
+
+    def misfit(self, width: int, heads: int) -> str | None:
+        if width // heads % 2:
+            return f"rotary turns pairs, so width / heads must be even; got {width} / {heads}"
+        return None
+
+
+@dataclass(frozen=True)
+class Method:
+    """A position method as far as it can be told without torch."""
+
+    summary: str
+    settings: type[MethodSettings] = NoSettings
+
+
+methods: Registry[Method] = Registry("position method")
+for _name, _summary, _settings in (
+    ("alibi", "linear biases: a penalty that grows with distance, one fixed slope per head.", AlibiSettings),
+    ("t5", "T5's bias: one trained number per head and bucket of distances, shared by all layers.", T5Settings),
+    ("none", "no positions at all; the causal mask is the only hint of order.", NoSettings),
+    ("sinusoidal", "fixed sines and cosines added to the embeddings; any length.", NoSettings),
+    ("learned", "one trained vector per position added to the embeddings; ends with its table.", LearnedSettings),
+    ("rotary", "queries and keys turn with their position, so that scores see only distances.", RotarySettings),
+):
+    methods.register(_name)(Method(_summary, _settings))
+
+MOVED = {
+    "max_bias": ("alibi", "max_bias"),
+    "learned_slopes": ("alibi", "learned_slopes"),
+    "rotary_base": ("rotary", "base"),
+    "t5_buckets": ("t5", "buckets"),
+    "t5_max_distance": ("t5", "max_distance"),
+    "learned_length": ("learned", "longest"),
+}
+"""Where the settings of 0.1.0 are now: there every model had those of every method."""
+
+
+def settle(values: dict[str, Any]) -> dict[str, Any]:
+    """A model's plain settings with those of its method read by the method's own type, wherever they lay."""
+    position, given = values.get("position", "alibi"), values.get("position_settings")
+    old = {name: value for name, value in values.items() if name in MOVED}
+    if not isinstance(position, str) or not isinstance(given, Mapping | Settings | None):
+        return values  # pydantic says what is wrong with it
+    if old:
+        whole = len(old) == len(MOVED)  # a config.json of 0.1.0
+        mine = {MOVED[name][1]: value for name, value in old.items() if MOVED[name][0] == position}
+        if not whole and (lost := [name for name in old if MOVED[name][0] != position]):
+            raise InputError(not_chosen(lost[0], position))
+        kept = given.model_dump() if isinstance(given, Settings) else given or {}
+        given = {**kept, **mine}
+        values = {name: value for name, value in values.items() if name not in MOVED}
+    return values | {"position_settings": settings_of(position, given)}
+
+
+def as_in_010(position: str, own: dict[str, Any]) -> dict[str, Any]:
+    """A method's settings in the form of 0.1.0, where every model had those of every method."""
+    default = {name: dict(methods.get(name).settings()) for name, _ in MOVED.values()}
+    values = {
+        old: own.pop(name) if method == position else default[method][name] for old, (method, name) in MOVED.items()
+    }
+    first = methods.get(position).settings().model_dump(mode="json") if position in methods else {}
+    more = {name: value for name, value in own.items() if value != first.get(name)}
+    return values | ({"position_settings": more} if more else {})
+
+
+def settings_of(position: str, given: Mapping[str, Any] | Settings | None) -> Settings:
+    """A method's settings from plain data; a mistake is one sentence."""
+    kind = methods.get(position).settings if position in methods else ForeignSettings
+    if isinstance(given, kind):
+        return given
+    values = given.model_dump() if isinstance(given, Settings) else dict(given or {})
+    if unknown := [name for name in values if name not in kind.model_fields and kind is not ForeignSettings]:
+        raise InputError(not_chosen(unknown[0], position))
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise InputError(explain(kind, error, "model.position_settings.")) from None
+
+
+def not_chosen(name: str, position: str) -> str:
+    """A sentence on a setting that the position method does not have."""
+    known = list(methods.get(position).settings.model_fields)
+    owners = [other for other, method in methods.items() if name in method.settings.model_fields]
+    owners += [MOVED[name][0]] if name in MOVED and not owners else []
+    whose = f" It belongs to {' and '.join(owners)}." if owners else did_you_mean(name, known)
+    has = f"has {', '.join(known)}" if known else "has none"
+    return f"Position method '{position}' has no setting '{name}'; it {has}.{whose}"
