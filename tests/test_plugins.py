@@ -47,7 +47,7 @@ def command(folder: Path, *words: str, code: int = 0, plugin: Path | None = KERP
 def trained(tmp_path_factory) -> Path:
     """A folder with a run of the method from outside."""
     folder = tmp_path_factory.mktemp("elsewhere")
-    (folder / "text.txt").write_text("the owl and the pussy-cat went to sea in a beautiful pea-green boat. " * 400)
+    (folder / "text.txt").write_text("the owl and the pussy-cat went to sea in a beautiful pea-green boat. " * 2000)
     small = "--layers 1 --width 32 --heads 4 --length 16 --batch 4 --steps 3 --tokenizer bytes"
     told = command(folder, "train", "demo-alibi", *small.split(), "--corpus", "text.txt", "--position", "kerple-log",
                    "--position-settings.a", "0.5", "--out", "run")  # fmt: skip

@@ -13,7 +13,7 @@ from trainshort import methods
 from trainshort.errors import InputError
 from trainshort.files import MissingFileError, read_object, write_whole
 from trainshort.methods import MethodSettings, NoSettings
-from trainshort.strict import MEANT, Settings
+from trainshort.strict import FIRST, MEANT, Settings
 
 FORMAT = 1
 """Raised when a field changes meaning, so that a config of another version is refused instead of misread."""
@@ -139,7 +139,9 @@ class ModelConfig(Settings):
 
     def identity(self) -> dict[str, Any]:
         values = super().identity()
-        return methods.as_in_010(self.position, values.pop("position_settings")) | values
+        values |= methods.as_in_010(self.position, values.pop("position_settings"))
+        first = [name for name in FIRST["ModelConfig"].split() if name in values]  # digests see the order, too
+        return {name: values[name] for name in [*first, *(name for name in values if name not in first)]}
 
     def reaching(self, length: int) -> Self:
         """The same model able to read inputs of this length: learned positions need a longer table."""
