@@ -96,3 +96,10 @@ def test_head_dropout_acts_in_training_only():
     still = {round(words.total_nll(hidden, targets).item(), 3) for _ in range(4)}
     assert len(noisy) == 4
     assert len(still) == 1
+
+
+def test_the_padding_row_of_every_band_begins_at_zero():
+    """As in the authors' fork, whose adaptive input takes id 1 for padding in each band."""
+    zero = [band.weight.detach().abs().sum(1) == 0 for band in adaptive().embeddings]
+    assert [row.nonzero().flatten().tolist() for row in zero] == [[1], [1], [1]]
+    assert (adaptive().embed(torch.tensor([[1, 11, 41]])) == 0).all()

@@ -19,6 +19,9 @@ from trainshort.config import AdaptiveConfig, ModelConfig
 IGNORED = -100
 """A target that is not scored."""
 
+PADDING = 1
+"""fairseq's number for padding. Its adaptive input takes it for padding in every band, and begins that row at zero."""
+
 SLICE_ELEMENTS = 1 << 22
 """Logits computed at once: 16 MB in float32 stays near the cache and keeps the matrix products large."""
 
@@ -71,6 +74,8 @@ class AdaptiveVocabulary(nn.Module):
         self.width = config.width
         for embedding, width in zip(self.embeddings, widths, strict=True):
             nn.init.normal_(embedding.weight, std=width**-0.5)  # pyright: ignore[reportArgumentType]
+            with torch.no_grad():
+                embedding.weight[PADDING : PADDING + 1] = 0  # pyright: ignore[reportIndexIssue]
         for projection in (*self.projections, self.clusters):
             nn.init.xavier_uniform_(projection.weight)  # pyright: ignore[reportArgumentType]
 

@@ -61,6 +61,19 @@ def test_rotary_scores_depend_on_distance_alone():
     assert (score(7, 3) - score(7, 4)).abs().max() > 1e-3
 
 
+def test_rotary_angles_are_exact_far_away():
+    """Against angles in float64; version 0.1.0 was 3e-3 off at 16,384."""
+    method, base, dim = make("rotary", width=128, heads=2), 10_000.0, 64
+    q = torch.randn(2, 2, 4, dim, generator=torch.Generator().manual_seed(0))
+    places = torch.tensor([0, 16_384, 100_003, 1_000_000])
+    angle = places.double()[:, None] / base ** (torch.arange(0, dim, 2).double() / dim)
+    even, odd = q[..., 0::2].double(), q[..., 1::2].double()
+    expected = torch.stack([even * angle.cos() - odd * angle.sin(), odd * angle.cos() + even * angle.sin()], dim=-1)
+    for given in (places.expand(2, 4), places.repeat(2, 1)):
+        turned, _ = method.rotate(q, q, given)
+        torch.testing.assert_close(turned.double(), expected.flatten(-2), atol=1e-6, rtol=0)
+
+
 def test_rotary_angles_are_float32_in_a_bfloat16_model():
     method = make("rotary").to(torch.bfloat16)
     q = torch.ones(1, 2, 2, 8, dtype=torch.bfloat16)
