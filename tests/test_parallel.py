@@ -11,7 +11,8 @@ import torch
 
 from trainshort import checkpoint, journal
 from trainshort.checkpoint import folders, manifest, tensors
-from trainshort.config import RunConfig
+from trainshort.config import DataConfig, RunConfig
+from trainshort.data import prepare
 from trainshort.parallel import no_bfloat16
 from trainshort.train import train
 
@@ -58,13 +59,17 @@ def folder(tmp_path_factory):
     text = "".join(f"{number} bottles of beer on the wall, {number % 7} fell. " for number in range(200))
     for name in ("train", "valid", "test"):
         (folder / "corpus" / f"{name}.txt").write_text(text)
+    prepare(DataConfig.read(data(folder)), progress=False)
     return folder
 
 
+def data(folder: Path) -> dict[str, str]:
+    return {"corpus": str(folder / "corpus"), "tokenizer": "bytes", "folder": str(folder / "data")}
+
+
 def config(folder: Path, model: str = "tied", **settings) -> RunConfig:
-    data = {"corpus": str(folder / "corpus"), "tokenizer": "bytes", "folder": str(folder / "data")}
     return RunConfig.read(
-        BASE | {"model": BASE["model"] | MODELS[model], "data": data, "train": BASE["train"] | settings}
+        BASE | {"model": BASE["model"] | MODELS[model], "data": data(folder), "train": BASE["train"] | settings}
     )
 
 

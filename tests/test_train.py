@@ -163,6 +163,7 @@ def test_micro_batches_of_unequal_counts_are_weighted_by_tokens(config, tmp_path
         lines = (json.dumps({"text": "ab" * (3 + 5 * number % 17)}) for number in range(100))
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     data = {"corpus": str(folder), "folder": tmp_path / "data", "packing": "documents"}
+    prepare(DataConfig.read(data), progress=False)
     config = config.replace(model={"dropout": 0.0}, data=data, optim=LINEAR, train={"log_every": 1})
     train(config, tmp_path / "whole", quiet=True)
     counts = {line["count"] for line in metrics(tmp_path / "whole") if "count" in line}

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from trainshort.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from trainshort.data import prepare
 from trainshort.recipes.experiments import Experiment, choose
 from trainshort.recipes.scales import Scale, Variant
 
@@ -20,10 +21,13 @@ def tiny_scale(folder: Path, steps: int = 4) -> Scale:
         lines = [" ".join(words[i : i + 30]) for i in range(0, len(words), 30)]
         text.write_text("\n\n".join(lines), encoding="utf-8")
 
+    data = DataConfig(corpus=str(text), tokenizer="bytes", folder=folder / "data")
+    prepare(data, progress=False)
+
     def build(variant: Variant) -> RunConfig:
         return RunConfig(
             model=ModelConfig(layers=1, width=16, heads=2, position=variant.position),
-            data=DataConfig(corpus=str(text), tokenizer="bytes", folder=folder / "data"),
+            data=data,
             optim=OptimConfig(warmup=1),
             train=TrainConfig(
                 length=max(1, variant.length // 32),

@@ -18,7 +18,7 @@ import torch
 from trainshort import checkpoint, journal, optim, parallel, runs
 from trainshort.checkpoint import State, folders
 from trainshort.config import RunConfig
-from trainshort.data import open_or_prepare
+from trainshort.data import open_or_prepare, really
 from trainshort.data.stream import Batch
 from trainshort.errors import InputError
 from trainshort.interrupt import Interrupted, StopRequest
@@ -63,6 +63,7 @@ def _train(config: RunConfig, run: Path, world: World, *, resume: bool, quiet: b
     world.on_main(lambda: runs.refuse_existing(run, resume=resume))  # before the data's preparation is waited for
     config = with_plugins(config, run)
     prepared = world.first("data", lambda: open_or_prepare(config.data, progress=not quiet))
+    config = config.model_copy(update={"data": really(config.data, prepared)})
     config = resolve(config, prepared.meta.vocabulary, world, spare=RunFolder(run).imported.exists())
     data = prepared.meta.splits["train"].sha256
     job = build(config, RunFolder(run), world, prepared)

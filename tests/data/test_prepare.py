@@ -14,7 +14,7 @@ import pytest
 
 from trainshort import files
 from trainshort.cli import main
-from trainshort.config import DataConfig
+from trainshort.config import DataConfig, RunConfig, load_config
 from trainshort.data import load_tokenizer, open_data, open_or_prepare, prepare
 from trainshort.data import pipeline as pipeline_module
 from trainshort.data.checksums import FILE as CHECKED_FILE
@@ -24,6 +24,7 @@ from trainshort.data.meta import token_type
 from trainshort.data.request import data_folder
 from trainshort.data.splits import splitter
 from trainshort.errors import InputError
+from trainshort.train import train
 
 PARAGRAPH = "The people's house stands on a hill, said number {n}; 1,024 steps — é, 中, 🙂 — lead to it.\nSo be it.\n\n"
 
@@ -135,7 +136,22 @@ def test_a_folder_that_holds_other_things_is_left_alone(text: Path, tmp_path: Pa
 def test_a_named_folder_is_opened_as_it_is_for_training(text: Path, tmp_path: Path) -> None:
     made = prepare(settings(text, tmp_path / "out", tokenizer="bytes"), progress=False)
     assert open_or_prepare(DataConfig(folder=tmp_path / "out")).meta == made.meta
-    assert open_or_prepare(settings(text, tmp_path / "new"), progress=False).meta.tokenizer == "bpe"
+    for wrong in ("outt", "text.txt"):
+        with pytest.raises(
+            InputError, match=rf"data\.folder .*{wrong} is not a prepared data folder.*prepare sotu --out"
+        ):
+            open_or_prepare(DataConfig(folder=tmp_path / wrong), progress=False)
+    assert not (tmp_path / "outt").exists()
+
+
+def test_a_run_records_what_it_was_really_trained_on(text: Path, tmp_path: Path) -> None:
+    config = settings(text, tmp_path / "out", tokenizer="bytes")
+    prepare(config, progress=False)
+    run = RunConfig.read({"model": {"layers": 1, "width": 8, "heads": 1}, "train": {"steps": 1, "length": 8}})
+    train(run.replace(data={"folder": tmp_path / "out"}), tmp_path / "run", quiet=True)
+    stored = load_config(tmp_path / "run" / "config.json").data
+    assert (stored.corpus, stored.tokenizer, stored.folder) == (str(text), "bytes", tmp_path / "out")
+    train(run.replace(data={"folder": tmp_path / "out"}), tmp_path / "run", resume=True, quiet=True)
 
 
 @pytest.mark.parametrize(

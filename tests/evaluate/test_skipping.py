@@ -9,6 +9,7 @@ from laboratory import prose
 from trainshort.attention import attend
 from trainshort.checkpoint import best, load_model
 from trainshort.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from trainshort.data import prepare
 from trainshort.evaluate.recording import attention_calls
 from trainshort.train import train
 
@@ -20,9 +21,11 @@ def trained(tmp_path_factory):
     """A small ALiBi model, trained at 64 bytes until it has learned to spell, and a long text of the same kind."""
     folder = tmp_path_factory.mktemp("skipping")
     (folder / "text.txt").write_text(prose(4000), encoding="utf-8")
+    data = DataConfig(corpus=str(folder / "text.txt"), tokenizer="bytes", folder=folder / "data")
+    prepare(data, progress=False)
     config = RunConfig(
         model=ModelConfig(layers=2, width=64, heads=8),
-        data=DataConfig(corpus=str(folder / "text.txt"), tokenizer="bytes", folder=folder / "data"),
+        data=data,
         train=TrainConfig(length=64, batch=16, steps=120),
     )
     train(config, folder / "run", quiet=True)

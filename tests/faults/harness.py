@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from trainshort.checkpoint import folders
 from trainshort.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig, save_config
+from trainshort.data import prepare
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -36,9 +37,11 @@ def write_corpus(folder: Path) -> Path:
 
 def tiny_config(corpus: Path) -> RunConfig:
     """Dropout is on, so that random states count; a checkpoint is due every few updates."""
+    data = DataConfig(corpus=str(corpus), tokenizer="bytes", folder=corpus.with_name("prepared"))
+    prepare(data, progress=False)
     return RunConfig(
         model=ModelConfig(layers=2, width=32, heads=4, dropout=0.1),
-        data=DataConfig(corpus=str(corpus), tokenizer="bytes", folder=corpus.with_name("prepared")),
+        data=data,
         optim=OptimConfig(lr=3e-3, warmup=10),
         train=TrainConfig(
             length=32, batch=8, steps=80, log_every=3, valid_every=20, valid_tokens=512, save_every=6, keep=2

@@ -5,7 +5,7 @@ meta.py (the folder it makes), stream.py (batches).
 """
 
 from trainshort.data.meta import Meta, Prepared, SplitMeta, open_data
-from trainshort.data.pipeline import open_or_prepare, prepare
+from trainshort.data.pipeline import open_or_prepare, prepare, really
 from trainshort.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "open_data",
     "open_or_prepare",
     "prepare",
+    "really",
 ]

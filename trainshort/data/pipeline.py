@@ -89,9 +89,22 @@ def prepare(
 
 def open_or_prepare(config: DataConfig, **options: Any) -> Prepared:
     """What training needs: a folder that was named as it is, else the one that the settings describe."""
-    if config.folder is not None and is_data(config.folder):
-        return open_data(config.folder)
-    return prepare(config, **options)
+    if config.folder is None:
+        return prepare(config, **options)
+    if not is_data(config.folder) and not (config.folder / layout.UNFINISHED_FILE).exists():
+        raise InputError(
+            f"data.folder {config.folder} is not a prepared data folder (it has no {layout.META_FILE}). Make it by "
+            f"`trainshort prepare {config.corpus} --out {config.folder}`, or leave data.folder out."
+        )
+    return open_data(config.folder)
+
+
+def really(config: DataConfig, prepared: Prepared) -> DataConfig:
+    """The settings with what a named folder really holds, whatever corpus and tokenizer the settings say."""
+    if config.folder is None:
+        return config
+    held = prepared.meta.request
+    return config.replace(corpus=held.corpus, tokenizer=held.tokenizer, vocabulary=held.vocabulary or config.vocabulary)
 
 
 def _open_same(folder: Path, config: DataConfig) -> Prepared:
