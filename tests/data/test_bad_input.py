@@ -1,8 +1,11 @@
 """Input that cannot be used: the sentence names the file, the place and the remedy."""
 
+import json
 import os
 import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -68,7 +71,7 @@ def test_missing_and_empty_inputs_are_told(tmp_path: Path) -> None:
     refused(str(tmp_path / "no.txt"), r"no\.txt' is neither a known corpus nor a file or folder")
     refused(str(tmp_path), r"All 1 files of '.*' are empty|empty\.txt is empty")
     (tmp_path / "none").mkdir()
-    refused(str(tmp_path / "none"), r"none holds no \.txt, \.tokens, \.raw, \.jsonl, \.parquet file")
+    refused(str(tmp_path / "none"), r"none holds no \.txt, \.md, \.tokens, \.raw, \.jsonl, \.parquet file")
     refused(str(tmp_path / "*.jsonl"), r"No \.txt, .* file matches")
     (tmp_path / "a.pdf").write_text("x")
     refused(str(tmp_path / "a.pdf"), r"a\.pdf should end in one of \.txt")
@@ -82,12 +85,25 @@ def test_two_documents_cannot_be_split(tmp_path: Path) -> None:
         splitter(part(tmp_path, "a", 2), "strict")
 
 
-def test_a_hub_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    refused(
-        "nobody/nothing", r"'nobody/nothing' is no file or folder here or in \$TRAINSHORT_DATA, and the hub could not"
+def test_a_hub_that_does_not_answer_is_told_at_once_and_without_retries(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trainshort", "prepare", "nobody/nothing"]
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9"}  # where nobody listens
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "trainshort: 'nobody/nothing' is no file or folder here or in $TRAINSHORT_DATA, and the hub does not answer. "
+        "Check the network, or download the files and give their folder."
     )
+    assert "Retry" not in done.stderr
+    assert len(done.stderr.splitlines()) == 2, "what is being done, and why it cannot be"
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_stream_that_breaks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [json.dumps({"text": f"record {n}"}) + "\n" for n in range(50)]
+    (tmp_path / "train.jsonl").write_text("".join(lines) + "{not json\n")
+    with pytest.raises(InputError, match=r"stopped coming from the hub \(.+\)\. The same command continues\."):
+        list(find_corpus(f"hub:{tmp_path}").documents())
 
 
 # Files that are not what their name says

@@ -81,7 +81,7 @@ def test_jsonl_and_parquet_records_are_documents(tmp_path: Path) -> None:
     write_parquet(tmp_path / "b.parquet", [*records, None, "last"], group=2)
     (tmp_path / "c.txt").write_text("plain\n")
     (tmp_path / ".hidden.txt").write_text("no\n")
-    (tmp_path / "notes.md").write_text("no\n")
+    (tmp_path / "notes.rst").write_text("no\n")
     corpus = find_corpus(str(tmp_path))
     found = [record for record in records if record]
     assert texts(corpus) == [*found, *found, "last", "plain\n"]

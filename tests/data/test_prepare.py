@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -341,12 +342,39 @@ def test_the_command_prepares_and_reports_one_line(text: Path, tmp_path: Path) -
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("data/text-bpe300: tokens train ")
-    assert "vocabulary 300. 0.1 MB in " in lines[0]
+    assert re.search(r"vocabulary 300\. Read 1 file, \d+ documents, 0\.1 MB in \d", lines[0])
     assert " MB/s by 1 process." in lines[0]
     assert load_tokenizer(tmp_path / "data" / "text-bpe300").vocabulary == 300
     again = run_command("text.txt", "--vocabulary", "300", folder=tmp_path)
     assert again.returncode == 0
     assert again.stderr.startswith("Already prepared. data/text-bpe300: tokens train ")
+
+
+def test_a_folder_tells_what_was_read_and_what_was_not(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    (folder / ".git" / "objects").mkdir(parents=True)
+    (folder / "deep").mkdir()
+    for name in ("a.TXT", "b.md", "deep/c.txt", ".hidden.txt", ".git/objects/x.txt", ".git/y", "old.zip", "p.png"):
+        (folder / name).write_text(text.read_text() + name)
+    (folder / "empty.txt").touch()
+    (folder / "gone.txt").symlink_to("nowhere")
+    done = run_command("texts", "--tokenizer", "bytes", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stderr.strip().splitlines()
+    assert re.search(r"Read 3 files, \d+ documents, 0\.2 MB in ", first)
+    formats = ".txt, .md, .tokens, .raw, .jsonl, .parquet"
+    assert second == (
+        "Passed over 6: .git (hidden), .hidden.txt (hidden), gone.txt (no file, or a link to none), "
+        f"old.zip (an archive; unpack it first), p.png (not one of {formats}), empty.txt (empty)."
+    )
+
+
+def test_a_readme_beside_published_splits_is_not_text(tmp_path: Path) -> None:
+    for name in ("train.txt", "valid.txt", "test.txt", "README.md"):
+        (tmp_path / name).write_text(f"{name} is a text.\n" * 20)
+    corpus = find_corpus(str(tmp_path))
+    assert corpus.splits == ("test", "train", "valid")
+    assert corpus.passed_over == (("README.md", "lies beside files that are named train, valid or test"),)
 
 
 def test_a_terminal_shows_a_bar(text: Path, tmp_path: Path) -> None:

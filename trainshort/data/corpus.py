@@ -17,7 +17,7 @@ from pathlib import Path
 
 from trainshort import files
 from trainshort.data.document import Corpus
-from trainshort.data.files import SUFFIXES, FileCorpus, Kind, TextFile, file_corpus, folder_files
+from trainshort.data.files import SUFFIXES, FileCorpus, Kind, TextFile, file_corpus, folder_corpus, select, suffix
 from trainshort.data.hub import HubCorpus, MixedCorpus
 from trainshort.errors import InputError
 from trainshort.registry import Registry, did_you_mean
@@ -132,7 +132,7 @@ def _local(name: str, kind: Kind | None) -> Corpus | None:
     folder = Path(base) / name if base else None
     if folder is None or not folder.is_dir():
         return None
-    return file_corpus(name, folder_files(folder), folder, kind)
+    return folder_corpus(name, folder, kind)
 
 
 def find_corpus(name: str) -> Corpus:
@@ -143,10 +143,10 @@ def find_corpus(name: str) -> Corpus:
         raise InputError(f"A corpus is a name, path, glob or hub dataset of 1 to {LONGEST_NAME} characters.")
     path = Path(name).expanduser()
     if path.is_dir():
-        return file_corpus(name, folder_files(path), path)
+        return folder_corpus(name, path)
     if os.path.lexists(path):
         files.open_file(path, mend="Give a file with text in it.").close()  # says what else it is
-        if path.suffix not in SUFFIXES:
+        if suffix(path) not in SUFFIXES:
             raise InputError(
                 f"{path} should end in one of {', '.join(SUFFIXES)}; other formats are not read. "
                 "Rename it if it is plain text."
@@ -154,12 +154,12 @@ def find_corpus(name: str) -> Corpus:
         return file_corpus(name, [path])
     if glob.has_magic(name):
         found = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
-        found = [match for match in found if match.is_file() and match.suffix in SUFFIXES]
+        found, passed_over = select(found)
         if not found:
             raise InputError(f"No {', '.join(SUFFIXES)} file matches '{name}'.")
-        return file_corpus(name, found)
+        return file_corpus(name, found, passed_over=passed_over)
     dataset, _, config = name.removeprefix("hub:").partition(":")
-    if name.startswith("hub:") or (dataset.count("/") == 1 and path.suffix not in SUFFIXES and name[0] not in "./~"):
+    if name.startswith("hub:") or (dataset.count("/") == 1 and suffix(path) not in SUFFIXES and name[0] not in "./~"):
         return HubCorpus(dataset, config or None, given_name=name)
     raise InputError(
         f"'{name}' is neither a known corpus nor a file or folder.{did_you_mean(name, corpora.names())} "

@@ -76,6 +76,11 @@ class Corpus(Protocol):
         """The files whose content is the text; none where it is streamed."""
         ...
 
+    @property
+    def passed_over(self) -> Sequence[tuple[str, str]]:
+        """What lies beside them and is not read, each with the reason."""
+        ...
+
     def documents(self, cursor: Any = None, errors: Errors = "strict") -> Iterator[Document]:
         """All documents after `cursor`; bytes that are not UTF-8 are an error or become U+FFFD."""
         ...

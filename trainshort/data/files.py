@@ -1,4 +1,4 @@
-"""Text in files: one file, a folder or a glob of `.txt` (and WikiText's `.tokens`, `.raw`), `.jsonl`, `.parquet`.
+"""Text in files: one file, a folder or a glob of `.txt`, `.md`, WikiText's `.tokens`, `.raw`, or `.jsonl`, `.parquet`.
 
 A folder whose files are named train..., valid..., test... keeps those splits; otherwise the text counts as unsplit (see
 splits.py).
@@ -6,7 +6,7 @@ splits.py).
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,14 +15,16 @@ from trainshort.data.document import HEADING, Document, Errors, Row, articles, a
 from trainshort.data.rows import jsonl_rows, parquet_rows, stretch_rows, text_rows, whole_rows
 from trainshort.errors import InputError
 
-TEXT_SUFFIXES = (".txt", ".tokens", ".raw", ".py")
-SUFFIXES = (".txt", ".tokens", ".raw", ".jsonl", ".parquet")
+TEXT_SUFFIXES = (".txt", ".md", ".tokens", ".raw", ".py")
+SUFFIXES = (".txt", ".md", ".tokens", ".raw", ".jsonl", ".parquet")
+ARCHIVES = (".zip", ".gz", ".tgz", ".xz", ".bz2", ".zst", ".tar", ".7z", ".rar")
 STRETCHES = 256
 """A plain text is cut into about this many documents, as long as they keep a sensible size."""
 
 _SPLIT_NAME = re.compile(r"(?:wiki\.)?(?:(train|training)|(valid|validation|val|dev)|(test))(?:[-_.].*)?")
 
 Kind = Literal["whole", "stretches", "articles", "rows", "lines"]
+PassedOver = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class FileCorpus:
     name: str
     files: tuple[TextFile, ...]
     fingerprint: str
+    passed_over: tuple[tuple[str, str], ...] = ()
+    """What lies beside the files and is not read, each with the reason."""
     streamed: bool = False
 
     @property
@@ -74,20 +78,22 @@ class FileCorpus:
 
     def _rows(self, file: TextFile, position: Any, errors: Errors) -> Iterator[Row]:
         """The file's documents from a position on."""
-        if file.path.suffix in TEXT_SUFFIXES:
+        if suffix(file.path) in TEXT_SUFFIXES:
             if file.kind == "whole":
                 return whole_rows(file.path, position, errors)
             if file.kind == "articles":
                 return articles(text_rows(file.path, position, errors))
             return stretch_rows(file.path, position, errors, self.stretch)
-        read = jsonl_rows if file.path.suffix == ".jsonl" else parquet_rows
+        read = jsonl_rows if suffix(file.path) == ".jsonl" else parquet_rows
         rows = read(file.path, position, errors)
         if file.kind == "articles":
             return articles(as_lines(rows, blank=" \n"))
         return stretches(self.stretch)(as_lines(rows)) if file.kind == "lines" else rows
 
 
-def file_corpus(name: str, paths: list[Path], root: Path | None = None, kind: Kind | None = None) -> FileCorpus:
+def file_corpus(
+    name: str, paths: list[Path], root: Path | None = None, kind: Kind | None = None, passed_over: PassedOver = ()
+) -> FileCorpus:
     """A corpus of these files; `root` is the folder that was named, if one was. Without a `kind`, looks for it."""
     for path in paths:
         if not path.exists():
@@ -108,23 +114,58 @@ def file_corpus(name: str, paths: list[Path], root: Path | None = None, kind: Ki
     )
     digest = hashlib.sha256()
     for file in files:
-        shown = file.path.relative_to(root) if root else Path(file.path.name)
-        digest.update(f"{shown.as_posix()}\0{file.size}\0{file.kind}\0{file.split}\n".encode())
-    return FileCorpus(name, files, digest.hexdigest())
+        digest.update(f"{_shown(file.path, root)}\0{file.size}\0{file.kind}\0{file.split}\n".encode())
+    empty = [(_shown(path, root), "empty") for path in paths if not sizes[path]]
+    return FileCorpus(name, files, digest.hexdigest(), (*passed_over, *empty))
 
 
-def folder_files(folder: Path, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
-    """All text files below a folder, in the order of their names; hidden ones are left out."""
-    found = [
-        path
-        for path in folder.rglob("*")
-        if path.suffix in suffixes
-        and path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    ]
-    if not found:
-        raise InputError(f"{folder} holds no {', '.join(suffixes)} file. Name a folder with text in it.")
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+def folder_corpus(name: str, folder: Path, kind: Kind | None = None) -> FileCorpus:
+    """All text files below a folder, in the order of their names; what is not read is named with the reason."""
+    paths, passed_over = select(sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix()), folder)
+    if not paths:
+        raise InputError(f"{folder} holds no {', '.join(SUFFIXES)} file. Name a folder with text in it.")
+    return file_corpus(name, paths, folder, kind, passed_over)
+
+
+def select(paths: list[Path], root: Path | None = None) -> tuple[list[Path], list[tuple[str, str]]]:
+    """Those of the files that are read, and the others with the reason; a hidden folder is named once."""
+    found: list[Path] = []
+    others: dict[str, str] = {}
+    for path in paths:
+        parts = path.relative_to(root).parts if root else (path.name,)
+        hidden = next((index for index, part in enumerate(parts) if part.startswith(".")), None)
+        if hidden is not None:
+            others["/".join(parts[: hidden + 1])] = "hidden"
+        elif not path.is_dir():
+            if reason := _unread(path):
+                others[_shown(path, root)] = reason
+            else:
+                found.append(path)
+    # The README.md of a corpus with train, valid and test is about the text, and not of it.
+    texts = [path for path in found if suffix(path) != ".md"]
+    if len(texts) > 1 and all(_split_name(path, root) for path in texts):
+        notes = [path for path in found if path not in texts and not _split_name(path, root)]
+        others |= {_shown(path, root): "lies beside files that are named train, valid or test" for path in notes}
+        found = [path for path in found if path not in notes]
+    return found, list(others.items())
+
+
+def suffix(path: Path) -> str:
+    """How a file's name ends, in small letters: NOTES.TXT is a .txt."""
+    return path.suffix.lower()
+
+
+def _unread(path: Path) -> str | None:
+    """Why a file is not read, or None when it is."""
+    if suffix(path) in ARCHIVES:
+        return "an archive; unpack it first"
+    if suffix(path) not in SUFFIXES:
+        return f"not one of {', '.join(SUFFIXES)}"
+    return None if path.is_file() else "no file, or a link to none"
+
+
+def _shown(path: Path, root: Path | None) -> str:
+    return path.relative_to(root).as_posix() if root else path.name
 
 
 def _split_name(path: Path, root: Path | None) -> str | None:
@@ -138,13 +179,13 @@ def _split_name(path: Path, root: Path | None) -> str | None:
 
 def _kind(path: Path) -> Kind:
     """WikiText is known by its first title; other texts are cut into stretches, and records are documents."""
-    if path.suffix == ".jsonl":
+    if suffix(path) == ".jsonl":
         return "rows"
-    if path.suffix == ".parquet":
+    if suffix(path) == ".parquet":
         rows = as_lines(parquet_rows(path, None, "replace"), blank=" \n")
     else:
         rows = text_rows(path, None, "replace")
     for _, row in zip(range(3), rows, strict=False):
         if HEADING.fullmatch(row.text):
             return "articles"
-    return "rows" if path.suffix == ".parquet" else "stretches"
+    return "rows" if suffix(path) == ".parquet" else "stretches"

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from trainshort.data.document import Corpus, Document, Errors, Grouping, Row, articles, as_lines, each, stretches
 from trainshort.data.files import Kind
@@ -17,6 +19,10 @@ from trainshort.errors import InputError
 
 STRETCH = 1 << 16
 """Characters of a document that is gathered from rows which are single lines."""
+BUILDERS = ("text", "json", "csv", "parquet")
+"""Names by which `datasets` reads files from anywhere, without asking the hub."""
+PATIENCE = 5.0
+"""Seconds that the hub has for an answer."""
 SNAPSHOT_ROWS = 1000
 """Rows between two states of the stream; resuming skips fewer rows than this."""
 
@@ -25,7 +31,8 @@ _SPLITS = {"train": "train", "validation": "valid", "valid": "valid", "val": "va
 
 @dataclass(frozen=True)
 class HubCorpus:
-    """A dataset by its hub name (or a local folder that `datasets` can load); the cursor is [split, state, rows]."""
+    """A dataset by its hub name (or a local folder that `datasets` can load); the cursor is
+    [split, state, rows, characters]."""
 
     path: str
     config: str | None = None
@@ -37,6 +44,7 @@ class HubCorpus:
     given_name: str | None = None
     streamed: bool = True
     paths: tuple[Path, ...] = ()
+    passed_over: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -58,12 +66,14 @@ class HubCorpus:
     def documents(self, cursor: Any = None, errors: Errors = "strict") -> Iterator[Document]:
         streams = self._streams()
         names = list(streams)
-        first, state, skip = cursor or (names[0], None, 0)
+        first, state, skip, *rest = cursor or (names[0], None, 0)
+        done = rest[0] if rest else 0
         for name in names[names.index(first) :]:
             rows = _stream_rows(self.name, streams[name], state, skip)
             for row in self._group()(rows):
                 if row.text:
-                    yield Document(row.text, name, [name, *row.after], 0)
+                    done += len(row.text)
+                    yield Document(row.text, name, [name, *row.after, done], done)
             state, skip = None, 0
 
     def _streams(self) -> dict[str, Any]:
@@ -71,8 +81,17 @@ class HubCorpus:
         try:
             import datasets
             import datasets.exceptions
+            import huggingface_hub
         except ImportError:
             raise InputError(f"'{self.name}' is read through datasets: pip install 'trainshort[hf]'.") from None
+        datasets.logging.set_verbosity_error()  # retries are theirs to make, and not the user's to read
+        huggingface_hub.logging.set_verbosity_error()
+        local = self.path in BUILDERS or Path(self.path).exists()
+        if not local and not hub_answers():
+            raise InputError(
+                f"'{self.name}' is no file or folder here or in $TRAINSHORT_DATA, and the hub does not answer. "
+                "Check the network, or download the files and give their folder."
+            )
         try:
             loaded = datasets.load_dataset(self.path, self.config, streaming=True, **self.options)
         except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
@@ -99,7 +118,7 @@ def _stream_rows(name: str, stream: Any, state: Any, skip: int) -> Iterator[Row]
     if state is not None:
         stream.load_state_dict(state)
     since = 0
-    for record in stream:
+    for record in _told(name, stream):
         if not isinstance(record.get("text"), str):
             raise InputError(f"'{name}' should have a column 'text' with strings; its columns are {', '.join(record)}.")
         since += 1
@@ -107,6 +126,30 @@ def _stream_rows(name: str, stream: Any, state: Any, skip: int) -> Iterator[Row]
             yield Row(record["text"], (state, since))
         if since == SNAPSHOT_ROWS:
             state, since, skip = stream.state_dict(), 0, 0
+
+
+def _told(name: str, stream: Any) -> Iterator[Any]:
+    """The same records; a network that breaks, in whatever of many ways, is a sentence."""
+    try:
+        yield from stream
+    except Exception as error:  # of the network, of the files, of the libraries that read them
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        raise InputError(f"'{name}' stopped coming from the hub ({reason}). The same command continues.") from None
+
+
+def hub_answers() -> bool:
+    """Whether the hub can be reached, found out at once instead of in half a minute of retries."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=PATIENCE).close()
+    except HTTPError:
+        return True  # a refusal is an answer too
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -132,6 +175,10 @@ class MixedCorpus:
     @property
     def streamed(self) -> bool:
         return any(part.streamed for part, _ in self.parts)
+
+    @property
+    def passed_over(self) -> tuple[tuple[str, str], ...]:
+        return tuple(one for part, _ in self.parts for one in part.passed_over)
 
     @property
     def paths(self) -> tuple[Path, ...]:

@@ -35,6 +35,8 @@ from trainshort.errors import InputError
 
 PIECE_CHARACTERS = 1 << 20
 COMMIT_SECONDS = 1.0
+NAMED_OTHERS = 8
+"""Names of files that were not read which are shown; there can be thousands."""
 WORTH_A_WORKER = 1 << 23
 """Bytes of text below which starting another process costs more time than it saves."""
 
@@ -70,11 +72,14 @@ def prepare(
     if is_data(folder):
         return _open_same(folder, config)
     corpus = find_corpus(config.corpus)
+    shown = Progress(progress)
+    if corpus.streamed:
+        shown.say(f"Reading '{corpus.name}' from the hub, as it is encoded ...")
     _ = corpus.splits  # a hub that does not answer is told before a folder is made
     if workers is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = cores if corpus.size is None else min(cores, max(1, corpus.size // WORTH_A_WORKER))
-    job = Job(config, corpus, make_request(config, corpus), folder, errors, workers, Progress(progress))
+    job = Job(config, corpus, make_request(config, corpus), folder, errors, workers, shown)
     with _readable_disk_errors(folder), files.locked(files.make_folder(folder)):  # others wait
         if is_data(folder):  # another process was quicker, as under torchrun
             return _open_same(folder, config)
@@ -242,11 +247,23 @@ def _finish(job: Job) -> Prepared:
 
 
 def _report(job: Job, prepared: Prepared, encoded: int, seconds: float) -> None:
-    megabytes, processes = encoded / 1e6, "1 process" if job.workers == 1 else f"{job.workers} processes"
-    job.progress.say(
-        f"{describe(prepared)}. {megabytes:.1f} MB in {job.progress.seconds:.1f} s, "
-        f"encoded at {megabytes / max(seconds, 1e-9):.1f} MB/s by {processes}."
+    splits = prepared.meta.splits.values()
+    read = (
+        f"{sum(split.documents for split in splits):,} documents, {sum(split.bytes for split in splits) / 1e6:.1f} MB"
     )
+    if count := len(job.corpus.paths):
+        read = f"{count:,} {'file' if count == 1 else 'files'}, {read}"
+    rate, processes = (
+        encoded / 1e6 / max(seconds, 1e-9),
+        "1 process" if job.workers == 1 else f"{job.workers} processes",
+    )
+    job.progress.say(
+        f"{describe(prepared)}. Read {read} in {job.progress.seconds:.1f} s, encoded at {rate:.1f} MB/s by {processes}."
+    )
+    if others := job.corpus.passed_over:
+        named = ", ".join(f"{name} ({why})" for name, why in others[:NAMED_OTHERS])
+        more = f" and {len(others) - NAMED_OTHERS:,} more" if len(others) > NAMED_OTHERS else ""
+        job.progress.say(f"Passed over {len(others):,}: {named}{more}.")
 
 
 def describe(prepared: Prepared) -> str:

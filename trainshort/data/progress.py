@@ -24,10 +24,10 @@ class Progress:
             yield self
             return
         from rich.console import Console
-        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
         from rich.progress import Progress as Bar
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
         with Bar(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as self._bar:
             yield self
         self._bar = None

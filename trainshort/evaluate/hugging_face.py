@@ -18,8 +18,6 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import numpy as np
 import torch
@@ -27,6 +25,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from trainshort.data.hub import hub_answers
 from trainshort.errors import InputError
 from trainshort.evaluate.slopes import Slopes
 from trainshort.evaluate.target import PRECISIONS, Speller, Target
@@ -39,8 +38,6 @@ TABLE_SETTINGS = {"mpt": "max_seq_len"}
 """Model types whose ALiBi has no limit but is written out as far as a setting says; longer inputs need a larger one."""
 
 PROBE_TOKENS = 8
-PATIENCE = 5.0
-"""Seconds in which the hub has to answer."""
 
 
 class HuggingFaceTarget(Target):
@@ -196,7 +193,7 @@ def _source(name: str) -> str:
     left on this machine, in place of half a minute of retries."""
     if find_spec("transformers") is None:
         raise InputError("Hugging Face models need the hf extra: pip install 'trainshort[hf]'.")
-    if Path(name).is_dir() or _hub_answers():
+    if Path(name).is_dir() or hub_answers():
         return name
     from huggingface_hub import snapshot_download
 
@@ -207,20 +204,6 @@ def _source(name: str) -> str:
             f"There is no folder '{name}' here, the hub does not answer, and no earlier download of '{name}' is on "
             "this machine. Check the name and the network, or give a run folder or a saved model's folder."
         ) from None
-
-
-def _hub_answers() -> bool:
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=PATIENCE).close()
-    except HTTPError:
-        return True  # a refusal is an answer too
-    except OSError:
-        return False
-    return True
 
 
 def _refuse_pickles(name: str) -> None:
