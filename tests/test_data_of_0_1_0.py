@@ -10,10 +10,11 @@ import torch
 from trainshort.checkpoint import load_model
 from trainshort.cli import main
 from trainshort.config import load_config
+from trainshort.evaluate.results import Evaluation
 from trainshort.files import is_sealed, read_sealed
 from trainshort.journal import read_checked
 from trainshort.model import TransformerLM
-from trainshort.recipes.names import run_name
+from trainshort.runs import run_name
 
 STORED = Path(__file__).parent / "data_of_0_1_0"
 RUN = "runs/tiny"
@@ -61,8 +62,9 @@ def test_stored_results_are_read_and_marked_as_unsealed(place):
     assert {checksum for _, checksum in read_checked(place / RUN / "metrics.jsonl")} == {None}
     before = stored.read_bytes()
     command("evaluate", RUN, "--lengths", "1x", "2x")
-    after = [path.read_text() for path in (place / RUN / "eval").glob("*.json")]
-    assert [json.loads(text)["rows"] for text in after] == [json.loads(before)["rows"]]  # nothing is scored again
+    (after,) = (path.read_bytes() for path in (place / RUN / "eval").glob("*.json"))
+    rows, kept = (Evaluation.read(json.loads(text)).rows for text in (before, after))
+    assert rows == kept  # nothing is scored again
     command("report", "runs")
 
 

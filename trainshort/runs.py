@@ -10,6 +10,8 @@
 stopped ten times equals that of a run that never was, apart from times.
 """
 
+import hashlib
+import json
 import os
 import platform
 import subprocess
@@ -143,6 +145,15 @@ def _refuse_another_run(stored: RunConfig, asked: RunConfig, path: Path, *, begu
 def is_harmless(name: str, value: Any) -> bool:
     """Whether this value of a setting moves no result beyond rounding."""
     return name in HARMLESS or (name == "model.tolerance" and value is not None and value <= ROUNDING)
+
+
+def run_name(config: RunConfig) -> str:
+    """A folder's name by what the run is, so that none is trained twice or mistaken for another: words to read, and a
+    digest of everything that moves a result: alibi-128-1f2e3d4c."""
+    flat = flatten(config.identity())
+    settings = {name: value for name, value in flat.items() if not is_harmless(name, value)}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{config.model.position}-{config.train.length}-{digest}"
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

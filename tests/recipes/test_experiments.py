@@ -8,10 +8,17 @@ from trainshort.config import RunConfig
 from trainshort.errors import InputError
 from trainshort.recipes import recipes
 from trainshort.recipes.catalog import recipe_name
-from trainshort.recipes.experiments import Reading, choose, experiments, reseeded
-from trainshort.recipes.names import run_name
-from trainshort.recipes.published import published
+from trainshort.recipes.experiments import (
+    Reading,
+    choose,
+    choose_methods,
+    experiments,
+    published,
+    reseeded,
+    with_methods,
+)
 from trainshort.recipes.scales import PAPER_GPUS, Variant, scales
+from trainshort.runs import run_name
 
 TABLES = [f"table{n}" for n in range(1, 16)]
 FIGURES = [f"fig{n}" for n in (1, 2, 4, 5, 6, 7, 8, 9, 11)]
@@ -118,7 +125,7 @@ def test_seeds_change_the_models_and_nothing_else():
 
 def test_names_are_read_generously_and_unknown_ones_help():
     assert [one.name for one in choose(["Table 5", "Fig. 1", "figure 11"])] == ["table5", "fig1", "fig11"]
-    with pytest.raises(InputError, match=r"Unknown table or figure 'table16'. Did you mean 'table"):
+    with pytest.raises(InputError, match=r"Unknown experiment 'table16'. Did you mean 'table"):
         choose(["table16"])
     with pytest.raises(InputError, match="Figure 3 is a drawing"):
         choose(["Figure 3"])
@@ -147,3 +154,35 @@ def test_the_papers_numbers_are_the_papers(name):
 
 def test_no_published_number_was_lost():
     assert len(numbers(published())) > 900
+
+
+@pytest.mark.parametrize("name", ["demo", "table1", "table2", "table5", "table6", "table9", "table11", "fig1", "fig5"])
+def test_methods_of_ones_own_take_the_papers_cells(name):
+    one = choose([name])[0]
+    (ours,) = choose_methods([one], ["mine", "sinusoidal"], named=True)
+    assert set(ours.methods) == {"mine", "sinusoidal"}
+    mine = [cell for cell in ours.cells if cell.variant and cell.variant.position == "mine"]
+    alibi = [cell for cell in one.cells if cell.variant and cell.variant.position == "alibi"]
+    assert [(cell.reading, cell.quantity, cell.variant.length) for cell in mine] == [
+        (cell.reading, cell.quantity, cell.variant.length) for cell in alibi
+    ]
+    assert all(cell.published is None and "ALiBi" not in cell.row + cell.column for cell in mine)
+    assert all("mine" in cell.row + cell.column for cell in mine)
+    theirs = [cell for cell in one.cells if cell.variant and cell.variant.position == "sinusoidal"]
+    assert [cell for cell in ours.cells if cell.variant and cell.variant.position == "sinusoidal"] == theirs
+    assert with_methods(one, one.methods) == one
+
+
+def test_a_table_of_one_method_has_no_methods_to_choose():
+    with pytest.raises(InputError, match=r"table15 is about one position method \(ALiBi\), so --methods says nothing"):
+        choose_methods(choose(["table5", "table15"]), ["none"], named=True)
+    assert "table15" not in [one.name for one in choose_methods(choose([]), ["none"], named=False)]
+
+
+def test_one_model_has_one_name_and_its_length_is_in_it():
+    made = [recipes.get(name)() for name in recipes.names()]
+    assert len({config.model_dump_json() for config in made}) == len(made)
+    for name in recipes.names():
+        if not name.startswith("demo-"):
+            assert name.endswith(f"-{recipes.get(name)().train.length}")
+    assert recipes.get("demo-alibi")().train.length == 128

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from trainshort.config import RunConfig, save_config
 from trainshort.evaluate.results import Evaluation, Row, save
-from trainshort.recipes.names import run_name
 from trainshort.recipes.scales import Scale, Variant, scales
+from trainshort.runs import run_name
 
 LAPTOP: Scale = scales.get("laptop")
 TOKENS = 1000

@@ -172,7 +172,7 @@ def test_plan_commands_are_plain_without_many_gpus():
     ("options", "sentence"),
     [
         ({"scale": "laptp"}, "Unknown scale 'laptp'. Did you mean 'laptop'? Known: laptop, gpu, paper."),
-        ({"only": "tabel5"}, "Unknown table or figure 'tabel5'. Did you mean 'table5'?"),
+        ({"only": "tabel5"}, "Unknown experiment 'tabel5'. Did you mean 'table5'?"),
         ({"launcher": "slrm"}, "Unknown launcher 'slrm'. Did you mean 'slurm'? Known: local, slurm."),
         ({"seeds": 0}, "--seeds is a number from 1 to 9, got 0."),
         ({"scale": "paper", "only": "table5"}, "The paper's scale does not run on one machine. See --plan"),

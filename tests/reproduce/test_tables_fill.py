@@ -2,6 +2,7 @@
 alone, on its own text; and none stays empty."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -13,8 +14,10 @@ from trainshort.claims.collection import collect
 from trainshort.claims.measured import View
 from trainshort.evaluate.query import best_step, find, rows
 from trainshort.files import write_sealed
-from trainshort.recipes.experiments import choose
+from trainshort.recipes.experiments import choose, choose_methods
 from trainshort.recipes.scales import Variant
+from trainshort.report.build import write_report
+from trainshort.report.headline import find_headline
 from trainshort.reproduce import tasks
 from trainshort.reproduce.tasks import assign
 from trainshort.reproduce.work import work
@@ -164,3 +167,20 @@ def test_weights_that_are_no_longer_the_best_do_not_answer(scale, together, tmp_
     assert best_step(folder) == 4
     assert {one.target["step"] for one in evaluations(folder)} == {4}
     assert numbers(tmp_path, scale) == together
+
+
+def test_a_method_that_the_paper_has_not_gets_its_rows_and_its_curve(scale, tmp_path):
+    """No name but the paper's may be needed anywhere: not for a table, a figure, a colour or a sample."""
+    chosen = choose_methods(choose(["demo", "table5"]), ["alibi", "none"], named=True)
+    chosen = [replace(one, cells=tuple(c for c in one.cells if c.variant.length == 512)) for one in chosen]
+    for task in assign(chosen, scale).tasks:
+        work(task, tmp_path / "runs")
+    collection = collect([tmp_path / "runs"])
+    collection.__dict__["scale"] = scale  # one for tests, which no registry knows
+    page = write_report(collection, tmp_path / "report").read_text(encoding="utf-8")
+    headline = find_headline(collection)
+    assert headline is not None
+    assert [line.name for line in headline.lines] == ["ALiBi", "None"]
+    table = page[page.index('id="table5"') :].partition("</table>")[0]
+    assert re.search(r'<th scope="row">None, L = 512</th>\s*(<td></td>\s*)*<td><a href="data/', table)
+    assert not re.search(r'<th scope="row">None, L = 64</th>', table)  # no number here, none in the paper: no row

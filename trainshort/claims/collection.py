@@ -17,10 +17,8 @@ from trainshort.evaluate.query import Query, Stored, find, rows
 from trainshort.evaluate.results import Row
 from trainshort.files import read_sealed
 from trainshort.journal import read_lines
-from trainshort.recipes.experiments import experiments, reseeded
-from trainshort.recipes.names import run_name
-from trainshort.recipes.scales import Scale, Variant, scales
-from trainshort.runs import RunFolder, read_metrics
+from trainshort.recipes.scales import LENGTHS, SETUPS, Scale, Variant, scales
+from trainshort.runs import RunFolder, read_metrics, run_name
 
 COST_FILE = "cost.json"
 COST_FORMAT = 1
@@ -78,7 +76,11 @@ class Collection:
     @cached_property
     def scale(self) -> Scale | None:
         """The scale that most of the runs belong to; None when they are somebody's own."""
-        counts = {name: sum(run in self.runs or run in self.costs for run in variants(name)) for name in scales.names()}
+        runs = {name: (run.config.model.position, run.config.train.seed) for name, run in self.runs.items()}
+        known = {name: (str(entry["position"]), 1) for name, entry in self.costs.items()} | runs
+        counts = {
+            name: sum(_made_at(scale, run, *which) for run, which in known.items()) for name, scale in scales.items()
+        }
         best = max(counts, key=lambda name: counts[name])
         return scales.get(best) if counts[best] else None
 
@@ -93,15 +95,14 @@ class Collection:
         return self.runs.get(self.name(variant, scale))
 
 
-def variants(scale_name: str) -> dict[str, Variant]:
-    """All runs that the experiments of a scale can have, by run name."""
-    scale = scales.get(scale_name)
-    wanted: dict[Variant, None] = {}
-    for _, build in experiments.items():
-        for seed in SEEDS:
-            one = reseeded(build(), seed)
-            wanted.update(dict.fromkeys((*one.variants(scale), *one.measured_apart(scale))))
-    return {run_name(scale.config(variant)): variant for variant in wanted}
+def _made_at(scale: Scale, name: str, position: str, seed: int) -> bool:
+    """Whether a run of this name is a model of the scale, by whatever position method."""
+    length = name.removeprefix(f"{position}-").partition("-")[0]
+    setups = SETUPS[:1] if scale.stand_in else SETUPS
+    wanted = [
+        Variant(setup, position, at, seed) for setup in setups for at in LENGTHS if str(scale.length(at)) == length
+    ]
+    return any(run_name(scale.config(variant)) == name for variant in wanted)
 
 
 def collect(paths: Sequence[Path]) -> Collection:

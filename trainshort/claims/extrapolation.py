@@ -2,7 +2,7 @@
 
 from trainshort.claims.measured import Measured, View
 from trainshort.claims.verdicts import Outcome, claim, missing, sources, verdict
-from trainshort.recipes.experiments import NAMES, Reading, queries
+from trainshort.recipes.experiments import Reading, method_name, queries
 from trainshort.recipes.scales import Variant
 
 BASE = 512
@@ -51,7 +51,7 @@ def extrapolation_order(view: View) -> Outcome:
     reach = [one[0] for one in found.values() if one]
     if any(one and one[1] and one[0] < max(reach) for one in found.values()):
         return missing("the four methods read equally far (`--only demo`)")  # a short one may yet go on
-    text = ", ".join(f"{NAMES[m]} {one[0]:,}{'+' if one[1] else ''}" for m, one in found.items() if one)
+    text = ", ".join(f"{method_name(m)} {one[0]:,}{'+' if one[1] else ''}" for m, one in found.items() if one)
     ordered = reach == sorted(reach) and reach[0] < reach[-1]
     reason = f"Longest length at most {SLACK - 1:.0%} above the perplexity at its own; +: no longer one was tried."
     return Outcome(verdict(ordered), text, reason, sources(*(one[2] for one in found.values() if one)))

@@ -32,6 +32,10 @@ class Claim:
     oddity: bool = False
     """Whether it is an inconsistency of the paper and not one of its claims."""
 
+    @property
+    def summary(self) -> str:
+        return self.statement
+
 
 claims: Registry[Claim] = Registry("claim")
 
@@ -61,8 +65,13 @@ def sources(*measured: Measured | None) -> tuple[Path, ...]:
     return tuple(dict.fromkeys(path for one in measured if one for path in one.sources))
 
 
+def all_claims() -> Registry[Claim]:
+    """The registry, filled."""
+    from trainshort.claims import cost, extrapolation, oddities  # noqa: F401  (each files its checks)
+
+    return claims
+
+
 def judge(view: View) -> list[tuple[Claim, Outcome]]:
     """Every claim with its outcome."""
-    from trainshort.claims import cost, extrapolation, oddities  # noqa: F401  (fill the registry)
-
-    return [(one, one.check(view)) for _, one in claims.items()]
+    return [(one, one.check(view)) for _, one in all_claims().items()]

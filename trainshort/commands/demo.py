@@ -13,9 +13,12 @@ class Demo:
 
     Examples:
       trainshort demo
+      trainshort demo --methods alibi,none
       trainshort demo --out /tmp/runs --report /tmp/report
     """
 
+    methods: str = ""
+    """Position methods in place of the paper's four, such as alibi,none or your own."""
     out: Path | None = None
     """Folder of the runs. Default: runs/laptop."""
     report: Path | None = None
@@ -24,4 +27,4 @@ class Demo:
     def run(self) -> None:
         from trainshort.commands.reproduce import Reproduce
 
-        Reproduce(only="demo", out=self.out, report=self.report).run()
+        Reproduce(only="demo", methods=self.methods, out=self.out, report=self.report).run()

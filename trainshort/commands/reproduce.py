@@ -16,6 +16,7 @@ class Reproduce:
       trainshort reproduce --only demo
       trainshort reproduce --scale laptop --only table5,fig1
       trainshort reproduce --scale laptop --only table6 --seeds 3
+      trainshort reproduce --only table2 --methods alibi,rotary,none
       trainshort reproduce --scale paper --plan
       trainshort reproduce --scale gpu --only table2 --launcher slurm --site site.toml
     """
@@ -24,6 +25,8 @@ class Reproduce:
     """laptop (two cores, minutes), gpu (one GPU, hours) or paper (8 to 128 GPUs, days)."""
     only: str = ""
     """Tables and figures by name, such as demo,table5,fig1. Default: all."""
+    methods: str = ""
+    """Position methods in place of the paper's, such as alibi,mine: in the demo and in tables that compare some."""
     seeds: int = 1
     """Train every model with so many seeds; the report gives mean and spread."""
     launcher: str = "local"
@@ -43,13 +46,19 @@ class Reproduce:
         from rich.console import Console
 
         from trainshort.errors import InputError
-        from trainshort.recipes.experiments import choose
+        from trainshort.recipes.experiments import choose, choose_methods
         from trainshort.recipes.scales import scales
         from trainshort.registry import did_you_mean
         from trainshort.reproduce.cluster import read_site
 
         scale = scales.get(self.scale)
         chosen = choose(self.only.split(","))
+        if methods := [name.strip() for name in self.methods.split(",") if name.strip()]:
+            from trainshort.positions import positions
+
+            for name in methods:
+                positions.get(name)  # an unknown one is told before anything is computed
+            chosen = choose_methods(chosen, methods, named=bool(self.only.strip()))
         if self.launcher not in LAUNCHERS:
             hint = did_you_mean(self.launcher, LAUNCHERS)
             raise InputError(f"Unknown launcher '{self.launcher}'.{hint} Known: {', '.join(LAUNCHERS)}.")

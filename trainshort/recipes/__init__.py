@@ -1,9 +1,12 @@
-"""Experiments by name: functions that return a `RunConfig`. No torch here.
+"""Settings of whole runs by name: functions that return a `RunConfig`. No torch here.
 
-@recipes.register("my-experiment")
-def my_experiment() -> RunConfig:
+@recipes.register("my-recipe")
+def my_recipe() -> RunConfig:
     \"\"\"One line that `trainshort list recipes` shows.\"\"\"
     return RunConfig(...)
+
+Reading order: scales (which text, which model, how long), experiments (what a table needs), paper_tables and
+paper_figures (the paper's), catalog (a recipe for each of their models).
 """
 
 from collections.abc import Callable
@@ -13,4 +16,4 @@ from trainshort.registry import Registry
 
 recipes: Registry[Callable[[], RunConfig]] = Registry("recipe")
 
-from trainshort.recipes import catalog, demo  # noqa: E402, F401  (fills the registry)
+from trainshort.recipes import catalog  # noqa: E402, F401  (fills the registry)

@@ -1,23 +1,32 @@
-"""A recipe for every model that a table or figure needs, at every scale.
+"""A recipe for every model that an experiment needs, at every scale.
 
 `trainshort train paper-wikitext103-alibi-512`
+
+The demo's models are the laptop's that stand for the paper's 512 tokens, and are called by the demo: `demo-alibi`.
 """
 
 from collections.abc import Callable
 
 from trainshort.config import RunConfig
 from trainshort.recipes import recipes
-from trainshort.recipes.experiments import NAMES, experiments
+from trainshort.recipes.experiments import experiments, method_name
 from trainshort.recipes.scales import Scale, Variant, scales
+
+DEMO_LENGTH = 512
+"""The paper's training length that the demo stands for."""
+BESIDE = ("none",)
+"""Methods that no experiment asks for, but which the demo's model can be trained with by name."""
 
 
 def recipe_name(scale: Scale, variant: Variant) -> str:
     """paper-wikitext103-alibi-512; where one corpus stands for all, without its name: gpu-alibi-512.
 
-    The length is the paper's at every scale, since it is the paper's model that is meant.
+    The length is the one that is trained at: what stands for the paper's 256 at the laptop is laptop-alibi-64.
     """
+    if scale.name == "laptop" and variant.length == DEMO_LENGTH:
+        return f"demo-{variant.position}"
     setup = "" if scale.stand_in else f"{variant.setup}-"
-    return f"{scale.name}-{setup}{variant.position}-{variant.length}"
+    return f"{scale.name}-{setup}{variant.position}-{scale.length(variant.length)}"
 
 
 def _add(scale: Scale, variant: Variant) -> None:
@@ -25,7 +34,7 @@ def _add(scale: Scale, variant: Variant) -> None:
         return scale.config(variant)
 
     length = scale.length(variant.length)
-    recipe.__doc__ = f"{NAMES[variant.position]} trained at {length} tokens; {scale.summary}."
+    recipe.__doc__ = f"{method_name(variant.position)} trained at {length:,} tokens; {scale.summary}."
     entry: Callable[[], RunConfig] = recipe
     name = recipe_name(scale, variant)
     if name not in recipes:
@@ -36,3 +45,5 @@ for _, _scale in scales.items():
     for _, _build in experiments.items():
         for _variant in _build().variants(_scale):
             _add(_scale, _variant)
+for _position in BESIDE:
+    _add(scales.get("laptop"), Variant("wikitext103", _position, DEMO_LENGTH))

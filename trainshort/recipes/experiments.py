@@ -1,4 +1,5 @@
-"""What an experiment is: the paper's cells, each with the model and the reading that give its number. No torch.
+"""What an experiment is: a table or figure of the paper, or the demo's set. It is its cells, each with the model and
+the reading that give its number. No torch.
 
 A table is its cells and nothing else. Which models to train and which evaluations to run follows from them, at every
 scale, so that a table and what is computed for it cannot drift apart.
@@ -6,9 +7,12 @@ scale, so that a table and what is computed for it cannot drift apart.
     Cell("ALiBi, L = 512", "3072", 18.40, "perplexity", Variant("wikitext103", "alibi", 512), Reading(3072))
 """
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
 
 from trainshort.errors import InputError
 from trainshort.evaluate.query import Query
@@ -26,6 +30,19 @@ UNITS: dict[Quantity, str] = {
 }
 
 NAMES = {"alibi": "ALiBi", "sinusoidal": "Sinusoidal", "rotary": "Rotary", "t5": "T5 bias", "none": "None"}
+
+
+def method_name(position: str) -> str:
+    """A position method as people read it; one that the paper does not have keeps the name it was registered by."""
+    return NAMES.get(position, position)
+
+
+@cache
+def published() -> dict[str, Any]:
+    """Every number the paper prints, by table and figure, as data that ships with the package. Lengths that are keys
+    are strings there, as JSON has them."""
+    text = resources.files("trainshort.recipes").joinpath("published.json").read_text(encoding="utf-8")
+    return json.loads(text)
 
 
 @dataclass(frozen=True)
@@ -100,10 +117,15 @@ class Experiment:
         cells = (c for c in self.cells if c.variant == variant and c.possible(self.name, scale))
         return list(dict.fromkeys(c.reading for c in cells if c.quantity == "learning curve" and c.reading))
 
+    @property
+    def methods(self) -> list[str]:
+        """Position methods of its models, in the order of the cells."""
+        return list(dict.fromkeys(cell.variant.position for cell in self.cells if cell.variant))
 
-experiments: Registry[Callable[[], Experiment]] = Registry("table or figure")
 
-from trainshort.recipes import figures, tables  # noqa: E402, F401  (fills the registry)
+experiments: Registry[Callable[[], Experiment]] = Registry("experiment")
+
+from trainshort.recipes import paper_figures, paper_tables  # noqa: E402, F401  (fills the registry)
 
 
 def choose(names: Iterable[str]) -> list[Experiment]:
@@ -131,6 +153,41 @@ def queries(scale: Scale, reading: Reading) -> list[Query]:
 def moments(scale: Scale, reading: Reading) -> Query:
     """The evaluation of a learning curve's checkpoints, without overlap on little text; the step is left open."""
     return Query(reading.split, None, scale.sliding_tokens)
+
+
+def with_methods(experiment: Experiment, methods: Iterable[str]) -> Experiment:
+    """The same experiment with these position methods, whether the paper has them or not.
+
+    A method that it has not gets the cells of one that it has, ALiBi's where there are any, without published numbers:
+
+        Cell("ALiBi, L = 512", "3072", 18.40, ..., alibi)   →   Cell("mine, L = 512", "3072", None, ..., mine)
+    """
+    wanted, known = list(dict.fromkeys(methods)), experiment.methods
+    model = "alibi" if "alibi" in known else known[0]
+    kept = [cell for cell in experiment.cells if cell.variant is None or cell.variant.position in wanted]
+    like = [cell for cell in experiment.cells if cell.variant and cell.variant.position == model]
+    added = [_for_method(cell, method) for method in wanted if method not in known for cell in like]
+    return replace(experiment, cells=(*kept, *added))
+
+
+def _for_method(cell: Cell, method: str) -> Cell:
+    assert cell.variant
+    old, new = method_name(cell.variant.position), method_name(method)
+    row, column = cell.row.replace(old, new), cell.column.replace(old, new)
+    return replace(cell, row=row, column=column, published=None, variant=replace(cell.variant, position=method))
+
+
+def choose_methods(chosen: list[Experiment], methods: list[str], *, named: bool) -> list[Experiment]:
+    """The experiments with these methods instead of the paper's. One about a single method is refused if it was named,
+    else left out."""
+    varied = [one for one in chosen if len(one.methods) > 1]
+    if named and len(varied) < len(chosen):
+        single = next(one for one in chosen if one not in varied)
+        raise InputError(
+            f"{single.name} is about one position method ({method_name(single.methods[0])}), so --methods says nothing "
+            "there. Choose demo, or a table that compares methods, such as table2 or table5."
+        )
+    return [with_methods(one, methods) for one in varied]
 
 
 def reseeded(experiment: Experiment, seed: int) -> Experiment:

@@ -8,10 +8,9 @@ from pathlib import Path
 from trainshort.claims.collection import Collection, Run
 from trainshort.evaluate.query import Stored
 from trainshort.evaluate.results import Row, interval, perplexity
-from trainshort.recipes.experiments import NAMES
-from trainshort.recipes.names import run_name
-from trainshort.recipes.published import published
+from trainshort.recipes.experiments import method_name, published
 from trainshort.report.figures import Figure, Series, color
+from trainshort.runs import run_name
 
 PAPER_LENGTH = 512
 ORDER = ("alibi", "t5", "rotary", "sinusoidal")
@@ -66,7 +65,7 @@ def find_headline(collection: Collection) -> Headline | None:
     lines = []
     for group in groups.values():
         position = group[0][0].config.model.position
-        name = NAMES.get(position, position) if positions[position] == 1 else group[0][0].name
+        name = method_name(position) if positions[position] == 1 else group[0][0].name
         lines.append(_line(name, position, [stored for _, stored in group], length))
     rank = {position: index for index, position in enumerate(ORDER)}
     lines.sort(key=lambda line: (rank.get(line.position, 9), line.name))

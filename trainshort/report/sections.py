@@ -11,7 +11,7 @@ from trainshort.claims.collection import Collection, Run
 from trainshort.claims.measured import View
 from trainshort.evaluate.results import Row
 from trainshort.files import read_sealed
-from trainshort.recipes.experiments import NAMES, Reading, queries
+from trainshort.recipes.experiments import NAMES, Reading, method_name, queries
 from trainshort.report.figures import Figure, Series, color
 from trainshort.report.headline import Headline, Line
 
@@ -23,7 +23,7 @@ def cost_figures(collection: Collection) -> list[Figure]:
     entries = list(collection.costs.values())
     length = statistics.mode(entry["length"] for entry in entries)
     entries = [entry for entry in entries if entry["length"] == length]
-    names = tuple(NAMES.get(str(entry["position"]), str(entry["position"])) for entry in entries)
+    names = tuple(method_name(str(entry["position"])) for entry in entries)
     wanted = (
         ("cost-train", "Training speed", "tokens/s", [_rate(entry, "train_seconds") for entry in entries]),
         ("cost-read", "Reading speed", "tokens/s", [_rate(entry, "read_seconds") for entry in entries]),
@@ -173,7 +173,7 @@ def _headline_runs(headline: Headline, collection: Collection) -> list[Run]:
 
 def _name(run: Run, runs: list[Run]) -> str:
     same = [one for one in runs if one.config.model.position == run.config.model.position]
-    return NAMES.get(run.config.model.position, run.config.model.position) if len(same) == 1 else run.name
+    return method_name(run.config.model.position) if len(same) == 1 else run.name
 
 
 def early_figure(headline: Headline, collection: Collection, view: View | None) -> Figure | None:
@@ -190,7 +190,7 @@ def early_figure(headline: Headline, collection: Collection, view: View | None) 
             if len(rows) < 2:
                 continue
             x, y = tuple(row.length for row in rows), tuple(row.perplexity for row in rows)
-            name = NAMES.get(run.config.model.position, run.name) + kind
+            name = method_name(run.config.model.position) + kind
             series.append(Series(name, x, y, color(run.config.model.position, index), faint=not kind))
             sources += dict.fromkeys(path for _, path in found)
     if not series:
@@ -275,7 +275,7 @@ def samples(collection: Collection) -> list[Sample]:
             texts = {key: str(one[key]) for key in ("prompt", "within", "past")}
             found.append(
                 Sample(
-                    NAMES.get(position, position),
+                    method_name(position),
                     int(one["trained_at"]),
                     **texts,
                     tokens={key: int(value) for key, value in one["tokens"].items()},

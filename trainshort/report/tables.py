@@ -1,9 +1,10 @@
 """The paper's tables with the numbers obtained here beside them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainshort.claims.measured import Measured, View
-from trainshort.recipes.experiments import Cell, Experiment, experiments
+from trainshort.recipes.experiments import Cell, Experiment, experiments, with_methods
 from trainshort.report.figures import Figure, Series, color
 from trainshort.report.sources import Sources
 
@@ -23,6 +24,9 @@ class Shown:
     title: str = ""
 
 
+Rows = tuple[tuple[str, tuple[Shown, ...]], ...]
+
+
 @dataclass(frozen=True)
 class Table:
     """A table of the paper, by rows."""
@@ -30,7 +34,7 @@ class Table:
     name: str
     title: str
     columns: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[Shown, ...]], ...]
+    rows: Rows
     count: int
     """Cells that have a number here."""
     folded: bool
@@ -39,8 +43,14 @@ class Table:
 
 def paper_tables(view: View, sources: Sources) -> list[Table]:
     """Every table of which at least one cell was obtained."""
-    made = [_table(build(), view, sources) for name, build in experiments.items() if name != "demo"]
+    made = [_table(_with_ours(build(), view), view, sources) for name, build in experiments.items() if name != "demo"]
     return [table for table in made if table.count]
+
+
+def _with_ours(experiment: Experiment, view: View) -> Experiment:
+    """An experiment that compares methods, with those that were run here and the paper does not have."""
+    here = dict.fromkeys(run.config.model.position for run in view.collection.runs.values())
+    return with_methods(experiment, [*experiment.methods, *here]) if len(experiment.methods) > 1 else experiment
 
 
 def _table(experiment: Experiment, view: View, sources: Sources) -> Table:
@@ -49,13 +59,19 @@ def _table(experiment: Experiment, view: View, sources: Sources) -> Table:
     found = {(cell.row, cell.column): _shown(cell, view.cell(cell), sources) for cell in experiment.cells}
     empty = Shown("", "")
     filled = tuple((row, tuple(found.get((row, column), empty) for column in columns)) for row in rows)
+    filled = tuple((row, cells) for row, cells in filled if any(one.link or one.paper for one in cells))
+    columns, filled = _without(columns, filled, lambda one: bool(one.link or one.paper))
     # Columns without any number, such as the points of a curve, would only push the others off the page.
     count = sum(bool(one.link) for one in found.values())
-    kept = [i for i in range(len(columns)) if any(cells[i].link for _, cells in filled)] if len(columns) > 12 else None
-    if kept is not None:
-        columns = tuple(columns[i] for i in kept)
-        filled = tuple((row, tuple(cells[i] for i in kept)) for row, cells in filled)
+    if len(columns) > 12:
+        columns, filled = _without(columns, filled, lambda one: bool(one.link))
     return Table(experiment.name, experiment.title, columns, filled, count, len(filled) > MOST_ROWS, _note(view))
+
+
+def _without(columns: tuple[str, ...], rows: Rows, wanted: Callable[[Shown], bool]) -> tuple[tuple[str, ...], Rows]:
+    """Columns with at least one cell that is wanted."""
+    kept = [i for i in range(len(columns)) if any(wanted(cells[i]) for _, cells in rows)]
+    return tuple(columns[i] for i in kept), tuple((row, tuple(cells[i] for i in kept)) for row, cells in rows)
 
 
 def _note(view: View) -> str:
@@ -86,7 +102,7 @@ def _shown(cell: Cell, measured: Measured | None, sources: Sources) -> Shown:
 
 def paper_figures(view: View) -> list[Figure]:
     """Figures of the paper that are lines, where enough points were obtained here to see one."""
-    made = [_figure(build(), view) for _, build in experiments.items()]
+    made = [_figure(_with_ours(build(), view), view) for _, build in experiments.items()]
     return [figure for figure in made if figure]
 
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from trainshort.config import RunConfig
 from trainshort.evaluate.query import Query, Stored, find, rows
 from trainshort.recipes.experiments import Experiment, moments, queries, reseeded
-from trainshort.recipes.names import run_name
 from trainshort.recipes.scales import Scale
-from trainshort.runs import RunFolder, read_metrics
+from trainshort.runs import RunFolder, read_metrics, run_name
 
 UPDATE_WEIGHT = 3
 SAMPLE = Path("samples") / "sample.json"

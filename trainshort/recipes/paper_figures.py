@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-from trainshort.recipes.experiments import NAMES, Cell, Experiment, Reading, experiments
-from trainshort.recipes.published import published
+from trainshort.recipes.experiments import Cell, Experiment, Reading, experiments, method_name, published
+from trainshort.recipes.paper_tables import extrapolation, label, sliding, speed_and_memory, triangle
 from trainshort.recipes.scales import Variant
-from trainshort.recipes.tables import extrapolation, label, sliding, speed_and_memory, triangle
 
 LENGTH, PERPLEXITY = "tokens read at once", "perplexity"
 
@@ -75,7 +74,7 @@ def fig7() -> Experiment:
     for method, points in published()["fig7"].items():
         for length, speed in points:
             variant = Variant("wikitext103", method, length)
-            cells.append(Cell(NAMES[method], f"{length:,}", speed, "train speed", variant, x=length))
+            cells.append(Cell(method_name(method), f"{length:,}", speed, "train speed", variant, x=length))
     return Experiment("fig7", "Training speed", tuple(cells), "lines", ("training length", "tokens/s, training"))
 
 

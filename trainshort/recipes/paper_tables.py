@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from trainshort.recipes.experiments import NAMES, Cell, Experiment, Reading, experiments
-from trainshort.recipes.published import published
+from trainshort.recipes.experiments import Cell, Experiment, Reading, experiments, method_name, published
 from trainshort.recipes.scales import Variant
 
 METHODS = ("sinusoidal", "rotary", "t5", "alibi")
@@ -16,7 +15,7 @@ DEMO_MULTIPLES = (1, 1.25, 1.5, 2, 4, 8, 16)
 def label(variant: Variant, read: int | None = None) -> str:
     """ALiBi, L = 512 [read at 3072]"""
     far = f" read at {read}" if read and read != variant.length else ""
-    return f"{NAMES[variant.position]}, L = {variant.length}{far}"
+    return f"{method_name(variant.position)}, L = {variant.length}{far}"
 
 
 @experiments.register("demo")
@@ -26,7 +25,7 @@ def demo() -> Experiment:
     cells = []
     for method in METHODS:
         variant = Variant("wikitext103", method, 512)
-        name = NAMES[method]
+        name = method_name(method)
         for multiple in DEMO_MULTIPLES:
             length = round(512 * multiple)
             printed = _near(method, length)
@@ -76,7 +75,7 @@ def extrapolation(name: str, length: int, *, speed: bool = True) -> Iterator[Cel
         at = numbers["L_valid"]
         for method in METHODS:
             variant, reading = Variant("wikitext103", method, length), Reading(at)
-            row, column = f"{at:,}", NAMES[method]
+            row, column = f"{at:,}", method_name(method)
             yield Cell(row, column, numbers[f"{method}_ppl"], "perplexity", variant, reading, at)
             if speed:
                 wps = numbers[f"{method}_wps"]
@@ -106,7 +105,9 @@ def triangle(name: str, setup: str) -> Iterator[Cell]:
     for method in ("sinusoidal", "rotary", "t5"):
         for length, value in numbers.get(f"{method}_L_eq_Lvalid", {}).items():
             variant, reading = Variant(setup, method, int(length)), Reading(int(length))
-            yield Cell(f"{NAMES[method]}, L = L_valid", length, value, "perplexity", variant, reading, int(length))
+            yield Cell(
+                f"{method_name(method)}, L = L_valid", length, value, "perplexity", variant, reading, int(length)
+            )
 
 
 @experiments.register("table5")
@@ -207,9 +208,11 @@ def sliding(name: str, method: str) -> Iterator[Cell]:
 
 def _sliding_table(name: str, method: str) -> Callable[[], Experiment]:
     def build() -> Experiment:
-        return Experiment(name, f"{NAMES[method]} under a sliding window of stride 1", tuple(sliding(name, method)))
+        return Experiment(
+            name, f"{method_name(method)} under a sliding window of stride 1", tuple(sliding(name, method))
+        )
 
-    build.__doc__ = f"{NAMES[method]} under a sliding window of stride 1."
+    build.__doc__ = f"{method_name(method)} under a sliding window of stride 1."
     return experiments.register(name)(build)
 
 
