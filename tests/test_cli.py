@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from trainshort.cli import COMMANDS, main
+from trainshort.commands.names import KINDS
 
 
 def call(capsys, *argv):
@@ -49,6 +50,12 @@ assert not heavy, heavy
         ("corpora", ["sotu", "stdlib", "wikitext-2", "wikitext-103", "bookcorpus"]),
         ("recipes", ["demo-alibi", "demo-sinusoidal"]),
         ("presets", ["wikitext103", "books", "cc100"]),
+        ("engines", ["reference", "sdpa"]),
+        ("tokenizers", ["bytes", "words", "bpe"]),
+        ("analyses", ["reach", "cost"]),
+        ("experiments", ["demo", "table5", "fig1"]),
+        ("scales", ["laptop", "gpu", "paper"]),
+        ("claims", []),
     ],
 )
 def test_list_names_and_describes(capsys, kind, some):
@@ -57,6 +64,22 @@ def test_list_names_and_describes(capsys, kind, some):
     assert code == 0
     assert set(some) <= set(lines)
     assert all(len(line) > 10 for line in lines.values()), lines
+
+
+def test_list_alone_shows_every_registry(capsys):
+    code, out, _ = call(capsys, "list")
+    lines = dict(line.split(None, 1) for line in out.splitlines())
+    assert code == 0
+    assert list(lines) == list(KINDS)
+    assert "alibi" in lines["positions"]
+    assert all(lines.values())
+
+
+def test_positions_are_listed_without_torch():
+    code = "import sys\nfrom trainshort.cli import run\nrun(['list', 'positions'])\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("alibi ")
 
 
 def test_show_prints_a_recipes_settings(capsys):

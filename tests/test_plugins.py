@@ -19,7 +19,7 @@ from trainshort.model import TransformerLM
 from trainshort.positions import positions
 
 HERE = Path(__file__).parent / "plugins"
-KERPLE, GATE = HERE / "kerple_log.py", HERE / "forget_gate.py"
+KERPLE, GATE, EACH = HERE / "kerple_log.py", HERE / "forget_gate.py", HERE / "one_of_each.py"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -233,3 +233,18 @@ def test_an_installed_package_is_a_plugin(tmp_path):
         "A penalty that grows with the logarithm of the distance, trained for each head.",
         "['kerple']",
     ], done.stderr
+
+
+def test_one_file_may_bring_one_of_each(tmp_path):
+    (tmp_path / "owl.txt").write_text("the owl and the pussy-cat went to sea in a beautiful pea-green boat. " * 2000)
+    small = "--layers 1 --width 32 --heads 4 --length 16 --batch 4 --steps 2 --corpus owl --tokenizer letters"
+    more = ("--data.vocabulary", "40", "--backend", "echo", "--out", "run", "--quiet")
+    command(tmp_path, "train", "demo-alibi", *small.split(), *more, plugin=EACH)
+    config = load_config(tmp_path / "run" / "config.json")
+    assert [p.name for p in config.plugins] == ["one_of_each.py"]
+    assert (
+        config.model.vocabulary == len({*"the owl and the pussy-cat went to sea in a beautiful pea-green boat. "}) + 1
+    )
+    assert "there are" in command(tmp_path, "analyze", "run", "--only", "count", plugin=EACH)
+    told = command(tmp_path, "list", plugin=EACH)
+    assert all(name in told for name in ("echo", "owl", "letters", "count"))

@@ -32,7 +32,9 @@ COMMANDS: dict[str, Command] = {
     "evaluate": Command("trainshort.commands.evaluate:Evaluate", "how good a model is at each length"),
     "generate": Command("trainshort.commands.generate:Generate", "continue a text, at any length"),
     "import": Command("trainshort.commands.imports:Import", "a model from elsewhere, as a run folder"),
-    "list": Command("trainshort.commands.names:List", "positions, backends, corpora, recipes or presets by name"),
+    "list": Command(
+        "trainshort.commands.names:List", "all that can be chosen by name: positions, engines, recipes and more"
+    ),
     "prepare": Command("trainshort.commands.prepare:Prepare", "turn text into tokens on disk"),
     "report": Command("trainshort.commands.report:Report", "one page from stored results"),
     "reproduce": Command("trainshort.commands.reproduce:Reproduce", "the paper's tables and figures, at a scale"),

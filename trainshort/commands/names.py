@@ -1,73 +1,69 @@
 """`trainshort list` and `trainshort show`: what can be chosen, by name."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Annotated
 
 import tyro
 
+from trainshort import plugins
 from trainshort.errors import InputError
 from trainshort.registry import Registry, did_you_mean
 
-
-def _positions() -> Registry:
-    from trainshort.positions import positions
-
-    return positions
-
-
-def _backends() -> Registry:
-    from trainshort.attention import engines
-
-    return engines
-
-
-def _presets() -> Registry:
-    from trainshort.presets import presets
-
-    return presets
-
-
-def _recipes() -> Registry:
-    from trainshort.recipes import recipes
-
-    return recipes
-
-
-def _corpora() -> Registry:
-    from trainshort.data.corpus import corpora
-
-    return corpora
-
-
-KINDS: dict[str, Callable[[], Registry]] = {
-    "positions": _positions,
-    "backends": _backends,
-    "corpora": _corpora,
-    "recipes": _recipes,
-    "presets": _presets,
+KINDS = {
+    "positions": "trainshort.methods:methods",
+    "engines": "trainshort.attention:engines",
+    "corpora": "trainshort.data.corpus:corpora",
+    "tokenizers": "trainshort.data.vocabulary:tokenizers",
+    "analyses": "trainshort.analyze.session:analyses",
+    "presets": "trainshort.presets:presets",
+    "recipes": "trainshort.recipes:recipes",
+    "experiments": "trainshort.recipes.experiments:experiments",
+    "scales": "trainshort.recipes.scales:scales",
+    "claims": "trainshort.claims.verdicts:claims",
+    "formats": "trainshort.interop.importing:formats",
 }
+"""Every registry, and where it is full. Only the one that is asked for is imported: positions need no torch."""
+
+FILLED_BY = {"claims": ("extrapolation", "cost", "oddities")}
+"""Modules beside a registry that fill it."""
+OLD = {"backends": "engines"}
+"""What kinds were called in 0.1.0."""
 
 
 @dataclass(frozen=True)
 class List:
-    """Names that can be chosen, each with a line that says what it is.
+    """Names that can be chosen, each with a line that says what it is. Without a KIND: all kinds, and their names.
 
     Examples:
+      trainshort list
       trainshort list positions
-      trainshort list backends
+      trainshort list positions --plugin mine.py
     """
 
-    kind: Annotated[str, tyro.conf.Positional]
-    """positions, backends, corpora, recipes or presets."""
+    kind: Annotated[str, tyro.conf.Positional] = ""
+    """positions, engines, corpora, tokenizers, analyses, presets, recipes, experiments, scales, claims or formats."""
 
     def run(self) -> None:
-        if self.kind not in KINDS:
-            raise InputError(f"Cannot list '{self.kind}'.{did_you_mean(self.kind, KINDS)} Choose: {', '.join(KINDS)}.")
-        entries = dict(KINDS[self.kind]().items())
+        kind = OLD.get(self.kind, self.kind)
+        if kind and kind not in KINDS:
+            raise InputError(f"Cannot list '{kind}'.{did_you_mean(kind, KINDS)} Choose: {', '.join(KINDS)}.")
+        plugins.load_named()
+        if not kind:
+            for each in KINDS:
+                print(f"{each:<12}{', '.join(_registry(each).names())}")
+            return
+        entries = dict(_registry(kind).items())
         width = max(map(len, entries))
         for name, entry in entries.items():
             print(f"{name:<{width}}  {first_line(entry)}")
+
+
+def _registry(kind: str) -> Registry:
+    module, _, name = KINDS[kind].partition(":")
+    for beside in FILLED_BY.get(kind, ()):
+        import_module(f"{module.rpartition('.')[0]}.{beside}")
+    return getattr(import_module(module), name)
 
 
 @dataclass(frozen=True)
@@ -88,5 +84,7 @@ class Show:
 
 
 def first_line(entry: object) -> str:
-    """First line of an entry's docstring."""
-    return (entry.__doc__ or "").strip().partition("\n")[0]
+    """What an entry says of itself in one line: its summary, question, statement or full name, else its docstring."""
+    own = (getattr(entry, name, None) for name in ("summary", "question", "statement", "name"))
+    text = next((text for text in own if isinstance(text, str)), entry.__doc__ or "")
+    return text.strip().partition("\n")[0]

@@ -29,7 +29,7 @@ from trainshort.data.request import data_folder, make_request, refuse_other, sho
 from trainshort.data.splits import Splitter, splitter
 from trainshort.data.tokenizer import FILE as TOKENIZER_FILE
 from trainshort.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from trainshort.data.vocabulary import build_tokenizer
+from trainshort.data.vocabulary import tokenizers
 from trainshort.data.workers import Piece, Pool
 from trainshort.errors import InputError
 
@@ -157,7 +157,7 @@ def _tokenizer(job: Job, rule: Splitter) -> Tokenizer:
     kind = job.config.tokenizer
     if kind == "bytes":
         return ByteTokenizer()
-    if kind not in ("bpe", "words"):
+    if kind not in tokenizers:
         return load_tokenizer(Path(kind))
     if "train" not in job.corpus.splits:
         raise InputError(
@@ -167,7 +167,7 @@ def _tokenizer(job: Job, rule: Splitter) -> Tokenizer:
     job.progress.stage("reading for the vocabulary", job.corpus.size)
     documents = job.progress.watch(job.corpus.documents(errors=job.errors))
     texts = (document.text for document in documents if rule.split(document) == "train")
-    return build_tokenizer(kind, job.config.vocabulary, texts, job.corpus)
+    return tokenizers.get(kind)(texts, job.config.vocabulary, job.corpus)
 
 
 def _encode(job: Job, note: Note) -> tuple[float, int]:

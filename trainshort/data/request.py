@@ -10,11 +10,9 @@ from trainshort.data.corpus import find_corpus
 from trainshort.data.document import Corpus
 from trainshort.data.meta import Request
 from trainshort.data.tokenizer import tokenizer_name
+from trainshort.data.vocabulary import tokenizers
 from trainshort.errors import InputError
 from trainshort.registry import did_you_mean
-
-BUILT_HERE = ("bpe", "words")
-NAMED = ("bytes", *BUILT_HERE)
 
 
 def data_folder(config: DataConfig) -> Path:
@@ -27,13 +25,18 @@ def data_folder(config: DataConfig) -> Path:
     corpus = config.corpus.rstrip("/")
     path = Path(corpus)
     short = path.stem if path.is_file() else path.name if path.is_dir() else corpus
-    size = str(config.vocabulary) if config.tokenizer in BUILT_HERE else ""
+    size = str(config.vocabulary) if _is_built(config.tokenizer) else ""
     return Path("data") / f"{_plain(short)}-{_plain(short_name(config.tokenizer))}{size}"
+
+
+def _is_built(tokenizer: str) -> bool:
+    """Whether it is made from the text, so that the size of its vocabulary is asked for."""
+    return tokenizer in tokenizers and tokenizer != "bytes"
 
 
 def short_name(tokenizer: str) -> str:
     """bytes, words, bpe, or what a tokenizer file is called."""
-    return tokenizer if tokenizer in NAMED else tokenizer_name(Path(tokenizer))
+    return tokenizer if tokenizer in tokenizers else tokenizer_name(Path(tokenizer))
 
 
 def _plain(name: str) -> str:
@@ -47,18 +50,19 @@ def make_request(config: DataConfig, corpus: Corpus) -> Request:
         content=content_sha256(corpus.paths) if corpus.paths else None,
         tokenizer=config.tokenizer,
         tokenizer_sha256=_tokenizer_sha256(config),
-        vocabulary=config.vocabulary if config.tokenizer in BUILT_HERE else None,
+        vocabulary=config.vocabulary if _is_built(config.tokenizer) else None,
     )
 
 
 def _tokenizer_sha256(config: DataConfig) -> str | None:
-    if config.tokenizer in NAMED:
+    if config.tokenizer in tokenizers:
         return None
     path = Path(config.tokenizer)
     if not path.is_file():
+        known = tokenizers.names()
         raise InputError(
-            f"'{config.tokenizer}' is no tokenizer: use {', '.join(NAMED)} or the path of a tokenizer.json."
-            f"{did_you_mean(config.tokenizer, NAMED)}"
+            f"'{config.tokenizer}' is no tokenizer: use {', '.join(known)} or the path of a tokenizer.json."
+            f"{did_you_mean(config.tokenizer, known)}"
         )
     return files.sha256(path)
 
@@ -110,4 +114,4 @@ def _is_same(corpus: Corpus, old: Request, checked: Checked) -> bool:
 
 def _given_sha256(config: DataConfig) -> str | None:
     path = Path(config.tokenizer)
-    return files.sha256(path) if config.tokenizer not in NAMED and path.is_file() else None
+    return files.sha256(path) if config.tokenizer not in tokenizers and path.is_file() else None

@@ -4,12 +4,13 @@ Both depend on the text alone. The sample is spread evenly over the whole corpus
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from trainshort.data.decoding import byte_alphabet
 from trainshort.data.document import Corpus
-from trainshort.data.tokenizer import END_OF_TEXT, SavedTokenizer, Tokenizer, WordTokenizer, cut
+from trainshort.data.tokenizer import END_OF_TEXT, ByteTokenizer, SavedTokenizer, Tokenizer, WordTokenizer, cut
 from trainshort.errors import InputError
+from trainshort.registry import Registry
 
 SAMPLE_BYTES = 1 << 25
 """BPE is trained on about this much text; more changes few merges and costs time and memory."""
@@ -21,13 +22,29 @@ PADDING = 8
 """Word vocabularies are filled up to a multiple of this, as fairseq does (WikiText-103: 267,737 to 267,744)."""
 
 
-def build_tokenizer(kind: str, vocabulary: int, texts: Iterable[str], corpus: Corpus) -> Tokenizer:
-    """`bpe` or `words` from the training texts of a corpus."""
-    if kind == "words":
-        return count_words(texts, vocabulary)
+tokenizers: Registry[Callable[[Iterable[str], int, Corpus], Tokenizer]] = Registry("tokenizer")
+"""How a tokenizer is built from training texts, the size of a vocabulary, and their corpus. It is saved as a
+tokenizer.json; reading that needs no builder."""
+
+
+@tokenizers.register("bytes")
+def use_bytes(texts: Iterable[str], vocabulary: int, corpus: Corpus) -> Tokenizer:
+    """A token is a byte of UTF-8; 256 of them."""
+    return ByteTokenizer()
+
+
+@tokenizers.register("bpe")
+def use_bpe(texts: Iterable[str], vocabulary: int, corpus: Corpus) -> Tokenizer:
+    """Byte-level sub-words, trained on a sample of the text."""
     # A stream's beginning has to do: reading all of it for a sample would download all of it twice.
     share = min(1.0, SAMPLE_BYTES / corpus.size) if corpus.size and not corpus.streamed else 1.0
     return train_bpe(sample(texts, share), vocabulary)
+
+
+@tokenizers.register("words")
+def use_words(texts: Iterable[str], vocabulary: int, corpus: Corpus) -> Tokenizer:
+    """A token is a word between spaces, the most frequent ones, as the paper counts WikiText."""
+    return count_words(texts, vocabulary)
 
 
 def sample(texts: Iterable[str], share: float) -> Iterator[str]:

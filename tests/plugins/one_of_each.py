@@ -1,0 +1,46 @@
+"""One of each thing that a plug-in can bring: an engine, a corpus, a tokenizer, an analysis."""
+
+from rich.console import Group
+
+from trainshort.analyze.base import Analysis, Lab, analyses
+from trainshort.attention import Call, engines
+from trainshort.data.corpus import corpora, find_corpus
+from trainshort.data.tokenizer import SavedTokenizer
+from trainshort.data.vocabulary import tokenizers
+
+
+@engines.register("echo")
+class Echo:
+    """The reference under another name."""
+
+    @staticmethod
+    def unsupported(call: Call) -> str | None:
+        return "is for tests with at most 99 keys" if call.k.shape[2] > 99 else None
+
+    @staticmethod
+    def run(call: Call):
+        return engines.get("reference").run(call)
+
+
+@corpora.register("owl")
+def owl():
+    """The text of a file named owl.txt here."""
+    return find_corpus("owl.txt")
+
+
+@tokenizers.register("letters")
+def letters(texts, vocabulary, corpus):
+    """A token is a letter."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    found = sorted({letter for text in texts for letter in text})[: vocabulary - 1]
+    saved = Tokenizer(models.WordLevel({"?": 0} | {x: i + 1 for i, x in enumerate(found)}, unk_token="?"))
+    saved.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    return SavedTokenizer(saved, "letters")
+
+
+def count(lab: Lab) -> dict:
+    return {"summary": f"there are {len(lab.tokens)} tokens"}
+
+
+analyses.register("count")(Analysis("how many tokens are there?", count, lambda result: Group(result["summary"])))
