@@ -9,7 +9,7 @@ from laboratory import random_tokens, tiny_target
 
 from trainshort.analyze import early_tokens, far_context, recall
 from trainshort.analyze import slopes as slopes_analysis
-from trainshort.analyze.base import SCORED, Lab, compare, mean_interval, probe_ends, probes, score_rows
+from trainshort.analyze.base import SCORED, Lab, compare, probe_ends, probes
 from trainshort.errors import InputError
 from trainshort.evaluate.results import summarize
 from trainshort.evaluate.slopes import Slopes, changed, new_slopes
@@ -66,7 +66,7 @@ def test_probes_are_the_same_targets_after_any_context():
 
 def test_scored_rows_are_the_models_own_losses():
     target, rows = tiny_target(), random_tokens(5 * 41).reshape(5, 41)
-    found = score_rows(target, rows, 7, batch_tokens=100)
+    found = lab(target, rows.ravel(), batch_tokens=100).score(rows, 7)
     tokens = torch.from_numpy(rows.astype(np.int64))
     expected = target.model.token_nll(tokens[:, :-1], tokens[:, 1:])[:, -7:]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
@@ -77,7 +77,7 @@ def test_differences_are_taken_probe_by_probe():
     found = compare(losses, losses + 0.25)
     assert found["rise"] == pytest.approx(0.25)
     assert found["interval"] == pytest.approx((0.25, 0.25))
-    assert mean_interval(np.ones(1)) is None
+    assert compare(losses[:1], losses[:1])["interval"] is None
 
 
 @pytest.mark.parametrize(("back", "noticed"), [(40, True), (200, True), (200, False)])
@@ -123,7 +123,9 @@ def test_recall_is_found_up_to_the_distance_the_model_sees():
     assert gains["copy", 128] > 5
     assert gains["recall", 128] > 5
     assert max(abs(gains[kind, distance]) for kind in ("copy", "recall") for distance in (64, 256)) == 0
-    assert result["summary"] == "copy up to 128 tokens; recall up to 128 tokens"
+    assert result["summary"] == "copy at 128 tokens, but not at 64; recall at 128 tokens, but not at 64"
+    nearest = recall.run(lab(Repeater(64, sight=1000), random_tokens(8000), lengths=(64, 128, 256)))
+    assert nearest["summary"] == "copy up to 64 tokens; recall up to 64 tokens"
     blind = recall.run(lab(Repeater(128, sight=100), random_tokens(8000), lengths=(64, 128)))
     assert blind["summary"] == "no copy at any distance tried; no recall at any distance tried"
 
@@ -162,6 +164,7 @@ def test_a_model_that_sees_40_tokens_gains_by_fewer_early_tokens_alone():
     assert last["gain"] > 0.5
     assert last["from_context"] == pytest.approx(0, abs=0.06), "only the text's own beginning differs"
     assert last["from_early"] == pytest.approx(last["gain"] - last["from_context"])
+    assert f"{last['from_early']:+.4f} comes from fewer early tokens" in result["summary"]
 
 
 def test_a_model_that_looks_200_back_gains_by_context():
@@ -169,7 +172,8 @@ def test_a_model_that_looks_200_back_gains_by_context():
     last = result["rows"][-1]
     assert last["from_context"] > 2.5
     assert last["context_interval"][0] > 2
-    assert "from longer context" in result["summary"]
+    assert f"{last['from_context']:+.4f} comes from longer context" in result["summary"]
+    assert "nothing that can be told from zero comes from fewer early tokens" in result["summary"]
 
 
 def test_other_slopes_are_measured_on_the_same_targets():

@@ -7,7 +7,8 @@ import pytest
 from laboratory import make_run, prose, save_hugging_face, tiny_model
 
 from trainshort import cli
-from trainshort.analyze import cost
+from trainshort.analyze import analyses, cost
+from trainshort.positions import positions
 
 
 @pytest.fixture(scope="module")
@@ -64,22 +65,54 @@ def test_mistakes_are_one_sentence_and_exit_2(run: Path, capsys, words: list[str
 
 
 def test_the_cost_is_measured_in_a_process_of_its_own():
-    settings = tiny_model().config.model_dump(mode="json")
-    found = cost.measure_apart(cost.Task(settings, 64, train=False, device="cpu", threads=1))
-    assert found["status"] == "measured"
-    assert found["batch"] == 64
-    assert found["tokens_per_second"] > 0
-
-
-def test_training_costs_more_memory_than_inference(monkeypatch):
-    monkeypatch.setattr(cost, "SECONDS", 0.0)
-    settings = tiny_model(layers=4, width=64).config.model_dump(mode="json")
-    inference, training = (cost.measure(cost.Task(settings, 512, train, "cpu", 1)) for train in (False, True))
+    found = cost.measure(tiny_model(layers=4, width=64).config, 512)
+    training, inference = found["training"], found["inference"]
+    assert training["status"] == inference["status"] == "measured"
+    assert training["tokens"] == 4096
+    assert 0 < training["tokens_per_second"] < inference["tokens_per_second"]
     assert training["memory"] > inference["memory"] + 10_000_000
 
 
+def test_a_stopped_analysis_goes_on(run: Path, capsys, monkeypatch):
+    """Interrupted in the fourth measurement of `cost`: three are kept, and what was answered is not asked again."""
+    words = (run, "--split", "train", "--max-tokens", "2000", "--samples", "3", "--only", "recall", "cost")
+    seen = []
+
+    def measure(model, length, device="cpu", weights=None):
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        seen.append((model.position, length))
+        measured = {
+            "status": "measured",
+            "tokens_per_second": 100.0 + length,
+            "spread": 0.01,
+            "memory": 1,
+            "tokens": 64,
+        }
+        return {"training": measured, "inference": measured}
+
+    monkeypatch.setattr(cost, "measure", measure)
+    assert analyze(*words) != 0
+    assert (run / "analysis" / "recall.json").is_file()
+    assert not (run / "analysis" / "cost.json").exists()
+    capsys.readouterr()
+    first, seen[:] = list(seen), [0] * 100  # from now on it is not interrupted
+    assert analyze(*words) == 0
+    assert "known from before; --again asks anew." in capsys.readouterr().out
+    assert not set(first) & set(seen)
+    rows = json.loads((run / "analysis" / "cost.json").read_text())["result"]["rows"]
+    assert len(rows) == 3 * len(positions.names())
+    assert not list((run / "analysis").glob("*.partial"))
+
+
+def test_what_takes_minutes_is_asked_last():
+    order = sorted(analyses.names(), key=lambda name: analyses.get(name).slow)
+    assert order[-1] == "cost"
+    assert all(analyses.get(name).__doc__ for name in order)  # what `trainshort list` shows
+
+
 def test_a_costs_row_says_oom_and_numbers():
-    measured = {"status": "measured", "tokens_per_second": 1234.5, "memory": 2_000_000}
+    measured = {"status": "measured", "tokens_per_second": 1234.5, "spread": 0.02, "memory": 2_000_000}
     rows = [
         {"position": "alibi", "length": 8, "training": measured, "inference": measured},
         {"position": "t5", "length": 8, "training": {"status": "out of memory"}, "inference": measured},
@@ -89,8 +122,10 @@ def test_a_costs_row_says_oom_and_numbers():
     assert cells[2] == ["1,234", "OOM"]
     assert cells[5] == ["2", "2"]
     assert cost.summary([*rows, {**rows[0], "position": "sinusoidal"}]) == (
-        "at 8 tokens ALiBi infers at 100% of sinusoidal's speed"
+        "at 8 tokens ALiBi infers as fast as sinusoidal, as far as these rounds can tell (±4%)"
     )
+    slower = {**rows[0], "position": "sinusoidal", "inference": {**measured, "tokens_per_second": 2469.0}}
+    assert cost.summary([*rows, slower]) == "at 8 tokens ALiBi infers at 50% (±4%) of sinusoidal's speed"
 
 
 @pytest.mark.slow

@@ -67,6 +67,21 @@ def test_one_noisy_point_in_between_does_not_end_it():
     assert made(sweep({1024: 18.66, 1025: 18.67, 2024: 18.05}, trained_at=1024))["no_worse"]["length"] == 2024
 
 
+def test_what_is_good_has_no_holes():
+    one = made(sweep({128: 20.0, 256: 24.0, 512: 19.0}))
+    assert one["summary"] == "trained at 128, good to 128"
+    assert one["no_worse"] == one["within_2_percent"] == {"length": 128, "open": False}
+
+
+def test_too_little_text_is_told():
+    """Two stretches, of which one gets better and one worse: neither good nor surely worse."""
+    evaluation = sweep({128: 20.0, 256: 20.6})
+    halves = zip(evaluation.rows, (9000, 9400), strict=True)
+    rows = [row.replace(blocks=((3200, nll), (3200, row.nll - nll))) for row, nll in halves]
+    one = made(evaluation.replace(rows=tuple(rows)))
+    assert one["summary"] == "trained at 128, good to 128, cannot tell at 256 (too little text)"
+
+
 def test_tables_that_end_and_memory_that_runs_out():
     one = made(sweep({128: 20.0, 256: "cannot"}, target={"longest": 128}))
     assert one["summary"] == "trained at 128, cannot read past 128"

@@ -1,5 +1,12 @@
-"""Why a model is good so far, or not: which context it uses, how far it looks, what each position method costs.
+"""How far a model's context matters to it, and why: which context it uses, how far it looks, what each method costs.
 
-Reading order: base (what every analysis gets and returns, and the registry), then one file per question; session runs
-them.
+Reading order: base (what every analysis gets and returns, and the registry), then one file per question; session asks
+them. An analysis from outside registers itself in `analyses`, as the ones here do.
 """
+
+from trainshort.analyze.base import Analysis, Lab, analyses
+
+# Registration order is the order in which they are asked; what takes minutes is asked last.
+from trainshort.analyze import recall, reach, slopes, far_context, early_tokens, cost  # isort: skip
+
+__all__ = ["Analysis", "Lab", "analyses", "cost", "early_tokens", "far_context", "reach", "recall", "slopes"]

@@ -1,11 +1,18 @@
 """What every analysis gets and returns, and how it scores: given tokens in, losses of the last few out.
 
 Most questions here are of one kind: how does the loss of the same targets change when only their context changes? So
-losses are compared target by target, and the intervals are those of the differences.
+losses are compared target by target, and the intervals are those of the differences. What may be concluded from them
+is one rule for all: `trainshort.evaluate.evidence`.
+
+An analysis is a function from a `Lab` to plain JSON with a "summary", and one that makes a table of it:
+
+    analyses.register("mine")(Analysis("what is asked?", run, table))
 """
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,14 +22,17 @@ from rich.table import Table
 from rich.text import Text
 
 from trainshort.errors import InputError
-from trainshort.evaluate.sweep import BATCH_TOKENS
+from trainshort.evaluate.evidence import interval_of
+from trainshort.evaluate.meter import Meter
+from trainshort.evaluate.sweep import BATCH_TOKENS, score
 from trainshort.evaluate.target import ModelTarget, Target
+from trainshort.files import read_object, write_whole
 from trainshort.model import TransformerLM
 from trainshort.registry import Registry
+from trainshort.windows import Windows
 
 SCORED = 32
 """Tokens at the end of a probe whose losses are measured."""
-RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,10 @@ class Lab:
     samples: int = 64
     seed: int = 0
     batch_tokens: int = BATCH_TOKENS
+    meter: Meter = field(default_factory=Meter)
+    """Where an analysis says how much it will read, and is told to have read it."""
+    notes: "Notes" = field(default_factory=lambda: Notes(None))
+    """What an earlier session measured of the same question before it was stopped."""
 
     def rng(self) -> np.random.Generator:
         return np.random.default_rng(self.seed)
@@ -54,6 +68,30 @@ class Lab:
             )
         return fitting
 
+    def score(self, rows: np.ndarray, scored: int) -> np.ndarray:
+        """Losses of the last `scored` tokens of each row, (rows, scored); a row's first token is context only."""
+        inputs, targets = (
+            torch.from_numpy(np.ascontiguousarray(part, dtype=np.int64)) for part in (rows[:, :-1], rows[:, 1:])
+        )
+        length, device = inputs.shape[1], self.target.device
+        size = max(1, self.batch_tokens // length)
+        found = []
+        with self.target.at(None, length):
+            for some, wanted in zip(inputs.split(size), targets.split(size), strict=True):
+                losses = self.target.token_nll(some.to(device), wanted.to(device), length - scored)
+                found.append(losses.double().cpu().numpy())
+                self.meter.advance(some.numel(), f"{length:,} tokens")
+        return np.concatenate(found)
+
+    def score_all(self, passes: Windows) -> np.ndarray:
+        """Losses of all targets of the text."""
+        parts = []
+        with self.target.at(None, passes.length):
+            for losses in score(self.target, self.tokens, passes, batch_tokens=self.batch_tokens):
+                parts.append(losses)
+                self.meter.advance(len(losses) * passes.read / passes.tokens, f"{passes.length:,} tokens")
+        return np.concatenate(parts).astype(np.float64)
+
     def model(self, what: str) -> TransformerLM:
         """The model itself, for analyses that look inside."""
         if not isinstance(self.target, ModelTarget):
@@ -69,23 +107,32 @@ class Analysis:
     run: Callable[[Lab], dict[str, Any]]
     """The answer as plain JSON; "summary" is its one sentence."""
     table: Callable[[dict[str, Any]], Group]
+    slow: bool = False
+    """Whether it takes minutes; such questions are asked last."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__doc__", self.question)  # what `trainshort list analyses` shows
 
 
 analyses: Registry[Analysis] = Registry("analysis")
 
 
-def score_rows(target: Target, rows: np.ndarray, scored: int, batch_tokens: int = BATCH_TOKENS) -> np.ndarray:
-    """Losses of the last `scored` tokens of each row, (rows, scored); a row's first token is context only."""
-    inputs, targets = (
-        torch.from_numpy(np.ascontiguousarray(part, dtype=np.int64)) for part in (rows[:, :-1], rows[:, 1:])
-    )
-    size = max(1, batch_tokens // inputs.shape[1])
-    found = []
-    with target.at(None, inputs.shape[1]):
-        for start in range(0, len(rows), size):
-            some, wanted = (x[start : start + size].to(target.device) for x in (inputs, targets))
-            found.append(target.token_nll(some, wanted, inputs.shape[1] - scored).double().cpu().numpy())
-    return np.concatenate(found)
+class Notes:
+    """Measurements of one analysis that are kept in a file until it is answered, for questions that take minutes."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.known: dict[str, Any] = (
+            read_object(path, mend="Remove it and analyze again.") if path is not None and path.is_file() else {}
+        )
+
+    def get(self, key: str, measure: Callable[[], Any]) -> Any:
+        """What was noted under this key; else what is measured now, which then is."""
+        if key not in self.known:
+            self.known[key] = measure()
+            if self.path is not None:
+                write_whole(self.path, json.dumps(self.known, allow_nan=False))
+        return self.known[key]
 
 
 def probe_ends(lab: Lab, longest: int) -> np.ndarray:
@@ -100,19 +147,10 @@ def probes(lab: Lab, ends: np.ndarray, length: int) -> np.ndarray:
     return np.stack([np.asarray(lab.tokens[end - length - 1 : end]) for end in ends]).astype(np.int64)
 
 
-def mean_interval(values: np.ndarray, level: float = 0.95) -> tuple[float, float] | None:
-    """Bootstrap interval of the mean of one number per probe; None for fewer than two probes."""
-    if len(values) < 2:
-        return None
-    draws = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
-    low, high = np.quantile(values[draws].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
-
-
 def compare(losses: np.ndarray, others: np.ndarray) -> dict[str, Any]:
     """How much higher the others' losses are, probe by probe."""
     difference = others.mean(axis=1) - losses.mean(axis=1)
-    return {"loss": float(others.mean()), "rise": float(difference.mean()), "interval": mean_interval(difference)}
+    return {"loss": float(others.mean()), "rise": float(difference.mean()), "interval": interval_of(difference)}
 
 
 def interval_text(interval: Sequence[float] | None) -> str:

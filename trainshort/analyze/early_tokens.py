@@ -11,6 +11,10 @@ Stride 1 reads length tokens for each one that it scores. So S is measured on a 
 only in differences on the same targets, which vary far less than losses: S(L) as N(L) over all targets less the
 sample's mean of N − S at L; S(l) as S(L) less the sample's mean of S(L) − S(l). With as many samples as targets this is
 stride 1 itself.
+
+A loss can differ by position alone: a model that was never trained has losses that depend on where a token stands. So
+each part is told only if the context itself is used: other text put in its place, at the same positions, must be
+noticed (at L everything but the last token is replaced, at longer lengths everything beyond L).
 """
 
 from typing import Any
@@ -18,9 +22,10 @@ from typing import Any
 import numpy as np
 from rich.console import Group
 
-from trainshort.analyze.base import Analysis, Lab, analyses, mean_interval, new_table, score_rows, titled
-from trainshort.evaluate.results import perplexity
-from trainshort.evaluate.sweep import score
+from trainshort.analyze.base import Analysis, Lab, analyses, compare, new_table, titled
+from trainshort.evaluate.evidence import Interval, interval_of, shows
+from trainshort.evaluate.results import block_sums
+from trainshort.progress import perplexity
 from trainshort.windows import Windows
 
 PER_SAMPLE = 8
@@ -32,20 +37,16 @@ def run(lab: Lab) -> dict[str, Any]:
     count = min(len(lab.tokens), lab.samples * PER_SAMPLE)
     # Drawn, not every n-th: a fixed step would meet the same few positions of every block.
     chosen = np.sort(lab.rng().choice(len(lab.tokens), size=count, replace=False))
+    lab.meter.expect(sum(len(lab.tokens) + 2 * length * (chosen >= length).sum() for length in lengths))
     losses = []
     for length in lengths:
-        apart = non_overlapping(lab, length)
+        apart = lab.score_all(Windows(len(lab.tokens), length, length))
         losses.append((apart, stride_one(lab, length, chosen, apart)))
-    rows = [_row(length, chosen, losses[0], here) for length, here in zip(lengths, losses, strict=True)]
+    rows = []
+    for length, here in zip(lengths, losses, strict=True):
+        kept = 1 if length == lengths[0] else lengths[0]
+        rows.append(_row(length, chosen, losses[0], here) | {"replaced": replaced(lab, length, chosen, here[1], kept)})
     return {"summary": summary(rows), "samples": len(chosen), "rows": rows}
-
-
-def non_overlapping(lab: Lab, length: int) -> np.ndarray:
-    """Losses of all targets."""
-    windows = Windows(len(lab.tokens), length, length)
-    with lab.target.at(None, length):
-        parts = list(score(lab.target, lab.tokens, windows, batch_tokens=lab.batch_tokens))
-    return np.concatenate(parts).astype(np.float64)
 
 
 def stride_one(lab: Lab, length: int, chosen: np.ndarray, apart: np.ndarray) -> np.ndarray:
@@ -55,8 +56,19 @@ def stride_one(lab: Lab, length: int, chosen: np.ndarray, apart: np.ndarray) -> 
     later = chosen[chosen >= length]
     if len(later):
         rows = np.stack([np.asarray(lab.tokens[t - length : t + 1]) for t in later])
-        losses[chosen >= length] = score_rows(lab.target, rows, 1, lab.batch_tokens)[:, 0]
+        losses[chosen >= length] = lab.score(rows, 1)[:, 0]
     return losses
+
+
+def replaced(lab: Lab, length: int, chosen: np.ndarray, sliding: np.ndarray, kept: int) -> dict[str, Any] | None:
+    """How much the chosen targets' losses rise when all but the last `kept` tokens before them are another text's."""
+    later = chosen[chosen >= length]
+    if not len(later):
+        return None
+    rows = np.stack([np.asarray(lab.tokens[t - length : t + 1]) for t in later])
+    starts = lab.rng().integers(len(lab.tokens) - length, size=len(later))
+    rows[:, : length - kept] = [lab.tokens[start : start + length - kept] for start in starts]
+    return compare(sliding[chosen >= length][:, None], lab.score(rows, 1))
 
 
 Losses = tuple[np.ndarray, np.ndarray]
@@ -69,29 +81,57 @@ def _row(length: int, chosen: np.ndarray, base: Losses, here: Losses) -> dict[st
     context = base_sliding - sliding
     gain = float(base_apart.mean() - apart.mean())
     stride_1 = float(base_apart.mean() - (base_apart[chosen] - base_sliding).mean() - context.mean())
+    counts, sums = (np.array(column) for column in zip(*block_sums(base_apart - apart), strict=True))
+    gain_interval, context_interval = interval_of(sums, counts), interval_of(context)
     return {
         "length": length,
         "tokens": len(apart),
         "non_overlapping": float(apart.mean()),
         "stride_1": stride_1,
         "curse": float(apart.mean()) - stride_1,
+        "curse_interval": interval_of(apart[chosen] - sliding),
         "gain": gain,
+        "gain_interval": gain_interval,
         "from_context": float(context.mean()),
+        "context_interval": context_interval,
         "from_early": gain - float(context.mean()),
-        "context_interval": mean_interval(context),
+        "early_interval": _difference(gain_interval, context_interval),
     }
+
+
+def _difference(one: Interval | None, other: Interval | None) -> Interval | None:
+    """An interval that surely holds the difference of what two others hold."""
+    return None if one is None or other is None else (one[0] - other[1], one[1] - other[0])
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
     first, last = rows[0], rows[-1]
+    if not any(_noticed(row) for row in rows):
+        return f"no use of context shows: after other text the loss at {first['length']:,} tokens is the same"
     if len(rows) == 1:
+        if not shows(first["curse"], first["curse_interval"]):
+            return f"at {first['length']:,} tokens no early-token curse shows"
         return f"at {first['length']:,} tokens the early-token curse is {first['curse']:.4f} nats"
-    if last["gain"] <= 0:
-        return f"reading at {last['length']:,} tokens gains nothing over {first['length']:,}"
+    if not shows(last["gain"], last["gain_interval"]):
+        return f"reading at {last['length']:,} tokens gains nothing over {first['length']:,} that can be told from none"
+    early = _part("fewer early tokens", last["from_early"], last["early_interval"])
+    context = _part("longer context", last["from_context"], last["context_interval"])
+    if shows(last["from_context"], last["context_interval"]) and not _noticed(last):
+        context += " (and the probes do not agree: other text there is not noticed)"
     return (
         f"of the gain of {last['gain']:.4f} nats from {first['length']:,} to {last['length']:,} tokens, "
-        f"{last['from_early']:+.4f} comes from fewer early tokens and {last['from_context']:+.4f} from longer context"
+        f"{early} and {context}"
     )
+
+
+def _noticed(row: dict[str, Any]) -> bool:
+    return row["replaced"] is not None and shows(row["replaced"]["rise"], row["replaced"]["interval"])
+
+
+def _part(name: str, effect: float, interval: Interval | None) -> str:
+    if shows(effect, interval):
+        return f"{effect:+.4f} comes from {name}"
+    return f"nothing that can be told from zero comes from {name}"
 
 
 def table(result: dict[str, Any]) -> Group:

@@ -4,7 +4,8 @@
 
 Three ways to spoil it: *shuffle* keeps the words and loses their order; *replace* puts other text of the same corpus
 there; *cut* leaves it away, so that the model also sees a shorter input. The near d tokens and the targets are the
-same in all of them, so the rise of the loss is what the far part was worth.
+same in all of them, so the rise of the loss is what the far part was worth. Foreign text can also mislead, and a cut
+also shortens the input, so far context counts as used only where all three ways are noticed.
 """
 
 from typing import Any
@@ -22,25 +23,24 @@ from trainshort.analyze.base import (
     new_table,
     probe_ends,
     probes,
-    score_rows,
     titled,
 )
+from trainshort.evaluate.evidence import EFFECT, shows, unbroken
 
 WAYS = ("shuffle", "replace", "cut")
-NOTICED = 0.005
-"""Nats by which a loss must rise, beyond doubt, for far context to count as used."""
 
 
 def run(lab: Lab) -> dict[str, Any]:
     length = max(lab.multiples(8, 4, 2, 1))
     ends = probe_ends(lab, length)
     whole = probes(lab, ends, length)
-    losses = score_rows(lab.target, whole, SCORED, lab.batch_tokens)
+    distances = near_distances(lab.trained_at, length)
+    lab.meter.expect(len(ends) * (length + sum(2 * length + near + SCORED - 1 for near in distances)))
+    losses = lab.score(whole, SCORED)
     rows = []
-    for near in near_distances(lab.trained_at, length):
+    for near in distances:
         for way in WAYS:
-            spoiled = spoil(whole, near, way, lab)
-            found = score_rows(lab.target, spoiled, SCORED, lab.batch_tokens)
+            found = lab.score(spoil(whole, near, way, lab), SCORED)
             rows.append({"near": near, "way": way, **compare(losses, found)})
     return {
         "summary": summary(rows, length),
@@ -77,11 +77,25 @@ def spoil(rows: np.ndarray, near: int, way: str, lab: Lab) -> np.ndarray:
 
 
 def summary(rows: list[dict[str, Any]], length: int) -> str:
-    """The farthest distance at which spoiling was noticed beyond doubt."""
-    noticed = [row["near"] for row in rows if row["interval"] and row["interval"][0] > NOTICED]
-    if not noticed:
-        return f"at {length:,} tokens no use of far context shows: no rise of the loss is surely above {NOTICED} nats"
-    return f"at {length:,} tokens the model uses context farther away than {max(noticed):,} tokens"
+    """The farthest distance at which every way of spoiling is noticed, as at all nearer ones; then what only some of
+    the ways notice farther away."""
+    noticed: dict[int, list[str]] = {row["near"]: [] for row in rows}
+    for row in rows:
+        if shows(row["rise"], row["interval"]):
+            noticed[row["near"]].append(row["way"])
+    used = unbroken((near, len(ways) == len(WAYS)) for near, ways in noticed.items())
+    farther = [near for near, ways in noticed.items() if ways and near > (used or 0)]
+    if used is not None:
+        told = f"at {length:,} tokens the model uses context farther away than {used:,} tokens"
+    else:
+        told = f"at {length:,} tokens no use of far context shows"
+    if not farther:
+        return told if used else f"{told}: no rise of the loss is at least {EFFECT} nats and surely above zero"
+    ways = noticed[max(farther)]
+    which = (
+        "all probes notice again, but not nearer" if len(ways) == len(WAYS) else f"only {' and '.join(ways)} notices"
+    )
+    return f"{told}, and the probes do not agree: farther away than {max(farther):,} {which}"
 
 
 def table(result: dict[str, Any]) -> Group:

@@ -5,6 +5,10 @@ holds 99 % of it, and beside it the window that provably holds 99 % of every row
 proof knows the norms of this text's queries and keys and nothing else of them: whatever their directions, no row looks
 farther. Another text may have larger ones, and so a wider window; it is a bound for this text, not for all.
 
+Looking is not using: a model that was never trained spreads its attention over all it sees. So the last tokens of some
+probes are also scored with everything beyond the training length spoiled (see far_context), and the sentence says
+whether that is noticed.
+
 Weights are computed a few query rows at a time from the layer's own queries and keys, and only their sum by distance is
 kept, so that a long text needs no length × length matrix.
 """
@@ -12,15 +16,18 @@ kept, so that a long text needs no length × length matrix.
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from rich.console import Group
 from torch import Tensor
 
 from trainshort import alibi
-from trainshort.analyze.base import Analysis, Lab, analyses, new_table, titled
+from trainshort.analyze.base import SCORED, Analysis, Lab, analyses, compare, new_table, probe_ends, probes, titled
+from trainshort.analyze.far_context import WAYS, spoil
 from trainshort.attention import Call, LinearBias
 from trainshort.attention.op import scale, visible, written_bias
+from trainshort.evaluate.evidence import shows
 from trainshort.evaluate.recording import attention_calls
 
 MASS = 0.99
@@ -32,9 +39,13 @@ def run(lab: Lab) -> dict[str, Any]:
     model = lab.model("the reach analysis")
     length = max(lab.multiples(8, 4, 2, 1))
     tokens = torch.from_numpy(lab.tokens[:length].astype("int64"))[None].to(lab.target.device)
+    ends = probe_ends(lab, length)
+    lab.meter.expect(length * model.config.layers + len(ends) * (3 * length + lab.trained_at))
+    beyond = spoiled_beyond(lab, probes(lab, ends, length))
     rows = []
     for layer, call in enumerate(attention_calls(model, tokens)):
         mass = mass_by_distance(call)
+        lab.meter.advance(length, f"layer {layer}")
         proven = proven_window(call)
         for head in range(len(mass)):
             rows.append(
@@ -47,7 +58,22 @@ def run(lab: Lab) -> dict[str, Any]:
                     "proven": None if proven is None else proven[head],
                 }
             )
-    return {"summary": summary(rows, lab.trained_at), "length": length, "mass": MASS, "rows": rows}
+    return {
+        "summary": summary(rows, lab.trained_at, beyond),
+        "length": length,
+        "mass": MASS,
+        "beyond_training": beyond,
+        "rows": rows,
+    }
+
+
+def spoiled_beyond(lab: Lab, whole: np.ndarray) -> list[dict[str, Any]]:
+    """How much the loss rises when what lies beyond the training length is spoiled, in each way; empty where nothing
+    lies there."""
+    if whole.shape[1] - 1 <= lab.trained_at + SCORED:
+        return []
+    losses = lab.score(whole, SCORED)
+    return [{"way": way, **compare(losses, lab.score(spoil(whole, lab.trained_at, way, lab), SCORED))} for way in WAYS]
 
 
 def mass_by_distance(call: Call) -> Float[Tensor, "heads distances"]:
@@ -97,13 +123,18 @@ def proven_window(call: Call) -> list[int] | None:
     return windows[:, windows.shape[1] // 2 :].amax(dim=1).tolist()
 
 
-def summary(rows: list[dict[str, Any]], trained_at: int) -> str:
+def summary(rows: list[dict[str, Any]], trained_at: int, beyond: list[dict[str, Any]]) -> str:
     widest = max(rows, key=lambda row: row["window"])
-    beyond = sum(row["window"] > trained_at for row in rows)
-    return (
+    far = sum(row["window"] > trained_at for row in rows)
+    told = (
         f"the farthest-looking head (layer {widest['layer']}, head {widest['head']}) holds {MASS:.0%} of its attention "
-        f"within {widest['window']:,} tokens; {beyond} of {len(rows)} heads look beyond the {trained_at:,} of training"
+        f"within {widest['window']:,} tokens; {far} of {len(rows)} heads look beyond the {trained_at:,} of training"
     )
+    if not far or not beyond:
+        return told
+    if all(shows(one["rise"], one["interval"]) for one in beyond):
+        return f"{told}, and what lies there is used: without it the loss rises by {min(r['rise'] for r in beyond):.4f}"
+    return f"{told}, and no use of what lies there shows"
 
 
 def table(result: dict[str, Any]) -> Group:

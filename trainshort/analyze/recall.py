@@ -15,20 +15,21 @@ from typing import Any
 import numpy as np
 from rich.console import Group
 
-from trainshort.analyze.base import Analysis, Lab, analyses, compare, interval_text, new_table, score_rows, titled
+from trainshort.analyze.base import Analysis, Lab, analyses, compare, interval_text, new_table, titled
+from trainshort.evaluate.evidence import shows, span
 
 CUE, VALUE = 8, 8
 """Tokens that are given of the repeated stretch, and tokens that are then scored."""
-CERTAIN = 0.0
+KINDS = ("copy", "recall")
 
 
 def run(lab: Lab) -> dict[str, Any]:
     rows = []
-    room = 2 * (CUE + VALUE)
-    for distance in (d for d in lab.multiples(1, 2, 4, 8, 16, 32) if d >= room):
-        for kind in ("copy", "recall"):
-            present, absent = probe_rows(lab, kind, distance)
-            with_it, without = (score_rows(lab.target, part, VALUE, lab.batch_tokens) for part in (present, absent))
+    distances = [d for d in lab.multiples(1, 2, 4, 8, 16, 32) if d >= 2 * (CUE + VALUE)]
+    lab.meter.expect(4 * lab.samples * sum(_length(lab, distance) - 1 for distance in distances))
+    for distance in distances:
+        for kind in KINDS:
+            with_it, without = (lab.score(part, VALUE) for part in probe_rows(lab, kind, distance))
             found = compare(with_it, without)
             rows.append(
                 {
@@ -43,11 +44,15 @@ def run(lab: Lab) -> dict[str, Any]:
     return {"summary": summary(rows), "probes": lab.samples, "scored": VALUE, "cue": CUE, "rows": rows}
 
 
+def _length(lab: Lab, distance: int) -> int:
+    """Tokens of a row: some text first, the stretch, what lies between, the stretch again."""
+    return lab.trained_at // 2 + distance + CUE + VALUE
+
+
 def probe_rows(lab: Lab, kind: str, distance: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows in which the stretch stood `distance` tokens before its repetition, and the same rows without it."""
     rng = np.random.default_rng((lab.seed, distance, len(kind)))
-    lead, size = lab.trained_at // 2, CUE + VALUE
-    length = lead + distance + size
+    lead, size, length = lab.trained_at // 2, CUE + VALUE, _length(lab, distance)
     starts = rng.integers(len(lab.tokens) - length, size=lab.samples)
     present = np.stack([np.asarray(lab.tokens[start : start + length]) for start in starts]).astype(np.int64)
     stretch = _stretches(lab, kind, rng)
@@ -71,13 +76,10 @@ def _stretches(lab: Lab, kind: str, rng: np.random.Generator) -> np.ndarray:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    parts = []
-    for kind in ("copy", "recall"):
-        good = [
-            row["distance"] for row in rows if row["kind"] == kind and row["interval"] and row["interval"][0] > CERTAIN
-        ]
-        parts.append(f"{kind} up to {max(good):,} tokens" if good else f"no {kind} at any distance tried")
-    return "; ".join(parts)
+    found = {
+        kind: [(r["distance"], shows(r["gain"], r["interval"])) for r in rows if r["kind"] == kind] for kind in KINDS
+    }
+    return "; ".join(span(kind, found[kind]) for kind in KINDS)
 
 
 def table(result: dict[str, Any]) -> Group:

@@ -4,6 +4,7 @@ The same targets are read after contexts of growing length, with the trained slo
 trainshort.evaluate.slopes). If a model uses what lies beyond L, its loss at longer contexts is below that at L.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,12 @@ from trainshort.analyze.base import (
     Lab,
     analyses,
     interval_text,
-    mean_interval,
     new_table,
     probe_ends,
     probes,
-    score_rows,
     titled,
 )
+from trainshort.evaluate.evidence import interval_of, shows
 from trainshort.evaluate.slopes import Slopes, changed
 
 TRAINED = "trained"
@@ -35,15 +35,15 @@ def run(lab: Lab) -> dict[str, Any]:
     model = lab.model("the slopes analysis")
     lengths = lab.multiples(1, 2, 4, 8)
     ends = probe_ends(lab, lengths[-1])
+    lab.meter.expect(len(variants(lab.trained_at)) * len(ends) * sum(lengths))
     losses: dict[tuple[str, int], np.ndarray] = {}
     for variant in variants(lab.trained_at):
         for length in lengths:
-            rows = probes(lab, ends, length)
-            if variant == TRAINED:
-                losses[variant, length] = score_rows(lab.target, rows, SCORED, lab.batch_tokens)
-                continue
-            with changed(model, Slopes.read(variant), lab.trained_at, length):
-                losses[variant, length] = score_rows(lab.target, rows, SCORED, lab.batch_tokens)
+            other = (
+                nullcontext() if variant == TRAINED else changed(model, Slopes.read(variant), lab.trained_at, length)
+            )
+            with other:
+                losses[variant, length] = lab.score(probes(lab, ends, length), SCORED)
     base = losses[TRAINED, lengths[0]]
     found = [_row(variant, length, base, here) for (variant, length), here in losses.items()]
     return {"summary": summary(found, lengths[0]), "probes": len(ends), "scored": int(base.size), "rows": found}
@@ -56,7 +56,7 @@ def _row(variant: str, length: int, base: np.ndarray, losses: np.ndarray) -> dic
         "context": length,
         "loss": float(losses.mean()),
         "gain": float(gain.mean()),
-        "interval": mean_interval(gain),
+        "interval": interval_of(gain),
     }
 
 
@@ -64,7 +64,7 @@ def summary(rows: list[dict[str, Any]], base: int) -> str:
     longer = [row for row in rows if row["context"] > base]
     if not longer:
         return f"only the context of {base:,} tokens was tried"
-    sure = [row for row in longer if row["interval"] and row["interval"][0] > 0]
+    sure = [row for row in longer if shows(row["gain"], row["interval"])]
     if not sure:
         return f"no slopes use context beyond {base:,} tokens"
     best = max(sure, key=lambda row: row["gain"])

@@ -21,11 +21,11 @@ from trainshort.bench.measure import (
     in_turns,
     megabytes,
     peak_during,
-    resident,
 )
 from trainshort.bench.plan import AttentionPlan, wants_memory
 from trainshort.bench.recorded import Inputs, make_inputs
 from trainshort.bench.results import RATIO, Measure, Row
+from trainshort.evaluate.memory import resident
 
 CHECKED = 64
 """Last rows that are compared with float64, because the oracle writes scores out."""

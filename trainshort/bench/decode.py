@@ -12,12 +12,13 @@ from collections.abc import Callable
 import torch
 
 from trainshort.bench import mpt
-from trainshort.bench.measure import MEGABYTE, Progress, Step, in_turns, megabytes, resident
+from trainshort.bench.measure import MEGABYTE, Progress, Step, in_turns, megabytes
 from trainshort.bench.plan import DecodePlan
 from trainshort.bench.results import RATIO, Measure, Row, median_of
 from trainshort.cache import BoundedCache, Cache
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
+from trainshort.evaluate.memory import resident
 from trainshort.generate.compiled import Decoder, decoder_of
 from trainshort.generate.streaming import stream
 from trainshort.model import TransformerLM

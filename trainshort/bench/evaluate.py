@@ -19,10 +19,10 @@ from trainshort.bench.measure import (
     in_turns,
     megabytes,
     peak_during,
-    resident,
 )
 from trainshort.bench.plan import EvaluatePlan, wants_memory
 from trainshort.bench.results import Row, median_of
+from trainshort.evaluate.memory import resident
 from trainshort.evaluate.sweep import score
 from trainshort.evaluate.target import ModelTarget, checkpoint_folder
 from trainshort.model import TransformerLM

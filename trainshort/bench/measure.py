@@ -1,6 +1,7 @@
 """How things are measured here: in turns for time, alone in a process for memory, with a line of progress for each."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -10,9 +11,11 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from trainshort.bench.results import RATIO, Measure, Row, median_of
+from trainshort.evaluate.memory import Peak
 
 MEGABYTE = 2**20
 PATIENCE = 10.0
@@ -106,19 +109,14 @@ def in_turns(
     return {name: Timing(values) for name, values in seconds.items()}
 
 
-def resident() -> int:
-    """Bytes of memory this process holds now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 def peak_during(work: Callable[[], object]) -> int:
-    """The most memory this process held while `work` ran. Linux only: the high-water mark is reset first."""
-    Path("/proc/self/clear_refs").write_text("5")
+    """The most memory this process held while `work` ran."""
+    peak = Peak(torch.device("cpu"))
     work()
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("this system does not report a high-water mark of memory")
+    most = peak.bytes()
+    if most is None:
+        raise RuntimeError("this system does not report a high-water mark of memory")
+    return most
 
 
 def can_measure_memory(progress: Progress) -> bool:
@@ -128,13 +126,14 @@ def can_measure_memory(progress: Progress) -> bool:
     return known
 
 
-def alone(suite: str, **task: Any) -> dict[str, float]:
-    """`peak(**task)` of a suite's module in a fresh process with as many threads as this one."""
-    import torch
-
+def alone(suite: str, **task: Any) -> dict[str, Any]:
+    """`peak(**task)` of a suite's module in a fresh process with as many threads as this one; a MemoryError when that
+    was killed, which nobody but the kernel's memory watch does."""
     asked = json.dumps({"suite": suite, "task": task, "threads": torch.get_num_threads()})
     command = [sys.executable, "-m", "trainshort.bench.alone"]
     done = subprocess.run(command, input=asked, capture_output=True, text=True)
+    if done.returncode == -signal.SIGKILL:
+        raise MemoryError(f"{suite} was killed")
     if done.returncode:
         raise RuntimeError(f"measuring the memory of {suite} {task} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])

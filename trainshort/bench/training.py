@@ -1,6 +1,6 @@
 """Training speed and memory of the position methods, and of Hugging Face's MPT of the same shape, by length.
 
-At least 2,048 tokens an update, the same fused AdamW for all, random tokens.
+At least 2,048 tokens a step, the same fused AdamW for all, random tokens.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,8 @@ from trainshort.bench.measure import (
 )
 from trainshort.bench.plan import TrainingPlan, wants_memory
 from trainshort.bench.results import RATIO, Measure, Row
-from trainshort.config import ModelConfig
+from trainshort.bench.rig import Rig
+from trainshort.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from trainshort.evaluate.memory import available
 from trainshort.model import TransformerLM
 from trainshort.positions import positions
@@ -49,9 +50,9 @@ def measure(plan: TrainingPlan, length: int, progress: Progress) -> list[Row]:
     config = presets.get(plan.preset)()
     names = ([MPT] if mpt_takes_part(config, length, plan.batch_tokens, progress) else []) + list(plan.methods)
     tokens = _tokens(length, plan.batch_tokens)
-    progress.note(f"{plan.rounds} rounds of {', '.join(names)}, {tokens:,} tokens an update")
-    updates = {name: update_of(name, plan.preset, length, plan.batch_tokens) for name in names}
-    timings = in_turns(updates, plan.rounds, 1, progress)
+    progress.note(f"{plan.rounds} rounds of {', '.join(names)}, {tokens:,} tokens a step")
+    work = {name: step_of(name, plan.preset, length, plan.batch_tokens) for name in names}
+    timings = in_turns(work, plan.rounds, 1, progress)
     rate = matmul_rate(0.5)
     memory = {}
     if wants_memory(plan, length) and can_measure_memory(progress):
@@ -66,7 +67,7 @@ def measure(plan: TrainingPlan, length: int, progress: Progress) -> list[Row]:
         share = 100 * flops(config, length) * measured["speed"].value / rate
         measured["of matmul rate"] = Measure(value=share, unit="%", better="higher")
         case: dict[str, str | int] = {"model": name, "preset": plan.preset, "tokens": length}
-        rows.append(Row(case=case, measured=measured, seconds={"update": tuple(timings[name].seconds)}))
+        rows.append(Row(case=case, measured=measured, seconds={"step": tuple(timings[name].seconds)}))
     return rows
 
 
@@ -100,32 +101,28 @@ def mpt_takes_part(config: ModelConfig, length: int, batch_tokens: int, progress
     return reason is None
 
 
-def update_of(name: str, preset: str, length: int, batch_tokens: int) -> Callable[[], object]:
-    """One update on random tokens, as a function without arguments."""
+def step_of(name: str, preset: str, length: int, batch_tokens: int) -> Callable[[], object]:
+    """One training step on random tokens, as a function without arguments."""
+    config, batch = presets.get(preset)(), _tokens(length, batch_tokens) // length
+    if name != MPT:
+        model = config.replace(position=name).reaching(length)
+        train = TrainConfig(length=length, batch=batch)
+        return Rig(RunConfig(model=model, train=train, optim=OptimConfig(lr=1e-4, clip=0))).step
     torch.manual_seed(0)
-    config = presets.get(preset)()
-    tokens, targets = torch.randint(config.vocabulary, (2, _tokens(length, batch_tokens) // length, length))
-    ours = config if name == MPT else config.replace(position=name).reaching(length)
-    model = mpt(config, length) if name == MPT else TransformerLM(ours)
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens, targets = torch.randint(config.vocabulary, (2, batch, length))
+    theirs = mpt(config, length).train()
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-4, fused=True)
 
-    def loss() -> torch.Tensor:
-        if name == MPT:
-            return model(input_ids=tokens, labels=targets).loss
-        total, count = model(tokens, targets)
-        return total / count
-
-    def update() -> None:
-        loss().backward()
+    def step() -> None:
+        theirs(input_ids=tokens, labels=targets).loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return update
+    return step
 
 
 def _tokens(length: int, batch_tokens: int) -> int:
-    """Tokens of an update: as many whole sequences as fit, at least one."""
+    """Tokens of a step: as many whole sequences as fit, at least one."""
     return max(1, batch_tokens // length) * length
 
 
@@ -152,6 +149,6 @@ def flops(config: ModelConfig, length: int) -> float:
 
 
 def peak(name: str, preset: str, length: int, batch_tokens: int) -> dict[str, float]:
-    """The most memory of a process that makes three updates."""
-    update = update_of(name, preset, length, batch_tokens)
-    return {"peak": peak_during(lambda: [update() for _ in range(3)])}
+    """The most memory of a process that makes three training steps."""
+    step = step_of(name, preset, length, batch_tokens)
+    return {"peak": peak_during(lambda: [step() for _ in range(3)])}

@@ -53,6 +53,8 @@ class Analyze:
     """cpu, cuda, ... Default: cuda where there is one."""
     out: Path | None = None
     """Folder for results. Default: the run folder."""
+    again: bool = False
+    """Ask anew what was answered before for the same model, text and settings."""
 
     def run(self) -> None:
         from rich.console import Console
@@ -77,4 +79,4 @@ class Analyze:
         text = open_text(target, self.data, self.split, self.max_tokens)
         lengths = tuple(read_lengths(self.lengths, target.trained_at, len(text.tokens))) if self.lengths else ()
         lab = Lab(target, text.tokens, target.trained_at, lengths, self.samples, self.seed, self.batch_tokens)
-        analyze(lab, text, self.only, Console())
+        analyze(lab, text, self.only, Console(), self.again)

@@ -2,15 +2,21 @@
 
     trained at 128, good to 4,096+        no worse at 4,096 tokens than at 128; nothing longer was tried
     trained at 128, good to 160           worse from there on
+    trained at 128, good to 160, cannot tell at 256 (too little text)
     trained at 128, cannot read past 128
+
+"Good" has no holes: at every length tried up to there the loss is higher than at the training length by less than what
+matters. "Worse" is more than that, beyond doubt. Both words follow the rule of `trainshort.evaluate.evidence`.
 
 `extrapolation.json` holds the line as "summary"; whoever loads the model shows it.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from trainshort.errors import InputError
+from trainshort.evaluate.evidence import EFFECT, shows, unbroken
 from trainshort.evaluate.results import Evaluation, Row, interval
 from trainshort.files import read_sealed, write_sealed
 
@@ -31,7 +37,10 @@ def make(evaluation: Evaluation, source: str) -> dict[str, Any] | None:
         return None
     scored = [row for row in rows if row.status == "scored"]
     best = min(scored, key=lambda row: row.perplexity)
-    marks = {"no_worse": _mark(rows, base, 1.0), "within_2_percent": _mark(rows, base, SLACK)}
+    marks = {
+        "no_worse": _mark(rows, lambda row: row.loss - base.loss < EFFECT),
+        "within_2_percent": _mark(rows, lambda row: row.perplexity <= SLACK * base.perplexity),
+    }
     return {
         "format": FORMAT,
         "summary": _summary(evaluation, rows, base, marks["no_worse"]),
@@ -52,10 +61,11 @@ def make(evaluation: Evaluation, source: str) -> dict[str, Any] | None:
     }
 
 
-def _mark(rows: list[Row], base: Row, slack: float) -> dict[str, Any]:
-    """The longest length that is good; `open` when nothing longer was tried, so that it may be good farther still."""
-    good = [row for row in rows if row.status == "scored" and row.perplexity <= slack * base.perplexity]
-    return {"length": good[-1].length, "open": good[-1].length == rows[-1].length}
+def _mark(rows: list[Row], good: Callable[[Row], bool]) -> dict[str, Any]:
+    """The longest length that is good with all before it; `open` when nothing longer was tried, so that it may be good
+    farther still."""
+    length = unbroken((row.length, row.status == "scored" and good(row)) for row in rows)
+    return {"length": length, "open": length == rows[-1].length}
 
 
 def _entry(row: Row) -> dict[str, Any]:
@@ -70,7 +80,10 @@ def _summary(evaluation: Evaluation, rows: list[Row], base: Row, mark: dict[str,
     longest = evaluation.target.get("longest")
     if next_row is not None and next_row.status == "cannot" and longest:
         return f"{begin}, cannot read past {longest:,}"
-    return f"{begin}, good to {mark['length']:,}{'+' if mark['open'] else ''}"
+    good = f"{begin}, good to {mark['length']:,}{'+' if mark['open'] else ''}"
+    if next_row is None or next_row.status != "scored" or shows(next_row.loss - base.loss, interval(next_row, base)):
+        return good
+    return f"{good}, cannot tell at {next_row.length:,} (too little text)"
 
 
 def save(card: dict[str, Any], folder: Path) -> bool:

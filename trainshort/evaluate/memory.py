@@ -75,6 +75,11 @@ def available() -> int | None:
     return inside if free is None else free if inside is None else min(free, inside)
 
 
+def resident() -> int:
+    """Bytes of memory this process holds now; 0 where the system does not tell."""
+    return _status_bytes("VmRSS") or 0
+
+
 class Peak:
     """The most memory in use since it was made: resident memory of this process, or the GPU's allocations.
 

@@ -13,7 +13,9 @@ import numpy as np
 
 from trainshort.config import Settings
 from trainshort.errors import InputError
+from trainshort.evaluate.evidence import Interval, interval_of
 from trainshort.files import CHECKSUM, MissingFileError, make_folder, read_sealed, write_sealed
+from trainshort.progress import perplexity
 from trainshort.windows import Windows, position_edges
 
 FORMAT = 1
@@ -21,7 +23,6 @@ BLOCKS = 100
 """Stretches of text whose sums are stored, the same for all lengths: rows can be compared stretch by stretch."""
 SMALLEST_BLOCK = 32
 """Tokens that a stretch should have at least; a short text gets fewer stretches."""
-RESAMPLES = 1000
 
 Status = Literal["scored", "cannot", "out of memory", "not finite"]
 
@@ -114,10 +115,6 @@ class Evaluation(Settings):
         return row.nll / math.log(2) / size if size and row.status == "scored" else None
 
 
-def perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
-
-
 def summarize(windows: Windows, nll: np.ndarray) -> Row:
     """A row from the losses of all targets, in their order."""
     if len(nll) != windows.tokens:
@@ -161,27 +158,22 @@ def position_sums(windows: Windows, losses: np.ndarray) -> tuple[tuple[int, int,
     return tuple((first, end, count, total) for first, end, count, total in bins if count)
 
 
-def interval(row: Row, other: Row | None = None, level: float = 0.95) -> tuple[float, float] | None:
-    """Bootstrap confidence interval of the mean loss, or of its difference to another row's over the same stretches.
-
-    Stretches of text are drawn with replacement; None when there are fewer than two. Resampling `other` by the same
-    draws takes out what both have in common, so that small differences show.
-    """
+def interval(row: Row, other: Row | None = None) -> Interval | None:
+    """Bootstrap confidence interval (95 %) of the mean loss, or of its difference to another row's over the same
+    stretches, which is far narrower; None when there are fewer than two stretches."""
     if len(row.blocks) < 2 or row.status != "scored":
         return None
-    draws = np.random.default_rng(0).integers(len(row.blocks), size=(RESAMPLES, len(row.blocks)))
-    losses = _resampled(row, draws)
+    counts, sums = _columns(row)
     if other is not None:
         if [count for count, _ in row.blocks] != [count for count, _ in other.blocks]:
             raise InputError("these two evaluations did not score the same text, so they cannot be compared by pairs.")
-        losses = losses - _resampled(other, draws)
-    low, high = np.quantile(losses, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+        sums = sums - _columns(other)[1]
+    return interval_of(sums, counts)
 
 
-def _resampled(row: Row, draws: np.ndarray) -> np.ndarray:
+def _columns(row: Row) -> tuple[np.ndarray, np.ndarray]:
     counts, sums = (np.array(column, dtype=np.float64) for column in zip(*row.blocks, strict=True))
-    return sums[draws].sum(axis=1) / counts[draws].sum(axis=1)
+    return counts, sums
 
 
 def save(evaluation: Evaluation, path: Path) -> None:
