@@ -7,6 +7,7 @@ from rich.console import Console
 
 from trainshort import progress
 from trainshort.progress import Display
+from trainshort.runs import perplexity
 
 UPDATE = {"step": 50, "loss": 2.0, "lr": 1e-3, "tokens_per_second": 12345.6}
 VALID = {"step": 50, "valid_loss": 1.0}
@@ -53,5 +54,5 @@ def test_quiet_shows_nothing_but_notes():
 
 
 def test_perplexity_does_not_overflow():
-    assert progress.perplexity(0.0) == 1.0
-    assert progress.perplexity(1e6) == math.inf
+    assert perplexity(0.0) == 1.0
+    assert perplexity(1e6) == math.inf

@@ -3,7 +3,6 @@
 Nothing is read back from here; `metrics.jsonl` is the truth.
 """
 
-import math
 import time
 from pathlib import Path
 from types import TracebackType
@@ -12,13 +11,10 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from trainshort.runs import perplexity
+
 PLAIN_SECONDS = 10.0
 """Time between two lines when the output is not a terminal."""
-
-
-def perplexity(loss: float) -> float:
-    """e to the loss; infinity where that is larger than any float."""
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 def _board(folder: Path, step: int) -> Any:

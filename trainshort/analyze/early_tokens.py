@@ -25,7 +25,7 @@ from rich.console import Group
 from trainshort.analyze.base import Analysis, Lab, analyses, compare, new_table, titled
 from trainshort.evaluate.evidence import Interval, interval_of, shows
 from trainshort.evaluate.results import block_sums
-from trainshort.progress import perplexity
+from trainshort.runs import perplexity
 from trainshort.windows import Windows
 
 PER_SAMPLE = 8

@@ -80,11 +80,10 @@ def filled(model: TransformerLM, cache: Cache, context: int) -> Cache:
             first.append(k, v)
         left -= count
     first.length = context
+    like = torch.empty(1, model.config.key_heads, 0, model.config.head_width)
     for index in range(1, model.config.layers):
         tensors, facts = first.save()
-        copies = {name: tensor.clone() for name, tensor in tensors.items()}
-        like = torch.empty(1, model.config.key_heads, 0, model.config.head_width)
-        cache.layer(index).restore(copies, facts, like, bias)
+        cache.layer(index).restore({name: tensor.clone() for name, tensor in tensors.items()}, facts, like, bias)
     return cache
 
 

@@ -47,7 +47,7 @@ class Train:
 
     def run(self) -> None:
         from trainshort.parallel import own_rank
-        from trainshort.progress import perplexity
+        from trainshort.runs import perplexity
         from trainshort.train import train
 
         result = train(self.config, self.out, resume=self.resume, quiet=self.quiet)

@@ -15,7 +15,7 @@ from trainshort.config import Settings
 from trainshort.errors import InputError
 from trainshort.evaluate.evidence import Interval, interval_of
 from trainshort.files import CHECKSUM, MissingFileError, make_folder, read_sealed, write_sealed
-from trainshort.progress import perplexity
+from trainshort.runs import perplexity
 from trainshort.windows import Windows, position_edges
 
 FORMAT = 1
