@@ -157,6 +157,11 @@ def run_name(config: RunConfig) -> str:
     return f"{config.model.position}-{config.train.length}-{digest}"
 
 
+def first_name(config: RunConfig) -> str:
+    """The name that version 0.1.0 gave to these settings; it read the ends of a text differently."""
+    return run_name(config.replace(data={"ends": "dropped"}))
+
+
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings by their dotted names: {"train": {"steps": 3}} becomes {"train.steps": 3}."""
     flat = {}

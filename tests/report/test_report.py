@@ -15,15 +15,20 @@ import pytest
 from made_up import make_demo, make_run
 
 from trainshort.claims.collection import collect
+from trainshort.claims.measured import View
 from trainshort.commands.report import Report
+from trainshort.config import load_config
 from trainshort.errors import InputError
 from trainshort.evaluate.results import load, save, summarize
 from trainshort.files import write_sealed
+from trainshort.recipes.experiments import Reading
+from trainshort.recipes.scales import Variant
 from trainshort.report.build import write_report
 from trainshort.report.figures import round_ticks
 from trainshort.report.headline import find_headline, sentences
 from trainshort.report.sections import past_training, pooled
 from trainshort.report.terminal import headline_table
+from trainshort.runs import first_name
 from trainshort.windows import Windows
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'{{7*7}}&amp;`|*_"
@@ -334,3 +339,15 @@ def test_a_browser_prints_what_is_closed_on_the_screen(demo, tmp_path):
     closed, opened = (printed(tmp_path / name / "index.html") for name in ("closed", "open"))
     assert len(closed) > 3
     assert [len(sheet) for sheet in closed] == [len(sheet) for sheet in opened]
+
+
+def test_runs_of_the_first_version_are_still_found(tmp_path):
+    """They are named by settings that have a member more by now."""
+    folder = make_run(tmp_path, "alibi", {128: 50.0, 256: 49.0})
+    config = load_config(folder / "config.json")
+    folder.rename(tmp_path / first_name(config))
+    collection = collect([tmp_path])
+    assert collection.scale is not None
+    found = View(collection, collection.scale).read(Variant("wikitext103", "alibi", 512), Reading(1024))
+    assert found is not None
+    assert found.value == pytest.approx(49.0)

@@ -18,7 +18,7 @@ from trainshort.evaluate.results import Row
 from trainshort.files import read_sealed
 from trainshort.journal import read_lines
 from trainshort.recipes.scales import LENGTHS, SETUPS, Scale, Variant, scales
-from trainshort.runs import RunFolder, read_metrics, run_name
+from trainshort.runs import RunFolder, first_name, read_metrics, run_name
 
 COST_FILE = "cost.json"
 COST_FORMAT = 1
@@ -69,7 +69,7 @@ class Collection:
     runs: dict[str, Run]
     costs: dict[str, Any] = field(default_factory=dict)
     cost_path: Path | None = None
-    names: dict[tuple[str, Variant], str] = field(default_factory=dict)
+    names: dict[tuple[str, Variant], tuple[str, str]] = field(default_factory=dict)
     benches: tuple[tuple[Path, Bench], ...] = ()
     """Results of `trainshort bench`, the newest last."""
 
@@ -84,15 +84,22 @@ class Collection:
         best = max(counts, key=lambda name: counts[name])
         return scales.get(best) if counts[best] else None
 
-    def name(self, variant: Variant, scale: Scale) -> str:
-        """A model's run name; hashing settings takes a while, and tables ask for the same models again and again."""
+    def run(self, variant: Variant, scale: Scale) -> Run | None:
+        """The run of a model; where there is none of this version, the one of 0.1.0."""
+        return next((self.runs[name] for name in self._names(variant, scale) if name in self.runs), None)
+
+    def cost(self, variant: Variant, scale: Scale) -> dict[str, Any] | None:
+        """What a model costs, measured under either name."""
+        return next((self.costs[name] for name in self._names(variant, scale) if name in self.costs), None)
+
+    def _names(self, variant: Variant, scale: Scale) -> tuple[str, str]:
+        """A model's run name, now and in 0.1.0; hashing settings takes a while, and tables ask for the same models again
+        and again."""
         key = (scale.name, variant)
         if key not in self.names:
-            self.names[key] = run_name(scale.config(variant))
+            config = scale.config(variant)
+            self.names[key] = (run_name(config), first_name(config))
         return self.names[key]
-
-    def run(self, variant: Variant, scale: Scale) -> Run | None:
-        return self.runs.get(self.name(variant, scale))
 
 
 def _made_at(scale: Scale, name: str, position: str, seed: int) -> bool:
@@ -102,7 +109,8 @@ def _made_at(scale: Scale, name: str, position: str, seed: int) -> bool:
     wanted = [
         Variant(setup, position, at, seed) for setup in setups for at in LENGTHS if str(scale.length(at)) == length
     ]
-    return any(run_name(scale.config(variant)) == name for variant in wanted)
+    configs = [scale.config(variant) for variant in wanted]
+    return any(name in (run_name(config), first_name(config)) for config in configs)
 
 
 def collect(paths: Sequence[Path]) -> Collection:

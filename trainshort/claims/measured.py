@@ -97,7 +97,7 @@ class View:
         return 0.93 * (high - low) / math.sqrt(len(rounds)) / middle
 
     def _costs_of(self, variant: Variant) -> dict[str, Any] | None:
-        return self.collection.costs.get(self.collection.name(variant, self.scale))
+        return self.collection.cost(variant, self.scale)
 
     def curve(self, variant: Variant, reading: Reading) -> list[tuple[int, float, Path]]:
         """Tokens trained on and perplexity at a reading, for each checkpoint that was kept and read."""
