@@ -93,8 +93,8 @@ class Collection:
         return next((self.costs[name] for name in self._names(variant, scale) if name in self.costs), None)
 
     def _names(self, variant: Variant, scale: Scale) -> tuple[str, str]:
-        """A model's run name, now and in 0.1.0; hashing settings takes a while, and tables ask for the same models again
-        and again."""
+        """A model's run name, now and in 0.1.0; hashing settings takes a while, and tables ask for the same models
+        again and again."""
         key = (scale.name, variant)
         if key not in self.names:
             config = scale.config(variant)
