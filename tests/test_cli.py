@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -116,3 +117,9 @@ def test_public_names_are_importable():
         assert getattr(trainshort, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'atend'"):
         _ = trainshort.atend  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_every_command_is_read_by_the_one_parser():
+    """`from trainshort.commands.parser import Arg`; Arg(positional=True, metavar="RUN") marks a positional argument."""
+    commands = Path(__file__).parents[1] / "trainshort" / "commands"
+    assert not [path.name for path in commands.glob("*.py") if "tyro" in path.read_text()]

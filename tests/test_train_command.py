@@ -87,9 +87,9 @@ def test_help_shows_settings_with_the_recipes_values(capsys):
     assert ended.value.code == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "Examples: trainshort train demo-alibi" in text
-    assert "--model.position STR Position method; `trainshort list positions` names them. (default: rotary)" in text
-    assert "--train.length INT The paper's L" in text
-    assert "(default: runs/demo-rotary)" in text
+    assert "--model.position TEXT Position method; `trainshort list positions` names them. Default: rotary." in text
+    assert "--train.length N The paper's L" in text
+    assert "Default: runs/demo-rotary." in text
 
 
 def test_help_does_not_import_torch():

@@ -1,20 +1,20 @@
 """`trainshort <command> ...`: finds the command, parses its arguments, turns mistakes into one sentence.
 
-A command is a dataclass whose fields are its arguments and whose `run()` does the work; tyro makes the parser from it.
+A command is a dataclass whose fields are its arguments and whose `run()` does the work
+(trainshort.commands.parser).
 Only the chosen command's module is imported, which keeps `--help` quick.
 """
 
 import importlib
-import inspect
 import os
 import sys
 from dataclasses import dataclass
 
-import tyro
-
 from trainshort import __version__, plugins
+from trainshort.commands.parser import Parser, of_class
 from trainshort.errors import InputError
 from trainshort.registry import did_you_mean
+from trainshort.terminal import say
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,9 @@ def main(argv: list[str] | None = None) -> None:
     except InputError as error:
         if os.environ.get("TRAINSHORT_TRACEBACK"):
             raise
-        print(f"trainshort: {error}", file=sys.stderr)
+        if usage := getattr(error, "usage", None):
+            print(usage, file=sys.stderr)
+        say(str(error))
         sys.exit(USAGE_ERROR)
     except KeyboardInterrupt as interrupt:
         sys.exit(getattr(interrupt, "code", INTERRUPTED))
@@ -99,4 +101,5 @@ def run(argv: list[str]) -> int:
     command = getattr(importlib.import_module(module), attribute)
     if hasattr(command, "parse"):  # its options depend on its first argument
         return command.parse(rest).run() or 0
-    return tyro.cli(command, args=rest, prog=f"trainshort {name}", description=inspect.getdoc(command)).run() or 0
+    parser = Parser(f"trainshort {name}", of_class(command), command.__doc__ or "")
+    return command(**parser.parse(rest)).run() or 0

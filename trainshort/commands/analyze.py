@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
+from trainshort.commands.parser import Arg
 from trainshort.errors import InputError
 
 
@@ -27,7 +26,7 @@ class Analyze:
       trainshort analyze runs/demo-alibi --only cost --lengths 512 1024 3072
     """
 
-    target: Annotated[str, tyro.conf.Positional]
+    target: Annotated[str, Arg(metavar="RUN", positional=True)]
     """A run folder or checkpoint; a Hugging Face model for early-tokens, far-context and recall."""
     only: tuple[str, ...] = ()
     """Analyses by name. Default: all that fit the model."""

@@ -5,8 +5,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
+from trainshort.commands.parser import Arg
 from trainshort.errors import InputError
 
 OWN = ("suites", "quick", "out", "against", "results")
@@ -36,7 +35,7 @@ class Bench:
       trainshort bench --against old.json --results new.json
     """
 
-    suites: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    suites: Annotated[tuple[str, ...], Arg(positional=True)] = ()
     """attention, training, evaluate, decode, prepare. Default: all."""
     quick: bool = False
     """Small sizes and few rounds, to see that everything runs; not numbers to quote."""
@@ -60,7 +59,7 @@ class Bench:
     engines: tuple[str, ...] = ()
     """Of attention: windowed, windowed-torch, written-mask, mpt, x-transformers, beside plain. Default: all,
     beyond 8,192 tokens only windowed."""
-    run_folder: Annotated[Path | None, tyro.conf.arg(name="run")] = None
+    run_folder: Annotated[Path | None, Arg(name="run")] = None
     """Of evaluate: a run whose trained model is used; proven windows depend on the weights."""
     contexts: tuple[int, ...] = ()
     """Of decode: tokens that the caches hold."""

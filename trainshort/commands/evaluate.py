@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
+from trainshort.commands.parser import Arg
 from trainshort.errors import InputError
 
 
@@ -25,7 +24,7 @@ class Evaluate:
       trainshort evaluate gpt2 --data book.txt --lengths 256 1024
     """
 
-    target: Annotated[str, tyro.conf.Positional]
+    target: Annotated[str, Arg(metavar="RUN", positional=True)]
     """A run folder, one of its checkpoints, a Hugging Face model's folder, or its name on the hub."""
     data: tuple[str, ...] = ()
     """Prepared folder, text files, or a corpus by name. Default: the run's own data."""

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
-
+from trainshort.commands.parser import Arg
 from trainshort.errors import InputError
 
 if TYPE_CHECKING:
@@ -33,9 +32,9 @@ class Generate:
       trainshort generate runs/demo-alibi --interactive --mode bounded
     """
 
-    run_folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run_folder: Annotated[Path, Arg(metavar="RUN", positional=True)]
     """A run folder, or one of its checkpoints."""
-    prompt: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    prompt: Annotated[tuple[str, ...], Arg(positional=True)] = ()
     """Text to continue; several make a batch; - reads standard input."""
     prompt_file: Path | None = None
     """File with the text to continue, in UTF-8."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
+from trainshort.commands.parser import Arg
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Import:
       trainshort import ./mpt-7b --out runs/mpt-7b
     """
 
-    source: Annotated[str, tyro.conf.Positional]
+    source: Annotated[str, Arg(metavar="MODEL", positional=True)]
     """A fairseq checkpoint file, a Hugging Face model's folder, or its name on the hub."""
     out: Path
     """The run folder to make; refused if it exists."""

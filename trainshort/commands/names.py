@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated
 
-import tyro
-
 from trainshort import plugins
+from trainshort.commands.parser import Arg
 from trainshort.errors import InputError
 from trainshort.registry import Registry, did_you_mean
 
@@ -41,7 +40,7 @@ class List:
       trainshort list positions --plugin mine.py
     """
 
-    kind: Annotated[str, tyro.conf.Positional] = ""
+    kind: Annotated[str, Arg(positional=True)] = ""
     """positions, engines, corpora, tokenizers, analyses, presets, recipes, experiments, scales, claims or formats."""
 
     def run(self) -> None:
@@ -74,7 +73,7 @@ class Show:
       trainshort show demo-alibi
     """
 
-    recipe: Annotated[str, tyro.conf.Positional]
+    recipe: Annotated[str, Arg(positional=True)]
     """Name of the recipe; `trainshort list recipes` names them."""
 
     def run(self) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
+from trainshort.commands.parser import Arg
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Prepare:
       trainshort prepare bookcorpus --tokenizer bert/tokenizer.json
     """
 
-    corpus: Annotated[str, tyro.conf.Positional]
+    corpus: Annotated[str, Arg(metavar="CORPUS", positional=True)]
     """Corpus name (see `trainshort list corpora`), file, folder, glob, or hub dataset as owner/name[:config]."""
     tokenizer: str = "bpe"
     """bytes, words, bpe, or the path of a saved tokenizer.json."""

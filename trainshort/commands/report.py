@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
+from trainshort.commands.parser import Arg
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Report:
       trainshort report runs/mine runs/theirs --out report/comparison
     """
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    runs: Annotated[tuple[Path, ...], Arg(metavar="RUN", positional=True)]
     """Run folders, or folders that hold some."""
     out: Path = Path("report")
     """Folder to write."""

@@ -1,17 +1,11 @@
 """`trainshort train`: a recipe, changed by options, becomes a run folder."""
 
-import inspect
-from dataclasses import field, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any
 
-import tyro
-
-from trainshort.commands.settings import chosen_config, names, options, spelled_out, with_method
+from trainshort.commands.parser import Option
+from trainshort.commands.settings import RunParser, chosen_config, options, with_method
 from trainshort.config import RunConfig, load_config
 from trainshort.errors import InputError
-
-SECTIONS = ("model", "data", "optim", "train")
 
 
 class Train:
@@ -39,11 +33,11 @@ class Train:
         recipe = None if words[0].startswith("-") else words[0]
         base, out = find_recipe(recipe) if recipe else (RunConfig(), Path("runs/RECIPE"))
         base = with_method(base, words)
-        kind = _parser(base, recipe, out)
-        words = spelled_out(words, names(kind(recipe=recipe)), base.model.position)
-        chosen = tyro.cli(kind, args=words, prog="trainshort train", description=inspect.cleandoc(cls.__doc__ or ""))
-        config = chosen_config(base, {section: getattr(chosen, section) for section in SECTIONS})
-        return cls(config, chosen.out, resume=chosen.resume, quiet=chosen.quiet)
+        parser = RunParser("trainshort train", [*_own(out), *options(base)], cls.__doc__ or "")
+        parser.position = base.model.position
+        chosen = parser.parse(words)
+        config = chosen_config(base, {name: value for name, value in chosen.items() if "." in name})
+        return cls(config, chosen["out"], resume=chosen["resume"], quiet=chosen["quiet"])
 
     def run(self) -> None:
         from trainshort.parallel import own_rank
@@ -72,24 +66,13 @@ def find_recipe(name: str) -> tuple[RunConfig, Path]:
     return recipes.get(name)(), Path("runs") / name
 
 
-def _parser(base: RunConfig, recipe: str | None, out: Path) -> Any:
-    """The dataclass tyro makes the parser from."""
-
-    def described(kind: Any, text: str, *markers: Any) -> Any:
-        return Annotated[kind, tyro.conf.arg(help=text), *markers]
-
+def _own(out: Path) -> list[Option]:
+    """What the command takes beside the settings of the run."""
     shown = "Recipe (trainshort list recipes), run folder, or path of a config.json."
-    fields = [
-        ("recipe", described(str, shown, tyro.conf.Positional), field(default=recipe) if recipe else field()),
-        ("out", described(Path, "Run folder; refused if it exists, unless resumed."), field(default=out)),
-        (
-            "resume",
-            described(bool, "Go on from the last whole checkpoint; start if there is none."),
-            field(default=False),
-        ),
-        ("quiet", described(bool, "Show no progress."), field(default=False)),
+    again = "Go on from the last whole checkpoint; start if there is none."
+    return [
+        Option("recipe", str, shown, field="recipe", metavar="RECIPE", positional=True),
+        Option("out", Path, "Run folder; refused if it exists, unless resumed.", out, "out"),
+        Option("resume", bool, again, False, "resume"),
+        Option("quiet", bool, "Show no progress.", False, "quiet"),
     ]
-    for section in SECTIONS:
-        made = options(getattr(base, section))
-        fields.append((section, type(made), field(default_factory=lambda made=made: made)))
-    return make_dataclass("Train", fields, frozen=True)

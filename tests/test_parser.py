@@ -1,0 +1,145 @@
+"""Command lines: every mistake is the usage and one sentence, every option has one default."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+
+from trainshort.cli import COMMANDS, main
+from trainshort.commands.parser import Arg, Parser, UsageError, of_class
+
+
+@dataclass(frozen=True)
+class Cook:
+    """Cook something.
+
+    Examples:
+      cook soup
+    """
+
+    dish: Annotated[str, Arg(metavar="DISH", positional=True)]
+    """What to cook."""
+    extras: Annotated[tuple[str, ...], Arg(positional=True)] = ()
+    """What goes with it."""
+    minutes: int = 10
+    """How long."""
+    salt: float | None = None
+    """Grams. Default: to taste."""
+    pan: Path = Path("pan")
+    """Where."""
+    heat: Literal["low", "high"] = "low"
+    """How hot."""
+    sizes: tuple[int, ...] = ()
+    """Of the pieces."""
+    pair: tuple[float, float] = (0.5, 1.0)
+    """Two numbers."""
+    quick_look: bool = False
+    """Only look."""
+    lid: bool = True
+    """With its lid."""
+    wrapper: Annotated[str | None, Arg(name="foil")] = None
+    """Something around it."""
+
+
+PARSER = Parser("cook", of_class(Cook), Cook.__doc__ or "")
+
+
+def parse(line: str) -> Cook:
+    return Cook(**PARSER.parse(line.split()))
+
+
+def test_words_become_values():
+    assert parse("soup") == Cook("soup")
+    line = (
+        "soup bread - -5 --minutes 3 --salt=-2.5 --pan x/y --heat high --sizes 1 2 3 --pair 1 2 --quick_look --no-lid"
+    )
+    assert parse(line + " --foil tin") == Cook(
+        "soup", ("bread", "-", "-5"), 3, -2.5, Path("x/y"), "high", (1, 2, 3), (1.0, 2.0), True, False, "tin"
+    )
+    assert parse("--minutes 3 soup -- --minutes").extras == ("--minutes",)
+    assert parse("soup --salt None --quick-look=false --sizes").sizes == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("", "DISH is missing: What to cook."),
+        ("soup --minute 3", "Unknown setting 'minute'. Did you mean 'minutes'? See cook --help."),
+        ("soup -x", "Unknown setting '-x'. See cook --help."),
+        ("soup --minutes", "--minutes needs a value: --minutes N."),
+        ("soup --minutes --lid", "--minutes needs a value: --minutes N."),
+        ("soup --pair 1", "--pair needs 2 values: --pair X X."),
+        ("soup --minutes 1.5", "--minutes is a whole number, got '1.5'."),
+        ("soup --salt much", "--salt is a number, got 'much'."),
+        ("soup --sizes 1 two", "--sizes is a whole number, got 'two'."),
+        ("soup --heat hihg", "--heat is one of low, high; got 'hihg'. Did you mean 'high'?"),
+        ("soup --lid=maybe", "--lid is true or false, got 'maybe'."),
+        ("soup --no-minutes", "Unknown setting 'no-minutes'. Did you mean 'minutes'? See cook --help."),
+    ],
+)
+def test_a_mistake_is_one_sentence_after_the_usage(line, told):
+    with pytest.raises(UsageError) as caught:
+        parse(line)
+    assert str(caught.value) == told
+    assert caught.value.usage == "usage: cook DISH [EXTRAS ...] [options]"
+
+
+def test_a_word_too_many_is_told():
+    parser = Parser("cook", [one for one in of_class(Cook) if one.name != "extras"], "")
+    with pytest.raises(UsageError, match="'bread' is one word too many"):
+        parser.parse(["soup", "bread"])
+
+
+def test_help_shows_names_and_one_default_each(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse("soup --help")
+    assert not ended.value.code
+    text = " ".join(capsys.readouterr().out.split())
+    for piece in (
+        "usage: cook DISH [EXTRAS ...] [options]",
+        "Cook something. Examples: cook soup",
+        "DISH What to cook.",
+        "--minutes N How long. Default: 10.",
+        "--salt X Grams. Default: to taste.",
+        "--pan PATH Where. Default: pan.",
+        "--heat low|high How hot. Default: low.",
+        "--sizes N ... Of the pieces.",
+        "--pair X X Two numbers. Default: 0.5 1.0.",
+        "--quick-look Only look.",
+        "--no-lid With its lid.",
+        "--foil TEXT Something around it.",
+    ):
+        assert piece in text, piece
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_help_has_boxes_types_or_two_defaults(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert not ended.value.code
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: trainshort {name}")
+    assert not set("╭│╰") & set(text)
+    assert "(default:" not in text
+    assert "None" not in text.replace("None of", "")
+    assert "xample" in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_unknown_option_is_one_sentence_and_exit_2(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([name, *(["demo-alibi"] if name == "train" else []), "--no-such-thing", "1"])
+    assert ended.value.code == 2
+    err = capsys.readouterr().err.splitlines()
+    assert err[0].startswith(f"usage: trainshort {name}")
+    assert err[1].startswith("trainshort: Unknown setting 'no-such-thing'.")
+    assert len(err) == 2
+
+
+def test_help_imports_little():
+    code = "import sys, trainshort.cli; print(len({'tyro', 'torch', 'numpy', 'rich'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "0\n", done
