@@ -1,6 +1,6 @@
 """trainshort: language models that are trained on short sequences and run on long ones.
 
-Reading order: alibi (the mathematics), attention/op (the one attention call), positions/base (the three doors), model.
+Reading order: docs/core.md. The names below are the public ones, each with an example in docs/api.md.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -8,24 +8,36 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from trainshort import alibi, presets
     from trainshort.attention import DenseBias, DistanceBias, LinearBias, alibi_attention, attend
     from trainshort.cache import Cache
+    from trainshort.checkpoint import load_model
     from trainshort.config import ModelConfig, RunConfig
+    from trainshort.data import load_tokenizer
     from trainshort.errors import InputError
     from trainshort.generate import stream
+    from trainshort.methods import MethodSettings
     from trainshort.model import TransformerLM
+    from trainshort.positions import LayerInput, PositionMethod
 
 __all__ = [
     "Cache",
     "DenseBias",
     "DistanceBias",
     "InputError",
+    "LayerInput",
     "LinearBias",
+    "MethodSettings",
     "ModelConfig",
+    "PositionMethod",
     "RunConfig",
     "TransformerLM",
+    "alibi",
     "alibi_attention",
     "attend",
+    "load_model",
+    "load_tokenizer",
+    "presets",
     "stream",
 ]
 
@@ -34,20 +46,28 @@ _HOME = {
     "DenseBias": "attention",
     "DistanceBias": "attention",
     "InputError": "errors",
+    "LayerInput": "positions",
     "LinearBias": "attention",
+    "MethodSettings": "methods",
     "ModelConfig": "config",
+    "PositionMethod": "positions",
     "RunConfig": "config",
     "TransformerLM": "model",
     "alibi_attention": "attention",
     "attend": "attention",
+    "load_model": "checkpoint",
+    "load_tokenizer": "data",
     "stream": "generate",
 }
+_MODULES = ("alibi", "presets")
 
 
 def __getattr__(name: str) -> Any:
     """Public names are imported on first use: `trainshort --help` should not wait for torch."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'trainshort' has no attribute {name!r}")
     from importlib import import_module
 
+    if name in _MODULES:
+        return import_module(f"trainshort.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'trainshort' has no attribute {name!r}")
     return getattr(import_module(f"trainshort.{_HOME[name]}"), name)

@@ -10,6 +10,7 @@ from trainshort.config import AdaptiveConfig, ModelConfig
 from trainshort.registry import Registry
 
 presets: Registry[Callable[[], ModelConfig]] = Registry("preset")
+get, names = presets.get, presets.names
 
 
 @presets.register("tiny")

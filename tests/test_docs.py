@@ -1,0 +1,76 @@
+"""The documents' code runs: public names with their examples, the walk with a method that is not in the package."""
+
+import doctest
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trainshort
+from trainshort.methods import methods
+from trainshort.positions import positions
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+def text(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def test_every_public_name_has_an_example_that_runs(tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "tests" / "data_of_0_1_0", tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    try:
+        # Without the code fences, which doctest would read as output.
+        page = re.sub(r"^```.*$", "", text("api.md"), flags=re.MULTILINE)
+        test = doctest.DocTestParser().get_doctest(page, {}, "api.md", "docs/api.md", 0)
+        runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+        result = runner.run(test)
+    finally:
+        for table in (positions, methods):
+            if "loud-tokens" in table.names():
+                table.forget("loud-tokens")
+    assert result.failed == 0
+    assert result.attempted > 30
+    used = set(re.findall(r"trainshort\.(\w+)", page))
+    assert set(trainshort.__all__) <= used, "every public name is used in an example"
+    for name in trainshort.__all__:
+        assert getattr(trainshort, name) is not None
+
+
+def test_the_core_is_eleven_files_that_are_there():
+    files = re.findall(r"^\| \d+ \| `([^`]+)`", text("core.md"), flags=re.MULTILINE)
+    assert len(files) == 11
+    assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+def test_the_glossary_is_in_order_and_says_each_word_once():
+    words = re.findall(r"^\| ([^|]+) \|", text("glossary.md"), flags=re.MULTILINE)[1:]
+    assert words == sorted(set(words), key=str.lower)
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in [*DOCS.glob("*.md"), ROOT / "CONTRIBUTING.md"]:
+        for link in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
+            assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+@pytest.mark.slow
+def test_my_text_my_method_my_curve(tmp_path):
+    page = text("own-method.md")
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (tmp_path / "sqrt_alibi.py").write_text(code, encoding="utf-8")
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    commands = [
+        line for block in re.findall(r"```console\n(.*?)```", page, flags=re.DOTALL) for line in block.splitlines()
+    ]
+    for command in commands:
+        done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    report = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    assert "sqrt-alibi" in report
