@@ -1,11 +1,10 @@
 """The picture: what it shows, as far as its SVG says so in words."""
 
-import math
 from pathlib import Path
 
 import numpy as np
 
-from trainshort.evaluate.picture import _ticks, draw
+from trainshort.evaluate.picture import draw
 from trainshort.evaluate.results import Evaluation, Row, summarize
 from trainshort.windows import Windows
 
@@ -27,13 +26,3 @@ def test_the_picture_says_what_it_shows(tmp_path: Path):
     svg = written[1].read_text()
     for words in ("my-model", "trained at 128", "1,024", "book, 6,400 tokens", "OOM", "read at 64", "(log scale)"):
         assert words in svg, words
-
-
-def test_ticks_are_round_and_enclose_the_values():
-    assert _ticks(18, 400) == [16, 32, 64, 128, 256, 512]
-    for low, high in ((3.9, 4.4), (258.0, 258.1), (17.2, 17.2), (1.01, 1.5)):
-        ticks = _ticks(low, high)
-        assert ticks[0] <= low
-        assert ticks[-1] >= high
-        assert 3 <= len(ticks) <= 12
-        assert not any(math.isnan(tick) for tick in ticks)

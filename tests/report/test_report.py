@@ -19,14 +19,14 @@ from trainshort.claims.measured import View
 from trainshort.commands.report import Report
 from trainshort.config import load_config
 from trainshort.errors import InputError
+from trainshort.evaluate.by_position import past_training, pooled
 from trainshort.evaluate.results import load, save, summarize
 from trainshort.files import write_sealed
+from trainshort.plots.figures import round_ticks
 from trainshort.recipes.experiments import Reading
 from trainshort.recipes.scales import Variant
 from trainshort.report.build import write_report
-from trainshort.report.figures import round_ticks
 from trainshort.report.headline import find_headline, sentences
-from trainshort.report.sections import past_training, pooled
 from trainshort.report.terminal import headline_table
 from trainshort.runs import first_name
 from trainshort.windows import Windows

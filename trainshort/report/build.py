@@ -9,10 +9,10 @@ from trainshort.claims.collection import Collection
 from trainshort.claims.measured import View
 from trainshort.claims.verdicts import Claim, Outcome, judge
 from trainshort.files import make_folder, write_whole
+from trainshort.plots.figures import Figure
+from trainshort.plots.pictures import draw_all
 from trainshort.report import headline as first
 from trainshort.report import page, sections
-from trainshort.report.figures import Figure
-from trainshort.report.pictures import draw_all
 from trainshort.report.sources import Sources
 from trainshort.report.speed import speed
 from trainshort.report.tables import paper_figures, paper_tables

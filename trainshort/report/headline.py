@@ -8,8 +8,8 @@ from pathlib import Path
 from trainshort.claims.collection import Collection, Run
 from trainshort.evaluate.query import Stored
 from trainshort.evaluate.results import Row, interval, perplexity
+from trainshort.plots.figures import Figure, Series, color
 from trainshort.recipes.experiments import method_name, published
-from trainshort.report.figures import Figure, Series, color
 from trainshort.runs import run_name
 
 PAPER_LENGTH = 512
@@ -28,6 +28,8 @@ class Line:
     bounds: dict[int, tuple[float, float]]
     stored: tuple[Stored, ...]
     """The evaluations behind it, one per seed."""
+    shade: str
+    """The method's colour; where a method has several lines, one by the line's own name."""
 
     @property
     def sources(self) -> tuple[Path, ...]:
@@ -105,7 +107,9 @@ def _line(name: str, position: str, group: list[Stored], length: int) -> Line:
                 rows.setdefault(row.length, []).append(row)
     points = {at: statistics.fmean(row.perplexity for row in found) for at, found in rows.items()}
     bounds = {at: bound for at, found in rows.items() if (bound := _bound(found))}
-    return Line(name, position, points, bounds, tuple(group))
+    return Line(
+        name, position, points, bounds, tuple(group), color(position if name == method_name(position) else name)
+    )
 
 
 def _bound(rows: list[Row]) -> tuple[float, float] | None:
@@ -119,7 +123,7 @@ def _bound(rows: list[Row]) -> tuple[float, float] | None:
 def figure(headline: Headline, *, with_paper: bool) -> Figure:
     """Lines by multiples of the training length; the paper's own curves thin, on the right axis."""
     series = []
-    for index, line in enumerate(headline.lines):
+    for line in headline.lines:
         at = sorted(line.points)
         banded = all(length in line.bounds for length in at)
         series.append(
@@ -127,7 +131,7 @@ def figure(headline: Headline, *, with_paper: bool) -> Figure:
                 line.name,
                 tuple(length / headline.length for length in at),
                 tuple(line.points[length] for length in at),
-                color(line.position, index),
+                line.shade,
                 low=tuple(line.bounds[length][0] for length in at) if banded else (),
                 high=tuple(line.bounds[length][1] for length in at) if banded else (),
             )
@@ -162,7 +166,7 @@ def _paper_series(headline: Headline) -> list[Series]:
         if kept:
             x = tuple(row["L_valid"] / PAPER_LENGTH for row in kept)
             y = tuple(row[f"{line.position}_ppl"] for row in kept)
-            found.append(Series(f"{line.name}, paper", x, y, color(line.position), faint=True, right=True))
+            found.append(Series(f"{line.name}, paper", x, y, line.shade, faint=True, right=True))
     return found
 
 

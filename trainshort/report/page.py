@@ -12,8 +12,8 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from trainshort.claims.verdicts import Claim, Outcome
-from trainshort.report.figures import Figure
-from trainshort.report.plots import plotly_script, specification
+from trainshort.plots.figures import Figure
+from trainshort.plots.plotly import plotly_script, specification
 
 CLASSES = {"holds": "holds", "does not hold": "fails", "not testable at this scale": "open"}
 

@@ -1,7 +1,5 @@
 """The other figures and facts of the page: cost, loss by position, early tokens, samples, how it was made."""
 
-import functools
-import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +7,11 @@ from typing import Any
 
 from trainshort.claims.collection import Collection, Run
 from trainshort.claims.measured import View
+from trainshort.evaluate.by_position import ENOUGH, bounds, past_training, pooled
 from trainshort.evaluate.results import Row
 from trainshort.files import read_sealed
+from trainshort.plots.figures import Figure, Series, color
 from trainshort.recipes.experiments import NAMES, Reading, method_name, queries
-from trainshort.report.figures import Figure, Series, color
 from trainshort.report.headline import Headline, Line
 
 
@@ -59,16 +58,14 @@ def position_figure(headline: Headline) -> Figure | None:
     """Mean loss by distance from the start of the input, at the longest length every method was read at."""
     length = max(set.intersection(*({row.length for row in _scored(line)} for line in headline.lines)))
     series, sources, changes = [], [], []
-    for index, line in enumerate(headline.lines):
+    for line in headline.lines:
         row = line.stored[0].evaluation.row(length)
         bins = pooled(row) if row else []
         if len(bins) < 2:
             continue
         x, y = tuple(one.middle for one in bins), tuple(one.mean for one in bins)
-        low, high = (
-            tuple(one.mean + sign * 1.96 * one.error for one in bins if one.error is not None) for sign in (-1, 1)
-        )
-        series.append(Series(line.name, x, y, color(line.position, index), low, high))
+        low, high = bounds(bins)
+        series.append(Series(line.name, x, y, line.shade, low, high))
         sources.append(line.sources[0])
         changes.append(f"{line.name} {past_training(bins, headline.length)}")
     if not series:
@@ -89,76 +86,6 @@ def position_figure(headline: Headline) -> Figure | None:
         + f"{'; '.join(changes)}.",
         sources=tuple(sources),
     )
-
-
-ENOUGH = 200
-"""Predictions that a point of the loss by position stands for at least; neighbouring bins are put together."""
-MATTERS = 0.02
-"""Nats that a change of the mean loss must exceed, beside its interval excluding none, before the page calls it one."""
-
-
-@dataclass(frozen=True)
-class Bin:
-    """Predictions at neighbouring positions."""
-
-    first: int
-    end: int
-    count: int
-    total: float
-    squares: float | None
-    """Sum of the squared losses; None where it was not stored."""
-
-    @property
-    def middle(self) -> float:
-        return (self.first + self.end + 1) / 2
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count
-
-    @property
-    def error(self) -> float | None:
-        """Standard error of the mean."""
-        if self.squares is None:
-            return None
-        return math.sqrt(max(0.0, self.squares / self.count - self.mean**2) / self.count)
-
-    def and_also(self, other: "Bin") -> "Bin":
-        squares = None if self.squares is None or other.squares is None else self.squares + other.squares
-        return Bin(self.first, other.end, self.count + other.count, self.total + other.total, squares)
-
-
-def pooled(row: Row) -> list[Bin]:
-    """A row's bins, neighbours put together until each has enough predictions; what is left at the end joins the last
-    one."""
-    squares = row.position_squares or (None,) * len(row.positions)
-    bins: list[Bin] = []
-    for position, square in zip(row.positions, squares, strict=True):
-        one = Bin(*position, square)
-        if bins and bins[-1].count < ENOUGH:
-            bins[-1] = bins[-1].and_also(one)
-        else:
-            bins.append(one)
-    if len(bins) > 1 and bins[-1].count < ENOUGH:
-        last = bins.pop()
-        bins[-1] = bins[-1].and_also(last)
-    return [one for one in bins if one.count >= ENOUGH]
-
-
-def past_training(bins: list[Bin], trained: int) -> str:
-    """`falls by 0.12 ± 0.05`, `rises by ...`, or that no change shows: only what the interval bears out is said."""
-    before = [one for one in bins if trained / 2 <= one.middle <= trained]
-    after = [one for one in bins if one.first >= trained]
-    if not before or not after:
-        return "was not read past it"
-    near, far = functools.reduce(Bin.and_also, before), functools.reduce(Bin.and_also, after)
-    change = far.mean - near.mean
-    if near.error is None or far.error is None:
-        return f"{change:+.2f}, without an interval"
-    margin = 1.96 * math.hypot(near.error, far.error)
-    if abs(change) <= max(margin, MATTERS):
-        return f"shows no change ({change:+.2f} ± {margin:.2f})"
-    return f"{'rises' if change > 0 else 'falls'} by {abs(change):.2f} ± {margin:.2f}"
 
 
 def _scored(line: Line) -> list[Row]:
@@ -183,7 +110,7 @@ def early_figure(headline: Headline, collection: Collection, view: View | None) 
     stride, tokens = view.scale.stride_one, view.scale.sliding_tokens
     sliding, plain = queries(view.scale, Reading(1, stride=1))
     series, sources = [], []
-    for index, run in enumerate(_headline_runs(headline, collection)):
+    for run in _headline_runs(headline, collection):
         for kind, query in (("", plain), (", sliding", sliding)):
             found = [one for at, one in run.rows(query).items() if at >= headline.length and one[0].status == "scored"]
             rows = [row for row, _ in found]
@@ -191,7 +118,7 @@ def early_figure(headline: Headline, collection: Collection, view: View | None) 
                 continue
             x, y = tuple(row.length for row in rows), tuple(row.perplexity for row in rows)
             name = method_name(run.config.model.position) + kind
-            series.append(Series(name, x, y, color(run.config.model.position, index), faint=not kind))
+            series.append(Series(name, x, y, color(run.config.model.position), faint=not kind))
             sources += dict.fromkeys(path for _, path in found)
     if not series:
         return None
@@ -218,7 +145,7 @@ def reach_figure(headline: Headline, collection: Collection) -> Figure | None:
     series, sources, told = [], [], []
     share, length = 0.99, 0
     runs = _headline_runs(headline, collection)
-    for index, run in enumerate(runs):
+    for run in runs:
         path = run.path / "analysis" / "reach.json"
         try:
             result = read_sealed(path)["result"]
@@ -227,7 +154,7 @@ def reach_figure(headline: Headline, collection: Collection) -> Figure | None:
             share, length = float(result["mass"]), int(result["length"])
         except (ValueError, KeyError, TypeError):
             continue
-        name, shade = _name(run, runs), color(run.config.model.position, index)
+        name, shade = _name(run, runs), color(run.config.model.position)
         heads = tuple(range(1, len(windows) + 1))
         series.append(Series(name, heads, tuple(windows), shade))
         if proven:

@@ -7,8 +7,8 @@ from pathlib import Path
 from trainshort.bench.results import Bench, Measure, Row
 from trainshort.bench.tables import number
 from trainshort.claims.collection import Collection
-from trainshort.recipes.experiments import NAMES, method_name
-from trainshort.report.figures import OTHERS, Figure, Series, color
+from trainshort.plots.figures import OTHERS, Figure, Series, color
+from trainshort.recipes.experiments import method_name
 
 SHADES = {"windowed": color("alibi"), "bounded": color("alibi"), "plain": color("none"), "full": color("none")}
 
@@ -101,7 +101,7 @@ def _figure(wanted: Wanted, rows: list[Row], path: Path, suffix: str, more: str)
         points.sort()
         x, y = tuple(p[0] for p in points), tuple(p[1] for p in points)
         low, high = tuple(max(p[1] - p[2], 0.05 * p[1]) for p in points), tuple(p[1] + p[2] for p in points)
-        shade = SHADES.get(name) or (color(name, index) if name in NAMES else OTHERS[index % len(OTHERS)])
+        shade = SHADES.get(name) or (color(name) if wanted.line == "model" else OTHERS[index % len(OTHERS)])
         series.append(Series(method_name(name), x, y, shade, low, high))
     places = sorted({int(at) for one in series for at in one.x if not isinstance(at, str)})
     if not places:

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainshort.claims.measured import Measured, View
+from trainshort.plots.figures import OTHERS, Figure, Series, color
 from trainshort.recipes.experiments import Cell, Experiment, experiments, with_methods
-from trainshort.report.figures import Figure, Series, color
 from trainshort.report.sources import Sources
 
 MOST_ROWS = 12
@@ -122,7 +122,7 @@ def _figure(experiment: Experiment, view: View) -> Figure | None:
         x, y, _ = zip(*sorted(points), strict=True)
         own = color(position)
         taken = own in {one.color for one in series}  # a method's second line needs another colour
-        series.append(Series(row, x, y, color("", index) if taken else own))
+        series.append(Series(row, x, y, OTHERS[index % len(OTHERS)] if taken else own))
     counts = [len(one.y) for one in series]
     if max(counts, default=0) < LEAST_POINTS or sum(counts) < 2 * LEAST_POINTS - 1:
         return None

@@ -1,6 +1,9 @@
-"""A figure as plain data, drawn twice: by plotly in the page, by matplotlib into files."""
+"""A figure as plain data, drawn by plotly in a page and by matplotlib into files."""
 
+import colorsys
+import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +17,7 @@ COLORS = {
 }
 """Readable on white and on near-black."""
 OTHERS = ("#c2458b", "#4aa3a2", "#a0752f", "#6f7bd0", "#7d9b2a")
+"""For lines that are no method's, such as engines, or the second line of one."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,12 @@ class Figure:
     x_log: bool = False
     y_log: bool = False
     ticks: tuple[tuple[float, str], ...] = ()
+    marks: tuple[tuple[float, str], ...] = ()
+    """Upright lines with a word at them, such as the training length."""
+    named: bool = False
+    """Whether a single line is named too."""
+    absent: tuple[tuple[float, str, str], ...] = ()
+    """Places where a line has no point: where, which colour, why."""
     note: str = ""
     sources: tuple[Path, ...] = field(default=())
 
@@ -80,5 +90,23 @@ def breadth(figure: "Figure") -> tuple[float, float] | None:
     return (min(places), max(places)) if places else None
 
 
-def color(position: str, index: int = 0) -> str:
-    return COLORS.get(position, OTHERS[index % len(OTHERS)])
+def spaced(places: Sequence[float], most: int = 10) -> tuple[tuple[float, str], ...]:
+    """Ticks at these places of a log axis, thinned so that their numbers do not run into one another."""
+    kept: list[float] = []
+    span = math.log(max(places) / min(places)) or 1.0
+    for place in sorted(places):
+        if not kept or math.log(place / kept[-1]) >= 0.99 * span / (most - 1):
+            kept.append(place)
+    return tuple((place, f"{place:,.10g}") for place in kept)
+
+
+def color(method: str) -> str:
+    """A position method's colour: the paper's have one each, any other one that follows from its name.
+
+    A hue by the name's digest, as dark as the others, so that it is the same in every figure on every machine.
+    """
+    if method in COLORS:
+        return COLORS[method]
+    digest = hashlib.sha256(method.encode()).digest()
+    hue, lightness = int.from_bytes(digest[:2]) / 65_536, 0.40 + 0.15 * digest[2] / 255
+    return "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, lightness, 0.55))

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.report.figures import Figure, Series, breadth, extent, round_ticks
+from trainshort.plots.figures import Figure, Series, breadth, extent, round_ticks
+
+MARK = "#5c6670"
 
 
 def plotly_script() -> str:
@@ -31,6 +33,9 @@ def specification(figure: Figure) -> dict[str, Any]:
         "yaxis": _axis(figure.y_label, log=figure.y_log),
         "showlegend": figure.kind != "bars" and len(figure.series) > 1,
     }
+    if figure.marks:
+        line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"width": 1, "dash": "dash", "color": MARK}}
+        layout["shapes"] = [line | {"x0": at, "x1": at} for at, _ in figure.marks]
     if figure.ticks:
         layout["xaxis"] |= {"tickvals": [at for at, _ in figure.ticks], "ticktext": [text for _, text in figure.ticks]}
     elif figure.x_log and (ends := breadth(figure)):

@@ -3,14 +3,16 @@
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trainshort.errors import InputError
 from trainshort.files import read_object, replacing, write_whole
-from trainshort.report.figures import Figure, breadth, extent, round_ticks
+from trainshort.plots.figures import Figure, breadth, extent, round_ticks
 
 KINDS = ("png", "svg")
+MARK = "#5c6670"
 SIZES = {"headline": (9.0, 4.8)}
 
 
@@ -30,12 +32,12 @@ def draw_all(figures: list[Figure], folder: Path) -> None:
     for figure in figures:
         there = all((folder / f"{figure.name}.{kind}").exists() for kind in KINDS)
         if not there or known.get(figure.name) != wanted[figure.name]:
-            draw(figure, folder)
+            draw([figure], folder / figure.name, SIZES.get(figure.name, (7.0, 4.2)))
     write_whole(path, json.dumps(wanted, indent=1) + "\n")
 
 
-def draw(figure: Figure, folder: Path) -> list[Path]:
-    """Write <name>.png and <name>.svg."""
+def draw(figures: Sequence[Figure], path: Path, size: tuple[float, float] = (7.0, 4.2)) -> list[Path]:
+    """Write `path`.png and `path`.svg, several figures beside one another."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -43,15 +45,18 @@ def draw(figure: Figure, folder: Path) -> list[Path]:
 
     style: Any = {"font.size": 10, "axes.spines.top": False, "svg.fonttype": "none", "text.parse_math": False}
     with plt.rc_context(style):
-        canvas, axes = plt.subplots(figsize=SIZES.get(figure.name, (7.0, 4.2)), layout="constrained")
-        (_bars if figure.kind == "bars" else _lines)(axes, figure)
-        axes.set_title(figure.title, loc="left", fontsize=11, fontweight="bold")
-        axes.set_xlabel(figure.x_label)
-        axes.set_ylabel(figure.y_label)
-        written = [folder / f"{figure.name}.{kind}" for kind in KINDS]
-        for path in written:
-            with replacing(path) as partial:
-                canvas.savefig(partial, format=path.suffix[1:], dpi=160)
+        canvas, panels = plt.subplots(1, len(figures), figsize=size, layout="constrained", squeeze=False)
+        for axes, figure in zip(panels[0], figures, strict=True):
+            (_bars if figure.kind == "bars" else _lines)(axes, figure)
+            axes.set_title(figure.title, loc="left", fontsize=11, fontweight="bold")
+            axes.set_xlabel(figure.x_label)
+            axes.set_ylabel(figure.y_label)
+        canvas.draw_without_rendering()
+        canvas.set_layout_engine("none")  # the places are found; the second file need not look for them again
+        written = [path.with_name(f"{path.name}.{kind}") for kind in KINDS]
+        for file in written:
+            with replacing(file) as partial:
+                canvas.savefig(partial, format=file.suffix[1:], dpi=160)
         plt.close(canvas)
     return written
 
@@ -89,9 +94,16 @@ def _lines(axes, figure: Figure) -> None:
     if figure.ticks:
         axes.set_xticks([at for at, _ in figure.ticks], [text.replace("<br>", "\n") for _, text in figure.ticks])
         axes.set_xticks([], minor=True)
+    for at, word in figure.marks:
+        axes.axvline(at, color=MARK, linestyle="--", linewidth=1)
+        place = {"xycoords": ("data", "axes fraction"), "xytext": (4, -2), "textcoords": "offset points", "va": "top"}
+        axes.annotate(word, (at, 1.0), fontsize=9, color=MARK, **place)
+    for at, shade, why in figure.absent:
+        axes.plot([at], [0.96], "x", color=shade, transform=axes.get_xaxis_transform())
+        axes.annotate(why, (at, 0.92), xycoords=("data", "axes fraction"), ha="center", va="top", fontsize=8)
     axes.grid(True, which="major", linewidth=0.4, alpha=0.5)
     shown = axes.get_legend_handles_labels()[0]
-    if len(shown) > 1:
+    if len(shown) > 1 or (shown and figure.named):
         axes.legend(handles=shown, frameon=False, fontsize=9)
 
 
