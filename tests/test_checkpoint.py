@@ -280,7 +280,7 @@ def forge(folder, **changes):
             {"vocabulary": 10**12},
             r"vocabulary\.\S+ has shape \(50, 16\) there, and \(1000000000000, 16\) by the settings",
         ),
-        ({"position": "learned", "learned_length": 10**12}, "is on one side only"),
+        ({"position": "learned", "position_settings": {"longest": 10**12}}, "is on one side only"),
     ],
 )
 def test_a_model_larger_than_its_weights_is_refused_before_it_is_built(tmp_path, changes, told):
