@@ -56,6 +56,24 @@ def bias(slopes: Float[Tensor, " heads"], q_len: int, k_len: int) -> Float[Tenso
     return linear.masked_fill(distance < 0, -math.inf)
 
 
+def mass_beyond(
+    excess: Float[Tensor, "*rows"], slope: Float[Tensor, "*slopes"], distance: Float[Tensor, "*rows"]
+) -> Float[Tensor, "*rows"]:
+    """The most softmax mass that keys at `distance` and farther can have together, where no score of theirs passes the
+    row's log-sum-exp by more than `excess` before the bias: Σ_{t ≥ w} exp(U − m·t) = exp(U − m·w) / (1 − e^(−m))."""
+    return torch.exp(excess - slope * distance) / -torch.expm1(-slope)
+
+
+def window_for(
+    excess: Float[Tensor, "*rows"], slope: Float[Tensor, "*slopes"], tolerance: float
+) -> Float[Tensor, "*rows"]:
+    """The smallest whole distance beyond which the mass is at most `tolerance`; infinite where there is none."""
+    if tolerance <= 0:
+        return torch.full_like(excess, math.inf)
+    window = torch.ceil((excess - math.log(tolerance) - torch.log(-torch.expm1(-slope))) / slope)
+    return torch.where(torch.isfinite(window) & (slope > 0), window, math.inf)
+
+
 def proven_windows(
     q: Float[Tensor, "batch heads q_len dim"],
     k: Float[Tensor, "batch kv_heads k_len dim"],
@@ -68,7 +86,7 @@ def proven_windows(
 
     With U = ‖q_i‖·K/√d − s_ii (K the largest key norm up to i, s_ii the score of the row's own key, whose bias is 0):
 
-        dropped mass  ≤  Σ_{t ≥ w} exp(U − m·t)  =  exp(U − m·w) / (1 − e^(−m))
+        dropped mass  ≤  mass_beyond(U, m, w)
 
     since each far score is at most ‖q_i‖·K/√d − m·t (Cauchy–Schwarz) and the row's denominator at least exp(s_ii).
     A window of k_len or more means "everything": slope 0 or below, tolerance 0, or inputs that are not finite.
@@ -82,13 +100,7 @@ def proven_windows(
     own_score = (q.double() * own_key.double()).sum(-1) / math.sqrt(dim)
     excess = query_norm * key_norm.repeat_interleave(group, dim=1) / math.sqrt(dim) - own_score  # U
 
-    m = slopes.double()[:, None]
-    everything = torch.full_like(excess, k_len)
-    if tolerance <= 0:
-        window = everything
-    else:
-        window = torch.ceil((excess - math.log(tolerance) - torch.log(-torch.expm1(-m))) / m)
-        window = torch.where(torch.isfinite(window) & (m > 0), window, everything)
+    window = window_for(excess, slopes.double()[:, None], tolerance)
     window = window.clamp(1, k_len)  # the row's own key is always read
 
     blocks = -(-q_len // block)

@@ -12,6 +12,7 @@ import pytest
 from laboratory import make_run
 
 from trainshort.cli import main
+from trainshort.terminal import printable
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,7 @@ def test_interactive_keeps_its_state(capsys, run, monkeypatch, tmp_path):
     code, _, err = call(capsys, run, "--interactive", "--tokens", 6, "--save-state", tmp_path / "talk")
     assert code == 0
     assert "12 tokens" in err
+    assert "Ctrl-D leaves" in err
     assert f"context {len('the cat') + 1 + 6 + len('sat') + 1 + 6}" in err
     assert (tmp_path / "talk").exists()
 
@@ -101,7 +103,7 @@ def test_interactive_keeps_its_state(capsys, run, monkeypatch, tmp_path):
         (["x", "--endless", "--tokens", "3"], "--endless goes on until stopped"),
         (["x", "--interactive", "--samples", "2"], "one conversation"),
         (["x", "--prompt-file", "y"], "not both"),
-        (["--prompt-file", "nowhere.txt"], "Cannot read nowhere.txt"),
+        (["--prompt-file", "nowhere.txt"], "There is no file nowhere.txt"),
         (["--resume-state", "nowhere"], "no saved state at nowhere"),
         (["x", "--save-state", "nowhere/state"], "no folder nowhere"),
         (["x", "--tokenizer", "nowhere.json"], "no tokenizer at nowhere.json"),
@@ -115,9 +117,44 @@ def test_mistakes_are_one_sentence(capsys, run, arguments, message):
     assert err.count("\n") == 1
 
 
+def test_models_from_elsewhere_are_brought_in_first(capsys, tmp_path):
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
+    code, _, err = call(capsys, tmp_path / "gpt2", "x")
+    assert code == 2
+    assert "is a Hugging Face model. Bring it in first: trainshort import" in err
+    code, _, err = call(capsys, "hf/gpt2", "x")
+    assert code == 2
+    assert "There is no run folder hf/gpt2." in err
+    assert "trainshort import hf/gpt2 --out runs/gpt2" in err
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_gets_nothing_that_it_would_obey(capsys, run, monkeypatch):
+    arguments = [run, "the cat", "--tokens", 200, "--no-stop-at-end", "--seed", 2]
+    raw = call(capsys, *arguments)[1]
+    assert "\x1b" in raw  # random weights make every byte; a file or pipe gets the text itself
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    call(capsys, *arguments)
+    assert terminal.getvalue() == printable(raw)
+    assert "\x1b" not in terminal.getvalue()
+
+
+def test_a_setting_that_was_given_counts_even_if_it_is_the_default(capsys, run, tmp_path):
+    state = tmp_path / "state"
+    call(capsys, run, "the cat", "--tokens", 5, "--temperature", 0, "--save-state", state)
+    drawn = call(capsys, run, "--resume-state", state, "--temperature=1.0", "--tokens", 20)[1]
+    assert drawn != call(capsys, run, "--resume-state", state, "--tokens", 20)[1]
+
+
 def test_files_that_are_not_what_they_should_be(capsys, run, tmp_path, monkeypatch):
     (tmp_path / "latin").write_bytes("déjà".encode("latin-1"))
-    assert "is not UTF-8 (byte 1)" in call(capsys, run, "--prompt-file", tmp_path / "latin")[2]
+    assert "it is not UTF-8 text (byte 1)" in call(capsys, run, "--prompt-file", tmp_path / "latin")[2]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
     assert "Standard input is not UTF-8" in call(capsys, run, "-")[2]
     (tmp_path / "state").write_bytes(b"short")

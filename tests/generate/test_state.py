@@ -18,7 +18,7 @@ from trainshort import InputError
 from trainshort.cache.ring import unavailable
 from trainshort.cli import main
 from trainshort.data.tokenizer import ByteTokenizer
-from trainshort.generate import state, stream_batch
+from trainshort.generate import GenerateConfig, Stream, state, stream_batch
 from trainshort.generate.session import Session
 from trainshort.generate.state import load_state, save_state
 
@@ -106,7 +106,7 @@ def test_a_failed_save_leaves_the_state_before_it(tmp_path):
 
 def interrupt_in_the_second_layer(made, times):
     layer = made.caches[0].layers[1]
-    door = "next_token" if unavailable() is None else "attend"  # a token's way through a layer, compiled or not
+    door = "next_call" if unavailable() is None else "attend"  # a token's way through a layer, compiled or not
     go_through = getattr(layer, door)
 
     def interrupted(*arguments, **options):
@@ -133,6 +133,35 @@ def test_an_interrupt_waits_for_the_end_of_the_token(tmp_path):
     for going_on in (load_state(tmp_path / "state", model), made):
         assert ids + [token.id for token in going_on] == expected
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_token_that_waited_is_among_those_asked_for(tmp_path):
+    """An interrupt leaves the token at hand made but not shown; going on by 5 shows 5 with it."""
+    made = trainshort.stream(make_model(), [1, 2, 3], tokens=10)
+    next(made)
+    interrupt_in_the_second_layer(made, 1)
+    with pytest.raises(KeyboardInterrupt):
+        next(made)
+    assert len(made.waiting) == 1
+    save_state(made, tmp_path / "state")
+    for tokens in (5, 1):
+        resumed = load_state(tmp_path / "state", made.model, tokens=tokens)
+        resumed.go_on()
+        assert len(list(resumed)) == tokens
+        fed = load_state(tmp_path / "state", made.model, tokens=5)
+        fed.feed([7, 8])
+        assert len(list(fed)) == 5
+
+
+def test_nothing_read_cannot_go_on(tmp_path):
+    made = Stream(make_model(), GenerateConfig())
+    made.begin()
+    save_state(made, tmp_path / "state")
+    resumed = load_state(tmp_path / "state", made.model)
+    with pytest.raises(InputError, match="the prompt is empty"):
+        resumed.go_on()
+    resumed.feed([1])
+    assert len(list(resumed)) == 256
 
 
 def test_a_second_interrupt_comes_through_and_is_remembered():

@@ -200,8 +200,7 @@ def _left_out(
     norm = torch.linalg.vector_norm(problem.q, dim=-1, dtype=torch.float64)
     slope = problem.slopes.double()[:, None]
     nearest = rows + k_len - q_len - start + 1  # distance of the nearest key left out
-    exponent = norm * largest / math.sqrt(dim) - slope * nearest - lse.double()
-    mass = torch.exp(exponent) / -torch.expm1(-slope)
+    mass = alibi.mass_beyond(norm * largest / math.sqrt(dim) - lse.double(), slope, nearest)
     hidden = start <= _reach(problem)[:, None]
     # Where something is left out, nobody shall read 0.
     mass = torch.where(hidden, 0.0, mass.clamp(min=torch.finfo(torch.float32).tiny))

@@ -19,7 +19,7 @@ from trainshort.cache import BoundedCache, Cache
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
 from trainshort.evaluate.memory import resident
-from trainshort.generate.compiled import Decoder, decoder_of
+from trainshort.generate.one_row import RowModel
 from trainshort.generate.streaming import stream
 from trainshort.model import TransformerLM
 from trainshort.presets import presets
@@ -51,8 +51,8 @@ def make_model(preset: str) -> TransformerLM:
     return TransformerLM(presets.get(preset)().replace(biases=False)).eval()
 
 
-def decoder(model: TransformerLM) -> Decoder:
-    made = decoder_of(model)
+def compiled(model: TransformerLM) -> RowModel:
+    made = RowModel.of(model)
     if made is None:
         raise InputError(
             "The decode benchmark measures the compiled path, and there is no C compiler here. "
@@ -96,20 +96,18 @@ def own_sizes(model: TransformerLM) -> list[float]:
     return [float(part.std()) for part in qkv.chunk(3, dim=-1)]
 
 
-def turn_of(made: Decoder, cache: Cache, tokens: int = TURN) -> Callable[[], object]:
-    token = torch.tensor([[7]])
-
+def turn_of(made: RowModel, cache: Cache, tokens: int = TURN) -> Callable[[], object]:
     @torch.inference_mode()
     def turn() -> None:
         for _ in range(tokens):
-            made.scores(token, cache)
+            made.scores(7, cache)
 
     return turn
 
 
 def by_context(plan: DecodePlan, progress: Progress) -> list[Row]:
     model = make_model(plan.preset)
-    made = decoder(model)
+    made = compiled(model)
     caches: dict[tuple[str, int], Cache] = {}
     for context in plan.contexts:
         progress.note(f"filling caches with {context:,} tokens")
@@ -141,7 +139,7 @@ def by_weights(plan: DecodePlan, progress: Progress) -> list[Row]:
     """The limit is the time to sum as many float32 numbers as the model has, with all threads, in turns with tokens."""
     model = make_model(plan.preset)
     numbers = torch.ones(sum(weight.numel() for weight in model.parameters()))
-    made, context = decoder(model), min(plan.contexts)
+    made, context = compiled(model), min(plan.contexts)
 
     def read() -> None:
         for _ in range(TURN):
@@ -180,7 +178,7 @@ def against_mpt(plan: DecodePlan, progress: Progress) -> list[Row]:
         measured = {"same greedy tokens": Measure(value=same, unit=f"of {mpt.GREEDY}", better="higher")}
         rows.append(_row("greedy", {"prompt": prompt}, measured, plan, []))
     progress.note(f"{plan.rounds} rounds of {mpt.TURN} tokens with each of mpt, full, bounded")
-    made = decoder(ours)
+    made = compiled(ours)
     turns = {"mpt": mpt.turn_of(theirs, context)}
     for kind, cache in (("full", Cache()), ("bounded", BoundedCache(tolerance=plan.tolerance))):
         turns[kind] = turn_of(made, filled(ours, cache, context), mpt.TURN)

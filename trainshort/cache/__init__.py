@@ -3,12 +3,12 @@
 growing.py   Cache: everything, room by doubling
 window.py    WindowCache: the last n tokens, and if wanted the first few (StreamingLLM's sinks)
 bounded.py   BoundedCache: per head what can still matter under ALiBi's proven bound, with an error certificate
-rows.py      Rows: several sequences of different lengths side by side
+batch.py     Rows: several sequences of different lengths side by side
 """
 
+from trainshort.cache.batch import Rows
 from trainshort.cache.bounded import BoundedCache, Certificate
 from trainshort.cache.growing import Cache, LayerCache
-from trainshort.cache.rows import Rows
 from trainshort.cache.window import WindowCache
 
 __all__ = ["BoundedCache", "Cache", "Certificate", "LayerCache", "Rows", "WindowCache"]

@@ -12,7 +12,7 @@ passed the tolerance, it is counted. docs/generation.md has the proof.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -21,10 +21,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from trainshort import alibi
 from trainshort.attention import Bias, Call, LinearBias, attend
 from trainshort.cache import ring as compiled
-from trainshort.cache.growing import Cache, LayerCache, detached
-from trainshort.cache.ring import ANYWHERE, LANES, Head, Ring, Token
+from trainshort.cache.growing import SMALLEST, Cache, LayerCache, detached
+from trainshort.cache.ring import ANYWHERE, LANES, Head, Ring, RingCall, heads_of
 from trainshort.cache.saved import BoundedFacts, HeadFacts, RingFacts, check, saved_tensor
 from trainshort.errors import InputError
 
@@ -35,7 +36,6 @@ SETTLED = 4.0
 with every key. A ring starts to forget much later than that."""
 ENGINE_SHARE = 0.1
 """Share of the tolerance that the engine may leave out while it reads a chunk."""
-SMALLEST = 64
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,6 @@ class BoundedLayer(LayerCache):
         self.rings: Any = []  # a ctypes array once the number of heads is known
         self.heads: Any = []
         self._stored: list[Tensor] = []  # per ring (2, capacity, padded)
-        self._token: Token | None = None
         self._dim = 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -121,9 +120,9 @@ class BoundedLayer(LayerCache):
         if not self.rings:
             self._begin(bias.slopes.tolist(), k)
         if q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.float32:
-            token = self.next_token(bias, (k.shape[1], k.shape[3]), options.get("window"))
-            if token is not None:
-                out = token.attend(q, k, v)
+            call = self.next_call(bias.slopes, (k.shape[1], k.shape[3]), options.get("window"))
+            if call is not None:
+                out = call.attend(q, k, v)
                 self.took_token(k, v)
                 return out
         out = self._read(q, k, v, options)
@@ -133,7 +132,7 @@ class BoundedLayer(LayerCache):
     def _begin(self, slopes: list[float], k: Tensor) -> None:
         self._dim = k.shape[3]
         self.rings = (Ring * k.shape[1])()
-        self.heads = (Head * len(slopes))(*(Head(slope, -math.inf) for slope in slopes))
+        self.heads = heads_of(slopes, -math.inf)
         padded = -(-k.shape[3] // LANES) * LANES
         self._stored = [k.new_zeros(2, 0, padded) for _ in self.rings]
         for index in range(len(self.rings)):
@@ -141,18 +140,18 @@ class BoundedLayer(LayerCache):
 
     # One token, compiled
 
-    def next_token(self, bias: Bias | None, shape: tuple[int, int], window: int | None) -> Token | None:
-        if not isinstance(bias, LinearBias) or not self.use_compiled or compiled.unavailable() is not None:
+    def next_call(self, slopes: Float[Tensor, " heads"], shape: tuple[int, int], window: int | None) -> RingCall | None:
+        if not self.use_compiled or compiled.unavailable() is not None:
             return None
         if not self.rings:
-            self._begin(bias.slopes.tolist(), torch.empty(1, shape[0], 0, shape[1]))
+            self._begin(slopes.tolist(), torch.empty(1, shape[0], 0, shape[1]))
         if self._stored[0].dtype != torch.float32 or self._stored[0].device.type != "cpu":
             return None
-        if self._token is None:
-            self._token = Token.of(self.rings, self.heads, self._dim)
-            self._token.tolerance, self._token.margin, self._token.settled = self.tolerance, MARGIN, SETTLED
-        self._token.comes_after(self.length, window or ANYWHERE, torch.get_num_threads())
-        return self._token
+        if self._call is None:
+            self._call = RingCall.of(self.rings, self.heads, self._dim)
+            self._call.tolerance, self._call.margin, self._call.settled = self.tolerance, MARGIN, SETTLED
+        self._call.comes_after(self.length, window)
+        return self._call
 
     def took_token(self, k: Float[Tensor, "1 kv_heads 1 dim"], v: Float[Tensor, "1 kv_heads 1 dim"]) -> None:
         for index, ring in enumerate(self.rings):
@@ -198,7 +197,8 @@ class BoundedLayer(LayerCache):
         for i, head in enumerate(self.heads[index * len(lse) : (index + 1) * len(lse)]):
             mass = torch.full_like(reach[i], left[i])
             if self.length > ring.count:
-                bound = torch.exp(reach[i] * ring.far - head.slope * distance - lse[i]) / -math.expm1(-head.slope)
+                slope = torch.tensor(head.slope, dtype=torch.float64)
+                bound = alibi.mass_beyond(reach[i] * ring.far - lse[i], slope, distance)
                 mass += bound.masked_fill(distance >= (call.window or ANYWHERE), 0)
             head.mass = _larger(head.mass, float(mass.max()))
             head.above += int((~(mass <= self.tolerance)).sum())
@@ -283,16 +283,13 @@ class BoundedLayer(LayerCache):
         self.length, self.grown = saved.length, saved.grown
 
 
-def wanted(heads: Iterable[Head], tolerance: float, limit: int = ANYWHERE) -> int:
+def wanted(heads: Sequence[Head], tolerance: float, limit: int = ANYWHERE) -> int:
     """Keys that a ring must hold for its heads' promise: w of the bound above with the farthest-reaching query so far,
     and a margin. All of them while no query has been settled, or a slope is not positive, or nothing may be lost."""
-    most = 1
-    for head in heads:
-        if not (head.slope > 0 and math.isfinite(head.excess) and tolerance > 0):
-            return max(1, limit - 1)
-        need = (head.excess + MARGIN - math.log(tolerance) - math.log(-math.expm1(-head.slope))) / head.slope
-        most = max(most, math.ceil(need))
-    return min(most, max(1, limit - 1))
+    excess = torch.tensor([head.excess for head in heads], dtype=torch.float64) + MARGIN
+    slopes = torch.tensor([head.slope for head in heads], dtype=torch.float64)
+    most = float(alibi.window_for(excess, slopes, tolerance).max())
+    return max(1, int(min(most, limit - 1)))
 
 
 def _norms(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows"]:

@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from trainshort.attention import Bias, LinearBias, attend
-from trainshort.cache.ring import ANYWHERE, LANES, Head, Ring, Token, unavailable
+from trainshort.attention import Bias, attend
+from trainshort.cache.ring import LANES, RingCall
 from trainshort.cache.saved import Facts, check, saved_tensor
 from trainshort.errors import InputError
 
@@ -29,6 +29,7 @@ PLACE = "place_"
 class _GrowingFacts(Facts):
     capacity: int | None = None
     """Tokens that there is room for; states of version 0.1.0 do not say."""
+    left_out: float = 0.0
 
 
 class LayerCache:
@@ -39,7 +40,9 @@ class LayerCache:
         self.length = 0
         self.place: dict[str, Tensor] = {}
         """What a position method that looks at the text wants back next time (positions.LayerInput)."""
-        self._token: Token | None = None
+        self.left_out: Float[Tensor, ""] | None = None
+        """The largest share of any softmax that an engine proved it could leave out (the model's tolerance)."""
+        self._call: RingCall | None = None
 
     def attend(
         self,
@@ -49,8 +52,8 @@ class LayerCache:
         **options: Any,
     ) -> Float[Tensor, "batch heads new dim"]:
         """Attention of the newest tokens over all that came before and themselves; `options` are `attend`'s."""
-        out = attend(q, *self.append(*detached(k, v)), **options)
-        assert isinstance(out, Tensor)
+        out, left_out = attend(q, *self.append(*detached(k, v)), **options, return_certificate=True)
+        self.left_out = left_out.max() if self.left_out is None else torch.maximum(self.left_out, left_out.max())
         return out
 
     def append(
@@ -69,32 +72,24 @@ class LayerCache:
         self.length = end
         return room[0, :, :, :end], room[1, :, :, :end]
 
-    def next_token(self, bias: Bias | None, shape: tuple[int, int], window: int | None) -> Token | None:
-        """For decode/step.c: a call that reads one more token, of `shape` (key heads, dim); None if only `attend` can.
+    def next_call(self, slopes: Float[Tensor, " heads"], shape: tuple[int, int], window: int | None) -> RingCall | None:
+        """For step.c: a call that reads one more token, of `shape` (key heads, dim); None if only `attend` can.
 
-        The rings it has here never come round: there is always room for one more. Once the kernel ran, `took_token`.
+        Once the compiled layers ran, `took_token`.
         """
-        if not isinstance(bias, LinearBias) or shape[1] % LANES or unavailable() is not None:
+        kv_heads, dim = shape
+        like = torch.empty(1, kv_heads, 0, dim)
+        room = like if self._room is None else self._room[0]
+        if dim % LANES or len(room) != 1 or room.dtype != like.dtype or room.device != like.device:
             return None
-        room = self._room
-        if room is not None and (room.shape[1] != 1 or room.dtype != torch.float32 or room.device.type != "cpu"):
-            return None
-        if room is None or self.length == room.shape[3]:
-            room = self._with_room_for(self.length + 1, torch.empty(1, shape[0], 0, shape[1]))
-        if self._token is None:
-            heads = (Head * len(bias.slopes))(*(Head(slope) for slope in bias.slopes.tolist()))
-            self._token = Token.of((Ring * shape[0])(), heads, shape[1])
-        rings, first = self._token.kept[0], room.data_ptr()
-        if rings[0].keys != first or rings[0].count != self.length:  # the room is another, or `append` was here
-            for index, ring in enumerate(rings):
-                ring.keys = first + 4 * index * room.stride(2)
-                ring.values = ring.keys + 4 * room.stride(0)
-                ring.capacity, ring.count, ring.next = room.shape[3], self.length, self.length
-        self._token.comes_after(self.length, window or ANYWHERE, torch.get_num_threads())
-        return self._token
+        if self._call is None:
+            self._call = RingCall.over_room(kv_heads, slopes, dim)
+        self._call.lay_over(self._with_room_for(self.length + 1, like), self.length)
+        self._call.comes_after(self.length, window)
+        return self._call
 
     def took_token(self, k: Float[Tensor, "1 kv_heads 1 dim"], v: Float[Tensor, "1 kv_heads 1 dim"]) -> None:
-        """The kernel has read the token of `next_token`, with this key and value."""
+        """The token of `next_call` was read, with this key and value."""
         self.length += 1
 
     def _with_room_for(self, length: int, like: Tensor) -> Tensor:
@@ -117,7 +112,8 @@ class LayerCache:
             return {}, {"length": 0}
         kept = {PLACE + name: tensor.contiguous() for name, tensor in self.place.items()}
         kept["kv"] = self._room[:, :, :, : self.length].contiguous()
-        return kept, {"length": self.length, "capacity": self._room.shape[3]}
+        left_out = 0.0 if self.left_out is None else float(self.left_out)
+        return kept, {"length": self.length, "capacity": self._room.shape[3], "left_out": left_out}
 
     def restore(self, tensors: Mapping[str, Tensor], facts: dict[str, Any], like: Tensor, bias: Bias | None) -> None:
         """Take up what `save` gave. `like` is empty keys of the model's own, (1, kv_heads, 0, dim); a file says no more
@@ -132,6 +128,7 @@ class LayerCache:
         self._room, self.length = like.new_empty(2, 1, heads, capacity, dim), saved.length
         self._room[:, :, :, : self.length] = kept
         self.place = {name.removeprefix(PLACE): tensor for name, tensor in tensors.items() if name.startswith(PLACE)}
+        self.left_out = torch.tensor(saved.left_out)
 
 
 @dataclass

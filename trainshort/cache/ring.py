@@ -8,6 +8,7 @@ import math
 from functools import cache
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -42,7 +43,7 @@ class Head(ctypes.Structure):
     ]
 
 
-class Token(ctypes.Structure):
+class RingCall(ctypes.Structure):
     """One call: a token's queries, key and value, and the rings they meet.
 
     It points into `rings`, `heads` and a scratch space, and keeps them alive."""
@@ -58,33 +59,51 @@ class Token(ctypes.Structure):
     ]
 
     @classmethod
-    def of(cls, rings: Any, heads: Any, dim: int) -> "Token":
+    def of(cls, rings: Any, heads: Any, dim: int) -> "RingCall":
         """A call on these ctypes arrays of Ring and Head, without the token itself."""
-        token = cls(head_count=len(heads), ring_count=len(rings), dim=dim, scale=1 / math.sqrt(dim), limit=ANYWHERE)
-        token.rings, token.heads = ctypes.addressof(rings), ctypes.addressof(heads)
-        scratch = (ctypes.c_float * library().trainshort_token_scratch(ctypes.byref(token)))()
-        token.scratch, token.kept = ctypes.addressof(scratch), (rings, heads, scratch)
-        return token
+        call = cls(head_count=len(heads), ring_count=len(rings), dim=dim, scale=1 / math.sqrt(dim), limit=ANYWHERE)
+        call.rings, call.heads = ctypes.addressof(rings), ctypes.addressof(heads)
+        scratch = (ctypes.c_float * library().trainshort_token_scratch(ctypes.byref(call)))()
+        call.scratch, call.kept = ctypes.addressof(scratch), (rings, heads, scratch)
+        return call
+
+    @classmethod
+    def over_room(cls, kv_heads: int, slopes: Float[Tensor, " heads"], dim: int) -> "RingCall":
+        """A call on rings that are laid over a growing cache's room."""
+        return cls.of((Ring * kv_heads)(), heads_of(slopes.tolist(), 0.0), dim)
+
+    def lay_over(self, room: Float[Tensor, "2 1 kv_heads capacity dim"], length: int) -> None:
+        """Rings that never come round: `length` keys, and room for one more at least."""
+        rings = self.kept[0]
+        if rings[0].keys == room.data_ptr() and rings[0].count == length:
+            return  # as the last call left them
+        for index, ring in enumerate(rings):
+            ring.keys, ring.values = (x[0, index].data_ptr() for x in room)
+            ring.capacity, ring.count, ring.next = room.shape[3], length, length
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Float[Tensor, "1 heads 1 dim"]:
         """The token's output; its key and value are in the rings then, but for those that must grow first."""
         q, k, v = (contiguous_rows(x) for x in (q, k, v))
         out = q.new_empty(1, 1, q.shape[1], q.shape[3])
-        self.reads(
-            (q.data_ptr(), q.stride(1)), (k.data_ptr(), k.stride(1)), (v.data_ptr(), v.stride(1)), out.data_ptr()
-        )
+        self.reads(q, k, v, out)
         library().trainshort_token(ctypes.byref(self))
         return out.transpose(1, 2)
 
-    def reads(self, q: tuple[int, int], k: tuple[int, int], v: tuple[int, int], out: int) -> None:
-        """Where queries, keys and values lie, each with its stride from head to head, and where the output goes."""
-        (self.q, self.q_stride), (self.k, self.k_stride), (self.v, self.v_stride), self.out = q, k, v, out
+    def reads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Where queries, key and value lie, each (1, heads, 1, dim), and where the output goes."""
+        self.q, self.k, self.v, self.out = (x.data_ptr() for x in (q, k, v, out))
+        self.q_stride, self.k_stride, self.v_stride = (x.stride(1) for x in (q, k, v))
 
-    def comes_after(self, length: int, limit: int, threads: int) -> None:
+    def comes_after(self, length: int, window: int | None) -> None:
         """Set what changes with every token: how many came before, how far it may look, and with how many threads."""
-        self.length, self.limit = length, limit
+        self.length, self.limit = length, window or ANYWHERE
         keys = sum(ring.count for ring in self.kept[0])
-        self.threads = threads if keys * self.dim > MANY else 1
+        self.threads = torch.get_num_threads() if keys * self.dim > MANY else 1
+
+
+def heads_of(slopes: list[float], excess: float) -> Any:
+    """A ctypes array of heads that have read nothing."""
+    return (Head * len(slopes))(*(Head(slope, excess) for slope in slopes))
 
 
 @cache
@@ -106,5 +125,5 @@ def library() -> ctypes.CDLL:
     loaded.trainshort_token_scratch.restype = loaded.trainshort_layers.restype = ctypes.c_int64
     loaded.trainshort_layers.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32]
     loaded.trainshort_token.restype = loaded.trainshort_linear.restype = None
-    assert loaded.trainshort_token_size() == ctypes.sizeof(Token), "ring.c and ring.py disagree"
+    assert loaded.trainshort_token_size() == ctypes.sizeof(RingCall), "ring.c and ring.py disagree"
     return loaded

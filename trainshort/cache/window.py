@@ -62,7 +62,7 @@ class WindowLayer(LayerCache):
         out, lse = attend(q, recent_k, recent_v, window=window, return_lse=True, **options)
         return self._with_sinks(q, out, lse, start, options.get("bias"))
 
-    def next_token(self, bias: Bias | None, shape: tuple[int, int], window: int | None) -> None:
+    def next_call(self, slopes: Tensor, shape: tuple[int, int], window: int | None) -> None:
         return None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

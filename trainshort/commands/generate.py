@@ -1,11 +1,12 @@
 """`trainshort generate`: continue a text, at any length."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-from trainshort.commands.parser import Arg
+from trainshort import files
+from trainshort.commands.parser import Arg, Parser, of_class, of_settings
 from trainshort.errors import InputError
 
 if TYPE_CHECKING:
@@ -36,48 +37,38 @@ class Generate:
     """A run folder, or one of its checkpoints."""
     prompt: Annotated[tuple[str, ...], Arg(positional=True)] = ()
     """Text to continue; several make a batch; - reads standard input."""
-    prompt_file: Path | None = None
+    prompt_file: Annotated[Path | None, Arg(metavar="FILE")] = None
     """File with the text to continue, in UTF-8."""
-    tokens: int | None = None
-    """Tokens to make per sample. Default: 256."""
     endless: bool = False
-    """Go on until stopped, also past the end of a text. Default mode: bounded."""
+    """Go on until stopped, also past the end of a text; in mode bounded unless --mode says otherwise."""
     interactive: bool = False
     """Ask for a line, continue it, ask again; the state stays."""
     samples: int = 1
     """Samples of each prompt, made side by side."""
-    temperature: float | None = None
-    """Divides the scores; 0 always takes the likeliest token. Default: 1."""
-    top_k: int | None = None
-    """Choose among this many likeliest tokens only."""
-    top_p: float | None = None
-    """Choose among the likeliest tokens that together have this probability."""
-    min_p: float | None = None
-    """Choose among tokens with at least this share of the likeliest one's probability."""
-    repetition_penalty: float | None = None
-    """Above 1, tokens that came before become less likely."""
-    stop: tuple[str, ...] = ()
-    """Texts at which a sample ends; they are not shown."""
-    seed: int | None = None
-    """Seed of the first sample; the next has the next number. Default: 1."""
-    mode: Literal["full", "bounded", "window"] | None = None
-    """What is remembered: full, everything; bounded, what can matter (ALiBi); window, the last. Default: full."""
-    tolerance: float | None = None
-    """Mode bounded: softmax mass that a row may lose. Default: 1e-6."""
-    window: int | None = None
-    """Mode window: tokens seen, the newest included."""
-    sinks: int | None = None
-    """Mode window: the first so many tokens are kept too (StreamingLLM)."""
-    chunk: int | None = None
-    """Tokens of a prompt read at once. Default: 512."""
-    save_state: Path | None = None
+    save_state: Annotated[Path | None, Arg(metavar="FILE")] = None
     """File to save the state to at the end."""
     save_every: int = 0
     """Save the state also after every so many tokens."""
-    resume_state: Path | None = None
+    resume_state: Annotated[Path | None, Arg(metavar="FILE")] = None
     """State to go on from; a prompt is then read after it."""
-    tokenizer: Path | None = None
-    """A tokenizer.json. Default: that of the run's data."""
+    tokenizer: Annotated[Path | None, Arg(metavar="FILE")] = None
+    """A tokenizer.json in place of the run's own."""
+    settings: Any = None
+    """Settings of GenerateConfig; after parsing those that were given. The rest have their defaults, or those of the
+    saved state."""
+
+    @classmethod
+    def parse(cls, words: list[str]) -> "Generate":
+        """From the command line: the options above, and one for every setting of GenerateConfig."""
+        from trainshort.generate.settings import GenerateConfig
+
+        own = [option for option in of_class(cls) if option.field != "settings"]
+        made = [replace(option, name=option.name.replace("_", "-")) for option in of_settings(GenerateConfig())]
+        values = Parser("trainshort generate", [*own, *made], cls.__doc__ or "").parse(words)
+        options = words[: words.index("--")] if "--" in words else words
+        typed = {word.partition("=")[0].replace("_", "-") for word in options}
+        given = [one.field for one in made if not typed.isdisjoint((f"--{one.name}", f"--no-{one.name}"))]
+        return cls(**{one.field: values[one.field] for one in own}, settings={name: values[name] for name in given})
 
     def run(self) -> int:
         self._check()
@@ -85,6 +76,7 @@ class Generate:
         from trainshort.generate.session import Session
 
         prompts = self._prompts()
+        self._check_run()
         model = load_model(self.run_folder)
         tokenizer = self._tokenizer()
         stream = self._stream(model, tokenizer, prompts)
@@ -94,7 +86,7 @@ class Generate:
     def _check(self) -> None:
         if self.samples < 1 or self.save_every < 0:
             raise InputError("--samples is at least 1 and --save-every at least 0.")
-        if self.endless and (self.tokens is not None or self.stop or self.interactive):
+        if self.endless and (self.interactive or not {"tokens", "stop"}.isdisjoint(self.settings)):
             raise InputError("--endless goes on until stopped; it does not go with --tokens, --stop or --interactive.")
         if self.prompt and self.prompt_file:
             raise InputError("give the prompt as an argument or by --prompt-file, not both.")
@@ -105,9 +97,19 @@ class Generate:
         if self.save_state is not None and not self.save_state.absolute().parent.is_dir():
             raise InputError(f"There is no folder {self.save_state.parent} to save the state in; make it first.")
 
+    def _check_run(self) -> None:
+        from trainshort.evaluate.target import is_hugging_face
+
+        folder = self.run_folder
+        bring = f"trainshort import {folder} --out runs/{folder.name}"
+        if not folder.exists():
+            raise InputError(f"There is no run folder {folder}. A model from elsewhere is brought in first: {bring}.")
+        if folder.is_dir() and is_hugging_face(folder):
+            raise InputError(f"{folder} is a Hugging Face model. Bring it in first: {bring}.")
+
     def _prompts(self) -> list[str]:
         if self.prompt_file is not None:
-            prompts = [_read_text(self.prompt_file)]
+            prompts = [files.read_text(self.prompt_file, mend="Give a text file in UTF-8.")]
         else:
             prompts = [_read_stdin() if prompt == "-" else prompt for prompt in self.prompt]
         if any(not prompt for prompt in prompts) or not (prompts or self.resume_state or self.interactive):
@@ -124,11 +126,10 @@ class Generate:
         settings = self._settings(model)
         if self.resume_state is not None:
             stream = load_state(self.resume_state, model, tokenizer, **settings)
-            for number, sample in enumerate(stream.samples):
-                if prompts:
-                    stream.feed(prompts[0], number)
-                else:
-                    sample.go_on()
+            if not prompts:
+                stream.go_on()
+            for number in range(len(stream.samples) if prompts else 0):
+                stream.feed(prompts[0], number)
             return stream
         stream = Stream(model, GenerateConfig.read(settings), tokenizer)
         for prompt in prompts:
@@ -138,21 +139,17 @@ class Generate:
         return stream
 
     def _settings(self, model: "TransformerLM") -> dict[str, Any]:
-        """The settings that were given; the rest have their defaults, or those of the saved state."""
-        names = ("tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-        names += ("mode", "tolerance", "window", "sinks", "chunk")
-        settings = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if self.stop:
-            settings["stop"] = self.stop
-        if self.endless:
-            settings |= {"tokens": None, "stop_at_end": False}
-            if self.mode is None and self.resume_state is None:
-                if model.position.linear_slopes() is None:
-                    raise InputError(
-                        f"--endless in bounded memory needs ALiBi; this model has {model.config.position}. "
-                        "Choose how to forget: --mode window --window 1024, or --mode full until memory ends."
-                    )
-                settings["mode"] = "bounded"
+        """The settings that were given, and those that --endless means."""
+        if not self.endless:
+            return self.settings
+        settings = {**self.settings, "tokens": None, "stop_at_end": False}
+        if "mode" not in settings and self.resume_state is None:
+            if model.position.linear_slopes() is None:
+                raise InputError(
+                    f"--endless in bounded memory needs ALiBi; this model has {model.config.position}. "
+                    "Choose how to forget: --mode window --window 1024, or --mode full until memory ends."
+                )
+            settings["mode"] = "bounded"
         return settings
 
     def _tokenizer(self) -> "Tokenizer":
@@ -189,15 +186,6 @@ class Generate:
         mark = found["no_worse"]
         past = "nothing longer was measured" if mark["open"] else "it was measured worse past that"
         return Reach(mark["length"], f"{found['summary']}; {past}.")
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 (byte {error.start}). Convert it, such as with iconv.") from None
-    except OSError as error:
-        raise InputError(f"Cannot read {path}: {error.strerror}.") from None
 
 
 def _read_stdin() -> str:

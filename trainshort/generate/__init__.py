@@ -1,11 +1,24 @@
 """Text at any length, with a promise about memory and error.
 
-Reading order: settings.py, sampling.py and stopping.py (pure), sample.py (one text), streaming.py (`stream`),
-memory.py (modes), state.py (save and resume), session.py and live.py (the terminal).
+Reading order: settings.py and sampling.py (pure), sample.py (one text), modes.py (which cache), streaming.py
+(`stream`), one_row.py (a token in compiled code), state.py (save and resume), session.py (the terminal).
 """
 
-from trainshort.generate.sample import Token
-from trainshort.generate.settings import GenerateConfig
-from trainshort.generate.streaming import Stream, stream, stream_batch
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainshort.generate.sample import Token
+    from trainshort.generate.settings import GenerateConfig
+    from trainshort.generate.streaming import Stream, stream, stream_batch
 
 __all__ = ["GenerateConfig", "Stream", "Token", "stream", "stream_batch"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imported on first use: the settings make the command's `--help`, which should not wait for torch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'trainshort.generate' has no attribute {name!r}")
+    from importlib import import_module
+
+    home = {"GenerateConfig": "settings", "Token": "sample"}.get(name, "streaming")
+    return getattr(import_module(f"trainshort.generate.{home}"), name)

@@ -13,7 +13,6 @@ from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError
 from trainshort.generate import sampling
 from trainshort.generate.settings import GenerateConfig
-from trainshort.generate.stopping import StopStrings
 
 REPLAYED = 64
 """Tokens remembered to bring a fresh decoder to where the old one stood; a character has at most four bytes."""
@@ -74,7 +73,15 @@ class Sample:
 
     def go_on(self) -> None:
         """As many tokens again, whatever it had ended by."""
+        if not self.context:
+            raise InputError("the prompt is empty; nothing was read or made so far, so give a text to continue.")
         self.made, self.finished, self.stops.stopped = 0, None, False
+
+    def count(self, made: int) -> None:
+        """Tokens that were made before and are still to be shown are among those asked for."""
+        self.made = made
+        if self.config.tokens is not None and made >= self.config.tokens:
+            self.finished = "length"
 
     def take(self, scores: Float[Tensor, " vocabulary"]) -> Token:
         """Choose the next token from the scores after the last one read."""
@@ -115,3 +122,40 @@ class Sample:
         self.recent.clear()
         for token in recent:
             self._decode(token)
+
+
+class StopStrings:
+    """Passes text on until one of the stop texts is complete; what follows it is dropped.
+
+    Text is held back as long as it could be the beginning of one:
+
+        stop "END":   push "the E" -> "the "    push "N" -> ""    push "T" -> "ENT"    push " END." -> " ", and stopped
+    """
+
+    def __init__(self, stops: Sequence[str], held: str = "") -> None:
+        self.stops = tuple(stops)
+        self.held = held
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """The text that is certain to come before any stop text."""
+        if not self.stops or self.stopped:
+            return "" if self.stopped else text
+        text = self.held + text
+        found = [place for stop in self.stops if (place := text.find(stop)) >= 0]
+        if found:
+            self.held, self.stopped = "", True
+            return text[: min(found)]
+        safe = len(text) - max(_overlap(text, stop) for stop in self.stops)
+        self.held = text[safe:]
+        return text[:safe]
+
+    def finish(self) -> str:
+        """What was held back, at the end of the text."""
+        text, self.held = self.held, ""
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest ending of `text` that begins `stop`: "the E", "END" gives 1."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

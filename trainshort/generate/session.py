@@ -1,21 +1,79 @@
 """A stream at a terminal: text on standard output as it is made, everything else on standard error."""
 
+import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
 
 from trainshort.errors import InputError
-from trainshort.generate.live import LiveLine
 from trainshort.generate.sample import Token
 from trainshort.generate.state import save_state
 from trainshort.generate.streaming import Stream
+from trainshort.terminal import printable, say
 
 STOPPED = 130
+EVERY = 0.2
+"""Seconds between two updates: quick enough to follow, too slow to cost anything."""
 
 
-def say(message: str) -> None:
-    print(f"trainshort: {message}", file=sys.stderr, flush=True)
+def shown(text: str) -> str:
+    """A model's text as standard output gets it: as it is, but harmless at a terminal."""
+    return printable(text) if sys.stdout.isatty() else text
+
+
+class LiveLine:
+    """Does nothing where `terminal` is none, so that files and pipes get text only.
+
+    The bottom row is taken out of the scrolling region; text that is written meanwhile never meets the line.
+    """
+
+    def __init__(self, terminal: TextIO | None) -> None:
+        self.terminal = terminal if terminal is not None and terminal.isatty() else None
+        self.tokens = 0
+        self.seconds = 0.0  # spent inside; a pause between two uses does not count
+        self._last = self._shown = 0.0
+        self._rows = 0
+
+    def __enter__(self) -> Self:
+        self._last = time.monotonic()
+        if self.terminal:
+            self._rows = os.get_terminal_size(self.terminal.fileno()).lines
+            self._write(f"\n\x1b7\x1b[1;{self._rows - 1}r\x1b8\x1b[1A")
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._write(f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8")
+
+    def reading(self, stream: Stream) -> None:
+        """Some of a prompt was read, or none yet."""
+        unread = sum(len(sample.unread) for sample in stream.samples)
+        if unread > 1:
+            self._show(f"reading the prompt, {unread:,} tokens left")
+
+    def update(self, context: int) -> None:
+        """One more token was made."""
+        self.tokens += 1
+        now = time.monotonic()
+        self.seconds += now - self._last
+        self._last = now
+        if now - self._shown > EVERY:
+            self._show(self.line(context))
+
+    def _show(self, line: str) -> None:
+        self._shown = time.monotonic()
+        self._write(f"\x1b7\x1b[{self._rows};1H\x1b[2K\x1b[2m{line}\x1b[0m\x1b8")
+
+    def line(self, context: int) -> str:
+        return f"{self.tokens:,} tokens, {self.tokens / max(self.seconds, 1e-9):.1f} tokens/s, context {context:,}"
+
+    def _write(self, text: str) -> None:
+        if self.terminal:
+            self.terminal.write(text)
+            self.terminal.flush()
 
 
 @dataclass(frozen=True)
@@ -42,8 +100,10 @@ class Session:
         several = len(self.stream.samples) > 1
         texts = [""] * len(self.stream.samples)
         live = LiveLine(sys.stderr)
+        self.stream.on_read = lambda: live.reading(self.stream)
         try:
             with live:
+                live.reading(self.stream)
                 for token in self.stream:
                     if several:
                         texts[token.sample] += token.text
@@ -56,7 +116,7 @@ class Session:
                 raise InputError(self._torn()) from None
         if several:
             for number, text in enumerate(texts, start=1):
-                print(f"--- sample {number} ---\n{text}")
+                print(f"--- sample {number} ---\n{shown(text)}")
         else:
             print(flush=True)
         self.finish(live, "stopped" if code else None)
@@ -65,6 +125,8 @@ class Session:
     def interact(self, ask: Callable[[str], str] = input) -> int:
         """Read a line, continue it, and so on: what was read or written is never read again."""
         live = LiveLine(sys.stderr)
+        self.stream.on_read = lambda: live.reading(self.stream)
+        say("type a line to have it continued; Ctrl-C ends a text, Ctrl-D leaves.")
         while True:
             try:
                 line = ask("> ")
@@ -92,11 +154,11 @@ class Session:
             save_state(self.stream, self.save_to)
             say(f"state saved to {self.save_to}; go on with --resume-state {self.save_to}")
         reasons = ended or ", ".join(sorted({sample.finished or "stopped" for sample in self.stream.samples}))
-        say(f"{live.line(self.stream.context)} (ended by: {reasons})")
+        say(f"{live.line(self.stream.context)} (ended by: {reasons}); {self.stream.memory}")
         say(self.stream.certificate)
 
     def _show(self, token: Token) -> None:
-        sys.stdout.write(token.text)
+        sys.stdout.write(shown(token.text))
         sys.stdout.flush()
 
     def _note(self, live: LiveLine) -> None:

@@ -7,8 +7,11 @@ A stream can be fed more text, saved, resumed, and asked for its certificate at 
 the samples of a batch side by side; every token is read exactly once.
 """
 
-from collections.abc import Iterator, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -19,9 +22,8 @@ from torch import Tensor
 from trainshort.cache import Cache, Rows
 from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError
-from trainshort.generate import memory
-from trainshort.generate.compiled import decoder_of
-from trainshort.generate.interrupt import whole_token
+from trainshort.generate.modes import describe, new_cache
+from trainshort.generate.one_row import RowModel
 from trainshort.generate.sample import Sample, Token
 from trainshort.generate.settings import GenerateConfig
 from trainshort.model import TransformerLM
@@ -41,10 +43,11 @@ class Stream:
                 "use the tokenizer the model was trained with."
             )
         self.model, self.config, self.tokenizer = model, config, tokenizer
-        self.decoder = decoder_of(model)
+        self.one_row = RowModel.of(model)
         self.samples: list[Sample] = []
         self.torn = False
         self.waiting: list[Token] = []  # made in the last step, not yet handed out
+        self.on_read: Callable[[], None] | None = None  # called after each chunk of a prompt
 
     def begin(self) -> Sample:
         """One more sample, with its own seed; it wants to be fed before it is continued."""
@@ -53,7 +56,7 @@ class Stream:
         return sample
 
     def new_sample(self, number: int) -> Sample:
-        cache = memory.new_cache(self.model, self.config)
+        cache = new_cache(self.model, self.config)
         return Sample(cache, self.model.config.vocabulary, self.config, self.tokenizer, number)
 
     def add(self, prompt: Prompt) -> Sample:
@@ -66,6 +69,16 @@ class Stream:
     def feed(self, prompt: Prompt, sample: int = 0) -> None:
         """More text for a sample to continue; what it has read or made stays read."""
         self.samples[sample].feed(self.tokens_of(prompt))
+        self._count_waiting(sample)
+
+    def go_on(self) -> None:
+        """As many tokens again of every sample."""
+        for number, sample in enumerate(self.samples):
+            sample.go_on()
+            self._count_waiting(number)
+
+    def _count_waiting(self, sample: int) -> None:
+        self.samples[sample].count(sum(token.sample == sample for token in self.waiting))
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -95,20 +108,22 @@ class Stream:
                 size = min(self.config.chunk, len(sample.unread) - 1)
                 with self._whole():
                     self._read([sample], size)
+                if self.on_read is not None:
+                    self.on_read()
         with self._whole():
             scores = self._scores(active)
             self.waiting = [sample.take(row) for sample, row in zip(active, scores, strict=True)]
 
     def _scores(self, active: list[Sample]) -> Float[Tensor, "samples vocabulary"]:
         """Scores of each sample's next token, after its newest."""
-        if self.decoder is not None and not self.decoder.current():
-            self.decoder = decoder_of(self.model)
-        if len(active) > 1 or self.decoder is None:
-            return self.model.vocabulary.log_scores(self._read(active, 1))
-        sample = active[0]
-        scores = self.decoder.scores(torch.tensor([sample.unread]), sample.cache)
-        sample.unread.clear()
-        return scores
+        if self.one_row is not None and not self.one_row.current():
+            self.one_row = RowModel.of(self.model)
+        if len(active) == 1 and self.one_row is not None:
+            scores = self.one_row.scores(active[0].unread[0], active[0].cache)
+            if scores is not None:
+                active[0].unread.clear()
+                return scores
+        return self.model.vocabulary.log_scores(self._read(active, 1))
 
     def _read(self, samples: list[Sample], size: int) -> Float[Tensor, "samples width"]:
         """Read the next `size` tokens of each sample; the hidden state after the last."""
@@ -144,9 +159,20 @@ class Stream:
         return max((sample.context for sample in self.samples), default=0)
 
     @property
+    def memory(self) -> str:
+        """What the caches hold, and how much that is of what all that was read would take."""
+        held, config = sum(cache.bytes for cache in self.caches), self.model.config
+        size = next(self.model.parameters()).element_size()
+        whole = (
+            sum(cache.length for cache in self.caches) * 2 * config.layers * config.key_heads * config.head_width * size
+        )
+        share = f", {held / whole:.1%} of a full one" if whole > held else ""
+        return f"cache {held / 1e6:,.1f} MB{share}"
+
+    @property
     def certificate(self) -> str:
         """One line on what was forgotten so far."""
-        return memory.certificate(self.caches)
+        return describe(self.caches, self.model.config.tolerance)
 
 
 def stream(model: TransformerLM, prompt: Prompt, *, tokenizer: Tokenizer | None = None, **settings: Any) -> Stream:
@@ -164,3 +190,30 @@ def stream_batch(
     for prompt in prompts:
         made.add(prompt)
     return made
+
+
+@contextmanager
+def whole_token() -> Iterator[None]:
+    """Inside, the first Ctrl-C waits until the end; the second comes through at once.
+
+    A cache that has read half a token is of no use to anybody. Python delivers signals to the main thread only, so
+    elsewhere there is nothing to hold back.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting = False
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        nonlocal waiting
+        if waiting:
+            raise KeyboardInterrupt
+        waiting = True
+
+    before = signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if waiting:
+        raise KeyboardInterrupt

@@ -4,7 +4,7 @@
  *
  * A single row is read once per weight, so this runs at the speed of memory if all cores read; torch's own product of a
  * row and a matrix uses one. Each output is summed by one thread in one order, so results do not depend on how many
- * there are. Called through ctypes by generate/compiled.py, whose struct mirrors this one.
+ * there are. Called through ctypes by generate/one_row.py, whose struct mirrors this one.
  */
 #include "row.h"
 

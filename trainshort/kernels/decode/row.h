@@ -1,4 +1,4 @@
-/* One row through one linear layer; see row.c. The struct is mirrored by generate/compiled.py. */
+/* One row through one linear layer; see row.c. The struct is mirrored by generate/one_row.py. */
 #ifndef TRAINSHORT_ROW_H
 #define TRAINSHORT_ROW_H
 

@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from trainshort.attention import Bias
 from trainshort.cache.growing import Cache, LayerCache
 from trainshort.errors import InputError
 
@@ -48,7 +47,7 @@ class _RowsLayer(LayerCache):
         super().__init__()
         self.rows = rows
 
-    def next_token(self, bias: Bias | None, shape: tuple[int, int], window: int | None) -> None:
+    def next_call(self, slopes: Tensor, shape: tuple[int, int], window: int | None) -> None:
         return None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

@@ -12,13 +12,13 @@ from trainshort import Cache
 from trainshort.cache import BoundedCache, WindowCache
 from trainshort.cache.ring import unavailable
 from trainshort.config import AdaptiveConfig
-from trainshort.generate import compiled
-from trainshort.positions import positions
+from trainshort.generate import one_row
+from trainshort.generate.one_row import RowModel
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
 
 SETTINGS = [
-    *({"position": name} for name in positions.names()),
+    *({"position": name} for name in ("alibi", "none", "sinusoidal", "learned")),
     {"activation": "relu"},
     {"activation": "gelu_tanh"},
     {"biases": False},
@@ -31,7 +31,7 @@ SETTINGS = [
     {"tie_embeddings": False},
     {"kv_heads": 2},
     {"window": 5},
-    {"width": 54, "ffn": 101, "vocabulary": 97},
+    {"width": 48, "ffn": 101, "vocabulary": 97},
     {"adaptive": AdaptiveConfig(cutoffs=(50, 120), factor=2)},
     {"width": 192, "heads": 4},
 ]
@@ -39,16 +39,23 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_scores_are_the_models(settings):
+    """The block's two copies against each other, in Python and in C."""
     model = make_model(**settings)
     for parameter in model.parameters():  # norms and biases begin at 1 and 0, where a mistake would not show
         parameter.data += 0.1 * torch.randn_like(parameter)
-    decoder = compiled.decoder_of(model)
-    assert decoder is not None
-    tokens, cache = torch.randint(model.config.vocabulary, (1, 12)), Cache()
+    made, cache = RowModel.of(model), Cache()
+    assert made is not None
+    tokens = torch.randint(model.config.vocabulary, (1, 12))
     with torch.inference_mode():
         expected = model(tokens)[0].log_softmax(-1)
-        got = [decoder.scores(tokens[:, i : i + 1], cache) for i in range(12)]
+        got = [scores_after(made, int(token), cache) for token in tokens[0]]
     torch.testing.assert_close(torch.cat(got).log_softmax(-1), expected, atol=1e-5, rtol=1e-5)
+
+
+def scores_after(made, token, cache):
+    scores = made.scores(token, cache)
+    assert scores is not None
+    return scores
 
 
 def test_results_do_not_depend_on_the_number_of_threads():
@@ -57,7 +64,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            linear = compiled.decoder_of(model).layers[0].wide  # pyright: ignore[reportOptionalMemberAccess]
+            linear = one_row.RowLinear(model.layers[0].ffn.wide.weight, None)  # pyright: ignore
             texts.append(linear(torch.linspace(-1, 1, 192).view(1, 1, -1)))
     finally:
         torch.set_num_threads(before)
@@ -70,7 +77,7 @@ def test_a_forked_child_and_a_second_thread_work_too():
     x = torch.linspace(-1, 1, 192).view(1, 1, -1)
     try:
         torch.set_num_threads(2)
-        linears = [compiled.RowLinear(model.layers[0].ffn.wide.weight, None) for _ in range(4)]  # pyright: ignore
+        linears = [one_row.RowLinear(model.layers[0].ffn.wide.weight, None) for _ in range(4)]  # pyright: ignore
         expected = linears[0](x)
         child = os.fork()
         if child == 0:
@@ -105,7 +112,7 @@ def top(model, first):
 @pytest.mark.parametrize("change", [lambda m: m.double(), lambda m: m.bfloat16()], ids=["float64", "bfloat16"])
 def test_other_dtypes_go_through_torch(change):
     model = change(make_model())
-    assert compiled.decoder_of(model) is None
+    assert RowModel.of(model) is None
     for mode in ({}, {"mode": "bounded"}):
         assert len(list(trainshort.stream(model, [1, 2, 3], tokens=5, **mode))) == 5
 
@@ -116,15 +123,18 @@ LEFT_TO_TORCH = [
     ({"activation": "silu"}, "the activation silu"),
     ({"clip_qkv": 0.5}, "clip_qkv"),
     ({"softmax_scale": 0.2}, "softmax_scale"),
+    ({"backend": "sdpa"}, "engine sdpa"),
+    ({"position": "rotary"}, "turned queries and keys"),
+    ({"position": "t5"}, "bias that is not linear"),
 ]
 
 
 @pytest.mark.parametrize(("settings", "named"), LEFT_TO_TORCH, ids=[name for _, name in LEFT_TO_TORCH])
 def test_what_compiled_layers_lack_goes_through_torch(settings, named):
     model = make_model(**settings)
-    assert compiled.lacks(model) == f"compiled layers have no {named}"
-    assert compiled.decoder_of(model) is None
-    made = list(trainshort.stream(model, [1, 2, 3], tokens=5, temperature=0, mode="bounded"))
+    assert one_row.lacks(model) == f"compiled layers have no {named}"
+    assert RowModel.of(model) is None
+    made = list(trainshort.stream(model, [1, 2, 3], tokens=5, temperature=0))
     read = [1, 2, 3]
     for token in made:
         assert token.logprob == pytest.approx(float(logprobs(model, read, [token.id])), abs=1e-5)
@@ -136,9 +146,8 @@ def test_what_compiled_layers_lack_goes_through_torch(settings, named):
 def test_all_layers_in_one_call_are_the_model(make_cache, kv_heads):
     """Tokens one by one, a stretch through the model in between, and one by one again, past several doublings."""
     model = make_model(kv_heads=kv_heads)
-    decoder = compiled.decoder_of(model)
-    assert decoder is not None
-    assert decoder.at_once is not None
+    made = RowModel.of(model)
+    assert made is not None
     tokens, cache, got = torch.randint(model.config.vocabulary, (1, 400)), make_cache(), []
     with torch.inference_mode():
         expected = model(tokens)[0].log_softmax(-1)
@@ -146,7 +155,7 @@ def test_all_layers_in_one_call_are_the_model(make_cache, kv_heads):
             if end - start in (5, 61):
                 got.append(model(tokens[:, start:end], cache=cache)[0])
             else:
-                got += [decoder.scores(tokens[:, i : i + 1], cache) for i in range(start, end)]
+                got += [scores_after(made, int(tokens[0, i]), cache) for i in range(start, end)]
     torch.testing.assert_close(torch.cat(got).log_softmax(-1), expected, atol=1e-5, rtol=1e-5)
     assert cache.length == 400
 
@@ -154,8 +163,8 @@ def test_all_layers_in_one_call_are_the_model(make_cache, kv_heads):
 def test_rings_that_grow_inside_the_one_call_keep_the_certificate():
     """Sharper and sharper tokens, so that rings of every layer must grow while a token passes through."""
     model = make_model(width=64, heads=4)
-    decoder, tokens = compiled.decoder_of(model), torch.randint(model.config.vocabulary, (1, 600))
-    assert decoder is not None
+    made, tokens = RowModel.of(model), torch.randint(model.config.vocabulary, (1, 600))
+    assert made is not None
     fast, slow = BoundedCache(tolerance=1e-4), BoundedCache(tolerance=1e-4, compiled=False)
     with torch.inference_mode():
         for i in range(600):
@@ -163,27 +172,17 @@ def test_rings_that_grow_inside_the_one_call_keep_the_certificate():
                 for block in model.layers:
                     block.attention.qkv.weight *= 1.5  # pyright: ignore
             one = tokens[:, i : i + 1]
-            got, expected = decoder.scores(one, fast), model(one, cache=slow)[:, 0]
+            got, expected = scores_after(made, int(one), fast), model(one, cache=slow)[:, 0]
             torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
     assert fast.windows == slow.windows
     assert fast.certificate.grown == slow.certificate.grown > 0
     assert fast.certificate.mass == pytest.approx(slow.certificate.mass, rel=1e-3)
 
 
-@pytest.mark.parametrize("settings", [{"position": "rotary"}, {"position": "t5"}, {"backend": "sdpa"}], ids=str)
-def test_what_stands_between_product_and_attention_is_not_skipped(settings):
-    decoder = compiled.decoder_of(make_model(**settings))
-    assert decoder is not None
-    assert decoder.at_once is None
-
-
-def test_other_caches_are_asked_layer_by_layer():
+def test_a_cache_that_only_attends_is_left_to_the_model():
     model = make_model()
-    decoder, cache = compiled.decoder_of(model), WindowCache(window=3)
-    tokens = torch.randint(model.config.vocabulary, (1, 9))
-    assert decoder is not None
+    made, cache = RowModel.of(model), WindowCache(window=3)
+    assert made is not None
     with torch.inference_mode():
-        got = [decoder.scores(tokens[:, i : i + 1], cache) for i in range(9)][-1]
-        kept = WindowCache(window=3)
-        expected = [model(tokens[:, i : i + 1], cache=kept)[:, 0] for i in range(9)][-1]
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        assert made.scores(5, cache) is None
+    assert cache.length == 0

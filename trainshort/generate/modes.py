@@ -1,5 +1,7 @@
 """Which cache a mode means, and which models it fits: a mode that cannot keep its promise is refused, with why."""
 
+import torch
+
 from trainshort.cache import BoundedCache, Cache, WindowCache
 from trainshort.errors import InputError
 from trainshort.generate.settings import GenerateConfig
@@ -40,11 +42,15 @@ def check_mode(model: TransformerLM, config: GenerateConfig) -> None:
         )
 
 
-def certificate(caches: list[Cache]) -> str:
-    """One line on what was forgotten, over all samples."""
+def describe(caches: list[Cache], tolerance: float) -> str:
+    """One line on what was forgotten or left out, over all samples; `tolerance` is the model's own."""
     bounded = [cache.certificate for cache in caches if isinstance(cache, BoundedCache)]
     if bounded:
         return str(sum(bounded[1:], bounded[0]))
     if any(isinstance(cache, WindowCache) for cache in caches):
         return "error certificate: none, a window forgets without proof (mode bounded proves)"
-    return "error certificate: 0, nothing was forgotten"
+    left_out = [layer.left_out for cache in caches for layer in cache.layers if layer.left_out is not None]
+    mass = float(torch.stack(left_out).max()) if left_out else 0.0
+    if mass == 0:
+        return "error certificate: 0, nothing was forgotten or left out"
+    return f"error certificate: {mass:.1e}, left out while reading (tolerance {tolerance:.0e}); nothing was forgotten"

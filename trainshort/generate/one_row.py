@@ -1,0 +1,181 @@
+"""One token through the layers in compiled code: reading the weights is all that a token costs, and torch reads them
+with one core.
+
+The transformer block is model.py's; step.c is its only other copy, for models whose queries and keys meet as they come,
+under a linear bias or none. All others, and caches that only know `attend`, go through the model itself.
+"""
+
+import ctypes
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from trainshort.cache import Cache, LayerCache
+from trainshort.cache.ring import library, unavailable
+from trainshort.model import Block, TransformerLM
+from trainshort.vocabulary import Vocabulary
+
+ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3}
+FEW = 1 << 15
+"""Weights below which one thread is quicker than two."""
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "gain", "shift", "residual", "out", "scratch")),
+        ("inputs", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+        ("eps", ctypes.c_double),
+        *((name, ctypes.c_int32) for name in ("threads", "activation", "normed")),
+    ]
+
+
+class RowLinear:
+    """out = activation(weight · norm(x) + bias) + residual, of one row."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, norm: nn.Module | None = None, activation: str | None = None
+    ) -> None:
+        call = _Linear(inputs=weight.shape[1], outputs=weight.shape[0], activation=ACTIVATIONS[activation])
+        call.weight, call.bias = weight.data_ptr(), _address(bias)
+        if isinstance(norm, nn.LayerNorm):
+            call.gain, call.shift = _address(norm.weight), _address(norm.bias)
+            call.normed, call.eps = 1, norm.eps
+        assert library().trainshort_linear_size() == ctypes.sizeof(_Linear), "row.c and one_row.py disagree"
+        self._scratch = torch.empty(weight.shape[1])
+        call.scratch = self._scratch.data_ptr()
+        self._many = weight.numel() > FEW
+        self._call, self._run = call, library().trainshort_linear
+        self._keep = (weight, bias, norm)  # the struct holds bare addresses
+
+    def __call__(self, x: Float[Tensor, "1 1 inputs"]) -> Float[Tensor, "1 1 outputs"]:
+        call = self._call
+        out = x.new_empty(1, 1, call.outputs)
+        call.x, call.out = x.data_ptr(), out.data_ptr()
+        call.threads = torch.get_num_threads() if self._many else 1
+        self._run(ctypes.byref(call))
+        return out
+
+    def between(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> _Linear:
+        """The same as a call from one fixed buffer to another, for step.c."""
+        call = _Linear.from_buffer_copy(self._call)
+        call.x, call.out, call.residual = x.data_ptr(), out.data_ptr(), _address(residual)
+        call.threads = 0 if self._many else 1
+        call.kept = self  # the struct holds bare addresses
+        return call
+
+
+class _Layer(ctypes.Structure):
+    """One block: its four products, and its call on the cache."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("qkv", "out", "wide", "narrow", "token")]
+
+
+class RowModel:
+    """Reads one token at a time, for one sequence, with the model's own weights where they lie in memory."""
+
+    def __init__(self, model: TransformerLM) -> None:
+        config = model.config
+        self.model, self.shape, self.window = model, (config.key_heads, config.head_width), config.window
+        self._weights = list(model.parameters())
+        self._addresses = [weight.data_ptr() for weight in self._weights]
+        vocabulary = model.vocabulary
+        self.head = None
+        if isinstance(vocabulary, Vocabulary):
+            self.head = RowLinear(vocabulary.output_weight, None, model.final_norm)
+        # One set of buffers for all layers; x is rewritten in place by each.
+        width, keys = config.heads * config.head_width, config.key_heads * config.head_width
+        self._x, self._y, self._wide = (
+            torch.empty(1, 1, config.width),
+            torch.empty(width),
+            torch.empty(config.ffn_width),
+        )
+        self._qkv = torch.empty(width + 2 * keys)
+        self._parts = [part.view(1, -1, 1, config.head_width) for part in self._qkv.split([width, keys, keys])]
+        assert library().trainshort_layer_size() == ctypes.sizeof(_Layer), "step.c and one_row.py disagree"
+        self._calls = [self._calls_of(block) for block in model.layers]  # pyright: ignore[reportArgumentType]
+        self._layers = (_Layer * config.layers)(*(_addresses_of(calls) for calls in self._calls))
+
+    @classmethod
+    def of(cls, model: TransformerLM) -> "RowModel | None":
+        """None where the model itself has to do."""
+        plain = all(
+            w.device.type == "cpu" and w.dtype == torch.float32 and w.is_contiguous() for w in model.parameters()
+        )
+        return cls(model) if plain and lacks(model) is None and unavailable() is None else None
+
+    def _calls_of(self, block: Block) -> dict[str, "_Linear"]:
+        attention, ffn, x = block.attention, block.ffn, self._x
+        qkv = RowLinear(attention.qkv.weight, attention.qkv.bias, block.attention_norm)
+        out = RowLinear(attention.out.weight, attention.out.bias)
+        wide = RowLinear(ffn.wide.weight, ffn.wide.bias, block.ffn_norm, ffn.activation)
+        narrow = RowLinear(ffn.narrow.weight, ffn.narrow.bias)
+        return {
+            "qkv": qkv.between(x, self._qkv),
+            "out": out.between(self._y, x, x),
+            "wide": wide.between(x, self._wide),
+            "narrow": narrow.between(self._wide, x, x),
+        }
+
+    def current(self) -> bool:
+        """Whether the weights are still where it reads them; a model that was moved or loaded anew needs another."""
+        return self._addresses == [weight.data_ptr() for weight in self.model.parameters()]
+
+    def scores(self, token: int, cache: Cache) -> Float[Tensor, "1 vocabulary"] | None:
+        """Scores of the token after this one; None, and nothing done, where the cache only knows `attend`."""
+        model, where = self.model, cache.length
+        model.position.check_length(where + 1)
+        caches = [cache.layer(index) for index in range(len(self._layers))]
+        if not self._prepare(caches):
+            return None
+        self._x.copy_(model.embed(torch.tensor([[token]]), torch.tensor([[where]])))
+        done = 0
+        while done < len(caches):
+            before = done
+            done = library().trainshort_layers(self._layers, done, len(caches), torch.get_num_threads())
+            for layer in caches[before:done]:  # only the last of them can want to keep this token itself
+                layer.took_token(*self._parts[1:])
+        scale = model.config.logit_scale
+        if self.head is None:
+            return model.vocabulary.log_scores(model.final_norm(self._x)[0] * scale)
+        scores = self.head(self._x)[0]
+        return scores if scale == 1 else scores * scale
+
+    def _prepare(self, caches: list[LayerCache]) -> bool:
+        """Let every layer's call read its part of the row; False where a cache has none."""
+        slopes = self.model.position.linear_slopes()
+        if slopes is None:
+            slopes = torch.zeros(self.model.config.heads)
+        for made, layer in zip(self._layers, caches, strict=True):
+            call = layer.next_call(slopes, self.shape, self.window)
+            if call is None:
+                return False
+            call.reads(*self._parts, self._y)
+            made.token = ctypes.addressof(call)
+        return True
+
+
+def _addresses_of(calls: dict[str, "_Linear"]) -> _Layer:
+    return _Layer(**{name: ctypes.addressof(call) for name, call in calls.items()})
+
+
+def lacks(model: TransformerLM) -> str | None:
+    """What the compiled layers cannot do of a model, and model.py has to; None when they can do all."""
+    config, position = model.config, model.position
+    settings = {
+        "RMSNorm": config.norm == "rms",
+        "gated feed-forward layers": config.gated,
+        f"the activation {config.activation}": config.activation not in ACTIVATIONS,
+        "clip_qkv": config.clip_qkv is not None,
+        "softmax_scale": config.softmax_scale is not None,
+        f"engine {config.backend}": config.backend != "auto",
+        "biases that look at the text": position.reads_text(),
+        "turned queries and keys": position.rotates(),
+        "bias that is not linear": not (position.linear_slopes() is not None or position.score_bias(1) is None),
+    }
+    return next((f"compiled layers have no {name}" for name, set_ in settings.items() if set_), None)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
