@@ -156,6 +156,10 @@ def test_claims_are_stored_with_their_scale(demo):
     assert {row["verdict"] for row in rows} == {"holds", "does not hold", "not testable at this scale"}
     assert all(f'id="claim-{row["name"]}"' in text for row in rows)
     assert all(row["reason"] for row in rows)
+    assert {row["name"] for row in rows if row["rule"]["numbers seen"]} == {"same-speed", "extrapolation-order"}
+    assert "17 of 19 rules were fixed before the first run was looked at; 2 were changed after numbers" in text
+    assert text.count("This rule was changed on 2026-11-16, after numbers had been seen: ") == 2
+    assert "was fixed before the runs" not in text
 
 
 def test_figures_have_text_alternatives(demo):

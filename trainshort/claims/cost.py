@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from trainshort.claims.extrapolation import BASE
 from trainshort.claims.measured import Measured, View
-from trainshort.claims.verdicts import Outcome, claim, missing, sources, verdict
+from trainshort.claims.verdicts import Outcome, Rule, claim, missing, sources, verdict
 from trainshort.recipes.experiments import Reading
 from trainshort.recipes.scales import Variant
 
@@ -24,6 +24,7 @@ def noise_of(view: View, position: str) -> float:
     "same-speed",
     "ALiBi trains within 1 % of sinusoidal's speed.",
     "28.3k against 28.5k tokens/s (-0.7 %)",
+    rule=Rule("6146f30", "2026-11-16", seen=True, change="a difference within the machine's noise is no longer judged"),
 )
 def same_speed(view: View) -> Outcome:
     alibi, sinusoidal = (cost(view, method, "train speed") for method in ("alibi", "sinusoidal"))

@@ -1,7 +1,10 @@
-"""Claims about perplexity: how far each method is good, and why. Thresholds were set before any run was looked at."""
+"""Claims about perplexity: how far each method is good, and why.
+
+Thresholds were set before any run was looked at; what was changed later is said at the claim (`rule`).
+"""
 
 from trainshort.claims.measured import Measured, View
-from trainshort.claims.verdicts import Outcome, claim, missing, sources, verdict
+from trainshort.claims.verdicts import Outcome, Rule, claim, missing, sources, verdict
 from trainshort.recipes.experiments import Reading, method_name, queries
 from trainshort.recipes.scales import Variant
 
@@ -43,6 +46,7 @@ def usable(view: View, position: str) -> tuple[int, bool, Measured] | None:
     "extrapolation-order",
     "Sinusoidal positions stop being useful soonest, then rotary, then the T5 bias; ALiBi goes farthest.",
     "trained at 512, best at 512 + 20…50, + 200, + 600 and + 12,000 or more",
+    rule=Rule("c3964ae", "2026-11-16", seen=True, change="methods that were not read equally far are not compared"),
 )
 def extrapolation_order(view: View) -> Outcome:
     found = {method: usable(view, method) for method in ORDER}

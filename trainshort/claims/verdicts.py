@@ -22,6 +22,27 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Rule:
+    """When a check's rule was fixed: whoever reads a verdict may ask whether its numbers were known by then."""
+
+    commit: str
+    date: str
+    seen: bool
+    """Whether numbers that it judges had been seen when it was fixed."""
+    change: str = ""
+    """What was changed then; empty for a rule that stands as it was first written."""
+
+    @property
+    def told(self) -> str:
+        """In the words of a note; empty where the rule came before the numbers."""
+        return f"This rule was changed on {self.date}, after numbers had been seen: {self.change}." if self.seen else ""
+
+
+AT_FIRST = Rule("93a8134", "2026-11-15", seen=False)
+"""All rules were written in one commit, before the one that stores the first numbers (1c4df6d)."""
+
+
+@dataclass(frozen=True)
 class Claim:
     """A statement of the paper and its check. The check sees stored results and nothing else."""
 
@@ -31,6 +52,7 @@ class Claim:
     check: Callable[[View], Outcome]
     oddity: bool = False
     """Whether it is an inconsistency of the paper and not one of its claims."""
+    rule: Rule = AT_FIRST
 
     @property
     def summary(self) -> str:
@@ -41,12 +63,12 @@ claims: Registry[Claim] = Registry("claim")
 
 
 def claim(
-    name: str, statement: str, published: str, *, oddity: bool = False
+    name: str, statement: str, published: str, *, oddity: bool = False, rule: Rule = AT_FIRST
 ) -> Callable[[Callable[[View], Outcome]], Callable[[View], Outcome]]:
     """Decorator: file a check under its claim."""
 
     def add(check: Callable[[View], Outcome]) -> Callable[[View], Outcome]:
-        claims.register(name)(Claim(name, statement, published, check, oddity))
+        claims.register(name)(Claim(name, statement, published, check, oddity, rule))
         return check
 
     return add

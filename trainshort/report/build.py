@@ -38,6 +38,7 @@ def write_report(collection: Collection, out: Path) -> Path:
         "lengths": headline.lengths if headline else [],
         "claims": judged,
         "tally": _tally(judged),
+        "rules": _rules([claim for claim, _ in judged]),
         "scale": view.scale.name if view else "",
         "costs": costs,
         "speed": measured,
@@ -84,6 +85,16 @@ def _tally(judged: list[tuple[Claim, Outcome]]) -> str:
     )
 
 
+def _rules(claims: list[Claim]) -> str:
+    """Which verdicts follow a rule that was there before the numbers, and which do not."""
+    later = [claim for claim in claims if claim.rule.seen]
+    first = f"{len(claims) - len(later)} of {len(claims)} rules were fixed before the first run was looked at"
+    if not later:
+        return f"{first}."
+    names = ", ".join(claim.name for claim in later)
+    return f"{first}; {len(later)} were changed after numbers had been seen, and say so ({names})."
+
+
 def _write_claims(judged: list[tuple[Claim, Outcome]], path: Path, scale: str) -> None:
     rows = [
         {
@@ -95,6 +106,7 @@ def _write_claims(judged: list[tuple[Claim, Outcome]], path: Path, scale: str) -
             "verdict": outcome.verdict,
             "reason": outcome.reason,
             "oddity": claim.oddity,
+            "rule": {"commit": claim.rule.commit, "date": claim.rule.date, "numbers seen": claim.rule.seen},
             "sources": [str(source) for source in outcome.sources],
         }
         for claim, outcome in judged

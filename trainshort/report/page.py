@@ -94,5 +94,5 @@ def _claim_row(claim: Claim, outcome: Outcome, link: Any) -> Markup:
         links,
         CLASSES[outcome.verdict],
         outcome.verdict,
-        Markup(_code(outcome.reason, escape, ("<code>", "</code>"))),
+        Markup(_code(f"{outcome.reason} {claim.rule.told}".strip(), escape, ("<code>", "</code>"))),
     )
