@@ -8,6 +8,7 @@ and values, the size that the model's own have, are put into the caches, which t
 import resource
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
@@ -248,5 +249,5 @@ def _row(
     return Row(case=whole, measured=measured, seconds={"turns": tuple(seconds)} if seconds else {}, note=note)
 
 
-def _percent(part: float, whole: float, better) -> Measure:
+def _percent(part: float, whole: float, better: Literal["lower", "higher"]) -> Measure:
     return Measure(value=100 * part / whole, unit="%", better=better)

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def read_rate(seconds: float = 1.0) -> float:
     return 4 * NUMBERS / _best(numbers.sum, seconds)
 
 
-def _best(work, seconds: float) -> float:
+def _best(work: Callable[[], object], seconds: float) -> float:
     """The quickest of all runs within some seconds, after one that warms up."""
     work()
     best, start = float("inf"), time.perf_counter()

@@ -10,10 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 from trainshort.bench.measure import Progress, Step
 from trainshort.bench.plan import PreparePlan
 from trainshort.bench.results import Row, median_of
+
+if TYPE_CHECKING:
+    from trainshort.data.tokenizer import Tokenizer
 
 THREADS = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
@@ -60,7 +64,7 @@ def _measure(plan: PreparePlan, progress: Progress) -> list[Row]:
     return rows
 
 
-def _encode_all(tokenizer, texts: list[str]) -> None:
+def _encode_all(tokenizer: "Tokenizer", texts: list[str]) -> None:
     for text in texts:
         tokenizer.encode_document(text)
 

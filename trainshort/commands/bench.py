@@ -3,10 +3,15 @@
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from trainshort.commands.parser import Arg
 from trainshort.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trainshort.bench import results
 
 OWN = ("suites", "quick", "out", "against", "results")
 """Fields that are not settings of a suite."""
@@ -96,7 +101,7 @@ class Bench:
                 Console(stderr=True).print(f"trainshort: {warning}", markup=False, highlight=False, soft_wrap=True)
             print_comparison(comparison, console)
 
-    def _measure(self, options, console):
+    def _measure(self, options: dict[str, Any], console: "Console") -> "results.Bench":
         from trainshort.bench import session
         from trainshort.bench.measure import Progress
         from trainshort.bench.plan import choose
@@ -111,7 +116,7 @@ class Bench:
         console.print(f"Results: {out}", markup=False, highlight=False, soft_wrap=True)
         return made
 
-    def _refuse_measuring(self, options) -> None:
+    def _refuse_measuring(self, options: dict[str, Any]) -> None:
         if self.against is None:
             raise InputError("--results is compared with another file; give it by --against OLD.json.")
         given = [name for name, value in options.items() if value not in (None, ())]

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LAUNCHERS = ("local", "slurm")
 
@@ -86,7 +90,7 @@ class Reproduce:
         finish(root, self.report or Path("report") / scale.name, console)
 
 
-def finish(root: Path, out: Path, console) -> None:
+def finish(root: Path, out: Path, console: "Console") -> None:
     """The report, the table of the headline, and where to look."""
     from trainshort.claims.collection import collect
     from trainshort.report.build import write_report

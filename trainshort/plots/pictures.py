@@ -5,11 +5,15 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainshort.errors import InputError
 from trainshort.files import read_object, replacing, write_whole
 from trainshort.plots.figures import Figure, breadth, extent, round_ticks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 KINDS = ("png", "svg")
 MARK = "#5c6670"
@@ -61,7 +65,7 @@ def draw(figures: Sequence[Figure], path: Path, size: tuple[float, float] = (7.0
     return written
 
 
-def _bars(axes, figure: Figure) -> None:
+def _bars(axes: "Axes", figure: Figure) -> None:
     for series in figure.series:
         bars = axes.bar([str(x) for x in series.x], series.y, color=series.color)
         axes.bar_label(bars, fmt="{:,.0f}", fontsize=9)
@@ -69,7 +73,7 @@ def _bars(axes, figure: Figure) -> None:
     axes.yaxis.set_major_formatter("{x:,.0f}")
 
 
-def _lines(axes, figure: Figure) -> None:
+def _lines(axes: "Axes", figure: Figure) -> None:
     right = axes.twinx() if figure.right_label else None
     for series in figure.series:
         at = right if series.right and right else axes
@@ -107,7 +111,7 @@ def _lines(axes, figure: Figure) -> None:
         axes.legend(handles=shown, frameon=False, fontsize=9)
 
 
-def _plain_log(axis, ends: tuple[float, float] | None) -> None:
+def _plain_log(axis: "Axis", ends: tuple[float, float] | None) -> None:
     """Plain numbers on a log axis, at round places between `ends` if they are given."""
     from matplotlib.ticker import FuncFormatter
 

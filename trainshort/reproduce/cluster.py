@@ -81,7 +81,7 @@ def read_site(path: Path | None, gpus: int) -> Site:
 
 
 @dataclass(frozen=True)
-class Job:
+class ClusterJob:
     """A task as a job: what submitit calls, and calls again after a time limit or a preemption."""
 
     cores: int | None
@@ -113,7 +113,7 @@ def run_on_cluster(tasks: list[Task], root: Path, done: Callable[[str], None], s
         raise InputError(f"submitit cannot start jobs here ({error}). Use --launcher local.") from None
     prepare_data(tasks)  # two jobs would prepare the same text twice
     try:
-        jobs = [executor.submit(Job(site.cores), task, root.resolve()) for task in tasks]
+        jobs = [executor.submit(ClusterJob(site.cores), task, root.resolve()) for task in tasks]
     except (RuntimeError, OSError, FailedJobError) as error:
         raise InputError(
             f"Slurm did not take the jobs ({_cause(str(error))}). Say what it wants in a site file (--site), "
