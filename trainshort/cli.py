@@ -30,6 +30,7 @@ COMMANDS: dict[str, Command] = {
     "analyze": Command("trainshort.commands.analyze:Analyze", "why a model is good so far: context, attention, cost"),
     "bench": Command("trainshort.commands.bench:Bench", "speed and memory against peers, stored and compared"),
     "evaluate": Command("trainshort.commands.evaluate:Evaluate", "how good a model is at each length"),
+    "export": Command("trainshort.commands.exports:Export", "a run for transformers, llama.cpp or CTranslate2"),
     "generate": Command("trainshort.commands.generate:Generate", "continue a text, at any length"),
     "import": Command("trainshort.commands.imports:Import", "a model from elsewhere, as a run folder"),
     "list": Command(
@@ -40,6 +41,7 @@ COMMANDS: dict[str, Command] = {
     "reproduce": Command("trainshort.commands.reproduce:Reproduce", "the paper's tables and figures, at a scale"),
     "show": Command("trainshort.commands.names:Show", "a recipe's settings"),
     "train": Command("trainshort.commands.train:Train", "train a model by a recipe, into a run folder"),
+    "verify": Command("trainshort.commands.exports:Verify", "whether an export computes what its run computes"),
 }
 
 USAGE_ERROR = 2

@@ -260,9 +260,9 @@ def _where(tokens: Tensor, start: int | Tensor, documents: Tensor | None) -> Int
 
     documents 7 7 7 4 4 9   →   0 1 2 0 1 0
     """
-    if isinstance(start, Tensor):
-        start = start.to(tokens.device)
-    index = (torch.arange(tokens.shape[1], device=tokens.device) + start).expand(tokens.shape)
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    start = start.to(tokens.device) if isinstance(start, Tensor) else start
+    index = (index + start).clamp(min=0).expand(tokens.shape)  # below 0 is padding, which stands nowhere
     if documents is None:
         return index
     begins = torch.ones_like(documents, dtype=torch.bool)

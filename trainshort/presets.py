@@ -25,6 +25,12 @@ def laptop() -> ModelConfig:
     return ModelConfig(vocabulary=2048, layers=4, width=128, heads=8)
 
 
+@presets.register("portable")
+def portable() -> ModelConfig:
+    """The laptop model without biases: transformers' MPT, llama.cpp and CTranslate2 take it as it is."""
+    return ModelConfig(vocabulary=2048, layers=4, width=128, heads=8, biases=False)
+
+
 @presets.register("small")
 def small() -> ModelConfig:
     """6 layers, width 512, 8 heads: the shape of the benchmarks."""

@@ -91,7 +91,7 @@ def _open_folder(folder: Path, request: Request) -> Source:
     settings = read_object(folder / "config.json", mend="Give the folder of a saved Hugging Face model.")
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in formats or kind == "fairseq":
-        known = ", ".join(name for name in formats.names() if name != "fairseq")
+        known = ", ".join(sorted(name for name in formats.names() if name != "fairseq"))
         raise InputError(f"{folder} is a model of type {kind!r}, and these ALiBi models can be imported: {known}.")
     weights = stored.StoredWeights(folder)
     reading = plan(formats.get(kind), settings, weights)

@@ -66,7 +66,7 @@ def read(theirs: dict[str, Any], weights: Weights) -> Model:
     ignored += ["alibi_bias_max"] * (attention.get("alibi_bias_max", 8) != 8)
     ignored += ["kv_n_heads"] * (config.key_heads != heads) + ["no_bias"] * config.biases
     notes = (f"followed here, ignored by Hugging Face's class: {', '.join(ignored)}",) if ignored else ()
-    length = theirs.get("max_seq_len")
+    length = theirs.get("trained_at", theirs.get("max_seq_len"))  # our own exports leave room for longer inputs
     return Model(config, length if isinstance(length, int) and length > 0 else None, notes)
 
 

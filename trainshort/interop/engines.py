@@ -1,0 +1,181 @@
+"""The programs that exports are made for, each in three words: log-probabilities, greedy text, tokens of a text."""
+
+import importlib
+import json
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainshort.errors import InputError
+from trainshort.interop import ctranslate, gguf_file
+
+LOGITS = 1 << 24
+"""Numbers of logits that are compared at once; of a longer input the last positions."""
+
+
+class Engine(ABC):
+    """An export in the program it was made for."""
+
+    package: str
+    ends = False
+    """Whether greedy text may hold the end token; a program that stops at it is told to choose another."""
+
+    @abstractmethod
+    def log_probabilities(self, tokens: list[int]) -> Tensor:
+        """Of the next token, at the last positions: (positions, vocabulary)."""
+
+    @abstractmethod
+    def greedy(self, tokens: list[int], count: int) -> list[int]: ...
+
+    def encode(self, text: str) -> list[int] | None:
+        """The tokens of a text; none for a program that takes tokens alone."""
+        return None
+
+    @property
+    def version(self) -> str:
+        return f"{self.package} {metadata.version(self.package)}"
+
+
+class Transformers(Engine):
+    package = "transformers"
+    ends = True
+
+    def __init__(self, folder: Path, longest: int) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        if json.loads((folder / "config.json").read_text())["model_type"] == "trainshort":
+            import trainshort.hf  # noqa: F401  (registers the class)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        if hasattr(self.model.config, "max_seq_len"):
+            self.model.config.max_seq_len = max(self.model.config.max_seq_len, longest)
+        has = (folder / "tokenizer_config.json").exists()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder) if has else None
+
+    @torch.no_grad()
+    def log_probabilities(self, tokens: list[int]) -> Tensor:
+        keep = max(1, LOGITS // self.model.config.vocab_size)
+        return self.model(torch.tensor([tokens]), use_cache=False).logits[0, -keep:].float().log_softmax(-1)
+
+    @torch.no_grad()
+    def greedy(self, tokens: list[int], count: int) -> list[int]:
+        asked = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+        prompt = torch.tensor([tokens])
+        made = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), eos_token_id=None, **asked)
+        return made[0, len(tokens) :].tolist()
+
+    def encode(self, text: str) -> list[int] | None:
+        return None if self.tokenizer is None else self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+class LlamaCpp(Engine):
+    """llama.cpp by the wheel xllamacpp, asked as a server is: all log-probabilities of the token after a prompt."""
+
+    package = "xllamacpp"
+    ends = True
+
+    def __init__(self, folder: Path, longest: int) -> None:
+        llama: Any = importlib.import_module("xllamacpp")  # which tells a type checker nothing of itself
+        self.vocabulary, text = _gguf_vocabulary(folder / gguf_file.FILE)
+        if not text:
+            raise InputError(
+                f"{folder} holds token numbers without their text, and llama.cpp's server, by which exports are "
+                "verified, cannot run such a file. --to ctranslate2 takes the same model and can be verified."
+            )
+        asked = llama.CommonParams()
+        asked.model.path = str(folder / gguf_file.FILE)
+        asked.n_ctx, asked.n_parallel, asked.verbosity, asked.warmup = longest + 64, 1, 0, False
+        asked.n_batch = asked.n_ubatch = 512
+        asked.cpuparams.n_threads = asked.cpuparams_batch.n_threads = torch.get_num_threads()
+        asked.cache_type_k = asked.cache_type_v = llama.ggml_type.GGML_TYPE_F32
+        self.server = llama.Server(asked)
+        self._whole = (self.encode("a") or [0])[0]
+
+    def log_probabilities(self, tokens: list[int]) -> Tensor:
+        """The server shows probabilities only beside a token whose text is whole, so that it is made to choose one; the
+        probabilities are the model's all the same."""
+        asked = {"prompt": tokens, "n_predict": 1, "temperature": 0.0, "n_probs": self.vocabulary}
+        answer = self.server.handle_completions({**asked, "cache_prompt": True, "logit_bias": [[self._whole, 1e4]]})
+        answer = json.loads(answer) if isinstance(answer, str | bytes) else answer
+        shown = (answer.get("choices") or [{}])[0].get("logprobs")
+        if not shown:
+            raise InputError(f"llama.cpp did not answer with probabilities: {str(answer)[:200]}")
+        row = torch.full((1, self.vocabulary), -torch.inf)
+        for one in shown["content"][0]["top_logprobs"]:
+            row[0, one["id"]] = one["logprob"]
+        return row
+
+    def greedy(self, tokens: list[int], count: int) -> list[int]:
+        """Token by token, each after what the server remembers of those before."""
+        made: list[int] = []
+        for _ in range(count):
+            made.append(int(self.log_probabilities([*tokens, *made]).argmax()))
+        return made
+
+    def encode(self, text: str) -> list[int] | None:
+        body = json.dumps({"content": text, "add_special": False, "parse_special": False}).encode()
+        address = f"{self.server.listening_address}/tokenize"
+        request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["tokens"]
+
+
+def _gguf_vocabulary(path: Path) -> tuple[int, bool]:
+    """How many tokens a file has, and whether it knows their text."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    size = next(int(tensor.shape[1]) for tensor in reader.tensors if tensor.name == "token_embd.weight")
+    return size, "tokenizer.ggml.tokens" in reader.fields
+
+
+class CTranslate2(Engine):
+    package = "ctranslate2"
+
+    def __init__(self, folder: Path, longest: int) -> None:
+        import ctranslate2
+
+        self.generator = ctranslate2.Generator(str(folder), device="cpu", compute_type="float32")
+        self.words = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
+        for length in range(1, longest + 1, ctranslate.GROWTH - 1):
+            self.generator.forward_batch([[0] * length])  # its table grows by so much a call, and no more
+
+    def log_probabilities(self, tokens: list[int]) -> Tensor:
+        import numpy as np
+
+        logits = torch.from_numpy(np.array(self.generator.forward_batch([tokens])))[0]
+        return logits[-max(1, LOGITS // len(self.words)) :].float().log_softmax(-1)
+
+    def greedy(self, tokens: list[int], count: int) -> list[int]:
+        prompt = [[self.words[token] for token in tokens]]
+        limits = {"max_length": count, "min_length": count, "sampling_topk": 1}
+        made = self.generator.generate_batch(prompt, include_prompt_in_result=False, **limits)
+        return made[0].sequences_ids[0]
+
+
+ENGINES: dict[str, Callable[[Path, int], Engine]] = {
+    "hf-mpt": Transformers,
+    "hf-bloom": Transformers,
+    "hf": Transformers,
+    "gguf": LlamaCpp,
+    "ctranslate2": CTranslate2,
+}
+
+
+def open_engine(to: str, folder: Path, longest: int) -> Engine:
+    """The program an export was made for; one that is not installed is named."""
+    kind: Any = ENGINES[to]
+    try:
+        return kind(folder, longest)
+    except ImportError as error:
+        raise InputError(
+            f"{kind.package} is not installed ({error}), so that {folder} cannot be verified: "
+            "pip install 'trainshort[interop,hf]'."
+        ) from None

@@ -1,0 +1,199 @@
+"""A run becomes a folder that other programs load: weights, tokenizer, generation settings, model card.
+
+    hf-mpt, hf-bloom   transformers' own classes, no code of ours
+    hf                 our class (import trainshort.hf), which carries every model
+    gguf               llama.cpp
+    ctranslate2        CTranslate2
+
+What a target has no word for is rewritten where that is exact and refused where it is not. The folder appears when it
+is whole; `trainshort.json` in it says which run it was made of, for verify.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trainshort
+from trainshort.checkpoint import load_model
+from trainshort.checkpoint.folders import extrapolation
+from trainshort.config import ModelConfig, load_config
+from trainshort.data.tokenizer import END_OF_TEXT, Tokenizer, WordTokenizer, load_tokenizer
+from trainshort.data.tokenizer import FILE as TOKENIZER
+from trainshort.errors import InputError
+from trainshort.evaluate.target import checkpoint_folder
+from trainshort.files import new_folder, write_whole
+from trainshort.interop import ctranslate, gguf_file, native, stored
+from trainshort.interop.rewriting import Need, Plain, refuse_misfit
+from trainshort.registry import Registry
+
+RECORD = "trainshort.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is exported: a run's best checkpoint, with what describes it."""
+
+    path: Path
+    model: Plain
+    length: int
+    tokenizer: Tokenizer | None
+    dtype: str = "f32"
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a model can go."""
+
+    needs: tuple[Need, ...]
+    rewrite: Callable[[Plain], Plain]
+    write: Callable[[Path, Run], None]
+    dtypes: tuple[str, ...] = ("f32",)
+
+
+targets: Registry[Target] = Registry("export target")
+
+
+def open_run(path: Path, dtype: str = "f32") -> Run:
+    checkpoint = checkpoint_folder(path)
+    config = load_config(checkpoint / "config.json")
+    model = load_model(checkpoint)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    return Run(path, Plain(model.config, weights), config.train.length, run_tokenizer(path), dtype)
+
+
+def run_tokenizer(path: Path) -> Tokenizer | None:
+    """A run's own tokenizer, or that of its data; none if neither is here."""
+    from trainshort.data.request import data_folder
+
+    for folder in (path, path.parent.parent, data_folder(load_config(path / "config.json").data)):
+        if (folder / TOKENIZER).exists():
+            return load_tokenizer(folder)
+    return None
+
+
+def export(path: Path, to: str, out: Path, dtype: str | None = None) -> tuple[str, ...]:
+    """Write a run for another program; returns what had to be rewritten, in words."""
+    target = targets.get(to)
+    dtype = dtype or target.dtypes[0]
+    if dtype not in target.dtypes:
+        raise InputError(f"--to {to} writes {', '.join(target.dtypes)}, not '{dtype}'.")
+    run = open_run(path, dtype)
+    refuse_misfit(to, run.model.config, target.needs)
+    run = Run(path, target.rewrite(run.model), run.length, run.tokenizer, dtype)
+    with new_folder(out) as folder:
+        target.write(folder, run)
+        if run.tokenizer is not None:
+            write_whole(folder / TOKENIZER, run.tokenizer.to_json())
+        record = {"to": to, "run": str(path.resolve()), "dtype": dtype, "rewritten": list(run.model.done)}
+        record |= {"trained_at": run.length, "trainshort": trainshort.__version__}
+        write_whole(folder / RECORD, json.dumps(record, indent=2) + "\n")
+        write_whole(folder / "README.md", _card(run, to))
+    return run.model.done
+
+
+def _card(run: Run, to: str) -> str:
+    """What a reader of the folder should know."""
+    config, reach = run.model.config, extrapolation(run.path)
+    count = sum(weight.numel() for weight in run.model.weights.values())
+    use = {
+        "hf": "import trainshort.hf, then AutoModelForCausalLM.from_pretrained",
+        "gguf": "llama.cpp",
+        "ctranslate2": "ctranslate2.Generator; call it once with a short prompt before a long one",
+    }.get(to, "AutoModelForCausalLM.from_pretrained, in float32")
+    lines = [
+        "---\nlibrary_name: trainshort\ntags: [alibi, length-extrapolation]\n---",
+        f"# {run.name}",
+        f"A language model trained with trainshort {trainshort.__version__}: {config.layers} layers, width "
+        f"{config.width}, {config.heads} heads, {count:,} parameters, positions: {config.position}.",
+        f"Trained at {run.length:,} tokens. " + (f"Measured: {reach}." if reach else "Longer inputs: not measured."),
+        f"Load with: {use}.",
+        *(f"Rewritten for this format: {note}." for note in run.model.done),
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+# ---- Hugging Face folders
+
+
+def _write_native(
+    config: Callable[[ModelConfig, int], dict[str, Any]], tensors: Callable[[Plain], dict[str, torch.Tensor]]
+) -> Callable[[Path, Run], None]:
+    def write(folder: Path, run: Run) -> None:
+        _write_hugging_face(folder, run, config(run.model.config, run.length), tensors(run.model))
+
+    return write
+
+
+def _write_own(folder: Path, run: Run) -> None:
+    try:
+        from trainshort.hf import TrainshortConfig
+    except ImportError:
+        raise InputError("--to hf needs the hf extra: pip install 'trainshort[hf]'.") from None
+    config = TrainshortConfig.of(run.model.config, run.length).to_dict()
+    names = ("TrainshortConfig", "TrainshortForCausalLM")
+    auto = zip(("AutoConfig", "AutoModelForCausalLM"), names, strict=True)
+    config |= {"architectures": [names[1]], "auto_map": {kind: f"modeling_trainshort.{name}" for kind, name in auto}}
+    config["dtype"] = "float32"
+    tensors = {f"model.{name}": weight for name, weight in run.model.weights.items()}
+    _write_hugging_face(folder, run, config, tensors)
+    text = f"from trainshort.hf import {', '.join(names)}\n\n__all__ = {list(names)!r}\n"
+    write_whole(folder / "modeling_trainshort.py", text)
+
+
+def _write_hugging_face(folder: Path, run: Run, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    end = None if run.tokenizer is None else run.tokenizer.end
+    ends = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
+    write_whole(folder / "config.json", json.dumps(config | ends, indent=2) + "\n")
+    write_whole(folder / "generation_config.json", json.dumps({**ends, "use_cache": True}, indent=2) + "\n")
+    shapes = {name: tuple(weight.shape) for name, weight in tensors.items()}
+    stored.write(folder / stored.SINGLE, shapes, tensors.__getitem__, metadata={"format": "pt"})
+    if run.tokenizer is not None:
+        text = json.dumps(_tokenizer_config(run.tokenizer, run.length), indent=2) + "\n"
+        write_whole(folder / "tokenizer_config.json", text)
+
+
+def _tokenizer_config(tokenizer: Tokenizer, length: int) -> dict[str, Any]:
+    """Text stays text: a special token's spelling inside a text is not the token, here and there."""
+    made: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": native.REACH * length,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,
+    }
+    if isinstance(tokenizer, WordTokenizer):
+        word = WordTokenizer.SPECIAL[WordTokenizer.LINE_END]
+        made |= {"bos_token": word, "eos_token": word, "unk_token": WordTokenizer.SPECIAL[WordTokenizer.UNKNOWN]}
+    elif not gguf_file.is_bytes(tokenizer) and END_OF_TEXT in tokenizer.to_json():
+        made |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    return made
+
+
+def _write_gguf(folder: Path, run: Run) -> None:
+    gguf_file.write(
+        folder, run.model, name=run.name, length=native.REACH * run.length, tokenizer=run.tokenizer, kind=run.dtype
+    )
+
+
+def _write_ctranslate(folder: Path, run: Run) -> None:
+    ctranslate.write(folder, run.model, tokenizer=run.tokenizer)
+
+
+def _same(model: Plain) -> Plain:
+    return model
+
+
+_as_mpt = _write_native(native.mpt_config, native.mpt_tensors)
+_as_bloom = _write_native(native.bloom_config, native.bloom_tensors)
+targets.register("hf-mpt")(Target(native.MPT_NEEDS, native.as_mpt, _as_mpt))
+targets.register("hf-bloom")(Target(native.BLOOM_NEEDS, native.as_bloom, _as_bloom))
+targets.register("hf")(Target((), _same, _write_own))
+targets.register("gguf")(Target(gguf_file.NEEDS, gguf_file.rewritten, _write_gguf, gguf_file.TYPES))
+targets.register("ctranslate2")(Target(ctranslate.NEEDS, ctranslate.rewritten, _write_ctranslate))

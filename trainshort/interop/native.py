@@ -1,0 +1,125 @@
+"""Folders that Hugging Face's own MPT and BLOOM classes load: no code of ours, none of anybody's on the hub.
+
+They carry what those classes really follow, which is less than their configs can say.
+"""
+
+from typing import Any
+
+from trainshort.config import ModelConfig
+from trainshort.interop.bloom import BLOOM
+from trainshort.interop.formats import Format, turned_back
+from trainshort.interop.mpt import MPT
+from trainshort.interop.rewriting import PLAIN_ALIBI, Need, Plain, unscaled, whole_heads, wide_ffn, with_biases
+
+REACH = 16
+"""Times the training length that an MPT is given room for; its class fails past max_seq_len."""
+
+
+def _no_biases(config: ModelConfig) -> bool:
+    return not any(config.has_biases(place) for place in ("attention", "ffn", "norm"))
+
+
+_COMMON = (
+    Need(lambda c: c.final_norm, "final_norm=False", "train with final_norm=True"),
+    Need(lambda c: c.ffn_width <= 4 * c.width, "ffn {config.ffn_width}", "train with ffn at most four times width"),
+    Need(
+        lambda c: c.position_settings.max_bias == 8,
+        "max_bias {config.position_settings.max_bias}",
+        "that class follows 8 alone",
+    ),
+)
+MPT_NEEDS = (
+    *PLAIN_ALIBI,
+    Need(_no_biases, "biases", "train with biases=False, as the preset portable does"),
+    Need(lambda c: c.activation == "gelu", "activation {config.activation}", "train with gelu"),
+    Need(lambda c: not c.embedding_norm, "embedding_norm", "train with embedding_norm=False"),
+    *_COMMON,
+)
+BLOOM_NEEDS = (
+    *PLAIN_ALIBI,
+    Need(lambda c: c.embedding_norm, "embedding_norm=False", "train with embedding_norm=True"),
+    Need(lambda c: c.activation == "gelu_tanh", "activation {config.activation}", "train with gelu_tanh"),
+    Need(lambda c: c.clip_qkv is None, "clip_qkv {config.clip_qkv}", "train without clip_qkv"),
+    *_COMMON,
+)
+
+
+def as_mpt(model: Plain) -> Plain:
+    return unscaled(wide_ffn(whole_heads(model), 4 * model.config.width), scores=False)
+
+
+def as_bloom(model: Plain) -> Plain:
+    return with_biases(unscaled(wide_ffn(whole_heads(model), 4 * model.config.width)))
+
+
+def mpt_config(config: ModelConfig, length: int) -> dict[str, Any]:
+    """Types matter: the class refuses 8.0 where it wants 8."""
+    return {
+        "architectures": ["MptForCausalLM"],
+        "model_type": "mpt",
+        "d_model": config.width,
+        "n_heads": config.heads,
+        "n_layers": config.layers,
+        "expansion_ratio": 4,
+        "vocab_size": config.vocabulary,
+        "max_seq_len": REACH * length,
+        "trained_at": length,
+        "no_bias": True,
+        "learned_pos_emb": False,
+        "norm_type": "low_precision_layernorm",
+        "embedding_fraction": 1.0,
+        "layer_norm_epsilon": config.norm_eps,
+        "norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "use_cache": True,
+        "dtype": "float32",
+        "attn_config": {
+            "alibi": True,
+            "alibi_bias_max": 8,
+            "clip_qkv": config.clip_qkv,
+            "softmax_scale": config.softmax_scale,
+            "attn_type": "multihead_attention",
+            "attn_pdrop": 0,
+            "prefix_lm": False,
+            "qk_ln": False,
+        },
+    }
+
+
+def bloom_config(config: ModelConfig, length: int) -> dict[str, Any]:
+    return {
+        "architectures": ["BloomForCausalLM"],
+        "model_type": "bloom",
+        "hidden_size": config.width,
+        "n_head": config.heads,
+        "n_layer": config.layers,
+        "vocab_size": config.vocabulary,
+        "layer_norm_epsilon": config.norm_eps,
+        "apply_residual_connection_post_layernorm": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": config.tie_embeddings,
+        "seq_length": length,
+        "use_cache": True,
+        "dtype": "float32",
+    }
+
+
+def renamed(kind: Format, model: Plain) -> dict[str, Any]:
+    """The tensors under their names, turned their way."""
+    made = {}
+    for name, weight in model.weights.items():
+        module, _, ending = name.rpartition(".")
+        parts = module.split(".")
+        index = parts[1] if parts[0] == "layers" else ""
+        line = kind.lines[module.replace(f"layers.{index}.", "layers.{}.", 1) if index else module]
+        made[f"{line.theirs[0].format(index)}.{ending}"] = turned_back(weight, line.turn, model.config)
+    return made
+
+
+def mpt_tensors(model: Plain) -> dict[str, Any]:
+    return renamed(MPT, model)
+
+
+def bloom_tensors(model: Plain) -> dict[str, Any]:
+    return renamed(BLOOM, model)

@@ -1,0 +1,149 @@
+"""The same model in fewer words: what a target has no setting for is written into the weights, where that is exact.
+
+grouped heads       each key and value head repeated for the query heads that share it
+a narrow ffn        filled up with rows and columns of zeros, since every activation here maps 0 to 0
+factors             of embeddings into the table, of logits into an output matrix of its own, of scores into q
+missing biases      zeros
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainshort.config import ModelConfig
+from trainshort.errors import InputError
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A model's settings and tensors while they are rewritten."""
+
+    config: ModelConfig
+    weights: dict[str, Tensor]
+    done: tuple[str, ...] = ()
+    """What was rewritten, in words."""
+
+    @property
+    def max_bias(self) -> float:
+        settings: Any = self.config.position_settings
+        return settings.max_bias
+
+    def changed(self, note: str, weights: dict[str, Tensor], **settings: object) -> "Plain":
+        return Plain(self.config.replace(**settings), self.weights | weights, (*self.done, note))
+
+
+@dataclass(frozen=True)
+class Need:
+    """One thing that a target asks of a model."""
+
+    fits: Callable[[Any], bool]
+    setting: str
+    """The first setting to blame, and its value that does not fit, as a format string over the config."""
+    mend: str
+
+
+def refuse_misfit(target: str, config: ModelConfig, needs: tuple[Need, ...]) -> None:
+    """Name the first setting that a target cannot carry, and what would have made it fit."""
+    for need in needs:
+        if not need.fits(config):
+            has = need.setting.format(config=config)
+            raise InputError(f"{target} cannot carry a model with {has}; {need.mend}. --to hf carries every model.")
+
+
+PLAIN_ALIBI = (
+    Need(lambda c: c.position == "alibi", "position {config.position}", "it knows ALiBi alone"),
+    Need(lambda c: c.adaptive is None, "an adaptive vocabulary", "train with one plain matrix"),
+    Need(lambda c: c.norm == "layer", "norm {config.norm}", "it has LayerNorm"),
+    Need(lambda c: not c.gated, "gated feed-forward layers", "train with gated=False"),
+    Need(
+        lambda c: not c.position_settings.learned_slopes, "learned_slopes", "its slopes follow from the number of heads"
+    ),
+    Need(
+        lambda c: c.position_settings.slopes is None, "slopes of its own", "its slopes follow from the number of heads"
+    ),
+    Need(lambda c: c.window is None, "window {config.window}", "train without a window"),
+)
+"""What every target but our own asks."""
+
+
+NO_CLIPPED_SCALE = Need(
+    lambda c: c.clip_qkv is None or c.softmax_scale is None,
+    "softmax_scale together with clip_qkv",
+    "the scale cannot be folded into what is clipped after it",
+)
+
+
+def layers(config: ModelConfig) -> list[str]:
+    return [f"layers.{index}." for index in range(config.layers)]
+
+
+def whole_heads(model: Plain) -> Plain:
+    """As many key heads as query heads."""
+    config = model.config
+    group, dim = config.heads // config.key_heads, config.head_width
+    if group == 1:
+        return model
+    made = {}
+    for at in layers(config):
+        for name in (f"{at}attention.qkv.weight", f"{at}attention.qkv.bias"):
+            if name in model.weights:
+                q, k, v = model.weights[name].split([config.width, *[config.key_heads * dim] * 2])
+                k, v = (x.unflatten(0, (-1, dim)).repeat_interleave(group, 0).flatten(0, 1) for x in (k, v))
+                made[name] = torch.cat([q, k, v])
+    return model.changed(f"{config.key_heads} key heads repeated to {config.heads}", made, kv_heads=None)
+
+
+def wide_ffn(model: Plain, size: int) -> Plain:
+    """Feed-forward layers of at least this width."""
+    extra = size - model.config.ffn_width
+    if extra <= 0:
+        return model
+    made = {}
+    for at in layers(model.config):
+        for name, pad in ((f"{at}ffn.wide.weight", (0, 0, 0, extra)), (f"{at}ffn.wide.bias", (0, extra))):
+            if name in model.weights:
+                made[name] = torch.nn.functional.pad(model.weights[name], pad)
+        made[f"{at}ffn.narrow.weight"] = torch.nn.functional.pad(model.weights[f"{at}ffn.narrow.weight"], (0, extra))
+    return model.changed(f"ffn {model.config.ffn_width} filled up with zeros to {size}", made, ffn=size)
+
+
+def unscaled(model: Plain, *, scores: bool = True) -> Plain:
+    """No factors: of embeddings, of logits, and, if asked for, of scores."""
+    config = model.config
+    embedding = model.weights["vocabulary.embedding.weight"]
+    output = model.weights.get("vocabulary.output.weight", embedding)
+    factor = config.embedding_factor * (config.width**0.5 if config.embedding_scale else 1)
+    if factor != 1 or config.logit_scale != 1:
+        made = {"vocabulary.embedding.weight": embedding * factor}
+        made["vocabulary.output.weight"] = output * config.logit_scale
+        plain = {"embedding_scale": False, "embedding_factor": 1.0, "logit_scale": 1.0, "tie_embeddings": False}
+        model = model.changed("factors of embeddings and logits folded into two matrices", made, **plain)
+    if scores and config.softmax_scale is not None:
+        assert config.clip_qkv is None, "clipping comes after the projection"
+        factor, made = config.softmax_scale * config.head_width**0.5, {}
+        for at in layers(config):
+            for name in (f"{at}attention.qkv.weight", f"{at}attention.qkv.bias"):
+                if name in model.weights:
+                    rows = model.weights[name].clone()
+                    rows[: config.width] *= factor
+                    made[name] = rows
+        model = model.changed("softmax_scale folded into the queries", made, softmax_scale=None)
+    return model
+
+
+def with_biases(model: Plain) -> Plain:
+    """Biases everywhere, zero where there were none."""
+    made, config = {}, model.config
+    places = {"attention.qkv": "attention", "attention.out": "attention", "ffn.wide": "ffn", "ffn.narrow": "ffn"}
+    names = [f"{at}{place}" for at in layers(config) for place in (*places, "attention_norm", "ffn_norm")]
+    for name in (*names, "final_norm", "embedding_norm"):
+        weight = model.weights.get(f"{name}.weight")
+        if weight is not None and f"{name}.bias" not in model.weights:
+            made[f"{name}.bias"] = torch.zeros(len(weight))
+    if not made:
+        return model
+    every = {"biases": True, "attention_biases": None, "ffn_biases": None, "norm_biases": None}
+    return model.changed("zeros for missing biases", made, **every)

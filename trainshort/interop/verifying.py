@@ -1,0 +1,150 @@
+"""Does an export compute, in the program it was made for, what our model computes?
+
+Logits at 1, 2 and 8 times the training length, greedy text, and the tokens of awkward strings. Differences are given in
+units of the logits' deviation.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from trainshort.checkpoint import load_model
+from trainshort.data.tokenizer import Tokenizer
+from trainshort.errors import InputError
+from trainshort.files import read_object, write_whole
+from trainshort.interop.engines import Engine, open_engine
+from trainshort.interop.exporting import RECORD, run_tokenizer
+from trainshort.model import TransformerLM
+
+TIMES = (1, 2, 8)
+GREEDY = 32
+RESULT = "verify.json"
+
+AWKWARD = (
+    "The state of the Union",
+    "  two  spaces and\ttabs\n\nlines\r\n",
+    "naïve café, Ελληνικά, 中文, 🙂👩‍👩‍👧, ‮right to left‬",
+    "<|endoftext|> <eos> <unk> <s>",
+    "don't WON'T I'll 1234567890 3.14",
+    "\u00a0\u3000\u200b zero\x00byte",
+    "a" * 100,
+    "",
+)
+
+LIMITS = {
+    "hf-mpt": (1e-4, 1e-6),
+    "hf-bloom": (1e-4, 1e-6),
+    "hf": (1e-4, 1e-6),
+    "ctranslate2": (1e-4, 1e-6),
+    "gguf": (1e-2, 1e-5),
+    "gguf f16": (3e-2, 1e-4),
+    "gguf q8_0": (3e-1, 1e-2),
+}
+"""Largest difference, in deviations, and largest divergence. llama.cpp's GELU is a table of half-precision numbers."""
+ROUNDING = 4 * 2.0**-24
+"""Of slope times index, which other programs add where we add slope times distance."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One length."""
+
+    length: int
+    difference: float
+    kl: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found."""
+
+    engine: str
+    rows: list[Row]
+    greedy: bool
+    tokenization: bool | None
+    problems: list[str] = field(default_factory=list)
+
+    def table(self) -> Table:
+        table = Table("tokens", "largest difference", "allowed", "KL", title=self.engine)
+        for row in self.rows:
+            table.add_row(f"{row.length:,}", f"{row.difference:.1e}", f"{row.limit:.0e}", f"{row.kl:.1e}")
+        return table
+
+
+def verify(folder: Path, run: Path | None = None) -> Report:
+    """Load an export in its own program and compare it with the run it was made of."""
+    record = read_object(folder / RECORD, mend="Give a folder that trainshort export made.")
+    to, length = str(record.get("to")), record.get("trained_at")
+    run = run or Path(str(record.get("run")))
+    kind = f"{to} {record.get('dtype')}"
+    limits = LIMITS.get(kind, LIMITS.get(to))
+    if limits is None or not isinstance(length, int):
+        raise InputError(f"{folder / RECORD} does not say what was exported. Export the run again.")
+    if not run.exists():
+        raise InputError(f"{folder} was made of {run}, which is not there. Say where it is: --run-folder RUN.")
+    ours = load_model(run)
+    engine = open_engine(to, folder, max(TIMES) * length)
+    rows, problems = [], []
+    for times in TIMES:
+        row = _compare(ours, engine, times * length, limits[0])
+        rows.append(row)
+        if not row.difference <= row.limit or not row.kl <= limits[1]:
+            problems.append(
+                f"at {row.length:,} tokens the logits differ by {row.difference:.1e} of their deviation "
+                f"(allowed {row.limit:.0e}), KL {row.kl:.1e} (allowed {limits[1]:.0e})"
+            )
+    tokenizer = run_tokenizer(run)
+    end = None if tokenizer is None or engine.ends else tokenizer.end
+    same = _same_greedy(ours, engine, length, limits[0], end)
+    if not same:
+        problems.append(f"greedy text after {length} tokens is another")
+    tokens = None if tokenizer is None else _same_tokens(tokenizer, engine)
+    if tokens is False:
+        problems.append("a text becomes other tokens")
+    report = Report(engine.version, rows, same, tokens, problems)
+    write_whole(folder / RESULT, json.dumps(asdict(report), indent=2) + "\n")
+    return report
+
+
+def _tokens(vocabulary: int, length: int) -> list[int]:
+    return torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+@torch.no_grad()
+def _compare(ours: TransformerLM, engine: Engine, length: int, limit: float) -> Row:
+    tokens = _tokens(ours.config.vocabulary, length)
+    theirs = engine.log_probabilities(tokens)
+    hidden = ours.hidden(torch.tensor([tokens]))[0, -len(theirs) :]
+    logits = ours.vocabulary.log_scores(hidden).float()
+    mine, deviation = logits.log_softmax(-1), float(logits.std())
+    kl = (mine.exp() * (mine - theirs)).sum(-1).max()
+    slopes = ours.position.linear_slopes()
+    rounding = 0.0 if slopes is None else ROUNDING * length * float(slopes.abs().max()) / deviation
+    off = mine - theirs
+    off = (off - off.mean(-1, keepdim=True)).abs().max()  # of logits, which may all be shifted
+    return Row(length, float(off) / deviation, max(0.0, float(kl)), limit + rounding)
+
+
+@torch.no_grad()
+def _same_greedy(ours: TransformerLM, engine: Engine, length: int, limit: float, end: int | None) -> bool:
+    """Whether each token is our model's best, or so near to it that the allowed difference explains the choice."""
+    tokens = _tokens(ours.config.vocabulary, length)
+    made = engine.greedy(tokens, GREEDY)
+    if not made:
+        return False
+    scores: Tensor = ours(torch.tensor([tokens + made]))[0, length - 1 : -1].float()  # pyright: ignore
+    if end is not None:
+        scores[:, end] = scores.amin()
+    chosen = scores.gather(1, torch.tensor(made)[:, None])[:, 0]
+    return bool((scores.amax(-1) - chosen <= 2 * limit * scores.std()).all())
+
+
+def _same_tokens(tokenizer: Tokenizer, engine: Engine) -> bool | None:
+    if engine.encode("a") is None:
+        return None
+    return all(engine.encode(text) == tokenizer.encode(text).tolist() for text in AWKWARD)
