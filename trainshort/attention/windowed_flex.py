@@ -70,7 +70,7 @@ def whole_block_mask(call: Call) -> BlockMask:
 
 
 def _mask_function(past: int, window: int | None, documents: Tensor | None) -> Any:
-    def seen(b, h, i, j):
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         distance = i + past - j
         visible = distance >= 0
         if window is not None:

@@ -1,0 +1,72 @@
+"""The budgets of the house, measured: how long files and functions are, what is annotated, what a word means."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "trainshort"
+FILES = sorted(PACKAGE.rglob("*.py"))
+LONGEST_FILE, LONGEST_FUNCTION = 350, 45
+SAME_MEANING = {
+    "session": "the work of one command",
+    "tables": "results as tables to read",
+    "cost": "what a position method costs in time and memory",
+    "Row": "one line of many that are alike",
+}
+"""Names that stand more than twice, and mean the same wherever they stand."""
+
+CALLED_BY_TORCH = ("attention/registered.py", "attention/operator.py")
+"""Hooks of a custom operator, whose parameters are torch's to type."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def trees() -> Iterator[tuple[str, ast.Module]]:
+    for path in FILES:
+        yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def functions() -> Iterator[tuple[str, Function]]:
+    for name, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, Function):
+                yield f"{name}:{node.lineno} {node.name}", node
+
+
+def parameters(function: Function) -> Iterator[ast.arg]:
+    given = function.args
+    yield from (*given.posonlyargs, *given.args, *given.kwonlyargs)
+    yield from (extra for extra in (given.vararg, given.kwarg) if extra)
+
+
+def test_no_file_is_too_long():
+    lines = {str(path.relative_to(PACKAGE)): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert {name: count for name, count in lines.items() if count > LONGEST_FILE} == {}
+
+
+def test_no_function_is_too_long():
+    sizes = {name: (node.end_lineno or 0) - node.lineno + 1 for name, node in functions()}
+    assert {name: size for name, size in sizes.items() if size > LONGEST_FUNCTION} == {}
+
+
+def test_every_module_says_why_it_exists():
+    assert [name for name, tree in trees() if not ast.get_docstring(tree)] == []
+
+
+def test_every_parameter_is_annotated():
+    bare = [
+        f"{name}({parameter.arg})"
+        for name, node in functions()
+        if not name.startswith(CALLED_BY_TORCH)
+        for parameter in parameters(node)
+        if parameter.annotation is None and parameter.arg not in ("self", "cls")
+    ]
+    assert bare == []
+
+
+def test_no_word_has_more_than_two_meanings():
+    files = Counter(path.stem for path in FILES if not path.stem.startswith("__"))
+    classes = Counter(node.name for _, tree in trees() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert {word: n for word, n in files.items() if n > 2 and word not in SAME_MEANING} == {}
+    assert {word: n for word, n in classes.items() if n > 2 and word not in SAME_MEANING} == {}
