@@ -25,10 +25,10 @@ from trainshort.interrupt import Interrupted, StopRequest
 from trainshort.job import Job, begin_session, build, refuse_other_data, resolve, restore, with_plugins
 from trainshort.model import Loss
 from trainshort.parallel import World
+from trainshort.passes import Passes, fill
 from trainshort.progress import Display
 from trainshort.runs import RunFolder
 from trainshort.vocabulary import IGNORED
-from trainshort.windows import Windows, fill
 
 
 class NotFiniteError(InputError):
@@ -234,7 +234,7 @@ def _validate(job: Job) -> tuple[float, int]:
     if not targets:
         return 0.0, 0
     length = min(settings.length, targets)
-    batches = list(Windows(targets, length, length).batches(length * job.micro_batch))
+    batches = list(Passes(targets, length, length).batches(length * job.micro_batch))
     job.replica.model.eval()
     nll, count = 0.0, 0
     for first in range(0, len(batches), world.size):

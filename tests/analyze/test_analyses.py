@@ -15,7 +15,7 @@ from trainshort.evaluate.results import summarize
 from trainshort.evaluate.slopes import Slopes, changed, new_slopes
 from trainshort.evaluate.sweep import score
 from trainshort.evaluate.target import Target
-from trainshort.windows import Windows
+from trainshort.passes import Passes
 
 
 class Repeater(Target):
@@ -150,7 +150,7 @@ def test_with_all_targets_the_early_token_numbers_are_exactly_stride_1():
     for row in result["rows"]:
         exact = [
             summarize(windows, np.concatenate(list(score(target, tokens, windows)))).loss
-            for windows in (Windows(300, row["length"], row["length"]), Windows(300, row["length"], 1))
+            for windows in (Passes(300, row["length"], row["length"]), Passes(300, row["length"], 1))
         ]
         assert row["non_overlapping"] == pytest.approx(exact[0], abs=1e-5)
         assert row["stride_1"] == pytest.approx(exact[1], abs=1e-5)

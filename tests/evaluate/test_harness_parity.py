@@ -9,7 +9,7 @@ from laboratory import prose, save_hugging_face
 from trainshort.evaluate.sweep import score
 from trainshort.evaluate.target import open_target
 from trainshort.evaluate.text import open_text
-from trainshort.windows import Windows
+from trainshort.passes import Passes
 
 LENGTH = 64
 
@@ -27,7 +27,7 @@ def test_rolling_log_likelihood_agrees(tmp_path: Path, kind: str):
     (tmp_path / "story.txt").write_text(text)
     tokens = open_text(target, (str(tmp_path / "story.txt"),)).tokens
     assert len(tokens) == 5 * LENGTH
-    ours = np.concatenate(list(score(target, tokens, Windows(len(tokens), LENGTH, LENGTH)))).sum()
+    ours = np.concatenate(list(score(target, tokens, Passes(len(tokens), LENGTH, LENGTH)))).sum()
 
     model = harness.HFLM(str(tmp_path / kind), device="cpu", dtype="float32", max_length=LENGTH, batch_size=2)
     request = Instance(request_type="loglikelihood_rolling", doc={}, arguments=(text,), idx=0)

@@ -6,12 +6,12 @@ import numpy as np
 
 from trainshort.evaluate.picture import draw
 from trainshort.evaluate.results import Evaluation, Row, summarize
-from trainshort.windows import Windows
+from trainshort.passes import Passes
 
 
 def test_the_picture_says_what_it_shows(tmp_path: Path):
     rng = np.random.default_rng(0)
-    rows = [summarize(Windows(6400, n, n), rng.exponential(2, 6400).astype(np.float32)) for n in (64, 128, 1024)]
+    rows = [summarize(Passes(6400, n, n), rng.exponential(2, 6400).astype(np.float32)) for n in (64, 128, 1024)]
     rows.append(Row(length=4096, stride=4096, status="out of memory", reason="memory ran out"))
     one = Evaluation(
         target={"name": "my-model", "trained_at": 128},

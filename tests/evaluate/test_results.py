@@ -13,7 +13,7 @@ from trainshort.errors import InputError
 from trainshort.evaluate import results
 from trainshort.evaluate.results import Evaluation, Row, block_sums, interval, position_sums, summarize
 from trainshort.files import write_sealed
-from trainshort.windows import Windows
+from trainshort.passes import Passes
 
 
 def evaluation(*rows: Row, trained_at: int | None = 4) -> Evaluation:
@@ -29,14 +29,14 @@ def evaluation(*rows: Row, trained_at: int | None = 4) -> Evaluation:
 def test_a_row_is_sums_and_counts_in_float64():
     losses = np.full(10, 16_777_216.0, dtype=np.float32)
     losses[1::2] = 1.0  # float32 would lose these ones beside the large numbers
-    row = summarize(Windows(10, 4, 2), losses)
+    row = summarize(Passes(10, 4, 2), losses)
     assert row.nll == 5 * 16_777_216.0 + 5
     assert (row.tokens, row.passes, row.tokens_read) == (10, 4, 16)
 
 
 def test_positions_are_those_inside_the_pass():
     losses = np.arange(10, dtype=np.float64)  # the loss is the target's number
-    assert position_sums(Windows(10, 4, 2), losses) == (
+    assert position_sums(Passes(10, 4, 2), losses) == (
         (0, 1, 1, 0.0),
         (1, 2, 1, 1.0),
         (2, 3, 4, 2.0 + 4 + 6 + 8),
@@ -45,7 +45,7 @@ def test_positions_are_those_inside_the_pass():
 
 
 def test_a_pass_that_re_reads_scores_no_early_positions():
-    row = summarize(Windows(100, 20, 2), np.ones(100, dtype=np.float32))
+    row = summarize(Passes(100, 20, 2), np.ones(100, dtype=np.float32))
     counts = {first: count for first, _, count, _ in row.positions}
     assert counts[0] == counts[7] == 1, "only the first pass scores its beginning"
     assert sum(counts.values()) == 100
@@ -72,7 +72,7 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     rng = np.random.default_rng(1)
     hits = 0
     for _ in range(200):
-        row = summarize(Windows(3200, 3200, 3200), rng.exponential(2.0, 3200).astype(np.float32))
+        row = summarize(Passes(3200, 3200, 3200), rng.exponential(2.0, 3200).astype(np.float32))
         low, high = interval(row) or (0, 0)
         hits += low <= 2.0 <= high
     assert 0.88 <= hits / 200 <= 0.99
@@ -80,8 +80,8 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
 
 def test_a_paired_interval_sees_a_small_difference_in_a_noisy_text():
     losses = np.random.default_rng(2).exponential(2.0, 3200).astype(np.float32)
-    one = summarize(Windows(3200, 64, 64), losses)
-    other = summarize(Windows(3200, 128, 128), losses - np.float32(0.01))
+    one = summarize(Passes(3200, 64, 64), losses)
+    other = summarize(Passes(3200, 128, 128), losses - np.float32(0.01))
     low, high = interval(one, other) or (0, 0)
     assert low == pytest.approx(0.01, abs=1e-5)
     assert high == pytest.approx(0.01, abs=1e-5)
@@ -90,16 +90,16 @@ def test_a_paired_interval_sees_a_small_difference_in_a_noisy_text():
 
 
 def test_too_little_text_has_no_interval_and_other_texts_no_pairs():
-    short = summarize(Windows(40, 40, 40), np.ones(40, dtype=np.float32))
+    short = summarize(Passes(40, 40, 40), np.ones(40, dtype=np.float32))
     assert interval(short) is None
-    long = summarize(Windows(6400, 64, 64), np.ones(6400, dtype=np.float32))
-    longer = summarize(Windows(6500, 64, 64), np.ones(6500, dtype=np.float32))
+    long = summarize(Passes(6400, 64, 64), np.ones(6400, dtype=np.float32))
+    longer = summarize(Passes(6500, 64, 64), np.ones(6500, dtype=np.float32))
     with pytest.raises(InputError, match="did not score the same text"):
         interval(long, longer)
 
 
 def test_files_are_read_back_as_they_were(tmp_path):
-    row = summarize(Windows(100, 16, 4), np.random.default_rng(0).random(100).astype(np.float32))
+    row = summarize(Passes(100, 16, 4), np.random.default_rng(0).random(100).astype(np.float32))
     missing = Row(length=32, stride=32, status="out of memory", reason="2 GB were not enough")
     one = evaluation(row, missing)
     results.save(one, tmp_path / "eval" / "valid.json")
@@ -133,7 +133,7 @@ def test_an_unknown_field_is_refused(tmp_path):
 
 def test_a_changed_number_is_refused(tmp_path):
     path = tmp_path / "x.json"
-    results.save(evaluation(summarize(Windows(100, 16, 4), np.ones(100, dtype=np.float32))), path)
+    results.save(evaluation(summarize(Passes(100, 16, 4), np.ones(100, dtype=np.float32))), path)
     assert results.load_checked(path)[1]
     path.write_text(path.read_text().replace('"nll": 100.0', '"nll": 90.0'))
     with pytest.raises(InputError, match=r"was changed after it was written.* Remove it and evaluate again\."):

@@ -14,11 +14,11 @@ from trainshort.evaluate.scores import open_scores, whole_passes
 from trainshort.evaluate.sweep import Plan, calibrate, measure, score
 from trainshort.evaluate.target import ModelTarget
 from trainshort.model import TransformerLM
-from trainshort.windows import Windows
+from trainshort.passes import Passes
 
 
 def losses(target, tokens, length, stride, **options) -> np.ndarray:
-    return np.concatenate(list(score(target, tokens, Windows(len(tokens), length, stride), **options)))
+    return np.concatenate(list(score(target, tokens, Passes(len(tokens), length, stride), **options)))
 
 
 def by_hand(model: TransformerLM, inputs: list[int], wanted: int, window: int) -> float:
@@ -54,7 +54,7 @@ def test_ten_tokens_without_positions_and_with_a_window_are_as_computed_by_hand(
     stream = [before, *tokens.tolist()]
     for length, stride in ((10, 10), (4, 4), (4, 2), (4, 1), (5, 3)):
         expected = []
-        for one in Windows(10, length, stride):
+        for one in Passes(10, length, stride):
             for t in range(one.first, one.stop):
                 expected.append(by_hand(target.model, stream[one.start : t + 1], int(tokens[t]), window=3))
         np.testing.assert_allclose(losses(target, tokens, length, stride), expected, rtol=1e-4, atol=1e-4)
@@ -133,7 +133,7 @@ def test_what_was_scored_before_a_kill_is_not_scored_again(tmp_path, monkeypatch
 
 
 def test_a_torn_pass_is_cut_off_and_a_second_writer_refused(tmp_path):
-    windows = Windows(10, 4, 2)
+    windows = Passes(10, 4, 2)
     assert [whole_passes(windows, done) for done in (0, 3, 4, 5, 6, 9, 10)] == [0, 0, 4, 4, 6, 8, 10]
     path = tmp_path / "scores.partial"
     with open_scores(path, windows) as scores:
@@ -207,7 +207,7 @@ def test_losses_that_are_not_finite_are_a_result(tmp_path):
 def test_the_cost_grows_with_what_is_read():
     target, tokens = tiny_target(), random_tokens(2000)
     seconds = calibrate(target, Plan(tokens, [16, 256]))
-    few, many = Windows(2000, 64, 64), Windows(2000, 64, 1)
+    few, many = Passes(2000, 64, 64), Passes(2000, 64, 1)
     assert 0 < seconds(few) < seconds(many)
     assert seconds(many) / seconds(few) == pytest.approx(many.read / few.read)
 

@@ -18,7 +18,7 @@ from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import HuggingFaceTarget
 from trainshort.evaluate.sweep import Plan, measure, score
 from trainshort.evaluate.target import RunTarget, fingerprint, looks_like_hub_name, open_target, pick_device
-from trainshort.windows import Windows
+from trainshort.passes import Passes
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +132,9 @@ def test_mpts_longer_table_is_the_same_table_continued(folder: Path):
     """Transformers writes MPT's bias out up to max_seq_len and fails past it, though ALiBi has no such limit."""
     target, tokens = hugging_face(folder, "mpt"), random_tokens(100, 300)
     with target.at(None, 100):
-        (long,) = score(target, tokens, Windows(100, 100, 100))
+        (long,) = score(target, tokens, Passes(100, 100, 100))
     assert target.model.config.max_seq_len == 64
-    short = np.concatenate(list(score(target, tokens, Windows(100, 50, 50))))
+    short = np.concatenate(list(score(target, tokens, Passes(100, 50, 50))))
     np.testing.assert_allclose(long[:50], short[:50], rtol=1e-4, atol=1e-5)
 
 
@@ -258,6 +258,6 @@ def test_devices(monkeypatch):
 def test_half_precision_is_another_result_near_the_first(run: Path):
     tokens = random_tokens(64, 256)
     full, half = (open_target(str(run), precision=name) for name in ("float32", "bfloat16"))
-    a, b = (np.concatenate(list(score(target, tokens, Windows(64, 16, 16)))) for target in (full, half))
+    a, b = (np.concatenate(list(score(target, tokens, Passes(64, 16, 16)))) for target in (full, half))
     assert 0 < np.abs(a - b).mean() < 0.2
     assert full.description()["weights"] != half.description()["weights"]

@@ -22,6 +22,7 @@ from trainshort.errors import InputError
 from trainshort.evaluate.by_position import past_training, pooled
 from trainshort.evaluate.results import load, save, summarize
 from trainshort.files import write_sealed
+from trainshort.passes import Passes
 from trainshort.plots.figures import round_ticks
 from trainshort.recipes.experiments import Reading
 from trainshort.recipes.scales import Variant
@@ -29,7 +30,6 @@ from trainshort.report.build import write_report
 from trainshort.report.headline import find_headline, sentences
 from trainshort.report.terminal import headline_table
 from trainshort.runs import first_name
-from trainshort.windows import Windows
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'{{7*7}}&amp;`|*_"
 
@@ -290,7 +290,7 @@ def test_a_browser_runs_nothing_hostile(tmp_path):
 def test_loss_by_position_has_enough_predictions_and_concludes_only_what_they_bear_out():
     """The demo's text makes 8 inputs of 2,048 tokens, so single positions have 8 predictions each: noise."""
     rng = np.random.default_rng(0)
-    windows = Windows(16_384, 2048, 2048)
+    windows = Passes(16_384, 2048, 2048)
     same = pooled(summarize(windows, rng.normal(4, 2.5, 16_384)))
     assert min(one.count for one in same) >= 200
     assert sum(one.count for one in same) == 16_384

@@ -28,8 +28,8 @@ from trainshort.evaluate.sweep import BATCH_TOKENS, score
 from trainshort.evaluate.target import ModelTarget, Target
 from trainshort.files import read_object, write_whole
 from trainshort.model import TransformerLM
+from trainshort.passes import Passes
 from trainshort.registry import Registry
-from trainshort.windows import Windows
 
 SCORED = 32
 """Tokens at the end of a probe whose losses are measured."""
@@ -83,7 +83,7 @@ class Lab:
                 self.meter.advance(some.numel(), f"{length:,} tokens")
         return np.concatenate(found)
 
-    def score_all(self, passes: Windows) -> np.ndarray:
+    def score_all(self, passes: Passes) -> np.ndarray:
         """Losses of all targets of the text."""
         parts = []
         with self.target.at(None, passes.length):

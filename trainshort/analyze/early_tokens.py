@@ -25,8 +25,8 @@ from rich.console import Group
 from trainshort.analyze.base import Analysis, Lab, analyses, compare, new_table, titled
 from trainshort.evaluate.evidence import Interval, interval_of, shows
 from trainshort.evaluate.results import block_sums
+from trainshort.passes import Passes
 from trainshort.runs import perplexity
-from trainshort.windows import Windows
 
 PER_SAMPLE = 8
 """Targets measured for each sample that the other analyses take: here a sample is one token, there it is a stretch."""
@@ -40,7 +40,7 @@ def run(lab: Lab) -> dict[str, Any]:
     lab.meter.expect(sum(len(lab.tokens) + 2 * length * (chosen >= length).sum() for length in lengths))
     losses = []
     for length in lengths:
-        apart = lab.score_all(Windows(len(lab.tokens), length, length))
+        apart = lab.score_all(Passes(len(lab.tokens), length, length))
         losses.append((apart, stride_one(lab, length, chosen, apart)))
     rows = []
     for length, here in zip(lengths, losses, strict=True):

@@ -26,9 +26,9 @@ from trainshort.evaluate.memory import resident
 from trainshort.evaluate.sweep import score
 from trainshort.evaluate.target import ModelTarget, checkpoint_folder
 from trainshort.model import TransformerLM
+from trainshort.passes import Passes
 from trainshort.positions import positions
 from trainshort.presets import presets
-from trainshort.windows import Windows
 
 
 def steps(plan: EvaluatePlan) -> list[Step]:
@@ -62,7 +62,7 @@ def make_target(method: str, preset: str, run: str | None, longest: int) -> Mode
 def read(target: ModelTarget, length: int, tokens: int) -> None:
     """Score all tokens in blocks of `length`, as `trainshort evaluate` does."""
     text = np.random.default_rng(0).integers(target.vocabulary, size=tokens)
-    for _ in score(target, text, Windows(tokens, length, length), batch_tokens=tokens):
+    for _ in score(target, text, Passes(tokens, length, length), batch_tokens=tokens):
         pass
 
 

@@ -62,7 +62,7 @@ class Analyze:
         from trainshort.analyze.session import analyses, analyze
         from trainshort.evaluate.target import open_target, pick_device
         from trainshort.evaluate.text import open_text
-        from trainshort.windows import read_lengths
+        from trainshort.passes import read_lengths
 
         if self.samples < 1 or self.batch_tokens < 1:
             raise InputError("--samples and --batch-tokens must be positive.")

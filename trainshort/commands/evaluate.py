@@ -41,7 +41,7 @@ class Evaluate:
     trained_at: int | None = None
     """The training length, for a model that does not tell it or tells it wrong."""
     batch_tokens: int = 16_384
-    """Tokens read at once, if several windows fit in them."""
+    """Tokens read at once, if several passes fit in them."""
     memory: float | None = None
     """Gigabytes that may be taken; a length that needs more is reported as out of memory. Default: what is free."""
     precision: str = "float32"
@@ -63,7 +63,7 @@ class Evaluate:
         from trainshort.evaluate.sweep import Plan
         from trainshort.evaluate.target import open_target, pick_device
         from trainshort.evaluate.text import open_text
-        from trainshort.windows import read_lengths
+        from trainshort.passes import read_lengths
 
         if self.batch_tokens < 1 or (self.memory is not None and self.memory <= 0):
             raise InputError("--batch-tokens and --memory must be positive.")

@@ -26,8 +26,9 @@ class Meter(AbstractContextManager["Meter"]):
     def __enter__(self) -> Self:
         if self.console.is_terminal and not self.console.quiet:
             columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=30))
-            columns += (TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn(), TextColumn("of which left"))
-            self._bar = Progress(*columns, TimeRemainingColumn(compact=True), console=self.console, transient=True)
+            columns += (TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn(), TextColumn("gone,"))
+            columns += (TimeRemainingColumn(compact=True), TextColumn("left"))
+            self._bar = Progress(*columns, console=self.console, transient=True)
             self._bar.start()
             self._bar.add_task(self.what, total=None)
         return self

@@ -15,8 +15,8 @@ from trainshort.config import Settings
 from trainshort.errors import InputError
 from trainshort.evaluate.evidence import Interval, interval_of
 from trainshort.files import CHECKSUM, MissingFileError, make_folder, read_sealed, write_sealed
+from trainshort.passes import Passes, position_edges
 from trainshort.runs import perplexity
-from trainshort.windows import Windows, position_edges
 
 FORMAT = 1
 BLOCKS = 100
@@ -43,7 +43,7 @@ class Row(Settings):
     nll: float = 0.0
     """Sum of their negative log-likelihoods, in nats."""
     passes: int = 0
-    """Windows read."""
+    """Passes made."""
     tokens_read: int = 0
     """Tokens read by all of them."""
     seconds: float = 0.0
@@ -115,17 +115,17 @@ class Evaluation(Settings):
         return row.nll / math.log(2) / size if size and row.status == "scored" else None
 
 
-def summarize(windows: Windows, nll: np.ndarray) -> Row:
+def summarize(passes: Passes, nll: np.ndarray) -> Row:
     """A row from the losses of all targets, in their order."""
-    if len(nll) != windows.tokens:
-        raise ValueError(f"{len(nll)} losses for {windows.tokens} targets")
+    if len(nll) != passes.tokens:
+        raise ValueError(f"{len(nll)} losses for {passes.tokens} targets")
     row = Row(
-        length=windows.length,
-        stride=windows.stride,
+        length=passes.length,
+        stride=passes.stride,
         status="scored",
         tokens=len(nll),
-        passes=len(windows),
-        tokens_read=windows.read,
+        passes=len(passes),
+        tokens_read=passes.read,
     )
     losses = nll.astype(np.float64)
     if odd := int((~np.isfinite(losses)).sum()):
@@ -134,8 +134,8 @@ def summarize(windows: Windows, nll: np.ndarray) -> Row:
     return row.replace(
         nll=float(losses.sum()),
         blocks=block_sums(losses),
-        positions=position_sums(windows, losses),
-        position_squares=tuple(total for *_, total in position_sums(windows, losses**2)),
+        positions=position_sums(passes, losses),
+        position_squares=tuple(total for *_, total in position_sums(passes, losses**2)),
     )
 
 
@@ -148,10 +148,10 @@ def block_sums(losses: np.ndarray) -> tuple[tuple[int, float], ...]:
     return tuple((len(part), float(part.sum())) for part in np.array_split(losses, count))
 
 
-def position_sums(windows: Windows, losses: np.ndarray) -> tuple[tuple[int, int, int, float], ...]:
+def position_sums(passes: Passes, losses: np.ndarray) -> tuple[tuple[int, int, int, float], ...]:
     """First position, end, count and sum for each bin of positions that has targets."""
-    edges = position_edges(windows.length)
-    which = np.digitize(windows.positions(), edges) - 1
+    edges = position_edges(passes.length)
+    which = np.digitize(passes.positions(), edges) - 1
     counts = np.bincount(which, minlength=len(edges) - 1)
     sums = np.bincount(which, weights=losses, minlength=len(edges) - 1)
     bins = zip(edges[:-1], edges[1:], counts.tolist(), sums.tolist(), strict=True)

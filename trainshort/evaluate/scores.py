@@ -12,7 +12,7 @@ import numpy as np
 
 from trainshort.errors import InputError
 from trainshort.files import locked, make_folder, open_file
-from trainshort.windows import Windows
+from trainshort.passes import Passes
 
 KIND = np.dtype("<f4")
 
@@ -20,11 +20,11 @@ KIND = np.dtype("<f4")
 class Scores:
     """An open file of losses. `done` targets are in it."""
 
-    def __init__(self, path: Path, windows: Windows) -> None:
+    def __init__(self, path: Path, passes: Passes) -> None:
         self.path = path
         open_file(path).close()  # whatever is not a regular file is told
         self.file = path.open("a+b")
-        self.done = whole_passes(windows, path.stat().st_size // KIND.itemsize)
+        self.done = whole_passes(passes, path.stat().st_size // KIND.itemsize)
         self.file.truncate(self.done * KIND.itemsize)
 
     def append(self, losses: np.ndarray) -> None:
@@ -45,21 +45,21 @@ class Scores:
         self.path.unlink(missing_ok=True)
 
 
-def whole_passes(windows: Windows, targets: int) -> int:
+def whole_passes(passes: Passes, targets: int) -> int:
     """The most targets, up to this many, that whole passes score.
 
     ten tokens, length 4, stride 2:   3 → 0    4 → 4    5 → 4    10 → 10
     """
-    if targets >= windows.tokens:
-        return windows.tokens
-    return windows[windows.at(targets)].first
+    if targets >= passes.tokens:
+        return passes.tokens
+    return passes[passes.at(targets)].first
 
 
 @contextmanager
-def open_scores(path: Path, windows: Windows) -> Iterator[Scores]:
+def open_scores(path: Path, passes: Passes) -> Iterator[Scores]:
     make_folder(path.parent)
     with locked(path, f"Another process is computing {path}. Wait for it, or stop it first."):
-        scores = Scores(path, windows)
+        scores = Scores(path, passes)
         try:
             yield scores
         finally:

@@ -3,23 +3,21 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trainshort.errors import InputError
 from trainshort.evaluate import card, results
+from trainshort.evaluate.meter import Meter
 from trainshort.evaluate.results import Evaluation
 from trainshort.evaluate.sweep import Plan, Report, calibrate, sweep
 from trainshort.evaluate.tables import duration, result_table
 from trainshort.evaluate.target import Target
 from trainshort.evaluate.text import Text
+from trainshort.passes import Passes
 from trainshort.runs import provenance
-from trainshort.windows import Windows
 
 
 def new_evaluation(target: Target, text: Text, plan: Plan, precision: str) -> Evaluation:
@@ -75,7 +73,7 @@ def evaluate(
     console = console or Console(quiet=True)
     notes = Console(stderr=True, quiet=console.quiet)
     for length in plan.lengths:
-        plan.windows(length)  # refuses impossible lengths before anything is computed
+        plan.passes(length)  # refuses impossible lengths before anything is computed
     if plan.slopes is not None:
         with target.at(plan.slopes, min(plan.lengths)):
             pass  # refuses a model without slopes before anything is computed
@@ -83,12 +81,12 @@ def evaluate(
     path = result_path(target.folder, evaluation)
     if not again:
         evaluation = resumed(evaluation, path)
-    todo = [plan.windows(length) for length in plan.lengths if evaluation.row(length) is None]
+    todo = [plan.passes(length) for length in plan.lengths if evaluation.row(length) is None]
     state_cost(target, plan, todo, notes)
     if dry_run:
         return evaluation
-    with _progress(todo, notes) as report:
-        evaluation = sweep(target, plan, evaluation, path, report)
+    with Meter(notes) as meter:
+        evaluation = sweep(target, plan, evaluation, path, _report(todo, meter))
     if not todo and results.load(path).corpus != evaluation.corpus:
         results.save(evaluation, path)  # an older version said less of the text
     finish(evaluation, target, path, console, picture=picture)
@@ -96,51 +94,38 @@ def evaluate(
     return evaluation
 
 
-def state_cost(target: Target, plan: Plan, todo: list[Windows], console: Console) -> None:
+def state_cost(target: Target, plan: Plan, todo: list[Passes], console: Console) -> None:
     """Say what is about to be computed and how long that may take."""
     known = len(plan.lengths) - len(todo)
     if known:
         console.print(f"{known} of {len(plan.lengths)} lengths were scored before; --again scores them anew.")
     if not todo or console.quiet:
         return
+    console.print(f"{target.name}: timing a few passes first.", highlight=False)
     seconds = calibrate(target, plan)
-    passes, read = sum(len(windows) for windows in todo), sum(windows.read for windows in todo)
+    passes, read = sum(len(passes) for passes in todo), sum(passes.read for passes in todo)
     console.print(
         f"{target.name}: {len(plan.tokens):,} targets at {_count(todo)}, {passes:,} passes over {read:,} tokens, "
-        f"about {duration(sum(seconds(windows) for windows in todo))}.",
+        f"about {duration(sum(seconds(passes) for passes in todo))}.",
         highlight=False,
     )
 
 
-def _count(todo: list[Windows]) -> str:
+def _count(todo: list[Passes]) -> str:
     return f"length {todo[0].length:,}" if len(todo) == 1 else f"{len(todo)} lengths"
 
 
-@contextmanager
-def _progress(todo: list[Windows], console: Console) -> Iterator[Report]:
-    """A live bar on a terminal; elsewhere one line per length."""
-    total = sum(windows.read for windows in todo)
-    share = {windows.length: windows.read / windows.tokens for windows in todo}
-    if not console.is_terminal:
-        yield _plain_lines(todo, console)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), TextColumn("{task.percentage:>3.0f} %"))
-    with Progress(*columns, TimeRemainingColumn(compact=True), console=console, transient=True) as live:
-        task = live.add_task("scoring", total=total)
-
-        def report(length: int, targets: int) -> None:
-            live.update(task, advance=targets * share[length], description=f"length {length:,}")
-
-        yield report
-
-
-def _plain_lines(todo: list[Windows], console: Console) -> Callable[[int, int], None]:
-    left = {windows.length: windows.tokens for windows in todo}
+def _report(todo: list[Passes], meter: Meter) -> Report:
+    """Progress by the tokens that are read, and a line when a length is done."""
+    meter.expect(sum(passes.read for passes in todo))
+    share = {passes.length: passes.read / passes.tokens for passes in todo}
+    left = {passes.length: passes.tokens for passes in todo}
 
     def report(length: int, targets: int) -> None:
         left[length] -= targets
+        meter.advance(targets * share[length], f"length {length:,}")
         if left[length] <= 0:
-            console.print(f"length {length:,}: {len(todo) - sum(v > 0 for v in left.values())} of {len(todo)} done")
+            meter.line(f"length {length:,}: {sum(v <= 0 for v in left.values())} of {len(todo)} done")
 
     return report
 

@@ -1,4 +1,4 @@
-"""The scoring itself: windows in batches through the model, length after length, into rows of sums.
+"""The scoring itself: passes in batches through the model, length after length, into rows of sums.
 
 Losses are float32 as the model gives them; every sum of them is float64. What cannot be measured at a length (a table
 that ends, memory that does not suffice) becomes a row that says so, and the sweep goes on.
@@ -18,7 +18,7 @@ from trainshort.evaluate.results import Evaluation, Row, save, summarize
 from trainshort.evaluate.scores import Scores, open_scores
 from trainshort.evaluate.slopes import Slopes
 from trainshort.evaluate.target import Target
-from trainshort.windows import Pass, Windows, fill
+from trainshort.passes import Pass, Passes, fill
 
 BATCH_TOKENS = 16_384
 
@@ -36,36 +36,36 @@ class Plan:
     """Targets per pass; None: as many as the length, which is the non-overlapping protocol."""
     slopes: Slopes | None = None
     batch_tokens: int = BATCH_TOKENS
-    """Tokens read at once, if several windows fit in them."""
+    """Tokens read at once, if several passes fit in them."""
     memory: float | None = None
     """Gigabytes that may be taken; None: what is free."""
 
-    def windows(self, length: int) -> Windows:
+    def passes(self, length: int) -> Passes:
         shorter = max((other for other in self.lengths if other < length), default=0)
         if shorter >= len(self.tokens):  # of the lengths that reach the end of the text, one says it all
             raise InputError(
                 f"the text has {len(self.tokens):,} tokens, so length {length:,} would read what {shorter:,} reads; "
                 "use a longer text, a shorter length, or more --max-tokens."
             )
-        return Windows(len(self.tokens), length, length if self.stride is None else self.stride)
+        return Passes(len(self.tokens), length, length if self.stride is None else self.stride)
 
 
 def score(
-    target: Target, tokens: np.ndarray, windows: Windows, *, batch_tokens: int = BATCH_TOKENS, done: int = 0
+    target: Target, tokens: np.ndarray, passes: Passes, *, batch_tokens: int = BATCH_TOKENS, done: int = 0
 ) -> Iterator[np.ndarray]:
     """Losses of all targets after the first `done`, in their order, batch by batch.
 
-    A batch that does not fit in memory is tried again with half as many windows before the error is passed on.
+    A batch that does not fit in memory is tried again with half as many passes before the error is passed on.
     """
-    position = windows.at(done) if done < windows.tokens else len(windows)
-    while position < len(windows):
-        batch = next(windows.batches(batch_tokens, position))
+    position = passes.at(done) if done < passes.tokens else len(passes)
+    while position < len(passes):
+        batch = next(passes.batches(batch_tokens, position))
         try:
             losses = score_batch(target, tokens, batch)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or len(batch) == 1:
                 raise
-            batch_tokens = windows.length * (len(batch) // 2)
+            batch_tokens = passes.length * (len(batch) // 2)
             continue
         yield losses.flatten()
         position += len(batch)
@@ -80,46 +80,46 @@ def score_batch(target: Target, tokens: np.ndarray, batch: Sequence[Pass]) -> np
 
 def measure(target: Target, plan: Plan, length: int, path: Path, report: Report | None = None) -> Row:
     """One length of a plan as a row. Losses are kept in the file `path` until all are there."""
-    windows = plan.windows(length)
+    passes = plan.passes(length)
     if target.longest is not None and length > target.longest:
         reason = f"the model's positions end at {target.longest:,} tokens"
-        return _without_number(windows, "cannot", reason)
-    with open_scores(path, windows) as scores, target.at(plan.slopes, length):
+        return _without_number(passes, "cannot", reason)
+    with open_scores(path, passes) as scores, target.at(plan.slopes, length):
         try:
-            row = _score_all(target, plan, windows, scores, report)
+            row = _score_all(target, plan, passes, scores, report)
         except (RuntimeError, MemoryError, IndexError) as error:
             if is_out_of_memory(error):
-                row = _without_number(windows, "out of memory", _memory_reason(plan))
+                row = _without_number(passes, "out of memory", _memory_reason(plan))
             elif reason := target.refusal(error, length):
-                row = _without_number(windows, "cannot", reason)
+                row = _without_number(passes, "cannot", reason)
             else:
                 raise
         scores.remove()
     return row
 
 
-def _score_all(target: Target, plan: Plan, windows: Windows, scores: Scores, report: Report | None) -> Row:
+def _score_all(target: Target, plan: Plan, passes: Passes, scores: Scores, report: Report | None) -> Row:
     if report and scores.done:
-        report(windows.length, scores.done)
+        report(passes.length, scores.done)
     before = scores.done
     peak = Peak(target.device)
     began = time.perf_counter()
     with limited(target.device, plan.memory):
-        batches = score(target, plan.tokens, windows, batch_tokens=plan.batch_tokens, done=before)
+        batches = score(target, plan.tokens, passes, batch_tokens=plan.batch_tokens, done=before)
         for losses in batches:
             scores.append(losses)
             if report:
-                report(windows.length, len(losses))
+                report(passes.length, len(losses))
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
     seconds = time.perf_counter() - began
-    row = summarize(windows, scores.read())
+    row = summarize(passes, scores.read())
     timed = scores.done - before
     return row.replace(seconds=seconds if timed else 0.0, timed=timed, memory=peak.bytes())
 
 
-def _without_number(windows: Windows, status: str, reason: str) -> Row:
-    return Row.read({"length": windows.length, "stride": windows.stride, "status": status, "reason": reason})
+def _without_number(passes: Passes, status: str, reason: str) -> Row:
+    return Row.read({"length": passes.length, "stride": passes.stride, "status": status, "reason": reason})
 
 
 def _memory_reason(plan: Plan) -> str:
@@ -142,8 +142,8 @@ CALIBRATION_TOKENS = 2048
 """Tokens read to find out how long the rest will take, where one window is not longer than that."""
 
 
-def calibrate(target: Target, plan: Plan, longest: int = 4096) -> Callable[[Windows], float]:
-    """How long windows will take, from the time of two small batches: seconds per token = a + b · length.
+def calibrate(target: Target, plan: Plan, longest: int = 4096) -> Callable[[Passes], float]:
+    """How long passes will take, from the time of two small batches: seconds per token = a + b · length.
 
     Timed at the shortest length and at the longest up to `longest`; b stays 0 when there is one length only.
     """
@@ -156,18 +156,18 @@ def calibrate(target: Target, plan: Plan, longest: int = 4096) -> Callable[[Wind
     times = [(length, _seconds_per_token(target, plan, length)) for length in points]
     times = [(length, seconds) for length, seconds in times if seconds is not None]
     if not times:
-        return lambda windows: 0.0
+        return lambda passes: 0.0
     (short, quick), (long, slow) = times[0], times[-1]
     slope = max(0.0, (slow - quick) / (long - short)) if long > short else 0.0
-    return lambda windows: windows.read * max(quick + slope * (windows.length - short), 0.0)
+    return lambda passes: passes.read * max(quick + slope * (passes.length - short), 0.0)
 
 
 def _seconds_per_token(target: Target, plan: Plan, length: int) -> float | None:
     """Time of a small batch, after a first run that warms up unless that took long already; None where it fails, as the
     sweep will."""
-    windows = plan.windows(length)
+    passes = plan.passes(length)
     budget = min(plan.batch_tokens, CALIBRATION_TOKENS)
-    batches = list(windows.batches(budget, 0, min(len(windows), 1 + max(1, budget // length))))
+    batches = list(passes.batches(budget, 0, min(len(passes), 1 + max(1, budget // length))))
     batch = max(batches, key=lambda one: sum(p.read for p in one))
     seconds = 0.0
     with target.at(plan.slopes, length), limited(target.device, plan.memory):

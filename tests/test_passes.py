@@ -6,24 +6,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainshort.errors import InputError
-from trainshort.windows import Pass, Windows, fill, paper_lengths, position_edges, read_lengths
+from trainshort.passes import Pass, Passes, fill, paper_lengths, position_edges, read_lengths
 
 
 @st.composite
-def windows(draw: st.DrawFn) -> Windows:
+def passes(draw: st.DrawFn) -> Passes:
     tokens = draw(st.integers(1, 200))
     length = draw(st.integers(1, tokens))
-    return Windows(tokens, length, draw(st.integers(1, length)))
+    return Passes(tokens, length, draw(st.integers(1, length)))
 
 
-@given(windows())
-def test_each_target_is_scored_exactly_once_and_in_order(w: Windows):
+@given(passes())
+def test_each_target_is_scored_exactly_once_and_in_order(w: Passes):
     scored = [target for one in w for target in range(one.first, one.stop)]
     assert scored == list(range(w.tokens))
 
 
-@given(windows())
-def test_context_is_as_promised(w: Windows):
+@given(passes())
+def test_context_is_as_promised(w: Passes):
     for index, one in enumerate(w):
         assert 0 <= one.start <= one.first < one.stop <= w.tokens
         assert one.read <= w.length
@@ -34,8 +34,8 @@ def test_context_is_as_promised(w: Windows):
             assert (one.start, one.first, one.stop) == (0, 0, w.length)
 
 
-@given(windows())
-def test_counts_and_positions_are_those_of_the_passes(w: Windows):
+@given(passes())
+def test_counts_and_positions_are_those_of_the_passes(w: Passes):
     passes = list(w)
     assert len(w) == len(passes)
     assert w.read == sum(one.read for one in passes)
@@ -43,8 +43,8 @@ def test_counts_and_positions_are_those_of_the_passes(w: Windows):
     assert [w.at(t) for t in range(w.tokens)] == [i for i, one in enumerate(passes) for _ in range(one.scored)]
 
 
-@given(windows(), st.integers(0, 300), st.integers(0, 5))
-def test_batches_keep_order_shape_and_budget(w: Windows, budget: int, begin: int):
+@given(passes(), st.integers(0, 300), st.integers(0, 5))
+def test_batches_keep_order_shape_and_budget(w: Passes, budget: int, begin: int):
     batches = list(w.batches(budget, begin))
     assert [one for batch in batches for one in batch] == [w[i] for i in range(begin, len(w))]
     for batch in batches:
@@ -55,23 +55,23 @@ def test_batches_keep_order_shape_and_budget(w: Windows, budget: int, begin: int
 @given(st.integers(1, 60), st.integers(1, 60))
 def test_stride_equal_to_length_is_non_overlapping(tokens: int, length: int):
     if length <= tokens:
-        starts = [one.start for one in Windows(tokens, length, length)]
+        starts = [one.start for one in Passes(tokens, length, length)]
         assert starts == list(range(0, tokens, length))
 
 
 def test_golden_examples():
-    assert list(Windows(10, 4, 2)) == [Pass(0, 0, 4), Pass(2, 4, 6), Pass(4, 6, 8), Pass(6, 8, 10)]
-    assert list(Windows(10, 4, 4)) == [Pass(0, 0, 4), Pass(4, 4, 8), Pass(8, 8, 10)]
-    assert list(Windows(6, 4, 1)) == [Pass(0, 0, 4), Pass(1, 4, 5), Pass(2, 5, 6)]
-    assert list(Windows(9, 4, 3)) == [Pass(0, 0, 4), Pass(3, 4, 7), Pass(6, 7, 9)]
-    assert list(Windows(3, 3, 1)) == [Pass(0, 0, 3)]
-    assert Windows(10, 4, 2).positions().tolist() == [0, 1, 2, 3, 2, 3, 2, 3, 2, 3]
-    assert [len(batch) for batch in Windows(10, 4, 2).batches(8)] == [1, 2, 1]
+    assert list(Passes(10, 4, 2)) == [Pass(0, 0, 4), Pass(2, 4, 6), Pass(4, 6, 8), Pass(6, 8, 10)]
+    assert list(Passes(10, 4, 4)) == [Pass(0, 0, 4), Pass(4, 4, 8), Pass(8, 8, 10)]
+    assert list(Passes(6, 4, 1)) == [Pass(0, 0, 4), Pass(1, 4, 5), Pass(2, 5, 6)]
+    assert list(Passes(9, 4, 3)) == [Pass(0, 0, 4), Pass(3, 4, 7), Pass(6, 7, 9)]
+    assert list(Passes(3, 3, 1)) == [Pass(0, 0, 3)]
+    assert Passes(10, 4, 2).positions().tolist() == [0, 1, 2, 3, 2, 3, 2, 3, 2, 3]
+    assert [len(batch) for batch in Passes(10, 4, 2).batches(8)] == [1, 2, 1]
 
 
 def test_the_papers_numbers_of_blocks():
     count = 217_646  # WikiText-103's validation set
-    assert [len(Windows(count, length, length)) for length in (512, 3072, 16_024)] == [426, 71, 14]
+    assert [len(Passes(count, length, length)) for length in (512, 3072, 16_024)] == [426, 71, 14]
 
 
 def test_inputs_begin_with_the_token_before_the_block():
@@ -122,15 +122,15 @@ def test_an_unknown_training_length_is_asked_for():
 )
 def test_impossible_windows_are_refused(tokens: int, length: int, stride: int, message: str):
     with pytest.raises(InputError, match=message):
-        Windows(tokens, length, stride)
+        Passes(tokens, length, stride)
 
 
 @pytest.mark.parametrize("stride", [1, 64, 128])
 def test_a_text_shorter_than_the_length_is_one_short_pass(stride: int):
     """As in the released code, whose last block may be short and may be the only one."""
-    windows = Windows(100, 128, stride)
-    assert list(windows.batches(10_000)) == [[Pass(0, 0, 100)]]
-    assert (len(windows), windows.read, windows.at(99)) == (1, 100, 0)
+    passes = Passes(100, 128, stride)
+    assert list(passes.batches(10_000)) == [[Pass(0, 0, 100)]]
+    assert (len(passes), passes.read, passes.at(99)) == (1, 100, 0)
 
 
 @given(st.integers(1, 20_000))

@@ -43,7 +43,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Windows:
+class Passes:
     """All passes over a text. The first scores all it reads; each later one re-reads length − stride tokens and scores
     the next `stride`; the last may be shorter, and so is the only one where the text is shorter than the length. Passes
     come in the order of what they score."""
