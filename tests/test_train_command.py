@@ -112,11 +112,11 @@ def test_a_run_from_the_command_line(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         main([*words.split(), "--steps", "4", "--out", "run"])
     assert ended.value.code == 0
-    assert "run: 4 updates, 256 tokens. Validation loss" in capsys.readouterr().out
+    assert "run: 4 steps, 256 tokens. Validation loss" in capsys.readouterr().out
     for more, code in ((["--steps", "4"], 2), (["--steps", "6", "--resume"], 0)):
         with pytest.raises(SystemExit) as ended:
             main([*words.split(), "--out", "run", *more])
         assert ended.value.code == code
     told = capsys.readouterr()
     assert "trainshort: run already exists. Go on with it by --resume, or choose another --out." in told.err
-    assert "run: 6 updates" in told.out
+    assert "run: 6 steps" in told.out

@@ -20,11 +20,13 @@ class Interrupted(KeyboardInterrupt):
 class StopRequest:
     """While entered, the first signal is remembered, the second ends the process at once.
 
-    At once is safe: a checkpoint that is being written has no name yet.
+    At once is safe: a checkpoint that is being written has no name yet. With `last`, nothing follows but the end of the
+    process: signals that come after leaving find everything saved, and change nothing any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, last: bool = False) -> None:
         self.number = 0
+        self.last = last
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Self:
@@ -34,7 +36,7 @@ class StopRequest:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+            signal.signal(number, signal.SIG_IGN if self.last else handler)  # pyright: ignore[reportArgumentType]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.number:

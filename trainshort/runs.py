@@ -4,6 +4,8 @@
       config.json      the resolved settings; what the run is
       metrics.jsonl    one line per logged update or validation; what happened
       sessions.jsonl   one line per start or resume: commit, versions, machine, threads, first step
+      tokenizer.json   what its tokens mean, and
+      data.json        what it was trained on (trainshort.data.of_run)
       checkpoints/     what to go on from (trainshort.checkpoint)
 
 `metrics.jsonl` is the truth: on resume the lines past the checkpoint are cut, so that the file of a run that was

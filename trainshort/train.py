@@ -18,7 +18,7 @@ import torch
 from trainshort import checkpoint, journal, optim, parallel, runs
 from trainshort.checkpoint import State, folders
 from trainshort.config import RunConfig
-from trainshort.data import open_or_prepare, really
+from trainshort.data import of_run, open_or_prepare, really
 from trainshort.data.stream import Batch
 from trainshort.errors import InputError
 from trainshort.interrupt import Interrupted, StopRequest
@@ -49,16 +49,21 @@ class TrainResult:
     """The checkpoint with the lowest validation loss."""
 
 
-def train(config: RunConfig, run: Path, *, resume: bool = False, quiet: bool = False) -> TrainResult:
+def train(
+    config: RunConfig, run: Path, *, resume: bool = False, quiet: bool = False, stop: StopRequest | None = None
+) -> TrainResult:
     """Train until all steps are done, and return how it ended; see docs/training.md for what `run` holds then.
 
     Raises `Interrupted` after a SIGTERM or Ctrl-C, when the run is saved; `resume=True` goes on from there.
+    `stop` listens for them instead of a listener that is gone when this returns.
     """
     with parallel.join() as world:
-        return _train(config, run, world, resume=resume or parallel.restarts() > 0, quiet=quiet)
+        return _train(config, run, world, stop, resume=resume or parallel.restarts() > 0, quiet=quiet)
 
 
-def _train(config: RunConfig, run: Path, world: World, *, resume: bool, quiet: bool) -> TrainResult:
+def _train(
+    config: RunConfig, run: Path, world: World, stop: StopRequest | None, *, resume: bool, quiet: bool
+) -> TrainResult:
     """All of a session except joining and leaving the other ranks, which must outlive everything made here."""
     world.on_main(lambda: runs.refuse_existing(run, resume=resume))  # before the data's preparation is waited for
     config = with_plugins(config, run)
@@ -71,12 +76,13 @@ def _train(config: RunConfig, run: Path, world: World, *, resume: bool, quiet: b
     with ExitStack() as held:
         world.on_main(lambda: held.enter_context(opened))
         world.on_main(lambda: refuse_other_data(job, data))
+        world.on_main(lambda: of_run.keep(run, prepared))
         state = restore(job)
         world.on_main(lambda: begin_session(job, state, data))
         board = job.folder.tensorboard if config.train.tensorboard and world.main else None
         display = Display(state.step, config.train.steps, quiet=quiet or not world.main, board=board)
-        with StopRequest() as stop, display:
-            state = _updates(job, state, display, stop)
+        with stop or StopRequest() as told, display:
+            state = _updates(job, state, display, told)
         best = world.first_says(checkpoint.best(run) if world.main else None)
     return TrainResult(run, state.step, state.tokens, state.seconds, state.valid_nll, state.valid_count, best)
 

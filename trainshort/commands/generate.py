@@ -156,20 +156,24 @@ class Generate:
         """The run's own, from its folder, or from where its data was prepared."""
         from trainshort.config import load_config
         from trainshort.data import load_tokenizer
+        from trainshort.data.of_run import FILE, run_tokenizer
         from trainshort.data.request import data_folder
 
         if self.tokenizer is not None:
             return load_tokenizer(self.tokenizer)
-        for run in (self.run_folder, self.run_folder.parent.parent):  # or of a checkpoint
-            if (run / "tokenizer.json").exists() and (run / "config.json").exists():
-                return load_tokenizer(run)
-        folder = data_folder(load_config(self.run_folder / "config.json").data)
-        if not (folder / "tokenizer.json").exists():
+        of_checkpoint = (self.run_folder / "manifest.json").exists()
+        run = self.run_folder.resolve().parent.parent if of_checkpoint else self.run_folder
+        config = load_config(self.run_folder / "config.json").data
+        folder = data_folder(config)
+        if not any(
+            (place / name).exists()
+            for place, name in ((run, "tokenizer.json"), (run, FILE), (folder, "tokenizer.json"))
+        ):
             raise InputError(
                 f"{self.run_folder} has no tokenizer: its data folder {folder} is not here. "
                 "Prepare the data again, or give --tokenizer FILE."
             )
-        return load_tokenizer(folder)
+        return run_tokenizer(run, config)
 
     def _reach(self) -> "Reach":
         """How far the model is known to be good: by its card, else no farther than its training length."""

@@ -40,18 +40,20 @@ class Train:
         return cls(config, chosen["out"], resume=chosen["resume"], quiet=chosen["quiet"])
 
     def run(self) -> None:
+        from trainshort.interrupt import StopRequest
         from trainshort.parallel import own_rank
         from trainshort.runs import perplexity
         from trainshort.train import train
 
-        result = train(self.config, self.out, resume=self.resume, quiet=self.quiet)
+        stop = StopRequest(last=True)
+        result = train(self.config, self.out, resume=self.resume, quiet=self.quiet, stop=stop)
         if own_rank():
             return
         told = ""
         if result.valid_nll is not None and result.valid_count:
             loss = result.valid_nll / result.valid_count
             told = f" Validation loss {loss:.4f}, perplexity {perplexity(loss):.4g}."
-        print(f"{result.run}: {result.steps} updates, {result.tokens:,} tokens.{told} Best: {result.best}")
+        print(f"{result.run}: {result.steps} steps, {result.tokens:,} tokens.{told} Best: {result.best}")
 
 
 def find_recipe(name: str) -> tuple[RunConfig, Path]:

@@ -17,14 +17,11 @@ from torch import Tensor, nn
 
 from trainshort.checkpoint import best, load_model, read_state
 from trainshort.config import RunConfig, load_config
-from trainshort.data import Prepared, load_tokenizer, open_or_prepare
-from trainshort.data.tokenizer import FILE as TOKENIZER
+from trainshort.data.of_run import run_tokenizer
 from trainshort.errors import InputError
 from trainshort.evaluate.slopes import Slopes, changed
 from trainshort.files import read_bytes
-from trainshort.journal import read_lines
 from trainshort.model import TransformerLM
-from trainshort.runs import RunFolder
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -141,8 +138,7 @@ class RunTarget(ModelTarget):
             name=folder.resolve().name + ("" if self.kind == "run" else f" step {self.step}"),
         )
         self.folder = folder
-        own = folder / TOKENIZER
-        self._tokenizer = load_tokenizer(own) if own.exists() else _run_data(self.config, folder).tokenizer()
+        self._tokenizer = run_tokenizer(folder, self.config.data)
         self.before = self._tokenizer.end or 0
 
     def speller(self) -> Speller:
@@ -150,20 +146,6 @@ class RunTarget(ModelTarget):
 
     def describe(self) -> dict[str, Any]:
         return {"step": self.step, **super().describe()}
-
-
-def _run_data(config: RunConfig, folder: Path) -> Prepared:
-    """The data that the run was trained on. If it was prepared anew from a text that has changed since, its tokens have
-    other meanings, and every number would be wrong."""
-    prepared = open_or_prepare(config.data)
-    sessions = read_lines(RunFolder(folder).sessions)
-    trained_on = sessions[0].get("data") if sessions else None
-    if trained_on not in (None, prepared.meta.splits["train"].sha256):
-        raise InputError(
-            f"{prepared.folder} is not the data that {folder} was trained on: its train.bin has another sha256 than "
-            "the one noted in sessions.jsonl. Restore that data, so that tokens mean what they meant."
-        )
-    return prepared
 
 
 def checkpoint_folder(path: Path) -> Path:

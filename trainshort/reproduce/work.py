@@ -70,12 +70,12 @@ def _write_sample(run: Path, path: Path) -> None:
     import numpy as np
     import torch
 
-    from trainshort.data import open_or_prepare
+    from trainshort.data.of_run import open_own
     from trainshort.evaluate.target import RunTarget
     from trainshort.generate import stream
 
     target = RunTarget(run)
-    prepared = open_or_prepare(target.config.data, progress=False)
+    prepared = open_own(run, target.config.data)
     length = target.config.train.length
     prompt = np.asarray(prepared.split("valid")[: max(1, min(PROMPT, length // 2))]).astype(np.int64)
     # Without a tokenizer nothing stops the stream early: an end of text is a token like any other here.
