@@ -50,6 +50,7 @@ class Reproduce:
         from rich.console import Console
 
         from trainshort.errors import InputError
+        from trainshort.methods import methods as known
         from trainshort.recipes.experiments import choose, choose_methods
         from trainshort.recipes.scales import scales
         from trainshort.registry import did_you_mean
@@ -58,10 +59,8 @@ class Reproduce:
         scale = scales.get(self.scale)
         chosen = choose(self.only.split(","))
         if methods := [name.strip() for name in self.methods.split(",") if name.strip()]:
-            from trainshort.positions import positions
-
             for name in methods:
-                positions.get(name)  # an unknown one is told before anything is computed
+                known.get(name)  # an unknown one is told before anything is computed
             chosen = choose_methods(chosen, methods, named=bool(self.only.strip()))
         if self.launcher not in LAUNCHERS:
             hint = did_you_mean(self.launcher, LAUNCHERS)
