@@ -144,14 +144,14 @@ class RowModel:
 
     def _prepare(self, caches: list[LayerCache]) -> bool:
         """Let every layer's call read its part of the row; False where a cache has none."""
-        slopes = self.model.position.linear_slopes()
+        slopes, (q, k, v) = self.model.position.linear_slopes(), self._parts
         if slopes is None:
             slopes = torch.zeros(self.model.config.heads)
         for made, layer in zip(self._layers, caches, strict=True):
             call = layer.next_call(slopes, self.shape, self.window)
             if call is None:
                 return False
-            call.reads(*self._parts, self._y)
+            call.reads(q, k, v, self._y)
             made.token = ctypes.addressof(call)
         return True
 
