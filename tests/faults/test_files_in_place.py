@@ -1,0 +1,111 @@
+"""Something else in the place of every kind of file, under every command that reads it: one sentence, no waiting."""
+
+import itertools
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from trainshort.cli import main
+
+STORED = Path(__file__).parents[1] / "data_of_0_1_0"
+RUN = Path("runs/tiny")
+LAST = RUN / "checkpoints" / "step-000000008"
+FILES = (
+    RUN / "config.json",
+    RUN / "metrics.jsonl",
+    RUN / "sessions.jsonl",
+    RUN / "extrapolation.json",
+    RUN / "eval" / "valid-nonoverlapping-30c56323.json",
+    RUN / "analysis" / "reach.json",
+    LAST / "manifest.json",
+    LAST / "state.json",
+    LAST / "config.json",
+    LAST / "model" / "whole.safetensors",
+    Path("data/tiny/meta.json"),
+    Path("data/tiny/tokenizer.json"),
+    Path("data/tiny/valid.bin"),
+    Path("states/full.state"),
+)
+KINDS = {
+    "fifo": os.mkfifo,
+    "folder": Path.mkdir,
+    "dangling link": lambda path: path.symlink_to("nowhere"),
+    "looping link": lambda path: path.symlink_to(path.name),
+    "empty": Path.touch,
+    "cut": lambda path: path.write_text('{"format": 1, "step'),
+    "not text": lambda path: path.write_bytes(b"\xff\xfe\x00{}" * 9),
+    "deep": lambda path: path.write_text("[" * 200_000 + "]" * 200_000 + "\n"),
+    "null": lambda path: path.write_text("null\n"),
+    "list": lambda path: path.write_text("[]\n"),
+    "long number": lambda path: path.write_text('{"format": ' + "9" * 1_000_000 + "}\n"),
+}
+COMMANDS = {
+    "report": "report runs --out page",
+    "evaluate": f"evaluate {RUN} --lengths 1x 2x",
+    "analyze": f"analyze {RUN} --only reach --samples 4 --lengths 1x",
+    "generate": f"generate {RUN} the --tokens 3",
+    "go on": f"generate {RUN} --resume-state states/full.state --tokens 3",
+    "resume": f"train {RUN} --resume --train.steps 9 --quiet",
+}
+ALL = list(itertools.product(FILES, KINDS, COMMANDS))
+SAMPLE = random.Random(0).sample(ALL, 20)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    shutil.copytree(STORED, tmp_path / "old")
+    monkeypatch.chdir(tmp_path / "old")
+
+
+def ends_in_words(command: str, capsys) -> bool:
+    """Whether a command ends by itself, with success or with exit 2 and something said."""
+    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError(f"{command} hangs")))
+    signal.alarm(120)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(command.split())
+    finally:
+        signal.alarm(0)
+    told = capsys.readouterr().err
+    assert ended.value.code in (0, None) or (ended.value.code == 2 and "trainshort: " in told), told
+    return ended.value.code == 2
+
+
+@pytest.mark.parametrize(("file", "kind", "command"), SAMPLE, ids=str)
+def test_what_is_not_a_file_of_ours_is_told(place, capsys, file, kind, command):
+    file.unlink()
+    KINDS[kind](file)
+    ends_in_words(COMMANDS[command], capsys)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_kind_in_place_of_every_file(tmp_path, monkeypatch, capsys, command):
+    refused = 0
+    for number, (file, kind) in enumerate(itertools.product(FILES, KINDS)):
+        shutil.copytree(STORED, tmp_path / str(number))
+        monkeypatch.chdir(tmp_path / str(number))
+        file.unlink()
+        KINDS[kind](file)
+        refused += ends_in_words(COMMANDS[command], capsys)
+        monkeypatch.chdir(tmp_path)
+        shutil.rmtree(tmp_path / str(number))
+    print(f"\n{command}: {len(FILES) * len(KINDS)} damages, {refused} refused in words, 0 tracebacks, 0 hangs")
+
+
+@pytest.mark.parametrize("out", ["/proc/foo", "text.txt", "text.txt/inside"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "report runs",
+        f"evaluate {RUN} --lengths 1x",
+        "train demo-alibi --steps 1 --data.folder data/tiny",
+        "prepare text.txt --tokenizer bytes",
+    ],
+)
+def test_an_output_folder_that_cannot_be_made_is_one_sentence(place, capsys, command, out):
+    assert ends_in_words(f"{command} --out {out}", capsys)
