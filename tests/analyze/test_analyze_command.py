@@ -1,6 +1,8 @@
 """`trainshort analyze` as a user runs it, and the cost analysis in its separate processes."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,33 @@ def test_a_stopped_analysis_goes_on(run: Path, capsys, monkeypatch):
     rows = json.loads((run / "analysis" / "cost.json").read_text())["result"]["rows"]
     assert len(rows) == 3 * len(positions.names())
     assert not list((run / "analysis").glob("*.partial"))
+
+
+PLUGIN = """
+from trainshort.analyze import Analysis, Lab, analyses
+from trainshort.analyze.base import new_table, titled
+
+def run(lab: Lab):
+    lab.meter.expect(1)
+    return {"summary": f"{len(set(lab.tokens.tolist()))} kinds of tokens", "rows": []}
+
+analyses.register("kinds")(Analysis("how many kinds of tokens are there?", run, lambda result: titled("", new_table())))
+"""
+
+
+def test_an_analysis_from_a_file_of_the_users_own(run: Path, tmp_path):
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    words = ["analyze", str(run), "--only", "kinds", "--plugin", str(tmp_path / "mine.py"), "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "trainshort", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "how many kinds of tokens are there?" in done.stdout
+    assert json.loads((tmp_path / "analysis" / "kinds.json").read_text())["result"]["summary"].endswith("of tokens")
+
+
+def test_a_folder_that_is_no_run_is_named_in_quotes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert analyze(".") == 2
+    assert "There is no run at '.'. Give a run folder" in capsys.readouterr().err
 
 
 def test_what_takes_minutes_is_asked_last():

@@ -163,7 +163,7 @@ def test_mistakes_are_explained(tmp_path, capsys):
         ("training --preset smal", r"Unknown preset 'smal'\. Did you mean 'small'"),
         ("training --methods alibbi", r"Unknown position method 'alibbi'\. Did you mean 'alibi'"),
         ("evaluate --lengths 64 100", r"--lengths of evaluate must divide the longest"),
-        ("evaluate --run nowhere", r"There is no run at nowhere"),
+        ("evaluate --run nowhere", r"There is no run at 'nowhere'"),
         ("attention --layer 1", r"--layer chooses what is recorded from a run; give --inputs RUN"),
         ("attention --inputs nowhere", r"--inputs is normal, scaled, .* there is no nowhere"),
         (f"attention --lengths 31 --inputs {short}", r"holds 30 tokens; asked for 31\. Give shorter --lengths"),

@@ -209,7 +209,7 @@ def test_mistakes_are_one_sentence_and_exit_2(run: Path, capsys, words: list[str
 
 def test_an_unknown_run_is_one_sentence(capsys):
     assert evaluate("runs/nothing") == 2
-    assert "There is no run or model at runs/nothing" in capsys.readouterr().err
+    assert "There is no run or model at 'runs/nothing'" in capsys.readouterr().err
 
 
 def test_slopes_need_alibi(root: Path, capsys):

@@ -159,7 +159,7 @@ def test_paths_are_told_from_hub_names(name: str):
 
 
 def test_what_is_not_there_is_said_in_words(tmp_path, monkeypatch):
-    with pytest.raises(InputError, match="There is no run or model at runs/nothing"):
+    with pytest.raises(InputError, match="There is no run or model at 'runs/nothing'"):
         open_target("runs/nothing")
     with pytest.raises(InputError, match=r"There is no run at .*Give a run folder"):
         open_target(str(tmp_path))

@@ -153,7 +153,7 @@ def checkpoint_folder(path: Path) -> Path:
     if (path / "manifest.json").exists():
         return path
     if not path.is_dir() or not (path / "config.json").exists():
-        raise InputError(f"There is no run at {path}. Give a run folder, one of its checkpoints, or a model's name.")
+        raise InputError(f"There is no run at '{path}'. Give a run folder, one of its checkpoints, or a model's name.")
     found = best(path)
     if found is None:
         raise InputError(f"{path} has no whole checkpoint yet. Train it first, or resume it.")
@@ -185,7 +185,7 @@ def open_target(name: str, *, device: str = "cpu", precision: str = "float32", t
     elif path.exists():
         raise InputError(f"{path} is a file. Give a run folder, one of its checkpoints, or a Hugging Face model.")
     else:
-        raise InputError(f"There is no run or model at {path}. `ls runs` shows the runs made here.")
+        raise InputError(f"There is no run or model at '{path}'. `ls runs` shows the runs made here.")
     if trained_at is not None:
         target.trained_at = trained_at
     return target
