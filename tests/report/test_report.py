@@ -334,6 +334,7 @@ def printed(page: Path) -> list[bytes]:
     return [stream for stream in drawn if b" Tf" in stream]  # those that write something, fonts and pictures left out
 
 
+@pytest.mark.slow
 def test_a_browser_prints_what_is_closed_on_the_screen(demo, tmp_path):
     _, _, text = demo
     assert text.count("<details>") >= 3
@@ -355,3 +356,13 @@ def test_runs_of_the_first_version_are_still_found(tmp_path):
     found = View(collection, collection.scale).read(Variant("wikitext103", "alibi", 512), Reading(1024))
     assert found is not None
     assert found.value == pytest.approx(49.0)
+
+
+def test_two_folders_of_one_name_are_two_runs(tmp_path):
+    for place, lr, last in (("mine", 0.001, 49.0), ("theirs", 0.004, 60.0)):
+        folder = make_run(tmp_path / place, "alibi", {128: 50.0, 256: last}, name="run")
+        config = load_config(folder / "config.json").replace(optim={"lr": lr})
+        (folder / "config.json").write_text(config.model_dump_json())
+    headline = find_headline(collect([tmp_path / "mine", tmp_path / "theirs"]))
+    assert headline is not None
+    assert sorted(line.points[256] for line in headline.lines) == pytest.approx([49.0, 60.0])

@@ -124,7 +124,8 @@ def collect(paths: Sequence[Path]) -> Collection:
             raise InputError(f"There is no folder {path}. Give run folders, or a folder that holds some.")
         for folder in [path] if (path / "config.json").exists() else sorted(path.iterdir()):
             if (folder / "config.json").exists():
-                runs[folder.name] = _read_run(folder)
+                # Two folders of one name are two runs; a table looks for its models by the first.
+                runs[folder.name if folder.name not in runs else str(folder)] = _read_run(folder)
         if (path / COST_FILE).exists():
             costs |= read_costs(path)
             cost_path = path / COST_FILE

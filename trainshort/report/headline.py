@@ -58,7 +58,7 @@ def find_headline(collection: Collection) -> Headline | None:
     if not swept:
         return None
     length, text = _most_shared(swept)
-    found = list({run.name: (run, one) for run, one in swept if _text(one) == text}.values())
+    found = list({run.path: (run, one) for run, one in swept if _text(one) == text}.values())
     groups: dict[str, list[tuple[Run, Stored]]] = {}
     for run, stored in found:
         if run.config.train.length == length:
@@ -93,9 +93,9 @@ def _text(stored: Stored) -> tuple[int, str, str]:
 def _most_shared(swept: list[tuple[Run, Stored]]) -> tuple[int, tuple[int, str, str]]:
     """The training length and the text that most runs share; of several texts the longest. Curves on different texts in
     one figure would compare the texts."""
-    runs: dict[tuple[int, tuple[int, str, str]], set[str]] = {}
+    runs: dict[tuple[int, tuple[int, str, str]], set[Path]] = {}
     for run, stored in swept:
-        runs.setdefault((run.config.train.length, _text(stored)), set()).add(run.name)
+        runs.setdefault((run.config.train.length, _text(stored)), set()).add(run.path)
     return max(runs, key=lambda key: (len(runs[key]), key[1][0]))
 
 
