@@ -17,6 +17,8 @@ from trainshort.strict import FIRST, MEANT, Settings
 
 FORMAT = 1
 """Raised when a field changes meaning, so that a config of another version is refused instead of misread."""
+IGNORED = -100
+"""A target that is not scored, as torch's cross entropy has it."""
 
 
 class AdaptiveConfig(Settings):

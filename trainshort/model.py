@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from trainshort.attention import Bias, attend, engines
 from trainshort.cache import Cache, LayerCache
-from trainshort.config import ModelConfig
+from trainshort.config import IGNORED, ModelConfig
 from trainshort.errors import InputError
 from trainshort.positions import LayerInput, PositionMethod, build_position
-from trainshort.vocabulary import IGNORED, build_vocabulary
+from trainshort.vocabulary import build_vocabulary
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,

@@ -17,7 +17,7 @@ import torch
 
 from trainshort import checkpoint, journal, optim, parallel, runs
 from trainshort.checkpoint import State, folders
-from trainshort.config import RunConfig
+from trainshort.config import IGNORED, RunConfig
 from trainshort.data import of_run, open_or_prepare, really
 from trainshort.data.stream import Batch
 from trainshort.errors import InputError
@@ -28,7 +28,6 @@ from trainshort.parallel import World
 from trainshort.passes import Passes, fill
 from trainshort.progress import Display
 from trainshort.runs import RunFolder
-from trainshort.vocabulary import IGNORED
 
 
 class NotFiniteError(InputError):

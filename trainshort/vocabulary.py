@@ -14,10 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainshort.config import AdaptiveConfig, ModelConfig
-
-IGNORED = -100
-"""A target that is not scored."""
+from trainshort.config import IGNORED, AdaptiveConfig, ModelConfig
 
 PADDING = 1
 """fairseq's number for padding. Its adaptive input takes it for padding in every band, and begins that row at zero."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainshort.data.corpus import corpora, find_corpus
-from trainshort.data.document import Corpus, Row, articles, stretches
+from trainshort.data.document import Corpus, Record, articles, stretches
 from trainshort.data.hub import HubCorpus, MixedCorpus
 
 WIKITEXT = (
@@ -37,7 +37,7 @@ def assert_resumes(corpus: Corpus) -> None:
 
 @given(st.lists(st.text(st.sampled_from("ab é中🙂")), max_size=40), st.integers(1, 30))
 def test_stretches_lose_nothing_and_end_at_blank_lines(lines: list[str], size: int) -> None:
-    rows = [Row(line + "\n", number) for number, line in enumerate(lines)]
+    rows = [Record(line + "\n", number) for number, line in enumerate(lines)]
     documents = list(stretches(size)(rows))
     assert "".join(row.text for row in documents) == "".join(row.text for row in rows)
     for row in documents[:-1]:
@@ -98,11 +98,11 @@ def test_a_glob_finds_what_it_says(tmp_path: Path) -> None:
 
 
 def test_wikitext_is_cut_at_its_titles() -> None:
-    rows = [Row(line, number) for number, line in enumerate(WIKITEXT.splitlines(keepends=True))]
+    rows = [Record(line, number) for number, line in enumerate(WIKITEXT.splitlines(keepends=True))]
     first, second = articles(rows)
     assert first.text + second.text == WIKITEXT
     assert second.text.startswith(" \n = E = mc = \n")
-    assert first.after == 7
+    assert first.cursor == 7
 
 
 def wikitext_layouts(folder: Path) -> dict[str, Path]:

@@ -404,7 +404,7 @@ def test_the_command_tells_mistakes_in_a_sentence(text: Path, tmp_path: Path, ca
         return capsys.readouterr().err
 
     assert "trainshort: bad.txt is not valid UTF-8 at byte 600 (0xff)" in exits_with_two("bad.txt")
-    assert "'bpee' is no tokenizer: use bytes, bpe, words" in exits_with_two("text.txt", "--tokenizer", "bpee")
+    assert "'bpee' is no tokenizer: use bpe, bytes, words" in exits_with_two("text.txt", "--tokenizer", "bpee")
     assert "Did you mean 'bpe'?" in exits_with_two("text.txt", "--tokenizer", "bpee")
     assert "workers must be at least 1, not 0" in exits_with_two("text.txt", "--workers", "0")
     assert not (tmp_path / "data" / "text-bpee").exists()

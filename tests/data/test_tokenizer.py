@@ -12,16 +12,19 @@ from tokenizers import decoders as library_decoders
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from trainshort.data.tokenizer import (
-    MOST_KEPT_WORDS,
     ByteTokenizer,
     SavedTokenizer,
     Tokenizer,
     WordTokenizer,
+    count_words,
     cut,
     load_tokenizer,
     parse_tokenizer,
+    sample,
+    save_tokenizer,
+    train_bpe,
 )
-from trainshort.data.vocabulary import count_words, sample, train_bpe
+from trainshort.data.tokenizer.saved import MOST_KEPT_WORDS
 from trainshort.errors import InputError
 
 TEXT = (
@@ -61,8 +64,8 @@ def test_words_remembered_give_the_tokens_of_the_whole_text(text: str) -> None:
 
 def test_a_long_text_and_a_full_memory_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plain(BPE, TEXT * 30)
-    monkeypatch.setattr("trainshort.data.tokenizer.MOST_KEPT_WORDS", 3)
-    monkeypatch.setattr("trainshort.data.tokenizer.LONGEST_KEPT_WORD", 4)
+    monkeypatch.setattr("trainshort.data.tokenizer.saved.MOST_KEPT_WORDS", 3)
+    monkeypatch.setattr("trainshort.data.tokenizer.saved.LONGEST_KEPT_WORD", 4)
     assert BPE.encode(TEXT * 30).tolist() == expected
     assert len(BPE._known) <= MOST_KEPT_WORDS
     assert BPE.encode(TEXT * 30).tolist() == expected
@@ -98,7 +101,7 @@ def test_bpe_is_the_same_whatever_the_order_of_threads() -> None:
 
 
 def test_a_sample_is_spread_evenly_and_never_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainshort.data.vocabulary.PART", 1)
+    monkeypatch.setattr("trainshort.data.tokenizer.bpe.PART", 1)
     letters = [f"{letter} x" for letter in "abcdefghij"]  # two parts of one and two characters
     assert list(sample(letters, 1.0)) == [part for letter in "abcdefghij" for part in (letter, " x")]
     assert list(sample(["a", "b", "c", "d", "e", "f", "g", "h"], 0.4)) == ["a", "d", "f"]
@@ -106,7 +109,7 @@ def test_a_sample_is_spread_evenly_and_never_empty(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_sample_ends_when_it_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainshort.data.vocabulary.SAMPLE_BYTES", 30)
+    monkeypatch.setattr("trainshort.data.tokenizer.bpe.SAMPLE_BYTES", 30)
     assert len("".join(sample(["ten chars."] * 100, 1.0))) == 30
     assert len("".join(sample(["ten chars."] * 1000, 0.5))) == 60
 
@@ -122,7 +125,7 @@ def test_words_are_counted_sorted_and_padded_as_fairseq_does() -> None:
 
 
 def test_words_that_are_too_many_lose_the_rarest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainshort.data.vocabulary.MOST_WORDS", 10)
+    monkeypatch.setattr("trainshort.data.tokenizer.words.MOST_WORDS", 10)
     text = [" ".join(f"rare{n}" for n in range(start, start + 6)) + " often often" for start in range(0, 60, 6)]
     tokenizer = count_words(text, 1000)
     assert tokenizer.words[4] == "often"
@@ -162,7 +165,7 @@ def test_saved_bytes_and_words_are_the_same_for_the_library(text: str) -> None:
 
 def test_saving_and_loading_gives_the_same_tokenizer(tmp_path: Path) -> None:
     for tokenizer in (ByteTokenizer(), count_words(["b c b a"], 10), BPE):
-        tokenizer.save(tmp_path / "tokenizer.json")
+        save_tokenizer(tokenizer, tmp_path)
         for loaded in (load_tokenizer(tmp_path), load_tokenizer(tmp_path / "tokenizer.json")):
             assert type(loaded) is type(tokenizer)
             assert (loaded.name, loaded.vocabulary, loaded.end) == (tokenizer.name, tokenizer.vocabulary, tokenizer.end)

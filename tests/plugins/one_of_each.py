@@ -5,8 +5,7 @@ from rich.console import Group
 from trainshort.analyze.base import Analysis, Lab, analyses
 from trainshort.attention import Call, engines
 from trainshort.data.corpus import corpora, find_corpus
-from trainshort.data.tokenizer import SavedTokenizer
-from trainshort.data.vocabulary import tokenizers
+from trainshort.data.tokenizer import SavedTokenizer, tokenizers
 
 
 @engines.register("echo")
@@ -29,14 +28,19 @@ def owl():
 
 
 @tokenizers.register("letters")
-def letters(texts, vocabulary, corpus):
+class Letters(SavedTokenizer):
     """A token is a letter."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-    found = sorted({letter for text in texts for letter in text})[: vocabulary - 1]
-    saved = Tokenizer(models.WordLevel({"?": 0} | {x: i + 1 for i, x in enumerate(found)}, unk_token="?"))
-    saved.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-    return SavedTokenizer(saved, "letters")
+    sized = True
+
+    @classmethod
+    def build(cls, texts, vocabulary, size):
+        from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+        found = sorted({letter for text in texts for letter in text})[: vocabulary - 1]
+        saved = Tokenizer(models.WordLevel({"?": 0} | {x: i + 1 for i, x in enumerate(found)}, unk_token="?"))
+        saved.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+        return cls(saved, "letters")
 
 
 def count(lab: Lab) -> dict:

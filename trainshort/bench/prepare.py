@@ -34,8 +34,7 @@ def measure(plan: PreparePlan, progress: Progress) -> list[Row]:
 def _measure(plan: PreparePlan, progress: Progress) -> list[Row]:
     from tokenizers import Tokenizer
 
-    from trainshort.data.tokenizer import ByteTokenizer, SavedTokenizer
-    from trainshort.data.vocabulary import count_words, train_bpe
+    from trainshort.data.tokenizer import ByteTokenizer, SavedTokenizer, count_words, train_bpe
 
     texts = _texts(plan.megabytes)
     size = sum(len(text.encode()) for text in texts) / 1e6

@@ -13,7 +13,7 @@ KINDS = {
     "positions": "trainshort.methods:methods",
     "engines": "trainshort.attention:engines",
     "corpora": "trainshort.data.corpus:corpora",
-    "tokenizers": "trainshort.data.vocabulary:tokenizers",
+    "tokenizers": "trainshort.data.tokenizer:tokenizers",
     "analyses": "trainshort.analyze.session:analyses",
     "presets": "trainshort.presets:presets",
     "recipes": "trainshort.recipes:recipes",

@@ -2,9 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from trainshort.commands.parser import Arg
+from trainshort.config import DataConfig
+
+_SETTINGS = DataConfig.model_fields
+
+
+def _help(name: str) -> Any:
+    return tyro.conf.arg(help=_SETTINGS[name].description)
 
 
 @dataclass(frozen=True)
@@ -23,10 +30,8 @@ class Prepare:
 
     corpus: Annotated[str, Arg(metavar="CORPUS", positional=True)]
     """Corpus name (see `trainshort list corpora`), file, folder, glob, or hub dataset as owner/name[:config]."""
-    tokenizer: str = "bpe"
-    """bytes, words, bpe, or the path of a saved tokenizer.json."""
-    vocabulary: int = 2048
-    """Size of a vocabulary that is built here (bpe, words)."""
+    tokenizer: Annotated[str, _help("tokenizer")] = _SETTINGS["tokenizer"].default
+    vocabulary: Annotated[int, _help("vocabulary")] = _SETTINGS["vocabulary"].default
     out: Path | None = None
     """Folder to write. Default: data/<corpus>-<tokenizer><vocabulary>."""
     workers: int | None = None
@@ -35,12 +40,11 @@ class Prepare:
     """What to do about bytes that are not UTF-8: stop and say where, or put U+FFFD there."""
 
     def run(self) -> int:
-        from trainshort.config import DataConfig
         from trainshort.data import open_data, prepare
         from trainshort.data.meta import is_data
         from trainshort.data.pipeline import describe
-        from trainshort.data.progress import Progress
         from trainshort.data.request import data_folder
+        from trainshort.data.stages import Stages
 
         config = DataConfig.read(
             {"corpus": self.corpus, "tokenizer": self.tokenizer, "vocabulary": self.vocabulary, "folder": self.out}
@@ -50,8 +54,8 @@ class Prepare:
         try:
             prepared = prepare(config, workers=self.workers, errors=self.errors)
         except KeyboardInterrupt:
-            Progress(True).say(f"\nStopped. The same command continues in {folder}.")
+            Stages(True).say(f"\nStopped. The same command continues in {folder}.")
             return 130
         if there:
-            Progress(True).say(f"Already prepared. {describe(open_data(prepared.folder))}.")
+            Stages(True).say(f"Already prepared. {describe(open_data(prepared.folder))}.")
         return 0

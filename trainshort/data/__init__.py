@@ -1,12 +1,12 @@
 """SOCKET 3, text: from a corpus to batches. Torch-free.
 
-Reading order: document.py (what a corpus yields), corpus.py (corpora by name), tokenizer.py, pipeline.py (`prepare`),
+Reading order: document.py (what a corpus yields), corpus.py (corpora by name), tokenizer/, pipeline.py (`prepare`),
 meta.py (the folder it makes), stream.py (batches).
 """
 
 from trainshort.data.meta import Meta, Prepared, SplitMeta, open_data
 from trainshort.data.pipeline import open_or_prepare, prepare, really
-from trainshort.data.tokenizer import Tokenizer, load_tokenizer
+from trainshort.data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer, tokenizers
 
 __all__ = [
     "Meta",
@@ -18,4 +18,6 @@ __all__ = [
     "open_or_prepare",
     "prepare",
     "really",
+    "save_tokenizer",
+    "tokenizers",
 ]

@@ -17,14 +17,14 @@ from pathlib import Path
 
 from trainshort import files
 from trainshort.data.document import Corpus
-from trainshort.data.files import SUFFIXES, FileCorpus, Kind, TextFile, file_corpus, folder_corpus, select, suffix
 from trainshort.data.hub import HubCorpus, MixedCorpus
+from trainshort.data.splits import HELD_OUT
+from trainshort.data.text_files import SUFFIXES, FileCorpus, Kind, TextFile, file_corpus, folder_corpus, select, suffix
 from trainshort.errors import InputError
 from trainshort.registry import Registry, did_you_mean
 
 corpora: Registry[Callable[[], Corpus]] = Registry("corpus")
 
-HELD_OUT = 0.05
 GIGABYTE = 10**9
 LONGEST_NAME = 4096
 """Characters; no path is longer."""

@@ -1,7 +1,7 @@
 """What every corpus yields: documents, each with the place where reading can go on after it.
 
 Files, tables and hub streams all come as rows (a line, a record); a grouping makes documents of them. Each row and each
-document carries a position after which reading can resume, so that a killed preparation continues where it stopped.
+document carries a cursor, where reading goes on after it, so that a killed preparation continues where it stopped.
 
     rows         "a\\n" "\\n" "b\\n"       a plain text's lines
     stretches    "a\\n\\n"      "b\\n"     documents of whole paragraphs (here of at least 2 characters)
@@ -22,12 +22,12 @@ HEADING = re.compile(r" = (?!= ).+(?<! =) = \n?")
 """A WikiText article's title, ` = Robert Boulter = `; sections have two equal signs, ` = = Career = = `."""
 
 
-class Row(NamedTuple):
+class Record(NamedTuple):
     """A line or record, and where it ends."""
 
     text: str
-    after: Any
-    """Position at which the next row begins; plain JSON."""
+    cursor: Any
+    """Where reading goes on after this one; plain JSON."""
     done: int = 0
     """Bytes of the source that have been read, for the progress bar."""
 
@@ -86,10 +86,10 @@ class Corpus(Protocol):
         ...
 
 
-Grouping = Callable[[Iterable[Row]], Iterator[Row]]
+Grouping = Callable[[Iterable[Record]], Iterator[Record]]
 
 
-def each(rows: Iterable[Row]) -> Iterator[Row]:
+def each(rows: Iterable[Record]) -> Iterator[Record]:
     """Every row is a document."""
     yield from rows
 
@@ -97,8 +97,8 @@ def each(rows: Iterable[Row]) -> Iterator[Row]:
 def stretches(size: int) -> Grouping:
     """Documents of whole paragraphs: at least `size` characters to a blank line, twice that to any line end."""
 
-    def group(rows: Iterable[Row]) -> Iterator[Row]:
-        parts: list[Row] = []
+    def group(rows: Iterable[Record]) -> Iterator[Record]:
+        parts: list[Record] = []
         length = 0
         for row in rows:
             parts.append(row)
@@ -112,12 +112,12 @@ def stretches(size: int) -> Grouping:
     return group
 
 
-def articles(rows: Iterable[Row]) -> Iterator[Row]:
+def articles(rows: Iterable[Record]) -> Iterator[Record]:
     """WikiText's articles: each begins with the blank line before its title (formulas can look like a title, without).
 
     " " " = A = " " " "text" " " " = B = " " " "more"  becomes  [" " " = A = " " " "text"], [" " " = B = " " " "more"]
     """
-    parts: list[Row] = []
+    parts: list[Record] = []
     length = 0
     for row in rows:
         blank_before = bool(parts) and not parts[-1].text.strip()
@@ -133,12 +133,12 @@ def articles(rows: Iterable[Row]) -> Iterator[Row]:
         yield _join(parts)
 
 
-def as_lines(rows: Iterable[Row], blank: str = "\n") -> Iterator[Row]:
+def as_lines(rows: Iterable[Record], blank: str = "\n") -> Iterator[Record]:
     """Records that are lines get their line ends back; an empty one was a blank line (WikiText writes " \\n")."""
     for row in rows:
         text = row.text if row.text.endswith("\n") else row.text + "\n"
-        yield Row(blank if text == "\n" else text, row.after, row.done)
+        yield Record(blank if text == "\n" else text, row.cursor, row.done)
 
 
-def _join(rows: list[Row]) -> Row:
-    return Row("".join(row.text for row in rows), rows[-1].after, rows[-1].done)
+def _join(rows: list[Record]) -> Record:
+    return Record("".join(row.text for row in rows), rows[-1].cursor, rows[-1].done)

@@ -13,8 +13,8 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from trainshort.data.document import Corpus, Document, Errors, Grouping, Row, articles, as_lines, each, stretches
-from trainshort.data.files import Kind
+from trainshort.data.document import Corpus, Document, Errors, Grouping, Record, articles, as_lines, each, stretches
+from trainshort.data.text_files import Kind
 from trainshort.errors import InputError
 
 STRETCH = 1 << 16
@@ -73,7 +73,7 @@ class HubCorpus:
             for row in self._group()(rows):
                 if row.text:
                     done += len(row.text)
-                    yield Document(row.text, name, [name, *row.after, done], done)
+                    yield Document(row.text, name, [name, *row.cursor, done], done)
             state, skip = None, 0
 
     def _streams(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class HubCorpus:
         return each
 
 
-def _stream_rows(name: str, stream: Any, state: Any, skip: int) -> Iterator[Row]:
+def _stream_rows(name: str, stream: Any, state: Any, skip: int) -> Iterator[Record]:
     """Rows from a position on. A position is (state, rows after it): taking a state is costly, counting is not."""
     if state is not None:
         stream.load_state_dict(state)
@@ -123,7 +123,7 @@ def _stream_rows(name: str, stream: Any, state: Any, skip: int) -> Iterator[Row]
             raise InputError(f"'{name}' should have a column 'text' with strings; its columns are {', '.join(record)}.")
         since += 1
         if since > skip:
-            yield Row(record["text"], (state, since))
+            yield Record(record["text"], (state, since))
         if since == SNAPSHOT_ROWS:
             state, since, skip = stream.state_dict(), 0, 0
 

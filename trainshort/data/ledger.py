@@ -14,7 +14,7 @@ from pydantic import Field
 
 from trainshort import files
 from trainshort.config import Settings
-from trainshort.data.meta import OFFSET_TYPE, UNFINISHED_FILE, Request, SplitMeta, bin_path, offsets_path
+from trainshort.data.meta import OFFSET_TYPE, UNFINISHED_FILE, DataRequest, SplitMeta, bin_path, offsets_path
 from trainshort.data.workers import Encoded
 from trainshort.errors import InputError
 
@@ -24,7 +24,7 @@ ROOM = "Free some space, and run the same command to continue."
 class Note(Settings):
     """The content of unfinished.json."""
 
-    request: Request
+    request: DataRequest
     test_below: int = 0
     valid_below: int = 0
     missing: tuple[str, ...] = ()

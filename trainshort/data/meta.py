@@ -34,7 +34,7 @@ WORTH_SAYING = 1 << 31
 _AGAIN = "Delete the folder and prepare it again, or put the right files back."
 
 
-class Request(Settings):
+class DataRequest(Settings):
     """What was asked for; another request is refused the same folder."""
 
     corpus: str
@@ -70,7 +70,7 @@ class Meta(Settings):
     """The content of meta.json."""
 
     format: int = FORMAT
-    request: Request
+    request: DataRequest
     tokenizer: str
     """The tokenizer's name."""
     tokenizer_sha256: str
@@ -111,9 +111,7 @@ class Prepared:
         return _map(offsets_path(self.folder, name), self._split(name).documents, OFFSET_TYPE)
 
     def tokenizer(self) -> Tokenizer:
-        tokenizer = load_tokenizer(self.folder)
-        tokenizer.name = self.meta.tokenizer  # its file does not say what it was called
-        return tokenizer
+        return load_tokenizer(self.folder, name=self.meta.tokenizer)
 
     def verify(self) -> None:
         """Read everything once more, whatever is remembered, and compare it with the checksums."""

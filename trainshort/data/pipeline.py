@@ -23,13 +23,12 @@ from trainshort.data.checksums import FILE as CHECKED_FILE
 from trainshort.data.corpus import find_corpus
 from trainshort.data.document import SPLITS, Corpus, Errors
 from trainshort.data.ledger import ROOM, Note, Writer, read_note, write_note
-from trainshort.data.meta import Meta, Prepared, Request, SplitMeta, bin_path, is_data, offsets_path, open_data
-from trainshort.data.progress import Progress
+from trainshort.data.meta import DataRequest, Meta, Prepared, SplitMeta, bin_path, is_data, offsets_path, open_data
 from trainshort.data.request import data_folder, make_request, refuse_other, short_name
 from trainshort.data.splits import Splitter, splitter
+from trainshort.data.stages import Stages
 from trainshort.data.tokenizer import FILE as TOKENIZER_FILE
-from trainshort.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from trainshort.data.vocabulary import tokenizers
+from trainshort.data.tokenizer import Tokenizer, load_tokenizer, tokenizers
 from trainshort.data.workers import Piece, Pool
 from trainshort.errors import InputError
 
@@ -47,11 +46,11 @@ class Job:
 
     config: DataConfig
     corpus: Corpus
-    request: Request
+    request: DataRequest
     folder: Path
     errors: Errors
     workers: int
-    progress: Progress
+    progress: Stages
 
 
 def prepare(
@@ -72,7 +71,7 @@ def prepare(
     if is_data(folder):
         return _open_same(folder, config)
     corpus = find_corpus(config.corpus)
-    shown = Progress(progress)
+    shown = Stages(progress)
     if corpus.streamed:
         shown.say(f"Reading '{corpus.name}' from the hub, as it is encoded ...")
     _ = corpus.splits  # a hub that does not answer is told before a folder is made
@@ -155,10 +154,10 @@ def _settle(job: Job, note: Note) -> Note:
 
 def _tokenizer(job: Job, rule: Splitter) -> Tokenizer:
     kind = job.config.tokenizer
-    if kind == "bytes":
-        return ByteTokenizer()
     if kind not in tokenizers:
         return load_tokenizer(Path(kind))
+    if not tokenizers.get(kind).sized:
+        return tokenizers.get(kind).build((), job.config.vocabulary, None)
     if "train" not in job.corpus.splits:
         raise InputError(
             f"'{job.corpus.name}' has no training text to build a {kind} vocabulary from. "
@@ -167,7 +166,7 @@ def _tokenizer(job: Job, rule: Splitter) -> Tokenizer:
     job.progress.stage("reading for the vocabulary", job.corpus.size)
     documents = job.progress.watch(job.corpus.documents(errors=job.errors))
     texts = (document.text for document in documents if rule.split(document) == "train")
-    return tokenizers.get(kind)(texts, job.config.vocabulary, job.corpus)
+    return tokenizers.get(kind).build(texts, job.config.vocabulary, None if job.corpus.streamed else job.corpus.size)
 
 
 def _encode(job: Job, note: Note) -> tuple[float, int]:

@@ -8,9 +8,8 @@ from trainshort.config import DataConfig
 from trainshort.data.checksums import Checked, content_sha256
 from trainshort.data.corpus import find_corpus
 from trainshort.data.document import Corpus
-from trainshort.data.meta import Request
-from trainshort.data.tokenizer import tokenizer_name
-from trainshort.data.vocabulary import tokenizers
+from trainshort.data.meta import DataRequest
+from trainshort.data.tokenizer import tokenizer_name, tokenizers
 from trainshort.errors import InputError
 from trainshort.registry import did_you_mean
 
@@ -25,13 +24,8 @@ def data_folder(config: DataConfig) -> Path:
     corpus = config.corpus.rstrip("/")
     path = Path(corpus)
     short = path.stem if path.is_file() else path.name if path.is_dir() else corpus
-    size = str(config.vocabulary) if _is_built(config.tokenizer) else ""
+    size = str(config.vocabulary) if is_sized(config.tokenizer) else ""
     return Path("data") / f"{_plain(short)}-{_plain(short_name(config.tokenizer))}{size}"
-
-
-def _is_built(tokenizer: str) -> bool:
-    """Whether it is made from the text, so that the size of its vocabulary is asked for."""
-    return tokenizer in tokenizers and tokenizer != "bytes"
 
 
 def short_name(tokenizer: str) -> str:
@@ -39,18 +33,23 @@ def short_name(tokenizer: str) -> str:
     return tokenizer if tokenizer in tokenizers else tokenizer_name(Path(tokenizer))
 
 
+def is_sized(tokenizer: str) -> bool:
+    """Whether a vocabulary of a size that is asked for is built."""
+    return tokenizer in tokenizers and tokenizers.get(tokenizer).sized
+
+
 def _plain(name: str) -> str:
     return re.sub(r"[^\w.]+", "-", name).strip("-.") or "text"
 
 
-def make_request(config: DataConfig, corpus: Corpus) -> Request:
-    return Request(
+def make_request(config: DataConfig, corpus: Corpus) -> DataRequest:
+    return DataRequest(
         corpus=config.corpus,
         fingerprint=corpus.fingerprint,
         content=content_sha256(corpus.paths) if corpus.paths else None,
         tokenizer=config.tokenizer,
         tokenizer_sha256=_tokenizer_sha256(config),
-        vocabulary=config.vocabulary if _is_built(config.tokenizer) else None,
+        vocabulary=config.vocabulary if is_sized(config.tokenizer) else None,
     )
 
 
@@ -67,7 +66,7 @@ def _tokenizer_sha256(config: DataConfig) -> str | None:
     return files.sha256(path)
 
 
-def refuse_other(folder: Path, old: Request, config: DataConfig, state: str) -> None:
+def refuse_other(folder: Path, old: DataRequest, config: DataConfig, state: str) -> None:
     """Raise when the folder was made from something else, and say what differs."""
     checked = Checked(folder)
     differences = _differences(old, config, checked)
@@ -78,7 +77,7 @@ def refuse_other(folder: Path, old: Request, config: DataConfig, state: str) -> 
     checked.save()
 
 
-def _differences(old: Request, config: DataConfig, checked: Checked) -> list[str]:
+def _differences(old: DataRequest, config: DataConfig, checked: Checked) -> list[str]:
     found = []
     corpus = _current(config)
     same = corpus is None or _is_same(corpus, old, checked)
@@ -105,7 +104,7 @@ def _current(config: DataConfig) -> Corpus | None:
     return None if corpus.streamed else corpus
 
 
-def _is_same(corpus: Corpus, old: Request, checked: Checked) -> bool:
+def _is_same(corpus: Corpus, old: DataRequest, checked: Checked) -> bool:
     """Whether this is the text that was prepared. Names and sizes are compared first, then the content decides."""
     if corpus.fingerprint != old.fingerprint:
         return False

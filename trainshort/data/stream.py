@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32, Int64, Integer
 
+from trainshort.config import IGNORED
 from trainshort.errors import InputError
 
 
@@ -28,9 +29,6 @@ logging.getLogger("absl").addFilter(_quiet)
 import grain  # noqa: E402
 
 logging.getLogger("absl").removeFilter(_quiet)
-
-IGNORED = -100
-"""Target that the loss leaves out, as torch's cross entropy does."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trainshort.data.document import HEADING, Document, Errors, Row, articles, as_lines, stretches
-from trainshort.data.rows import jsonl_rows, parquet_rows, stretch_rows, text_rows, whole_rows
+from trainshort.data.document import HEADING, Document, Errors, Record, articles, as_lines, stretches
+from trainshort.data.readers import jsonl_rows, parquet_rows, stretch_rows, text_rows, whole_rows
 from trainshort.errors import InputError
 
 TEXT_SUFFIXES = (".txt", ".md", ".tokens", ".raw", ".py")
@@ -39,7 +39,7 @@ class TextFile:
 
 @dataclass(frozen=True)
 class FileCorpus:
-    """Files read one after the other; the cursor is [file, position in it]."""
+    """Files read one after the other; the cursor is [file, cursor in it]."""
 
     name: str
     files: tuple[TextFile, ...]
@@ -66,26 +66,26 @@ class FileCorpus:
         return min(max(self.size // STRETCHES, 64), 1 << 16)
 
     def documents(self, cursor: Any = None, errors: Errors = "strict") -> Iterator[Document]:
-        first, position = cursor or (0, None)
+        first, cursor = cursor or (0, None)
         before = sum(file.size for file in self.files[:first])
         for index in range(first, len(self.files)):
             file = self.files[index]
-            for row in self._rows(file, position, errors):
+            for row in self._rows(file, cursor, errors):
                 if row.text:
-                    yield Document(row.text, file.split, [index, row.after], before + row.done)
+                    yield Document(row.text, file.split, [index, row.cursor], before + row.done)
             before += file.size
-            position = None
+            cursor = None
 
-    def _rows(self, file: TextFile, position: Any, errors: Errors) -> Iterator[Row]:
-        """The file's documents from a position on."""
+    def _rows(self, file: TextFile, cursor: Any, errors: Errors) -> Iterator[Record]:
+        """The file's documents from a cursor on."""
         if suffix(file.path) in TEXT_SUFFIXES:
             if file.kind == "whole":
-                return whole_rows(file.path, position, errors)
+                return whole_rows(file.path, cursor, errors)
             if file.kind == "articles":
-                return articles(text_rows(file.path, position, errors))
-            return stretch_rows(file.path, position, errors, self.stretch)
+                return articles(text_rows(file.path, cursor, errors))
+            return stretch_rows(file.path, cursor, errors, self.stretch)
         read = jsonl_rows if suffix(file.path) == ".jsonl" else parquet_rows
-        rows = read(file.path, position, errors)
+        rows = read(file.path, cursor, errors)
         if file.kind == "articles":
             return articles(as_lines(rows, blank=" \n"))
         return stretches(self.stretch)(as_lines(rows)) if file.kind == "lines" else rows

@@ -9,7 +9,7 @@ from typing import Any
 from trainshort.data.document import Document
 
 
-class Progress:
+class Stages:
     """Shows stages on a terminal; elsewhere it prints the last line only, and nothing at all when not `wanted`."""
 
     def __init__(self, wanted: bool) -> None:
@@ -19,7 +19,7 @@ class Progress:
         self._task: Any = None
 
     @contextmanager
-    def shown(self) -> Iterator["Progress"]:
+    def shown(self) -> Iterator["Stages"]:
         if not (self.wanted and sys.stderr.isatty()):
             yield self
             return

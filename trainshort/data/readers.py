@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainshort import files
-from trainshort.data.document import Errors, Row
+from trainshort.data.document import Errors, Record
 from trainshort.errors import InputError
 
 LONGEST_LINE = 1 << 20
@@ -24,18 +24,18 @@ BLOCK = 1 << 20
 _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 
 
-def whole_rows(path: Path, position: int | None, errors: Errors) -> Iterator[Row]:
+def whole_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Record]:
     """A file that is one document."""
-    if position is None:
+    if cursor is None:
         with _open(path) as file:
             data = file.read()
-        yield Row(_decode(data, errors, path, 0), len(data), len(data))
+        yield Record(_decode(data, errors, path, 0), len(data), len(data))
 
 
-def text_rows(path: Path, position: int | None, errors: Errors) -> Iterator[Row]:
+def text_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Record]:
     """Lines of a text file; a very long one is cut."""
     with _open(path) as file:
-        at = position or 0
+        at = cursor or 0
         file.seek(at)
         while line := file.readline(LONGEST_LINE):
             if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
@@ -43,16 +43,16 @@ def text_rows(path: Path, position: int | None, errors: Errors) -> Iterator[Row]
                 file.seek(at + len(line))
             text = _decode(line, errors, path, at)
             at += len(line)
-            yield Row(text, at, at)
+            yield Record(text, at, at)
 
 
-def stretch_rows(path: Path, position: int | None, errors: Errors, size: int) -> Iterator[Row]:
+def stretch_rows(path: Path, cursor: int | None, errors: Errors, size: int) -> Iterator[Record]:
     """A plain text in documents of one to two times `size` bytes, cut after a blank line where there is one.
 
     size 4, "a\\nb\\n\\nc d e f":   "a\\nb\\n\\n", "c d e f"
     """
     with _open(path) as file:
-        at = position or 0
+        at = cursor or 0
         file.seek(at)
         buffer, start = b"", 0
         while True:
@@ -66,7 +66,7 @@ def stretch_rows(path: Path, position: int | None, errors: Errors, size: int) ->
                 text = text.removeprefix("\ufeff")  # a byte order mark says nothing in UTF-8
             at += end - start
             start = end
-            yield Row(text, at, at)
+            yield Record(text, at, at)
             if start == len(buffer):
                 buffer, start = b"", 0
 
@@ -93,10 +93,10 @@ def _last_good_end(line: bytes) -> int:
     return len(line)
 
 
-def jsonl_rows(path: Path, position: int | None, errors: Errors) -> Iterator[Row]:
-    """The "text" of every record; a position is a byte offset."""
+def jsonl_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Record]:
+    """The "text" of every record; a cursor is a byte offset."""
     with _open(path) as file:
-        at = position or 0
+        at = cursor or 0
         file.seek(at)
         while line := file.readline(LONGEST_RECORD + 1):
             if len(line) > LONGEST_RECORD:
@@ -105,7 +105,7 @@ def jsonl_rows(path: Path, position: int | None, errors: Errors) -> Iterator[Row
                     "Write one object per line, and cut what is longer."
                 )
             if line.strip():
-                yield Row(_record_text(line, errors, path, at), at + len(line), at + len(line))
+                yield Record(_record_text(line, errors, path, at), at + len(line), at + len(line))
             at += len(line)
 
 
@@ -156,8 +156,8 @@ def _line_number(path: Path, at: int) -> int:
     return number
 
 
-def parquet_rows(path: Path, position: int | None, errors: Errors) -> Iterator[Row]:
-    """The "text" column, row by row; a position is a row number."""
+def parquet_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Record]:
+    """The "text" column, row by row; a cursor is a row number."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -172,7 +172,7 @@ def parquet_rows(path: Path, position: int | None, errors: Errors) -> Iterator[R
     columns = table.schema_arrow.names
     if "text" not in columns:
         raise InputError(f"{path} should have a column 'text'; its columns are {', '.join(columns)}.")
-    size, rows, start, number = path.stat().st_size, table.metadata.num_rows, position or 0, 0
+    size, rows, start, number = path.stat().st_size, table.metadata.num_rows, cursor or 0, 0
     for group in range(table.num_row_groups):
         length = table.metadata.row_group(group).num_rows
         if number + length <= start:
@@ -183,7 +183,7 @@ def parquet_rows(path: Path, position: int | None, errors: Errors) -> Iterator[R
                 number += 1
                 if number > start:
                     text = _decode(value or b"", errors, path, 0, row=number - 1)
-                    yield Row(text, number, size * number // rows)
+                    yield Record(text, number, size * number // rows)
 
 
 def _open(path: Path) -> BinaryIO:
