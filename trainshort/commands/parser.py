@@ -37,6 +37,8 @@ class Arg:
     metavar: str | None = None
     name: str | None = None
     positional: bool = False
+    help: str | None = None
+    """In place of the text under the field, where a setting has said it already."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def of_class(kind: type) -> list[Option]:
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         default = REQUIRED if default is MISSING else default
         name = (extra.name or field.name).replace("_", "-")
-        text = texts.get(field.name, "")
+        text = extra.help or texts.get(field.name, "")
         found.append(Option(name, annotation, text, default, field.name, extra.metavar, extra.positional))
     return found
 

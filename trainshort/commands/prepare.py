@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from trainshort.commands.parser import Arg
 from trainshort.config import DataConfig
@@ -10,8 +10,8 @@ from trainshort.config import DataConfig
 _SETTINGS = DataConfig.model_fields
 
 
-def _help(name: str) -> Any:
-    return tyro.conf.arg(help=_SETTINGS[name].description)
+def _help(name: str) -> Arg:
+    return Arg(help=_SETTINGS[name].description)
 
 
 @dataclass(frozen=True)
