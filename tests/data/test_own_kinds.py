@@ -27,6 +27,7 @@ class Shouted(WordTokenizer):
     """Words in capitals."""
 
     name = "shouted"
+    summary = "words in capitals"
 
     @classmethod
     def build(cls, texts, vocabulary, size):

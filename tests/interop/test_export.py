@@ -141,7 +141,7 @@ def test_bad_requests(tmp_path):
 
 def bpe_run(path: Path) -> Path:
     """A run with a BPE trained on a little text, and one token more in the model than it makes."""
-    from trainshort.data.vocabulary import train_bpe
+    from trainshort.data.tokenizer import train_bpe
 
     tokenizer = train_bpe(iter(["The state of the Union is strong, and naïve café. " * 50]), 300)
     run = make_run(path, biases=False, vocabulary=tokenizer.vocabulary + 1)

@@ -29,8 +29,7 @@ def owl():
 
 @tokenizers.register("letters")
 class Letters(SavedTokenizer):
-    """A token is a letter."""
-
+    summary = "a token is a letter"
     sized = True
 
     @classmethod

@@ -31,6 +31,8 @@ class Tokenizer(ABC):
     """
 
     name: str
+    summary: ClassVar[str]
+    """A line for `trainshort list tokenizers`."""
     sized: ClassVar[bool] = False
     """Whether its vocabulary is built from the training text, to a size that is asked for."""
     ends_lines: ClassVar[bool] = False

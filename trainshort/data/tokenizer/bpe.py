@@ -18,6 +18,7 @@ PART = 4096
 class BytePairTokenizer(SavedTokenizer):
     """A byte-level BPE of ours: any text can be encoded, and decoding gives it back exactly."""
 
+    summary = "byte-level sub-words, trained on a sample of the text"
     sized = True
 
     @classmethod

@@ -14,6 +14,7 @@ class ByteTokenizer(Tokenizer):
     """A token is a byte of UTF-8. A document ends with byte 0, which text does not contain."""
 
     name = "bytes"
+    summary = "a token is a byte of UTF-8; 256 of them"
     vocabulary = 256
     end = 0
 

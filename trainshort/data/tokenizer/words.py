@@ -35,6 +35,7 @@ class WordTokenizer(Tokenizer):
     """
 
     name = "words"
+    summary = "a token is a word between white space, the most frequent ones, as the paper counts WikiText"
     sized = True
     ends_lines = True
     SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
