@@ -3,7 +3,7 @@
 A kind of tokenizer is one file here (or a plug-in) with one decorator, `@tokenizers.register("name")`.
 """
 
-from trainshort.data.tokenizer.base import Tokenizer, cut, tokenizers
+from trainshort.data.tokenizer.base import END_OF_TEXT, Tokenizer, cut, tokenizers
 from trainshort.data.tokenizer.bpe import BytePairTokenizer, sample, train_bpe
 from trainshort.data.tokenizer.bytes import ByteTokenizer
 from trainshort.data.tokenizer.saved import (
@@ -17,6 +17,7 @@ from trainshort.data.tokenizer.saved import (
 from trainshort.data.tokenizer.words import WordTokenizer, count_words
 
 __all__ = [
+    "END_OF_TEXT",
     "FILE",
     "BytePairTokenizer",
     "ByteTokenizer",
