@@ -16,6 +16,7 @@ from trainshort.config import ModelConfig, RunConfig, load_config
 from trainshort.errors import InputError
 from trainshort.methods import MOVED, methods
 from trainshort.model import TransformerLM
+from trainshort.plots.figures import color
 from trainshort.positions import positions
 
 HERE = Path(__file__).parent / "plugins"
@@ -75,13 +76,27 @@ def test_it_is_read_far_past_its_length_and_goes_on_falling(trained):
     assert bias.table.shape == (4, 300)
 
 
+def test_it_is_in_the_report_with_its_own_colour(trained):
+    command(trained, "evaluate", "run", "--lengths", "16", "256", "--max-tokens", "600")
+    command(trained, "report", ".", "--out", "page", plugin=None)  # reads results, and needs no code for it
+    page = (trained / "page" / "index.html").read_text(encoding="utf-8")
+    assert "kerple-log" in page
+    assert color("kerple-log") in page
+    assert color("kerple-log") not in {color(name) for name in positions.names()[:6]}
+
+
+def test_reproduce_takes_it(trained):
+    told = command(trained, "reproduce", "--only", "table2", "--methods", "alibi,kerple-log", "--plan")
+    assert "kerple-log" in told
+
+
 def test_it_generates(trained):
     assert len(command(trained, "generate", "run", "the owl", "--tokens", "9").strip()) > 5
 
 
 def test_its_settings_are_in_the_help_and_in_the_list(trained):
     told = command(trained, "train", "demo-alibi", "--position", "kerple-log", "--help")
-    assert "how much a distance costs" in told.replace("\n", " ").replace("│", "").replace("  ", " ")
+    assert "how much a distance costs" in " ".join(told.split())
     assert "A penalty that grows with the logarithm of the distance" in command(trained, "list", "positions")
 
 

@@ -175,7 +175,7 @@ class Parser:
         for negated in (False, True):
             name = _plain_name(re.sub(r"(^|\.)no[-_]", r"\1", typed, count=1) if negated else typed)
             matches = [one for one in named if _plain_name(one.name) == name]
-            matches = matches or [one for one in named if _plain_name(one.name.rpartition(".")[2]) == name]
+            matches = matches or [one for one in named if _plain_name(one.name).endswith("." + name)]
             matches = [one for one in matches if one.flag] if negated else matches
             if len(matches) > 1:
                 raise self.error(f"'{typed}' could be {' or '.join(one.name for one in matches)}; write one of them.")

@@ -44,7 +44,8 @@ class RunParser(Parser):
         try:
             return super()._find(word)
         except UsageError:
-            if name in MOVED or any(name in method.settings.model_fields for _, method in methods.items()):
+            owners = [owner for owner, method in methods.items() if name in method.settings.model_fields]
+            if self.position not in owners and (owners or name in MOVED):
                 raise InputError(not_chosen(name, self.position)) from None
             raise
 
