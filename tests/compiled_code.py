@@ -1,8 +1,49 @@
-"""Marks for tests of compiled code: they are skipped, with the reason, where it cannot be built (`make test-bare`)."""
+"""For tests of compiled code and what stands in for it: both take the same inputs, and where compiled code cannot be
+built its tests are skipped, with the reason (`make test-bare`)."""
+
+from typing import NamedTuple
 
 import pytest
+import torch
+from torch import Tensor
 
-from trainshort.attention.kernel import unavailable
+from trainshort.attention import LinearBias, attend
+from trainshort.attention.operator import unavailable
+from trainshort.attention.windowed_torch import PANEL
 
 needs_kernel = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 both = pytest.mark.parametrize("implementation", [pytest.param("compiled", marks=needs_kernel), "torch"])
+ENGINES = {"compiled": "windowed", "torch": "windowed-torch"}
+
+
+class Problem(NamedTuple):
+    """Inputs of windowed attention."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    slopes: Tensor
+    documents: Tensor | None = None
+    window: int | None = None
+
+
+def attend_windowed(problem: Problem, tolerance: float, implementation: str) -> tuple[Tensor, ...]:
+    """Output, log-sum-exp and certificate by one of the two."""
+    q, k, v, slopes, documents, window = problem
+    options = {"documents": documents, "window": window, "tolerance": tolerance, "backend": ENGINES[implementation]}
+    return attend(q, k, v, bias=LinearBias(slopes), return_lse=True, return_certificate=True, **options)
+
+
+def operate(problem: Problem, tolerance: float, implementation: str) -> tuple[Tensor, ...]:
+    """The bare operator: output, log-sum-exp, each panel's first key, and the mass that may lie before it."""
+    q, k, v, bias, documents, window = problem
+    return torch.ops.trainshort.attention(
+        q, k, v, bias, documents, window, q.shape[3] ** -0.5, tolerance, implementation == "compiled"
+    )
+
+
+def read_and_promised(problem: Problem, tolerance: float, implementation: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, each row's first key, and each row's promise."""
+    out, _, first, dropped = operate(problem, tolerance, implementation)
+    panel = torch.arange(problem.q.shape[2]) // PANEL
+    return out, first[..., panel].long(), dropped[..., panel]

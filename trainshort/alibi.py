@@ -80,6 +80,7 @@ def proven_windows(
     slopes: Float[Tensor, " heads"],
     tolerance: float,
     block: int = 64,
+    scale: float | None = None,
 ) -> Int[Tensor, "batch heads blocks"]:
     """For each head and block of queries, a window w such that all keys at distance ≥ w together carry at most
     `tolerance` of any row's softmax mass.
@@ -89,7 +90,7 @@ def proven_windows(
         dropped mass  ≤  mass_beyond(U, m, w)
 
     since each far score is at most ‖q_i‖·K/√d − m·t (Cauchy–Schwarz) and the row's denominator at least exp(s_ii).
-    A window of k_len or more means "everything": slope 0 or below, tolerance 0, or inputs that are not finite.
+    `scale` stands in place of 1/√d. A window of k_len or more means "everything": slope 0 or below, tolerance 0, or inputs that are not finite.
     The arithmetic is float64, so that rounding cannot eat the promise; the cost is O(length · dim).
     """
     batch, heads, q_len, dim = q.shape
@@ -97,8 +98,9 @@ def proven_windows(
     key_norm = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float64).cummax(dim=-1).values[..., k_len - q_len :]
     query_norm = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float64)
     own_key = k[..., k_len - q_len :, :].repeat_interleave(group, dim=1)
-    own_score = (q.double() * own_key.double()).sum(-1) / math.sqrt(dim)
-    excess = query_norm * key_norm.repeat_interleave(group, dim=1) / math.sqrt(dim) - own_score  # U
+    factor = 1 / math.sqrt(dim) if scale is None else scale
+    own_score = (q.double() * own_key.double()).sum(-1) * factor
+    excess = query_norm * key_norm.repeat_interleave(group, dim=1) * factor - own_score  # U
 
     window = window_for(excess, slopes.double()[:, None], tolerance)
     window = window.clamp(1, k_len)  # the row's own key is always read

@@ -6,6 +6,7 @@ Only the chosen command's module is imported, which keeps `--help` quick.
 """
 
 import importlib
+import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ examples:
 def main(argv: list[str] | None = None) -> None:
     """Entry point; exits with 0, or with 2 and one sentence where the user can mend it."""
     argv = sys.argv[1:] if argv is None else argv
+    _show_choices()
     try:
         sys.exit(run(argv))
     except InputError as error:
@@ -86,6 +88,15 @@ def main(argv: list[str] | None = None) -> None:
         # `trainshort ... | head` closes our output early; point stdout elsewhere so the interpreter's flush is quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+
+
+def _show_choices() -> None:
+    """Which attention engine was chosen, and why: one line each, on standard error."""
+    log = logging.getLogger("trainshort.attention")
+    if not log.handlers:
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)
+        log.propagate = False
 
 
 def run(argv: list[str]) -> int:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from trainshort import alibi
 from trainshort.attention import DenseBias, DistanceBias, LinearBias, attend, engines
+from trainshort.attention.call import Call
 from trainshort.attention.compiled import table_by_distance
-from trainshort.attention.op import Call, choose
+from trainshort.attention.op import choose
 
 
 def with_gradients(backend, tensors, make_bias, values, grad_out, **options):
@@ -75,19 +76,19 @@ def test_the_gradient_of_the_bias_loses_no_more_than_twice_what_the_plain_formul
 @needs_kernel
 def test_it_serves_what_torchs_fast_kernel_cannot_train():
     q = torch.randn(1, 4, 40, 8, requires_grad=True)
-    assert choose(Call(q, q, q, DistanceBias(torch.randn(4, 9, requires_grad=True)))) == "compiled"
-    assert choose(Call(q, q, q, LinearBias(alibi.slopes(4).requires_grad_()))) == "compiled"
-    assert choose(Call(q, q, q, LinearBias(alibi.slopes(4)))) == "windowed"
-    assert choose(Call(q, q, q, DenseBias(torch.randn(4, 40, 40)))) == "sdpa"
+    assert choose(Call(q, q, q, DistanceBias(torch.randn(4, 9, requires_grad=True)))) is engines.get("compiled")
+    assert choose(Call(q, q, q, LinearBias(alibi.slopes(4).requires_grad_()))) is engines.get("compiled")
+    assert choose(Call(q, q, q, LinearBias(alibi.slopes(4)))) is engines.get("windowed")
+    assert choose(Call(q, q, q, DenseBias(torch.randn(4, 40, 40)))) is engines.get("sdpa")
 
 
 @needs_kernel
 def test_without_a_bias_it_serves_where_torchs_vectors_are_no_wider(monkeypatch):
     q = torch.randn(1, 4, 40, 8)
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
-    assert choose(Call(q, q, q)) == "compiled"
+    assert choose(Call(q, q, q)) is engines.get("compiled")
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
-    assert choose(Call(q, q, q)) == "sdpa"
+    assert choose(Call(q, q, q)) is engines.get("sdpa")
 
 
 @needs_kernel
@@ -118,12 +119,12 @@ def test_the_number_of_threads_changes_no_bit():
 def test_operators_with_a_table_are_as_torch_wants_them():
     q, k, v = (torch.randn(2, 4, 50, 16, requires_grad=True) for _ in range(3))
     table = torch.randn(4, 50, requires_grad=True)
-    arguments = (q, k, v, torch.zeros(4), table, None, 20, 0.0, "compiled")
-    torch.library.opcheck(torch.ops.trainshort.windowed.default, arguments)
-    out, lse, first, _ = (x.detach() for x in torch.ops.trainshort.windowed(*arguments))
+    arguments = (q, k, v, table, None, 20, 0.25, 0.0, True)
+    torch.library.opcheck(torch.ops.trainshort.attention.default, arguments)
+    out, lse, first, _ = (x.detach() for x in torch.ops.trainshort.attention(*arguments))
     leaves = [x.detach() for x in (q, k, v)]
-    rest = (torch.zeros(4), table.detach(), None, 20, out, lse, first, "compiled")
-    torch.library.opcheck(torch.ops.trainshort.windowed_backward.default, (torch.randn_like(q), *leaves, *rest))
+    rest = (table.detach(), None, 20, 0.25, out, lse, first, True)
+    torch.library.opcheck(torch.ops.trainshort.attention_backward.default, (torch.randn_like(q), *leaves, *rest))
 
 
 @needs_kernel
@@ -173,10 +174,10 @@ def test_it_says_why_it_cannot(change, reason):
 
 
 def test_without_the_kernel_sdpa_takes_over(monkeypatch):
-    monkeypatch.setattr("trainshort.attention.compiled.kernel_fault", lambda dtype: "there is no C compiler here")
+    monkeypatch.setattr("trainshort.attention.operator.kernel_fault", lambda dtype: "there is no C compiler here")
     q = torch.randn(1, 2, 20, 8, requires_grad=True)
     call = Call(q, q, q, DistanceBias(torch.ones(2, 3, requires_grad=True)))
     assert engines.get("compiled").unsupported(call) == (
         "it needs the compiled kernel, and there is no C compiler here; use 'sdpa'"
     )
-    assert choose(call) == "sdpa"
+    assert choose(call) is engines.get("sdpa")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trainshort import alibi
 from trainshort.attention import DenseBias, DistanceBias, LinearBias, attend, engines
-from trainshort.attention.op import Call
+from trainshort.attention.call import Call
 
 ENGINES = [name for name in engines.names() if name not in ("reference", "flex")]
 

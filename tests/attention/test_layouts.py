@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from compiled_code import both, needs_kernel
+from compiled_code import Problem, both, needs_kernel, operate
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainshort import alibi
 from trainshort.attention import DenseBias, DistanceBias, LinearBias, attend, engines
-from trainshort.attention.op import Call
+from trainshort.attention.call import Call
 
 ENGINES = [name for name in engines.names() if name not in ("reference", "flex")]
 
@@ -146,7 +146,7 @@ def test_a_certificate_of_zero_means_that_nothing_was_left_out(implementation, t
     """Far keys weigh less than the smallest float here, and 0.1.0 skipped them under any tolerance but 0."""
     q, k, v = (torch.randn(1, 2, 4000, 16) for _ in range(3))
     slopes = torch.full((2,), 0.2)
-    _, _, first, dropped = torch.ops.trainshort.windowed(q, k, v, slopes, None, None, None, tolerance, implementation)
+    _, _, first, dropped = operate(Problem(q, k, v, slopes), tolerance, implementation)
     assert torch.equal(dropped == 0, first == 0)
     _, left_out = attend(q, k, v, bias=LinearBias(slopes), tolerance=tolerance, return_certificate=True)
     assert (left_out > 0).all() == (tolerance >= 1e-30)

@@ -1,14 +1,20 @@
 """The contract of `attend`, for every engine that can run here."""
 
+import logging
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
 from trainshort import alibi, alibi_attention
-from trainshort.attention import DenseBias, DistanceBias, LinearBias, attend, engines, merge
-from trainshort.attention.op import Call, check, choose
+from trainshort.attention import DenseBias, DistanceBias, LinearBias, Result, attend, engines, merge
+from trainshort.attention.call import Call, check
+from trainshort.attention.compiled import table_by_distance
+from trainshort.attention.flex import _score_function
+from trainshort.attention.formula import written_bias
+from trainshort.attention.operator import _describe
 from trainshort.errors import InputError
 
 # flex compiles for each new shape, which takes seconds: it has a file of its own.
@@ -184,10 +190,72 @@ def test_dropout_drops_and_keeps_the_mean():
     assert abs(out.mean() - 1) < 0.02
 
 
-def test_auto_takes_the_quick_engine_for_alibi_and_explains(caplog):
+def test_auto_takes_the_quick_engine_for_alibi_and_explains(caplog, monkeypatch):
+    """Each engine that is chosen is told once, with those that were asked first and their reasons."""
+    monkeypatch.setattr("trainshort.attention.op._announced", set())
     q, k, v = inputs()
-    assert choose(Call(q, k, v, LinearBias(alibi.slopes(4)))) == "windowed"
-    assert choose(Call(q, k, v)) in ("compiled", "sdpa")
+    with caplog.at_level(logging.INFO, logger="trainshort.attention"):
+        for _ in range(2):
+            attend(q, k, v, bias=LinearBias(alibi.slopes(4)))
+            attend(q, k, v, bias=DenseBias(torch.zeros(4, 12, 12)))
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("attention engine")]
+    assert said[0] == "attention engine: windowed"
+    assert said[1].startswith(
+        "attention engine: sdpa (not windowed: it computes linear biases (ALiBi) only; use 'sdpa'"
+    )
+    assert "not compiled: it computes biases by distance only" in said[1]
+    assert len(said) == 2
+
+
+def test_an_engine_is_one_class_and_one_line(monkeypatch):
+    """A plug-in: registered under a name, ranked, asked whether it can, and run."""
+
+    class Mine:
+        def rank(self, call):
+            return 1000
+
+        def unsupported(self, call):
+            return None if call.window == 3 else "it knows windows of 3 only; use 'sdpa'"
+
+        def run(self, call):
+            return Result(call.v * 2)
+
+    monkeypatch.setattr(engines, "_entries", dict(engines.items()))
+    engines.register("mine")(Mine())
+    q, k, v = inputs()
+    assert torch.equal(attend(q, k, v, window=3), v * 2)
+    assert not torch.equal(attend(q, k, v, window=4), v * 2)
+    with pytest.raises(InputError, match="'mine' cannot do this: it knows windows of 3 only; use 'sdpa'"):
+        attend(q, k, v, backend="mine")
+
+
+@dataclass(frozen=True)
+class StrangeBias:
+    values: Tensor
+
+
+def test_a_bias_that_nobody_knows_is_an_error_everywhere():
+    """Not dropped in silence: flex and sdpa did so in 0.1.0, if anything had let it through to them."""
+    q, k, v = inputs()
+    call = Call(q, k, v, StrangeBias(torch.zeros(4)))
+    for part in (lambda: attend(q, k, v, bias=call.bias), lambda: written_bias(call, slice(0, 12), slice(0, 12))):
+        with pytest.raises(
+            InputError, match="bias must be LinearBias, DistanceBias, DenseBias or None, got StrangeBias"
+        ):
+            part()
+    for part in (lambda: _score_function(call.bias, 0), lambda: table_by_distance(call), lambda: _describe(call)):
+        with pytest.raises(InputError, match="got StrangeBias"):
+            part()
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_any_scale(name):
+    q, k, v = inputs(200, 230)
+    bias = LinearBias(alibi.slopes(4))
+    for scale in (0.01, 1.0, 3.0):
+        factor = scale * math.sqrt(8)
+        expected = attend(q * factor, k, v, bias=bias, backend="reference")
+        torch.testing.assert_close(run(name, q, k, v, bias=bias, scale=scale), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +276,8 @@ def test_auto_takes_the_quick_engine_for_alibi_and_explains(caplog):
         ({"bias": DenseBias(torch.ones(4, 5, 5))}, r"shape \(4, 12, 12\) here"),
         ({"bias": torch.ones(4)}, "bias must be LinearBias"),
         ({"window": 0}, "window must be at least 1"),
+        ({"scale": 0.0}, "scale must be positive and finite, got 0.0"),
+        ({"bias": LinearBias(torch.ones(4, device="meta"))}, "the bias is on meta, but q on cpu; move it there"),
         ({"dropout": 1.0}, r"dropout must be in \[0, 1\)"),
         ({"documents": torch.zeros(2, 5)}, "documents must number every key position"),
         ({"backend": "windoed"}, "Unknown attention engine 'windoed'. Did you mean 'windowed'"),

@@ -7,15 +7,13 @@ import math
 
 import pytest
 import torch
-from compiled_code import both, needs_kernel
+from compiled_code import Problem, attend_windowed, both, needs_kernel, read_and_promised
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainshort import alibi
 from trainshort.attention import LinearBias, attend, engines
-from trainshort.attention.kernel import PANEL, Problem
-from trainshort.attention.op import Call
-from trainshort.attention.windowed import attend_windowed, windowed_attention
+from trainshort.attention.call import Call
 from trainshort.errors import InputError
 
 KINDS = [
@@ -74,16 +72,6 @@ def exact_weights_of_rows(q, k, slopes, rows):
     scores = q[:, :, rows].double() @ k.double().transpose(-1, -2) / math.sqrt(q.shape[-1])
     distance = rows[:, None] - torch.arange(k.shape[2])
     return (scores - slopes.double()[:, None, None] * distance).masked_fill(distance < 0, -math.inf).softmax(-1)
-
-
-def read_and_promised(problem, tolerance, implementation):
-    """Output, each row's first key, and each row's promise."""
-    q = problem.q
-    out, _, first, dropped = torch.ops.trainshort.windowed(
-        q, problem.k, problem.v, problem.slopes, None, problem.documents, problem.window, tolerance, implementation
-    )
-    panel = torch.arange(q.shape[2]) // PANEL
-    return out, first[..., panel].long(), dropped[..., panel]
 
 
 @both
@@ -256,14 +244,12 @@ def test_attend_takes_a_tolerance_and_returns_a_certificate(backend):
 def test_mistakes_are_told_in_words():
     q, k, v = inputs("normal", 1, 2, 2, 8, 8)
     with pytest.raises(InputError, match=r"tolerance is a share of softmax mass, at least 0 and less than 1; got 1\.5"):
-        windowed_attention(q, k, v, alibi.slopes(2), tolerance=1.5)
+        attend(q, k, v, bias=LinearBias(alibi.slopes(2)), tolerance=1.5)
     with pytest.raises(InputError, match="at least 0 and less than 1; got -1e-06"):
         attend(q, k, v, tolerance=-1e-6)
-    with pytest.raises(InputError, match=r"Unknown implementation 'compield'\. Did you mean 'compiled'\?"):
-        attend_windowed(Problem(q, k, v, alibi.slopes(2), None, None), 0.0, "compield")
     learned = alibi.slopes(2).requires_grad_()
     with pytest.raises(InputError, match="it does not train slopes; use 'compiled', 'sdpa' or 'reference'"):
-        windowed_attention(q, k, v, learned)
+        attend(q, k, v, bias=LinearBias(learned), backend="windowed")
 
 
 @pytest.mark.parametrize(
@@ -271,7 +257,6 @@ def test_mistakes_are_told_in_words():
     [
         ({"bias": None}, "it computes linear biases"),
         ({"dropout": 0.1}, "it has no dropout"),
-        ({"q": torch.zeros(1, 1, 4, 1025)}, "its heads are at most 1024 wide, these are 1025"),
         ({"q": torch.zeros(1, 1, 4, 8, device="meta")}, "it runs on the CPU"),
     ],
 )

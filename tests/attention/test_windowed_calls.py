@@ -5,15 +5,13 @@ import itertools
 
 import pytest
 import torch
-from compiled_code import both, needs_kernel
+from compiled_code import Problem, attend_windowed, both, needs_kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainshort import alibi
 from trainshort.attention import LinearBias, attend
-from trainshort.attention import kernel as library
-from trainshort.attention.kernel import Problem
-from trainshort.attention.windowed import attend_windowed
+from trainshort.kernels import build
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 
@@ -138,12 +136,13 @@ def test_what_is_not_finite_is_never_skipped(implementation, value, which):
 def test_operators_are_registered_as_torch_wants_them(implementation):
     q, k, v = (torch.randn(2, 4, 50, 16, requires_grad=True) for _ in range(3))
     documents = (torch.rand(2, 50) < 0.1).cumsum(1)
-    arguments = (q, k, v, alibi.slopes(4), None, documents, 20, 1e-6, implementation)
-    torch.library.opcheck(torch.ops.trainshort.windowed.default, arguments)
-    out, lse, first, _ = (x.detach() for x in torch.ops.trainshort.windowed(*arguments))
+    compiled = implementation == "compiled"
+    arguments = (q, k, v, alibi.slopes(4), documents, 20, 0.25, 1e-6, compiled)
+    torch.library.opcheck(torch.ops.trainshort.attention.default, arguments)
+    out, lse, first, _ = (x.detach() for x in torch.ops.trainshort.attention(*arguments))
     leaves = [x.detach() for x in (q, k, v)]
-    arguments = (torch.randn_like(q), *leaves, alibi.slopes(4), None, documents, 20, out, lse, first, implementation)
-    torch.library.opcheck(torch.ops.trainshort.windowed_backward.default, arguments)
+    arguments = (torch.randn_like(q), *leaves, alibi.slopes(4), documents, 20, 0.25, out, lse, first, compiled)
+    torch.library.opcheck(torch.ops.trainshort.attention_backward.default, arguments)
 
 
 @both
@@ -176,9 +175,9 @@ def test_torch_compile_keeps_the_graph_whole(backend):
 @pytest.mark.parametrize("pool", ["torch's", "own"])
 def test_the_number_of_threads_changes_no_bit(pool, monkeypatch):
     if pool == "own":
-        monkeypatch.setattr(library, "_torch_threads", lambda: None)
+        monkeypatch.setattr(build, "torch_threads", lambda: None)
     else:
-        assert library._torch_threads() is not None
+        assert build.torch_threads() is not None
     q, k, v = (torch.randn(1, heads, 700, 32) for heads in (6, 3, 3))
     grad_out = torch.randn_like(q)
     results = []

@@ -8,8 +8,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from trainshort import alibi
 from trainshort.attention import LinearBias, attend
+from trainshort.attention.call import Call
 from trainshort.attention.flex import _score_function
-from trainshort.attention.op import Call, visible
+from trainshort.attention.formula import visible
 from trainshort.attention.windowed_flex import BLOCK, proven_block_mask
 
 

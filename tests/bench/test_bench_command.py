@@ -10,7 +10,7 @@ import torch
 from laboratory import make_run
 from safetensors.torch import load_file, save_file
 
-from trainshort.attention.op import TOLERANCE
+from trainshort.attention.call import TOLERANCE
 from trainshort.bench import mpt, recorded
 from trainshort.bench.measure import Progress, in_turns
 from trainshort.bench.plan import FULL, QUICK, AttentionPlan, DecodePlan, choose

@@ -13,17 +13,16 @@ import torch
 from compiled_code import needs_kernel
 
 from trainshort import alibi
-from trainshort.attention import LinearBias, attend, kernel, registered, windowed
-from trainshort.attention.kernel import Problem
+from trainshort.attention import LinearBias, attend, operator, windowed
 from trainshort.cache import ring
 from trainshort.errors import InputError
 from trainshort.kernels import build
 
 CACHES = (
-    *(kernel.unavailable, kernel._library, registered._announce),
+    *(operator.unavailable, operator._library, windowed._announce_once),
     *(ring.unavailable, ring.library, build._private_folder, build._say_once),
 )
-LOADERS = {"attention": lambda: kernel._library(False), "decode": ring.library}
+LOADERS = {"attention": lambda: operator._library(False), "decode": ring.library}
 
 
 @pytest.fixture
@@ -40,16 +39,16 @@ def forget():
         cache.cache_clear()
 
 
-def attention(implementation="auto"):
+def attention():
     q, k, v = (torch.randn(1, 2, 30, 8) for _ in range(3))
-    ours, _, _ = windowed.attend_windowed(Problem(q, k, v, alibi.slopes(2), None, None), 1e-6, implementation)
+    ours = attend(q, k, v, bias=LinearBias(alibi.slopes(2)), backend="windowed")
     exact = attend(q, k, v, bias=LinearBias(alibi.slopes(2)), backend="reference")
     torch.testing.assert_close(ours, exact)
 
 
 @needs_kernel
 def test_built_once_then_loaded(fresh, monkeypatch, caplog):
-    attention("compiled")
+    attention()
     built = [path.name for path in fresh.iterdir()]
     assert len(built) == 1  # and nothing temporary beside it
     assert [record.getMessage() for record in caplog.records] == [
@@ -57,8 +56,8 @@ def test_built_once_then_loaded(fresh, monkeypatch, caplog):
     ]
     runs = []
     monkeypatch.setattr(build, "_run", lambda command: runs.append(command) or real(command))
-    kernel._library.cache_clear()
-    attention("compiled")
+    operator._library.cache_clear()
+    attention()
     assert [command[1] for command in runs] == ["--version"]
     assert [path.name for path in fresh.iterdir()] == built
 
@@ -201,8 +200,8 @@ def test_no_compiler_falls_back_with_one_message(fresh, monkeypatch, caplog):
     assert len(said) == 1
     assert "plain PyTorch" in said[0]
     assert "there is no C compiler called 'no-such-compiler'; install one, or name it in the variable CC" in said[0]
-    with pytest.raises(InputError, match="The compiled kernel was asked for, but there is no C compiler"):
-        attention("compiled")
+    with pytest.raises(InputError, match="'compiled' cannot do this: it needs the compiled kernel, and there is no C"):
+        attend(*(torch.randn(1, 2, 30, 8) for _ in range(3)), backend="compiled")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +216,7 @@ def test_no_compiler_falls_back_with_one_message(fresh, monkeypatch, caplog):
 )
 def test_a_strange_compiler_is_one_sentence(fresh, monkeypatch, value, reason):
     monkeypatch.setenv("CC", value)
-    assert kernel.unavailable() == reason
+    assert operator.unavailable() == reason
     assert ring.unavailable() == reason
     attention()
 
@@ -225,13 +224,13 @@ def test_a_strange_compiler_is_one_sentence(fresh, monkeypatch, value, reason):
 @needs_kernel
 def test_a_compiler_that_fails_is_quoted(fresh, monkeypatch):
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-fno-such-flag"))
-    assert "no-such-flag" in (kernel.unavailable() or "")
+    assert "no-such-flag" in (operator.unavailable() or "")
     assert list(fresh.iterdir()) == []
 
 
 def test_a_processor_without_avx2_gets_plain_pytorch(fresh, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert kernel.unavailable() == "the kernel needs a processor with AVX2"
+    assert operator.unavailable() == "the kernel needs a processor with AVX2"
     attention()
 
 

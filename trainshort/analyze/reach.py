@@ -26,7 +26,7 @@ from trainshort import alibi
 from trainshort.analyze.base import SCORED, Analysis, Lab, analyses, compare, new_table, probe_ends, probes, titled
 from trainshort.analyze.far_context import WAYS, spoil
 from trainshort.attention import Call, LinearBias
-from trainshort.attention.op import scale, visible, written_bias
+from trainshort.attention.formula import visible, written_bias
 from trainshort.evaluate.evidence import shows
 from trainshort.evaluate.recording import attention_calls
 
@@ -95,7 +95,7 @@ def attention_weights(call: Call, rows: slice) -> Float[Tensor, "batch heads row
     """Softmax weights of some query rows over all keys."""
     keys = slice(0, call.k.shape[2])
     k = call.k.repeat_interleave(call.group, dim=1).float()
-    scores = call.q[:, :, rows].float() @ k.transpose(-1, -2) * scale(call)
+    scores = call.q[:, :, rows].float() @ k.transpose(-1, -2) * call.factor
     if (bias := written_bias(call, rows, keys)) is not None:
         scores = scores + bias
     return scores.masked_fill(~visible(call, rows, keys), -math.inf).softmax(-1)

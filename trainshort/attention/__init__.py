@@ -1,18 +1,9 @@
 """Attention engines behind one call, `attend`. Importing this package registers them all."""
 
 from trainshort.attention import compiled, flex, reference, sdpa, windowed
-from trainshort.attention.op import (
-    Bias,
-    Call,
-    DenseBias,
-    DistanceBias,
-    Engine,
-    LinearBias,
-    alibi_attention,
-    attend,
-    engines,
-    merge,
-)
+from trainshort.attention.call import Bias, Call, DenseBias, DistanceBias, LinearBias
+from trainshort.attention.formula import merge
+from trainshort.attention.op import Engine, Result, alibi_attention, attend, engines
 
 __all__ = [
     "Bias",
@@ -21,6 +12,7 @@ __all__ = [
     "DistanceBias",
     "Engine",
     "LinearBias",
+    "Result",
     "alibi_attention",
     "attend",
     "compiled",

@@ -11,38 +11,36 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trainshort.attention.op import Call, DistanceBias, LinearBias, engines, wide
-from trainshort.attention.reference import formula, is_short
-from trainshort.attention.registered import kernel_fault
-from trainshort.attention.windowed import beyond_kernel
+from trainshort.attention import operator
+from trainshort.attention.call import Call, DistanceBias, LinearBias, unknown_bias
+from trainshort.attention.formula import wide
+from trainshort.attention.op import Result, engines
 
 
 class Compiled:
     """The compiled CPU kernel, skipping nothing: no bias, T5's table, ALiBi's slopes; trains the bias."""
 
+    def rank(self, call: Call) -> int:
+        """Our kernel's vectors are those of AVX2. Where torch has wider ones, plain attention is left to it (not
+        measured)."""
+        return 5 if call.bias is None and _torch_is_wider() else 30
+
     def unsupported(self, call: Call) -> str | None:
         if not (call.bias is None or isinstance(call.bias, DistanceBias | LinearBias)):
             return "it computes biases by distance only (T5, ALiBi) or none; use 'sdpa'"
-        if reason := beyond_kernel(call):
+        if call.q.shape[3] > operator.WIDEST:
+            return f"its heads are at most {operator.WIDEST} wide, these are {call.q.shape[3]}; use 'sdpa'"
+        if reason := operator.beyond(call):
             return reason
-        fault = kernel_fault(call.q.dtype)
+        fault = operator.kernel_fault(call.q.dtype)
         return f"it needs the compiled kernel, and {fault}; use 'sdpa'" if fault else None
 
-    def run(self, call: Call) -> tuple[Tensor, Tensor]:
-        if is_short(call):
-            return formula(call)
-        out, lse, _, _ = torch.ops.trainshort.windowed(
-            call.q,
-            call.k,
-            call.v,
-            torch.zeros(call.q.shape[1]),
-            None if call.bias is None else table_by_distance(call),
-            call.documents,
-            call.window,
-            0.0,
-            "compiled",
+    def run(self, call: Call) -> Result:
+        bias = torch.zeros(call.q.shape[1]) if call.bias is None else table_by_distance(call)
+        out, lse, _, _ = torch.ops.trainshort.attention(
+            call.q, call.k, call.v, bias, call.documents, call.window, call.factor, 0.0, True
         )
-        return out, lse.to(wide(call.q))
+        return Result(out, lse.to(wide(call.q)))
 
 
 def table_by_distance(call: Call) -> Float[Tensor, "heads k_len"]:
@@ -55,7 +53,13 @@ def table_by_distance(call: Call) -> Float[Tensor, "heads k_len"]:
             known = table[:, : len(distance)]
             beyond = len(distance) - known.shape[1]
             return torch.cat([known, known[:, -1:].expand(-1, beyond)], dim=1) if beyond else known
-    raise AssertionError("checked before")
+        case unknown:
+            raise unknown_bias(unknown)
+
+
+@torch.compiler.assume_constant_result
+def _torch_is_wider() -> bool:
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 engines.register("compiled")(Compiled())

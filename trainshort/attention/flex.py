@@ -10,15 +10,19 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from trainshort.attention.op import Call, DenseBias, DistanceBias, LinearBias, engines
+from trainshort.attention.call import Bias, Call, DenseBias, DistanceBias, LinearBias, unknown_bias
+from trainshort.attention.op import Result, engines
 from trainshort.attention.windowed_flex import BLOCK, proven_block_mask, whole_block_mask
 
 
 class Flex:
     """FlexAttention with a score function: GPUs (training too), forward on the CPU; never writes the bias out."""
+
+    def rank(self, call: Call) -> int:
+        """On GPUs only this one adds the bias to float32 scores without writing it out."""
+        return 50 if call.q.device.type == "cuda" else 0
 
     def unsupported(self, call: Call) -> str | None:
         on_cpu = call.q.device.type == "cpu"
@@ -30,9 +34,12 @@ class Flex:
             return "FlexAttention has no dropout; use 'sdpa'"
         if isinstance(call.bias, DenseBias):
             return "a written-out bias gains nothing from it; use 'sdpa'"
+        if call.is_transformed:
+            return "FlexAttention knows neither torch.func nor forward-mode derivatives; use 'reference'"
         return None
 
-    def run(self, call: Call) -> tuple[Tensor, Tensor | None]:
+    def run(self, call: Call) -> Result:
+        """The certificate is the promise itself: what was really left out is not looked at again."""
         mask = proven_block_mask(call) if _may_skip(call) else whole_block_mask(call)
         result = _compiled(call.q.device.type)(
             call.q,
@@ -40,15 +47,13 @@ class Flex:
             call.v,
             score_mod=_score_function(call.bias, call.k.shape[2] - call.q.shape[2]),
             block_mask=mask,
+            scale=call.factor,
             enable_gqa=call.group > 1,
             return_lse=call.needs_lse,
         )
-        return result if call.needs_lse else (result, None)
-
-    def run_certified(self, call: Call) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The certificate is the promise itself: what was really left out is not looked at again."""
+        out, lse = result if call.needs_lse else (result, None)
         most = call.tolerance if _may_skip(call) else 0.0
-        return *self.run(call), call.q.new_full(call.q.shape[:2], most, dtype=torch.float32)
+        return Result(out, lse, call.q.new_full(call.q.shape[:2], most, dtype=torch.float32))
 
 
 def _may_skip(call: Call) -> bool:
@@ -66,15 +71,18 @@ def _compiled(device: str) -> Any:
     return torch.compile(flex_attention, dynamic=False if device == "cpu" else None)
 
 
-def _score_function(bias: LinearBias | DistanceBias | DenseBias | None, past: int) -> Any:
+def _score_function(bias: Bias | None, past: int) -> Any:
     match bias:
+        case None:
+            return None
         case LinearBias(slopes):
             slopes = slopes.float()
             return lambda score, b, h, i, j: score - slopes[h] * (i + past - j)
         case DistanceBias(table):
             last = table.shape[1] - 1
             return lambda score, b, h, i, j: score + table[h, (i + past - j).clamp(0, last)]
-    return None
+        case unknown:
+            raise unknown_bias(unknown)
 
 
 engines.register("flex")(Flex())

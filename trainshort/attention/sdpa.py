@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainshort.attention.op import Call, contiguous_rows, engines, scale, visible, wide, written_bias
-from trainshort.attention.reference import formula, is_short
+from trainshort.attention.call import Call
+from trainshort.attention.formula import contiguous_rows, visible, wide, written_bias
+from trainshort.attention.op import Result, engines
 
 MASK_ELEMENTS = 1 << 24
 """Largest mask written at once (64 MB in float32): large enough to keep the kernel busy, small beside a model."""
@@ -19,6 +20,9 @@ MASK_ELEMENTS = 1 << 24
 
 class Sdpa:
     """torch's scaled_dot_product_attention; takes any bias by writing it out, a chunk of queries at a time."""
+
+    def rank(self, call: Call) -> int:
+        return 10
 
     def unsupported(self, call: Call) -> str | None:
         device = call.q.device.type
@@ -28,21 +32,21 @@ class Sdpa:
             return (
                 "it returns a log-sum-exp only on the CPU, without dropout and without a trained bias; use 'reference'"
             )
+        if call.has_tangents:
+            return "torch's kernel has no forward-mode derivatives; use 'reference'"
         return None
 
-    def run(self, call: Call) -> tuple[Tensor, Tensor | None]:
-        if is_short(call):
-            return formula(call)
+    def run(self, call: Call) -> Result:
         if call.bias is None and call.window is None and call.documents is None:
             if call.q.shape[2] == call.k.shape[2]:
-                return _attend(call, slice(None), slice(None), mask=None, causal=True)
+                return Result(*_attend(call, slice(None), slice(None), mask=None, causal=True))
             if call.q.shape[2] == 1:
-                return _attend(call, slice(None), slice(None), mask=None, causal=False)
+                return Result(*_attend(call, slice(None), slice(None), mask=None, causal=False))
         parts = [_chunk(call, rows) for rows in _chunks(call)]
         if len(parts) == 1:
-            return parts[0]
+            return Result(*parts[0])
         lses = [lse for _, lse in parts if lse is not None]
-        return torch.cat([out for out, _ in parts], dim=2), torch.cat(lses, dim=2) if lses else None
+        return Result(torch.cat([out for out, _ in parts], dim=2), torch.cat(lses, dim=2) if lses else None)
 
 
 def _chunks(call: Call) -> list[slice]:
@@ -78,7 +82,7 @@ def _attend(call: Call, rows: slice, keys: slice, mask: Tensor | None, causal: b
         # Called directly, the kernel reads every row as if its numbers lay side by side.
         q, k, v = (contiguous_rows(x) for x in (q, *(x.repeat_interleave(call.group, dim=1) for x in (k, v))))
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale(call))
+        return flash(q, k, v, 0.0, causal, attn_mask=mask, scale=call.factor)
     if mask is not None and mask.requires_grad and mask.dtype != q.dtype:
         mask = mask.to(q.dtype)  # the plain path, which alone can train a bias, wants one dtype
     shared = call.group > 1
@@ -86,7 +90,7 @@ def _attend(call: Call, rows: slice, keys: slice, mask: Tensor | None, causal: b
         # Torch's own grouping adds the gradients of a group up in one long float32 sum: twice the error.
         k, v, shared = *(x.repeat_interleave(call.group, dim=1) for x in (k, v)), False
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=call.dropout, is_causal=causal, enable_gqa=shared
+        q, k, v, attn_mask=mask, dropout_p=call.dropout, is_causal=causal, scale=call.scale, enable_gqa=shared
     )
     return out, None
 

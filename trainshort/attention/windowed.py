@@ -4,106 +4,72 @@ Far keys lose slope · distance from their scores, and no score can exceed the p
 and every few query rows there is a first key such that all keys before it together carry less than `tolerance` of the
 softmax mass; only the rest is computed. docs/windows.md has the proof and what was measured.
 
-A compiled kernel does the work where a C compiler is at hand (kernel/), plain PyTorch elsewhere (windowed_torch.py);
-both are one registered operator, so that torch.compile keeps the graph whole.
+A compiled kernel does the work where a C compiler is at hand (kernels/attention), plain PyTorch elsewhere
+(windowed_torch.py); both are one operator (operator.py), so that torch.compile keeps the graph whole.
 """
 
+import logging
+from functools import cache
+
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
-from trainshort.attention import windowed_torch
-from trainshort.attention.kernel import DTYPES, Problem
-from trainshort.attention.op import TOLERANCE, Call, LinearBias, check, engines, wide
-from trainshort.attention.reference import formula, is_short
-from trainshort.attention.registered import is_compiled
-from trainshort.errors import InputError
-from trainshort.registry import did_you_mean
+from trainshort.attention import operator, windowed_torch
+from trainshort.attention.call import Call, LinearBias
+from trainshort.attention.formula import wide
+from trainshort.attention.op import Result, engines
 
-WIDEST = 1024
-"""Largest head dimension that the kernel's scratch space is laid out for."""
-MOST_KEYS = 2**31 - 1
-"""The kernel notes in 32 bits which key each row read first."""
-IMPLEMENTATIONS = ("auto", "compiled", "torch")
+log = logging.getLogger("trainshort.attention")
 
 
 class Windowed:
     """ALiBi on the CPU, skipping keys that provably cannot matter; cheaper than attention without positions."""
+
+    def rank(self, call: Call) -> int:
+        return 50
 
     def unsupported(self, call: Call) -> str | None:
         if not isinstance(call.bias, LinearBias):
             return "it computes linear biases (ALiBi) only; use 'sdpa'"
         if call.bias_needs_grad:
             return "it does not train slopes; use 'compiled', 'sdpa' or 'reference'"
-        return beyond_kernel(call) or (None if is_compiled(call.q.dtype) else windowed_torch.fault())
+        return operator.beyond(call) or (None if self.is_compiled(call) else windowed_torch.fault())
 
-    def run(self, call: Call) -> tuple[Tensor, Tensor]:
-        out, lse, _ = self.run_certified(call)
-        return out, lse
+    def is_compiled(self, call: Call) -> bool:
+        """Heads wider than the kernel's scratch space, and machines without a kernel, get plain PyTorch."""
+        if call.q.shape[3] > operator.WIDEST:
+            return False
+        if fault := operator.kernel_fault(call.q.dtype):
+            _announce(fault)
+        return not fault
 
-    def run_certified(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, call: Call) -> Result:
         assert isinstance(call.bias, LinearBias)
-        if is_short(call):
-            return *formula(call), call.q.new_zeros(call.q.shape[:2], dtype=torch.float32)
-        problem = Problem(call.q, call.k, call.v, call.bias.slopes, call.documents, call.window)
-        return attend_windowed(problem, call.tolerance)
+        out, lse, _, dropped = torch.ops.trainshort.attention(
+            *(call.q, call.k, call.v, call.bias.slopes.detach(), call.documents),
+            *(call.window, call.factor, call.tolerance, self.is_compiled(call)),
+        )
+        return Result(out, lse.to(wide(call.q)), dropped.amax(-1))
 
 
-def beyond_kernel(call: Call) -> str | None:
-    """What the kernel cannot do, whatever the bias."""
-    if call.q.device.type != "cpu":
-        return "it runs on the CPU; use 'flex' or 'sdpa'"
-    if call.dropout:
-        return "it has no dropout; use 'sdpa'"
-    if call.q.dtype not in DTYPES:
-        return f"it does not compute in {call.q.dtype}; use float32, bfloat16, float16 or float64"
-    if call.k.shape[2] > MOST_KEYS:
-        return f"it counts at most {MOST_KEYS:,} keys, these are {call.k.shape[2]:,}; use 'sdpa'"
-    if call.q.shape[3] > WIDEST:
-        return f"its heads are at most {WIDEST} wide, these are {call.q.shape[3]}; use 'sdpa'"
-    return None
+class WindowedTorch(Windowed):
+    """The windows of 'windowed' in plain PyTorch, which is what it takes itself where no kernel can be built."""
+
+    def rank(self, call: Call) -> int:
+        return 0  # by name only: for comparison
+
+    def is_compiled(self, call: Call) -> bool:
+        return False
 
 
-def windowed_attention(
-    q: Float[Tensor, "batch heads q_len dim"],
-    k: Float[Tensor, "batch kv_heads k_len dim"],
-    v: Float[Tensor, "batch kv_heads k_len dim"],
-    slopes: Float[Tensor, " heads"],
-    *,
-    tolerance: float = TOLERANCE,
-    window: int | None = None,
-    documents: Int[Tensor, "batch k_len"] | None = None,
-) -> tuple[Tensor, Float[Tensor, "batch heads q_len"], Float[Tensor, "batch heads"]]:
-    """Causal ALiBi attention, the rows' log-sum-exp, and a certificate: the largest softmax mass that any row of a head
-    can have left out, never more than `tolerance`. Tolerance 0 leaves out nothing.
-
-        out, lse, left_out = windowed_attention(q, k, v, alibi.slopes(8), tolerance=1e-4)
-        left_out.max() <= 1e-4
-    """
-    call = Call(q, k, v, LinearBias(slopes), window, documents, tolerance=tolerance)
-    check(call)
-    if reason := Windowed().unsupported(call):
-        raise InputError(f"Attention engine 'windowed' cannot do this: {reason}.")
-    return attend_windowed(Problem(q, k, v, slopes, documents, window), tolerance)
+@torch.compiler.assume_constant_result  # torch.compile would trace the log
+def _announce(fault: str) -> None:
+    _announce_once(fault)
 
 
-def attend_windowed(problem: Problem, tolerance: float, implementation: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
-    """`windowed_attention` on checked inputs. The implementation is chosen by tests and benchmarks only."""
-    if implementation not in IMPLEMENTATIONS:
-        close = did_you_mean(implementation, IMPLEMENTATIONS)
-        raise InputError(f"Unknown implementation '{implementation}'.{close} Known: {', '.join(IMPLEMENTATIONS)}.")
-    out, lse, _, dropped = torch.ops.trainshort.windowed(
-        problem.q,
-        problem.k,
-        problem.v,
-        problem.slopes.detach(),
-        None,
-        problem.documents,
-        problem.window,
-        tolerance,
-        implementation,
-    )
-    return out, lse.to(wide(problem.q)), dropped.amax(-1)
+@cache
+def _announce_once(fault: str) -> None:
+    log.warning("windowed attention runs in plain PyTorch, which is slower: %s", fault)
 
 
 engines.register("windowed")(Windowed())
+engines.register("windowed-torch")(WindowedTorch())

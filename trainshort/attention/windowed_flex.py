@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from trainshort import alibi
-from trainshort.attention.op import Call, LinearBias
+from trainshort.attention.call import Call, LinearBias
 
 BLOCK = 128
 """FlexAttention's own block size."""
@@ -32,7 +32,9 @@ def proven_block_mask(call: Call) -> BlockMask:
     q_len, k_len = call.q.shape[2], call.k.shape[2]
     starts = torch.arange(k_len - q_len, k_len, BLOCK, device=call.q.device)
     ends = (starts + BLOCK).clamp(max=k_len)
-    windows = alibi.proven_windows(call.q, call.k, call.bias.slopes, call.tolerance, BLOCK)  # (batch, heads, q blocks)
+    windows = alibi.proven_windows(
+        call.q, call.k, call.bias.slopes, call.tolerance, BLOCK, call.factor
+    )  # (batch, heads, q blocks)
     windows = torch.where(call.v.isfinite().all(), windows, k_len)  # 0 · NaN is NaN at any distance
     first = starts - windows + 1
     plain = call.window is None and call.documents is None

@@ -24,9 +24,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort import alibi
-from trainshort.attention.kernel import PANEL, Problem, document_reach
-from trainshort.attention.op import SMALLEST, Call, LinearBias, contiguous_rows, visible, wide, written_bias
+from trainshort.attention.call import SMALLEST, Call, LinearBias
+from trainshort.attention.formula import contiguous_rows, document_reach, merge, visible, wide, written_bias
 
+PANEL = 24
+"""Query rows that decide together which keys they read; the same number as in tile.h."""
 CHUNK = 8 * PANEL
 """Queries in a chunk; 192 is also the shortest that the flash kernel cuts into pieces of 64."""
 ALIKE = 1.5
@@ -47,18 +49,17 @@ class Part:
     diagonal: bool
 
 
-def forward(problem: Problem, tolerance: float, out: Tensor, lse: Tensor, first: Tensor, dropped: Tensor) -> None:
+def forward(call: Call, out: Tensor, lse: Tensor, first: Tensor, dropped: Tensor) -> None:
     """Fill the output, the rows' log-sum-exp, each panel's first key, and the mass that may lie before it."""
-    assert problem.table is None, "a bias by distance needs the compiled kernel"
-    tolerance = tolerance if tolerance >= SMALLEST else 0.0
-    first.copy_(first_keys(problem, tolerance))
+    tolerance = call.tolerance if call.tolerance >= SMALLEST else 0.0
+    first.copy_(first_keys(call, tolerance))
     dtype = wide(out)
     summed = out if out.dtype == dtype else torch.empty(out.shape, dtype=dtype)
-    masks = _Masks(problem, dtype)
-    for part in _parts(problem, first):
-        q, k, v = _operands(problem, part)
+    masks = _Masks(call, dtype)
+    for part in _parts(call, first):
+        q, k, v = _operands(call, part)
         mask, shift = masks.of(part)
-        part_out, part_lse = flash(q, k, v, attn_mask=mask, scale=1 / math.sqrt(q.shape[3]))
+        part_out, part_lse = flash(q, k, v, attn_mask=mask, scale=call.factor)
         rows, rows_lse = summed[:, part.heads, part.rows], lse[:, part.heads, part.rows]
         if part.diagonal:
             rows.copy_(part_out)
@@ -68,37 +69,35 @@ def forward(problem: Problem, tolerance: float, out: Tensor, lse: Tensor, first:
         if mask.shape[2] > 1:  # a written mask may hide all keys of a row: not a number, where it means nothing
             blind = mask.isneginf().all(-1)
             part_out, part_lse = part_out.masked_fill(blind[..., None], 0), part_lse.masked_fill(blind, -math.inf)
-        share = torch.sigmoid(part_lse - rows_lse).to(dtype)
-        rows.lerp_(part_out.to(dtype), share[..., None].expand_as(rows))
-        rows_lse.copy_(torch.logaddexp(rows_lse, part_lse))
+        for into, merged in zip((rows, rows_lse), merge(rows, rows_lse, part_out.to(dtype), part_lse), strict=True):
+            into.copy_(merged)
     if summed is not out:
         out.copy_(summed)
-    dropped.copy_(_left_out(problem, lse, first).clamp(max=tolerance))
+    dropped.copy_(_left_out(call, lse, first).clamp(max=tolerance))
 
 
 def backward(
-    problem: Problem,
+    call: Call,
     grad_out: Tensor,
     out: Tensor,
     lse: Tensor,
     first: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
-    grad_table: Tensor | None = None,
 ) -> None:
     """Fill the gradients of k and v, and add to that of q (float32 or float64, zeros before)."""
-    group = problem.q.shape[1] // problem.k.shape[1]
-    grad_q = grads[0]
+    group, grad_q = call.group, grads[0]
     dtype = grad_q.dtype
     wide_k, wide_v = (torch.zeros(x.shape, dtype=dtype) for x in grads[1:])
-    masks = _Masks(problem, dtype)
-    for part in _parts(problem, first):
-        q, k, v = _operands(problem, part)
+    masks = _Masks(call, dtype)
+    for part in _parts(call, first):
+        q, k, v = _operands(call, part)
         mask, shift = masks.of(part)
         rows = (slice(None), part.heads, part.rows)
-        scale = 1 / math.sqrt(q.shape[3])
         part_lse = (lse[rows] - shift).to(dtype)
         part_q, part_k, part_v = flash_backward(
-            contiguous_rows(grad_out[rows]), q, k, v, out[rows], part_lse, 0.0, False, attn_mask=mask, scale=scale
+            *(contiguous_rows(grad_out[rows]), q, k, v, out[rows], part_lse, 0.0, False),
+            attn_mask=mask,
+            scale=call.factor,
         )
         grad_q[rows] += part_q
         key_heads = torch.arange(part.heads.start, part.heads.stop) // group
@@ -108,16 +107,17 @@ def backward(
     grads[2].copy_(wide_v)
 
 
-def first_keys(problem: Problem, tolerance: float) -> Int[Tensor, "batch heads panels"]:
+def first_keys(call: Call, tolerance: float) -> Int[Tensor, "batch heads panels"]:
     """The first key that each panel of query rows reads: whatever is latest of proof, sliding window and documents."""
-    batch, heads, q_len, _ = problem.q.shape
-    k_len = problem.k.shape[2]
-    finite = bool(problem.v.isfinite().all())  # 0 · NaN is NaN: a value that is not finite matters at any distance
-    windows = alibi.proven_windows(problem.q, problem.k, problem.slopes, tolerance if finite else 0.0, block=CHUNK)
+    batch, heads, q_len, _ = call.q.shape
+    k_len = call.k.shape[2]
+    finite = bool(call.v.isfinite().all())  # 0 · NaN is NaN: a value that is not finite matters at any distance
+    allowed = tolerance if finite else 0.0
+    windows = alibi.proven_windows(call.q, call.k, _slopes(call), allowed, CHUNK, call.factor)
     starts = torch.arange(k_len - q_len, k_len, CHUNK)
-    reach = starts - (k_len if problem.window is None else problem.window) + 1
-    if problem.documents is not None:
-        earliest = document_reach(problem.documents)[1][:, k_len - q_len :].long()
+    reach = starts - (k_len if call.window is None else call.window) + 1
+    if call.documents is not None:
+        earliest = document_reach(call.documents)[1][:, k_len - q_len :].long()
         padded = torch.nn.functional.pad(earliest, (0, -q_len % CHUNK), value=k_len)
         reach = torch.maximum(reach, padded.unflatten(1, (-1, CHUNK)).amin(-1))[:, None]
     # A chunk's diagonal block is always whole. Where everything is read there is nothing before key 0.
@@ -126,10 +126,10 @@ def first_keys(problem: Problem, tolerance: float) -> Int[Tensor, "batch heads p
     return first.repeat_interleave(CHUNK // PANEL, dim=2)[..., : -(-q_len // PANEL)]
 
 
-def _parts(problem: Problem, first: Int[Tensor, "batch heads panels"]) -> Iterator[Part]:
+def _parts(call: Call, first: Int[Tensor, "batch heads panels"]) -> Iterator[Part]:
     """For each chunk of queries its diagonal block, then what lies before it, by groups of heads with like windows."""
-    heads, q_len = problem.q.shape[1:3]
-    past = problem.k.shape[2] - q_len
+    heads, q_len = call.q.shape[1:3]
+    past = call.k.shape[2] - q_len
     earliest = first[..., :: CHUNK // PANEL].amin(0).tolist()  # (heads, chunks)
     for chunk, start in enumerate(range(0, q_len, CHUNK)):
         rows = slice(start, min(start + CHUNK, q_len))
@@ -145,25 +145,27 @@ def _parts(problem: Problem, first: Int[Tensor, "batch heads panels"]) -> Iterat
                 begin = head
 
 
-def _operands(problem: Problem, part: Part) -> tuple[Tensor, Tensor, Tensor]:
-    group = problem.q.shape[1] // problem.k.shape[1]
-    heads = part.heads
-    k, v = problem.k[:, :, part.keys], problem.v[:, :, part.keys]
+def _slopes(call: Call) -> Float[Tensor, " heads"]:
+    assert isinstance(call.bias, LinearBias), "checked by the engine"
+    return call.bias.slopes
+
+
+def _operands(call: Call, part: Part) -> tuple[Tensor, Tensor, Tensor]:
+    group, heads = call.group, part.heads
+    k, v = call.k[:, :, part.keys], call.v[:, :, part.keys]
     if group == 1:
         k, v = k[:, heads], v[:, heads]
     else:
         shared = torch.arange(heads.start, heads.stop) // group
         k, v = k[:, shared], v[:, shared]
-    return contiguous_rows(problem.q[:, heads, part.rows]), contiguous_rows(k), contiguous_rows(v)
+    return contiguous_rows(call.q[:, heads, part.rows]), contiguous_rows(k), contiguous_rows(v)
 
 
 class _Masks:
     """The bias of each part, up to what is constant in a row, and that constant."""
 
-    def __init__(self, problem: Problem, dtype: torch.dtype) -> None:
-        self.slopes = problem.slopes.float()
-        bias = LinearBias(self.slopes)
-        self.call = Call(problem.q, problem.k, problem.v, bias, problem.window, problem.documents)
+    def __init__(self, call: Call, dtype: torch.dtype) -> None:
+        self.slopes, self.call = _slopes(call).float(), call
         self.dtype = dtype
         self.diagonals: dict[int, Tensor] = {}  # without documents, diagonal blocks of one size are all the same
 
@@ -187,34 +189,34 @@ class _Masks:
 
 
 def _left_out(
-    problem: Problem, lse: Float[Tensor, "batch heads q_len"], first: Int[Tensor, "batch heads panels"]
+    call: Call, lse: Float[Tensor, "batch heads q_len"], first: Int[Tensor, "batch heads panels"]
 ) -> Float[Tensor, "batch heads panels"]:
     """The most that a panel's rows can have left out: the bound of `alibi.proven_windows` again, with the row's real
     denominator in place of its own key alone, and the largest norm among the keys that were left out."""
-    heads, q_len, dim = problem.q.shape[1:]
-    k_len, group = problem.k.shape[2], heads // problem.k.shape[1]
+    heads, q_len = call.q.shape[1:3]
+    k_len, group = call.k.shape[2], heads // call.k.shape[1]
     rows = torch.arange(q_len)
     start = first.long()[..., rows // PANEL]  # (batch, heads, q_len)
-    largest = torch.linalg.vector_norm(problem.k, dim=-1, dtype=torch.float64).cummax(dim=-1).values
+    largest = torch.linalg.vector_norm(call.k, dim=-1, dtype=torch.float64).cummax(dim=-1).values
     largest = largest.repeat_interleave(group, dim=1).gather(2, (start - 1).clamp(min=0))
-    norm = torch.linalg.vector_norm(problem.q, dim=-1, dtype=torch.float64)
-    slope = problem.slopes.double()[:, None]
+    norm = torch.linalg.vector_norm(call.q, dim=-1, dtype=torch.float64)
+    slope = _slopes(call).double()[:, None]
     nearest = rows + k_len - q_len - start + 1  # distance of the nearest key left out
-    mass = alibi.mass_beyond(norm * largest / math.sqrt(dim) - lse.double(), slope, nearest)
-    hidden = start <= _reach(problem)[:, None]
+    mass = alibi.mass_beyond(norm * largest * call.factor - lse.double(), slope, nearest)
+    hidden = start <= _reach(call)[:, None]
     # Where something is left out, nobody shall read 0.
     mass = torch.where(hidden, 0.0, mass.clamp(min=torch.finfo(torch.float32).tiny))
     padded = torch.nn.functional.pad(mass, (0, -q_len % PANEL))
     return padded.unflatten(2, (-1, PANEL)).amax(-1).float()
 
 
-def _reach(problem: Problem) -> Int[Tensor, "one_or_batch q_len"]:
+def _reach(call: Call) -> Int[Tensor, "one_or_batch q_len"]:
     """The first key each query row may see."""
-    q_len, k_len = problem.q.shape[2], problem.k.shape[2]
-    reach = torch.arange(k_len - q_len, k_len) - (k_len if problem.window is None else problem.window) + 1
-    if problem.documents is not None:
-        reach = torch.maximum(reach, document_reach(problem.documents)[1][:, k_len - q_len :])
-    return reach.clamp(min=0).expand(1 if problem.documents is None else problem.q.shape[0], -1)
+    q_len, k_len = call.q.shape[2], call.k.shape[2]
+    reach = torch.arange(k_len - q_len, k_len) - (k_len if call.window is None else call.window) + 1
+    if call.documents is not None:
+        reach = torch.maximum(reach, document_reach(call.documents)[1][:, k_len - q_len :])
+    return reach.clamp(min=0).expand(1 if call.documents is None else call.q.shape[0], -1)
 
 
 @torch.compiler.assume_constant_result  # an answer, not an experiment for torch.compile to trace

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainshort import alibi
-from trainshort.attention.kernel import Problem, unavailable
-from trainshort.attention.windowed import attend_windowed
+from trainshort.attention import LinearBias, attend
+from trainshort.attention.operator import unavailable
 from trainshort.bench.measure import Progress, installed
 from trainshort.bench.plan import ENGINES
 from trainshort.bench.recorded import Inputs
@@ -57,10 +57,8 @@ def contestant(name: str, heads: int, dim: int, tolerance: float) -> Attend:
     match name:
         case "plain":
             return lambda q, k, v, slopes: F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        case "windowed":
-            return _windowed("compiled", tolerance)
-        case "windowed-torch":
-            return _windowed("torch", tolerance)
+        case "windowed" | "windowed-torch":
+            return _ours(name, tolerance)
         case "written-mask":
             return _written_mask
         case "mpt":
@@ -70,8 +68,13 @@ def contestant(name: str, heads: int, dim: int, tolerance: float) -> Attend:
     raise ValueError(name)
 
 
-def _windowed(implementation: str, tolerance: float) -> Attend:
-    return lambda q, k, v, slopes: attend_windowed(Problem(q, k, v, slopes, None, None), tolerance, implementation)[0]
+def _ours(engine: str, tolerance: float) -> Attend:
+    def run(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        out = attend(q, k, v, bias=LinearBias(slopes), backend=engine, tolerance=tolerance)
+        assert isinstance(out, Tensor)
+        return out
+
+    return run
 
 
 def _written_mask(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:

@@ -194,3 +194,20 @@ def _say(message: str) -> None:
 @cache
 def _say_once(message: str) -> None:
     _say(message)
+
+
+@cache
+def torch_threads() -> int | None:
+    """Address of GOMP_parallel in the OpenMP runtime this process already runs; None where it is not to be found."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "omp" in line and ".so" in line}
+    own = str(Path(torch.__file__).parent)
+    for path in sorted(paths, key=lambda path: (not path.startswith(own), path)):  # others may have brought theirs
+        if any(name in Path(path).name for name in ("libgomp", "libiomp", "libomp")):
+            entry = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+            if entry is not None:
+                return ctypes.cast(entry, ctypes.c_void_p).value
+    return None

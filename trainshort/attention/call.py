@@ -1,0 +1,188 @@
+"""What one attention call is: queries, keys, values, a bias, what may be seen; checked before any engine sees it."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.autograd.forward_ad as forward_mode
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from trainshort.errors import InputError
+
+
+@dataclass(frozen=True)
+class LinearBias:
+    """score(h, i, j) −= slopes[h] · (i − j); engines compute it on the fly."""
+
+    slopes: Float[Tensor, " heads"]
+
+    @property
+    def values(self) -> Tensor:
+        return self.slopes
+
+
+@dataclass(frozen=True)
+class DistanceBias:
+    """score(h, i, j) += table[h, i − j]; distances past the table use its last column (T5)."""
+
+    table: Float[Tensor, "heads distances"]
+
+    @property
+    def values(self) -> Tensor:
+        return self.table
+
+
+@dataclass(frozen=True)
+class DenseBias:
+    """score(b, h, i, j) += values[b, h, i, j]: whatever else a method wants, written out by the caller; without a batch
+    dimension it is the same for all."""
+
+    values: Float[Tensor, "*batch heads q_len k_len"]
+
+
+Bias = LinearBias | DistanceBias | DenseBias
+
+SMALLEST = 1e-30
+"""Tolerances below it are 0: nothing is left out. So small a mass has no room in a float's exponent."""
+TOLERANCE = 1e-6
+"""Softmax mass that a row may leave out where that is proven and saves work. Float32 loses as much by rounding."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One checked request. Everything an engine needs to know, and all it may look at."""
+
+    q: Float[Tensor, "batch heads q_len dim"]
+    k: Float[Tensor, "batch kv_heads k_len dim"]
+    v: Float[Tensor, "batch kv_heads k_len dim"]
+    bias: Bias | None = None
+    window: int | None = None
+    documents: Int[Tensor, "batch k_len"] | None = None
+    dropout: float = 0.0
+    needs_lse: bool = False
+    tolerance: float = TOLERANCE
+    scale: float | None = None
+    """What products of queries and keys are multiplied with; None: 1/√dim."""
+
+    @property
+    def factor(self) -> float:
+        return 1 / math.sqrt(self.q.shape[-1]) if self.scale is None else self.scale
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def bias_needs_grad(self) -> bool:
+        return self.bias is not None and self.bias.values.requires_grad and torch.is_grad_enabled()
+
+    @property
+    def needs_grad(self) -> bool:
+        inputs = torch.is_grad_enabled() and any(x.requires_grad for x in (self.q, self.k, self.v))
+        return inputs or self.bias_needs_grad
+
+    @property
+    def has_tangents(self) -> bool:
+        """Whether somebody differentiates this in forward mode, which only plain operations of torch can follow."""
+        if torch.compiler.is_compiling():
+            return False
+        given = (self.q, self.k, self.v, *(() if self.bias is None else (self.bias.values,)))
+        return any(forward_mode.unpack_dual(x).tangent is not None for x in given)
+
+    @property
+    def is_transformed(self) -> bool:
+        """Whether torch.func is at work (grad, vmap, jvp, ...), or derivatives are taken in forward mode."""
+        return in_torch_func() or self.has_tangents
+
+
+def in_torch_func() -> bool:
+    """Whether torch.func is at work: grad, vmap, jvp and what is made of them."""
+    return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_exporting() -> bool:
+    """Whether a graph is being made for elsewhere, where nobody knows operators of ours."""
+    return torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None or torch.onnx.is_in_onnx_export()
+
+
+def check(call: Call) -> None:
+    """Refuse what no engine should see."""
+    q, k = call.q, call.k
+    check_tensors(q, k, call.v)
+    _check_bias(call)
+    if call.window is not None and call.window < 1:
+        raise InputError(f"window must be at least 1 (a token sees itself), got {call.window}.")
+    if not 0 <= call.tolerance < 1:
+        raise InputError(f"tolerance is a share of softmax mass, at least 0 and less than 1; got {call.tolerance}.")
+    if not 0 <= call.dropout < 1:
+        raise InputError(f"dropout must be in [0, 1), got {call.dropout}.")
+    if call.scale is not None and not 0 < call.scale < math.inf:
+        raise InputError(f"scale must be positive and finite, got {call.scale}.")
+    documents = call.documents
+    if documents is not None and documents.shape != (q.shape[0], k.shape[2]):
+        raise InputError(
+            f"documents must number every key position, shape (batch, k_len) = {(q.shape[0], k.shape[2])}; "
+            f"got {tuple(documents.shape)}."
+        )
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise InputError(f"{name} must have shape (batch, heads, length, dim), got {tuple(x.shape)}.")
+        if 0 in x.shape:
+            raise InputError(f"{name} is empty, shape {tuple(x.shape)}; attention needs at least one token.")
+        if not x.is_floating_point() or x.dtype != q.dtype or x.device != q.device:
+            raise InputError(
+                f"q, k and v must share one floating-point dtype and device; q is {q.dtype} on {q.device}, "
+                f"{name} is {x.dtype} on {x.device}."
+            )
+    if k.shape != v.shape:
+        raise InputError(f"k and v must have the same shape, got {tuple(k.shape)} and {tuple(v.shape)}.")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise InputError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must agree in batch and dim.")
+    if q.shape[1] % k.shape[1]:
+        raise InputError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads; give a divisor of them.")
+    if q.shape[2] > k.shape[2]:
+        raise InputError(
+            f"q has {q.shape[2]} tokens but k only {k.shape[2]}; queries are the last tokens of the keys, "
+            "so pass the keys of the past along with the new ones."
+        )
+
+
+def _check_bias(call: Call) -> None:
+    heads, q_len, k_len = call.q.shape[1], call.q.shape[2], call.k.shape[2]
+    match call.bias:
+        case None:
+            return
+        case LinearBias(slopes):
+            if slopes.shape != (heads,):
+                raise InputError(f"slopes must be one per query head, shape ({heads},); got {tuple(slopes.shape)}.")
+            # An infinite slope would turn every row to NaN far from here. Read only where that costs no waiting.
+            if _may_be_read(slopes) and not slopes.isfinite().all():
+                raise InputError(f"slopes must be finite, got {slopes.tolist()}.")
+        case DistanceBias(table):
+            if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < 1:
+                raise InputError(f"a distance bias has shape (heads={heads}, distances); got {tuple(table.shape)}.")
+        case DenseBias(values):
+            shape = (heads, q_len, k_len)
+            if values.shape not in (shape, (call.q.shape[0], *shape)):
+                raise InputError(
+                    f"a dense bias has shape {shape} here, or that for each text; got {tuple(values.shape)}."
+                )
+        case unknown:
+            raise unknown_bias(unknown)
+    if call.bias.values.device != call.q.device:
+        raise InputError(f"the bias is on {call.bias.values.device}, but q on {call.q.device}; move it there.")
+
+
+def _may_be_read(slopes: Tensor) -> bool:
+    looked_at = torch.compiler.is_compiling() or is_exporting()
+    return slopes.device.type == "cpu" and not looked_at and not in_torch_func()
+
+
+def unknown_bias(bias: object) -> InputError:
+    """A bias that an engine does not know is an error everywhere: dropped in silence it would be another model."""
+    return InputError(f"bias must be LinearBias, DistanceBias, DenseBias or None, got {type(bias).__name__}.")

@@ -1,0 +1,285 @@
+"""The kernel as an operator that torch knows: the call into C, its gradient, its shapes for torch.compile, and plain
+PyTorch in its place where it cannot be built. `windowed` and `compiled` are engines on it.
+
+Torch's operators take tensors and numbers only, so a `Call` is laid out in nine arguments and put together again behind
+them; the structs mirror kernels/attention/call.h.
+"""
+
+import ctypes
+import logging
+from functools import cache
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from trainshort.attention import windowed_torch
+from trainshort.attention.call import Call, DistanceBias, LinearBias, unknown_bias
+from trainshort.attention.formula import contiguous_rows, document_reach, formula, has_contiguous_rows, wide
+from trainshort.attention.windowed_torch import PANEL
+from trainshort.kernels import build
+from trainshort.kernels.build import KernelBuildError
+
+log = logging.getLogger("trainshort.attention")
+DTYPES = {torch.float32: 0, torch.float64: 0, torch.bfloat16: 1, torch.float16: 2}
+MARGIN = 96
+"""Numbers that the kernel may touch before a table's distance 0; the same number as in call.h."""
+SMALL = 1 << 22
+"""Fewer multiplications than this are done by one thread; waking others takes longer."""
+WIDEST = 1024
+"""Largest head dimension that the kernel's scratch space is laid out for."""
+MOST_KEYS = 2**31 - 1
+"""The kernel notes in 32 bits which key each row read first."""
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "token"))]
+
+    @classmethod
+    def of(cls, x: Tensor) -> "_Tensor":
+        assert has_contiguous_rows(x), "rows must be contiguous"
+        return cls(x.data_ptr(), *x.stride()[:3])
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        *((name, _Tensor) for name in ("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v")),
+        *((name, ctypes.c_void_p) for name in ("slopes", "table", "documents", "reach", "lse", "first", "dropped")),
+        *((name, ctypes.c_void_p) for name in ("inner", "grad_table")),
+        *((name, ctypes.c_int64) for name in ("batches", "heads", "kv_heads", "q_len", "k_len", "dim", "window")),
+        ("tolerance", ctypes.c_double),
+        ("scale", ctypes.c_double),
+        ("parallel", ctypes.c_void_p),
+        ("threads", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+    ]
+
+
+@cache
+def _library(double: bool) -> ctypes.CDLL:
+    """The library for float32 (or, for gradient checks, float64) arithmetic."""
+    library = build.load("attention64" if double else "attention", "attention", ("-DREAL_IS_DOUBLE",) if double else ())
+    library.trainshort_call_size.restype = ctypes.c_size_t
+    assert library.trainshort_call_size() == ctypes.sizeof(_Call), "call.h and operator.py disagree"
+    return library
+
+
+@cache
+def unavailable(double: bool = False) -> str | None:
+    """Why the kernel cannot be had on this machine; None when it can (it is built now if it was not)."""
+    try:
+        _library(double)
+    except KernelBuildError as error:
+        return str(error)
+    return None
+
+
+@torch.compiler.assume_constant_result
+def kernel_fault(dtype: torch.dtype) -> str | None:
+    """`unavailable`, also asked while torch.compile traces, where it must be an answer and not a build to be traced."""
+    return unavailable(dtype == torch.float64)
+
+
+def beyond(call: Call) -> str | None:
+    """What the operator cannot do, whatever the bias."""
+    if call.q.device.type != "cpu":
+        return "it runs on the CPU; use 'flex' or 'sdpa'"
+    if call.dropout:
+        return "it has no dropout; use 'sdpa'"
+    if call.q.dtype not in DTYPES:
+        return f"it does not compute in {call.q.dtype}; use float32, bfloat16, float16 or float64"
+    if call.k.shape[2] > MOST_KEYS:
+        return f"it counts at most {MOST_KEYS:,} keys, these are {call.k.shape[2]:,}; use 'sdpa'"
+    if call.is_transformed:
+        return "torch.func and forward-mode derivatives do not reach into its kernel; use 'reference'"
+    return None
+
+
+def _describe(call: Call) -> tuple[_Call, list[Tensor]]:
+    """The struct, and the tensors that must live as long as it does: it holds bare addresses."""
+    q, k, v = (contiguous_rows(x) for x in (call.q, call.k, call.v))
+    batch, heads, q_len, dim = q.shape
+    k_len, keep = k.shape[2], [q, k, v]
+    given = _Call(q=_Tensor.of(q), k=_Tensor.of(k), v=_Tensor.of(v))
+    given.batches, given.heads, given.kv_heads = batch, heads, k.shape[1]
+    given.q_len, given.k_len, given.dim = q_len, k_len, dim
+    given.window, given.tolerance = min(call.window or k_len, k_len), call.tolerance
+    given.scale, given.dtype = call.factor, DTYPES[q.dtype]
+    given.parallel = build.torch_threads()
+    given.threads = torch.get_num_threads() if batch * heads * q_len * k_len * dim > SMALL else 1
+    match call.bias:
+        case LinearBias(slopes):
+            keep.append(slopes.float().contiguous())
+            given.slopes = keep[-1].data_ptr()
+        case DistanceBias(table):
+            padded = torch.nn.functional.pad(table.detach().to(wide(q)), (MARGIN, PANEL)).contiguous()
+            keep += [torch.zeros(heads), padded]
+            given.slopes, given.table = keep[-2].data_ptr(), padded.data_ptr()
+        case unknown:
+            raise unknown_bias(unknown)
+    if call.documents is not None:
+        documents, reach = document_reach(call.documents)
+        given.documents, given.reach = documents.data_ptr(), reach.data_ptr()
+        keep += [documents, reach]
+    return given, keep
+
+
+def _run(name: str, given: _Call, dtype: torch.dtype) -> None:
+    if getattr(_library(dtype == torch.float64), name)(ctypes.byref(given)):
+        raise MemoryError("attention ran out of memory for its scratch space")
+
+
+@torch.library.custom_op("trainshort::attention", mutates_args=(), device_types="cpu")
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    documents: Tensor | None,
+    window: int | None,
+    scale: float,
+    tolerance: float,
+    compiled: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, log-sum-exp (float64: the backward pass makes weights of it), the first key each panel of query rows
+    read, and the mass that may lie before it. The bias is slopes, or (heads, k_len) by distance: then nothing is
+    skipped."""
+    results = out, lse, first, dropped = _empty_results(q)
+    call = _call(q, k, v, bias, documents, window, scale, tolerance)
+    if not compiled:
+        windowed_torch.forward(call, *results)
+        return results
+    given, keep = _describe(call)
+    given.out, given.lse = _Tensor.of(out), lse.data_ptr()
+    given.first, given.dropped = first.data_ptr(), dropped.data_ptr()
+    _run("trainshort_forward", given, q.dtype)
+    del keep
+    return results
+
+
+@torch.library.custom_op("trainshort::attention_backward", mutates_args=(), device_types="cpu")
+def _backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    documents: Tensor | None,
+    window: int | None,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    first: Tensor,
+    compiled: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and the bias (float64; slopes get none: an empty tensor)."""
+    grad_q, grad_k, grad_v = (_like(x) for x in (q, k, v))
+    # The gradient of q is added up over stretches of keys, so it needs full precision in between.
+    summed = grad_q.zero_() if q.dtype == wide(q) else torch.zeros(q.shape, dtype=wide(q))
+    grad_table = _empty_tables(q, k, bias).zero_()
+    call, grads = _call(q, k, v, bias, documents, window, scale, 0.0), (summed, grad_k, grad_v)
+    if compiled:
+        inner, rows = torch.empty_like(lse, dtype=summed.dtype), contiguous_rows(grad_out)
+        given, keep = _describe(call)
+        given.out, given.grad_out = _Tensor.of(out), _Tensor.of(rows)
+        given.grad_q, given.grad_k, given.grad_v = (_Tensor.of(x) for x in grads)
+        given.lse, given.first, given.inner = lse.data_ptr(), first.data_ptr(), inner.data_ptr()
+        given.grad_table = grad_table.data_ptr() if bias.dim() == 2 else None
+        _run("trainshort_backward", given, q.dtype)
+        del keep
+    else:
+        windowed_torch.backward(call, grad_out, out, lse, first, grads)
+    return (grad_q if summed is grad_q else grad_q.copy_(summed)), grad_k, grad_v, grad_table.sum(0)
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    documents: Tensor | None,
+    window: int | None,
+    scale: float,
+    tolerance: float,
+) -> Call:
+    """The call again, behind the operator's list of arguments."""
+    kind = LinearBias(bias) if bias.dim() == 1 else DistanceBias(bias)
+    allowed = tolerance if bias.dim() == 1 else 0.0
+    return Call(q, k, v, kind, window, documents, tolerance=allowed, scale=scale)
+
+
+_forward.register_fake(lambda q, *_: _empty_results(q))
+_backward.register_fake(
+    lambda grad_out, q, k, v, bias, *_: (_like(q), _like(k), _like(v), _empty_tables(q, k, bias).sum(0))
+)
+
+
+def _keep_forward(ctx, inputs, output) -> None:
+    q, k, v, bias, documents, ctx.window, ctx.scale, _, ctx.compiled = inputs
+    out, lse, first, dropped = output
+    ctx.save_for_backward(q, k, v, bias, documents, out, lse, first)
+    ctx.mark_non_differentiable(lse, first, dropped)
+
+
+def _differentiate(ctx, grad_out, *_):
+    q, k, v, bias, documents, *results = ctx.saved_tensors
+    *grads, grad_bias = torch.ops.trainshort.attention_backward(
+        grad_out, q, k, v, bias, documents, ctx.window, ctx.scale, *results, ctx.compiled
+    )
+    return *grads, grad_bias.to(bias.dtype) if bias.dim() == 2 else None, None, None, None, None, None
+
+
+def _keep_backward(ctx, inputs, output) -> None:
+    grad_out, q, k, v, bias, documents, ctx.window, ctx.scale, *_ = inputs
+    ctx.save_for_backward(grad_out, q, k, v, bias, documents)
+
+
+def _differentiate_again(ctx, *grads):
+    """Second derivatives come from the formula, whose every step torch can differentiate as often as one likes."""
+    _announce_formula()
+    *given, documents = ctx.saved_tensors
+    with_table = given[4].dim() == 2
+    goes_on = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Each under a name of its own, since the incoming gradient may itself have come from the queries.
+        leaves = [x.view_as(x) if goes_on and x.requires_grad else x.detach().requires_grad_() for x in given]
+        q, k, v, bias = leaves[1:]
+        out, _ = formula(_call(q, k, v, bias, documents, ctx.window, ctx.scale, 0.0))
+        inputs = leaves[1:] if with_table else leaves[1:4]
+        first = torch.autograd.grad(out, inputs, leaves[0], create_graph=True)
+        asked = [(x, g.to(x.dtype)) for x, g in zip(first, grads, strict=False) if g is not None]
+        second = torch.autograd.grad(
+            [x for x, _ in asked], leaves, [g for _, g in asked], create_graph=goes_on, allow_unused=True
+        )
+    grad_bias = second[4] if with_table else None
+    return *second[:4], grad_bias, None, None, None, None, None, None, None
+
+
+@cache
+def _announce_formula() -> None:
+    log.warning("second derivatives of attention are computed by the formula of 'reference', which holds all scores")
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep_forward)
+_backward.register_autograd(_differentiate_again, setup_context=_keep_backward)
+
+
+def _empty_results(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, heads, q_len, dim = q.shape
+    # Tokens before heads in memory, as torch's own attention returns it: joining the heads afterwards is then free.
+    out = q.new_empty(batch, q_len, heads, dim).transpose(1, 2)
+    panels = (batch, heads, -(-q_len // PANEL))
+    lse = q.new_empty(batch, heads, q_len, dtype=torch.float64)
+    return out, lse, q.new_empty(panels, dtype=torch.int32), q.new_empty(panels, dtype=torch.float32)
+
+
+def _empty_tables(q: Tensor, k: Tensor, bias: Tensor) -> Float[Tensor, "batch heads k_len"]:
+    """One gradient of the table for each batch entry, since entries are worked on at the same time."""
+    entries = q.shape[0] if bias.dim() == 2 else 0
+    return q.new_empty(entries, q.shape[1], k.shape[2], dtype=torch.float64)
+
+
+def _like(x: Tensor) -> Tensor:
+    """An empty tensor laid out like `x` where its rows are contiguous, so that adding gradients up is quick."""
+    dense = torch.empty_like(x)
+    return dense if has_contiguous_rows(dense) else torch.empty_like(x, memory_format=torch.contiguous_format)
