@@ -90,13 +90,19 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(0)
 
 
+class _Shown(logging.Handler):
+    """Says what the log says, on what is standard error then."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
 def _show_choices() -> None:
-    """Which attention engine was chosen, and why: one line each, on standard error."""
+    """Which attention engine was chosen, and why: one line each."""
     log = logging.getLogger("trainshort.attention")
     if not log.handlers:
-        log.addHandler(logging.StreamHandler())
+        log.addHandler(_Shown())
         log.setLevel(logging.INFO)
-        log.propagate = False
 
 
 def run(argv: list[str]) -> int:
