@@ -91,7 +91,8 @@ def proven_windows(
 
     since each far score is at most ‖q_i‖·K/√d − m·t (Cauchy–Schwarz) and the row's denominator at least exp(s_ii).
     `scale` stands in place of 1/√d. A window of k_len or more means "everything": slope 0 or below, tolerance 0, or
-    inputs that are not finite. The arithmetic is float64, so that rounding cannot eat the promise; the cost is O(length · dim).
+    inputs that are not finite. The arithmetic is float64, so that rounding cannot eat the promise; the cost is
+    O(length · dim).
     """
     batch, heads, q_len, dim = q.shape
     k_len, group = k.shape[2], heads // k.shape[1]
