@@ -103,6 +103,8 @@ def test_models_of_transformers(make, tmp_path, monkeypatch):
     theirs.save_pretrained(tmp_path / "theirs")
     ours = imported(tmp_path / "theirs", tmp_path / "run")
     kind = theirs.config.model_type
+    parity = json.loads((tmp_path / "run" / "import.json").read_text())["parity"]
+    assert parity["off"] < 1e-4
     for times in (1, 2, 8):
         tokens = torch.randint(WORDS, (2, times * LENGTH))
         with monkeypatch.context() as patch, torch.no_grad():

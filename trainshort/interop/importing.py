@@ -7,11 +7,15 @@ The run folder appears when all of it is written. Tensors pass through one at a 
 """
 
 import json
+import math
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trainshort.checkpoint import folders, manifest
+import torch
+
+from trainshort.checkpoint import folders, load_model, manifest
 from trainshort.checkpoint.folders import STATE, State
 from trainshort.checkpoint.tensors import WHOLE
 from trainshort.config import DataConfig, RunConfig, TrainConfig, save_config
@@ -22,6 +26,10 @@ from trainshort.interop import baichuan, bloom, btlm, fairseq, falcon, mpt, refa
 from trainshort.interop.formats import Reading, formats, plan
 from trainshort.runs import RunFolder
 
+NATIVE = ("mpt", "bloom", "falcon")
+"""Formats that transformers can run without code from the hub."""
+LARGEST_MEASURED = 50_000_000
+PROBE = 64
 PATTERNS = ("*.json", "*.safetensors")
 """What is fetched from the hub: settings, weights, tokenizer; no code and no pickles."""
 
@@ -147,5 +155,31 @@ def _record(request: Request, source: Source, run: Path) -> dict[str, Any]:
         "dropped": list(source.reading.dropped),
         "notes": list(model.notes),
         "tokenizer": None if source.tokenizer is None else source.tokenizer.name,
-        "parity": None,
+        "parity": _parity(source, run),
     }
+
+
+@torch.no_grad()
+def _parity(source: Source, run: Path) -> dict[str, Any] | str:
+    """How far the logits of a few tokens are from those of transformers' own class, where it has one; a large model is
+    not loaded a second time for it."""
+    model = source.reading.model
+    if source.kind not in NATIVE:
+        return f"not measured: transformers has no class for {source.kind}"
+    if ignored := next((note for note in model.notes if "ignored by" in note), None):
+        return f"not measured: {ignored}"
+    if sum(math.prod(shape) for shape in source.reading.shapes.values()) > LARGEST_MEASURED:
+        return "not measured: the model is large; trainshort evaluate reads both"
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        return "not measured: transformers is not installed"
+    folder = source.files[0].parent
+    try:
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
+    except (OSError, ValueError, TypeError, RuntimeError) as error:  # its own checks of a config are stricter
+        return f"not measured: transformers refuses it ({type(error).__name__})"
+    tokens = torch.arange(min(model.length or PROBE, PROBE))[None] % model.config.vocabulary
+    expected, ours = theirs(tokens).logits, load_model(run)(tokens)
+    off = float((ours - expected).abs().max() / expected.std())
+    return {"engine": f"transformers {metadata.version('transformers')}", "tokens": tokens.shape[1], "off": off}

@@ -64,6 +64,7 @@ def read(theirs: dict[str, Any], weights: Weights) -> Model:
     )
     ignored = [name for name in ("logit_scale",) if theirs.get(name)]
     ignored += ["alibi_bias_max"] * (attention.get("alibi_bias_max", 8) != 8)
+    ignored += ["expansion_ratio"] * (config.ffn_width != 4 * width)
     ignored += ["kv_n_heads"] * (config.key_heads != heads) + ["no_bias"] * config.biases
     notes = (f"followed here, ignored by Hugging Face's class: {', '.join(ignored)}",) if ignored else ()
     length = theirs.get("trained_at", theirs.get("max_seq_len"))  # our own exports leave room for longer inputs
