@@ -53,11 +53,12 @@ class Transformers(Engine):
         logging.disable_progress_bar()
         if json.loads((folder / "config.json").read_text())["model_type"] == "trainshort":
             import trainshort.hf  # noqa: F401  (registers the class)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        safely = {"trust_remote_code": False, "use_safetensors": True}  # a folder brings numbers, never code
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **safely).eval()
         if hasattr(self.model.config, "max_seq_len"):
             self.model.config.max_seq_len = max(self.model.config.max_seq_len, longest)
         has = (folder / "tokenizer_config.json").exists()
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder) if has else None
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False) if has else None
 
     @torch.no_grad()
     def log_probabilities(self, tokens: list[int]) -> Tensor:
