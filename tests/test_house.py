@@ -11,6 +11,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 350, 45
 SAME_MEANING = {
     "session": "the work of one command",
     "tables": "results as tables to read",
+    "base": "what every entry of the registry beside it is",
     "cost": "what a position method costs in time and memory",
     "Row": "one line of many that are alike",
 }
