@@ -36,8 +36,8 @@ def test_elsewhere_a_plain_line_comes_now_and_then(monkeypatch):
             now[0] += 4.0
             display.show(UPDATE | {"step": step})
     lines = console.file.getvalue().splitlines()
-    assert [line.split()[1] for line in lines] == ["10/100", "40/100", "100/100"]
-    assert lines[0] == "step 10/100  loss 2.000  ppl 7.389  12,346 tokens/s  lr 1.00e-03  0:00:36 left"
+    assert [line.split()[1] for line in lines] == ["0/100", "10/100", "40/100", "100/100"]
+    assert lines[1] == "step 10/100  loss 2.000  ppl 7.389  12,346 tokens/s  lr 1.00e-03  0:00:36 left"
     assert "\x1b" not in console.file.getvalue()
 
 

@@ -57,6 +57,8 @@ class Display:
     def __enter__(self) -> Self:
         if self.live:
             self.live.start()
+        elif not self.quiet:  # the first line of numbers may be minutes away
+            self._print(f"step {self.first}/{self.steps}  training")
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
