@@ -37,7 +37,7 @@ class Engine(Protocol):
     """
 
     def rank(self, call: Call) -> int:
-        """The higher, the sooner 'auto' takes it; 0: by name only."""
+        """The higher, the sooner 'auto' takes it; 0, or no such method: by name only."""
         ...
 
     def unsupported(self, call: Call) -> str | None:
@@ -47,7 +47,7 @@ class Engine(Protocol):
     def run(self, call: Call) -> Result: ...
 
 
-engines: Registry[Engine] = Registry("attention engine", needs=("rank", "unsupported", "run"))
+engines: Registry[Engine] = Registry("attention engine", needs=("unsupported", "run"))
 _announced: set[str] = set()
 
 
@@ -99,7 +99,7 @@ def attend(
 def choose(call: Call) -> Engine:
     """The engine of the highest rank that can do it; said once in the log."""
     reasons = []
-    ranks = {name: engine.rank(call) for name, engine in engines.items()}
+    ranks = {name: engine.rank(call) if hasattr(engine, "rank") else 0 for name, engine in engines.items()}
     for name in sorted((name for name in ranks if ranks[name] > 0), key=lambda name: -ranks[name]):
         reason = engines.get(name).unsupported(call)
         if reason is None:
