@@ -62,7 +62,7 @@ def test_a_run_without_tokenizer_says_so(place):
     import_model(Request("theirs"), Path("runs/dumb"))
     with pytest.raises(InputError, match="no tokenizer"):
         command(["generate", "runs/dumb", "a"])
-    with pytest.raises(InputError, match=r"theirs is a Hugging Face model\. Make a run of it first: trainshort import"):
+    with pytest.raises(InputError, match=r"theirs is a Hugging Face model\. Bring it in first: trainshort import"):
         command(["generate", "theirs", "a"])
     with pytest.raises(InputError, match="no tokenizer"):
         command(["evaluate", "runs/dumb", "--data", "text.txt"])

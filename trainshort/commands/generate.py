@@ -73,16 +73,10 @@ class Generate:
     def run(self) -> int:
         self._check()
         from trainshort.checkpoint import load_model
-        from trainshort.evaluate.target import is_hugging_face
         from trainshort.generate.session import Session
 
         prompts = self._prompts()
         self._check_run()
-        if self.run_folder.is_dir() and is_hugging_face(self.run_folder):
-            raise InputError(
-                f"{self.run_folder} is a Hugging Face model. Make a run of it first: "
-                f"trainshort import {self.run_folder} --out runs/{self.run_folder.resolve().name}"
-            )
         model = load_model(self.run_folder)
         tokenizer = self._tokenizer()
         stream = self._stream(model, tokenizer, prompts)
