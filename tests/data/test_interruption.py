@@ -178,7 +178,10 @@ def test_without_resume_it_begins_anew(text: Path, tmp_path: Path, monkeypatch: 
 
 def test_ctrl_c_says_how_to_continue(text: Path, tmp_path: Path) -> None:
     command = f"['prepare', {str(text)!r}, '--vocabulary', '300', '--workers', '2', '--out', {str(tmp_path / 'out')!r}]"
-    code = CHILD.partition("text, folder")[0] + f"from trainshort.cli import main\nmain({command})"
+    # A pause after each note, so that it is still at work when the signal comes, however busy the machine is.
+    slow = "import time\ncommit = pipeline.Writer.commit\n"
+    slow += "pipeline.Writer.commit = lambda *given: (commit(*given), time.sleep(0.05))\n"
+    code = CHILD.partition("text, folder")[0] + slow + f"from trainshort.cli import main\nmain({command})"
     child = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
