@@ -115,6 +115,38 @@ def test_no_row_leaves_out_more_than_promised(implementation, kind, shape, scale
     assert (out.double() - exact).norm(dim=-1).max() <= 2 * tolerance * largest + rounding
 
 
+def check_promise(kind, dim, length, tolerance, implementation):
+    """Rows here and there of one long text, against the exact weights."""
+    q, k, v = inputs(kind, 1, 4, 4, length, length, dim=dim)
+    slopes = alibi.slopes(4)
+    _, first, promised = read_and_promised(Problem(q, k, v, slopes, None, None), tolerance, implementation)
+    rows = torch.arange(length - 1, 0, -max(1, length // 40))
+    weights = exact_weights_of_rows(q, k, slopes, rows)
+    left_out = (weights * (torch.arange(length) < first[..., rows, None])).sum(-1)
+    assert (left_out <= promised[..., rows].double() + 1e-15).all()
+    assert promised.max() <= tolerance * (1 + 1e-6)
+
+
+@both
+@pytest.mark.parametrize("dim", [1, 17, 128, 333, 1023, 1024])
+def test_the_promise_at_other_widths(implementation, dim):
+    for kind in ("normal", "clustered keys"):
+        check_promise(kind, dim, 600, 1e-6, implementation)
+
+
+@both
+def test_the_promise_at_the_papers_width_over_20000_keys(implementation):
+    check_promise("normal", 128, 20_000, 1e-6, implementation)
+
+
+@pytest.mark.slow
+@both
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_promise_over_20000_keys_of_any_kind(implementation, kind):
+    for dim, tolerance in ((128, 1e-6), (33, 1e-3), (513, 0.3)):
+        check_promise(kind, dim, 20_000, tolerance, implementation)
+
+
 @both
 def test_certificate_is_the_largest_promise_of_each_head(implementation):
     q, k, v = inputs("normal", 2, 4, 2, 500, 500)
