@@ -276,10 +276,7 @@ def forge(folder, **changes):
         ({"layers": 10**9}, "holds [0-9,]+ weights, but a model of its config.json has at least"),
         ({"width": 10**9, "heads": 10**9}, "has at least"),
         ({"ffn": 10**15}, "has at least"),
-        (
-            {"vocabulary": 10**12},
-            r"vocabulary\.\S+ has shape \(50, 16\) there, and \(1000000000000, 16\) by the settings",
-        ),
+        ({"vocabulary": 10**12}, "has at least"),
         ({"position": "learned", "position_settings": {"longest": 10**12}}, "is on one side only"),
     ],
 )

@@ -298,6 +298,24 @@ def test_batches_must_be_shareable(config):
         resolve(config.replace(train={"batch": 12, "micro_batch": 4}), 256, World(size=2))
 
 
+@pytest.mark.parametrize(
+    "absurd",
+    [
+        {"layers": 10**9},
+        {"layers": 10**9, "width": 1, "heads": 1},
+        {"width": 10**9, "heads": 10**9},
+        {"ffn": 10**15},
+        {"vocabulary": 10**12},
+        {"position": "learned", "position_settings": {"longest": 10**12}},
+    ],
+    ids=str,
+)
+def test_a_model_that_no_machine_holds_is_refused_before_it_is_built(config, tmp_path, absurd):
+    with pytest.raises(InputError, match=r"has at least [0-9,]+ weights and needs [0-9,.]+ GB; this machine has"):
+        train(config.replace(model=absurd), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
 def test_other_data_is_refused_on_resume(config, tmp_path):
     train(config, tmp_path / "run", quiet=True)
     record = journal.read_lines(tmp_path / "run" / "sessions.jsonl")[0]

@@ -164,8 +164,9 @@ class ModelConfig(Settings):
 
     @property
     def least_weights(self) -> int:
-        """Weights that a model of these settings has at least: queries, outputs and the feed-forward layers."""
-        return self.layers * self.width * (2 * self.width + 2 * self.ffn_width)
+        """Weights that a model of these settings has at least: queries, outputs, feed-forward layers, embeddings."""
+        embeddings = self.vocabulary * (1 if self.adaptive else self.width)
+        return self.layers * self.width * (2 * self.width + 2 * self.ffn_width) + embeddings
 
     @property
     def key_heads(self) -> int:

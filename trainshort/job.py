@@ -1,5 +1,6 @@
 """From settings to everything the training loop works with: data, model, optimizer, and where a stopped run stood."""
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from trainshort import checkpoint, journal, optim, parallel, plugins, runs
 from trainshort.attention import engines
 from trainshort.checkpoint import Parts, Snapshot, State, folders, tensors
-from trainshort.config import RunConfig
+from trainshort.config import ModelConfig, RunConfig
 from trainshort.data import Prepared
 from trainshort.data.stream import Stream
 from trainshort.errors import InputError
@@ -22,6 +23,9 @@ from trainshort.model import TransformerLM
 from trainshort.parallel import Replica, World
 from trainshort.runs import RunFolder
 from trainshort.terminal import say
+
+BLOCK_BYTES = 2**14
+"""Memory of a transformer block beside its weights, at least: its Python objects."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,25 @@ def resolve(config: RunConfig, vocabulary: int, world: World, *, spare: bool = F
         raise InputError(
             f"train.micro_batch {size} does not divide the {own} sequences that each of {world.size} processes has."
         )
-    return config.replace(model={"vocabulary": config.model.vocabulary or vocabulary})
+    config = config.replace(model={"vocabulary": config.model.vocabulary or vocabulary})
+    refuse_oversized(config.model)
+    return config
+
+
+def refuse_oversized(config: ModelConfig) -> None:
+    """Stop before a model is built whose weights alone, in float32, are more than this machine's memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    weights = config.least_weights
+    if 4 * weights + BLOCK_BYTES * config.layers <= memory and config.vocabulary:
+        with torch.device("meta"):  # nothing is allocated
+            weights = sum(weight.numel() for weight in TransformerLM(config).parameters())
+    needed = 4 * weights + BLOCK_BYTES * config.layers
+    if needed > memory:
+        raise InputError(
+            f"A model of these settings ({config.layers:,} layers, width {config.width:,}) has at least {weights:,} "
+            f"weights and needs {needed / 1e9:,.1f} GB; this machine has {memory / 1e9:,.1f} GB. "
+            "Choose a smaller model."
+        )
 
 
 def micro_batch(config: RunConfig, world: World) -> int:

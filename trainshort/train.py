@@ -22,7 +22,16 @@ from trainshort.data import of_run, open_or_prepare, really
 from trainshort.data.stream import Batch
 from trainshort.errors import InputError
 from trainshort.interrupt import Interrupted, StopRequest
-from trainshort.job import Job, begin_session, build, refuse_other_data, resolve, restore, with_plugins
+from trainshort.job import (
+    Job,
+    begin_session,
+    build,
+    refuse_other_data,
+    refuse_oversized,
+    resolve,
+    restore,
+    with_plugins,
+)
 from trainshort.model import Loss
 from trainshort.parallel import World
 from trainshort.passes import Passes, fill
@@ -66,6 +75,7 @@ def _train(
     """All of a session except joining and leaving the other ranks, which must outlive everything made here."""
     world.on_main(lambda: runs.refuse_existing(run, resume=resume))  # before the data's preparation is waited for
     config = with_plugins(config, run)
+    refuse_oversized(config.model)
     prepared = world.first("data", lambda: open_or_prepare(config.data, progress=not quiet))
     config = config.model_copy(update={"data": really(config.data, prepared)})
     config = resolve(config, prepared.meta.vocabulary, world, spare=RunFolder(run).imported.exists())
