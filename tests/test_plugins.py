@@ -52,7 +52,7 @@ def trained(tmp_path_factory) -> Path:
     small = "--layers 1 --width 32 --heads 4 --length 16 --batch 4 --steps 3 --tokenizer bytes"
     told = command(folder, "train", "demo-alibi", *small.split(), "--corpus", "text.txt", "--position", "kerple-log",
                    "--position-settings.a", "0.5", "--out", "run")  # fmt: skip
-    assert "3 updates" in told
+    assert "3 steps" in told
     return folder
 
 
