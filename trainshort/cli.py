@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from trainshort import __version__, plugins
 from trainshort.commands.parser import Parser, of_class
 from trainshort.errors import InputError
+from trainshort.files import EXHAUSTED, reason
 from trainshort.registry import did_you_mean
 from trainshort.terminal import say
 
@@ -88,6 +89,11 @@ def main(argv: list[str] | None = None) -> None:
         # `trainshort ... | head` closes our output early; point stdout elsewhere so the interpreter's flush is quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in EXHAUSTED or os.environ.get("TRAINSHORT_TRACEBACK"):
+            raise
+        say(f"Cannot go on{f' with {error.filename}' if error.filename else ''}: {reason(error)}.")
+        sys.exit(USAGE_ERROR)
 
 
 class _Shown(logging.Handler):

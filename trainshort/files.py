@@ -17,6 +17,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -50,6 +51,8 @@ _KINDS = {
     stat.S_IFCHR: "it is a device, and a file was expected",
     stat.S_IFBLK: "it is a device, and a file was expected",
 }
+EXHAUSTED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE)
+"""What the machine may run out of anywhere, also where a library opens or imports a file of its own."""
 _REASONS = {
     errno.ELOOP: "it is a link that leads back to itself",
     errno.ENOSPC: "the disk is full",
@@ -69,6 +72,12 @@ def reason(error: OSError | ValueError) -> str:
     if isinstance(error, OSError) and error.errno:
         return _REASONS.get(error.errno) or os.strerror(error.errno).lower()
     return str(error) or type(error).__name__
+
+
+def refused(error: Exception) -> OSError:
+    """What safetensors was told by the system, which it wraps in an error of its own: "… (os error 28)"."""
+    number = re.search(r"\((?:os error )?(\d+)\)$", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
 
 
 def _refuse(verb: str, path: Path, error: OSError | ValueError, mend: str) -> NoReturn:

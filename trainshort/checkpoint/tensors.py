@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainshort.errors import InputError
+from trainshort.files import refused
 
 WHOLE = "whole.safetensors"
 
@@ -37,7 +38,7 @@ def write(folder: Path, tensors: dict[str, Tensor], *, sharded: bool) -> None:
     try:
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / WHOLE)
     except SafetensorError as error:
-        raise OSError(str(error)) from error
+        raise refused(error) from error
 
 
 def read(folder: Path, tensors: dict[str, Tensor], *, sharded: bool) -> None:
@@ -63,7 +64,7 @@ def shapes(folder: Path) -> Shapes:
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
         stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError, KeyError) as error:
         raise InputError(f"{folder} cannot be read as safetensors ({error}).") from error
     return {name: tuple(getattr(entry, "size", ())) for name, entry in stored.items()}
 

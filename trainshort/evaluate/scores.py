@@ -5,13 +5,13 @@ got is its size. A batch that was torn by the kill is cut off at the last whole 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 
 from trainshort.errors import InputError
-from trainshort.files import locked, make_folder, open_file
+from trainshort.files import locked, make_folder, open_file, reason
 from trainshort.passes import Passes
 
 KIND = np.dtype("<f4")
@@ -33,7 +33,7 @@ class Scores:
             self.file.flush()
         except OSError as error:
             raise InputError(
-                f"Cannot write {self.path}: {error.strerror}. Make room there, then run it again."
+                f"Cannot write {self.path}: {reason(error)}. Make room there, then run it again."
             ) from error
         self.done += len(losses)
 
@@ -63,4 +63,5 @@ def open_scores(path: Path, passes: Passes) -> Iterator[Scores]:
         try:
             yield scores
         finally:
-            scores.file.close()
+            with suppress(OSError):  # what could not be written was told by append
+                scores.file.close()

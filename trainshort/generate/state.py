@@ -53,11 +53,11 @@ def save_state(stream: Stream, path: Path) -> None:
         }
     )
     kept = "A state that was there before is intact."
-    try:
-        with files.replacing(path, mend=kept) as partial:
+    with files.replacing(path, mend=kept) as partial:
+        try:
             save_file(tensors, partial, metadata={"state": text, "sha256": _digest(text, tensors)})
-    except SafetensorError as error:
-        raise InputError(f"Cannot write {path}: {error}. {kept}") from error
+        except SafetensorError as error:
+            raise files.refused(error) from error
 
 
 def load_state(path: Path, model: TransformerLM, tokenizer: Tokenizer | None = None, **changes: Any) -> Stream:
@@ -176,7 +176,7 @@ def _read(path: Path) -> tuple[str, dict[str, Tensor]]:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:
         raise InputError(f"{path} is no state file, or was cut short ({error}). Use an earlier one.") from None
     if "state" not in header:
         raise InputError(f"{path} is a safetensors file, but not a state that trainshort saved.")

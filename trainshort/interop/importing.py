@@ -140,7 +140,7 @@ def _write_checkpoint(run: Path, config: RunConfig, reading: Reading) -> None:
     (folder / "model").mkdir(parents=True)
     save_config(config, folder / "config.json")
     state = State(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
-    (folder / STATE).write_text(state.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / STATE, state.model_dump_json(indent=2) + "\n")
     stored.write(folder / "model" / WHOLE, reading.shapes, reading.tensor)
     manifest.write(folder, {name: manifest.digest(folder / name) for name in manifest.files(folder)})
 

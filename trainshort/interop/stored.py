@@ -34,7 +34,7 @@ class StoredWeights(Mapping[str, Tensor]):
             try:
                 opened = safe_open(path, framework="pt")
                 names = list(opened.keys())
-            except (SafetensorError, OSError, ValueError) as error:
+            except (SafetensorError, OSError, RuntimeError, ValueError) as error:
                 raise InputError(f"{path} cannot be read as safetensors ({error}). {MEND}") from None
             if twice := self._file.keys() & names:
                 raise InputError(f"The tensor {sorted(twice)[0]} is in more than one file of {folder}. {MEND}")
