@@ -3,15 +3,14 @@
 import os
 import random
 import signal
+import socket
 import time
 
 import psutil
 import pytest
-from harness import HERE, logged, result, wait_for
+from harness import HERE, kill, logged, result, wait_for
 
 from trainshort.checkpoint import folders, manifest
-
-pytestmark = pytest.mark.fault
 
 
 def workers(launcher) -> dict[int, psutil.Process]:
@@ -30,6 +29,30 @@ def finish(launcher) -> str:
     return text
 
 
+def both(runner, out):
+    """Two ranks as torchrun would start them, by forks, which are there at once."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    return [runner.start(out, RANK=rank, LOCAL_RANK=rank, **place, **sizes) for rank in ("0", "1")]
+
+
+def test_a_killed_rank_ends_the_other_and_nothing_is_lost(runner, tmp_path):
+    """The quick form of the next, without torchrun."""
+    out = tmp_path / "run"
+    ranks = both(runner, out)
+    assert wait_for(lambda: folders.present(out), ranks[0])
+    kill(ranks[1])
+    assert ranks[0].wait(60) not in (0, None), ranks[0].communicate()[0]
+    assert folders.present(out)[-1].name < folders.name(80)
+    for run in (out, tmp_path / "undisturbed"):
+        for rank in both(runner, run):
+            assert rank.wait() == 0, rank.communicate()[0]
+    assert result(out) == result(tmp_path / "undisturbed")
+
+
+@pytest.mark.fault
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_killed_rank_is_replaced(runner, tmp_path, strategy):
     kills, chance = 4, random.Random(3)
@@ -47,6 +70,7 @@ def test_a_killed_rank_is_replaced(runner, tmp_path, strategy):
     print(f"\n2 ranks, one killed ({strategy}): {kills} of {kills} recovered, bit-identical at the end")
 
 
+@pytest.mark.fault
 def test_a_nan_on_the_second_rank_is_named_and_stops_both(runner, tmp_path):
     out = tmp_path / "run"
     launcher = runner.torchrun(out, driver=HERE / "nan_at.py", NAN_AT="20", NAN_RANK="1", NAN_VALUE="nan")
@@ -56,6 +80,7 @@ def test_a_nan_on_the_second_rank_is_named_and_stops_both(runner, tmp_path):
     print("\nNaN on rank 1 of 2: named, both stopped")
 
 
+@pytest.mark.fault
 def test_torchrun_that_is_told_to_stop_saves(runner, tmp_path):
     finish(runner.torchrun(tmp_path / "undisturbed"))
     out = tmp_path / "run"
