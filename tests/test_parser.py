@@ -60,7 +60,7 @@ def test_words_become_values():
         "soup", ("bread", "-", "-5"), 3, -2.5, Path("x/y"), "high", (1, 2, 3), (1.0, 2.0), True, False, "tin"
     )
     assert parse("--minutes 3 soup -- --minutes").extras == ("--minutes",)
-    assert parse("soup --salt None --quick-look=false --sizes").sizes == ()
+    assert parse("soup --salt None --quick-look=false").sizes == ()
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,7 @@ def test_words_become_values():
         ("soup --pair 1", "--pair needs 2 values: --pair X X."),
         ("soup --minutes 1.5", "--minutes is a whole number, got '1.5'."),
         ("soup --salt much", "--salt is a number, got 'much'."),
+        ("soup --sizes", "--sizes needs a value: --sizes N."),
         ("soup --sizes 1 two", "--sizes is a whole number, got 'two'."),
         ("soup --heat hihg", "--heat is one of low, high; got 'hihg'. Did you mean 'high'?"),
         ("soup --lid=maybe", "--lid is true or false, got 'maybe'."),
@@ -109,7 +110,7 @@ def test_help_shows_names_and_one_default_each(capsys):
         "--sizes N ... Of the pieces.",
         "--pair X X Two numbers. Default: 0.5 1.0.",
         "--quick-look Only look.",
-        "--no-lid With its lid.",
+        "--no-lid Turn this off: with its lid.",
         "--foil TEXT Something around it.",
     ):
         assert piece in text, piece

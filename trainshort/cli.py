@@ -11,8 +11,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-from trainshort import __version__, plugins
-from trainshort.commands.parser import Parser, of_class
+from trainshort import __version__
 from trainshort.errors import InputError
 from trainshort.files import EXHAUSTED, reason
 from trainshort.registry import did_you_mean
@@ -109,6 +108,9 @@ def _show_choices() -> None:
     if not log.handlers:
         log.addHandler(_Shown())
         log.setLevel(logging.INFO)
+    if logging.lastResort and not logging.root.handlers:
+        # What Python does by itself; without it a library's first warning would show our lines a second time.
+        logging.root.addHandler(logging.lastResort)
 
 
 def run(argv: list[str]) -> int:
@@ -121,6 +123,9 @@ def run(argv: list[str]) -> int:
     name, rest = argv[0], argv[1:]
     if name not in COMMANDS:
         raise InputError(f"Unknown command '{name}'.{did_you_mean(name, COMMANDS)} See trainshort --help.")
+    from trainshort import plugins  # here, because --help needs neither
+    from trainshort.commands.parser import Parser, of_class
+
     rest = plugins.take_options(rest)
     module, _, attribute = COMMANDS[name].target.partition(":")
     command = getattr(importlib.import_module(module), attribute)

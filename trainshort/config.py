@@ -297,6 +297,8 @@ def load_config(path: Path) -> RunConfig:
         values = read_object(path, mend="Restore it, or start a new run.")
     except MissingFileError:
         raise InputError(f"No config at {path}. Is this a run folder? It should hold config.json.") from None
+    if "model_type" in values:
+        raise InputError(f"{path} is of a Hugging Face model. Bring it in first, by trainshort import.")
     if values.get("format", FORMAT) != FORMAT:
         # Checked before the fields: another format may well have other fields, and those would be blamed first.
         values = {"format": values["format"]}

@@ -79,9 +79,9 @@ def take_options(words: Sequence[str]) -> list[str]:
             raise InputError(f"{OPTION} needs a path. {MEND}")
         paths.append(str(Path(path).absolute()))
     if paths:
-        os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*_named(), *paths]))
         for path in paths:
             load_file(Path(path))
+        os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*_named(), *paths]))
     return rest
 
 

@@ -99,7 +99,7 @@ def test_interactive_keeps_its_state(capsys, run, monkeypatch, tmp_path):
         (["x", "--temperature", "-1"], "'temperature' cannot be -1.0"),
         (["x", "--top-p", "1.2"], "'top_p' cannot be 1.2"),
         (["x", "--mode", "window"], "mode 'window' and a window go together"),
-        (["x", "--samples", "0"], "--samples is at least 1"),
+        (["x", "--samples", "0"], "--samples must be at least 1"),
         (["x", "--endless", "--tokens", "3"], "--endless goes on until stopped"),
         (["x", "--interactive", "--samples", "2"], "one conversation"),
         (["x", "--prompt-file", "y"], "not both"),

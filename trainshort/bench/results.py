@@ -108,7 +108,7 @@ def load(path: Path) -> Bench:
         values = read_sealed(path, mend="Measure again.")
     except MissingFileError:
         raise InputError(
-            f"There is no benchmark result at {path}. Make one by: trainshort bench --out {path}"
+            f"There is no benchmark result at {path}. Make one by: trainshort bench --out {path}."
         ) from None
     if not is_bench(values):
         raise InputError(f"{path} is not a result of `trainshort bench`.")

@@ -19,9 +19,9 @@ def run(plans: Mapping[str, Plan], quick: bool, out: Path, console: Console, pro
     with tempfile.TemporaryDirectory() as scratch:
         settings = described(plans, quick)
         suites = {name: _steps(name, plan, Path(scratch), settings[name], progress) for name, plan in plans.items()}
-        progress.line(f"measuring {', '.join(suites)}; results go to {out}")
         bench = Bench(made=machine.describe(), settings=settings)
         results.save(bench, out)
+        progress.line(f"measuring {', '.join(suites)}; results go to {out}")
         for name, steps in suites.items():
             for number, step in enumerate(steps, start=1):
                 progress.begin(name, number, len(steps), step.title)

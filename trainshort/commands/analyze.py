@@ -6,6 +6,7 @@ from typing import Annotated
 
 from trainshort.commands.parser import Arg
 from trainshort.errors import InputError
+from trainshort.files import make_folder
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ class Analyze:
         from trainshort.evaluate.text import open_text
         from trainshort.passes import read_lengths
 
-        if self.samples < 1 or self.batch_tokens < 1:
-            raise InputError("--samples and --batch-tokens must be positive.")
+        for option, number in (("--samples", self.samples), ("--batch-tokens", self.batch_tokens)):
+            if number < 1:
+                raise InputError(f"{option} must be at least 1, got {number}.")
         for name in self.only:
             analyses.get(name)  # an unknown name should not wait for the model to load
         target = open_target(
@@ -74,7 +76,7 @@ class Analyze:
         if target.trained_at is None:
             raise InputError(f"{target.name} does not tell its training length; give it by --trained-at.")
         if self.out is not None:
-            target.folder = self.out
+            target.folder = make_folder(self.out)
         text = open_text(target, self.data, self.split, self.max_tokens)
         lengths = tuple(read_lengths(self.lengths, target.trained_at, len(text.tokens))) if self.lengths else ()
         lab = Lab(target, text.tokens, target.trained_at, lengths, self.samples, self.seed, self.batch_tokens)

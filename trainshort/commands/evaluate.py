@@ -6,6 +6,7 @@ from typing import Annotated
 
 from trainshort.commands.parser import Arg
 from trainshort.errors import InputError
+from trainshort.files import make_folder
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,23 @@ class Evaluate:
         from trainshort.evaluate.text import open_text
         from trainshort.passes import read_lengths
 
-        if self.batch_tokens < 1 or (self.memory is not None and self.memory <= 0):
-            raise InputError("--batch-tokens and --memory must be positive.")
+        if self.batch_tokens < 1:
+            raise InputError(f"--batch-tokens must be at least 1, got {self.batch_tokens}.")
+        if self.memory is not None and not self.memory > 0:
+            raise InputError(f"--memory is a number of gigabytes above 0, got {self.memory}.")
         slopes = None if self.slopes is None else Slopes.read(self.slopes)
         target = open_target(
             self.target, device=pick_device(self.device), precision=self.precision, trained_at=self.trained_at
         )
         if self.out is not None:
-            target.folder = self.out
+            target.folder = make_folder(self.out)
         text = open_text(target, self.data, self.split, self.max_tokens)
         lengths = read_lengths(self.lengths, target.trained_at, len(text.tokens))
+        if self.lengths and self.max_tokens is None and lengths[-1] > len(text.tokens):
+            raise InputError(
+                f"the text has {len(text.tokens):,} tokens, and nothing can be measured at {lengths[-1]:,}. "
+                "Give shorter --lengths or a longer text by --data."
+            )
         plan = Plan(text.tokens, lengths, self.stride, slopes, self.batch_tokens, self.memory)
         evaluate(
             target,

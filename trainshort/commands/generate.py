@@ -74,9 +74,12 @@ class Generate:
         self._check()
         from trainshort.checkpoint import load_model
         from trainshort.generate.session import Session
+        from trainshort.generate.settings import GenerateConfig
 
         prompts = self._prompts()
         self._check_run()
+        if self.resume_state is None:
+            GenerateConfig.read(self.settings)  # a wrong one is told before the model is loaded
         model = load_model(self.run_folder)
         tokenizer = self._tokenizer()
         stream = self._stream(model, tokenizer, prompts)
@@ -84,8 +87,11 @@ class Generate:
         return session.interact() if self.interactive else session.run()
 
     def _check(self) -> None:
-        if self.samples < 1 or self.save_every < 0:
-            raise InputError("--samples is at least 1 and --save-every at least 0.")
+        for option, number, least in (("--samples", self.samples, 1), ("--save-every", self.save_every, 0)):
+            if number < least:
+                raise InputError(f"{option} must be at least {least}, got {number}.")
+        if self.save_every and self.save_state is None:
+            raise InputError("--save-every needs a file to save to: --save-state FILE.")
         if self.endless and (self.interactive or not {"tokens", "stop"}.isdisjoint(self.settings)):
             raise InputError("--endless goes on until stopped; it does not go with --tokens, --stop or --interactive.")
         if self.prompt and self.prompt_file:
@@ -103,7 +109,10 @@ class Generate:
         folder = self.run_folder
         bring = f"trainshort import {folder} --out runs/{folder.name}"
         if not folder.exists():
-            raise InputError(f"There is no run folder {folder}. A model from elsewhere is brought in first: {bring}.")
+            raise InputError(
+                f"There is no run folder {folder}. `ls runs` shows the runs made here; a model from elsewhere is "
+                "brought in first, by trainshort import."
+            )
         if folder.is_dir() and is_hugging_face(folder):
             raise InputError(f"{folder} is a Hugging Face model. Bring it in first: {bring}.")
 

@@ -194,11 +194,10 @@ class Parser:
         taken = [] if given is None else [given]
         while left and not _is_option(left[0]) and (option.count is None or len(taken) < option.count):
             taken.append(left.pop(0))
-        if option.count is not None and len(taken) < option.count:
-            wanted = "a value" if option.count == 1 else f"{option.count} values"
-            raise self.error(
-                f"--{option.name} needs {wanted}: --{option.name} {' '.join([option.shown] * option.count)}."
-            )
+        least = option.count or 1
+        if len(taken) < least:
+            wanted = "a value" if least == 1 else f"{least} values"
+            raise self.error(f"--{option.name} needs {wanted}: --{option.name} {' '.join([option.shown] * least)}.")
         return self._converted(option, taken)
 
     def _converted(self, option: Option, words: list[str]) -> Any:
@@ -283,7 +282,9 @@ def _spelled(option: Option) -> str:
 def _described(option: Option) -> str:
     """The help text with the default, unless the text tells it or there is none."""
     default, text = option.default, option.help
-    if default in (REQUIRED, None, (), "", False) or (option.flag and default is True) or "Default:" in text:
+    if option.flag and default is True:
+        return f"Turn this off: {text[:1].lower()}{text[1:]}"
+    if default in (REQUIRED, None, (), "", False) or "Default:" in text:
         return text
     shown = " ".join(map(str, default)) if isinstance(default, tuple | list) else str(default)
     return f"{text.rstrip()} Default: {shown}."

@@ -50,6 +50,7 @@ class Reproduce:
         from rich.console import Console
 
         from trainshort.errors import InputError
+        from trainshort.files import make_folder
         from trainshort.methods import methods as known
         from trainshort.recipes.experiments import choose, choose_methods
         from trainshort.recipes.scales import scales
@@ -72,7 +73,7 @@ class Reproduce:
             raise InputError(f"--seeds is a number from 1 to 9, got {self.seeds}.")
         if self.jobs is not None and (self.jobs < 1 or self.launcher != "local"):
             raise InputError("--jobs is the number of models at a time on this machine: at least 1, and not for slurm.")
-        root = self.out or Path("runs") / scale.name
+        root, page = self.out or Path("runs") / scale.name, self.report or Path("report") / scale.name
         if self.plan:
             from trainshort.reproduce.plan import make_plan, told
 
@@ -84,9 +85,11 @@ class Reproduce:
         assignment = assign(chosen, scale, range(1, self.seeds + 1))
         if scale.name == "paper" and self.launcher == "local":
             raise InputError("The paper's scale does not run on one machine. See --plan for the commands to start.")
+        make_folder(root)
+        make_folder(page, mend="Choose another --report.")
         console = Console()
         reproduce(assignment, root, launcher=self.launcher, jobs=self.jobs, site=site, console=console)
-        finish(root, self.report or Path("report") / scale.name, console)
+        finish(root, page, console)
 
 
 def finish(root: Path, out: Path, console: "Console") -> None:

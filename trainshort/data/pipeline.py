@@ -9,7 +9,7 @@ import errno
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def prepare(
             return _open_same(folder, config)
         note = _begin(job, resume)
         with job.progress.shown():
-            note = note if note.ready else _settle(job, note)
+            note = note if note.ready else _settled(job, note)
             seconds, encoded = _encode(job, note)
             prepared = _finish(job)
     _report(job, prepared, encoded, seconds)
@@ -95,6 +95,11 @@ def open_or_prepare(config: DataConfig, **options: Any) -> Prepared:
     """What training needs: a folder that was named as it is, else the one that the settings describe."""
     if config.folder is None:
         return prepare(config, **options)
+    if config.folder.is_file():
+        raise InputError(
+            f"data.folder {config.folder} is a file. Turn it into tokens by `trainshort prepare {config.folder}`, and "
+            "give the folder that this makes."
+        )
     if not is_data(config.folder) and not (config.folder / layout.UNFINISHED_FILE).exists():
         raise InputError(
             f"data.folder {config.folder} is not a prepared data folder (it has no {layout.META_FILE}). Make it by "
@@ -138,6 +143,17 @@ def _begin(job: Job, resume: bool) -> Note:
     note = Note(request=job.request)
     write_note(job.folder, note)
     return note
+
+
+def _settled(job: Job, note: Note) -> Note:
+    """The note with splits and tokenizer decided; where the input does not allow it, no folder is left."""
+    try:
+        return _settle(job, note)
+    except InputError:
+        (job.folder / layout.UNFINISHED_FILE).unlink(missing_ok=True)
+        with suppress(OSError):
+            job.folder.rmdir()  # if nothing else is in it
+        raise
 
 
 def _settle(job: Job, note: Note) -> Note:

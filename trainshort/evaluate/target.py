@@ -154,6 +154,9 @@ def checkpoint_folder(path: Path) -> Path:
         return path
     if not path.is_dir() or not (path / "config.json").exists():
         raise InputError(f"There is no run at '{path}'. Give a run folder, one of its checkpoints, or a model's name.")
+    if is_hugging_face(path):
+        bring = f"trainshort import {path} --out runs/{path.resolve().name}"
+        raise InputError(f"{path} is a Hugging Face model. Bring it in first: {bring}.")
     found = best(path)
     if found is None:
         raise InputError(f"{path} has no whole checkpoint yet. Train it first, or resume it.")
@@ -167,7 +170,8 @@ def pick_device(name: str | None) -> str:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise InputError(f"the device '{name}' is not available here ({str(error).partition('.')[0]}).") from None
+        why = "torch knows no such kind" if "device string" in str(error) else str(error).partition(".")[0]
+        raise InputError(f"the device '{name}' is not available here ({why}). Choose cpu, cuda or cuda:N.") from None
     return name
 
 
@@ -176,14 +180,14 @@ def open_target(name: str, *, device: str = "cpu", precision: str = "float32", t
     if precision not in PRECISIONS:
         raise InputError(f"precision is {' or '.join(PRECISIONS)}, got '{precision}'.")
     path = Path(name).expanduser()
+    if path.is_file():
+        raise InputError(f"{path} is a file. Give a run folder, one of its checkpoints, or a Hugging Face model.")
     if path.is_dir() and not is_hugging_face(path):
         target: Target = RunTarget(path, device=device, precision=precision)
     elif path.is_dir() or looks_like_hub_name(name):
         from trainshort.evaluate.hugging_face import HuggingFaceTarget
 
         target = HuggingFaceTarget(name, device=device, precision=precision)
-    elif path.exists():
-        raise InputError(f"{path} is a file. Give a run folder, one of its checkpoints, or a Hugging Face model.")
     else:
         raise InputError(f"There is no run or model at '{path}'. `ls runs` shows the runs made here.")
     if trained_at is not None:

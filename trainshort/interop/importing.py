@@ -98,6 +98,8 @@ def _open_folder(folder: Path, request: Request) -> Source:
         raise InputError("--dictionary is for fairseq checkpoints; a Hugging Face model has its tokenizer.json.")
     settings = read_object(folder / "config.json", mend="Give the folder of a saved Hugging Face model.")
     kind = settings.get("model_type")
+    if kind is None and "model" in settings:
+        raise InputError(f"{folder} is a run folder of trainshort already. Use it as it is.")
     if not isinstance(kind, str) or kind not in formats or kind == "fairseq":
         known = ", ".join(sorted(name for name in formats.names() if name != "fairseq"))
         raise InputError(f"{folder} is a model of type {kind!r}, and these ALiBi models can be imported: {known}.")

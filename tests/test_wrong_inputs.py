@@ -1,0 +1,282 @@
+"""A hundred wrong inputs over all commands: exit 2, one sentence that helps, nothing written."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from trainshort.cli import COMMANDS, main
+
+STORED = Path(__file__).parent / "data_of_0_1_0"
+RUN = "runs/tiny"
+TRAIN = "train demo-alibi --data.folder data/tiny"
+
+WRONG = [
+    # no command, other commands
+    ("trian demo-alibi", "Unknown command 'trian'. Did you mean 'train'? See trainshort --help."),
+    ("--halp", "Unknown command '--halp'. See trainshort --help."),
+    ("PREPARE text.txt", "Unknown command 'PREPARE'. See trainshort --help."),
+    # prepare
+    ("prepare", "CORPUS is missing: Corpus name (see `trainshort list corpora`), file,"),
+    ("prepare sotuu", "'sotuu' is neither a known corpus nor a file or folder. Did you mean"),
+    ("prepare empty", "empty holds no .txt, .md, .tokens, .raw, .jsonl, .parquet file. Name"),
+    ("prepare nothing.txt", "nothing.txt is empty. Give a file with text in it."),
+    ("prepare nowhere/*.txt", "No .txt, .md, .tokens, .raw, .jsonl, .parquet file matches"),
+    ("prepare text.txt --tokenizer byte", "'byte' is no tokenizer: use bpe, bytes, words or the path of a"),
+    (
+        "prepare text.txt --tokenizer hf/config.json",
+        "hf/config.json is not a tokenizer.json that the tokenizers library",
+    ),
+    ("prepare text.txt --vocabulary many", "--vocabulary is a whole number, got 'many'."),
+    ("prepare text.txt --vocabulary -5", "Setting 'vocabulary' cannot be -5: input should be greater than or"),
+    ("prepare text.txt --vocabulary 3", "bpe needs a vocabulary of at least 257 (the bytes and an end token),"),
+    ("prepare text.txt --workers 0", "workers must be at least 1, not 0."),
+    ("prepare text.txt --errors ignore", "--errors is one of strict, replace; got 'ignore'."),
+    ("prepare text.txt --out /proc/foo", "The folder /proc/foo cannot be written to: no such file or directory."),
+    ("prepare text.txt --out text.txt", "text.txt is a file, and a folder was expected there. Choose another"),
+    ("prepare number.jsonl", "number.jsonl, line 2: expected an object with a string in its field"),
+    ("prepare broken.jsonl", "broken.jsonl, line 2, is not JSON (Expecting value at its character"),
+    ("prepare latin.txt --tokenizer bytes", "latin.txt is not valid UTF-8 at byte 3 (0xe9). Convert the file, or"),
+    ("prepare text.txt --tokeniser bytes", "Unknown setting 'tokeniser'. Did you mean 'tokenizer'? See trainshort"),
+    ("prepare text.txt other.txt", "'other.txt' is one word too many. See trainshort prepare --help."),
+    ("prepare archive.zip", "archive.zip should end in one of .txt, .md, .tokens, .raw, .jsonl,"),
+    (
+        "prepare text.txt --tokenizer bytes --out data/tiny",
+        "data/tiny was prepared from tokenizer 'bpe', not 'bytes'. Choose",
+    ),
+    # train
+    ("train", "Name a recipe first: trainshort train RECIPE [options]. trainshort"),
+    ("train demo-alibbi", "Unknown recipe 'demo-alibbi'. Did you mean 'demo-alibi'? Known:"),
+    ("train empty", "No config at empty/config.json. Is this a run folder? It should hold"),
+    (f"{TRAIN} --model.position alibbi", "Unknown position method 'alibbi'. Did you mean 'alibi'? Known: alibi,"),
+    (f"{TRAIN} --model.positon alibi", "Unknown setting 'model.positon'. Did you mean 'model.position'? See"),
+    (f"{TRAIN} --model.heads 7", "In 'model': width 128 is not a multiple of heads 7; choose width 126"),
+    (f"{TRAIN} --model.layers 0", "Setting 'model.layers' cannot be 0: input should be greater than or"),
+    (f"{TRAIN} --model.width 1.5", "--model.width is a whole number, got '1.5'."),
+    (f"{TRAIN} --model.width 99999999", "In 'model': width 99999999 is not a multiple of heads 8; choose width"),
+    (f"{TRAIN} --model.dropout 2", "Setting 'model.dropout' cannot be 2.0: input should be less than 1."),
+    (f"{TRAIN} --train.steps -1", "Setting 'train.steps' cannot be -1: input should be greater than or"),
+    (f"{TRAIN} --train.length 0", "Setting 'train.length' cannot be 0: input should be greater than or"),
+    (f"{TRAIN} --train.length 100000", "The text has 4754 tokens, but one sequence of length 100000 needs"),
+    (f"{TRAIN} --train.lr nan", "Unknown setting 'train.lr'. Did you mean 'train.length'? See"),
+    (f"{TRAIN} --train.batch 0", "Setting 'train.batch' cannot be 0: input should be greater than or"),
+    (f"{TRAIN} --out /proc/foo", "The folder /proc/foo cannot be written to: no such file or directory."),
+    (f"{TRAIN} --out {RUN}", "runs/tiny already exists. Go on with it by --resume, or choose"),
+    (f"{TRAIN} --parallel magic", "--train.parallel is one of ddp, fsdp, hsdp; got 'magic'."),
+    (f"{TRAIN} --plugin nowhere.py", "nowhere.py. Give --plugin the path of a Python file."),
+    (f"{TRAIN} --plugin broken.py", "broken.py does not import: ZeroDivisionError: division by zero (line"),
+    (f"{TRAIN} --plugin", "--plugin needs a path. Give --plugin the path of a Python file."),
+    ("train demo-alibi --data.folder data/tinny", "data.folder data/tinny is not a prepared data folder (it has no"),
+    ("train demo-alibi --data.folder text.txt", "data.folder text.txt is a file. Turn it into tokens by `trainshort"),
+    ("train hf", "hf/config.json is of a Hugging Face model"),
+    ("train hf/config.json", "hf/config.json is of a Hugging Face model"),
+    # evaluate
+    ("evaluate", "RUN is missing: A run folder, one of its checkpoints, a Hugging Face"),
+    ("evaluate .", "There is no run at '.'. Give a run folder, one of its checkpoints, or"),
+    ("evaluate runs", "There is no run at 'runs'. Give a run folder, one of its checkpoints,"),
+    ("evaluate runs/tinny", "There is no run or model at 'runs/tinny'. `ls runs` shows the runs"),
+    ("evaluate data/tiny", "There is no run at 'data/tiny'. Give a run folder, one of its"),
+    ("evaluate text.txt", "text.txt is a file. Give a run folder, one of its checkpoints, or a"),
+    ("evaluate hf --lengths 16", "Cannot load 'hf': the folder did not give a causal language model"),
+    (f"evaluate {RUN} --lengths", "--lengths needs a value: --lengths TEXT."),
+    (f"evaluate {RUN} --lengths 0", "lengths are positive whole numbers (128,256), multiples of the"),
+    (f"evaluate {RUN} --lengths 0x", "lengths are positive whole numbers (128,256), multiples of the"),
+    (f"evaluate {RUN} --lengths long", "lengths are positive whole numbers (128,256), multiples of the"),
+    (f"evaluate {RUN} --lengths 1e99", "lengths are positive whole numbers (128,256), multiples of the"),
+    (f"evaluate {RUN} --lengths 999999999", "the text has 304 tokens, and nothing can be measured at 999,999,999."),
+    (f"evaluate {RUN} --lengths 1x --split valdi", "data/tiny has no split 'valdi'; it has train, valid, test."),
+    (f"evaluate {RUN} --lengths 1x --data nowhere", "'nowhere' is neither a known corpus nor a file or folder. Known:"),
+    (f"evaluate {RUN} --lengths 1x --stride 0", "the stride must be between 1 and the length 16, got 0; the length"),
+    (f"evaluate {RUN} --lengths 1x --stride 99", "the stride must be between 1 and the length 16, got 99; the length"),
+    (
+        f"evaluate {RUN} --lengths 1x --slopes max_bias=x",
+        "slopes are interpolate, max_bias=16 or window=512; got 'max_bias=x'.",
+    ),
+    (f"evaluate {RUN} --lengths 1x --slopes steep", "slopes are interpolate, max_bias=16 or window=512; got 'steep'."),
+    (f"evaluate {RUN} --lengths 1x --precision float8", "precision is float32 or bfloat16, got 'float8'."),
+    (f"evaluate {RUN} --lengths 1x --device gpu", "the device 'gpu' is not available here (torch knows no such kind)."),
+    (
+        f"evaluate {RUN} --lengths 1x --device cuda:7",
+        "the device 'cuda:7' is not available here (Torch not compiled with",
+    ),
+    (f"evaluate {RUN} --lengths 1x --max-tokens 0", "--max-tokens must be at least 1, got 0."),
+    (f"evaluate {RUN} --lengths 1x --memory -1", "--memory is a number of gigabytes above 0, got -1.0."),
+    (f"evaluate {RUN} --lengths 1x --batch-tokens 0", "--batch-tokens must be at least 1, got 0."),
+    # analyze
+    ("analyze", "RUN is missing: A run folder or checkpoint; a Hugging Face model for"),
+    ("analyze runs/tinny", "There is no run or model at 'runs/tinny'. `ls runs` shows the runs"),
+    (f"analyze {RUN} --only recal", "Unknown analysis 'recal'. Did you mean 'recall'? Known: recall,"),
+    (f"analyze {RUN} --only", "--only needs a value: --only TEXT."),
+    (f"analyze {RUN} --only reach --samples 0", "--samples must be at least 1, got 0."),
+    (f"analyze {RUN} --only reach --lengths -4", "lengths are positive whole numbers (128,256), multiples of the"),
+    (f"analyze {RUN} --only reach --split all", "data/tiny has no split 'all'; it has train, valid, test."),
+    (
+        f"analyze {RUN} --only reach --out text.txt/inside",
+        "The folder text.txt/inside cannot be written to: a file is in the way",
+    ),
+    (f"analyze {RUN} --only reach --seed x", "--seed is a whole number, got 'x'."),
+    ("analyze hf --only reach", "Cannot load 'hf': the folder did not give a causal language model"),
+    # generate
+    ("generate", "RUN is missing: A run folder, or one of its checkpoints."),
+    ("generate hf the", "hf is a Hugging Face model. Bring it in first: trainshort import hf"),
+    ("generate runs/tinny the", "There is no run folder runs/tinny. `ls runs` shows the runs made"),
+    ("generate text.txt the", "text.txt is a file, and a checkpoint is a folder of safetensors and"),
+    (f"generate {RUN}", "the prompt is empty. Give a text to continue, --prompt-file FILE, or"),
+    (f"generate {RUN} the --tokens -1", "Setting 'tokens' cannot be -1: input should be greater than or equal"),
+    (f"generate {RUN} the --temperature -1", "Setting 'temperature' cannot be -1.0: input should be greater than or"),
+    (f"generate {RUN} the --temperature nan", "Setting 'temperature' cannot be nan: input should be a finite number."),
+    (f"generate {RUN} the --top-p 2", "Setting 'top_p' cannot be 2.0: input should be less than or equal to"),
+    (f"generate {RUN} the --top-k 0", "Setting 'top_k' cannot be 0: input should be greater than or equal to"),
+    (f"generate {RUN} the --mode bounden", "--mode is one of full, bounded, window; got 'bounden'. Did you mean"),
+    (f"generate {RUN} the --mode window", "mode 'window' and a window go together; give both, such as mode"),
+    (
+        f"generate {RUN} the --mode window --window 0",
+        "Setting 'window' cannot be 0: input should be greater than or equal",
+    ),
+    (f"generate {RUN} the --tolerance 2", "Setting 'tolerance' cannot be 2.0: input should be less than 1."),
+    (f"generate {RUN} the --prompt-file text.txt", "give the prompt as an argument or by --prompt-file, not both."),
+    (f"generate {RUN} --prompt-file nowhere.txt", "There is no file nowhere.txt. Give a text file in UTF-8."),
+    (f"generate {RUN} --resume-state text.txt", "text.txt is no state file, or was cut short (Error while"),
+    (f"generate {RUN} --resume-state nowhere.state", "There is no saved state at nowhere.state."),
+    (
+        f"generate {RUN} the --save-state /proc/foo/a.state",
+        "There is no folder /proc/foo to save the state in; make it first.",
+    ),
+    (f"generate {RUN} the --save-every 5", "--save-every needs a file to save to: --save-state FILE."),
+    (f"generate {RUN} the --samples 0", "--samples must be at least 1, got 0."),
+    (
+        f"generate {RUN} the --tokenizer hf/config.json",
+        "hf/config.json is not a tokenizer.json that the tokenizers library",
+    ),
+    (f"generate {RUN} the --chunk 0", "Setting 'chunk' cannot be 0: input should be greater than or equal to"),
+    # report
+    ("report", "RUN is missing: Run folders, or folders that hold some."),
+    ("report nowhere", "There is no folder nowhere. Give run folders, or a folder that holds"),
+    ("report empty", "There is nothing to report: no results in empty. Make some by"),
+    ("report text.txt", "There is no folder text.txt. Give run folders, or a folder that holds"),
+    ("report runs --out /proc/foo", "The folder /proc/foo cannot be written to: no such file or directory."),
+    ("report runs --out text.txt", "text.txt is a file, and a folder was expected there. Choose another"),
+    # reproduce, demo
+    ("reproduce --scale laptops", "Unknown scale 'laptops'. Did you mean 'laptop'? Known: laptop, gpu,"),
+    ("reproduce --only table55", "Unknown experiment 'table55'. Did you mean 'table5'? Known: demo,"),
+    ("reproduce --only demo --methods alibbi", "Unknown position method 'alibbi'. Did you mean 'alibi'? Known: alibi,"),
+    ("reproduce --only demo --seeds 0", "--seeds is a number from 1 to 9, got 0."),
+    ("reproduce --only demo --jobs 0", "--jobs is the number of models at a time on this machine: at least 1,"),
+    ("reproduce --only demo --launcher ssh", "Unknown launcher 'ssh'. Known: local, slurm."),
+    (
+        "reproduce --only demo --launcher slurm --site nowhere.toml",
+        "The site file nowhere.toml: There is no file nowhere.toml. Write one",
+    ),
+    (
+        "reproduce --only demo --launcher slurm --site text.txt",
+        "The site file text.txt: Expected '=' after a key in a key/value pair",
+    ),
+    ("reproduce --only demo --out /proc/foo", "The folder /proc/foo cannot be written to: no such file or directory."),
+    ("reproduce table5", "'table5' is one word too many. See trainshort reproduce --help."),
+    ("demo --methods rotery", "Unknown position method 'rotery'. Did you mean 'rotary'? Known:"),
+    ("demo --out text.txt", "text.txt is a file, and a folder was expected there. Choose another"),
+    ("demo --report text.txt", "text.txt is a file, and a folder was expected there. Choose another"),
+    ("demo now", "'now' is one word too many. See trainshort demo --help."),
+    # bench
+    ("bench attentoin", "Unknown suite 'attentoin'. Did you mean 'attention'? Known:"),
+    ("bench attention --engines windoed", "--engines knows no 'windoed'. Did you mean 'windowed'? Known: plain,"),
+    ("bench attention --lengths 0", "--lengths must be at least 1, got 0."),
+    ("bench attention --rounds 0", "--rounds must be at least 1, got 0."),
+    ("bench attention --inputs nowhere", "--inputs is normal, scaled, a .safetensors file or a run folder;"),
+    ("bench training --preset wikitext", "Unknown preset 'wikitext'. Did you mean 'wikitext103'? Known: tiny,"),
+    ("bench training --methods alibbi", "Unknown position method 'alibbi'. Did you mean 'alibi'? Known: alibi,"),
+    ("bench decode --parts contexts", "--parts knows no 'contexts'. Did you mean 'context'? Known: context,"),
+    ("bench attention --memory some", "--memory knows no 'some'. Known: all, longest, none."),
+    ("bench attention --against nowhere.json", "There is no benchmark result at nowhere.json. Make one by: trainshort"),
+    (
+        "bench --results text.txt --against text.txt",
+        "Cannot read text.txt: it is not readable JSON (Expecting value: line",
+    ),
+    (
+        "bench attention --quick --out /proc/foo/a.json",
+        "The folder /proc/foo cannot be written to: no such file or directory.",
+    ),
+    ("bench evaluate --run runs/tinny", "There is no run at 'runs/tinny'. Give a run folder, one of its"),
+    # list, show
+    ("list position", "Cannot list 'position'. Did you mean 'positions'? Choose: positions,"),
+    ("list positions engines", "'engines' is one word too many. See trainshort list --help."),
+    ("list positions --plugin text.txt", "text.txt is no Python file. Give --plugin the path of a Python file."),
+    ("show", "RECIPE is missing: Name of the recipe; `trainshort list recipes`"),
+    ("show demo-alibbi", "Unknown recipe 'demo-alibbi'. Did you mean 'demo-alibi'? Known:"),
+    ("show runs/tinny", "Unknown recipe 'runs/tinny'. Known: demo-sinusoidal, demo-rotary,"),
+    # import, export, verify
+    ("import", "MODEL is missing: A fairseq checkpoint file, a Hugging Face model's"),
+    ("import nowhere.pt --out runs/new", "There is no file or folder nowhere.pt, and the hub did not give a"),
+    ("import text.txt --out runs/new", "text.txt is not a checkpoint of torch (it uses INST, which torch"),
+    ("import hf --out runs/new", "hf is a model of type 'gpt2', and these ALiBi models can be imported:"),
+    ("import empty --out runs/new", "There is no file empty/config.json. Give the folder of a saved"),
+    (f"import hf --out {RUN}", "hf is a model of type 'gpt2', and these ALiBi models can be imported:"),
+    ("import hf", "--out is missing: The run folder to make; refused if it exists."),
+    (f"import {RUN} --out runs/new", "runs/tiny is a run folder of trainshort already. Use it as it is."),
+    ("export", "RUN is missing: A run folder, or one of its checkpoints."),
+    (f"export {RUN}", "--to is missing: hf-mpt, hf-bloom, hf, gguf or ctranslate2."),
+    (f"export {RUN} --to gguff --out exported", "Unknown export target 'gguff'. Did you mean 'gguf'? Known: hf-mpt,"),
+    (f"export {RUN} --to gguf --dtype q3 --out exported", "--to gguf writes f32, f16, q8_0, not 'q3'."),
+    (f"export {RUN} --to hf --out text.txt", "text.txt is a file, and a new folder was expected there. Choose"),
+    (f"export {RUN} --to hf --out /proc/foo", "Cannot write /proc/foo: no such file or directory. Make room there,"),
+    ("export runs/tinny --to hf --out exported", "There is no run at 'runs/tinny'. Give a run folder, one of its"),
+    ("export hf --to gguf --out exported", "hf is a Hugging Face model. Bring it in first: trainshort import hf"),
+    ("verify", "FOLDER is missing: A folder that trainshort export made."),
+    ("verify nowhere", "There is no file nowhere/trainshort.json. Give a folder that"),
+    ("verify empty", "There is no file empty/trainshort.json. Give a folder that trainshort"),
+    (f"verify {RUN}", "There is no file runs/tiny/trainshort.json. Give a folder that"),
+    ("verify text.txt", "Cannot read text.txt/trainshort.json: a file is in the way where a"),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A newcomer's folder: a prepared text, a run, and what lies about."""
+    folder = tmp_path_factory.mktemp("place") / "here"
+    shutil.copytree(STORED, folder)
+    (folder / "empty").mkdir()
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 1}))
+    (folder / "nothing.txt").touch()
+    (folder / "number.jsonl").write_text('{"text": "a"}\n{"text": 5}\n')
+    (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (folder / "latin.txt").write_bytes("café au lait".encode("latin-1"))
+    (folder / "archive.zip").write_bytes(b"PK\x03\x04" + bytes(range(256)))
+    (folder / "broken.py").write_text("import trainshort\n1 / 0\n")
+    return folder
+
+
+def written(folder: Path) -> dict[Path, int]:
+    """Every file and its time, but for the list of checksums that were verified, which reading may write."""
+    return {
+        path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != "checked.json"
+    }
+
+
+@pytest.mark.parametrize(("words", "part"), WRONG, ids=[words for words, _ in WRONG])
+def test_it_is_exit_2_and_one_sentence_and_nothing_is_written(place, monkeypatch, capsys, words, part):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(place)
+    before = written(place)
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    told = capsys.readouterr()
+    assert ended.value.code == 2, told.err
+    lines = [line for line in told.err.splitlines() if not line.startswith("usage: trainshort ")]
+    if lines[0].endswith("good to 32+."):  # the run's card, which every loading of it shows
+        lines = lines[1:]
+    assert len(lines) == 1, told.err
+    assert lines[0].startswith("trainshort: ")
+    assert lines[0].endswith((".", "?")), lines[0]
+    assert part in lines[0]
+    assert not re.search("Traceback|[\u2500-\u257f]", told.err)
+    assert told.out == ""
+    assert written(place) == before
+
+
+def test_every_command_has_its_share():
+    assert len(WRONG) >= 100
+    assert {words.split()[0] for words, _ in WRONG} >= set(COMMANDS)
