@@ -16,6 +16,7 @@ from test_streaming import make_model
 import trainshort
 from trainshort import InputError
 from trainshort.cache.ring import unavailable
+from trainshort.checkpoint.tensors import sha256_of
 from trainshort.cli import main
 from trainshort.data.tokenizer import ByteTokenizer
 from trainshort.generate import GenerateConfig, Stream, state, stream_batch
@@ -208,7 +209,7 @@ def forge(path, values=None, tensors=None):
     text, stored = state._read(path)
     text = text if values is None else json.dumps(values)
     stored = stored if tensors is None else tensors
-    save_file(stored, path, metadata={"state": text, "sha256": state._digest(text, stored)})
+    save_file(stored, path, metadata={"state": text, "sha256": sha256_of(stored, text.encode())})
 
 
 def numbers(values, place=()):

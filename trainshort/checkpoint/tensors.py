@@ -6,7 +6,9 @@ process, or one of several equal ones, writes; one file per rank with that rank'
 spread over any number of ranks.
 """
 
+import hashlib
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -27,6 +29,15 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     stored = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
     return dict(model.named_parameters()) | buffers
+
+
+def sha256_of(tensors: Mapping[str, Tensor], first: bytes = b"") -> str:
+    """sha256 of `first` and of all tensors by name, with type, shape and every byte."""
+    digest = hashlib.sha256(first)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def write(folder: Path, tensors: dict[str, Tensor], *, sharded: bool) -> None:

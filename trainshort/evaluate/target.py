@@ -4,7 +4,6 @@ Scoring needs four things of a model: losses of given targets, the longest input
 at, and its tokenizer. Nothing past this file asks which kind it is.
 """
 
-import hashlib
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from trainshort.checkpoint import best, load_model, read_state
+from trainshort.checkpoint.tensors import sha256_of
 from trainshort.config import RunConfig, load_config
 from trainshort.data.of_run import run_tokenizer
 from trainshort.errors import InputError
@@ -211,8 +211,4 @@ def looks_like_hub_name(name: str) -> bool:
 
 def fingerprint(module: nn.Module) -> str:
     """sha256 of all weights by name, so that results of other weights are never mixed up with these."""
-    digest = hashlib.sha256()
-    for name, weight in sorted(module.named_parameters()):
-        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
-        digest.update(weight.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return sha256_of(dict(module.named_parameters()))

@@ -5,13 +5,11 @@ carries the rest as JSON, with a sha256 over all of it, and the identity of the 
 weights.
 """
 
-import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ConfigDict, Field
 from pydantic_core import to_json
 from safetensors import SafetensorError, safe_open
@@ -21,6 +19,7 @@ from torch import Tensor
 from trainshort import files
 from trainshort.cache import Cache
 from trainshort.cache.saved import check, saved_tensor
+from trainshort.checkpoint.tensors import sha256_of
 from trainshort.config import Settings
 from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError
@@ -55,7 +54,7 @@ def save_state(stream: Stream, path: Path) -> None:
     kept = "A state that was there before is intact."
     with files.replacing(path, mend=kept) as partial:
         try:
-            save_file(tensors, partial, metadata={"state": text, "sha256": _digest(text, tensors)})
+            save_file(tensors, partial, metadata={"state": text, "sha256": sha256_of(tensors, text.encode())})
         except SafetensorError as error:
             raise files.refused(error) from error
 
@@ -91,11 +90,7 @@ def load_state(path: Path, model: TransformerLM, tokenizer: Tokenizer | None = N
 
 def model_identity(model: TransformerLM) -> str:
     """sha256 of settings and weights. The attention engine may differ: it changes nothing but rounding."""
-    digest = hashlib.sha256(to_json(model.config.replace(backend="auto").identity()))
-    for name, weight in sorted(model.named_parameters()):
-        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
-        digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return sha256_of(dict(model.named_parameters()), to_json(model.config.replace(backend="auto").identity()))
 
 
 class _SavedSample(Settings):
@@ -180,14 +175,6 @@ def _read(path: Path) -> tuple[str, dict[str, Tensor]]:
         raise InputError(f"{path} is no state file, or was cut short ({error}). Use an earlier one.") from None
     if "state" not in header:
         raise InputError(f"{path} is a safetensors file, but not a state that trainshort saved.")
-    if _digest(header["state"], tensors) != header.get("sha256"):
+    if sha256_of(tensors, header["state"].encode()) != header.get("sha256"):
         raise InputError(f"{path} is damaged: its sha256 is not the one written. Use an earlier one.")
     return header["state"], tensors
-
-
-def _digest(text: str, tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256(text.encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
