@@ -78,12 +78,12 @@ class Evaluate:
             target.folder = make_folder(self.out)
         text = open_text(target, self.data, self.split, self.max_tokens)
         lengths = read_lengths(self.lengths, target.trained_at, len(text.tokens))
+        plan = Plan(text.tokens, lengths, self.stride, slopes, self.batch_tokens, self.memory)
         if self.lengths and self.max_tokens is None and lengths[-1] > len(text.tokens):
             raise InputError(
                 f"the text has {len(text.tokens):,} tokens, and nothing can be measured at {lengths[-1]:,}. "
                 "Give shorter --lengths or a longer text by --data."
             )
-        plan = Plan(text.tokens, lengths, self.stride, slopes, self.batch_tokens, self.memory)
         evaluate(
             target,
             text,
