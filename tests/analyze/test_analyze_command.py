@@ -58,7 +58,7 @@ def test_a_hugging_face_model_answers_what_needs_no_look_inside(tmp_path, monkey
         (["--only", "recal"], "Unknown analysis 'recal'. Did you mean 'recall'?"),
         (["--only", "recall", "--lengths", "100000"], "needs at least twice as many"),
         (["--only", "recall", "--lengths", "far"], "got 'far'"),
-        (["--samples", "0"], "must be positive"),
+        (["--samples", "0"], "must be at least 1"),
     ],
 )
 def test_mistakes_are_one_sentence_and_exit_2(run: Path, capsys, words: list[str], message: str):
