@@ -292,7 +292,7 @@ def test_a_single_value_in_place_of_a_tensor_is_not_spread_over_it(tmp_path):
     saved = snapshot(1)
     saved.parts["model"] = {name: tensor.flatten()[:1] for name, tensor in saved.parts["model"].items()}
     folder = checkpoint.save(tmp_path, saved, ALONE)
-    with pytest.raises(InputError, match=r"holds 15 weights, but a model of its config\.json has at least 2,560"):
+    with pytest.raises(InputError, match=r"holds 15 weights, but a model of its config\.json has at least 3,360"):
         checkpoint.load_model(folder)
     with pytest.raises(InputError, match=r"has shape \(1,\) there"):
         checkpoint.restore(folder, {"model": snapshot(1).parts["model"]})
