@@ -1,5 +1,6 @@
 """`trainshort train`: options, recipes, run folders, mistakes."""
 
+import signal
 import subprocess
 import sys
 
@@ -120,3 +121,14 @@ def test_a_run_from_the_command_line(tmp_path, capsys, monkeypatch):
     told = capsys.readouterr()
     assert "trainshort: run already exists. Go on with it by --resume, or choose another --out." in told.err
     assert "run: 6 steps" in told.out
+
+
+def test_a_program_that_calls_it_keeps_its_signal_handlers(tmp_path, monkeypatch):
+    """The command itself ignores signals once all is saved; a program that goes on must still be stopped by them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("the owl and the pussy-cat went to sea. " * 500)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    small = "--layers 1 --width 16 --heads 2 --length 16 --batch 2 --steps 1 --tokenizer bytes"
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "demo-alibi", *small.split(), "--corpus", "text.txt", "--out", "run"])
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

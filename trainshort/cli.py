@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from trainshort import __version__
 from trainshort.errors import InputError
 from trainshort.files import EXHAUSTED, reason
+from trainshort.interrupt import handlers_kept
 from trainshort.registry import did_you_mean
 from trainshort.terminal import say
 
@@ -71,10 +72,9 @@ examples:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point; exits with 0, or with 2 and one sentence where the user can mend it."""
-    argv = sys.argv[1:] if argv is None else argv
     _show_choices()
     try:
-        sys.exit(run(argv))
+        sys.exit(_run(sys.argv[1:]) if argv is None else run(argv))
     except InputError as error:
         if os.environ.get("TRAINSHORT_TRACEBACK"):
             raise
@@ -114,6 +114,12 @@ def _show_choices() -> None:
 
 
 def run(argv: list[str]) -> int:
+    """A command, called by a program that goes on afterwards: its signal handlers stay its own."""
+    with handlers_kept():
+        return _run(argv)
+
+
+def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(help_text(), end="")
         return 0
