@@ -74,3 +74,13 @@ def test_my_text_my_method_my_curve(tmp_path):
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     report = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
     assert "sqrt-alibi" in report
+
+
+@pytest.mark.slow
+def test_the_first_hour_runs_as_written(tmp_path):
+    (block,) = re.findall(r"```console\n(.*?)```", text("first-hour.md"), flags=re.DOTALL)
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for command in block.splitlines():
+        done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert (tmp_path / "report" / "index.html").exists()
