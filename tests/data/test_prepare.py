@@ -137,10 +137,11 @@ def test_a_folder_that_holds_other_things_is_left_alone(text: Path, tmp_path: Pa
 def test_a_named_folder_is_opened_as_it_is_for_training(text: Path, tmp_path: Path) -> None:
     made = prepare(settings(text, tmp_path / "out", tokenizer="bytes"), progress=False)
     assert open_or_prepare(DataConfig(folder=tmp_path / "out")).meta == made.meta
-    for wrong in ("outt", "text.txt"):
-        with pytest.raises(
-            InputError, match=rf"data\.folder .*{wrong} is not a prepared data folder.*prepare sotu --out"
-        ):
+    for wrong, message in (
+        ("outt", r"data\.folder .*outt is not a prepared data folder.*prepare sotu --out"),
+        ("text.txt", r"data\.folder .*text\.txt is a file\. Turn it into tokens by `trainshort prepare "),
+    ):
+        with pytest.raises(InputError, match=message):
             open_or_prepare(DataConfig(folder=tmp_path / wrong), progress=False)
     assert not (tmp_path / "outt").exists()
 
