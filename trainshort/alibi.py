@@ -9,7 +9,7 @@ slope × absolute position, rounded to half precision, is the best-known fault o
 import math
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 from torch import Tensor
 
 from trainshort.errors import InputError
@@ -57,8 +57,8 @@ def bias(slopes: Float[Tensor, " heads"], q_len: int, k_len: int) -> Float[Tenso
 
 
 def mass_beyond(
-    excess: Float[Tensor, "*rows"], slope: Float[Tensor, "*slopes"], distance: Float[Tensor, "*rows"]
-) -> Float[Tensor, "*rows"]:
+    excess: Float[Tensor, "..."], slope: Float[Tensor, "..."], distance: Real[Tensor, "..."]
+) -> Float[Tensor, "..."]:
     """The most softmax mass that keys at `distance` and farther can have together, where no score of theirs passes the
     row's log-sum-exp by more than `excess` before the bias: Σ_{t ≥ w} exp(U − m·t) = exp(U − m·w) / (1 − e^(−m))."""
     return torch.exp(excess - slope * distance) / -torch.expm1(-slope)

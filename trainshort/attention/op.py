@@ -4,7 +4,7 @@ The engines live beside it and register themselves; each says in words what it c
 """
 
 import logging
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -30,6 +30,7 @@ class Result(NamedTuple):
     """The largest softmax mass that any row of a head can have left out, at most call.tolerance; None: nothing."""
 
 
+@runtime_checkable
 class Engine(Protocol):
     """A way to compute a call: one file beside this one, or a plug-in's, that ends in
 

@@ -2,7 +2,6 @@
 a checksum only says that a file is as somebody wrote it."""
 
 from collections.abc import Mapping
-from typing import Self
 
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
@@ -32,7 +31,7 @@ class RingFacts(Settings):
     peak: float
 
     @model_validator(mode="after")
-    def _inside(self) -> Self:
+    def _inside(self) -> "RingFacts":
         if self.count > self.capacity or self.next >= self.capacity:
             raise ValueError(f"a ring of {self.capacity} keys cannot hold {self.count} and go on at {self.next}")
         return self

@@ -26,7 +26,7 @@ beginning and the rows of a batch can stand at different places.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -118,7 +118,7 @@ class PositionMethod(nn.Module):
                 "Train with a longer table, or use position='alibi'."
             )
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PositionMethod":
         before = {name: getattr(self, name).detach() for name in self.float32}
         super()._apply(fn, recurse)
         for name, old in before.items():
