@@ -76,7 +76,7 @@ def test_the_papers_numbers_of_blocks():
 
 def test_inputs_begin_with_the_token_before_the_block():
     tokens = np.array([5, 6, 7, 8, 9], dtype=np.uint16)
-    inputs, targets = fill(tokens, [Pass(0, 0, 2), Pass(2, 2, 4)], before=3)
+    inputs, targets = fill(tokens, [Pass(0, 0, 2), Pass(2, 2, 4)], bos=3)
     assert targets.tolist() == [[5, 6], [7, 8]]
     assert inputs.tolist() == [[3, 5], [6, 7]]
     assert inputs.dtype == np.int64, "torch has no embedding of unsigned shorts"

@@ -15,7 +15,7 @@ from trainshort import checkpoint, journal
 from trainshort.checkpoint import folders, tensors
 from trainshort.config import DataConfig, RunConfig
 from trainshort.data import open_or_prepare, prepare
-from trainshort.data.stream import Stream
+from trainshort.data.stream import BatchStream
 from trainshort.errors import InputError
 from trainshort.interrupt import Interrupted
 from trainshort.job import resolve
@@ -105,7 +105,7 @@ def test_a_run_learns_and_leaves_what_it_should(config, tmp_path):
 def stop_at(monkeypatch, *steps: int, number: int = signal.SIGTERM) -> None:
     """Send this process a real signal when the batch of one of these updates is read, once each."""
     left = list(steps)
-    batch = Stream.batch
+    batch = BatchStream.batch
 
     def signalling(self, step):
         if step in left:
@@ -113,7 +113,7 @@ def stop_at(monkeypatch, *steps: int, number: int = signal.SIGTERM) -> None:
             os.kill(os.getpid(), number)
         return batch(self, step)
 
-    monkeypatch.setattr(Stream, "batch", signalling)
+    monkeypatch.setattr(BatchStream, "batch", signalling)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "nesterov"])
@@ -180,7 +180,7 @@ def test_the_first_update_is_the_formula(config, tmp_path):
     train(config, tmp_path / "run", quiet=True)
     prepared = open_or_prepare(config.data, progress=False)
     settings = resolve(config, prepared.meta.vocabulary, World())
-    batch = Stream(prepared.split("train"), length=16, batch=4, seed=1, bos=prepared.meta.bos).batch(0)
+    batch = BatchStream(prepared.split("train"), length=16, batch=4, seed=1, bos=prepared.meta.bos).batch(0)
     torch.manual_seed(1)
     model = TransformerLM(settings.model)
     logits = model(torch.from_numpy(batch.inputs))

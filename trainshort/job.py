@@ -16,7 +16,7 @@ from trainshort.attention import engines
 from trainshort.checkpoint import Parts, Snapshot, State, folders, tensors
 from trainshort.config import ModelConfig, RunConfig
 from trainshort.data import Prepared
-from trainshort.data.stream import Stream
+from trainshort.data.stream import BatchStream
 from trainshort.errors import InputError
 from trainshort.methods import methods
 from trainshort.model import TransformerLM
@@ -37,7 +37,7 @@ class Job:
     folder: RunFolder
     replica: Replica
     optimizer: torch.optim.Optimizer
-    stream: Stream
+    stream: BatchStream
     valid: np.ndarray
     """The beginning of the validation split, as much as is read during training."""
     bos: int
@@ -124,7 +124,7 @@ def micro_batch(config: RunConfig, world: World) -> int:
 def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared) -> Job:
     """Data and model as they are before the first update."""
     settings = config.train
-    stream = Stream(
+    stream = BatchStream(
         prepared.split("train"),
         length=settings.length,
         batch=settings.batch,

@@ -3,7 +3,7 @@
 A text of n tokens is n targets, 0 … n − 1, and every one of them is scored exactly once. A pass over targets
 start … stop − 1 is fed the tokens before each of them, so its inputs are tokens start − 1 … stop − 2: the first
 prediction of a block sees one token of context, as in the released code. Target 0 has no token before it; it is fed the
-`before` token (the end-of-line or end-of-text token, as fairseq does).
+BOS (the end-of-line or end-of-text token, as fairseq does).
 
     ten tokens, length 4, stride 2:              ten tokens, length 4, stride 4 (non-overlapping):
         read 0 1 2 3   score 0 1 2 3                 read 0 1 2 3   score 0 1 2 3
@@ -110,15 +110,15 @@ class Passes:
         return np.where(target < self.length, target, later)
 
 
-def fill(tokens: np.ndarray, passes: Sequence[Pass], before: int) -> tuple[np.ndarray, np.ndarray]:
+def fill(tokens: np.ndarray, passes: Sequence[Pass], bos: int) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets of passes of one shape, (passes, read) each.
 
-    tokens 5 6 7 8, pass over targets 0 … 3, before 9:   inputs 9 5 6 7   targets 5 6 7 8
+    tokens 5 6 7 8, pass over targets 0 … 3, BOS 9:   inputs 9 5 6 7   targets 5 6 7 8
     """
     targets = np.stack([tokens[one.start : one.stop] for one in passes]).astype(np.int64)
     inputs = np.empty_like(targets)
     inputs[:, 1:] = targets[:, :-1]
-    inputs[:, 0] = [tokens[one.start - 1] if one.start else before for one in passes]
+    inputs[:, 0] = [tokens[one.start - 1] if one.start else bos for one in passes]
     return inputs, targets
 
 

@@ -9,10 +9,10 @@ from laboratory import random_tokens, tiny_target
 
 from trainshort.analyze import early_tokens, far_context, recall
 from trainshort.analyze import slopes as slopes_analysis
-from trainshort.analyze.base import SCORED, Lab, compare, probe_ends, probes
+from trainshort.analyze.lab import SCORED, Lab, compare, probe_ends, probes
 from trainshort.errors import InputError
+from trainshort.evaluate.other_slopes import OtherSlopes, changed, new_slopes
 from trainshort.evaluate.results import summarize
-from trainshort.evaluate.slopes import Slopes, changed, new_slopes
 from trainshort.evaluate.sweep import score
 from trainshort.evaluate.target import Target
 from trainshort.passes import Passes
@@ -24,7 +24,7 @@ class Repeater(Target):
     Its losses are known: log(vocabulary) where it does not know, and nearly nothing where it is right.
     """
 
-    name, kind, trained_at, vocabulary, before = "repeater", "test", 64, 32, 0
+    name, kind, trained_at, vocabulary, bos = "repeater", "test", 64, 32, 0
 
     def __init__(self, back: int, sight: int) -> None:
         self.back, self.sight = back, sight
@@ -39,7 +39,7 @@ class Repeater(Target):
             losses[:, self.back - 1 :] = torch.where(right, 0.01, 8.0)
         return losses[:, first:]
 
-    def speller(self):
+    def tokenizer(self):
         raise NotImplementedError
 
     def describe(self):
@@ -191,10 +191,10 @@ def test_slopes_change_only_inside():
     before = model.position.slopes.clone()
     tokens = torch.arange(40)[None] % 32
     plain = model.hidden(tokens)
-    with changed(model, Slopes.read("interpolate"), trained_at=16, length=64):
+    with changed(model, OtherSlopes.read("interpolate"), trained_at=16, length=64):
         torch.testing.assert_close(model.position.slopes, before / 4)
         assert not torch.equal(model.hidden(tokens), plain)
-    with changed(model, Slopes.read("window=3"), trained_at=16, length=64):
+    with changed(model, OtherSlopes.read("window=3"), trained_at=16, length=64):
         assert all(layer.attention.config.window == 3 for layer in model.layers)
     assert torch.equal(model.position.slopes, before)
     assert torch.equal(model.hidden(tokens), plain)
@@ -202,17 +202,17 @@ def test_slopes_change_only_inside():
 
 def test_slopes_by_name():
     trained = torch.tensor([0.25, 0.0625])
-    assert torch.equal(new_slopes(trained, Slopes.read("interpolate"), 128, 64), trained)
-    assert torch.equal(new_slopes(trained, Slopes.read("interpolate"), 128, 512), trained / 4)
-    assert new_slopes(trained, Slopes.read("max_bias=16"), 128, 512).tolist() == [2**-8, 2**-16]
-    assert [str(Slopes.read(text)) for text in ("interpolate", "max_bias=16", "window=512")] == [
+    assert torch.equal(new_slopes(trained, OtherSlopes.read("interpolate"), 128, 64), trained)
+    assert torch.equal(new_slopes(trained, OtherSlopes.read("interpolate"), 128, 512), trained / 4)
+    assert new_slopes(trained, OtherSlopes.read("max_bias=16"), 128, 512).tolist() == [2**-8, 2**-16]
+    assert [str(OtherSlopes.read(text)) for text in ("interpolate", "max_bias=16", "window=512")] == [
         "interpolate",
         "max_bias=16",
         "window=512",
     ]
     for wrong in ("", "window", "window=1.5", "max_bias=0", "interpolate=2", "window=x"):
         with pytest.raises(InputError, match="slopes are interpolate, max_bias=16 or window=512"):
-            Slopes.read(wrong)
+            OtherSlopes.read(wrong)
 
 
 def test_lengths_must_fit_the_text_twice():

@@ -109,7 +109,7 @@ def test_a_stopped_analysis_goes_on(run: Path, capsys, monkeypatch):
 
 PLUGIN = """
 from trainshort.analyze import Analysis, Lab, analyses
-from trainshort.analyze.base import new_table, titled
+from trainshort.analyze.lab import new_table, titled
 
 def run(lab: Lab):
     lab.meter.expect(1)

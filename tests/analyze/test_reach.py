@@ -6,7 +6,7 @@ from laboratory import random_tokens, tiny_model, tiny_target
 
 from trainshort import alibi
 from trainshort.analyze import reach
-from trainshort.analyze.base import Lab
+from trainshort.analyze.lab import Lab
 from trainshort.attention import engines
 from trainshort.evaluate.recording import attention_calls
 from trainshort.positions import positions

@@ -7,8 +7,8 @@ from safetensors.torch import save_file
 
 from trainshort.attention import LinearBias, attend
 from trainshort.bench.attention import passes
-from trainshort.bench.contestants import PLAIN, chosen, contestant
 from trainshort.bench.measure import Progress
+from trainshort.bench.peers import PLAIN, chosen, contestant
 from trainshort.bench.recorded import make_inputs
 from trainshort.errors import InputError
 

@@ -11,10 +11,10 @@ from laboratory import make_run
 from safetensors.torch import load_file, save_file
 
 from trainshort.attention.call import TOLERANCE
-from trainshort.bench import mpt, recorded
+from trainshort.bench import peers, recorded
 from trainshort.bench.measure import Progress, in_turns
-from trainshort.bench.plan import FULL, QUICK, AttentionPlan, DecodePlan, choose
-from trainshort.bench.results import load, median_of
+from trainshort.bench.measurements import load, median_of
+from trainshort.bench.suites import FULL, QUICK, AttentionPlan, DecodePlan, choose
 from trainshort.checkpoint import load_model
 from trainshort.cli import main
 from trainshort.commands.bench import Bench
@@ -105,11 +105,11 @@ def test_greedy_tokens_are_those_of_mpt():
     pytest.importorskip("transformers")
     from trainshort.bench.decode import make_model
 
-    theirs, ours = mpt.pair(make_model("tiny"), 200)
-    assert mpt.same_greedy_tokens(ours, theirs, 100, 1e-6) == mpt.GREEDY
+    theirs, ours = peers.pair(make_model("tiny"), 200)
+    assert peers.same_greedy_tokens(ours, theirs, 100, 1e-6) == peers.GREEDY
     with torch.no_grad():
         ours.vocabulary.embedding.weight.mul_(-1)  # another model: the check can fail
-    assert mpt.same_greedy_tokens(ours, theirs, 100, 1e-6) < mpt.GREEDY
+    assert peers.same_greedy_tokens(ours, theirs, 100, 1e-6) < peers.GREEDY
 
 
 def test_prepare_is_measured(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from trainshort.bench.compare import compare
-from trainshort.bench.results import Bench, Measure, Row, load, save
+from trainshort.bench.measurements import BenchResult, Measure, Measurement, load, save
 from trainshort.cli import main
 from trainshort.files import write_sealed
 
@@ -16,8 +16,8 @@ MADE = {
 }
 
 
-def row(engine: str, ms: float, speed: float = 10.0, peak: float = 100.0, spread: float = 0.03) -> Row:
-    return Row(
+def row(engine: str, ms: float, speed: float = 10.0, peak: float = 100.0, spread: float = 0.03) -> Measurement:
+    return Measurement(
         case={"engine": engine, "tokens": 1024},
         measured={
             "forward": Measure(value=ms, unit="ms", spread=spread, better="lower"),
@@ -27,9 +27,9 @@ def row(engine: str, ms: float, speed: float = 10.0, peak: float = 100.0, spread
     )
 
 
-def bench(*rows: Row, suite: str = "attention", **changes) -> Bench:
+def bench(*rows: Measurement, suite: str = "attention", **changes) -> BenchResult:
     values = {"made": MADE, "settings": {"attention": {"tolerance": 1e-6, "lengths": [1024]}}, "finished": True}
-    return Bench(**{**values, **changes}, suites={suite: rows})
+    return BenchResult(**{**values, **changes}, suites={suite: rows})
 
 
 def test_a_slowdown_is_marked_and_noise_is_not():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainshort.data.stream import IGNORED, Stream
+from trainshort.data.stream import IGNORED, BatchStream
 from trainshort.errors import InputError
 
 TOKENS = np.arange(1000, dtype=np.uint16)
@@ -16,9 +16,9 @@ GOLDEN = [[41, 33, 81, 50], [109, 70, 112, 21], [119, 131, 45, 85]]
 OF_0_1_0 = [[41, 33, 81, 50], [109, 70, 112, 21], [22, 13, 5, 32]]
 
 
-def stream(**changes) -> Stream:
+def stream(**changes) -> BatchStream:
     settings = {"length": 7, "batch": 4, "seed": 3} | changes
-    return Stream(settings.pop("tokens", TOKENS), **settings)
+    return BatchStream(settings.pop("tokens", TOKENS), **settings)
 
 
 def test_targets_are_the_inputs_shifted_by_one() -> None:
@@ -98,8 +98,8 @@ def test_the_order_of_asking_does_not_matter() -> None:
 
 def test_another_process_gets_the_same_batches() -> None:
     code = (
-        "import numpy as np; from trainshort.data.stream import Stream; "
-        "print(Stream(np.arange(1000), length=7, batch=4, seed=3).batch(1234).inputs.tolist())"
+        "import numpy as np; from trainshort.data.stream import BatchStream; "
+        "print(BatchStream(np.arange(1000), length=7, batch=4, seed=3).batch(1234).inputs.tolist())"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == str(stream().batch(1234).inputs.tolist())

@@ -6,19 +6,19 @@ import math
 import pytest
 
 from trainshort.evaluate import card
-from trainshort.evaluate.results import Evaluation, Row
+from trainshort.evaluate.results import Evaluation, LengthScore
 
 
 def sweep(perplexities: dict[int, float | str], trained_at: int | None = 128, **changes) -> Evaluation:
     rows = []
     for length, value in perplexities.items():
         if isinstance(value, str):
-            rows.append(Row.read({"length": length, "stride": length, "status": value, "reason": value}))
+            rows.append(LengthScore.read({"length": length, "stride": length, "status": value, "reason": value}))
             continue
         nll = 6400 * math.log(value)
         blocks = tuple((64, nll / 100) for _ in range(100))
         rows.append(
-            Row(
+            LengthScore(
                 length=length,
                 stride=length,
                 status="scored",

@@ -105,11 +105,11 @@ def test_word_tokens_count_line_ends(tmp_path):
     prepared = prepare(
         DataConfig(corpus=str(corpus), tokenizer="words", vocabulary=100, folder=tmp_path / "d"), progress=False
     )
-    speller = prepared.tokenizer()
-    assert speller.encode("a cat\n\nsat\n").tolist().count(speller.end) == 3
+    tokenizer = prepared.tokenizer()
+    assert tokenizer.encode("a cat\n\nsat\n").tolist().count(tokenizer.end) == 3
     for split in ("valid", "test"):
         counts = prepared.meta.splits[split]
-        ends = int((np.asarray(prepared.split(split)) == speller.end).sum())
+        ends = int((np.asarray(prepared.split(split)) == tokenizer.end).sum())
         assert counts.tokens == counts.words + ends
 
 
@@ -125,7 +125,7 @@ def test_data_of_another_tokenizer_is_refused(run: RunTarget, model, folder: Pat
 
 
 def test_prepared_data_with_a_models_own_tokenizer_is_taken(model, folder: Path, tmp_path):
-    (tmp_path / "tokenizer.json").write_text(model.speller().to_json())
+    (tmp_path / "tokenizer.json").write_text(model.tokenizer().to_json())
     data = DataConfig(
         corpus=str(folder / "tiny.txt"), tokenizer=str(tmp_path / "tokenizer.json"), folder=tmp_path / "d"
     )

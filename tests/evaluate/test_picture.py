@@ -5,14 +5,14 @@ from pathlib import Path
 import numpy as np
 
 from trainshort.evaluate.picture import draw
-from trainshort.evaluate.results import Evaluation, Row, summarize
+from trainshort.evaluate.results import Evaluation, LengthScore, summarize
 from trainshort.passes import Passes
 
 
 def test_the_picture_says_what_it_shows(tmp_path: Path):
     rng = np.random.default_rng(0)
     rows = [summarize(Passes(6400, n, n), rng.exponential(2, 6400).astype(np.float32)) for n in (64, 128, 1024)]
-    rows.append(Row(length=4096, stride=4096, status="out of memory", reason="memory ran out"))
+    rows.append(LengthScore(length=4096, stride=4096, status="out of memory", reason="memory ran out"))
     one = Evaluation(
         target={"name": "my-model", "trained_at": 128},
         corpus={"name": "book", "split": None, "tokens": 6400, "tokenizer": "bytes"},

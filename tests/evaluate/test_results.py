@@ -11,12 +11,12 @@ from laboratory import evaluations
 
 from trainshort.errors import InputError
 from trainshort.evaluate import results
-from trainshort.evaluate.results import Evaluation, Row, block_sums, interval, position_sums, summarize
+from trainshort.evaluate.results import Evaluation, LengthScore, block_sums, interval, position_sums, summarize
 from trainshort.files import write_sealed
 from trainshort.passes import Passes
 
 
-def evaluation(*rows: Row, trained_at: int | None = 4) -> Evaluation:
+def evaluation(*rows: LengthScore, trained_at: int | None = 4) -> Evaluation:
     return Evaluation(
         target={"name": "m", "kind": "run", "weights": "w", "trained_at": trained_at},
         corpus={"name": "text", "split": "valid", "sha256": "s", "tokenizer": "bytes", "words": 5, "bytes": 20},
@@ -61,7 +61,7 @@ def test_blocks_cover_everything_once_and_are_the_same_for_all_lengths():
 
 
 def test_perplexities_and_bits_are_divided_out_of_the_sums():
-    row = Row(length=4, stride=4, status="scored", tokens=10, nll=10 * math.log(8))
+    row = LengthScore(length=4, stride=4, status="scored", tokens=10, nll=10 * math.log(8))
     one = evaluation(row)
     assert row.perplexity == pytest.approx(8)
     assert one.bits_per_byte(row) == pytest.approx(10 * 3 / 20)
@@ -100,7 +100,7 @@ def test_too_little_text_has_no_interval_and_other_texts_no_pairs():
 
 def test_files_are_read_back_as_they_were(tmp_path):
     row = summarize(Passes(100, 16, 4), np.random.default_rng(0).random(100).astype(np.float32))
-    missing = Row(length=32, stride=32, status="out of memory", reason="2 GB were not enough")
+    missing = LengthScore(length=32, stride=32, status="out of memory", reason="2 GB were not enough")
     one = evaluation(row, missing)
     results.save(one, tmp_path / "eval" / "valid.json")
     assert results.load(tmp_path / "eval" / "valid.json") == one
@@ -141,7 +141,7 @@ def test_a_changed_number_is_refused(tmp_path):
 
 
 def test_a_new_row_replaces_the_one_of_its_length():
-    rows = [Row(length=length, stride=length, status="scored", tokens=1, nll=1.0) for length in (8, 4)]
+    rows = [LengthScore(length=length, stride=length, status="scored", tokens=1, nll=1.0) for length in (8, 4)]
     one = evaluation().with_row(rows[0]).with_row(rows[1])
     assert [row.length for row in one.rows] == [4, 8]
     one = one.with_row(rows[0].replace(nll=2.0))
@@ -149,6 +149,6 @@ def test_a_new_row_replaces_the_one_of_its_length():
 
 
 def test_results_cards_tables_and_pictures_are_read_without_torch():
-    code = "import sys; from trainshort.evaluate import card, picture, results, tables; print('torch' in sys.modules)"
+    code = "import sys; from trainshort.evaluate import card, picture, results, wording; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -11,7 +11,7 @@ from trainshort.errors import InputError
 from trainshort.evaluate import sweep as sweep_module
 from trainshort.evaluate.memory import is_out_of_memory
 from trainshort.evaluate.scores import open_scores, whole_passes
-from trainshort.evaluate.sweep import Plan, calibrate, measure, score
+from trainshort.evaluate.sweep import Sweep, calibrate, measure, score
 from trainshort.evaluate.target import ModelTarget
 from trainshort.model import TransformerLM
 from trainshort.passes import Passes
@@ -50,8 +50,8 @@ def by_hand(model: TransformerLM, inputs: list[int], wanted: int, window: int) -
 
 def test_ten_tokens_without_positions_and_with_a_window_are_as_computed_by_hand():
     target = tiny_target("none", layers=1, window=3, activation="relu")
-    tokens, before = random_tokens(10), target.before
-    stream = [before, *tokens.tolist()]
+    tokens, bos = random_tokens(10), target.bos
+    stream = [bos, *tokens.tolist()]
     for length, stride in ((10, 10), (4, 4), (4, 2), (4, 1), (5, 3)):
         expected = []
         for one in Passes(10, length, stride):
@@ -82,7 +82,7 @@ def test_a_stride_equal_to_the_length_is_the_non_overlapping_protocol():
     blocks = []
     for start in range(0, 50, 16):
         wanted = torch.tensor(tokens[start : start + 16].astype(np.int64))
-        inputs = torch.cat([torch.tensor([int(tokens[start - 1]) if start else target.before]), wanted[:-1]])
+        inputs = torch.cat([torch.tensor([int(tokens[start - 1]) if start else target.bos]), wanted[:-1]])
         blocks.append(target.model.token_nll(inputs[None], wanted[None])[0])
     np.testing.assert_allclose(losses(target, tokens, 16, 16), torch.cat(blocks).numpy(), rtol=1e-4, atol=1e-5)
 
@@ -98,7 +98,7 @@ def test_more_context_is_really_given_by_a_smaller_stride():
 
 def test_a_row_holds_sums_counts_and_costs(tmp_path):
     target, tokens = tiny_target(), random_tokens(100)
-    row = measure(target, Plan(tokens, [16], stride=4), 16, tmp_path / "scores.partial")
+    row = measure(target, Sweep(tokens, [16], stride=4), 16, tmp_path / "scores.partial")
     assert (row.status, row.tokens, row.passes, row.tokens_read) == ("scored", 100, 22, 16 * 22)
     assert row.nll == pytest.approx(float(losses(target, tokens, 16, 4).astype(np.float64).sum()), rel=1e-6)
     assert row.timed == 100
@@ -110,7 +110,7 @@ def test_a_row_holds_sums_counts_and_costs(tmp_path):
 
 def test_what_was_scored_before_a_kill_is_not_scored_again(tmp_path, monkeypatch):
     target, tokens = tiny_target(), random_tokens(100)
-    plan, path = Plan(tokens, [16], stride=4, batch_tokens=32), tmp_path / "scores.partial"
+    plan, path = Sweep(tokens, [16], stride=4, batch_tokens=32), tmp_path / "scores.partial"
     whole = measure(target, plan, 16, path)
     real, calls = sweep_module.score_batch, []
 
@@ -147,7 +147,7 @@ def test_a_torn_pass_is_cut_off_and_a_second_writer_refused(tmp_path):
 
 def test_learned_positions_that_end_are_a_result(tmp_path):
     target, tokens = tiny_target("learned"), random_tokens(100)
-    rows = [measure(target, Plan(tokens, [16, 17]), length, tmp_path / "scores") for length in (16, 17)]
+    rows = [measure(target, Sweep(tokens, [16, 17]), length, tmp_path / "scores") for length in (16, 17)]
     assert rows[0].status == "scored"
     assert rows[1].status == "cannot"
     assert rows[1].reason == "the model's positions end at 16 tokens"
@@ -157,12 +157,12 @@ def test_learned_positions_that_end_are_a_result(tmp_path):
 def test_running_out_of_memory_is_a_result(tmp_path):
     """Writing out the scores of 2,000 tokens takes 4 × 2,000² × 4 bytes = 64 MB, more than the 40 MB that are given."""
     target, tokens = tiny_target("t5", backend="reference", layers=1), random_tokens(2000)
-    plan = Plan(tokens, [64, 2000], memory=0.04)
+    plan = Sweep(tokens, [64, 2000], memory=0.04)
     assert measure(target, plan, 64, tmp_path / "scores").status == "scored"
     row = measure(target, plan, 2000, tmp_path / "scores")
     assert (row.status, row.reason) == ("out of memory", "0.04 GB were not enough")
     assert not (tmp_path / "scores").exists()
-    roomy = Plan(tokens, [2000], memory=4)
+    roomy = Sweep(tokens, [2000], memory=4)
     assert measure(target, roomy, 2000, tmp_path / "scores").status == "scored", "the limit is lifted afterwards"
 
 
@@ -192,21 +192,21 @@ def test_other_errors_are_not_taken_for_missing_memory(tmp_path, monkeypatch):
 
     monkeypatch.setattr(target, "token_nll", broken)
     with pytest.raises(RuntimeError, match="shapes do not match"):
-        measure(target, Plan(random_tokens(50), [16]), 16, tmp_path / "scores")
+        measure(target, Sweep(random_tokens(50), [16]), 16, tmp_path / "scores")
 
 
 def test_losses_that_are_not_finite_are_a_result(tmp_path):
     target = tiny_target()
     with torch.no_grad():
         target.model.final_norm.weight.fill_(math.nan)
-    row = measure(target, Plan(random_tokens(50), [16]), 16, tmp_path / "scores")
+    row = measure(target, Sweep(random_tokens(50), [16]), 16, tmp_path / "scores")
     assert row.status == "not finite"
     assert row.reason == "50 of 50 targets have a loss that is not a finite number"
 
 
 def test_the_cost_grows_with_what_is_read():
     target, tokens = tiny_target(), random_tokens(2000)
-    seconds = calibrate(target, Plan(tokens, [16, 256]))
+    seconds = calibrate(target, Sweep(tokens, [16, 256]))
     few, many = Passes(2000, 64, 64), Passes(2000, 64, 1)
     assert 0 < seconds(few) < seconds(many)
     assert seconds(many) / seconds(few) == pytest.approx(many.read / few.read)
@@ -214,4 +214,4 @@ def test_the_cost_grows_with_what_is_read():
 
 def test_a_model_in_memory_needs_tokens():
     with pytest.raises(InputError, match="without a tokenizer"):
-        ModelTarget(tiny_model(), trained_at=16).speller()
+        ModelTarget(tiny_model(), trained_at=16).tokenizer()

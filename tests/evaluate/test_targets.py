@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import HuggingFaceTarget
-from trainshort.evaluate.sweep import Plan, measure, score
+from trainshort.evaluate.sweep import Sweep, measure, score
 from trainshort.evaluate.target import RunTarget, fingerprint, looks_like_hub_name, open_target, pick_device
 from trainshort.passes import Passes
 
@@ -87,14 +87,14 @@ def test_losses_are_those_of_the_models_own_logits(folder: Path, kind: str):
 
 def test_non_overlapping_perplexity_is_that_of_the_models_own_logits(folder: Path, tmp_path):
     target, tokens = hugging_face(folder, "llama"), random_tokens(100, 300)
-    stream = torch.tensor([target.before, *tokens.tolist()])
+    stream = torch.tensor([target.bos, *tokens.tolist()])
     total = 0.0
     for start in range(0, 100, 32):
         piece = stream[start : min(start + 32, 100) + 1]
         with torch.no_grad():
             logits = target.model(piece[None, :-1]).logits[0].double()
         total -= float(logits.log_softmax(-1).gather(-1, piece[1:, None]).sum())
-    row = measure(target, Plan(tokens, [32]), 32, tmp_path / "scores")
+    row = measure(target, Sweep(tokens, [32]), 32, tmp_path / "scores")
     assert row.tokens == 100
     assert row.nll == pytest.approx(total, rel=1e-5)
 
@@ -108,14 +108,14 @@ def test_the_head_is_sliced_where_the_logits_allow_it(folder: Path):
 def test_a_position_table_is_a_hard_limit(folder: Path, tmp_path):
     target, tokens = hugging_face(folder, "gpt2"), random_tokens(200, 300)
     assert (target.trained_at, target.longest) == (64, 64)
-    row = measure(target, Plan(tokens, [65]), 65, tmp_path / "scores")
+    row = measure(target, Sweep(tokens, [65]), 65, tmp_path / "scores")
     assert (row.status, row.reason) == ("cannot", "the model's positions end at 64 tokens")
 
 
 def test_a_limit_that_shows_only_as_an_error_is_a_result_past_the_declared_length_only(folder: Path, tmp_path):
     target, tokens = hugging_face(folder, "gptj"), random_tokens(200, 300)
     assert target.longest is None
-    row = measure(target, Plan(tokens, [100]), 100, tmp_path / "scores")
+    row = measure(target, Sweep(tokens, [100]), 100, tmp_path / "scores")
     assert row.status == "cannot"
     assert (row.reason or "").startswith("the model is made for 64 tokens and fails past them: ")
     assert target.refusal(RuntimeError("a real fault"), 64) is None
@@ -124,7 +124,7 @@ def test_a_limit_that_shows_only_as_an_error_is_a_result_past_the_declared_lengt
 def test_models_without_a_limit_go_on(folder: Path, tmp_path):
     tokens = random_tokens(200, 300)
     for kind in ("llama", "bloom", "mpt"):
-        row = measure(hugging_face(folder, kind), Plan(tokens, [150]), 150, tmp_path / "scores")
+        row = measure(hugging_face(folder, kind), Sweep(tokens, [150]), 150, tmp_path / "scores")
         assert row.status == "scored", kind
 
 
@@ -145,7 +145,7 @@ def test_a_training_length_can_be_given(folder: Path):
 
 
 def test_the_token_before_the_first_is_the_beginning_of_text(folder: Path):
-    assert hugging_face(folder, "llama").before == 1
+    assert hugging_face(folder, "llama").bos == 1
 
 
 @pytest.mark.parametrize("name", ["gpt2", "EleutherAI/pythia-70m", "facebook/opt-125m"])
@@ -217,7 +217,7 @@ def test_code_beside_a_model_is_never_run(tmp_path, monkeypatch, part):
     monkeypatch.setattr("builtins.input", lambda *question: "y")  # the answer that used to run it
     folder = with_code_of_its_own(tmp_path / "own", part)
     with pytest.raises(InputError, match=f"needs Python code of its own for its {part}, and trainshort never runs"):
-        open_target(str(folder)).speller()
+        open_target(str(folder)).tokenizer()
     assert not (folder / "ran").exists()
 
 

@@ -8,7 +8,7 @@ import pytest
 from laboratory import tiny_target
 
 from trainshort.data.tokenizer import count_words
-from trainshort.evaluate.sweep import Plan, measure
+from trainshort.evaluate.sweep import Sweep, measure
 
 TARGETS = 217_646
 
@@ -29,7 +29,7 @@ def words() -> np.ndarray:
 def test_every_target_is_scored_exactly_once(words: np.ndarray, tmp_path, length: int, stride: int):
     assert len(words) == TARGETS
     target = tiny_target(vocabulary=1000, layers=1, width=8, heads=1)
-    row = measure(target, Plan(words, [length], stride=stride), length, tmp_path / "scores")
+    row = measure(target, Sweep(words, [length], stride=stride), length, tmp_path / "scores")
     assert (row.status, row.tokens) == ("scored", TARGETS)
     assert sum(count for count, _ in row.blocks) == TARGETS
     assert sum(count for _, _, count, _ in row.positions) == TARGETS

@@ -19,7 +19,7 @@ from trainshort.cache.ring import unavailable
 from trainshort.checkpoint.tensors import sha256_of
 from trainshort.cli import main
 from trainshort.data.tokenizer import ByteTokenizer
-from trainshort.generate import GenerateConfig, Stream, state, stream_batch
+from trainshort.generate import GenerateConfig, TokenStream, state, stream_batch
 from trainshort.generate.session import Session
 from trainshort.generate.state import load_state, save_state
 
@@ -155,7 +155,7 @@ def test_a_token_that_waited_is_among_those_asked_for(tmp_path):
 
 
 def test_nothing_read_cannot_go_on(tmp_path):
-    made = Stream(make_model(), GenerateConfig())
+    made = TokenStream(make_model(), GenerateConfig())
     made.begin()
     save_state(made, tmp_path / "state")
     resumed = load_state(tmp_path / "state", made.model)

@@ -14,7 +14,7 @@ from trainshort.checkpoint import load_model
 from trainshort.cli import run as command
 from trainshort.data.tokenizer import WordTokenizer
 from trainshort.interop.exporting import export
-from trainshort.interop.importing import Request, import_model
+from trainshort.interop.importing import ImportRequest, import_model
 from trainshort.interop.verifying import verify
 from trainshort.presets import presets
 
@@ -30,7 +30,7 @@ ROUND_TRIPS = {
 def test_round_trips_are_equal_to_the_bit(to, tmp_path):
     run = make_run(tmp_path / "run", **ROUND_TRIPS[to])
     export(run, to, tmp_path / "out")
-    again = import_model(Request(str(tmp_path / "out")), tmp_path / "again")
+    again = import_model(ImportRequest(str(tmp_path / "out")), tmp_path / "again")
     export(again, to, tmp_path / "out2")
     before, after = load_model(run).state_dict(), load_model(again).state_dict()
     assert before.keys() == after.keys()
@@ -209,7 +209,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("trainshort.interop.stored.write", full)
+    monkeypatch.setattr("trainshort.interop.weight_files.write", full)
     with pytest.raises(InputError, match=r"Cannot write .*out: the disk is full"):
         export(run, "hf-mpt", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

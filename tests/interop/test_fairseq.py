@@ -19,7 +19,7 @@ from trainshort.cli import run as command
 from trainshort.config import load_config
 from trainshort.data.tokenizer import load_tokenizer
 from trainshort.interop import pickles
-from trainshort.interop.importing import Request, import_model
+from trainshort.interop.importing import ImportRequest, import_model
 from trainshort.presets import presets
 
 HERE = Path(__file__).parent / "fairseq"
@@ -34,7 +34,7 @@ def dictionary(path: Path, words: int, first: str = "the") -> Path:
 @pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
 def test_log_probabilities_are_the_authors_decoders(path, tmp_path):
     assert len(FILES) == 6
-    run = import_model(Request(str(path)), tmp_path / "run")
+    run = import_model(ImportRequest(str(path)), tmp_path / "run")
     expected = load_file(HERE / f"{path.stem.partition('-')[0]}-expected.safetensors")
     with torch.no_grad():
         ours = load_model(run)(expected["tokens"]).log_softmax(-1)
@@ -56,19 +56,19 @@ def test_a_run_folder_is_made_whole(tmp_path, capsys):
     assert tokenizer.encode("the word2 \n<unk> never").tolist() == [4, 6, 2, 3, 3]
     assert not list(tmp_path.rglob("*.partial"))
     with pytest.raises(InputError, match="already exists and is not empty"):
-        import_model(Request(str(HERE / "adaptive-cfg.pt")), out)
+        import_model(ImportRequest(str(HERE / "adaptive-cfg.pt")), out)
 
 
 def test_a_dictionary_that_does_not_match(tmp_path):
     path = dictionary(tmp_path / "dict.txt", 99)
     with pytest.raises(InputError, match="makes 103 tokens, four of them fairseq's own, and the model has 104"):
-        import_model(Request(str(FILES[0]), dictionary=path), tmp_path / "run")
+        import_model(ImportRequest(str(FILES[0]), dictionary=path), tmp_path / "run")
     path.write_text("the 3\nthe 2\n")
     with pytest.raises(InputError, match="line 2: the word 'the' is there twice"):
-        import_model(Request(str(FILES[0]), dictionary=path), tmp_path / "run")
+        import_model(ImportRequest(str(FILES[0]), dictionary=path), tmp_path / "run")
     path.write_text("the 3\na word\n")
     with pytest.raises(InputError, match="line 2, should be a word and its count"):
-        import_model(Request(str(FILES[0]), dictionary=path), tmp_path / "run")
+        import_model(ImportRequest(str(FILES[0]), dictionary=path), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -114,7 +114,7 @@ REFUSED = {
 @pytest.mark.parametrize(("change", "sentence"), REFUSED.values(), ids=REFUSED)
 def test_what_does_not_fit_is_refused(change, sentence, tmp_path):
     with pytest.raises(InputError, match=sentence):
-        import_model(Request(changed(tmp_path, change)), tmp_path / "run")
+        import_model(ImportRequest(changed(tmp_path, change)), tmp_path / "run")
     assert not list(tmp_path.rglob("run*")), "nothing is left behind"
 
 
@@ -123,7 +123,7 @@ def test_a_single_precision_checkpoint_comes_over_to_the_bit(tmp_path):
         saved["model"] = {name: weight.float() + 2**-20 for name, weight in saved["model"].items()}
 
     path = changed(tmp_path, as_float)
-    run = import_model(Request(path), tmp_path / "run")
+    run = import_model(ImportRequest(path), tmp_path / "run")
     theirs = torch.load(path, weights_only=True)["model"]
     ours = dict(load_model(run).named_parameters())
     assert torch.equal(ours["layers.1.ffn.wide.weight"], theirs["decoder.layers.1.fc1.weight"])
@@ -179,8 +179,8 @@ def test_the_released_layout_at_full_size(tmp_path):
 import resource
 from pathlib import Path
 from trainshort.interop import pickles
-from trainshort.interop.importing import Request, import_model
-import_model(Request({str(tmp_path / "alibi_wt103_L512.pt")!r}), Path({str(tmp_path / "run")!r}))
+from trainshort.interop.importing import ImportRequest, import_model
+import_model(ImportRequest({str(tmp_path / "alibi_wt103_L512.pt")!r}), Path({str(tmp_path / "run")!r}))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

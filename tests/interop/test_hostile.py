@@ -13,7 +13,7 @@ import torch
 
 from trainshort import InputError
 from trainshort.data.tokenizer import ByteTokenizer
-from trainshort.interop.importing import Request, import_model
+from trainshort.interop.importing import ImportRequest, import_model
 
 FAIRSEQ = Path(__file__).parent / "fairseq"
 
@@ -69,7 +69,7 @@ def test_pickles_that_call_are_refused_by_name(name, legacy, tmp_path):
 
 def refuse(source: Path, tmp_path: Path) -> str:
     with pytest.raises(InputError) as told:
-        import_model(Request(str(source), trained_at=8), tmp_path / "run")
+        import_model(ImportRequest(str(source), trained_at=8), tmp_path / "run")
     sentence = str(told.value)
     assert "\n" not in sentence
     assert len(sentence) < 700
@@ -121,7 +121,7 @@ def test_broken_checkpoints_are_a_sentence(content, tmp_path):
     (tmp_path / "it.pt").write_bytes(content)
     told = ""
     try:
-        import_model(Request(str(tmp_path / "it.pt")), tmp_path / "run")
+        import_model(ImportRequest(str(tmp_path / "it.pt")), tmp_path / "run")
     except InputError as error:
         told = str(error)
     whole = (tmp_path / "run" / "import.json").exists()  # where the bytes that were turned mean nothing
@@ -192,7 +192,7 @@ def test_a_tokenizer_with_a_regular_expression_bomb(tmp_path, monkeypatch):
     layout = json.loads(ByteTokenizer().to_json())
     layout["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     (folder / "tokenizer.json").write_text(json.dumps(layout))
-    import_model(Request(str(folder)), tmp_path / "ok")
+    import_model(ImportRequest(str(folder)), tmp_path / "ok")
     for text in ("", "{}", "[" * 100_000, '{"model": 3}', json.dumps({**layout, "pre_tokenizer": {"type": "Evil"}})):
         (folder / "tokenizer.json").write_text(text)
         refuse(folder, tmp_path)

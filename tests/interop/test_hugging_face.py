@@ -17,7 +17,7 @@ import trainshort
 from trainshort import InputError
 from trainshort.checkpoint import load_model
 from trainshort.config import load_config
-from trainshort.interop.importing import Request, import_model
+from trainshort.interop.importing import ImportRequest, import_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -34,7 +34,7 @@ def loud(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def imported(folder: Path, out: Path) -> torch.nn.Module:
-    return load_model(import_model(Request(str(folder)), out))
+    return load_model(import_model(ImportRequest(str(folder)), out))
 
 
 def off(ours: torch.nn.Module, expected: torch.Tensor, tokens: torch.Tensor) -> float:
@@ -218,7 +218,7 @@ def test_bad_folders_are_refused_in_a_sentence(change, sentence, tmp_path):
     folder = foreign.save(tmp_path / "theirs", config, weights, 3)
     change(folder)
     with pytest.raises(InputError, match=sentence):
-        import_model(Request(str(folder)), tmp_path / "run")
+        import_model(ImportRequest(str(folder)), tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"], "nothing is left behind"
 
 
@@ -229,14 +229,14 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     folder = foreign.save(tmp_path / "theirs", config, weights)
     (folder / "tokenizer.json").write_text(ByteTokenizer().to_json())
     with pytest.raises(InputError, match="makes 256 tokens and the model knows 131"):
-        import_model(Request(str(folder)), tmp_path / "run")
+        import_model(ImportRequest(str(folder)), tmp_path / "run")
 
 
 def test_baichuan_7b_and_pickled_weights_are_refused(tmp_path):
     config, weights, _ = foreign.baichuan()
     folder = foreign.save(tmp_path / "7b", {**config, "max_position_embeddings": 4096}, weights)
     with pytest.raises(InputError, match="a Baichuan with rotary positions"):
-        import_model(Request(str(folder)), tmp_path / "run")
+        import_model(ImportRequest(str(folder)), tmp_path / "run")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(InputError, match="a pickle, which can execute code and is not opened"):
-        import_model(Request(str(folder)), tmp_path / "run")
+        import_model(ImportRequest(str(folder)), tmp_path / "run")

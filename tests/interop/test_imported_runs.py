@@ -11,7 +11,7 @@ from trainshort import InputError
 from trainshort.checkpoint import load_model
 from trainshort.cli import run as command
 from trainshort.data.tokenizer import ByteTokenizer
-from trainshort.interop.importing import Request, import_model
+from trainshort.interop.importing import ImportRequest, import_model
 
 TEXT = "The state of the Union is strong. " * 400
 
@@ -59,7 +59,7 @@ def test_training_on(place):
 
 def test_a_run_without_tokenizer_says_so(place):
     Path("theirs/tokenizer.json").unlink()
-    import_model(Request("theirs"), Path("runs/dumb"))
+    import_model(ImportRequest("theirs"), Path("runs/dumb"))
     with pytest.raises(InputError, match="no tokenizer"):
         command(["generate", "runs/dumb", "a"])
     with pytest.raises(InputError, match=r"theirs is a Hugging Face model\. Bring it in first: trainshort import"):

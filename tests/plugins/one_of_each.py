@@ -2,7 +2,7 @@
 
 from rich.console import Group
 
-from trainshort.analyze.base import Analysis, Lab, analyses
+from trainshort.analyze.lab import Analysis, Lab, analyses
 from trainshort.attention import Call, engines
 from trainshort.data.corpus import corpora, find_corpus
 from trainshort.data.tokenizer import SavedTokenizer, tokenizers

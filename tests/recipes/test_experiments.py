@@ -9,7 +9,7 @@ from trainshort.errors import InputError
 from trainshort.recipes import recipes
 from trainshort.recipes.catalog import recipe_name
 from trainshort.recipes.experiments import (
-    Reading,
+    EvalProtocol,
     choose,
     choose_methods,
     experiments,
@@ -54,10 +54,14 @@ def test_sweep_tables_hold_every_point():
 def test_a_few_golden_cells():
     cells = {(c.row, c.column): c for c in choose(["table5"])[0].cells}
     cell = cells["ALiBi, L = 512", "3072"]
-    assert (cell.published, cell.variant, cell.reading) == (18.40, Variant("wikitext103", "alibi", 512), Reading(3072))
+    assert (cell.published, cell.variant, cell.reading) == (
+        18.40,
+        Variant("wikitext103", "alibi", 512),
+        EvalProtocol(3072),
+    )
     cells = {(c.row, c.column): c for c in choose(["table10"])[0].cells}
     cell = cells["ALiBi, L = 512 read at 3072", "test"]
-    assert (cell.published, cell.variant.setup, cell.reading) == (11.11, "books", Reading(3072, 512, "test"))
+    assert (cell.published, cell.variant.setup, cell.reading) == (11.11, "books", EvalProtocol(3072, 512, "test"))
     assert cells["kNN-LM", "valid"].variant is None
 
 

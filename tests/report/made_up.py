@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from trainshort.config import RunConfig, save_config
-from trainshort.evaluate.results import Evaluation, Row, save
+from trainshort.evaluate.results import Evaluation, LengthScore, save
 from trainshort.recipes.scales import Scale, Variant, scales
 from trainshort.runs import run_name
 
@@ -20,10 +20,10 @@ ORIGIN = {
 }
 
 
-def row(length: int, perplexity: float, stride: int | None = None) -> Row:
+def row(length: int, perplexity: float, stride: int | None = None) -> LengthScore:
     nll = TOKENS * math.log(perplexity)
     half = TOKENS // 2
-    return Row(
+    return LengthScore(
         length=length,
         stride=stride or length,
         status="scored",

@@ -7,10 +7,10 @@ import pytest
 from made_up import LAPTOP, make_demo, make_run, write_evaluation
 
 from trainshort.claims.collection import collect
-from trainshort.claims.cost import time_saved
 from trainshort.claims.measured import View
+from trainshort.claims.speed_and_memory import time_saved
 from trainshort.claims.verdicts import judge
-from trainshort.recipes.experiments import Reading
+from trainshort.recipes.experiments import EvalProtocol
 from trainshort.recipes.scales import Variant
 
 
@@ -118,7 +118,7 @@ def test_short_beats_long_and_its_significance(tmp_path):
 def test_seeds_are_averaged(tmp_path):
     for seed, value in ((1, 40.0), (2, 44.0)):
         make_run(tmp_path, "alibi", {128: value}, seed=seed)
-    found = View(collect([tmp_path]), LAPTOP).read(Variant("wikitext103", "alibi", 512), Reading(512))
+    found = View(collect([tmp_path]), LAPTOP).read(Variant("wikitext103", "alibi", 512), EvalProtocol(512))
     assert found is not None
     assert found.value == pytest.approx(42.0)
     assert found.spread == pytest.approx(math.sqrt(8))

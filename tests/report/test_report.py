@@ -24,11 +24,10 @@ from trainshort.evaluate.results import load, save, summarize
 from trainshort.files import write_sealed
 from trainshort.passes import Passes
 from trainshort.plots.figures import round_ticks
-from trainshort.recipes.experiments import Reading
+from trainshort.recipes.experiments import EvalProtocol
 from trainshort.recipes.scales import Variant
-from trainshort.report.build import write_report
 from trainshort.report.headline import find_headline, sentences
-from trainshort.report.terminal import headline_table
+from trainshort.report.writing import headline_table, write_report
 from trainshort.runs import first_name
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'{{7*7}}&amp;`|*_"
@@ -353,7 +352,7 @@ def test_runs_of_the_first_version_are_still_found(tmp_path):
     folder.rename(tmp_path / first_name(config))
     collection = collect([tmp_path])
     assert collection.scale is not None
-    found = View(collection, collection.scale).read(Variant("wikitext103", "alibi", 512), Reading(1024))
+    found = View(collection, collection.scale).read(Variant("wikitext103", "alibi", 512), EvalProtocol(1024))
     assert found is not None
     assert found.value == pytest.approx(49.0)
 

@@ -5,22 +5,22 @@ import re
 import pytest
 from made_up import make_demo
 
-from trainshort.bench.results import Bench, Measure, Row, load, save
+from trainshort.bench.measurements import BenchResult, Measure, Measurement, load, save
 from trainshort.claims.collection import collect
 from trainshort.errors import InputError
-from trainshort.report.build import write_report
+from trainshort.report.writing import write_report
 
 HOSTILE = "<img src=x onerror=alert(1)>|`"
 
 
-def result(time: str, forward: float, engine: str = "windowed") -> Bench:
+def result(time: str, forward: float, engine: str = "windowed") -> BenchResult:
     def row(case, **values):
         measured = {
             name.replace("_", " "): Measure(value=value, unit="ms", spread=0.1) for name, value in values.items()
         }
-        return Row(case=case, measured=measured)
+        return Measurement(case=case, measured=measured)
 
-    return Bench(
+    return BenchResult(
         made={"time": time, "commit": "0123abc+changes", "machine": {"cpu": HOSTILE, "cores": 2}, "threads": 2},
         settings={"quick": True, "attention": {"tolerance": 1e-6}},
         finished=True,

@@ -16,8 +16,8 @@ from trainshort.evaluate.query import best_step, find, rows
 from trainshort.files import write_sealed
 from trainshort.recipes.experiments import choose, choose_methods
 from trainshort.recipes.scales import Variant
-from trainshort.report.build import write_report
 from trainshort.report.headline import find_headline
+from trainshort.report.writing import write_report
 from trainshort.reproduce import tasks
 from trainshort.reproduce.tasks import assign
 from trainshort.reproduce.work import work

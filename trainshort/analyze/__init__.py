@@ -1,10 +1,10 @@
 """How far a model's context matters to it, and why: which context it uses, how far it looks, what each method costs.
 
-Reading order: base (what every analysis gets and returns, and the registry), then one file per question; session asks
-them. An analysis from outside registers itself in `analyses`, as the ones here do.
+Reading order: lab (what every analysis gets and returns, the registry, and how they are asked), then one file per
+question. An analysis from outside registers itself in `analyses`, as the ones here do.
 """
 
-from trainshort.analyze.base import Analysis, Lab, analyses
+from trainshort.analyze.lab import Analysis, Lab, analyses
 
 # Registration order is the order in which they are asked; what takes minutes is asked last.
 from trainshort.analyze import recall, reach, slopes, far_context, early_tokens, cost  # isort: skip

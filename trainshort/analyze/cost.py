@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Group
 
-from trainshort.analyze.base import Analysis, Lab, analyses, new_table, titled
+from trainshort.analyze.lab import Analysis, Lab, analyses, new_table, titled
 from trainshort.bench.measure import Timing, alone
 from trainshort.bench.rig import OUT_OF_MEMORY
 from trainshort.config import ModelConfig, RunConfig, TrainConfig

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from rich.console import Group
 
-from trainshort.analyze.base import Analysis, Lab, analyses, compare, new_table, titled
+from trainshort.analyze.lab import Analysis, Lab, analyses, compare, new_table, titled
 from trainshort.evaluate.evidence import Interval, interval_of, shows
 from trainshort.evaluate.results import block_sums
 from trainshort.passes import Passes

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from rich.console import Group
 
-from trainshort.analyze.base import (
+from trainshort.analyze.lab import (
     SCORED,
     Analysis,
     Lab,

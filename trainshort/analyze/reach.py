@@ -23,8 +23,8 @@ from rich.console import Group
 from torch import Tensor
 
 from trainshort import alibi
-from trainshort.analyze.base import SCORED, Analysis, Lab, analyses, compare, new_table, probe_ends, probes, titled
 from trainshort.analyze.far_context import WAYS, spoil
+from trainshort.analyze.lab import SCORED, Analysis, Lab, analyses, compare, new_table, probe_ends, probes, titled
 from trainshort.attention import Call, LinearBias
 from trainshort.attention.formula import visible, written_bias
 from trainshort.evaluate.evidence import shows

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from rich.console import Group
 
-from trainshort.analyze.base import Analysis, Lab, analyses, compare, interval_text, new_table, titled
+from trainshort.analyze.lab import Analysis, Lab, analyses, compare, interval_text, new_table, titled
 from trainshort.evaluate.evidence import shows, span
 
 CUE, VALUE = 8, 8

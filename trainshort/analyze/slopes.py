@@ -1,7 +1,7 @@
 """Slopes at inference: does any change of them use context beyond the training length?
 
 The same targets are read after contexts of growing length, with the trained slopes and with changed ones (see
-trainshort.evaluate.slopes). If a model uses what lies beyond L, its loss at longer contexts is below that at L.
+trainshort.evaluate.other_slopes). If a model uses what lies beyond L, its loss at longer contexts is below that at L.
 """
 
 from contextlib import nullcontext
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.console import Group
 
-from trainshort.analyze.base import (
+from trainshort.analyze.lab import (
     SCORED,
     Analysis,
     Lab,
@@ -22,7 +22,7 @@ from trainshort.analyze.base import (
     titled,
 )
 from trainshort.evaluate.evidence import interval_of, shows
-from trainshort.evaluate.slopes import Slopes, changed
+from trainshort.evaluate.other_slopes import OtherSlopes, changed
 
 TRAINED = "trained"
 
@@ -40,7 +40,9 @@ def run(lab: Lab) -> dict[str, Any]:
     for variant in variants(lab.trained_at):
         for length in lengths:
             other = (
-                nullcontext() if variant == TRAINED else changed(model, Slopes.read(variant), lab.trained_at, length)
+                nullcontext()
+                if variant == TRAINED
+                else changed(model, OtherSlopes.read(variant), lab.trained_at, length)
             )
             with other:
                 losses[variant, length] = lab.score(probes(lab, ends, length), SCORED)

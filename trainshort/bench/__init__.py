@@ -3,7 +3,7 @@
 Machines are shared and noisy, so contestants take turns within one process and medians are compared, and peak memory
 is measured in a process of its own for each.
 
-Reading order: plan (what is measured), measure (how), session (the whole run), one file per suite (attention with
-contestants and recorded, training, evaluate, decode with mpt, prepare), results (what is stored), compare (two such).
+Reading order: suites (what is measured), measure (how, and the whole run), one file per suite (attention with recorded
+and peers, training with rig, evaluate, decode, prepare), measurements (what is stored), compare (two such).
 Importing this package does not import torch: reports read results without it.
 """

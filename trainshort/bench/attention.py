@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from trainshort.attention import LinearBias, attend
-from trainshort.bench.contestants import LIMIT, PLAIN, Attend, chosen, contestant
-from trainshort.bench.machine import matmul_rate
 from trainshort.bench.measure import (
     Progress,
-    Step,
     Timing,
+    Trial,
     alone,
     can_measure_memory,
     in_turns,
+    matmul_rate,
     megabytes,
     peak_during,
 )
-from trainshort.bench.plan import AttentionPlan, wants_memory
+from trainshort.bench.measurements import RATIO, Measure, Measurement
+from trainshort.bench.peers import LIMIT, PLAIN, Attend, chosen, contestant
 from trainshort.bench.recorded import Inputs, make_inputs
-from trainshort.bench.results import RATIO, Measure, Row
+from trainshort.bench.suites import AttentionPlan, wants_memory
 from trainshort.evaluate.memory import resident
 
 CHECKED = 64
@@ -33,11 +33,11 @@ WARM = 256
 """Tokens on which a process warms up before its memory is measured."""
 
 
-def steps(plan: AttentionPlan, source: str, label: str) -> list[Step]:
+def trials(plan: AttentionPlan, source: str, label: str) -> list[Trial]:
     """One per length. `source` is what `make_inputs` reads, `label` what the rows call it."""
     make_inputs(source, max(plan.lengths))  # inputs that are too short should not be noticed after an hour
     return [
-        Step(
+        Trial(
             f"attention at {length:,} tokens, {label} inputs",
             lambda progress, length=length: measure(plan, source, label, length, progress),
         )
@@ -45,7 +45,7 @@ def steps(plan: AttentionPlan, source: str, label: str) -> list[Step]:
     ]
 
 
-def measure(plan: AttentionPlan, source: str, label: str, length: int, progress: Progress) -> list[Row]:
+def measure(plan: AttentionPlan, source: str, label: str, length: int, progress: Progress) -> list[Measurement]:
     inputs = make_inputs(source, length)
     heads, dim = inputs.q.shape[1], inputs.q.shape[3]
     names = chosen(plan.engines, inputs, progress)
@@ -71,7 +71,9 @@ def measure(plan: AttentionPlan, source: str, label: str, length: int, progress:
         measured["of matmul rate"] = Measure(value=work_share, unit="%", better="higher")
         measured["error"] = Measure(value=error(function, inputs, name == PLAIN), better="lower")
         seconds = {kind: tuple(by_name[name].seconds) for kind, by_name in timings.items()}
-        rows.append(Row(case={"inputs": label, "engine": name, "tokens": length}, measured=measured, seconds=seconds))
+        rows.append(
+            Measurement(case={"inputs": label, "engine": name, "tokens": length}, measured=measured, seconds=seconds)
+        )
     return rows
 
 

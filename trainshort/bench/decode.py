@@ -12,10 +12,10 @@ from typing import Literal
 
 import torch
 
-from trainshort.bench import mpt
-from trainshort.bench.measure import MEGABYTE, Progress, Step, in_turns, megabytes
-from trainshort.bench.plan import DecodePlan
-from trainshort.bench.results import RATIO, Measure, Row, median_of
+from trainshort.bench import peers
+from trainshort.bench.measure import MEGABYTE, Progress, Trial, in_turns, megabytes
+from trainshort.bench.measurements import RATIO, Measure, Measurement, median_of
+from trainshort.bench.suites import DecodePlan
 from trainshort.cache import BoundedCache, Cache
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
@@ -35,14 +35,14 @@ SETTLED = 8192
 """Tokens after which the rings of these models have their final size."""
 
 
-def steps(plan: DecodePlan) -> list[Step]:
+def trials(plan: DecodePlan) -> list[Trial]:
     """One per part."""
     shortest, prompt = min(plan.contexts), max(plan.prompts)
     known = {
-        "context": Step("time per token and cache memory by context", lambda p: by_context(plan, p)),
-        "weights": Step(f"against reading the weights once, context {shortest:,}", lambda p: by_weights(plan, p)),
-        "mpt": Step(f"against MPT, context {prompt:,}", lambda p: against_mpt(plan, p)),
-        "endless": Step(f"endless, 1 layer, width 32: {plan.tokens:,} tokens", lambda p: endless(plan, p)),
+        "context": Trial("time per token and cache memory by context", lambda p: by_context(plan, p)),
+        "weights": Trial(f"against reading the weights once, context {shortest:,}", lambda p: by_weights(plan, p)),
+        "mpt": Trial(f"against MPT, context {prompt:,}", lambda p: against_mpt(plan, p)),
+        "endless": Trial(f"endless, 1 layer, width 32: {plan.tokens:,} tokens", lambda p: endless(plan, p)),
     }
     return [step for name, step in known.items() if name in plan.parts]
 
@@ -106,7 +106,7 @@ def turn_of(made: RowModel, cache: Cache, tokens: int = TURN) -> Callable[[], ob
     return turn
 
 
-def by_context(plan: DecodePlan, progress: Progress) -> list[Row]:
+def by_context(plan: DecodePlan, progress: Progress) -> list[Measurement]:
     model = make_model(plan.preset)
     made = compiled(model)
     caches: dict[tuple[str, int], Cache] = {}
@@ -136,7 +136,7 @@ def by_context(plan: DecodePlan, progress: Progress) -> list[Row]:
     return rows
 
 
-def by_weights(plan: DecodePlan, progress: Progress) -> list[Row]:
+def by_weights(plan: DecodePlan, progress: Progress) -> list[Measurement]:
     """The limit is the time to sum as many float32 numbers as the model has, with all threads, in turns with tokens."""
     model = make_model(plan.preset)
     numbers = torch.ones(sum(weight.numel() for weight in model.parameters()))
@@ -164,29 +164,29 @@ def by_weights(plan: DecodePlan, progress: Progress) -> list[Row]:
     return rows
 
 
-def against_mpt(plan: DecodePlan, progress: Progress) -> list[Row]:
+def against_mpt(plan: DecodePlan, progress: Progress) -> list[Measurement]:
     """The same weights: the same greedy tokens after real prompts, and a token's time after a made-up past."""
     config = presets.get(plan.preset)().replace(biases=False)
-    if not mpt.takes_part(config, plan.prompts, progress):
+    if not peers.takes_part(config, plan.prompts, progress):
         return []
     context = max(plan.prompts)
-    room = mpt.TURN * (plan.rounds + WARMUP) + mpt.GREEDY
-    theirs, ours = mpt.pair(make_model(plan.preset), context + room)
+    room = peers.TURN * (plan.rounds + WARMUP) + peers.GREEDY
+    theirs, ours = peers.pair(make_model(plan.preset), context + room)
     rows = []
     for prompt in plan.prompts:
         progress.note(f"greedy tokens after a prompt of {prompt:,}")
-        same = mpt.same_greedy_tokens(ours, theirs, prompt, plan.tolerance)
-        measured = {"same greedy tokens": Measure(value=same, unit=f"of {mpt.GREEDY}", better="higher")}
+        same = peers.same_greedy_tokens(ours, theirs, prompt, plan.tolerance)
+        measured = {"same greedy tokens": Measure(value=same, unit=f"of {peers.GREEDY}", better="higher")}
         rows.append(_row("greedy", {"prompt": prompt}, measured, plan, []))
-    progress.note(f"{plan.rounds} rounds of {mpt.TURN} tokens with each of mpt, full, bounded")
+    progress.note(f"{plan.rounds} rounds of {peers.TURN} tokens with each of mpt, full, bounded")
     made = compiled(ours)
-    turns = {"mpt": mpt.turn_of(theirs, context)}
+    turns = {"mpt": peers.turn_of(theirs, context)}
     for kind, cache in (("full", Cache()), ("bounded", BoundedCache(tolerance=plan.tolerance))):
-        turns[kind] = turn_of(made, filled(ours, cache, context), mpt.TURN)
+        turns[kind] = turn_of(made, filled(ours, cache, context), peers.TURN)
     timings = in_turns(turns, plan.rounds, WARMUP, progress)
     for name, timing in timings.items():
         measured = {
-            "time per token": timing.per(mpt.TURN),
+            "time per token": timing.per(peers.TURN),
             "speed to mpt": timing.speed_to(timings["mpt"]),
             "best to mpt": Measure(value=timings["mpt"].best / timing.best, unit=RATIO, better="higher"),
         }
@@ -194,7 +194,7 @@ def against_mpt(plan: DecodePlan, progress: Progress) -> list[Row]:
     return rows
 
 
-def endless(plan: DecodePlan, progress: Progress) -> list[Row]:
+def endless(plan: DecodePlan, progress: Progress) -> list[Measurement]:
     """A very small model without end, one thread: memory, speed of the first and last stretch, certificate."""
     threads = torch.get_num_threads()
     torch.manual_seed(0)
@@ -205,7 +205,7 @@ def endless(plan: DecodePlan, progress: Progress) -> list[Row]:
         torch.set_num_threads(threads)
 
 
-def _endless_row(plan: DecodePlan, progress: Progress) -> Row:
+def _endless_row(plan: DecodePlan, progress: Progress) -> Measurement:
     count = plan.tokens
     stretch, settled = max(1, min(10_000, count // 10)), max(1, min(20_000, count // 5))
     model = TransformerLM(ModelConfig(vocabulary=256, layers=1, width=32, heads=4))
@@ -243,10 +243,10 @@ def _row(
     plan: DecodePlan | None,
     seconds: list[float],
     note: str = "",
-) -> Row:
+) -> Measurement:
     """`plan` None: a part whose model no preset gives."""
     whole: dict[str, str | int] = {"part": part, **case} | ({"preset": plan.preset} if plan else {})
-    return Row(case=whole, measured=measured, seconds={"turns": tuple(seconds)} if seconds else {}, note=note)
+    return Measurement(case=whole, measured=measured, seconds={"turns": tuple(seconds)} if seconds else {}, note=note)
 
 
 def _percent(part: float, whole: float, better: Literal["lower", "higher"]) -> Measure:

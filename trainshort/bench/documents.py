@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from trainshort.bench.results import RATIO, Bench, Row, load
+from trainshort.bench.measurements import RATIO, BenchResult, Measurement, load
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -30,7 +30,7 @@ def table(head: str, rows: list[list[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def cell(row: Row, name: str, *, digits: int = 2) -> str:
+def cell(row: Measurement, name: str, *, digits: int = 2) -> str:
     """One measure: ratios with two digits, others whole."""
     if name not in row.measured:
         return ""
@@ -40,7 +40,7 @@ def cell(row: Row, name: str, *, digits: int = 2) -> str:
     return f"{measure.value:,.0f} {measure.unit}".strip()
 
 
-def origin(bench: Bench, name: str) -> str:
+def origin(bench: BenchResult, name: str) -> str:
     """Where the numbers come from, and whether all of them are there."""
     commit, stopped = (
         str(bench.made.get("commit"))[:7],
@@ -49,7 +49,7 @@ def origin(bench: Bench, name: str) -> str:
     return f"\n{bench.machine}, commit {commit}, `benchmarks/results/{name}.json`{stopped}.\n"
 
 
-def attention(bench: Bench, lengths: tuple[int, ...] | None = None) -> str:
+def attention(bench: BenchResult, lengths: tuple[int, ...] | None = None) -> str:
     """Windowed against plain attention by length."""
     rows = []
     plain = {row.case["tokens"]: row for row in bench.suites["attention"] if row.case["engine"] == "plain"}
@@ -64,7 +64,7 @@ def attention(bench: Bench, lengths: tuple[int, ...] | None = None) -> str:
     return table(head if lengths else f"{head} | peak of the process | memory of its own", rows)
 
 
-def training(bench: Bench) -> str:
+def training(bench: BenchResult) -> str:
     """Position methods and MPT by length."""
     names = ("speed", "speed to mpt", "speed to none", "peak", "peak to mpt", "of matmul rate")
     rows = [
@@ -74,7 +74,7 @@ def training(bench: Bench) -> str:
     return table(" | length | speed | to MPT | to none | peak memory | to MPT | of the matrix-multiply rate", rows)
 
 
-def evaluation(bench: Bench) -> str:
+def evaluation(bench: BenchResult) -> str:
     """Speed by length, with its share of the speed at the shortest."""
     rows = []
     for row in bench.suites["evaluate"]:
@@ -83,7 +83,7 @@ def evaluation(bench: Bench) -> str:
     return table("random weights | length | speed | of that at the shortest", rows)
 
 
-TABLES: dict[str, tuple[str, Callable[[Bench], str]]] = {
+TABLES: dict[str, tuple[str, Callable[[BenchResult], str]]] = {
     "attention": ("attention", attention),
     "attention-short": ("attention", lambda bench: attention(bench, SHORT)),
     "training": ("training", training),

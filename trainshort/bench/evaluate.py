@@ -13,15 +13,15 @@ import torch
 
 from trainshort.bench.measure import (
     Progress,
-    Step,
+    Trial,
     alone,
     can_measure_memory,
     in_turns,
     megabytes,
     peak_during,
 )
-from trainshort.bench.plan import EvaluatePlan, wants_memory
-from trainshort.bench.results import Row, median_of
+from trainshort.bench.measurements import Measurement, median_of
+from trainshort.bench.suites import EvaluatePlan, wants_memory
 from trainshort.evaluate.memory import resident
 from trainshort.evaluate.sweep import score
 from trainshort.evaluate.target import ModelTarget, checkpoint_folder
@@ -31,7 +31,7 @@ from trainshort.positions import positions
 from trainshort.presets import presets
 
 
-def steps(plan: EvaluatePlan) -> list[Step]:
+def trials(plan: EvaluatePlan) -> list[Trial]:
     """One per position method, or the one run."""
     if plan.run is not None:
         checkpoint_folder(Path(plan.run))
@@ -41,7 +41,7 @@ def steps(plan: EvaluatePlan) -> list[Step]:
         for name in methods:
             positions.get(name)
     return [
-        Step(
+        Trial(
             f"scoring {max(plan.lengths):,} tokens, {plan.run or f'{method}, preset {plan.preset}'}",
             lambda progress, method=method: measure(plan, method, progress),
         )
@@ -66,7 +66,7 @@ def read(target: ModelTarget, length: int, tokens: int) -> None:
         pass
 
 
-def measure(plan: EvaluatePlan, method: str, progress: Progress) -> list[Row]:
+def measure(plan: EvaluatePlan, method: str, progress: Progress) -> list[Measurement]:
     target = make_target(method, plan.preset, plan.run, max(plan.lengths))
     tokens, shortest = max(plan.lengths), min(plan.lengths)
     progress.note(f"{plan.rounds} rounds of blocks of {', '.join(f'{length:,}' for length in plan.lengths)}")
@@ -85,7 +85,7 @@ def measure(plan: EvaluatePlan, method: str, progress: Progress) -> list[Row]:
         case: dict[str, str | int] = {"model": target.name, "tokens": length}
         if plan.run is None:
             case["preset"] = plan.preset
-        rows.append(Row(case=case, measured=measured, seconds={"reading": tuple(timing.seconds)}))
+        rows.append(Measurement(case=case, measured=measured, seconds={"reading": tuple(timing.seconds)}))
     return rows
 
 

@@ -1,9 +1,13 @@
-"""How things are measured here: in turns for time, alone in a process for memory, with a line of progress for each."""
+"""How things are measured here: in turns for time, alone in a process for memory, with a line of progress for each, on
+a machine whose own rates are measured as well. `run` is one `trainshort bench`."""
 
+import importlib
 import json
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,8 +18,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from trainshort.bench.results import RATIO, Measure, Row, median_of
+from trainshort.bench import measurements
+from trainshort.bench.compare import print_rows
+from trainshort.bench.measurements import RATIO, BenchResult, Measure, Measurement, median_of
+from trainshort.bench.suites import AttentionPlan, Plan, described
 from trainshort.evaluate.memory import Peak
+from trainshort.runs import provenance
 
 MEGABYTE = 2**20
 PATIENCE = 10.0
@@ -54,11 +62,11 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Step:
+class Trial:
     """One measurement that is told, stored and shown by itself."""
 
     title: str
-    run: Callable[[Progress], list[Row]]
+    run: Callable[[Progress], list[Measurement]]
 
 
 @dataclass(frozen=True)
@@ -130,13 +138,20 @@ def alone(suite: str, **task: Any) -> dict[str, Any]:
     """`peak(**task)` of a suite's module in a fresh process with as many threads as this one; a MemoryError when that
     was killed, which nobody but the kernel's memory watch does."""
     asked = json.dumps({"suite": suite, "task": task, "threads": torch.get_num_threads()})
-    command = [sys.executable, "-m", "trainshort.bench.alone"]
+    command = [sys.executable, "-c", "from trainshort.bench.measure import answer; answer()"]
     done = subprocess.run(command, input=asked, capture_output=True, text=True)
     if done.returncode == -signal.SIGKILL:
         raise MemoryError(f"{suite} was killed")
     if done.returncode:
         raise RuntimeError(f"measuring the memory of {suite} {task} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def answer() -> None:
+    """The other side of `alone`: what to measure comes as JSON, the result goes out as a line of it."""
+    asked = json.load(sys.stdin)
+    torch.set_num_threads(asked["threads"])
+    print(json.dumps(importlib.import_module(f"trainshort.bench.{asked['suite']}").peak(**asked["task"])))
 
 
 def megabytes(count: float) -> Measure:
@@ -152,3 +167,87 @@ def version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+# ---- the machine
+
+PEERS = ("transformers", "x-transformers")
+SIDE = 1024
+NUMBERS = 64 * 2**20
+"""Float32 numbers that are read for the memory's rate: more than any processor's cache holds."""
+
+
+def describe(seconds: float = 1.0) -> dict[str, Any]:
+    """Origin as every result has it, with the peers' versions, the memory's size, and two measured rates."""
+    made = provenance(threads=torch.get_num_threads())
+    made["versions"] |= {name: version(name) for name in PEERS}
+    made["machine"] |= {
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "matmul_rate": matmul_rate(seconds),
+        "read_rate": read_rate(seconds),
+    }
+    return made
+
+
+def matmul_rate(seconds: float = 1.0) -> float:
+    """Floating-point operations per second of a large float32 matrix product: what this machine can do at best."""
+    a, b = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
+    return 2 * SIDE**3 / _best(lambda: torch.mm(a, b), seconds)
+
+
+def read_rate(seconds: float = 1.0) -> float:
+    """Bytes per second at which memory is read, by summing numbers with all threads."""
+    numbers = torch.ones(NUMBERS)
+    return 4 * NUMBERS / _best(numbers.sum, seconds)
+
+
+def _best(work: Callable[[], object], seconds: float) -> float:
+    """The quickest of all runs within some seconds, after one that warms up."""
+    work()
+    best, start = float("inf"), time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        begin = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+# ---- one `trainshort bench`
+
+
+def run(plans: Mapping[str, Plan], quick: bool, out: Path, console: Console, progress: Progress) -> BenchResult:
+    """Measure what the plans ask for. The file is written after every trial, so that a kill loses one trial."""
+    with tempfile.TemporaryDirectory() as scratch:
+        settings = described(plans, quick)
+        suites = {name: _trials(name, plan, Path(scratch), settings[name], progress) for name, plan in plans.items()}
+        bench = BenchResult(made=describe(), settings=settings)
+        measurements.save(bench, out)
+        progress.line(f"measuring {', '.join(suites)}; results go to {out}")
+        for name, trials in suites.items():
+            for number, trial in enumerate(trials, start=1):
+                progress.begin(name, number, len(trials), trial.title)
+                rows = trial.run(progress)
+                bench = bench.with_rows(name, rows)
+                measurements.save(bench, out)
+                print_rows(rows, trial.title[:1].upper() + trial.title[1:], console)
+        bench = bench.replace(finished=True)
+        measurements.save(bench, out)
+    return bench
+
+
+def _trials(name: str, plan: Plan, scratch: Path, stored: dict[str, Any], progress: Progress) -> list[Trial]:
+    """A suite's trials; what is wrong with its inputs is told before the first of any suite."""
+    module = importlib.import_module(f"trainshort.bench.{name}")
+    if not isinstance(plan, AttentionPlan):
+        return module.trials(plan)
+    source, label = plan.inputs, plan.inputs
+    if Path(source).is_dir():
+        from trainshort.bench.recorded import record
+
+        progress.line(f"recording queries, keys and values of {source}, {max(plan.lengths):,} tokens")
+        path = scratch / "recorded.safetensors"
+        stored["recorded"] = record(Path(source), max(plan.lengths), plan.layer, path)
+        source, label = str(path), "recorded"
+    elif source not in ("normal", "scaled"):
+        label = "recorded"
+    return module.trials(plan, source, label)

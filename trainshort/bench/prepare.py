@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trainshort.bench.measure import Progress, Step
-from trainshort.bench.plan import PreparePlan
-from trainshort.bench.results import Row, median_of
+from trainshort.bench.measure import Progress, Trial
+from trainshort.bench.measurements import Measurement, median_of
+from trainshort.bench.suites import PreparePlan
 
 if TYPE_CHECKING:
     from trainshort.data.tokenizer import Tokenizer
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 THREADS = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
 
-def steps(plan: PreparePlan) -> list[Step]:
-    return [Step("text into tokens, one core", lambda progress: measure(plan, progress))]
+def trials(plan: PreparePlan) -> list[Trial]:
+    return [Trial("text into tokens, one core", lambda progress: measure(plan, progress))]
 
 
-def measure(plan: PreparePlan, progress: Progress) -> list[Row]:
+def measure(plan: PreparePlan, progress: Progress) -> list[Measurement]:
     with _one_thread():
         return _measure(plan, progress)
 
 
-def _measure(plan: PreparePlan, progress: Progress) -> list[Row]:
+def _measure(plan: PreparePlan, progress: Progress) -> list[Measurement]:
     from tokenizers import Tokenizer
 
     from trainshort.data.tokenizer import ByteTokenizer, SavedTokenizer, count_words, train_bpe
@@ -45,7 +45,7 @@ def _measure(plan: PreparePlan, progress: Progress) -> list[Row]:
         seconds = [_seconds(run) for _ in range(rounds)]
         measured = {"speed": median_of([size / one for one in seconds], "MB/s", "higher")}
         case: dict[str, str | int] = {"tokenizer": tokenizer, "work": work}
-        rows.append(Row(case=case, measured=measured, seconds={"processor": tuple(seconds)}))
+        rows.append(Measurement(case=case, measured=measured, seconds={"processor": tuple(seconds)}))
 
     for vocabulary in plan.vocabularies:
         trained: list[SavedTokenizer] = []

@@ -8,21 +8,21 @@ from typing import Any
 
 import torch
 
-from trainshort.bench.machine import matmul_rate
 from trainshort.bench.measure import (
     Progress,
-    Step,
     Timing,
+    Trial,
     alone,
     can_measure_memory,
     in_turns,
     installed,
+    matmul_rate,
     megabytes,
     peak_during,
 )
-from trainshort.bench.plan import TrainingPlan, wants_memory
-from trainshort.bench.results import RATIO, Measure, Row
+from trainshort.bench.measurements import RATIO, Measure, Measurement
 from trainshort.bench.rig import Rig
+from trainshort.bench.suites import TrainingPlan, wants_memory
 from trainshort.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from trainshort.evaluate.memory import available
 from trainshort.model import TransformerLM
@@ -34,11 +34,11 @@ COPIES = 2.5
 """Scores of all heads that MPT keeps per layer for its backward pass (measured at 2,048 tokens: 2.2)."""
 
 
-def steps(plan: TrainingPlan) -> list[Step]:
+def trials(plan: TrainingPlan) -> list[Trial]:
     for name in plan.methods:
         positions.get(name)
     return [
-        Step(
+        Trial(
             f"training at {length:,} tokens, preset {plan.preset}",
             lambda progress, length=length: measure(plan, length, progress),
         )
@@ -46,7 +46,7 @@ def steps(plan: TrainingPlan) -> list[Step]:
     ]
 
 
-def measure(plan: TrainingPlan, length: int, progress: Progress) -> list[Row]:
+def measure(plan: TrainingPlan, length: int, progress: Progress) -> list[Measurement]:
     config = presets.get(plan.preset)()
     names = ([MPT] if mpt_takes_part(config, length, plan.batch_tokens, progress) else []) + list(plan.methods)
     tokens = _tokens(length, plan.batch_tokens)
@@ -67,7 +67,7 @@ def measure(plan: TrainingPlan, length: int, progress: Progress) -> list[Row]:
         share = 100 * flops(config, length) * measured["speed"].value / rate
         measured["of matmul rate"] = Measure(value=share, unit="%", better="higher")
         case: dict[str, str | int] = {"model": name, "preset": plan.preset, "tokens": length}
-        rows.append(Row(case=case, measured=measured, seconds={"step": tuple(timings[name].seconds)}))
+        rows.append(Measurement(case=case, measured=measured, seconds={"step": tuple(timings[name].seconds)}))
     return rows
 
 

@@ -24,9 +24,9 @@ from torch import Tensor
 from trainshort import alibi
 from trainshort.attention import Bias, Call, LinearBias, attend
 from trainshort.cache import ring as compiled
+from trainshort.cache.facts import BoundedFacts, HeadFacts, RingFacts, check, saved_tensor
 from trainshort.cache.growing import SMALLEST, Cache, LayerCache, detached
 from trainshort.cache.ring import ANYWHERE, LANES, Head, Ring, RingCall, heads_of
-from trainshort.cache.saved import BoundedFacts, HeadFacts, RingFacts, check, saved_tensor
 from trainshort.errors import InputError
 
 MARGIN = 1.0

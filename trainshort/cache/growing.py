@@ -16,8 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort.attention import Bias, attend
+from trainshort.cache.facts import Facts, check, saved_tensor
 from trainshort.cache.ring import LANES, RingCall
-from trainshort.cache.saved import Facts, check, saved_tensor
 from trainshort.errors import InputError
 
 SMALLEST = 64

@@ -20,8 +20,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trainshort.attention import Bias, DistanceBias, LinearBias, attend, merge
+from trainshort.cache.facts import Facts, check, saved_tensor
 from trainshort.cache.growing import SMALLEST, Cache, LayerCache, detached
-from trainshort.cache.saved import Facts, check, saved_tensor
 from trainshort.errors import InputError
 
 

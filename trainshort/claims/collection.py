@@ -9,12 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainshort.bench import results as bench_results
-from trainshort.bench.results import Bench
+from trainshort.bench import measurements
+from trainshort.bench.measurements import BenchResult
 from trainshort.config import RunConfig, load_config
 from trainshort.errors import InputError
 from trainshort.evaluate.query import Query, Stored, find, rows
-from trainshort.evaluate.results import Row
+from trainshort.evaluate.results import LengthScore
 from trainshort.files import read_sealed
 from trainshort.journal import read_lines
 from trainshort.recipes.scales import LENGTHS, SETUPS, Scale, Variant, scales
@@ -46,7 +46,7 @@ class Run:
     def sessions(self) -> list[dict[str, Any]]:
         return read_lines(RunFolder(self.path).sessions)
 
-    def rows(self, query: Query) -> dict[int, tuple[Row, Path]]:
+    def rows(self, query: Query) -> dict[int, tuple[LengthScore, Path]]:
         """Rows by length, of the run's evaluations that answer."""
         return rows(self.evaluations, query)
 
@@ -70,7 +70,7 @@ class Collection:
     costs: dict[str, Any] = field(default_factory=dict)
     cost_path: Path | None = None
     names: dict[tuple[str, Variant], tuple[str, str]] = field(default_factory=dict)
-    benches: tuple[tuple[Path, Bench], ...] = ()
+    benches: tuple[tuple[Path, BenchResult], ...] = ()
     """Results of `trainshort bench`, the newest last."""
 
     @cached_property
@@ -118,7 +118,7 @@ def collect(paths: Sequence[Path]) -> Collection:
     runs: dict[str, Run] = {}
     costs: dict[str, Any] = {}
     cost_path = None
-    benches: list[tuple[Path, Bench]] = []
+    benches: list[tuple[Path, BenchResult]] = []
     for path in paths:
         if not path.is_dir():
             raise InputError(f"There is no folder {path}. Give run folders, or a folder that holds some.")
@@ -129,7 +129,7 @@ def collect(paths: Sequence[Path]) -> Collection:
         if (path / COST_FILE).exists():
             costs |= read_costs(path)
             cost_path = path / COST_FILE
-        benches += bench_results.find(path)
+        benches += measurements.find(path)
     if not any(run.evaluations for run in runs.values()) and not costs and not benches:
         where = f"no results in {', '.join(map(str, paths))}" if paths else "no folder was given"
         raise InputError(

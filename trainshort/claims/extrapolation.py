@@ -5,7 +5,7 @@ Thresholds were set before any run was looked at; what was changed later is said
 
 from trainshort.claims.measured import Measured, View
 from trainshort.claims.verdicts import Outcome, Rule, claim, missing, sources, verdict
-from trainshort.recipes.experiments import Reading, method_name, queries
+from trainshort.recipes.experiments import EvalProtocol, method_name, queries
 from trainshort.recipes.scales import Variant
 
 BASE = 512
@@ -21,7 +21,7 @@ ORDER = ("sinusoidal", "rotary", "t5", "alibi")
 
 def ppl(view: View, position: str, at: float, *, length: int = BASE, stride: int | None = None) -> Measured | None:
     """Perplexity of a WikiText-103 model read at a multiple of its training length."""
-    found = view.read(Variant("wikitext103", position, length), Reading(round(length * at), stride))
+    found = view.read(Variant("wikitext103", position, length), EvalProtocol(round(length * at), stride))
     return found if found and found.values else None
 
 
@@ -29,7 +29,7 @@ def usable(view: View, position: str) -> tuple[int, bool, Measured] | None:
     """The longest length without a worse one before it, whether nothing longer was tried, and the base."""
     base = ppl(view, position, 1)
     runs = view.runs(Variant("wikitext103", position, BASE))
-    rows = [row for row, _ in view.rows(runs[0], Reading(BASE)).values()] if runs else []
+    rows = [row for row, _ in view.rows(runs[0], EvalProtocol(BASE)).values()] if runs else []
     rows = [row for row in rows if row.length >= view.scale.length(BASE)]
     if base is None or not rows:
         return None
@@ -172,7 +172,7 @@ def sliding_no_rescue(view: View) -> Outcome:
 )
 def early_tokens(view: View) -> Outcome:
     runs = view.runs(Variant("wikitext103", "alibi", BASE))
-    sliding_query, plain_query = queries(view.scale, Reading(BASE, stride=1))
+    sliding_query, plain_query = queries(view.scale, EvalProtocol(BASE, stride=1))
     lengths = [view.scale.length(times * BASE) for times in (1, 2)]
     found = [run.rows(query) for run in runs[:1] for query in (plain_query, sliding_query)]
     read = [rows[length] for rows in found for length in lengths if length in rows]
@@ -196,7 +196,7 @@ def optimum(view: View) -> Outcome:
         return missing("the 1.3B model on CC100+RoBERTa; a small model on little text says nothing about it")
     variant = Variant("cc100", "alibi", BASE)
     runs = view.runs(variant)
-    found = view.rows(runs[0], Reading(BASE)).values() if runs else ()
+    found = view.rows(runs[0], EvalProtocol(BASE)).values() if runs else ()
     rows = [row for row, _ in found if row.status == "scored"]
     if len(rows) < 3:
         return missing("the 1.3B model read at many lengths (`--only fig6`)")

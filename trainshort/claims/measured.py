@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.claims.collection import SEEDS, Collection, Run
-from trainshort.evaluate.results import Row
-from trainshort.recipes.experiments import Cell, Reading, moments, queries
+from trainshort.evaluate.results import LengthScore
+from trainshort.recipes.experiments import Cell, EvalProtocol, moments, queries
 from trainshort.recipes.scales import Scale, Variant
 
 RATES = {"train speed": "train_seconds", "read speed": "read_seconds"}
@@ -54,7 +54,7 @@ class View:
         found = (self.collection.run(replace(variant, seed=seed), self.scale) for seed in SEEDS)
         return [run for run in found if run]
 
-    def read(self, variant: Variant, reading: Reading, *, speed: bool = False) -> Measured | None:
+    def read(self, variant: Variant, reading: EvalProtocol, *, speed: bool = False) -> Measured | None:
         """Perplexity (or reading speed) at a length, over the seeds."""
         values, sources, status = [], [], "scored"
         for run in self.runs(variant):
@@ -68,11 +68,11 @@ class View:
                 values.append(value)
         return Measured(tuple(values), tuple(sources), "scored" if values else status) if sources else None
 
-    def rows(self, run: Run, reading: Reading) -> dict[int, tuple[Row, Path]]:
+    def rows(self, run: Run, reading: EvalProtocol) -> dict[int, tuple[LengthScore, Path]]:
         """All rows of the evaluation that a reading wants, by length."""
         return run.rows(queries(self.scale, reading)[0])
 
-    def row(self, run: Run, reading: Reading) -> tuple[Row | None, Path | None]:
+    def row(self, run: Run, reading: EvalProtocol) -> tuple[LengthScore | None, Path | None]:
         """The row of a run at a reading."""
         return self.rows(run, reading).get(self.scale.length(reading.length), (None, None))
 
@@ -99,7 +99,7 @@ class View:
     def _costs_of(self, variant: Variant) -> dict[str, Any] | None:
         return self.collection.cost(variant, self.scale)
 
-    def curve(self, variant: Variant, reading: Reading) -> list[tuple[int, float, Path]]:
+    def curve(self, variant: Variant, reading: EvalProtocol) -> list[tuple[int, float, Path]]:
         """Tokens trained on and perplexity at a reading, for each checkpoint that was kept and read."""
         points = []
         for run in self.runs(variant):

@@ -3,7 +3,7 @@
 from trainshort.claims.extrapolation import BASE, FLAT, ppl
 from trainshort.claims.measured import View
 from trainshort.claims.verdicts import Outcome, claim, missing, sources, verdict
-from trainshort.recipes.experiments import Reading
+from trainshort.recipes.experiments import EvalProtocol
 from trainshort.recipes.scales import Variant
 
 
@@ -88,7 +88,7 @@ def significant(view: View) -> Outcome:
 )
 def coarse_stride(view: View) -> Outcome:
     variant = Variant("wikitext103", "sinusoidal", 3072)
-    coarse, fine = (view.read(variant, Reading(3072, stride)) for stride in (512, 1))
+    coarse, fine = (view.read(variant, EvalProtocol(3072, stride)) for stride in (512, 1))
     if coarse is None or fine is None or not coarse.values or not fine.values:
         return missing("sinusoidal at the longest length with both strides (`--only table7,table13`)")
     text = f"{coarse.value:.2f} against {fine.value:.2f}"
@@ -105,7 +105,7 @@ def coarse_stride(view: View) -> Outcome:
 )
 def sliding_worse(view: View) -> Outcome:
     variant = Variant("books", "alibi", BASE)
-    sliding, plain = (view.read(variant, Reading(3072, stride)) for stride in (512, None))
+    sliding, plain = (view.read(variant, EvalProtocol(3072, stride)) for stride in (512, None))
     if sliding is None or plain is None or not sliding.values or not plain.values:
         return missing("ALiBi read at six times its length both ways (`--only table9,table10`)")
     reason = "It holds when the window is worse." + (

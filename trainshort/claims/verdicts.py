@@ -89,7 +89,7 @@ def sources(*measured: Measured | None) -> tuple[Path, ...]:
 
 def all_claims() -> Registry[Claim]:
     """The registry, filled."""
-    from trainshort.claims import cost, extrapolation, oddities  # noqa: F401  (each files its checks)
+    from trainshort.claims import extrapolation, oddities, speed_and_memory  # noqa: F401  (each files its checks)
 
     return claims
 

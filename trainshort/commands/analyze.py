@@ -59,8 +59,7 @@ class Analyze:
     def run(self) -> None:
         from rich.console import Console
 
-        from trainshort.analyze.base import Lab
-        from trainshort.analyze.session import analyses, analyze
+        from trainshort.analyze.lab import Lab, analyses, analyze
         from trainshort.evaluate.target import open_target, pick_device
         from trainshort.evaluate.text import open_text
         from trainshort.passes import read_lengths

@@ -11,7 +11,7 @@ from trainshort.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trainshort.bench import results
+    from trainshort.bench import measurements
 
 OWN = ("suites", "quick", "out", "against", "results")
 """Fields that are not settings of a suite."""
@@ -82,9 +82,8 @@ class Bench:
     def run(self) -> None:
         from rich.console import Console
 
-        from trainshort.bench.compare import compare
-        from trainshort.bench.results import load
-        from trainshort.bench.tables import print_comparison, wide_console
+        from trainshort.bench.compare import compare, print_comparison, wide_console
+        from trainshort.bench.measurements import load
 
         options = {name: value for name, value in vars(self).items() if name not in (*OWN, "run_folder")}
         options["run"] = None if self.run_folder is None else str(self.run_folder)
@@ -101,10 +100,9 @@ class Bench:
                 Console(stderr=True).print(f"trainshort: {warning}", markup=False, highlight=False, soft_wrap=True)
             print_comparison(comparison, console)
 
-    def _measure(self, options: dict[str, Any], console: "Console") -> "results.Bench":
-        from trainshort.bench import session
+    def _measure(self, options: dict[str, Any], console: "Console") -> "measurements.BenchResult":
         from trainshort.bench.measure import Progress
-        from trainshort.bench.plan import choose
+        from trainshort.bench.suites import choose
 
         plans = choose(self.suites, self.quick, options)
         if self.layer is not None and not (self.inputs and Path(self.inputs).is_dir()):
@@ -112,7 +110,7 @@ class Bench:
         out = self.out or Path("runs/bench") / f"{datetime.now():%Y-%m-%d-%H%M%S}.json"
         if out.exists():
             raise InputError(f"{out} already exists, and results are kept. Choose another --out.")
-        made = session.run(plans, self.quick, out, console, Progress())
+        made = run(plans, self.quick, out, console, Progress())
         console.print(f"Results: {out}", markup=False, highlight=False, soft_wrap=True)
         return made
 

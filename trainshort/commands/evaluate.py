@@ -59,9 +59,9 @@ class Evaluate:
     def run(self) -> None:
         from rich.console import Console
 
+        from trainshort.evaluate.other_slopes import OtherSlopes
         from trainshort.evaluate.session import evaluate
-        from trainshort.evaluate.slopes import Slopes
-        from trainshort.evaluate.sweep import Plan
+        from trainshort.evaluate.sweep import Sweep
         from trainshort.evaluate.target import open_target, pick_device
         from trainshort.evaluate.text import open_text
         from trainshort.passes import read_lengths
@@ -70,7 +70,7 @@ class Evaluate:
             raise InputError(f"--batch-tokens must be at least 1, got {self.batch_tokens}.")
         if self.memory is not None and not self.memory > 0:
             raise InputError(f"--memory is a number of gigabytes above 0, got {self.memory}.")
-        slopes = None if self.slopes is None else Slopes.read(self.slopes)
+        slopes = None if self.slopes is None else OtherSlopes.read(self.slopes)
         target = open_target(
             self.target, device=pick_device(self.device), precision=self.precision, trained_at=self.trained_at
         )
@@ -78,7 +78,7 @@ class Evaluate:
             target.folder = make_folder(self.out)
         text = open_text(target, self.data, self.split, self.max_tokens)
         lengths = read_lengths(self.lengths, target.trained_at, len(text.tokens))
-        plan = Plan(text.tokens, lengths, self.stride, slopes, self.batch_tokens, self.memory)
+        plan = Sweep(text.tokens, lengths, self.stride, slopes, self.batch_tokens, self.memory)
         if self.lengths and self.max_tokens is None and lengths[-1] > len(text.tokens):
             raise InputError(
                 f"the text has {len(text.tokens):,} tokens, and nothing can be measured at {lengths[-1]:,}. "

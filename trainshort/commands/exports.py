@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from trainshort.commands.parser import Arg
 
 if TYPE_CHECKING:
-    from trainshort.interop.verifying import Report
+    from trainshort.interop.verifying import Verification
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Verify:
         return _told(verify(self.folder, self.run_folder))
 
 
-def _told(report: "Report") -> int:
+def _told(report: "Verification") -> int:
     from rich.console import Console
 
     Console().print(report.table())

@@ -11,8 +11,8 @@ from trainshort.errors import InputError
 
 if TYPE_CHECKING:
     from trainshort.data.tokenizer import Tokenizer
-    from trainshort.generate.session import Reach
-    from trainshort.generate.streaming import Stream
+    from trainshort.generate.session import KnownGood
+    from trainshort.generate.streaming import TokenStream
     from trainshort.model import TransformerLM
 
 
@@ -130,10 +130,10 @@ class Generate:
             )
         return [prompt for prompt in prompts for _ in range(self.samples)]
 
-    def _stream(self, model: "TransformerLM", tokenizer: "Tokenizer", prompts: list[str]) -> "Stream":
+    def _stream(self, model: "TransformerLM", tokenizer: "Tokenizer", prompts: list[str]) -> "TokenStream":
         from trainshort.generate.settings import GenerateConfig
         from trainshort.generate.state import load_state
-        from trainshort.generate.streaming import Stream
+        from trainshort.generate.streaming import TokenStream
 
         settings = self._settings(model)
         if self.resume_state is not None:
@@ -143,7 +143,7 @@ class Generate:
             for number in range(len(stream.samples) if prompts else 0):
                 stream.feed(prompts[0], number)
             return stream
-        stream = Stream(model, GenerateConfig.read(settings), tokenizer)
+        stream = TokenStream(model, GenerateConfig.read(settings), tokenizer)
         for prompt in prompts:
             stream.add(prompt)
         if self.interactive and not prompts:
@@ -187,21 +187,21 @@ class Generate:
             )
         return run_tokenizer(run, config)
 
-    def _reach(self) -> "Reach":
+    def _reach(self) -> "KnownGood":
         """How far the model is known to be good: by its card, else no farther than its training length."""
         from trainshort.config import load_config
         from trainshort.evaluate import card
-        from trainshort.generate.session import Reach
+        from trainshort.generate.session import KnownGood
 
         run = self.run_folder if (self.run_folder / "checkpoints").exists() else self.run_folder.parent.parent
         found = card.load(run)
         if found is None:
             length = load_config(self.run_folder / "config.json").train.length
             words = f"the model was trained at that length and not measured past it; trainshort evaluate {run} does."
-            return Reach(length, words)
+            return KnownGood(length, words)
         mark = found["no_worse"]
         past = "nothing longer was measured" if mark["open"] else "it was measured worse past that"
-        return Reach(mark["length"], f"{found['summary']}; {past}.")
+        return KnownGood(mark["length"], f"{found['summary']}; {past}.")
 
 
 def _read_stdin() -> str:

@@ -31,7 +31,7 @@ class Import:
     """The training length, for a model that does not tell it."""
 
     def run(self) -> None:
-        from trainshort.interop.importing import Request, import_model
+        from trainshort.interop.importing import ImportRequest, import_model
 
-        import_model(Request(self.source, self.dictionary, self.tokenizer, self.trained_at), self.out)
+        import_model(ImportRequest(self.source, self.dictionary, self.tokenizer, self.trained_at), self.out)
         print(f'{self.out}: try trainshort generate {self.out} "Once upon a time"')

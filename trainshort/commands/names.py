@@ -14,7 +14,7 @@ KINDS = {
     "engines": "trainshort.attention:engines",
     "corpora": "trainshort.data.corpus:corpora",
     "tokenizers": "trainshort.data.tokenizer:tokenizers",
-    "analyses": "trainshort.analyze.session:analyses",
+    "analyses": "trainshort.analyze.lab:analyses",
     "presets": "trainshort.presets:presets",
     "recipes": "trainshort.recipes:recipes",
     "experiments": "trainshort.recipes.experiments:experiments",

@@ -23,6 +23,6 @@ class Report:
 
     def run(self) -> None:
         from trainshort.claims.collection import collect
-        from trainshort.report.build import write_report
+        from trainshort.report.writing import write_report
 
         print(f"Report: {write_report(collect(self.runs), self.out)}")

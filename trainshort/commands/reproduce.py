@@ -95,8 +95,7 @@ class Reproduce:
 def finish(root: Path, out: Path, console: "Console") -> None:
     """The report, the table of the headline, and where to look."""
     from trainshort.claims.collection import collect
-    from trainshort.report.build import write_report
-    from trainshort.report.terminal import headline_table
+    from trainshort.report.writing import headline_table, write_report
 
     collection = collect([root])
     page = write_report(collection, out)

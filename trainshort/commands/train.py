@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from trainshort.commands.parser import Option
-from trainshort.commands.settings import RunParser, chosen_config, options, with_method
+from trainshort.commands.run_options import RunParser, chosen_config, options, with_method
 from trainshort.config import RunConfig, load_config
 from trainshort.errors import InputError
 

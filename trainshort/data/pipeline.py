@@ -41,7 +41,7 @@ WORTH_A_WORKER = 1 << 23
 
 
 @dataclass(frozen=True)
-class Job:
+class Preparation:
     """A preparation under way."""
 
     config: DataConfig
@@ -78,7 +78,7 @@ def prepare(
     if workers is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = cores if corpus.size is None else min(cores, max(1, corpus.size // WORTH_A_WORKER))
-    job = Job(config, corpus, make_request(config, corpus), folder, errors, workers, shown)
+    job = Preparation(config, corpus, make_request(config, corpus), folder, errors, workers, shown)
     with _readable_disk_errors(folder), files.locked(files.make_folder(folder)):  # others wait
         if is_data(folder):  # another process was quicker, as under torchrun
             return _open_same(folder, config)
@@ -122,7 +122,7 @@ def _open_same(folder: Path, config: DataConfig) -> Prepared:
     return prepared
 
 
-def _begin(job: Job, resume: bool) -> Note:
+def _begin(job: Preparation, resume: bool) -> Note:
     """The note to continue from, or a new one in an empty folder."""
     note = read_note(job.folder)
     if note is not None and note.cursor is not None:  # else it has no tokens yet, and nothing is lost
@@ -145,7 +145,7 @@ def _begin(job: Job, resume: bool) -> Note:
     return note
 
 
-def _settled(job: Job, note: Note) -> Note:
+def _settled(job: Preparation, note: Note) -> Note:
     """The note with splits and tokenizer decided; where the input does not allow it, no folder is left."""
     try:
         return _settle(job, note)
@@ -156,7 +156,7 @@ def _settled(job: Job, note: Note) -> Note:
         raise
 
 
-def _settle(job: Job, note: Note) -> Note:
+def _settle(job: Preparation, note: Note) -> Note:
     """Decide the splits and the tokenizer, and write both down."""
     rule = splitter(job.corpus, job.errors)
     tokenizer = _tokenizer(job, rule)
@@ -168,7 +168,7 @@ def _settle(job: Job, note: Note) -> Note:
     return note
 
 
-def _tokenizer(job: Job, rule: Splitter) -> Tokenizer:
+def _tokenizer(job: Preparation, rule: Splitter) -> Tokenizer:
     kind = job.config.tokenizer
     if kind not in tokenizers:
         return load_tokenizer(Path(kind))
@@ -185,7 +185,7 @@ def _tokenizer(job: Job, rule: Splitter) -> Tokenizer:
     return tokenizers.get(kind).build(texts, job.config.vocabulary, None if job.corpus.streamed else job.corpus.size)
 
 
-def _encode(job: Job, note: Note) -> tuple[float, int]:
+def _encode(job: Preparation, note: Note) -> tuple[float, int]:
     """Append all tokens that are not there yet; how long it took, and how many bytes of text it was."""
     tokenizer = load_tokenizer(job.folder)
     rule = Splitter(note.missing, note.test_below, note.valid_below)
@@ -225,7 +225,7 @@ def pieces(corpus: Corpus, rule: Splitter, cursor: Any, errors: Errors) -> Itera
         yield Piece(documents, document.cursor, document.done)
 
 
-def _finish(job: Job) -> Prepared:
+def _finish(job: Preparation) -> Prepared:
     """Checksums, then meta.json, which makes the folder complete."""
     note = read_note(job.folder)
     assert note is not None
@@ -261,7 +261,7 @@ def _finish(job: Job) -> Prepared:
     return _open_same(job.folder, job.config)  # as it is found from now on; tells of a corpus that changed meanwhile
 
 
-def _report(job: Job, prepared: Prepared, encoded: int, seconds: float) -> None:
+def _report(job: Preparation, prepared: Prepared, encoded: int, seconds: float) -> None:
     splits = prepared.meta.splits.values()
     read = (
         f"{sum(split.documents for split in splits):,} documents, {sum(split.bytes for split in splits) / 1e6:.1f} MB"

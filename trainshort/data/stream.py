@@ -41,7 +41,7 @@ class Batch:
     """Which positions of a row belong to the same document; None: all of them."""
 
 
-class Stream:
+class BatchStream:
     """Batches of blocks. Every token is predicted once an epoch, as in the paper's code: the first one after `bos`, and
     the last block may be shorter than the others (its row is filled up, and what fills it is not predicted).
 

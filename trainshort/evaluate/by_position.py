@@ -4,7 +4,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from trainshort.evaluate.results import Row
+from trainshort.evaluate.results import LengthScore
 
 ENOUGH = 200
 """Predictions that a point of the loss by position stands for at least; neighbouring bins are put together."""
@@ -43,7 +43,7 @@ class Bin:
         return Bin(self.first, other.end, self.count + other.count, self.total + other.total, squares)
 
 
-def pooled(row: Row) -> list[Bin]:
+def pooled(row: LengthScore) -> list[Bin]:
     """A row's bins, neighbours put together until each has enough predictions; what is left at the end joins the last
     one."""
     squares = row.position_squares or (None,) * len(row.positions)

@@ -17,7 +17,7 @@ from typing import Any
 
 from trainshort.errors import InputError
 from trainshort.evaluate.evidence import EFFECT, shows, unbroken
-from trainshort.evaluate.results import Evaluation, Row, interval
+from trainshort.evaluate.results import Evaluation, LengthScore, interval
 from trainshort.files import read_sealed, write_sealed
 
 FILE = "extrapolation.json"
@@ -61,20 +61,20 @@ def make(evaluation: Evaluation, source: str) -> dict[str, Any] | None:
     }
 
 
-def _mark(rows: list[Row], good: Callable[[Row], bool]) -> dict[str, Any]:
+def _mark(rows: list[LengthScore], good: Callable[[LengthScore], bool]) -> dict[str, Any]:
     """The longest length that is good with all before it; `open` when nothing longer was tried, so that it may be good
     farther still."""
     length = unbroken((row.length, row.status == "scored" and good(row)) for row in rows)
     return {"length": length, "open": length == rows[-1].length}
 
 
-def _entry(row: Row) -> dict[str, Any]:
+def _entry(row: LengthScore) -> dict[str, Any]:
     numbers = {"tokens": row.tokens, "nll": row.nll, "perplexity": row.perplexity} if row.status == "scored" else {}
     speed = {"tokens_per_second": row.speed, "memory": row.memory} if row.status == "scored" else {}
     return {"length": row.length, "status": row.status, "reason": row.reason, **numbers, **speed}
 
 
-def _summary(evaluation: Evaluation, rows: list[Row], base: Row, mark: dict[str, Any]) -> str:
+def _summary(evaluation: Evaluation, rows: list[LengthScore], base: LengthScore, mark: dict[str, Any]) -> str:
     begin = f"trained at {base.length:,}" if evaluation.trained_at else f"compared with {base.length:,}"
     next_row = next((row for row in rows if row.length > mark["length"]), None)
     longest = evaluation.target.get("longest")

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from trainshort.data.hub import hub_answers
 from trainshort.errors import InputError
-from trainshort.evaluate.slopes import Slopes
-from trainshort.evaluate.target import PRECISIONS, Speller, Target
+from trainshort.evaluate.other_slopes import OtherSlopes
+from trainshort.evaluate.target import PRECISIONS, Target, TextTokenizer
 from trainshort.vocabulary import SLICE_ELEMENTS
 
 LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -58,7 +58,7 @@ class HuggingFaceTarget(Target):
         self._head = _separable(self.model, self.vocabulary)
 
     @cached_property
-    def before(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def bos(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Beginning-of-text token, else end-of-text, as lm-evaluation-harness has it."""
         config, own = self.model.config.get_text_config(), self._tokenizer
         names = ("bos_token_id", "eos_token_id")
@@ -83,7 +83,7 @@ class HuggingFaceTarget(Target):
         return torch.stack(rows)
 
     @contextmanager
-    def at(self, slopes: Slopes | None, length: int) -> Iterator[None]:
+    def at(self, slopes: OtherSlopes | None, length: int) -> Iterator[None]:
         with super().at(slopes, length):
             config = self.model.config
             setting = TABLE_SETTINGS.get(config.model_type)
@@ -116,12 +116,12 @@ class HuggingFaceTarget(Target):
                 raise InputError(_CODE.format(name=self.name, part="tokenizer")) from None
             return None
 
-    def speller(self) -> Speller:
+    def tokenizer(self) -> TextTokenizer:
         if self._tokenizer is None:
             raise InputError(
                 f"{self.name} comes without a tokenizer, which reading plain text needs. Save one with it."
             )
-        return HuggingFaceSpeller(self.name, self._tokenizer)
+        return HuggingFaceTokenizer(self.name, self._tokenizer)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -130,7 +130,7 @@ class HuggingFaceTarget(Target):
         }
 
 
-class HuggingFaceSpeller:
+class HuggingFaceTokenizer:
     """A transformers tokenizer; text becomes tokens with nothing added."""
 
     def __init__(self, name: str, tokenizer: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from trainshort.evaluate.tables import duration
+from trainshort.evaluate.wording import duration
 
 PATIENCE = 10.0
 """Seconds between two lines where there is no terminal."""

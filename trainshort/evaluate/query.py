@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainshort.evaluate.results import Evaluation, Row, load_checked
+from trainshort.evaluate.results import Evaluation, LengthScore, load_checked
 from trainshort.files import read_object
 
 
@@ -60,9 +60,9 @@ def find(folder: Path) -> list[Stored]:
     return sorted(kept, key=lambda one: str(one.evaluation.provenance.get("time", "")))
 
 
-def rows(stored: Iterable[Stored], query: Query) -> dict[int, tuple[Row, Path]]:
+def rows(stored: Iterable[Stored], query: Query) -> dict[int, tuple[LengthScore, Path]]:
     """The rows that answer, by length, each with its file; one with a number goes before one that says why not."""
-    found: dict[int, tuple[Row, Path]] = {}
+    found: dict[int, tuple[LengthScore, Path]] = {}
     for one in stored:
         for row in one.evaluation.rows if query.matches(one.evaluation) else ():
             if row.length not in found or row.status == "scored":

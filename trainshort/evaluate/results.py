@@ -27,7 +27,7 @@ SMALLEST_BLOCK = 32
 Status = Literal["scored", "cannot", "out of memory", "not finite"]
 
 
-class Row(Settings):
+class LengthScore(Settings):
     """One length of a sweep."""
 
     length: int
@@ -86,7 +86,7 @@ class Evaluation(Settings):
     """How: name, stride, slopes, first token, precision."""
     provenance: dict[str, Any]
     """Time, commit, versions, machine, threads of the last session."""
-    rows: tuple[Row, ...] = ()
+    rows: tuple[LengthScore, ...] = ()
     """One per length, ascending."""
 
     @property
@@ -94,32 +94,32 @@ class Evaluation(Settings):
         return self.target.get("trained_at")
 
     @property
-    def scored(self) -> list[Row]:
+    def scored(self) -> list[LengthScore]:
         return [row for row in self.rows if row.status == "scored"]
 
-    def row(self, length: int) -> Row | None:
+    def row(self, length: int) -> LengthScore | None:
         return next((row for row in self.rows if row.length == length), None)
 
-    def with_row(self, row: Row) -> "Evaluation":
+    def with_row(self, row: LengthScore) -> "Evaluation":
         """A copy in which this row replaces the one of the same length."""
         others = [one for one in self.rows if one.length != row.length]
         return self.model_copy(update={"rows": tuple(sorted([*others, row], key=lambda one: one.length))})
 
-    def word_perplexity(self, row: Row) -> float | None:
+    def word_perplexity(self, row: LengthScore) -> float | None:
         """Perplexity per word and line end, so that tokenizers compare."""
         words = self.corpus.get("words")
         return perplexity(row.nll / words) if words and row.status == "scored" else None
 
-    def bits_per_byte(self, row: Row) -> float | None:
+    def bits_per_byte(self, row: LengthScore) -> float | None:
         size = self.corpus.get("bytes")
         return row.nll / math.log(2) / size if size and row.status == "scored" else None
 
 
-def summarize(passes: Passes, nll: np.ndarray) -> Row:
+def summarize(passes: Passes, nll: np.ndarray) -> LengthScore:
     """A row from the losses of all targets, in their order."""
     if len(nll) != passes.tokens:
         raise ValueError(f"{len(nll)} losses for {passes.tokens} targets")
-    row = Row(
+    row = LengthScore(
         length=passes.length,
         stride=passes.stride,
         status="scored",
@@ -158,7 +158,7 @@ def position_sums(passes: Passes, losses: np.ndarray) -> tuple[tuple[int, int, i
     return tuple((first, end, count, total) for first, end, count, total in bins if count)
 
 
-def interval(row: Row, other: Row | None = None) -> Interval | None:
+def interval(row: LengthScore, other: LengthScore | None = None) -> Interval | None:
     """Bootstrap confidence interval (95 %) of the mean loss, or of its difference to another row's over the same
     stretches, which is far narrower; None when there are fewer than two stretches."""
     if len(row.blocks) < 2 or row.status != "scored":
@@ -171,7 +171,7 @@ def interval(row: Row, other: Row | None = None) -> Interval | None:
     return interval_of(sums, counts)
 
 
-def _columns(row: Row) -> tuple[np.ndarray, np.ndarray]:
+def _columns(row: LengthScore) -> tuple[np.ndarray, np.ndarray]:
     counts, sums = (np.array(column, dtype=np.float64) for column in zip(*row.blocks, strict=True))
     return counts, sums
 

@@ -12,15 +12,15 @@ from trainshort.errors import InputError
 from trainshort.evaluate import card, results
 from trainshort.evaluate.meter import Meter
 from trainshort.evaluate.results import Evaluation
-from trainshort.evaluate.sweep import Plan, Report, calibrate, sweep
-from trainshort.evaluate.tables import duration, result_table
+from trainshort.evaluate.sweep import Report, Sweep, calibrate, sweep
 from trainshort.evaluate.target import Target
 from trainshort.evaluate.text import Text
+from trainshort.evaluate.wording import duration, result_table
 from trainshort.passes import Passes
 from trainshort.runs import provenance
 
 
-def new_evaluation(target: Target, text: Text, plan: Plan, precision: str) -> Evaluation:
+def new_evaluation(target: Target, text: Text, plan: Sweep, precision: str) -> Evaluation:
     """An evaluation with everything but rows."""
     return Evaluation(
         target=target.description(),
@@ -29,7 +29,7 @@ def new_evaluation(target: Target, text: Text, plan: Plan, precision: str) -> Ev
             "name": "non-overlapping" if plan.stride is None else "sliding",
             "stride": plan.stride,
             "slopes": None if plan.slopes is None else str(plan.slopes),
-            "before": target.before,
+            "before": target.bos,
             "precision": precision,
             "device": target.device.type,
         },
@@ -60,7 +60,7 @@ def resumed(evaluation: Evaluation, path: Path) -> Evaluation:
 def evaluate(
     target: Target,
     text: Text,
-    plan: Plan,
+    plan: Sweep,
     *,
     precision: str = "float32",
     again: bool = False,
@@ -94,7 +94,7 @@ def evaluate(
     return evaluation
 
 
-def state_cost(target: Target, plan: Plan, todo: list[Passes], console: Console) -> None:
+def state_cost(target: Target, plan: Sweep, todo: list[Passes], console: Console) -> None:
     """Say what is about to be computed and how long that may take."""
     known = len(plan.lengths) - len(todo)
     if known:

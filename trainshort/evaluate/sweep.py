@@ -14,9 +14,9 @@ import torch
 
 from trainshort.errors import InputError
 from trainshort.evaluate.memory import Peak, is_out_of_memory, limited
-from trainshort.evaluate.results import Evaluation, Row, save, summarize
+from trainshort.evaluate.other_slopes import OtherSlopes
+from trainshort.evaluate.results import Evaluation, LengthScore, save, summarize
 from trainshort.evaluate.scores import Scores, open_scores
-from trainshort.evaluate.slopes import Slopes
 from trainshort.evaluate.target import Target
 from trainshort.passes import Pass, Passes, fill
 
@@ -27,14 +27,14 @@ Report = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Sweep:
     """What to measure, on which tokens."""
 
     tokens: np.ndarray
     lengths: Sequence[int]
     stride: int | None = None
     """Targets per pass; None: as many as the length, which is the non-overlapping protocol."""
-    slopes: Slopes | None = None
+    slopes: OtherSlopes | None = None
     batch_tokens: int = BATCH_TOKENS
     """Tokens read at once, if several passes fit in them."""
     memory: float | None = None
@@ -73,12 +73,12 @@ def score(
 
 def score_batch(target: Target, tokens: np.ndarray, batch: Sequence[Pass]) -> np.ndarray:
     """Losses of what each pass of a batch scores, (passes, scored)."""
-    inputs, targets = (torch.from_numpy(x).to(target.device) for x in fill(tokens, batch, target.before))
+    inputs, targets = (torch.from_numpy(x).to(target.device) for x in fill(tokens, batch, target.bos))
     first = batch[0].first - batch[0].start
     return target.token_nll(inputs, targets, first).float().cpu().numpy()
 
 
-def measure(target: Target, plan: Plan, length: int, path: Path, report: Report | None = None) -> Row:
+def measure(target: Target, plan: Sweep, length: int, path: Path, report: Report | None = None) -> LengthScore:
     """One length of a plan as a row. Losses are kept in the file `path` until all are there."""
     passes = plan.passes(length)
     if target.longest is not None and length > target.longest:
@@ -98,7 +98,7 @@ def measure(target: Target, plan: Plan, length: int, path: Path, report: Report 
     return row
 
 
-def _score_all(target: Target, plan: Plan, passes: Passes, scores: Scores, report: Report | None) -> Row:
+def _score_all(target: Target, plan: Sweep, passes: Passes, scores: Scores, report: Report | None) -> LengthScore:
     if report and scores.done:
         report(passes.length, scores.done)
     before = scores.done
@@ -118,15 +118,15 @@ def _score_all(target: Target, plan: Plan, passes: Passes, scores: Scores, repor
     return row.replace(seconds=seconds if timed else 0.0, timed=timed, memory=peak.bytes())
 
 
-def _without_number(passes: Passes, status: str, reason: str) -> Row:
-    return Row.read({"length": passes.length, "stride": passes.stride, "status": status, "reason": reason})
+def _without_number(passes: Passes, status: str, reason: str) -> LengthScore:
+    return LengthScore.read({"length": passes.length, "stride": passes.stride, "status": status, "reason": reason})
 
 
-def _memory_reason(plan: Plan) -> str:
+def _memory_reason(plan: Sweep) -> str:
     return "memory ran out" if plan.memory is None else f"{plan.memory:g} GB were not enough"
 
 
-def sweep(target: Target, plan: Plan, evaluation: Evaluation, path: Path, report: Report | None = None) -> Evaluation:
+def sweep(target: Target, plan: Sweep, evaluation: Evaluation, path: Path, report: Report | None = None) -> Evaluation:
     """The evaluation with all lengths of a plan that it does not hold yet, shortest first; the file at `path` is
     rewritten after each."""
     for length in plan.lengths:
@@ -142,7 +142,7 @@ CALIBRATION_TOKENS = 2048
 """Tokens read to find out how long the rest will take, where one window is not longer than that."""
 
 
-def calibrate(target: Target, plan: Plan, longest: int = 4096) -> Callable[[Passes], float]:
+def calibrate(target: Target, plan: Sweep, longest: int = 4096) -> Callable[[Passes], float]:
     """How long passes will take, from the time of two small batches: seconds per token = a + b · length.
 
     Timed at the shortest length and at the longest up to `longest`; b stays 0 when there is one length only.
@@ -162,7 +162,7 @@ def calibrate(target: Target, plan: Plan, longest: int = 4096) -> Callable[[Pass
     return lambda passes: passes.read * max(quick + slope * (passes.length - short), 0.0)
 
 
-def _seconds_per_token(target: Target, plan: Plan, length: int) -> float | None:
+def _seconds_per_token(target: Target, plan: Sweep, length: int) -> float | None:
     """Time of a small batch, after a first run that warms up unless that took long already; None where it fails, as the
     sweep will."""
     passes = plan.passes(length)

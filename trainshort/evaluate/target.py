@@ -19,14 +19,14 @@ from trainshort.checkpoint.tensors import sha256_of
 from trainshort.config import RunConfig, load_config
 from trainshort.data.of_run import run_tokenizer
 from trainshort.errors import InputError
-from trainshort.evaluate.slopes import Slopes, changed
+from trainshort.evaluate.other_slopes import OtherSlopes, changed
 from trainshort.files import read_bytes
 from trainshort.model import TransformerLM
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Speller(Protocol):
+class TextTokenizer(Protocol):
     """A tokenizer, as far as evaluation needs one."""
 
     name: str
@@ -49,7 +49,7 @@ class Target(ABC):
     longest: int | None = None
     """Longest input it can read at all; None: no such limit is known."""
     vocabulary: int
-    before: int
+    bos: int
     """Fed to the model as the token before the first."""
     module: nn.Module
     folder: Path
@@ -62,7 +62,7 @@ class Target(ABC):
         """Losses of the targets from position `first` on, in float32."""
 
     @abstractmethod
-    def speller(self) -> Speller:
+    def tokenizer(self) -> TextTokenizer:
         """The model's own tokenizer."""
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Target(ABC):
         """Why the model cannot read `length` tokens, if that is what this error means."""
         return None
 
-    def at(self, slopes: Slopes | None, length: int) -> AbstractContextManager[None]:
+    def at(self, slopes: OtherSlopes | None, length: int) -> AbstractContextManager[None]:
         """Inside, the model is set up for inputs of this length, with other slopes than trained ones if asked for."""
         if slopes is None:
             return nullcontext()
@@ -100,12 +100,12 @@ class ModelTarget(Target):
 
     kind = "model"
 
-    def __init__(self, model: TransformerLM, *, trained_at: int, name: str = "model", before: int = 0) -> None:
+    def __init__(self, model: TransformerLM, *, trained_at: int, name: str = "model", bos: int = 0) -> None:
         self.model = model.eval()
         self.module = model
         self.name = name
         self.trained_at = trained_at
-        self.before = before
+        self.bos = bos
         self.folder = Path("runs") / name
         self.longest = model.position.longest
         self.vocabulary = model.config.vocabulary
@@ -113,10 +113,10 @@ class ModelTarget(Target):
     def token_nll(self, tokens: Tensor, targets: Tensor, first: int) -> Tensor:
         return self.model.token_nll(tokens, targets, first)
 
-    def speller(self) -> Speller:
+    def tokenizer(self) -> TextTokenizer:
         raise InputError(f"{self.name} is a bare model without a tokenizer; give it tokens, or evaluate a run.")
 
-    def at(self, slopes: Slopes | None, length: int) -> AbstractContextManager[None]:
+    def at(self, slopes: OtherSlopes | None, length: int) -> AbstractContextManager[None]:
         return nullcontext() if slopes is None else changed(self.model, slopes, self.trained_at or length, length)
 
     def describe(self) -> dict[str, Any]:
@@ -139,9 +139,9 @@ class RunTarget(ModelTarget):
         )
         self.folder = folder
         self._tokenizer = run_tokenizer(folder, self.config.data)
-        self.before = self._tokenizer.end or 0
+        self.bos = self._tokenizer.end or 0
 
-    def speller(self) -> Speller:
+    def tokenizer(self) -> TextTokenizer:
         return self._tokenizer
 
     def describe(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from trainshort.data.meta import is_data, token_type
 from trainshort.data.of_run import open_own
 from trainshort.data.splits import splitter
 from trainshort.errors import InputError
-from trainshort.evaluate.target import RunTarget, Speller, Target
+from trainshort.evaluate.target import RunTarget, Target, TextTokenizer
 from trainshort.files import read_text
 
 TABLES = (".jsonl", ".parquet")
@@ -77,18 +77,18 @@ def open_text(target: Target, data: Sequence[str], split: str = "valid", max_tok
         return text
     if max_tokens < 1:
         raise InputError(f"--max-tokens must be at least 1, got {max_tokens}.")
-    return cut(text, max_tokens, target.speller())
+    return cut(text, max_tokens, target.tokenizer())
 
 
-def cut(text: Text, count: int, speller: Speller) -> Text:
+def cut(text: Text, count: int, tokenizer: TextTokenizer) -> Text:
     """The first `count` tokens; their words and bytes are counted in what they spell, end tokens left out."""
     kept = np.asarray(text.tokens[:count])
     if text.tokenizer == "words":
-        pieces = [speller.decode(kept)]  # its end token is a line end, which the text really has
+        pieces = [tokenizer.decode(kept)]  # its end token is a line end, which the text really has
     else:
         ends = np.flatnonzero(kept == text.end) if text.end is not None else np.empty(0, dtype=int)
         parts = np.split(kept, ends)
-        pieces = [speller.decode(part[part != text.end]) for part in parts]
+        pieces = [tokenizer.decode(part[part != text.end]) for part in parts]
     return replace(
         text,
         tokens=kept,
@@ -112,7 +112,7 @@ def _whole_text(target: Target, data: Sequence[str], split: str) -> Text:
         _refuse_other_tokenizer(target, prepared)
         return _from_prepared(prepared, split)
     if all(path.is_file() and path.suffix not in TABLES for path in paths):
-        return _encoded(" ".join(data), None, [_read(path) for path in paths], target.speller())
+        return _encoded(" ".join(data), None, [_read(path) for path in paths], target.tokenizer())
     if len(data) > 1:
         missing = next((path for path in paths if not path.is_file()), paths[0])
         raise InputError(f"several --data must all be text files, and {missing} is none.")
@@ -121,7 +121,7 @@ def _whole_text(target: Target, data: Sequence[str], split: str) -> Text:
     documents = [document.text for document in corpus.documents() if rule.split(document) == split]
     if not documents:
         raise InputError(f"the corpus '{data[0]}' has no split '{split}'; it has {', '.join(corpus.splits)}.")
-    return _encoded(data[0], split, documents, target.speller())
+    return _encoded(data[0], split, documents, target.tokenizer())
 
 
 def _from_prepared(prepared: Prepared, split: str) -> Text:
@@ -134,7 +134,7 @@ def _from_prepared(prepared: Prepared, split: str) -> Text:
 
 def _refuse_other_tokenizer(target: Target, prepared: Prepared) -> None:
     """Equal numbers of token types would let another tokenizer's data pass as nonsense, so the tokenizers compare."""
-    theirs, ours = json.loads(prepared.tokenizer().to_json()), json.loads(target.speller().to_json())
+    theirs, ours = json.loads(prepared.tokenizer().to_json()), json.loads(target.tokenizer().to_json())
     if theirs["model"].get("vocab") != ours["model"].get("vocab"):
         raise InputError(
             f"{prepared.folder} was made with another tokenizer ('{prepared.meta.tokenizer}', "
@@ -147,14 +147,14 @@ def _read(path: Path) -> str:
     return read_text(path, mend="Give a text file in UTF-8.", limit=2**36)
 
 
-def _encoded(name: str, split: str | None, documents: list[str], speller: Speller) -> Text:
+def _encoded(name: str, split: str | None, documents: list[str], tokenizer: TextTokenizer) -> Text:
     """Documents as tokens, the end token between two of them. The word tokenizer ends every line by itself."""
     parts: list[np.ndarray] = []
     for index, document in enumerate(documents):
-        if index and speller.end is not None and speller.name != "words":
-            parts.append(np.array([speller.end], dtype=np.int64))
-        parts.append(speller.encode(document))
-    tokens = np.concatenate(parts).astype(token_type(speller.vocabulary))
+        if index and tokenizer.end is not None and tokenizer.name != "words":
+            parts.append(np.array([tokenizer.end], dtype=np.int64))
+        parts.append(tokenizer.encode(document))
+    tokens = np.concatenate(parts).astype(token_type(tokenizer.vocabulary))
     return Text(
         name,
         split,
@@ -162,6 +162,6 @@ def _encoded(name: str, split: str | None, documents: list[str], speller: Spelle
         words=sum(len(document.split()) for document in documents),
         bytes=sum(len(document.encode()) for document in documents),
         sha256=hashlib.sha256(tokens.tobytes()).hexdigest(),
-        tokenizer=speller.name,
-        end=speller.end,
+        tokenizer=tokenizer.name,
+        end=tokenizer.end,
     )

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainshort.generate.sample import Token
     from trainshort.generate.settings import GenerateConfig
-    from trainshort.generate.streaming import Stream, stream, stream_batch
+    from trainshort.generate.streaming import TokenStream, stream, stream_batch
 
-__all__ = ["GenerateConfig", "Stream", "Token", "stream", "stream_batch"]
+__all__ = ["GenerateConfig", "Token", "TokenStream", "stream", "stream_batch"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Self, TextIO
 from trainshort.errors import InputError
 from trainshort.generate.sample import Token
 from trainshort.generate.state import save_state
-from trainshort.generate.streaming import Stream
+from trainshort.generate.streaming import TokenStream
 from trainshort.terminal import printable, say
 
 STOPPED = 130
@@ -48,7 +48,7 @@ class LiveLine:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._write(f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8")
 
-    def reading(self, stream: Stream) -> None:
+    def reading(self, stream: TokenStream) -> None:
         """Some of a prompt was read, or none yet."""
         unread = sum(len(sample.unread) for sample in stream.samples)
         if unread > 1:
@@ -77,7 +77,7 @@ class LiveLine:
 
 
 @dataclass(frozen=True)
-class Reach:
+class KnownGood:
     """How far a model is known to be good: tokens, and the words that say so."""
 
     length: int
@@ -88,8 +88,8 @@ class Reach:
 class Session:
     """One `trainshort generate`."""
 
-    stream: Stream
-    reach: Reach | None = None
+    stream: TokenStream
+    reach: KnownGood | None = None
     save_to: Path | None = None
     save_every: int = 0
     """Tokens between two saves; 0 saves at the end only."""

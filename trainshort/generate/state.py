@@ -18,14 +18,14 @@ from torch import Tensor
 
 from trainshort import files
 from trainshort.cache import Cache
-from trainshort.cache.saved import check, saved_tensor
+from trainshort.cache.facts import check, saved_tensor
 from trainshort.checkpoint.tensors import sha256_of
 from trainshort.config import Settings
 from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError
 from trainshort.generate.sample import REPLAYED, Sample, Token
 from trainshort.generate.settings import GenerateConfig
-from trainshort.generate.streaming import Stream
+from trainshort.generate.streaming import TokenStream
 from trainshort.model import TransformerLM
 
 FORMAT = 1
@@ -33,7 +33,7 @@ REMEMBERED = ("mode", "tolerance", "window", "sinks")
 """Settings that the cache was made by; they cannot change when a stream goes on."""
 
 
-def save_state(stream: Stream, path: Path) -> None:
+def save_state(stream: TokenStream, path: Path) -> None:
     """Write the stream beside `path`, then rename: whatever stops this, the state before it is intact."""
     if stream.torn:
         raise InputError(f"the stream was stopped in the middle of a token; {path} is left as it was.")
@@ -59,7 +59,7 @@ def save_state(stream: Stream, path: Path) -> None:
             raise files.refused(error) from error
 
 
-def load_state(path: Path, model: TransformerLM, tokenizer: Tokenizer | None = None, **changes: Any) -> Stream:
+def load_state(path: Path, model: TransformerLM, tokenizer: Tokenizer | None = None, **changes: Any) -> TokenStream:
     """The stream that was saved, ready to go on. `changes` are settings to change; not those the cache was made by."""
     text, tensors = _read(path)
     values = files.parse_json(text, str(path))
@@ -76,7 +76,7 @@ def load_state(path: Path, model: TransformerLM, tokenizer: Tokenizer | None = N
                     f"it was saved with {name} {getattr(state.settings, name)}, and what it forgot cannot come back; "
                     f"resume without another {name}."
                 )
-        stream = Stream(model.eval(), state.settings.replace(**changes), tokenizer)
+        stream = TokenStream(model.eval(), state.settings.replace(**changes), tokenizer)
         for number, facts in enumerate(state.samples):
             prefix = f"{number}."
             mine = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
@@ -129,7 +129,7 @@ def _sample_state(sample: Sample) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, {**facts, "recent": list(sample.recent), "held": sample.stops.held, "layers": layers}
 
 
-def _restored(stream: Stream, number: int, tensors: dict[str, Tensor], facts: _SavedSample) -> Sample:
+def _restored(stream: TokenStream, number: int, tensors: dict[str, Tensor], facts: _SavedSample) -> Sample:
     sample = stream.new_sample(number)
     _restore_cache(sample.cache, stream.model, tensors, facts)
     ids = [*facts.unread, *facts.recent]

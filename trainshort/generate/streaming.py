@@ -31,7 +31,7 @@ from trainshort.model import TransformerLM
 Prompt = str | Sequence[int] | np.ndarray | Tensor
 
 
-class Stream:
+class TokenStream:
     """Iterates over tokens of one or several samples, in turn; ends when all have ended."""
 
     def __init__(self, model: TransformerLM, config: GenerateConfig, tokenizer: Tokenizer | None = None) -> None:
@@ -175,18 +175,18 @@ class Stream:
         return describe(self.caches, self.model.config.tolerance)
 
 
-def stream(model: TransformerLM, prompt: Prompt, *, tokenizer: Tokenizer | None = None, **settings: Any) -> Stream:
+def stream(model: TransformerLM, prompt: Prompt, *, tokenizer: Tokenizer | None = None, **settings: Any) -> TokenStream:
     """Continue a prompt; `settings` are those of GenerateConfig (tokens, temperature, mode, ...)."""
     return stream_batch(model, [prompt], tokenizer=tokenizer, **settings)
 
 
 def stream_batch(
     model: TransformerLM, prompts: Sequence[Prompt], *, tokenizer: Tokenizer | None = None, **settings: Any
-) -> Stream:
+) -> TokenStream:
     """Continue several prompts side by side, of any lengths; `token.sample` says whose a token is."""
     if not prompts:
         raise InputError("there is no prompt; give at least one.")
-    made = Stream(model.eval(), GenerateConfig.read(settings), tokenizer)
+    made = TokenStream(model.eval(), GenerateConfig.read(settings), tokenizer)
     for prompt in prompts:
         made.add(prompt)
     return made

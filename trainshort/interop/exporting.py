@@ -26,7 +26,7 @@ from trainshort.data.tokenizer import FILE as TOKENIZER
 from trainshort.errors import InputError
 from trainshort.evaluate.target import checkpoint_folder
 from trainshort.files import new_folder, write_whole
-from trainshort.interop import ctranslate, gguf_file, native, stored
+from trainshort.interop import ctranslate, gguf_file, native, weight_files
 from trainshort.interop.rewriting import Need, Plain, refuse_misfit
 from trainshort.registry import Registry
 
@@ -34,7 +34,7 @@ RECORD = "trainshort.json"
 
 
 @dataclass(frozen=True)
-class Run:
+class Exported:
     """What is exported: a run's best checkpoint, with what describes it."""
 
     path: Path
@@ -49,24 +49,24 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Target:
+class Destination:
     """Where a model can go."""
 
     needs: tuple[Need, ...]
     rewrite: Callable[[Plain], Plain]
-    write: Callable[[Path, Run], None]
+    write: Callable[[Path, Exported], None]
     dtypes: tuple[str, ...] = ("f32",)
 
 
-targets: Registry[Target] = Registry("export target")
+targets: Registry[Destination] = Registry("export target")
 
 
-def open_run(path: Path, dtype: str = "f32") -> Run:
+def open_run(path: Path, dtype: str = "f32") -> Exported:
     checkpoint = checkpoint_folder(path)
     config = load_config(checkpoint / "config.json")
     model = load_model(checkpoint)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    return Run(path, Plain(model.config, weights), config.train.length, run_tokenizer(path), dtype)
+    return Exported(path, Plain(model.config, weights), config.train.length, run_tokenizer(path), dtype)
 
 
 def run_tokenizer(path: Path) -> Tokenizer | None:
@@ -87,7 +87,7 @@ def export(path: Path, to: str, out: Path, dtype: str | None = None) -> tuple[st
         raise InputError(f"--to {to} writes {', '.join(target.dtypes)}, not '{dtype}'.")
     run = open_run(path, dtype)
     refuse_misfit(to, run.model.config, target.needs)
-    run = Run(path, target.rewrite(run.model), run.length, run.tokenizer, dtype)
+    run = Exported(path, target.rewrite(run.model), run.length, run.tokenizer, dtype)
     with new_folder(out) as folder:
         target.write(folder, run)
         if run.tokenizer is not None:
@@ -99,7 +99,7 @@ def export(path: Path, to: str, out: Path, dtype: str | None = None) -> tuple[st
     return run.model.done
 
 
-def _card(run: Run, to: str) -> str:
+def _card(run: Exported, to: str) -> str:
     """What a reader of the folder should know."""
     config, reach = run.model.config, extrapolation(run.path)
     count = sum(weight.numel() for weight in run.model.weights.values())
@@ -125,14 +125,14 @@ def _card(run: Run, to: str) -> str:
 
 def _write_native(
     config: Callable[[ModelConfig, int], dict[str, Any]], tensors: Callable[[Plain], dict[str, torch.Tensor]]
-) -> Callable[[Path, Run], None]:
-    def write(folder: Path, run: Run) -> None:
+) -> Callable[[Path, Exported], None]:
+    def write(folder: Path, run: Exported) -> None:
         _write_hugging_face(folder, run, config(run.model.config, run.length), tensors(run.model))
 
     return write
 
 
-def _write_own(folder: Path, run: Run) -> None:
+def _write_own(folder: Path, run: Exported) -> None:
     try:
         from trainshort.hf import TrainshortConfig
     except ImportError:
@@ -148,13 +148,13 @@ def _write_own(folder: Path, run: Run) -> None:
     write_whole(folder / "modeling_trainshort.py", text)
 
 
-def _write_hugging_face(folder: Path, run: Run, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+def _write_hugging_face(folder: Path, run: Exported, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     end = None if run.tokenizer is None else run.tokenizer.end
     ends = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
     write_whole(folder / "config.json", json.dumps(config | ends, indent=2) + "\n")
     write_whole(folder / "generation_config.json", json.dumps({**ends, "use_cache": True}, indent=2) + "\n")
     shapes = {name: tuple(weight.shape) for name, weight in tensors.items()}
-    stored.write(folder / stored.SINGLE, shapes, tensors.__getitem__, metadata={"format": "pt"})
+    weight_files.write(folder / weight_files.SINGLE, shapes, tensors.__getitem__, metadata={"format": "pt"})
     if run.tokenizer is not None:
         text = json.dumps(_tokenizer_config(run.tokenizer, run.length), indent=2) + "\n"
         write_whole(folder / "tokenizer_config.json", text)
@@ -176,13 +176,13 @@ def _tokenizer_config(tokenizer: Tokenizer, length: int) -> dict[str, Any]:
     return made
 
 
-def _write_gguf(folder: Path, run: Run) -> None:
+def _write_gguf(folder: Path, run: Exported) -> None:
     gguf_file.write(
         folder, run.model, name=run.name, length=native.REACH * run.length, tokenizer=run.tokenizer, kind=run.dtype
     )
 
 
-def _write_ctranslate(folder: Path, run: Run) -> None:
+def _write_ctranslate(folder: Path, run: Exported) -> None:
     ctranslate.write(folder, run.model, tokenizer=run.tokenizer)
 
 
@@ -192,8 +192,8 @@ def _same(model: Plain) -> Plain:
 
 _as_mpt = _write_native(native.mpt_config, native.mpt_tensors)
 _as_bloom = _write_native(native.bloom_config, native.bloom_tensors)
-targets.register("hf-mpt")(Target(native.MPT_NEEDS, native.as_mpt, _as_mpt))
-targets.register("hf-bloom")(Target(native.BLOOM_NEEDS, native.as_bloom, _as_bloom))
-targets.register("hf")(Target((), _same, _write_own))
-targets.register("gguf")(Target(gguf_file.NEEDS, gguf_file.rewritten, _write_gguf, gguf_file.TYPES))
-targets.register("ctranslate2")(Target(ctranslate.NEEDS, ctranslate.rewritten, _write_ctranslate))
+targets.register("hf-mpt")(Destination(native.MPT_NEEDS, native.as_mpt, _as_mpt))
+targets.register("hf-bloom")(Destination(native.BLOOM_NEEDS, native.as_bloom, _as_bloom))
+targets.register("hf")(Destination((), _same, _write_own))
+targets.register("gguf")(Destination(gguf_file.NEEDS, gguf_file.rewritten, _write_gguf, gguf_file.TYPES))
+targets.register("ctranslate2")(Destination(ctranslate.NEEDS, ctranslate.rewritten, _write_ctranslate))

@@ -30,15 +30,15 @@ Weights = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Line:
+class Origin:
     """Where a tensor of ours comes from: one module of theirs, or several whose rows follow each other."""
 
     theirs: tuple[str, ...]
     turn: Turn = "same"
 
 
-def line(*theirs: str, turn: Turn = "same") -> Line:
-    return Line(theirs, turn)
+def line(*theirs: str, turn: Turn = "same") -> Origin:
+    return Origin(theirs, turn)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Format:
     name: str
     read: Callable[[dict[str, Any], Weights], Model]
     """Its settings in ours; what does not fit is refused with the setting's name."""
-    lines: Mapping[str, Line]
+    lines: Mapping[str, Origin]
     superfluous: tuple[str, ...] = ()
     """Tensors that hold nothing of the model: masks, versions, tables that can be computed."""
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -97,14 +97,14 @@ class Renamed(Mapping[str, Tensor]):
 
 
 @dataclass(frozen=True)
-class Reading:
+class WeightMap:
     """A source's tensors as ours, each made when it is asked for."""
 
     model: Model
     weights: Weights
     shapes: dict[str, tuple[int, ...]]
     """Our tensors and their shapes."""
-    origin: dict[str, Line]
+    origin: dict[str, Origin]
     dropped: tuple[str, ...]
 
     def tensor(self, name: str) -> Tensor:
@@ -128,7 +128,7 @@ class Reading:
         return made.contiguous()
 
 
-def plan(kind: Format, settings: dict[str, Any], weights: Weights) -> Reading:
+def plan(kind: Format, settings: dict[str, Any], weights: Weights) -> WeightMap:
     """Which tensor of theirs becomes which of ours; a missing or unknown one is named."""
     weights = Renamed(weights, kind.renamed) if kind.renamed else weights
     model = kind.read(settings, weights)
@@ -149,7 +149,7 @@ def plan(kind: Format, settings: dict[str, Any], weights: Weights) -> Reading:
         elif not any(fnmatchcase(name, pattern) for pattern in kind.superfluous):
             raise InputError(f"The tensor {name} has no place in a {kind.name} model as its config describes it.")
         dropped.append(name)
-    return Reading(model, weights, shapes, origin, tuple(dropped))
+    return WeightMap(model, weights, shapes, origin, tuple(dropped))
 
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -158,17 +158,17 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         return {name: tuple(weight.shape) for name, weight in TransformerLM(config).named_parameters()}
 
 
-def _origin(kind: Format, model: Model, name: str) -> Line:
+def _origin(kind: Format, model: Model, name: str) -> Origin:
     module, _, ending = name.rpartition(".")
     number = re.search(r"\.(\d+)(\.|$)", module)
     general = module if number is None else module[: number.start(1)] + "{}" + module[number.end(1) :]
     if general not in kind.lines:
         raise InputError(f"A {kind.name} model has nothing for our {name}.")
     if ending == "bias" and general in model.zeros:
-        return Line(())
+        return Origin(())
     found = kind.lines[general]
     names = tuple(f"{one.format(number[1] if number else '')}.{ending}" for one in found.theirs)
-    return Line(names, model.turned.get(general, found.turn))
+    return Origin(names, model.turned.get(general, found.turn))
 
 
 def turned(theirs: Tensor, turn: Turn, config: ModelConfig) -> Tensor:

@@ -22,8 +22,8 @@ from trainshort.config import DataConfig, RunConfig, TrainConfig, save_config
 from trainshort.data.tokenizer import FILE, Tokenizer, load_tokenizer
 from trainshort.errors import InputError
 from trainshort.files import new_folder, read_object, sha256, write_whole
-from trainshort.interop import baichuan, bloom, btlm, fairseq, falcon, mpt, refact, stored  # noqa: F401  (registers them)
-from trainshort.interop.formats import Reading, formats, plan
+from trainshort.interop import baichuan, bloom, btlm, fairseq, falcon, mpt, refact, weight_files  # noqa: F401  (registers them)
+from trainshort.interop.formats import WeightMap, formats, plan
 from trainshort.runs import RunFolder
 
 NATIVE = ("mpt", "bloom", "falcon")
@@ -35,7 +35,7 @@ PATTERNS = ("*.json", "*.safetensors")
 
 
 @dataclass(frozen=True)
-class Request:
+class ImportRequest:
     """What to import, and what the source does not say itself."""
 
     source: str
@@ -51,11 +51,11 @@ class Source:
 
     kind: str
     files: list[Path]
-    reading: Reading
+    reading: WeightMap
     tokenizer: Tokenizer | None
 
 
-def import_model(request: Request, out: Path) -> Path:
+def import_model(request: ImportRequest, out: Path) -> Path:
     """Make a run folder of the model; returns it."""
     source = open_source(request)
     model = source.reading.model
@@ -73,7 +73,7 @@ def import_model(request: Request, out: Path) -> Path:
     return out
 
 
-def open_source(request: Request) -> Source:
+def open_source(request: ImportRequest) -> Source:
     """The model that was asked for: its settings in our words, and where each tensor is."""
     path = Path(request.source).expanduser()
     if path.is_dir():
@@ -85,14 +85,14 @@ def open_source(request: Request) -> Source:
     return _open_folder(_fetched(request.source), request)
 
 
-def _words(request: Request, reading: Reading) -> Tokenizer | None:
+def _words(request: ImportRequest, reading: WeightMap) -> Tokenizer | None:
     vocabulary = reading.model.config.vocabulary
     if request.dictionary is not None:
         return fairseq.read_dictionary(request.dictionary, vocabulary)
     return None if request.tokenizer is None else _fitting(load_tokenizer(request.tokenizer), vocabulary)
 
 
-def _open_folder(folder: Path, request: Request) -> Source:
+def _open_folder(folder: Path, request: ImportRequest) -> Source:
     """A Hugging Face model's folder."""
     if request.dictionary is not None:
         raise InputError("--dictionary is for fairseq checkpoints; a Hugging Face model has its tokenizer.json.")
@@ -103,7 +103,7 @@ def _open_folder(folder: Path, request: Request) -> Source:
     if not isinstance(kind, str) or kind not in formats or kind == "fairseq":
         known = ", ".join(sorted(name for name in formats.names() if name != "fairseq"))
         raise InputError(f"{folder} is a model of type {kind!r}, and these ALiBi models can be imported: {known}.")
-    weights = stored.StoredWeights(folder)
+    weights = weight_files.StoredWeights(folder)
     reading = plan(formats.get(kind), settings, weights)
     given = request.tokenizer or (folder / FILE if (folder / FILE).exists() else None)
     tokenizer = None if given is None else _fitting(load_tokenizer(given), reading.model.config.vocabulary)
@@ -136,18 +136,18 @@ def _fetched(name: str) -> Path:
         ) from None
 
 
-def _write_checkpoint(run: Path, config: RunConfig, reading: Reading) -> None:
+def _write_checkpoint(run: Path, config: RunConfig, reading: WeightMap) -> None:
     """The run's beginning, as a checkpoint without optimizer state: there is none before the first update."""
     folder = run / "checkpoints" / folders.name(0)
     (folder / "model").mkdir(parents=True)
     save_config(config, folder / "config.json")
     state = State(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
     write_whole(folder / STATE, state.model_dump_json(indent=2) + "\n")
-    stored.write(folder / "model" / WHOLE, reading.shapes, reading.tensor)
+    weight_files.write(folder / "model" / WHOLE, reading.shapes, reading.tensor)
     manifest.write(folder, {name: manifest.digest(folder / name) for name in manifest.files(folder)})
 
 
-def _record(request: Request, source: Source, run: Path) -> dict[str, Any]:
+def _record(request: ImportRequest, source: Source, run: Path) -> dict[str, Any]:
     """Where the model comes from, and what became of it."""
     model = source.reading.model
     return {

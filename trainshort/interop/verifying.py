@@ -16,8 +16,8 @@ from trainshort.checkpoint import load_model
 from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError
 from trainshort.files import read_object, write_whole
-from trainshort.interop.engines import Engine, open_engine
 from trainshort.interop.exporting import RECORD, run_tokenizer
+from trainshort.interop.runtimes import Runtime, open_engine
 from trainshort.model import TransformerLM
 
 TIMES = (1, 2, 8)
@@ -50,7 +50,7 @@ ROUNDING = 4 * 2.0**-24
 
 
 @dataclass(frozen=True)
-class Row:
+class LogitError:
     """One length."""
 
     length: int
@@ -60,11 +60,11 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
+class Verification:
     """What was found."""
 
     engine: str
-    rows: list[Row]
+    rows: list[LogitError]
     greedy: bool
     tokenization: bool | None
     problems: list[str] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Report:
         return table
 
 
-def verify(folder: Path, run: Path | None = None) -> Report:
+def verify(folder: Path, run: Path | None = None) -> Verification:
     """Load an export in its own program and compare it with the run it was made of."""
     record = read_object(folder / RECORD, mend="Give a folder that trainshort export made.")
     to, length = str(record.get("to")), record.get("trained_at")
@@ -106,7 +106,7 @@ def verify(folder: Path, run: Path | None = None) -> Report:
     tokens = None if tokenizer is None else _same_tokens(tokenizer, engine)
     if tokens is False:
         problems.append("a text becomes other tokens")
-    report = Report(engine.version, rows, same, tokens, problems)
+    report = Verification(engine.version, rows, same, tokens, problems)
     write_whole(folder / RESULT, json.dumps(asdict(report), indent=2) + "\n")
     return report
 
@@ -116,7 +116,7 @@ def _tokens(vocabulary: int, length: int) -> list[int]:
 
 
 @torch.no_grad()
-def _compare(ours: TransformerLM, engine: Engine, length: int, limit: float) -> Row:
+def _compare(ours: TransformerLM, engine: Runtime, length: int, limit: float) -> LogitError:
     tokens = _tokens(ours.config.vocabulary, length)
     theirs = engine.log_probabilities(tokens)
     hidden = ours.hidden(torch.tensor([tokens]))[0, -len(theirs) :]
@@ -127,11 +127,11 @@ def _compare(ours: TransformerLM, engine: Engine, length: int, limit: float) -> 
     rounding = 0.0 if slopes is None else ROUNDING * length * float(slopes.abs().max()) / deviation
     off = mine - theirs
     off = (off - off.mean(-1, keepdim=True)).abs().max()  # of logits, which may all be shifted
-    return Row(length, float(off) / deviation, max(0.0, float(kl)), limit + rounding)
+    return LogitError(length, float(off) / deviation, max(0.0, float(kl)), limit + rounding)
 
 
 @torch.no_grad()
-def _same_greedy(ours: TransformerLM, engine: Engine, length: int, limit: float, end: int | None) -> bool:
+def _same_greedy(ours: TransformerLM, engine: Runtime, length: int, limit: float, end: int | None) -> bool:
     """Whether each token is our model's best, or so near to it that the allowed difference explains the choice."""
     tokens = _tokens(ours.config.vocabulary, length)
     made = engine.greedy(tokens, GREEDY)
@@ -144,7 +144,7 @@ def _same_greedy(ours: TransformerLM, engine: Engine, length: int, limit: float,
     return bool((scores.amax(-1) - chosen <= 2 * limit * scores.std()).all())
 
 
-def _same_tokens(tokenizer: Tokenizer, engine: Engine) -> bool | None:
+def _same_tokens(tokenizer: Tokenizer, engine: Runtime) -> bool | None:
     if engine.encode("a") is None:
         return None
     return all(engine.encode(text) == tokenizer.encode(text).tolist() for text in AWKWARD)

@@ -4,7 +4,7 @@ the reading that give its number. No torch.
 A table is its cells and nothing else. Which models to train and which evaluations to run follows from them, at every
 scale, so that a table and what is computed for it cannot drift apart.
 
-    Cell("ALiBi, L = 512", "3072", 18.40, "perplexity", Variant("wikitext103", "alibi", 512), Reading(3072))
+    Cell("ALiBi, L = 512", "3072", 18.40, "perplexity", Variant("wikitext103", "alibi", 512), EvalProtocol(3072))
 """
 
 import json
@@ -46,7 +46,7 @@ def published() -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Reading:
+class EvalProtocol:
     """How a trained model is read, in the paper's numbers."""
 
     length: int
@@ -65,7 +65,7 @@ class Cell:
     published: float | None
     quantity: Quantity = "perplexity"
     variant: Variant | None = None
-    reading: Reading | None = None
+    reading: EvalProtocol | None = None
     x: float | None = None
     """Place on a figure's horizontal axis."""
 
@@ -106,13 +106,13 @@ class Experiment:
         cells = (c for c in self.cells if c.possible(self.name, scale) and c.apart)
         return list(dict.fromkeys(cell.variant for cell in cells if cell.variant))
 
-    def readings(self, scale: Scale, variant: Variant) -> list[Reading]:
+    def readings(self, scale: Scale, variant: Variant) -> list[EvalProtocol]:
         """Evaluations of one model."""
         cells = (c for c in self.cells if c.variant == variant and c.possible(self.name, scale))
         wanted = (c for c in cells if c.quantity in ("perplexity", "read speed"))
         return list(dict.fromkeys(cell.reading for cell in wanted if cell.reading))
 
-    def curves(self, scale: Scale, variant: Variant) -> list[Reading]:
+    def curves(self, scale: Scale, variant: Variant) -> list[EvalProtocol]:
         """Readings of one model that are wanted at several moments of its training."""
         cells = (c for c in self.cells if c.variant == variant and c.possible(self.name, scale))
         return list(dict.fromkeys(c.reading for c in cells if c.quantity == "learning curve" and c.reading))
@@ -141,7 +141,7 @@ def _plain(name: str) -> str:
     return plain
 
 
-def queries(scale: Scale, reading: Reading) -> list[Query]:
+def queries(scale: Scale, reading: EvalProtocol) -> list[Query]:
     """The evaluations that a reading wants at a scale, its own first. A sliding one has a companion without overlap on
     the same text: their difference is what the beginnings of blocks cost."""
     stride = scale.stride(reading.stride)
@@ -150,7 +150,7 @@ def queries(scale: Scale, reading: Reading) -> list[Query]:
     return [Query(reading.split, stride, scale.sliding_tokens), Query(reading.split, None, scale.sliding_tokens)]
 
 
-def moments(scale: Scale, reading: Reading) -> Query:
+def moments(scale: Scale, reading: EvalProtocol) -> Query:
     """The evaluation of a learning curve's checkpoints, without overlap on little text; the step is left open."""
     return Query(reading.split, None, scale.sliding_tokens)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from trainshort.recipes.experiments import Cell, Experiment, Reading, experiments, method_name, published
+from trainshort.recipes.experiments import Cell, EvalProtocol, Experiment, experiments, method_name, published
 from trainshort.recipes.paper_tables import extrapolation, label, sliding, speed_and_memory, triangle
 from trainshort.recipes.scales import Variant
 
@@ -45,7 +45,7 @@ def fig5() -> Experiment:
         model, _, read = name.partition("_Lvalid")
         method = "sinusoidal" if model.startswith("sin") else "alibi"
         variant = Variant("cc100", method, int(model.removeprefix("sin").removeprefix("alibi")))
-        reading = Reading(int(read))
+        reading = EvalProtocol(int(read))
         row = label(variant, reading.length)
         for updates, hours, value in points:
             column = f"{updates:,} updates"
@@ -63,7 +63,9 @@ def fig6() -> Experiment:
         method, _, length = name.partition("_L")
         variant = Variant("cc100", method, int(length))
         for at, value in points:
-            cells.append(Cell(label(variant), f"{at:,.0f}", value, "perplexity", variant, Reading(int(at)), int(at)))
+            cells.append(
+                Cell(label(variant), f"{at:,.0f}", value, "perplexity", variant, EvalProtocol(int(at)), int(at))
+            )
     return Experiment("fig6", "CC100+RoBERTa: extrapolation", tuple(cells), "lines", (LENGTH, PERPLEXITY))
 
 
@@ -84,7 +86,7 @@ def fig8() -> Experiment:
     cells = []
     for method, points in published()["fig8"].items():
         for length, (speed, value) in points.items():
-            variant, reading = Variant("wikitext103", method, int(length)), Reading(3072)
+            variant, reading = Variant("wikitext103", method, int(length)), EvalProtocol(3072)
             cells.append(Cell(label(variant), "perplexity at 3072", value, "perplexity", variant, reading, speed))
             cells.append(Cell(label(variant), "train tokens/s", speed, "train speed", variant))
     return Experiment("fig8", "Training speed and perplexity at 3072", tuple(cells))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from trainshort.recipes.experiments import Cell, Experiment, Reading, experiments, method_name, published
+from trainshort.recipes.experiments import Cell, EvalProtocol, Experiment, experiments, method_name, published
 from trainshort.recipes.scales import Variant
 
 METHODS = ("sinusoidal", "rotary", "t5", "alibi")
@@ -29,10 +29,10 @@ def demo() -> Experiment:
         for multiple in DEMO_MULTIPLES:
             length = round(512 * multiple)
             printed = _near(method, length)
-            cells.append(Cell(name, f"{multiple:g} L", printed, "perplexity", variant, Reading(length), length))
+            cells.append(Cell(name, f"{multiple:g} L", printed, "perplexity", variant, EvalProtocol(length), length))
         for multiple in (1, 2, 4):
             printed = _stride_one(method).get(str(512 * multiple))
-            reading = Reading(512 * multiple, stride=1)
+            reading = EvalProtocol(512 * multiple, stride=1)
             cells.append(Cell(name, f"{multiple} L, sliding", printed, "perplexity", variant, reading))
         numbers = published()["table1"][method]["512"]
         cells.append(Cell(name, "training tokens/s", numbers["train_wps_k"] * 1e3, "train speed", variant))
@@ -74,7 +74,7 @@ def extrapolation(name: str, length: int, *, speed: bool = True) -> Iterator[Cel
     for numbers in published()[name]:
         at = numbers["L_valid"]
         for method in METHODS:
-            variant, reading = Variant("wikitext103", method, length), Reading(at)
+            variant, reading = Variant("wikitext103", method, length), EvalProtocol(at)
             row, column = f"{at:,}", method_name(method)
             yield Cell(row, column, numbers[f"{method}_ppl"], "perplexity", variant, reading, at)
             if speed:
@@ -101,10 +101,10 @@ def triangle(name: str, setup: str) -> Iterator[Cell]:
     for length, row in numbers["alibi"].items():
         variant = Variant(setup, "alibi", int(length))
         for at, value in row.items():
-            yield Cell(label(variant), at, value, "perplexity", variant, Reading(int(at)), int(at))
+            yield Cell(label(variant), at, value, "perplexity", variant, EvalProtocol(int(at)), int(at))
     for method in ("sinusoidal", "rotary", "t5"):
         for length, value in numbers.get(f"{method}_L_eq_Lvalid", {}).items():
-            variant, reading = Variant(setup, method, int(length)), Reading(int(length))
+            variant, reading = Variant(setup, method, int(length)), EvalProtocol(int(length))
             yield Cell(
                 f"{method_name(method)}, L = L_valid", length, value, "perplexity", variant, reading, int(length)
             )
@@ -127,9 +127,9 @@ def table6() -> Experiment:
         row = label(variant, at)
         cells += [
             Cell(row, "train tokens/s", numbers["train_wps_k"] * 1e3, "train speed", variant),
-            Cell(row, "read tokens/s", numbers["inf_wps_k"] * 1e3, "read speed", variant, Reading(at)),
-            Cell(row, "valid", numbers["valid"], "perplexity", variant, Reading(at)),
-            Cell(row, "test", numbers["test"], "perplexity", variant, Reading(at, split="test")),
+            Cell(row, "read tokens/s", numbers["inf_wps_k"] * 1e3, "read speed", variant, EvalProtocol(at)),
+            Cell(row, "valid", numbers["valid"], "perplexity", variant, EvalProtocol(at)),
+            Cell(row, "test", numbers["test"], "perplexity", variant, EvalProtocol(at, split="test")),
         ]
     return Experiment("table6", "Validation and test, without overlap", tuple(cells))
 
@@ -145,7 +145,7 @@ def valid_and_test(name: str, setup: str, stride: int | None) -> Iterator[Cell]:
             length = int(numbers[0].removeprefix("L"))
             at = int(numbers[1].removeprefix("Lvalid")) if len(numbers) > 1 else length
             variant = Variant(setup, method, length)
-            yield Cell(label(variant, at), split, value, "perplexity", variant, Reading(at, stride, split))
+            yield Cell(label(variant, at), split, value, "perplexity", variant, EvalProtocol(at, stride, split))
 
 
 def _valid_and_test_table(name: str, title: str, setup: str, stride: int | None) -> None:
@@ -175,7 +175,7 @@ def large_row(numbers: dict[str, Any], perplexities: dict[int, float], row: str)
     variant = Variant("cc100", numbers["model"], numbers["L"])
     yield Cell(row, "train GB", numbers["mem_gb"], "train memory", variant)
     for at, value in perplexities.items():
-        yield Cell(row, f"at {at}", value, "perplexity", variant, Reading(at), at)
+        yield Cell(row, f"at {at}", value, "perplexity", variant, EvalProtocol(at), at)
 
 
 @experiments.register("table11")
@@ -203,7 +203,7 @@ def sliding(name: str, method: str) -> Iterator[Cell]:
     for length, row in published()[name].items():
         variant = Variant("wikitext103", method, int(length))
         for at, value in row.items():
-            yield Cell(label(variant), at, value, "perplexity", variant, Reading(int(at), stride=1), int(at))
+            yield Cell(label(variant), at, value, "perplexity", variant, EvalProtocol(int(at), stride=1), int(at))
 
 
 def _sliding_table(name: str, method: str) -> Callable[[], Experiment]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainshort.claims.collection import Collection, Run
 from trainshort.evaluate.query import Stored
-from trainshort.evaluate.results import Row, interval, perplexity
+from trainshort.evaluate.results import LengthScore, interval, perplexity
 from trainshort.plots.figures import Figure, Series, color
 from trainshort.recipes.experiments import method_name, published
 from trainshort.runs import run_name
@@ -19,7 +19,7 @@ NO_WORSE = 0.01
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """One method's curve: mean perplexity over its seeds, by length."""
 
     name: str
@@ -44,7 +44,7 @@ class Headline:
     """The lines of all methods that were trained at one length."""
 
     length: int
-    lines: tuple[Line, ...]
+    lines: tuple[Curve, ...]
     corpus: str
 
     @property
@@ -99,20 +99,20 @@ def _most_shared(swept: list[tuple[Run, Stored]]) -> tuple[int, tuple[int, str, 
     return max(runs, key=lambda key: (len(runs[key]), key[1][0]))
 
 
-def _line(name: str, position: str, group: list[Stored], length: int) -> Line:
-    rows: dict[int, list[Row]] = {}
+def _line(name: str, position: str, group: list[Stored], length: int) -> Curve:
+    rows: dict[int, list[LengthScore]] = {}
     for stored in group:
         for row in stored.evaluation.scored:
             if row.length >= length:
                 rows.setdefault(row.length, []).append(row)
     points = {at: statistics.fmean(row.perplexity for row in found) for at, found in rows.items()}
     bounds = {at: bound for at, found in rows.items() if (bound := _bound(found))}
-    return Line(
+    return Curve(
         name, position, points, bounds, tuple(group), color(position if name == method_name(position) else name)
     )
 
 
-def _bound(rows: list[Row]) -> tuple[float, float] | None:
+def _bound(rows: list[LengthScore]) -> tuple[float, float] | None:
     """Between the seeds, or with one seed the 95 % interval over stretches of text."""
     if len(rows) > 1:
         return min(row.perplexity for row in rows), max(row.perplexity for row in rows)

@@ -8,11 +8,11 @@ from typing import Any
 from trainshort.claims.collection import Collection, Run
 from trainshort.claims.measured import View
 from trainshort.evaluate.by_position import ENOUGH, bounds, past_training, pooled
-from trainshort.evaluate.results import Row
+from trainshort.evaluate.results import LengthScore
 from trainshort.files import read_sealed
 from trainshort.plots.figures import Figure, Series, color
-from trainshort.recipes.experiments import NAMES, Reading, method_name, queries
-from trainshort.report.headline import Headline, Line
+from trainshort.recipes.experiments import NAMES, EvalProtocol, method_name, queries
+from trainshort.report.headline import Curve, Headline
 
 
 def cost_figures(collection: Collection) -> list[Figure]:
@@ -88,7 +88,7 @@ def position_figure(headline: Headline) -> Figure | None:
     )
 
 
-def _scored(line: Line) -> list[Row]:
+def _scored(line: Curve) -> list[LengthScore]:
     return line.stored[0].evaluation.scored
 
 
@@ -108,7 +108,7 @@ def early_figure(headline: Headline, collection: Collection, view: View | None) 
     if view is None or view.scale.sliding_tokens is None:
         return None
     stride, tokens = view.scale.stride_one, view.scale.sliding_tokens
-    sliding, plain = queries(view.scale, Reading(1, stride=1))
+    sliding, plain = queries(view.scale, EvalProtocol(1, stride=1))
     series, sources = [], []
     for run in _headline_runs(headline, collection):
         for kind, query in (("", plain), (", sliding", sliding)):
@@ -179,7 +179,7 @@ def reach_figure(headline: Headline, collection: Collection) -> Figure | None:
 
 
 @dataclass(frozen=True)
-class Sample:
+class WrittenText:
     """A generated text and where it passes the training length."""
 
     name: str
@@ -191,7 +191,7 @@ class Sample:
     path: Path
 
 
-def samples(collection: Collection) -> list[Sample]:
+def samples(collection: Collection) -> list[WrittenText]:
     """Texts that the runs wrote; one that cannot be read is left out."""
     found = []
     for run in collection.runs.values():
@@ -201,7 +201,7 @@ def samples(collection: Collection) -> list[Sample]:
             position = run.config.model.position
             texts = {key: str(one[key]) for key in ("prompt", "within", "past")}
             found.append(
-                Sample(
+                WrittenText(
                     method_name(position),
                     int(one["trained_at"]),
                     **texts,

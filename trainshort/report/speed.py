@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainshort.bench.results import Bench, Measure, Row
-from trainshort.bench.tables import number
+from trainshort.bench.compare import number
+from trainshort.bench.measurements import BenchResult, Measure, Measurement
 from trainshort.claims.collection import Collection
 from trainshort.plots.figures import OTHERS, Figure, Series, color
 from trainshort.recipes.experiments import method_name
@@ -14,7 +14,7 @@ SHADES = {"windowed": color("alibi"), "bounded": color("alibi"), "plain": color(
 
 
 @dataclass(frozen=True)
-class Table:
+class SpeedTable:
     """Rows of one kind: head, and per row its name and (shown, exact) values."""
 
     title: str
@@ -28,7 +28,7 @@ class Speed:
     """What the page shows of benchmark results."""
 
     figures: tuple[Figure, ...]
-    tables: tuple[Table, ...]
+    tables: tuple[SpeedTable, ...]
     notes: tuple[str, ...]
 
 
@@ -59,10 +59,10 @@ def speed(collection: Collection) -> Speed | None:
     """Of every suite the newest result; attention once for each kind of inputs. None without results."""
     figures: list[Figure] = []
     used: dict[Path, dict[str, None]] = {}
-    tables: list[Table] = []
+    tables: list[SpeedTable] = []
 
     def add(
-        suite: str, wanted: tuple[Wanted, ...], keep: Callable[[Row], bool], suffix: str = "", more: str = ""
+        suite: str, wanted: tuple[Wanted, ...], keep: Callable[[Measurement], bool], suffix: str = "", more: str = ""
     ) -> None:
         found = [(path, bench) for path, bench in collection.benches if any(map(keep, bench.suites.get(suite, ())))]
         if not found:
@@ -88,7 +88,7 @@ def speed(collection: Collection) -> Speed | None:
     return Speed(tuple(figures), tuple(tables), notes) if tables else None
 
 
-def _figure(wanted: Wanted, rows: list[Row], path: Path, suffix: str, more: str) -> Figure | None:
+def _figure(wanted: Wanted, rows: list[Measurement], path: Path, suffix: str, more: str) -> Figure | None:
     """Lines with a band of their spread; None where nothing was measured at two places."""
     lines: dict[str, list[tuple[float, float, float]]] = {}
     for row in rows:
@@ -125,9 +125,9 @@ def _figure(wanted: Wanted, rows: list[Row], path: Path, suffix: str, more: str)
     )
 
 
-def _tables(title: str, rows: list[Row], path: Path) -> list[Table]:
+def _tables(title: str, rows: list[Measurement], path: Path) -> list[SpeedTable]:
     """One for each kind of case."""
-    kinds: dict[tuple[str, ...], list[Row]] = {}
+    kinds: dict[tuple[str, ...], list[Measurement]] = {}
     for row in rows:
         kinds.setdefault(tuple(row.case), []).append(row)
     made = []
@@ -144,11 +144,11 @@ def _tables(title: str, rows: list[Row], path: Path) -> list[Table]:
             for row in kind
         )
         columns = tuple(f"{name}, {unit}" if unit else name for name, unit in heads.items())
-        made.append(Table(title, columns, cells, path))
+        made.append(SpeedTable(title, columns, cells, path))
     return made
 
 
-def _note(bench: Bench) -> str:
+def _note(bench: BenchResult) -> str:
     """Where and how it was measured, in a sentence."""
     parts = [f"measured {bench.made.get('time', 'at an unknown time')} on {bench.machine}"]
     if bench.made.get("commit"):

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
+from trainshort.claims.collection import COST_FORMAT, read_costs
+from trainshort.config import RunConfig
 from trainshort.evaluate.query import Query, find
 from trainshort.files import make_folder, write_sealed
 from trainshort.reproduce import tasks
@@ -40,8 +42,7 @@ def _reach(folder: Path) -> None:
     """How far each head looks, by `trainshort analyze`."""
     from rich.console import Console
 
-    from trainshort.analyze.base import Lab
-    from trainshort.analyze.session import analyze
+    from trainshort.analyze.lab import Lab, analyze
     from trainshort.evaluate.target import RunTarget
     from trainshort.evaluate.text import open_text
 
@@ -56,13 +57,13 @@ def _evaluate(path: Path, query: Query, lengths: list[int]) -> None:
     if not lengths:
         return
     from trainshort.evaluate.session import evaluate
-    from trainshort.evaluate.sweep import Plan
+    from trainshort.evaluate.sweep import Sweep
     from trainshort.evaluate.target import RunTarget, pick_device
     from trainshort.evaluate.text import open_text
 
     target = RunTarget(path, device=pick_device(None))
     text = open_text(target, (), query.split, query.tokens)
-    evaluate(target, text, Plan(text.tokens, lengths, query.stride), picture=False)
+    evaluate(target, text, Sweep(text.tokens, lengths, query.stride), picture=False)
 
 
 def _write_sample(run: Path, path: Path) -> None:
@@ -81,18 +82,61 @@ def _write_sample(run: Path, path: Path) -> None:
     # Without a tokenizer nothing stops the stream early: an end of text is a token like any other here.
     settings = {"temperature": TEMPERATURE, "top_k": min(TOP_K, target.vocabulary), "seed": SEED}
     made = [token.id for token in stream(target.model, prompt, tokens=TIMES * length - len(prompt), **settings)]
-    speller = target.speller()
+    tokenizer = target.tokenizer()
     inside = length - len(prompt)
     record = {
         "format": 1,
         "run": run.name,
         "trained_at": length,
         "settings": settings,
-        "prompt": speller.decode(prompt),
-        "within": speller.decode(made[:inside]),
-        "past": speller.decode(made[inside:]),
+        "prompt": tokenizer.decode(prompt),
+        "within": tokenizer.decode(made[:inside]),
+        "past": tokenizer.decode(made[inside:]),
         "tokens": {"prompt": len(prompt), "within": inside, "past": len(made) - inside},
         "provenance": provenance(threads=torch.get_num_threads()),
     }
     make_folder(path.parent)
     write_sealed(path, record)
+
+
+# ---- speed and memory: the paper's Table 1
+
+ROUNDS = 15
+"""A round varies by 5 to 10 % on a shared machine, and a claim of the paper is about 1 %."""
+
+
+def measure_costs(configs: dict[str, RunConfig], path: Path) -> None:
+    """Measure what `path` does not hold yet, and add it there.
+
+    Speeds are taken in rounds, one step of each configuration after the other, so that whatever else the machine does
+    falls on all of them alike; the median round counts. Memory is the peak above what the program had before the model
+    was built, each configuration in a process of its own, since a process does not forget what it once held.
+    """
+    import torch
+
+    from trainshort.bench.measure import alone, in_turns
+    from trainshort.bench.rig import Rig
+    from trainshort.evaluate.target import pick_device
+
+    entries = read_costs(path.parent)
+    todo = {name: config for name, config in configs.items() if name not in entries}
+    if not todo:
+        return
+    origin, device = provenance(threads=torch.get_num_threads()), pick_device(None)
+    rigs = {name: Rig(config, device) for name, config in todo.items()}
+    work = {f"train {name}": rig.step for name, rig in rigs.items()}
+    work |= {f"read {name}": rig.infer for name, rig in rigs.items()}
+    timings = in_turns(work, ROUNDS)
+    for name, config in todo.items():
+        entries[name] = {
+            "position": config.model.position,
+            "length": config.train.length,
+            "batch": config.train.batch,
+            "vocabulary": config.data.vocabulary,
+            "train_seconds": timings[f"train {name}"].seconds,
+            "read_seconds": timings[f"read {name}"].seconds,
+            "tokens": config.train.batch * config.train.length,
+            "train_memory": alone("rig", config=config.model_dump(mode="json"), device=device)["training"].get("above"),
+            "provenance": origin,
+        }
+    write_sealed(path, {"format": COST_FORMAT, "entries": entries})

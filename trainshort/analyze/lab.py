@@ -7,29 +7,35 @@ is one rule for all: `trainshort.evaluate.evidence`.
 An analysis is a function from a `Lab` to plain JSON with a "summary", and one that makes a table of it:
 
     analyses.register("mine")(Analysis("what is asked?", run, table))
+
+Each answer is saved as it is found, and one that is there already for the same model, text and settings is shown, not
+found again: a command that was stopped goes on when it is given again.
 """
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
-from rich.text import Text
+from rich.text import Text as Styled
 
 from trainshort.errors import InputError
 from trainshort.evaluate.evidence import interval_of
 from trainshort.evaluate.meter import Meter
 from trainshort.evaluate.sweep import BATCH_TOKENS, score
 from trainshort.evaluate.target import ModelTarget, Target
-from trainshort.files import read_object, write_whole
+from trainshort.evaluate.text import Text
+from trainshort.files import make_folder, read_object, read_sealed, write_sealed, write_whole
 from trainshort.model import TransformerLM
 from trainshort.passes import Passes
 from trainshort.registry import Registry
+from trainshort.runs import provenance
 
 SCORED = 32
 """Tokens at the end of a probe whose losses are measured."""
@@ -166,4 +172,72 @@ def new_table(*columns: str) -> Table:
 
 def titled(title: str, table: Table) -> Group:
     """A table under its title, which may be wider than the table."""
-    return Group(Text(title, style="italic"), table)
+    return Group(Styled(title, style="italic"), table)
+
+
+# ---- one `trainshort analyze`
+
+FORMAT = 2
+"""2: conclusions by the rule of evaluate.evidence."""
+
+
+def analyze(lab: Lab, text: Text, names: Sequence[str], console: Console, again: bool = False) -> list[Path]:
+    """Answer each question and write analysis/NAME.json in the target's folder. When all were asked for, one that does
+    not fit this model is passed over in words; one that was asked for by name is an error."""
+    written = []
+    origin = _origin(lab, text)
+    notes = Console(stderr=True, quiet=console.quiet)
+    asked = names or sorted(analyses.names(), key=lambda name: analyses.get(name).slow)
+    for number, name in enumerate(asked, start=1):
+        chosen, path = analyses.get(name), lab.target.folder / "analysis" / f"{name}.json"
+        console.print(f"\n[bold]{name}[/] ({number} of {len(asked)}): {chosen.question}", highlight=False)
+        result = None if again else _stored(path, origin)
+        if result is not None:
+            console.print("known from before; --again asks anew.", highlight=False)
+        else:
+            make_folder(path.parent)
+            partial = path.with_suffix(f".{origin['digest']}.partial")
+            try:
+                with Meter(notes) as meter:
+                    result = chosen.run(replace(lab, meter=meter, notes=Notes(partial)))
+            except InputError as error:
+                if names:
+                    raise
+                console.print(f"passed over: {error}", highlight=False, markup=False)
+                continue
+            _write(path, name, origin, result)
+            partial.unlink(missing_ok=True)
+        written.append(path)
+        console.print(chosen.table(result))
+        console.print(f"{result['summary']}.", highlight=False)
+    console.print("\nWritten: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
+    return written
+
+
+def _origin(lab: Lab, text: Text) -> dict[str, Any]:
+    """What an answer depends on, and a digest of it."""
+    settings = {"trained_at": lab.trained_at, "lengths": list(lab.lengths), "samples": lab.samples, "seed": lab.seed}
+    target, corpus = lab.target.description(), text.description()
+    depends = [FORMAT, target["weights"], corpus["sha256"], settings]
+    digest = sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:8]
+    return {"digest": digest, "target": target, "corpus": corpus, "settings": settings}
+
+
+def _stored(path: Path, origin: dict[str, Any]) -> dict[str, Any] | None:
+    """The answer that an earlier session found to this very question."""
+    if not path.is_file():
+        return None
+    content = read_sealed(path, mend="Remove it and analyze again.")
+    same = content.get("format") == FORMAT and content.get("digest") == origin["digest"]
+    return content["result"] if same else None
+
+
+def _write(path: Path, name: str, origin: dict[str, Any], result: dict[str, Any]) -> None:
+    content = {
+        "format": FORMAT,
+        "analysis": name,
+        **origin,
+        "result": result,
+        "provenance": provenance(threads=torch.get_num_threads()),
+    }
+    write_sealed(path, content)

@@ -19,7 +19,7 @@ LOGITS = 1 << 24
 """Numbers of logits that are compared at once; of a longer input the last positions."""
 
 
-class Engine(ABC):
+class Runtime(ABC):
     """An export in the program it was made for."""
 
     package: str
@@ -42,7 +42,7 @@ class Engine(ABC):
         return f"{self.package} {metadata.version(self.package)}"
 
 
-class Transformers(Engine):
+class Transformers(Runtime):
     package = "transformers"
     ends = True
 
@@ -76,7 +76,7 @@ class Transformers(Engine):
         return None if self.tokenizer is None else self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-class LlamaCpp(Engine):
+class LlamaCpp(Runtime):
     """llama.cpp by the wheel xllamacpp, asked as a server is: all log-probabilities of the token after a prompt."""
 
     package = "xllamacpp"
@@ -137,7 +137,7 @@ def _gguf_vocabulary(path: Path) -> tuple[int, bool]:
     return size, "tokenizer.ggml.tokens" in reader.fields
 
 
-class CTranslate2(Engine):
+class CTranslate2(Runtime):
     package = "ctranslate2"
 
     def __init__(self, folder: Path, longest: int) -> None:
@@ -161,7 +161,7 @@ class CTranslate2(Engine):
         return made[0].sequences_ids[0]
 
 
-ENGINES: dict[str, Callable[[Path, int], Engine]] = {
+ENGINES: dict[str, Callable[[Path, int], Runtime]] = {
     "hf-mpt": Transformers,
     "hf-bloom": Transformers,
     "hf": Transformers,
@@ -170,7 +170,7 @@ ENGINES: dict[str, Callable[[Path, int], Engine]] = {
 }
 
 
-def open_engine(to: str, folder: Path, longest: int) -> Engine:
+def open_engine(to: str, folder: Path, longest: int) -> Runtime:
     """The program an export was made for; one that is not installed is named."""
     kind: Any = ENGINES[to]
     try:

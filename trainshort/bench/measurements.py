@@ -39,7 +39,7 @@ class Measure(Settings):
     better: Literal["lower", "higher"] | None = None
 
 
-class Row(Settings):
+class Measurement(Settings):
     """One case: an engine at a length, a model at a length, a cache at a context."""
 
     case: dict[str, str | int]
@@ -59,7 +59,7 @@ class Row(Settings):
         return json.dumps(self.case, sort_keys=True)
 
 
-class Bench(Settings):
+class BenchResult(Settings):
     """One run of the suite."""
 
     format: int = FORMAT
@@ -68,9 +68,9 @@ class Bench(Settings):
     settings: dict[str, Any]
     finished: bool = False
     """Whether everything that was asked for is in it."""
-    suites: dict[str, tuple[Row, ...]] = Field(default_factory=dict)
+    suites: dict[str, tuple[Measurement, ...]] = Field(default_factory=dict)
 
-    def with_rows(self, suite: str, rows: Sequence[Row]) -> "Bench":
+    def with_rows(self, suite: str, rows: Sequence[Measurement]) -> "BenchResult":
         return self.model_copy(update={"suites": {**self.suites, suite: (*self.suites.get(suite, ()), *rows)}})
 
     @property
@@ -97,12 +97,12 @@ def median_of(values: Sequence[float], unit: str, better: Literal["lower", "high
     return Measure(value=middle, unit=unit, better=better, spread=(high - low) / 2 / abs(middle))
 
 
-def save(bench: Bench, path: Path) -> None:
+def save(bench: BenchResult, path: Path) -> None:
     make_folder(path.parent)
     write_sealed(path, json.loads(bench.model_dump_json()))
 
 
-def load(path: Path) -> Bench:
+def load(path: Path) -> BenchResult:
     """Read a stored result; anything else is told in words."""
     try:
         values = read_sealed(path, mend="Measure again.")
@@ -118,7 +118,7 @@ def load(path: Path) -> Bench:
         )
     values.pop(CHECKSUM, None)
     try:
-        return Bench.read(values)
+        return BenchResult.read(values)
     except InputError as error:
         raise InputError(f"{path} is a damaged benchmark result: {error} Measure again.") from None
 
@@ -128,7 +128,7 @@ def is_bench(values: Any) -> bool:
     return isinstance(values, dict) and {"format", "made", "suites"} <= values.keys()
 
 
-def find(folder: Path) -> list[tuple[Path, Bench]]:
+def find(folder: Path) -> list[tuple[Path, BenchResult]]:
     """Results in a folder and in its `bench`, the newest last. Other JSON may lie beside them in the folder itself."""
     paths = sorted((folder / "bench").glob("*.json"))
     for path in sorted(folder.glob("*.json")):

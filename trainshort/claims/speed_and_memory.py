@@ -6,7 +6,7 @@ from itertools import pairwise
 from trainshort.claims.extrapolation import BASE
 from trainshort.claims.measured import Measured, View
 from trainshort.claims.verdicts import Outcome, Rule, claim, missing, sources, verdict
-from trainshort.recipes.experiments import Reading
+from trainshort.recipes.experiments import EvalProtocol
 from trainshort.recipes.scales import Variant
 
 NEEDS = "the costs of the four methods (`--only demo` or `table1`)"
@@ -78,7 +78,7 @@ def others_slower(view: View) -> Outcome:
     "1.3B: 11 % sooner on the mean of five points, 26.2 against 29.3 GB",
 )
 def sooner(view: View) -> Outcome:
-    reading = Reading(2048)
+    reading = EvalProtocol(2048)
     short, long = Variant("cc100", "alibi", 1024), Variant("cc100", "sinusoidal", 2048)
     speeds = [view.cost(one, "train speed") for one in (short, long)]
     curves = [view.curve(one, reading) for one in (short, long)]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from trainshort.evaluate.results import Evaluation, Row, interval, perplexity
+from trainshort.evaluate.results import Evaluation, LengthScore, interval, perplexity
 
 
 def result_table(evaluation: Evaluation, lengths: Sequence[int] | None = None) -> Table:
@@ -26,7 +26,7 @@ def _title(evaluation: Evaluation) -> str:
     return f"{evaluation.target['name']} on {corpus['name']}{split}: {corpus['tokens']:,} targets, {how}{slopes}"
 
 
-def _cells(evaluation: Evaluation, row: Row) -> list[str]:
+def _cells(evaluation: Evaluation, row: LengthScore) -> list[str]:
     mark = " = L" if row.length == evaluation.trained_at else ""
     first = f"{row.length:,}{mark}"
     if row.status != "scored":

@@ -5,6 +5,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from trainshort.claims.collection import Collection
 from trainshort.claims.measured import View
 from trainshort.claims.verdicts import Claim, Outcome, judge
@@ -112,3 +114,19 @@ def _write_claims(judged: list[tuple[Claim, Outcome]], path: Path, scale: str) -
         for claim, outcome in judged
     ]
     write_whole(path, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+
+
+def headline_table(collection: Collection) -> Table | None:
+    """Perplexity by method and length; None when nothing was read past its training length."""
+    headline = first.find_headline(collection)
+    if headline is None:
+        return None
+    table = Table(box=None, pad_edge=False)
+    table.add_column(f"trained at {headline.length:,}, read at", no_wrap=True)
+    for line in headline.lines:
+        table.add_column(line.name, justify="right", no_wrap=True)
+    for length in headline.lengths:
+        cells = [line.at(length) for line in headline.lines]
+        times = f"{length:,} ({length / headline.length:.4g}x)"
+        table.add_row(times, *("" if cell is None else f"{cell:.2f}" for cell in cells))
+    return table

@@ -24,33 +24,33 @@ EXAMPLES = "interpolate, max_bias=16 or window=512"
 
 
 @dataclass(frozen=True)
-class Slopes:
+class OtherSlopes:
     """A change of ALiBi's slopes, or of how far they reach."""
 
     kind: Literal["interpolate", "max_bias", "window"]
     value: float = 0.0
 
     @staticmethod
-    def read(text: str) -> "Slopes":
+    def read(text: str) -> "OtherSlopes":
         """From the command line: `interpolate`, `max_bias=16`, `window=512`."""
         kind, _, value = text.partition("=")
         if kind == "interpolate" and not value:
-            return Slopes("interpolate")
+            return OtherSlopes("interpolate")
         try:
             number = float(value)
         except ValueError:
             number = 0.0
         if kind == "max_bias" and number > 0:
-            return Slopes("max_bias", number)
+            return OtherSlopes("max_bias", number)
         if kind == "window" and number >= 1 and number.is_integer():
-            return Slopes("window", number)
+            return OtherSlopes("window", number)
         raise InputError(f"slopes are {EXAMPLES}; got '{text}'.")
 
     def __str__(self) -> str:
         return self.kind if self.kind == "interpolate" else f"{self.kind}={self.value:g}"
 
 
-def new_slopes(trained: Float[Tensor, " heads"], slopes: Slopes, trained_at: int, length: int) -> Tensor:
+def new_slopes(trained: Float[Tensor, " heads"], slopes: OtherSlopes, trained_at: int, length: int) -> Tensor:
     """The slopes for inputs of this length.
 
     interpolate, trained at 128:   length 64 or 128 → as trained      length 512 → a quarter of them
@@ -63,7 +63,7 @@ def new_slopes(trained: Float[Tensor, " heads"], slopes: Slopes, trained_at: int
 
 
 @contextmanager
-def changed(model: TransformerLM, slopes: Slopes, trained_at: int, length: int) -> Iterator[None]:
+def changed(model: TransformerLM, slopes: OtherSlopes, trained_at: int, length: int) -> Iterator[None]:
     """Inside, `model` runs with other slopes, or under a window."""
     trained = model.position.linear_slopes()
     if trained is None:
