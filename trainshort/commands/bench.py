@@ -101,7 +101,7 @@ class Bench:
             print_comparison(comparison, console)
 
     def _measure(self, options: dict[str, Any], console: "Console") -> "measurements.BenchResult":
-        from trainshort.bench.measure import Progress
+        from trainshort.bench.measure import Progress, run
         from trainshort.bench.suites import choose
 
         plans = choose(self.suites, self.quick, options)
