@@ -180,7 +180,7 @@ def test_the_first_update_is_the_formula(config, tmp_path):
     train(config, tmp_path / "run", quiet=True)
     prepared = open_or_prepare(config.data, progress=False)
     settings = resolve(config, prepared.meta.vocabulary, World())
-    batch = BatchStream(prepared.split("train"), length=16, batch=4, seed=1, bos=prepared.meta.bos).batch(0)
+    batch = BatchStream(prepared.split("train"), length=16, batch_size=4, seed=1, bos=prepared.meta.bos).batch(0)
     torch.manual_seed(1)
     model = TransformerLM(settings.model)
     logits = model(torch.from_numpy(batch.inputs))

@@ -127,7 +127,7 @@ def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared
     stream = BatchStream(
         prepared.split("train"),
         length=settings.length,
-        batch=settings.batch,
+        batch_size=settings.batch,
         seed=settings.seed,
         rank=world.rank,
         world=world.size,

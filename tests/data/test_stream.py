@@ -17,7 +17,7 @@ OF_0_1_0 = [[41, 33, 81, 50], [109, 70, 112, 21], [22, 13, 5, 32]]
 
 
 def stream(**changes) -> BatchStream:
-    settings = {"length": 7, "batch": 4, "seed": 3} | changes
+    settings = {"length": 7, "batch_size": 4, "seed": 3} | changes
     return BatchStream(settings.pop("tokens", TOKENS), **settings)
 
 
@@ -34,7 +34,7 @@ def test_targets_are_the_inputs_shifted_by_one() -> None:
 @given(st.integers(20, 60), st.integers(1, 20))
 def test_every_token_is_predicted_once_an_epoch_from_the_one_before(count: int, length: int) -> None:
     """fairseq's blocks: the first token comes after BOS, the last block may be short (103,227,021 tokens: one more)."""
-    one = stream(tokens=np.arange(count), length=length, batch=1, bos=99)
+    one = stream(tokens=np.arange(count), length=length, batch_size=1, bos=99)
     assert one.blocks == -(-count // length)
     seen = {}
     for step in range(one.blocks):
@@ -58,7 +58,7 @@ def test_runs_of_0_1_0_go_on_with_the_blocks_they_had() -> None:
 
 
 def test_every_block_comes_once_per_epoch_and_each_epoch_in_another_order() -> None:
-    one = stream(batch=1)
+    one = stream(batch_size=1)
     assert one.blocks == 1000 // 7 + 1
     epochs = [[one.block_numbers(step)[0] for step in range(e * one.blocks, (e + 1) * one.blocks)] for e in range(3)]
     for order in epochs:
@@ -68,7 +68,7 @@ def test_every_block_comes_once_per_epoch_and_each_epoch_in_another_order() -> N
 
 
 def test_the_smallest_text_makes_one_block() -> None:
-    batch = stream(tokens=np.arange(7), batch=2, bos=99).batch(9)
+    batch = stream(tokens=np.arange(7), batch_size=2, bos=99).batch(9)
     assert batch.inputs.tolist() == [[99, *range(6)]] * 2
     assert batch.targets.tolist() == [list(range(7))] * 2
 
@@ -76,15 +76,15 @@ def test_the_smallest_text_makes_one_block() -> None:
 def test_seeds_have_orders_of_their_own() -> None:
     """grain numbers epochs by adding to the seed; seed 4 must not simply be seed 3 from its second epoch on."""
     blocks = stream().blocks
-    second_epoch = [stream(batch=1).block_numbers(blocks + step) for step in range(20)]
-    assert [stream(batch=1, seed=4).block_numbers(step) for step in range(20)] != second_epoch
+    second_epoch = [stream(batch_size=1).block_numbers(blocks + step) for step in range(20)]
+    assert [stream(batch_size=1, seed=4).block_numbers(step) for step in range(20)] != second_epoch
     assert stream(seed=4).block_numbers(0) != stream().block_numbers(0)
 
 
 @given(st.integers(0, 10**7), st.sampled_from([1, 2, 3, 6, 12]))
 def test_ranks_share_exactly_the_batch_of_one_process(step: int, world: int) -> None:
-    alone = stream(batch=12).batch(step)
-    shares = [stream(batch=12, rank=rank, world=world).batch(step) for rank in range(world)]
+    alone = stream(batch_size=12).batch(step)
+    shares = [stream(batch_size=12, rank=rank, world=world).batch(step) for rank in range(world)]
     assert np.array_equal(np.concatenate([share.inputs for share in shares]), alone.inputs)
     assert np.array_equal(np.concatenate([share.targets for share in shares]), alone.targets)
 
@@ -99,7 +99,7 @@ def test_the_order_of_asking_does_not_matter() -> None:
 def test_another_process_gets_the_same_batches() -> None:
     code = (
         "import numpy as np; from trainshort.data.stream import BatchStream; "
-        "print(BatchStream(np.arange(1000), length=7, batch=4, seed=3).batch(1234).inputs.tolist())"
+        "print(BatchStream(np.arange(1000), length=7, batch_size=4, seed=3).batch(1234).inputs.tolist())"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == str(stream().batch(1234).inputs.tolist())
@@ -113,7 +113,7 @@ def test_the_order_of_a_seed_is_fixed_for_good() -> None:
 
 def test_documents_are_told_apart_and_nothing_is_predicted_across() -> None:
     starts = np.array([0, 10, 12, 13, 500])
-    packed = stream(batch=1, packing="documents", documents=starts)
+    packed = stream(batch_size=1, packing="documents", documents=starts)
     for step in range(packed.blocks):
         batch = packed.batch(step)
         assert batch.documents is not None
@@ -152,7 +152,7 @@ def test_mistakes_are_told() -> None:
 def test_a_token_outside_the_vocabulary_is_told_with_its_place() -> None:
     tokens = np.zeros(100, dtype=np.uint16)
     tokens[50] = 300
-    small = stream(tokens=tokens, batch=14, vocabulary=300)
+    small = stream(tokens=tokens, batch_size=14, vocabulary=300)
     with pytest.raises(InputError, match=r"Token 300 at position 50 is outside the vocabulary of 300"):
         small.batch(0)
-    stream(tokens=tokens, batch=14, vocabulary=301).batch(0)
+    stream(tokens=tokens, batch_size=14, vocabulary=301).batch(0)

@@ -7,7 +7,7 @@ share of a rank is exactly the slice of the batch that one process alone would g
 
 import hashlib
 import logging
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ class Batch:
     """Which positions of a row belong to the same document; None: all of them."""
 
 
+@dataclass(eq=False)
 class BatchStream:
     """Batches of blocks. Every token is predicted once an epoch, as in the paper's code: the first one after `bos`, and
     the last block may be shorter than the others (its row is filled up, and what fills it is not predicted).
@@ -58,45 +59,35 @@ class BatchStream:
         block 1  inputs 4 5 6 7   targets 5 6 7 8
     """
 
-    def __init__(
-        self,
-        tokens: Integer[np.ndarray, " tokens"],
-        *,
-        length: int,
-        batch: int,
-        seed: int,
-        rank: int = 0,
-        world: int = 1,
-        packing: str = "blocks",
-        documents: Int64[np.ndarray, " documents"] | None = None,
-        vocabulary: int | None = None,
-        bos: int = 0,
-        ends: str = "kept",
-    ) -> None:
-        self._first = 0 if ends == "kept" else 1
-        _check(len(tokens), length + self._first, length, batch, rank, world)
-        if packing not in ("blocks", "documents"):
-            raise InputError(f"packing must be 'blocks' or 'documents', not '{packing}'.")
-        if packing == "documents" and documents is None:
-            raise InputError("packing='documents' needs the document offsets: documents=prepared.documents('train').")
-        self.length = length
-        self.blocks = (len(tokens) - 1) // length + (1 - self._first)
-        self.bos = bos
-        self.vocabulary = vocabulary
-        self._tokens = tokens
-        self._documents = documents if packing == "documents" else None
-        self._share = batch // world
-        self._batch = batch
-        self._offset = rank * self._share
+    tokens: Integer[np.ndarray, " tokens"]
+    _: KW_ONLY
+    length: int
+    batch_size: int
+    """Rows of a step, over all ranks."""
+    seed: int
+    rank: int = 0
+    world: int = 1
+    packing: str = "blocks"
+    documents: Int64[np.ndarray, " documents"] | None = None
+    """Where documents begin; used with packing="documents", which hides them from each other."""
+    vocabulary: int | None = None
+    bos: int = 0
+    ends: str = "kept"
+
+    def __post_init__(self) -> None:
+        self._first = 0 if self.ends == "kept" else 1
+        self._check()
+        self.blocks = (len(self.tokens) - 1) // self.length + (1 - self._first)
         # grain uses seed + epoch within; hashing keeps the epochs of neighbouring seeds apart.
-        mixed = int.from_bytes(hashlib.sha256(f"order {seed}".encode()).digest()[:4], "big")
+        mixed = int.from_bytes(hashlib.sha256(f"order {self.seed}".encode()).digest()[:4], "big")
         self._order = grain.MapDataset.range(self.blocks).shuffle(seed=mixed).repeat()
 
     def block_numbers(self, step: int) -> list[int]:
         """Which blocks this rank reads at a step."""
-        first = step * self._batch + self._offset
+        share = self.batch_size // self.world
+        first = step * self.batch_size + self.rank * share
         order: Any = self._order  # typed as if elements could be filtered out
-        return [int(order[index]) for index in range(first, first + self._share)]
+        return [int(order[index]) for index in range(first, first + share)]
 
     def batch(self, step: int) -> Batch:
         """The share of this rank at a step, whatever was read before."""
@@ -104,8 +95,8 @@ class BatchStream:
         rows = np.stack([self._row(first) for first in firsts])
         self._check_range(rows, firsts - 1)
         inputs, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
-        targets[firsts[:, None] + np.arange(self.length) >= len(self._tokens)] = IGNORED
-        if self._documents is None:
+        targets[firsts[:, None] + np.arange(self.length) >= len(self.tokens)] = IGNORED
+        if self.packing == "blocks":
             return Batch(inputs, targets, None)
         numbers = np.stack([self._document_numbers(first) for first in firsts])
         targets[numbers[:, 1:] != numbers[:, :-1]] = IGNORED
@@ -115,7 +106,7 @@ class BatchStream:
     def _row(self, first: int) -> Int64[np.ndarray, " positions"]:
         """The token before a block, and the block; what is not there is `bos`."""
         row = np.full(self.length + 1, self.bos, dtype=np.int64)
-        there = self._tokens[max(first - 1, 0) : first + self.length]
+        there = self.tokens[max(first - 1, 0) : first + self.length]
         begin = 1 if first == 0 else 0
         row[begin : begin + len(there)] = there
         return row
@@ -125,11 +116,11 @@ class BatchStream:
 
         Documents that begin at 0 and 4, block of 3 from 3:   tokens 2 3 4 5 -> 0 0 1 1
         """
-        assert self._documents is not None
+        assert self.documents is not None
         positions = np.maximum(np.arange(start - 1, start + self.length), 0)
-        first = int(np.searchsorted(self._documents, positions[0], side="right"))
-        last = int(np.searchsorted(self._documents, positions[-1], side="right"))
-        return first + np.searchsorted(np.asarray(self._documents[first:last]), positions, side="right")
+        first = int(np.searchsorted(self.documents, positions[0], side="right"))
+        last = int(np.searchsorted(self.documents, positions[-1], side="right"))
+        return first + np.searchsorted(np.asarray(self.documents[first:last]), positions, side="right")
 
     def _check_range(self, rows: Int64[np.ndarray, "batch tokens"], starts: Int64[np.ndarray, " batch"]) -> None:
         if self.vocabulary is None or int(rows.max()) < self.vocabulary:
@@ -140,16 +131,21 @@ class BatchStream:
             "The data is damaged or was made for another vocabulary; prepare it again."
         )
 
-
-def _check(tokens: int, needed: int, length: int, batch: int, rank: int, world: int) -> None:
-    if batch % world:
-        raise InputError(
-            f"A batch of {batch} sequences cannot be shared by {world} processes; use a multiple of {world}."
-        )
-    if not 0 <= rank < world:
-        raise InputError(f"rank must be from 0 to {world - 1}, not {rank}.")
-    if tokens < needed:
-        raise InputError(
-            f"The text has {tokens} tokens, but one sequence of length {length} needs {needed}. "
-            "Use a shorter length or a larger corpus."
-        )
+    def _check(self) -> None:
+        if self.batch_size % self.world:
+            raise InputError(
+                f"A batch of {self.batch_size} sequences cannot be shared by {self.world} processes; use a multiple of "
+                f"{self.world}."
+            )
+        if not 0 <= self.rank < self.world:
+            raise InputError(f"rank must be from 0 to {self.world - 1}, not {self.rank}.")
+        needed = self.length + self._first
+        if len(self.tokens) < needed:
+            raise InputError(
+                f"The text has {len(self.tokens)} tokens, but one sequence of length {self.length} needs {needed}. "
+                "Use a shorter length or a larger corpus."
+            )
+        if self.packing not in ("blocks", "documents"):
+            raise InputError(f"packing must be 'blocks' or 'documents', not '{self.packing}'.")
+        if self.packing == "documents" and self.documents is None:
+            raise InputError("packing='documents' needs the document offsets: documents=prepared.documents('train').")
