@@ -59,7 +59,7 @@ def test_nesterov_is_fairseqs(decay):
     for step, rate in enumerate(rates):
         gradient = torch.randn(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(10 + step))
         parameter.grad = gradient.clone()
-        optim.update(ours, [parameter], rate)
+        optim.step(ours, [parameter], rate)
 
         correct = rate / old
         expected *= 1 - rate * decay
@@ -74,7 +74,7 @@ def test_matrices_decay_and_vectors_do_not(name):
     model = small_model()
     before = copy.deepcopy(model)
     config = OptimConfig(name=name, weight_decay=0.5)
-    optim.update(optim.build(model, config), model.parameters(), 0.1)  # no gradients: only decay moves weights
+    optim.step(optim.build(model, config), model.parameters(), 0.1)  # no gradients: only decay moves weights
     for (label, new), old in zip(model.named_parameters(), before.parameters(), strict=True):
         expected = old * (1 - 0.1 * 0.5) if old.ndim == 2 else old
         torch.testing.assert_close(new, expected, msg=label)
@@ -97,7 +97,7 @@ def test_clipping_scales_all_gradients_alike_and_reports_the_norm_before():
 def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
     model(x).square().sum().backward()
-    optim.update(optimizer, model.parameters(), 0.01 * (step + 1))
+    optim.step(optimizer, model.parameters(), 0.01 * (step + 1))
 
 
 @pytest.mark.parametrize("name", ["adamw", "nesterov"])
@@ -113,7 +113,7 @@ def test_an_optimizer_rebuilt_from_its_tensors_goes_on_bit_for_bit(name):
     kept = {key: value.clone() for key, value in optim.state_tensors(optimizer, model, config).items()}
     for key, tensor in optim.state_tensors(rebuilt, other, config).items():
         tensor.copy_(kept[key])
-    optim.set_updates(rebuilt, 3)
+    optim.set_steps(rebuilt, 3)
 
     for step in range(3, 6):
         take_step(model, optimizer, step)
@@ -121,7 +121,7 @@ def test_an_optimizer_rebuilt_from_its_tensors_goes_on_bit_for_bit(name):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     # The same without the count of updates is not the same, for AdamW: the check above can fail.
     if name == "adamw":
-        optim.set_updates(rebuilt, 0)
+        optim.set_steps(rebuilt, 0)
         take_step(model, optimizer, 6)
         take_step(other, rebuilt, 6)
         assert not torch.equal(next(model.parameters()), next(other.parameters()))
@@ -134,7 +134,7 @@ def test_a_parameter_without_a_gradient_keeps_its_count():
     module = nn.ParameterList([parameter])
     optimizer = optim.build(module, config)
     parameter.grad = torch.ones(2, 2)
-    optim.update(optimizer, module.parameters(), 0.1)
-    optim.update(optimizer, module.parameters(), 0.1)
+    optim.step(optimizer, module.parameters(), 0.1)
+    optim.step(optimizer, module.parameters(), 0.1)
     assert float(optimizer.state[parameter]["step"]) == 2
     torch.testing.assert_close(optimizer.state[parameter]["exp_avg"], torch.full((2, 2), 0.1 * 0.9))

@@ -110,7 +110,7 @@ def test_lines_missing_before_the_checkpoint_are_told_and_the_file_is_left(tmp_p
     whole = folder.metrics.read_bytes()
     for torn in (whole[:-1], whole[: whole.index(b"\n") + 1], b""):
         folder.metrics.write_bytes(torn)
-        with pytest.raises(InputError, match=r"metrics\.jsonl ends before update 30, at which the run was saved"):
+        with pytest.raises(InputError, match=r"metrics\.jsonl ends before step 30, at which the run was saved"):
             runs.cut_metrics(folder, 30, last)
         assert folder.metrics.read_bytes() == torn
     folder.metrics.unlink()  # as the message says

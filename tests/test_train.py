@@ -143,7 +143,7 @@ def test_a_signal_says_what_happened_and_gives_the_handlers_back(config, tmp_pat
     assert signal.getsignal(signal.SIGINT) is before
     told = " ".join(capfd.readouterr().err.split())
     assert "SIGINT: saving, then stopping; once more stops at once." in told
-    assert f"Stopped after update 5. Saved {last(tmp_path / 'run')}; go on by --resume." in told
+    assert f"Stopped after step 5. Saved {last(tmp_path / 'run')}; go on by --resume." in told
 
 
 def test_micro_batches_equal_one_batch(config, tmp_path):
@@ -259,9 +259,7 @@ def test_a_finished_run_can_be_made_longer(config, tmp_path):
 def test_a_loss_that_is_not_finite_stops_before_the_update(config, tmp_path, monkeypatch):
     """A learning rate at which weights overflow: the loss is NaN by itself, nothing is injected."""
     config = config.replace(optim={"lr": 1e30, "warmup": 0}, train={"save_every": 1, "valid_every": 0})
-    with pytest.raises(
-        NotFiniteError, match=r"at update 2\. That update was not made; the last good checkpoint is .*01\."
-    ):
+    with pytest.raises(NotFiniteError, match=r"at step 2\. That step was not made; the last good checkpoint is .*01\."):
         train(config, tmp_path / "run", quiet=True)
     assert last(tmp_path / "run").name == folders.name(1)
 

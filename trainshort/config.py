@@ -200,7 +200,7 @@ class OptimConfig(Settings):
     min_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the end of the schedule."""
     warmup: int = Field(default=50, ge=0)
-    """Updates of linear warm-up."""
+    """Steps of linear warm-up."""
     warmup_from: float = Field(default=0.0, ge=0)
     """Learning rate at which the warm-up begins (the paper: 1e-7)."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -221,11 +221,11 @@ class TrainConfig(Settings):
     length: int = Field(default=128, ge=1)
     """The paper's L: tokens in a training sequence. It ties nothing else; evaluate at any length."""
     batch: int = Field(default=32, ge=1)
-    """Sequences per update, over all processes."""
+    """Sequences per step, over all processes."""
     micro_batch: int | None = Field(default=None, ge=1)
     """Sequences per forward pass of one process; smaller saves memory, not mathematics. Default: all at once."""
     steps: int = Field(default=600, ge=1)
-    """Updates."""
+    """Steps."""
     seed: int = Field(default=1, ge=0)
     """Seed of weights, order of data and dropout."""
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -235,13 +235,13 @@ class TrainConfig(Settings):
     compile: bool = False
     """Compile the model with torch.compile."""
     log_every: int = Field(default=10, ge=1)
-    """Updates between two lines in metrics.jsonl."""
+    """Steps between two lines in metrics.jsonl."""
     valid_every: int = Field(default=200, ge=0)
-    """Updates between validations; 0 validates at the end only."""
+    """Steps between validations; 0 validates at the end only."""
     valid_tokens: int = Field(default=65_536, ge=1)
     """At most this many validation tokens during training."""
     save_every: int = Field(default=200, ge=0)
-    """Updates between checkpoints; 0 saves at the end only."""
+    """Steps between checkpoints; 0 saves at the end only."""
     keep: int = Field(default=2, ge=1)
     """Checkpoints kept beside the best one."""
     patience: int = Field(default=0, ge=0)

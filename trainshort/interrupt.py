@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request that the training loop answers between two updates."""
+"""Ctrl-C and SIGTERM as a request that the training loop answers between two steps."""
 
 import os
 import signal

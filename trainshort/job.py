@@ -122,7 +122,7 @@ def micro_batch(config: RunConfig, world: World) -> int:
 
 
 def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared) -> Job:
-    """Data and model as they are before the first update."""
+    """Data and model as they are before the first step."""
     settings = config.train
     stream = BatchStream(
         prepared.split("train"),
@@ -171,9 +171,9 @@ def restore(job: Job) -> State:
     if not names:
         return State(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
     state = checkpoint.restore(job.folder.checkpoints / names[0], job.parts, sharded=job.replica.sharded)
-    optim.set_updates(job.optimizer, state.step)
+    optim.set_steps(job.optimizer, state.step)
     if world.main:
-        say(f"Going on with {run} after update {state.step}.")
+        say(f"Going on with {run} after step {state.step}.")
     return state
 
 

@@ -1,8 +1,8 @@
-"""How weights are moved: two optimizers, and a learning rate that is a pure function of the update's number.
+"""How weights are moved: two optimizers, and a learning rate that is a pure function of the step's number.
 
 The schedule keeps no state, so there is none to save or to restore wrongly. Optimizer state is only tensors beside
 parameters (moments or momentum), under the parameter's name; every parameter is updated every time, so the count of
-updates is the run's step and is not stored once per parameter.
+steps is that of the run and is not stored once per parameter.
 """
 
 import math
@@ -18,12 +18,12 @@ STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "nesterov": ("momentum_buffer",)}
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
-    """Learning rate of update `step` (the first is 0) of a run of `steps` updates.
+    """Learning rate at `step` (the first is 0) of a run of `steps`.
 
     warmup 4, warmup_from 0, lr 1, min_lr 0, linear, steps 8:
         step  0    1     2    3     4  5     6    7
         lr    0  0.25  0.5  0.75    1  0.75  0.5  0.25
-    As fairseq's: the warm-up's first update uses `warmup_from`, and `min_lr` would be the rate of update `steps`.
+    As fairseq's: the warm-up's first step uses `warmup_from`, and `min_lr` would be the rate at `steps`.
     """
     if step < config.warmup:
         return config.warmup_from + (config.lr - config.warmup_from) * step / config.warmup
@@ -68,14 +68,14 @@ def groups(model: nn.Module, decay: float) -> list[dict]:
 
 
 def build(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer a config asks for. The rate set here is replaced before every update."""
+    """The optimizer a config asks for. The rate set here is replaced before every step."""
     if config.name == "nesterov":
         return Nesterov(groups(model, config.weight_decay), lr=config.lr, momentum=config.momentum)
     return torch.optim.AdamW(groups(model, config.weight_decay), lr=config.lr, betas=config.betas, fused=True)
 
 
-def update(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], rate: float) -> None:
-    """One update at learning rate `rate`, of every parameter.
+def step(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], rate: float) -> None:
+    """One step at learning rate `rate`, of every parameter.
 
     A parameter that no loss reached (an adaptive softmax's tail, when a batch has no rare word) gets a zero gradient:
     its moments go on decaying whether or not another rank's batch did reach it.
@@ -96,7 +96,7 @@ def clip(parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, config: OptimConfig) -> dict[str, Tensor]:
-    """The optimizer's tensors by "parameter.kind"; made as zeros where no update has made them yet.
+    """The optimizer's tensors by "parameter.kind"; made as zeros where no step has made them yet.
 
     They are the optimizer's own, not copies: loading into them in place is restoring the optimizer.
     """
@@ -112,8 +112,8 @@ def state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, config: Op
     return tensors
 
 
-def set_updates(optimizer: torch.optim.Optimizer, count: int) -> None:
-    """Tell the optimizer how many updates its restored tensors have seen (AdamW's bias correction needs it)."""
+def set_steps(optimizer: torch.optim.Optimizer, count: int) -> None:
+    """Tell the optimizer how many steps its restored tensors have seen (AdamW's bias correction needs it)."""
     for state in optimizer.state.values():
         if "exp_avg" in state:
             state["step"] = torch.tensor(float(count), dtype=torch.float32, device=state["exp_avg"].device)

@@ -2,7 +2,7 @@
 
     runs/NAME/
       config.json      the resolved settings; what the run is
-      metrics.jsonl    one line per logged update or validation; what happened
+      metrics.jsonl    one line per logged step or validation; what happened
       sessions.jsonl   one line per start or resume: commit, versions, machine, threads, first step
       tokenizer.json   what its tokens mean, and
       data.json        what it was trained on (trainshort.data.of_run)
@@ -176,17 +176,17 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def cut_metrics(folder: RunFolder, step: int, last: str | None = None) -> None:
-    """Drop what was logged after update `step`, and a torn last line.
+    """Drop what was logged after `step`, and a torn last line.
 
     `last` is the checksum of the last line at that moment. Lines that went missing since are not passed over: only a
-    file that is gone altogether, or was begun anew after that update, is taken as it is.
+    file that is gone altogether, or was begun anew after that step, is taken as it is.
     """
     records = journal.read_checked(folder.metrics)
     kept = [(record, checksum) for record, checksum in records if _number(folder, record, "step") <= step]
     begun_anew = not kept and (records or not folder.metrics.exists())
     if last and not begun_anew and last not in (checksum for _, checksum in kept[-1:]):
         raise InputError(
-            f"{folder.metrics} ends before update {step}, at which the run was saved: lines are missing. "
+            f"{folder.metrics} ends before step {step}, at which the run was saved: lines are missing. "
             "Restore it from a copy, or remove it to go on without what was logged so far."
         )
     journal.keep_lines(folder.metrics, len(kept))

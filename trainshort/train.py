@@ -1,6 +1,6 @@
-"""Training: one loop, in `_updates`, from the first update to the last, on one process or many.
+"""Training: one loop, in `_steps`, from the first step to the last, on one process or many.
 
-Everything that varies from update to update is a pure function of the update's number: which tokens (data/stream.py),
+Everything that varies from step to step is a pure function of the step's number: which tokens (data/stream.py),
 which dropout (`_seed`), which learning rate (optim.py). So a run that was stopped and resumed, at any moment and
 however often, ends in the same bits as one that never was, and the state beside the tensors is a few integers.
 """
@@ -40,7 +40,7 @@ from trainshort.runs import RunFolder
 
 
 class NotFiniteError(InputError):
-    """A loss or gradient that is not a number; the update was not made."""
+    """A loss or gradient that is not a number; the step was not made."""
 
 
 @dataclass(frozen=True)
@@ -91,33 +91,33 @@ def _train(
         board = job.folder.tensorboard if config.train.tensorboard and world.main else None
         display = Display(state.step, config.train.steps, quiet=quiet or not world.main, board=board)
         with stop or StopRequest() as told, display:
-            state = _updates(job, state, display, told)
+            state = _steps(job, state, display, told)
         best = world.first_says(checkpoint.best(run) if world.main else None)
     return TrainResult(run, state.step, state.tokens, state.seconds, state.valid_nll, state.valid_count, best)
 
 
-def _updates(job: Job, state: State, display: Display, stop: StopRequest) -> State:
-    """The loop: update, log, validate, save."""
+def _steps(job: Job, state: State, display: Display, stop: StopRequest) -> State:
+    """The loop: step, log, validate, save."""
     settings = job.config.train
     started = time.perf_counter() - state.seconds
-    window = 0.0  # seconds of updates alone, since the last line in metrics.jsonl
+    window = 0.0  # seconds of steps alone, since the last line in metrics.jsonl
     while not _finished(state, job.config):
         began = time.perf_counter()
         batch = job.stream.batch(state.step)
-        # One exchange before the update: how many targets all ranks have together, and whether one was told to stop.
+        # One exchange before the step: how many targets all ranks have together, and whether one was told to stop.
         told = job.world.gather([float((batch.targets != IGNORED).sum()), float(stop.number)])
         count, signal = int(sum(row[0] for row in told)), int(max(row[1] for row in told))
         if signal:
             saved = _save(job, state.model_copy(update={"seconds": time.perf_counter() - started}))
             if job.world.main:
-                display.note(f"Stopped after update {state.step}. Saved {saved}; go on by --resume.")
+                display.note(f"Stopped after step {state.step}. Saved {saved}; go on by --resume.")
             raise Interrupted(signal)
 
         nll = _accumulate(job, state.step, batch, count)
         norm = float(optim.clip(job.replica.model.parameters(), job.config.optim.clip))
         nll = _agree_finite(job, state.step, nll, norm)
         rate = optim.learning_rate(state.step, settings.steps, job.config.optim)
-        optim.update(job.optimizer, job.replica.model.parameters(), rate)
+        optim.step(job.optimizer, job.replica.model.parameters(), rate)
         state = _advanced(state, nll, count)
         window += time.perf_counter() - began
 
@@ -169,12 +169,12 @@ def _loss(job: Job, batch: Batch, rows: slice) -> Loss:
 
 
 def _seed(seed: int, step: int, rank: int) -> int:
-    """Seed of one update's dropout on one rank; neighbours are unrelated."""
+    """Seed of one step's dropout on one rank; neighbours are unrelated."""
     return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def _agree_finite(job: Job, step: int, nll: float, norm: float) -> float:
-    """The sum of all ranks' losses; before an update with a loss or gradient that is not finite, everybody stops."""
+    """The sum of all ranks' losses; before a step with a loss or gradient that is not finite, everybody stops."""
     losses = [row[0] for row in job.world.gather([nll])]
     wrong = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
     if not wrong and math.isfinite(norm):
@@ -182,13 +182,13 @@ def _agree_finite(job: Job, step: int, nll: float, norm: float) -> float:
     found = f"loss is {losses[wrong[0]]} on rank {wrong[0]}" if wrong else f"gradient norm is {norm}"
     kept = job.world.first_says(checkpoint.latest(job.folder.path) if job.world.main else None)
     raise NotFiniteError(
-        f"The {found} at update {step + 1}. That update was not made; the last good checkpoint is "
+        f"The {found} at step {step + 1}. That step was not made; the last good checkpoint is "
         f"{kept or 'none, since none was due yet'}. Try a lower optim.lr or a longer optim.warmup."
     )
 
 
 def _advanced(state: State, nll: float, count: int) -> State:
-    """The state one update later."""
+    """The state one step later."""
     changes = {
         "step": state.step + 1,
         "tokens": state.tokens + count,
@@ -227,7 +227,7 @@ def _validated(job: Job, state: State, display: Display) -> tuple[State, bool]:
     if not count:
         return state, False
     if not math.isfinite(nll):
-        raise NotFiniteError(f"The validation loss is {nll} after update {state.step}; the run was stopped there.")
+        raise NotFiniteError(f"The validation loss is {nll} after step {state.step}; the run was stopped there.")
     loss = nll / count
     improved = state.best_loss is None or loss < state.best_loss
     changes = {"valid_nll": nll, "valid_count": count, "stale": 0 if improved else state.stale + 1}

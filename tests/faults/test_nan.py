@@ -12,17 +12,17 @@ PLACES = [(1, "nan"), (7, "nan"), (20, "inf"), (21, "nan"), (37, "-inf"), (60, "
 @pytest.mark.parametrize("places", [PLACES[2:4], pytest.param(PLACES, marks=pytest.mark.fault)], ids=["2", "8"])
 def test_a_loss_that_is_not_finite_stops_the_run(runner, undisturbed, tmp_path, places):
     out = tmp_path / "run"
-    for update, value in places:
-        injected = {"NAN_AT": str(update), "NAN_RANK": "0", "NAN_VALUE": value}
+    for step, value in places:
+        injected = {"NAN_AT": str(step), "NAN_RANK": "0", "NAN_VALUE": value}
         process = runner.start(out, driver=HERE / "nan_at.py", **injected)
         text, _ = process.communicate(timeout=300)
         assert process.returncode == 2, text
         assert "Traceback" not in text
-        assert f"The loss is {value} on rank 0 at update {update}. That update was not made" in text
+        assert f"The loss is {value} on rank 0 at step {step}. That step was not made" in text
         saved = folders.present(out)
         assert [manifest.damage(folder) for folder in saved] == [None] * len(saved)
-        # A checkpoint is due at every 6th update, and when a validation, every 20th, finds a lower loss.
-        last = max((update - 1) // 6 * 6, (update - 1) // 20 * 20)
+        # A checkpoint is due at every 6th step, and when a validation, every 20th, finds a lower loss.
+        last = max((step - 1) // 6 * 6, (step - 1) // 20 * 20)
         assert (f"the last good checkpoint is {saved[-1]}" if last else "none, since none was due") in text
         assert last == (int(saved[-1].name.removeprefix("step-")) if saved else 0)
     # Without the injection it goes on as if nothing had been: no trace of the bad losses was kept.

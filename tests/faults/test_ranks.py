@@ -76,7 +76,7 @@ def test_a_nan_on_the_second_rank_is_named_and_stops_both(runner, tmp_path):
     launcher = runner.torchrun(out, driver=HERE / "nan_at.py", NAN_AT="20", NAN_RANK="1", NAN_VALUE="nan")
     text, _ = launcher.communicate(timeout=300)
     assert launcher.returncode != 0
-    assert "The loss is nan on rank 1 at update 20." in text
+    assert "The loss is nan on rank 1 at step 20." in text
     print("\nNaN on rank 1 of 2: named, both stopped")
 
 
@@ -88,7 +88,7 @@ def test_torchrun_that_is_told_to_stop_saves(runner, tmp_path):
     assert wait_for(lambda: logged(out) > 1000, launcher)
     launcher.send_signal(signal.SIGTERM)
     text, _ = launcher.communicate(timeout=300)
-    assert "Stopped after update" in text
+    assert "Stopped after step" in text
     saved = folders.present(out)[-1]
     assert manifest.damage(saved) is None
     assert saved.name != result(tmp_path / "undisturbed")["step"]

@@ -44,7 +44,7 @@ class Rig:
             (loss.total / self.scored).backward()
         if self.config.optim.clip:
             optim.clip(self.model.parameters(), self.config.optim.clip)
-        optim.update(self.optimizer, self.model.parameters(), self.config.optim.lr)
+        optim.step(self.optimizer, self.model.parameters(), self.config.optim.lr)
         self._finish()
 
     def infer(self) -> None:

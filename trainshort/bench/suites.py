@@ -32,7 +32,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Updates of a whole model, by position method and length."""
+    """Steps of a whole model, by position method and length."""
 
     lengths: tuple[int, ...] = (512, 2048, 4096)
     methods: tuple[str, ...] = ("alibi", "none", "sinusoidal", "rotary", "t5")
@@ -40,7 +40,7 @@ class TrainingPlan:
     rounds: int = 5
     memory: str = "all"
     batch_tokens: int = 2048
-    """Tokens an update has at least."""
+    """Tokens a step has at least."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class State(Settings):
     """Where a run stands, beside its tensors. Data order, dropout and learning rate all follow from `step`."""
 
     step: int
-    """Updates done."""
+    """Steps done."""
     tokens: int
     """Targets trained on."""
     seconds: float

@@ -137,7 +137,7 @@ def _fetched(name: str) -> Path:
 
 
 def _write_checkpoint(run: Path, config: RunConfig, reading: WeightMap) -> None:
-    """The run's beginning, as a checkpoint without optimizer state: there is none before the first update."""
+    """The run's beginning, as a checkpoint without optimizer state: there is none before the first step."""
     folder = run / "checkpoints" / folders.name(0)
     (folder / "model").mkdir(parents=True)
     save_config(config, folder / "config.json")

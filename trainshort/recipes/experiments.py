@@ -71,7 +71,7 @@ class Cell:
 
     @property
     def apart(self) -> bool:
-        """Whether it is a cost of the configuration and not of trained weights: a few updates tell it."""
+        """Whether it is a cost of the configuration and not of trained weights: a few steps tell it."""
         return self.quantity in ("train speed", "read speed", "train memory") and self.reading is None
 
     def possible(self, experiment: str, scale: Scale) -> bool:

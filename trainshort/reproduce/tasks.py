@@ -16,7 +16,7 @@ from trainshort.recipes.experiments import Experiment, moments, queries, reseede
 from trainshort.recipes.scales import Scale
 from trainshort.runs import RunFolder, read_metrics, run_name
 
-UPDATE_WEIGHT = 3
+STEP_WEIGHT = 3
 SAMPLE = Path("samples") / "sample.json"
 REACH = Path("analysis") / "reach.json"
 SAMPLED = "demo"
@@ -117,10 +117,10 @@ def finished(root: Path, task: Task) -> bool:
 def share(root: Path, task: Task) -> Share:
     """How far a task is. Text that is not cut counts as 100,000 tokens here; it only shapes the progress bar."""
     folder, settings = root / task.name, task.config.train
-    update = UPDATE_WEIGHT * settings.batch * settings.length
+    step = STEP_WEIGHT * settings.batch * settings.length
     total = done = 0.0
-    total += update * settings.steps
-    done += update * (settings.steps if trained(folder, task) else last_step(folder))
+    total += step * settings.steps
+    done += step * (settings.steps if trained(folder, task) else last_step(folder))
     found = find(folder)
     for query, lengths in task.lengths.items():
         left = set(missing(found, query, lengths))
@@ -132,6 +132,6 @@ def share(root: Path, task: Task) -> Share:
 
 
 def last_step(folder: Path) -> int:
-    """The last update that was logged."""
+    """The last step that was logged."""
     records = read_metrics(RunFolder(folder))
     return records[-1]["step"] if records else 0
