@@ -224,9 +224,11 @@ def test_a_pickle_is_refused_and_nothing_in_it_runs(tmp_path, monkeypatch):
 
 
 def test_load_model_says_what_it_wants(tmp_path):
-    with pytest.raises(InputError, match=r"There is no .*nowhere\. Give a run folder"):
+    with pytest.raises(InputError, match=r"There is no run at '.*nowhere'\. Give a run folder"):
         checkpoint.load_model(tmp_path / "nowhere")
-    with pytest.raises(InputError, match=r"has no checkpoint: neither manifest\.json nor checkpoints/step-\*"):
+    with pytest.raises(
+        InputError, match=r"There is no run at '.*'\. Give a run folder, or one of the folders in its checkpoints/"
+    ):
         checkpoint.load_model(tmp_path)
 
 

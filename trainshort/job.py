@@ -1,6 +1,5 @@
 """From settings to everything the training loop works with: data, model, optimizer, and where a stopped run stood."""
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from trainshort.config import ModelConfig, RunConfig
 from trainshort.data import Prepared
 from trainshort.data.stream import BatchStream
 from trainshort.errors import InputError
+from trainshort.evaluate.memory import total
 from trainshort.methods import methods
 from trainshort.model import TransformerLM
 from trainshort.parallel import Replica, World
@@ -100,8 +100,8 @@ def resolve(config: RunConfig, vocabulary: int, world: World, *, spare: bool = F
 
 
 def refuse_oversized(config: ModelConfig) -> None:
-    """Stop before a model is built whose weights alone, in float32, are more than this machine's memory."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Stop before a model is built whose weights alone, in float32, are more memory than this process can have."""
+    memory = total()
     weights = config.least_weights
     if 4 * weights + BLOCK_BYTES * config.layers <= memory and config.vocabulary:
         with torch.device("meta"):  # nothing is allocated
@@ -110,7 +110,7 @@ def refuse_oversized(config: ModelConfig) -> None:
     if needed > memory:
         raise InputError(
             f"A model of these settings ({config.layers:,} layers, width {config.width:,}) has at least {weights:,} "
-            f"weights and needs {needed / 1e9:,.1f} GB; this machine has {memory / 1e9:,.1f} GB. "
+            f"weights and needs {needed / 1e9:,.1f} GB; there are {memory / 1e9:,.1f} GB. "
             "Choose a smaller model."
         )
 

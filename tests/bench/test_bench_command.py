@@ -21,7 +21,6 @@ from trainshort.commands.bench import Bench
 from trainshort.config import load_config
 from trainshort.data import open_data
 from trainshort.errors import InputError
-from trainshort.evaluate.target import checkpoint_folder
 
 ATTENTION = ("attention", "--lengths", "64", "128", "--engines", "windowed", "windowed-torch", "--rounds", "2")
 
@@ -128,7 +127,7 @@ def test_a_run_is_recorded_as_its_model_computes(tmp_path):
     told = recorded.record(folder, length, 0, tmp_path / "r.safetensors")
     assert (told["layer"], told["heads"], told["dim"]) == (0, 4, 8)
     found = load_file(tmp_path / "r.safetensors")
-    model = load_model(checkpoint_folder(folder))
+    model = load_model(folder)
     tokens = torch.from_numpy(np.concatenate([text, text])[:length].astype(np.int64))[None]
     with torch.no_grad():
         block = model.layers[0]

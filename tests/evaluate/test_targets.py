@@ -172,7 +172,7 @@ def test_what_is_not_there_is_said_in_words(tmp_path, monkeypatch):
 
 def test_a_run_without_a_checkpoint_is_told_to_be_trained(run: Path, tmp_path):
     (tmp_path / "config.json").write_text((run / "config.json").read_text())
-    with pytest.raises(InputError, match="has no whole checkpoint yet"):
+    with pytest.raises(InputError, match=r"has no checkpoint yet\. Train it first"):
         open_target(str(tmp_path))
 
 

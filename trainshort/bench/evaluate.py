@@ -22,9 +22,10 @@ from trainshort.bench.measure import (
 )
 from trainshort.bench.measurements import Measurement, median_of
 from trainshort.bench.suites import EvaluatePlan, wants_memory
+from trainshort.checkpoint import find, load_model
 from trainshort.evaluate.memory import resident
 from trainshort.evaluate.sweep import score
-from trainshort.evaluate.target import ModelTarget, checkpoint_folder
+from trainshort.evaluate.target import ModelTarget
 from trainshort.model import TransformerLM
 from trainshort.passes import Passes
 from trainshort.positions import positions
@@ -34,7 +35,7 @@ from trainshort.presets import presets
 def trials(plan: EvaluatePlan) -> list[Trial]:
     """One per position method, or the one run."""
     if plan.run is not None:
-        checkpoint_folder(Path(plan.run))
+        find(Path(plan.run))
         methods: tuple[str, ...] = ("",)
     else:
         methods = plan.methods
@@ -51,9 +52,7 @@ def trials(plan: EvaluatePlan) -> list[Trial]:
 
 def make_target(method: str, preset: str, run: str | None, longest: int) -> ModelTarget:
     if run is not None:
-        from trainshort.checkpoint import load_model
-
-        return ModelTarget(load_model(checkpoint_folder(Path(run))), trained_at=1024, name=Path(run).resolve().name)
+        return ModelTarget(load_model(Path(run)), trained_at=1024, name=Path(run).resolve().name)
     torch.manual_seed(0)
     config = presets.get(preset)().replace(position=method).reaching(longest)
     return ModelTarget(TransformerLM(config), trained_at=1024, name=method)

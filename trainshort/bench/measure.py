@@ -3,7 +3,6 @@ a machine whose own rates are measured as well. `run` is one `trainshort bench`.
 
 import importlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from trainshort.bench import measurements
 from trainshort.bench.compare import print_rows
 from trainshort.bench.measurements import RATIO, BenchResult, Measure, Measurement, median_of
 from trainshort.bench.suites import AttentionPlan, Plan, described
-from trainshort.evaluate.memory import Peak
+from trainshort.evaluate.memory import Peak, total
 from trainshort.runs import provenance
 
 MEGABYTE = 2**20
@@ -182,7 +181,7 @@ def describe(seconds: float = 1.0) -> dict[str, Any]:
     made = provenance(threads=torch.get_num_threads())
     made["versions"] |= {name: version(name) for name in PEERS}
     made["machine"] |= {
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory": total(),
         "matmul_rate": matmul_rate(seconds),
         "read_rate": read_rate(seconds),
     }

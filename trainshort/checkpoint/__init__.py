@@ -23,7 +23,7 @@ from torch import Tensor
 
 from trainshort import plugins
 from trainshort.checkpoint import folders, manifest, tensors
-from trainshort.checkpoint.folders import STATE, State, best, latest, read_state
+from trainshort.checkpoint.folders import STATE, State, best, find, is_hugging_face, latest, read_state
 from trainshort.config import ModelConfig, RunConfig, load_config, save_config
 from trainshort.errors import InputError
 from trainshort.files import reason, sync_file, write_whole
@@ -31,7 +31,19 @@ from trainshort.model import TransformerLM
 from trainshort.parallel import World
 from trainshort.terminal import say
 
-__all__ = ["Parts", "Snapshot", "State", "best", "latest", "load_model", "read_state", "restore", "save"]
+__all__ = [
+    "Parts",
+    "Snapshot",
+    "State",
+    "best",
+    "find",
+    "is_hugging_face",
+    "latest",
+    "load_model",
+    "read_state",
+    "restore",
+    "save",
+]
 
 CONFIG = "config.json"
 
@@ -131,7 +143,7 @@ def load_model(path: Path, *, device: str = "cpu") -> TransformerLM:
     Nothing is loaded before every byte of the checkpoint has been verified. How far a run's model is good is said on
     standard error, where that was measured.
     """
-    folder = _find(path)
+    folder = find(path)
     if problem := manifest.damage(folder):
         raise InputError(f"{folder} is damaged: {problem}. Use another checkpoint of the run.")
     config = load_config(folder / CONFIG)
@@ -157,23 +169,3 @@ def _refuse_larger(folder: Path, config: ModelConfig) -> None:
     tensors.refuse_others(
         folder, tensors.shapes(folder / "model"), {name: tuple(tensor.shape) for name, tensor in wanted.items()}
     )
-
-
-def _find(path: Path) -> Path:
-    """The checkpoint folder that `path` means."""
-    if not path.exists():
-        raise InputError(f"There is no {path}. Give a run folder, or one of the folders in its checkpoints/.")
-    if path.is_file():
-        raise InputError(
-            f"{path} is a file, and a checkpoint is a folder of safetensors and JSON. Pickled files (.pt, .bin, .ckpt) "
-            "are never opened, because reading one can execute code."
-        )
-    if (path / manifest.MANIFEST).exists():
-        return path
-    found = folders.present(path)
-    if not found:
-        raise InputError(f"{path} has no checkpoint: neither manifest.json nor checkpoints/step-*. Train it first.")
-    folder = best(path)
-    if folder is None:
-        raise InputError(f"None of the {len(found)} checkpoints in {path} is whole. Restore one from a copy.")
-    return folder

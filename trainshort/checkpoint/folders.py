@@ -17,7 +17,7 @@ from pathlib import Path
 from trainshort.checkpoint import manifest
 from trainshort.config import Settings
 from trainshort.errors import InputError
-from trainshort.files import read_object, read_sealed, reason, sync_folder
+from trainshort.files import read_bytes, read_object, read_sealed, reason, sync_folder
 from trainshort.runs import RunFolder
 from trainshort.terminal import say
 
@@ -127,6 +127,37 @@ def _first_whole(folders: Iterable[Path], say: Say) -> Path | None:
         say(f"{folder} is damaged: {problem}. It is passed over.")
         passed_over = True
     return None
+
+
+def find(path: Path) -> Path:
+    """The checkpoint that `path` means: itself, or of a run the best; anything else there is told in words."""
+    if path.is_file():
+        raise InputError(
+            f"{path} is a file, and a checkpoint is a folder of safetensors and JSON. Pickled files (.pt, .bin, .ckpt) "
+            "are never opened, because reading one can execute code."
+        )
+    if (path / manifest.MANIFEST).exists():
+        return path
+    if is_hugging_face(path):
+        bring = f"trainshort import {path} --out runs/{path.resolve().name}"
+        raise InputError(f"{path} is a Hugging Face model. Bring it in first: {bring}.")
+    found = present(path)
+    if not found and not RunFolder(path).config.exists():
+        raise InputError(f"There is no run at '{path}'. Give a run folder, or one of the folders in its checkpoints/.")
+    if not found:
+        raise InputError(f"{path} has no checkpoint yet. Train it first, or resume it.")
+    folder = best(path)
+    if folder is None:
+        raise InputError(f"None of the {len(found)} checkpoints in {path} is whole. Restore one from a copy.")
+    return folder
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether a folder holds a saved transformers model: its config names a model_type, ours never does."""
+    try:
+        return b'"model_type"' in read_bytes(RunFolder(folder).config)
+    except InputError:
+        return False
 
 
 def extrapolation(run: Path) -> str | None:

@@ -104,20 +104,15 @@ class Generate:
             raise InputError(f"There is no folder {self.save_state.parent} to save the state in; make it first.")
 
     def _check_run(self) -> None:
-        from trainshort.evaluate.target import is_hugging_face, looks_like_hub_name
+        from trainshort.evaluate.target import looks_like_hub_name
 
         folder = self.run_folder
-        bring = f"trainshort import {folder} --out runs/{folder.name}"
-        if not folder.exists():
-            elsewhere = looks_like_hub_name(str(folder))
-            mend = (
-                f"A model from elsewhere is brought in first: {bring}"
-                if elsewhere
-                else "`ls runs` shows the runs made here"
-            )
-            raise InputError(f"There is no run folder {folder}. {mend}.")
-        if folder.is_dir() and is_hugging_face(folder):
-            raise InputError(f"{folder} is a Hugging Face model. Bring it in first: {bring}.")
+        if folder.exists():
+            return
+        mend = "`ls runs` shows the runs made here"
+        if looks_like_hub_name(str(folder)):
+            mend = f"A model from elsewhere is brought in first: trainshort import {folder} --out runs/{folder.name}"
+        raise InputError(f"There is no run folder {folder}. {mend}.")
 
     def _prompts(self) -> list[str]:
         if self.prompt_file is not None:

@@ -6,6 +6,7 @@ an allocation past that fails, and is caught.
 """
 
 import gc
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ import torch
 MARGIN = 0.95
 """Share of the free memory that scoring may take; the rest is for the system and for what counts late."""
 
+_GROUPS = Path("/sys/fs/cgroup")
+_GROUPS_OF_THIS = Path("/proc/self/cgroup")
 _STATUS = Path("/proc/self/status")
 _PEAK_RESET = Path("/proc/self/clear_refs")
 _OUT_OF_MEMORY = (
@@ -59,20 +62,44 @@ def limited(device: torch.device, gigabytes: float | None) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
+def total() -> int:
+    """Bytes of memory this process can ever have: the machine's, or its container's where that is less."""
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *(limit for limit, _ in _limits())])
+
+
 def available() -> int | None:
     """Bytes that can be had without swapping, within the container's limit if there is one; None when unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    inside = int(limit) - used if limit.isdigit() else None
-    return inside if free is None else free if inside is None else min(free, inside)
+    lines = _lines(Path("/proc/meminfo"))
+    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    return min((*free, *(max(0, limit - used) for limit, used in _limits())), default=None)
+
+
+def _limits() -> list[tuple[int, int]]:
+    """Limit and use of memory of each group of processes that this one is in, by version 2 of cgroups or by 1.
+
+    A batch system limits a group far below the root; a container sees its own group as the root, perhaps under a path
+    that only its host knows. So every folder between the path and the root is asked.
+    """
+    found = []
+    for line in _lines(_GROUPS_OF_THIS):
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        root = _GROUPS / "memory" if kinds else _GROUPS
+        most, now = ("memory.limit_in_bytes", "memory.usage_in_bytes") if kinds else ("memory.max", "memory.current")
+        place = root / path.lstrip("/")
+        for group in (one for one in (place, *place.parents) if one.is_relative_to(root)):
+            limit, used = (next(iter(_lines(group / name)), "") for name in (most, now))
+            if limit.isdigit() and used.isdigit():
+                found.append((int(limit), int(used) - _given_back(group)))
+    return found
+
+
+def _given_back(group: Path) -> int:
+    """Bytes of files read long ago, which count as used and are dropped when memory is asked for."""
+    pairs = (line.split() for line in _lines(group / "memory.stat"))
+    counts = {name: int(count) for name, count in pairs}
+    return counts.get("total_inactive_file", counts.get("inactive_file", 0))
 
 
 def resident() -> int:
@@ -105,8 +132,12 @@ class Peak:
 
 
 def _status_bytes(name: str) -> int | None:
+    return next((int(line.split()[1]) * 1024 for line in _lines(_STATUS) if line.startswith(name + ":")), None)
+
+
+def _lines(path: Path) -> list[str]:
+    """Lines of a file of the kernel's; none where the system has no such file."""
     try:
-        lines = _STATUS.read_text().splitlines()
+        return path.read_text().splitlines()
     except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":")), None)
+        return []

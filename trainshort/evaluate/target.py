@@ -14,13 +14,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from trainshort.checkpoint import best, load_model, read_state
+from trainshort.checkpoint import find, is_hugging_face, load_model, read_state
 from trainshort.checkpoint.tensors import sha256_of
 from trainshort.config import RunConfig, load_config
 from trainshort.data.of_run import run_tokenizer
 from trainshort.errors import InputError
 from trainshort.evaluate.other_slopes import OtherSlopes, changed
-from trainshort.files import read_bytes
 from trainshort.model import TransformerLM
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -127,7 +126,7 @@ class RunTarget(ModelTarget):
     """The best checkpoint of a run folder, or one checkpoint by its own folder."""
 
     def __init__(self, path: Path, *, device: str = "cpu", precision: str = "float32") -> None:
-        self.checkpoint = checkpoint_folder(path)
+        self.checkpoint = find(path)
         self.config: RunConfig = load_config(self.checkpoint / "config.json")
         self.step = read_state(self.checkpoint).step
         folder = self.checkpoint.parent.parent
@@ -146,21 +145,6 @@ class RunTarget(ModelTarget):
 
     def describe(self) -> dict[str, Any]:
         return {"step": self.step, **super().describe()}
-
-
-def checkpoint_folder(path: Path) -> Path:
-    """The checkpoint that a run folder or checkpoint folder means: of a run its best."""
-    if (path / "manifest.json").exists():
-        return path
-    if not path.is_dir() or not (path / "config.json").exists():
-        raise InputError(f"There is no run at '{path}'. Give a run folder, one of its checkpoints, or a model's name.")
-    if is_hugging_face(path):
-        bring = f"trainshort import {path} --out runs/{path.resolve().name}"
-        raise InputError(f"{path} is a Hugging Face model. Bring it in first: {bring}.")
-    found = best(path)
-    if found is None:
-        raise InputError(f"{path} has no whole checkpoint yet. Train it first, or resume it.")
-    return found
 
 
 def pick_device(name: str | None) -> str:
@@ -193,15 +177,6 @@ def open_target(name: str, *, device: str = "cpu", precision: str = "float32", t
     if trained_at is not None:
         target.trained_at = trained_at
     return target
-
-
-def is_hugging_face(folder: Path) -> bool:
-    """Whether a folder holds a saved transformers model: its config names a model_type, ours never does."""
-    config = folder / "config.json"
-    try:
-        return b'"model_type"' in read_bytes(config)
-    except InputError:
-        return False
 
 
 def looks_like_hub_name(name: str) -> bool:

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 
 import trainshort
-from trainshort.checkpoint import load_model
+from trainshort.checkpoint import find, load_model
 from trainshort.checkpoint.folders import extrapolation
 from trainshort.config import ModelConfig, load_config
 from trainshort.data.tokenizer import END_OF_TEXT, Tokenizer, WordTokenizer, load_tokenizer
 from trainshort.data.tokenizer import FILE as TOKENIZER
 from trainshort.errors import InputError
-from trainshort.evaluate.target import checkpoint_folder
 from trainshort.files import new_folder, write_whole
 from trainshort.interop import ctranslate, gguf_file, native, weight_files
 from trainshort.interop.rewriting import Need, Plain, refuse_misfit
@@ -62,7 +61,7 @@ targets: Registry[Destination] = Registry("export target")
 
 
 def open_run(path: Path, dtype: str = "f32") -> Exported:
-    checkpoint = checkpoint_folder(path)
+    checkpoint = find(path)
     config = load_config(checkpoint / "config.json")
     model = load_model(checkpoint)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}

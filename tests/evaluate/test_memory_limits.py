@@ -1,0 +1,59 @@
+"""How much memory there is: the machine's, or what a container or a batch system allows."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from trainshort.config import ModelConfig
+from trainshort.errors import InputError
+from trainshort.evaluate import memory
+from trainshort.job import refuse_oversized
+
+MIB = 2**20
+SMALL = ModelConfig(layers=2, width=512, heads=4, ffn=2048, vocabulary=256)
+
+
+def group(place: Path, limit: str, used: int, names: tuple[str, str], old_files: int = 0) -> None:
+    place.mkdir(parents=True, exist_ok=True)
+    (place / names[0]).write_text(f"{limit}\n")
+    (place / names[1]).write_text(f"{used}\n")
+    (place / "memory.stat").write_text(f"cache 5\ninactive_file {old_files}\n")
+
+
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+V2 = ("memory.max", "memory.current")
+
+
+@pytest.fixture
+def system(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path / "sys")
+    monkeypatch.setattr(memory, "_GROUPS_OF_THIS", tmp_path / "cgroup")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("line", "names", "under"),
+    [("0::/job/step", V2, ""), ("7:memory,hugetlb:/job/step", V1, "memory")],
+    ids=["version 2", "version 1"],
+)
+@pytest.mark.parametrize("place", ["job/step", "job", ""], ids=["own group", "group above", "root of a container"])
+def test_the_least_limit_around_a_process_counts(system, line, names, under, place):
+    (system / "cgroup").write_text(f"3:cpu:/elsewhere\n{line}\n")
+    unlimited = "max" if names is V2 else "9223372036854771712"
+    group(system / "sys" / under / "job", unlimited, 5 * MIB, names)
+    group(system / "sys" / under / place, str(40 * MIB), 30 * MIB, names, old_files=6 * MIB)
+    assert memory.total() == 40 * MIB
+    assert memory.available() == 16 * MIB  # files read long ago are given back
+    with pytest.raises(InputError, match=r"has at least 13,[0-9,]+ weights and needs 0\.1 GB; there are 0\.0 GB"):
+        refuse_oversized(SMALL.replace(vocabulary=16384))
+
+
+def test_without_limits_the_machine_counts(system):
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert memory.total() == whole  # no such files at all
+    (system / "cgroup").write_text("0::/\n")
+    group(system / "sys", "max", 5 * MIB, V2)
+    assert memory.total() == whole
+    assert 0 < (memory.available() or 0) < whole
+    refuse_oversized(SMALL)
