@@ -142,6 +142,26 @@ def test_a_run_is_recorded_as_its_model_computes(tmp_path):
     assert {row.case["inputs"] for row in stored.suites["attention"]} == {"recorded"}
 
 
+def test_what_a_trained_run_keeps_of_its_text(tmp_path):
+    """At tolerance 0 everything; else fewer keys, under a certificate. A text that is shorter is read to its end."""
+    folder = make_run(tmp_path)
+    shares = {}
+    for tolerance in ("0", "0.01"):
+        out = tmp_path / f"{tolerance}.json"
+        words = ("--parts", "trained", "--run", str(folder), "--contexts", "512", "100000", "--tolerance", tolerance)
+        run("decode", *words, "--out", str(out))
+        rows = load(out).suites["decode"]
+        text = open_data(Path(load_config(folder / "config.json").data.folder or ""))
+        counts = {name: len(text.split(name)) for name in text.meta.splits}
+        assert {(row.case["split"], row.case["context"]) for row in rows} == {
+            (name, min(context, counts[name])) for name in counts for context in (512, 100_000)
+        }
+        assert all(row.measured["certificate"].value <= float(tolerance) for row in rows)
+        shares[tolerance] = [row.measured["keys kept"].value for row in rows]
+    assert set(shares["0"]) == {100}
+    assert all(share < 100 for share in shares["0.01"])
+
+
 def test_mistakes_are_explained(tmp_path, capsys):
     short = tmp_path / "short.safetensors"
     save_file({name: torch.randn(1, 2, 30, 8) for name in "qkv"}, short)
@@ -157,6 +177,8 @@ def test_mistakes_are_explained(tmp_path, capsys):
         ("attention --rounds 0", r"--rounds must be at least 1, got 0"),
         ("attention --tolerance 1", r"--tolerance is a share of softmax mass"),
         ("attention --engines window", r"--engines knows no 'window'\. Did you mean 'windowed'"),
+        ("decode --parts trained", r"--parts trained reads a run's own text with its trained model; give --run RUN"),
+        ("decode --run nowhere", r"There is no run at 'nowhere'"),
         ("decode --parts contexts", r"--parts knows no 'contexts'\. Did you mean 'context'"),
         ("attention --memory some", r"--memory knows no 'some'"),
         ("training --preset smal", r"Unknown preset 'smal'\. Did you mean 'small'"),

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -213,3 +214,20 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"Cannot write .*out: the disk is full"):
         export(run, "hf-mpt", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_a_damaged_export_is_one_sentence(tmp_path):
+    run, out = make_run(tmp_path / "run", **ROUND_TRIPS["hf-mpt"]), tmp_path / "out"
+    export(run, "hf-mpt", out)
+    weights = out / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match=r"transformers cannot open .*out \(.+\)\. Export the run again"):
+        verify(out)
+    weights.write_bytes(whole)
+    settings = out / "config.json"
+    for put in (Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path)):
+        (settings.rmdir if settings.is_dir() else settings.unlink)()
+        put(settings)
+        with pytest.raises(InputError, match=r"Cannot read .*config\.json: it is a .*Export the run again"):
+            verify(out)

@@ -8,6 +8,7 @@ and values, the size that the model's own have, are put into the caches, which t
 import resource
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -15,11 +16,14 @@ import torch
 from trainshort.bench import peers
 from trainshort.bench.measure import MEGABYTE, Progress, Trial, in_turns, megabytes
 from trainshort.bench.measurements import RATIO, Measure, Measurement, median_of
-from trainshort.bench.suites import DecodePlan
+from trainshort.bench.suites import TRAINED, DecodePlan
 from trainshort.cache import BoundedCache, Cache
+from trainshort.checkpoint import find
 from trainshort.config import ModelConfig
+from trainshort.data.of_run import open_own
 from trainshort.errors import InputError
 from trainshort.evaluate.memory import resident
+from trainshort.evaluate.target import RunTarget
 from trainshort.generate.one_row import RowModel
 from trainshort.generate.streaming import stream
 from trainshort.model import TransformerLM
@@ -31,6 +35,8 @@ WARMUP = 3
 """Turns before the first that counts. In them a full cache doubles its room, which then lasts as many tokens as the
 context has; a later doubling, at a very short context, is one turn of many, which a median does not feel."""
 CHUNK = 1024
+READ = 512
+"""Tokens of real text that are read at a time."""
 SETTLED = 8192
 """Tokens after which the rings of these models have their final size."""
 
@@ -42,9 +48,12 @@ def trials(plan: DecodePlan) -> list[Trial]:
         "context": Trial("time per token and cache memory by context", lambda p: by_context(plan, p)),
         "weights": Trial(f"against reading the weights once, context {shortest:,}", lambda p: by_weights(plan, p)),
         "mpt": Trial(f"against MPT, context {prompt:,}", lambda p: against_mpt(plan, p)),
+        TRAINED: Trial(f"what a bounded cache keeps of the text of {plan.run}", lambda p: kept(plan, p)),
         "endless": Trial(f"endless, 1 layer, width 32: {plan.tokens:,} tokens", lambda p: endless(plan, p)),
     }
-    return [step for name, step in known.items() if name in plan.parts]
+    if plan.run is not None:
+        find(Path(plan.run))
+    return [step for name, step in known.items() if name in plan.parts or (name == TRAINED and plan.run)]
 
 
 def make_model(preset: str) -> TransformerLM:
@@ -192,6 +201,36 @@ def against_mpt(plan: DecodePlan, progress: Progress) -> list[Measurement]:
         }
         rows.append(_row("mpt", {"decoder": name, "context": context}, measured, plan, timing.seconds))
     return rows
+
+
+@torch.inference_mode()
+def kept(plan: DecodePlan, progress: Progress) -> list[Measurement]:
+    """How much of a full cache a trained model keeps of real text: the beginning of each split of its own data."""
+    target = RunTarget(Path(str(plan.run)))
+    data, rows = open_own(target.folder, target.config.data), []
+    for split in data.meta.splits:
+        tokens = torch.from_numpy(data.split(split)[: max(plan.contexts)].astype("int64"))[None]
+        contexts = sorted({min(context, tokens.shape[1]) for context in plan.contexts})
+        progress.note(f"reading {contexts[-1]:,} tokens of {split}")
+        cache = BoundedCache(tolerance=plan.tolerance)
+        for start, end in zip((0, *contexts), contexts, strict=False):
+            for chunk in tokens[:, start:end].split(READ, dim=1):
+                target.model.hidden(chunk, cache=cache)
+            rows.append(_kept_row(cache, {"run": target.name, "split": split, "context": end}))
+    return rows
+
+
+def _kept_row(cache: BoundedCache, case: dict[str, str | int]) -> Measurement:
+    rings = [keys for layer in cache.windows for keys in layer]
+    measured = {
+        "keys kept": _percent(sum(rings), len(rings) * cache.length, "lower"),
+        "longest ring": Measure(value=max(rings), unit="keys"),
+        "shortest ring": Measure(value=min(rings), unit="keys"),
+        "cache": megabytes(cache.bytes),
+        "certificate": Measure(value=cache.certificate.mass, better="lower"),
+        "rows above tolerance": Measure(value=cache.certificate.above, better="lower"),
+    }
+    return _row(TRAINED, case, measured, None, [], str(cache.certificate))
 
 
 def endless(plan: DecodePlan, progress: Progress) -> list[Measurement]:

@@ -12,6 +12,8 @@ from trainshort.registry import did_you_mean
 
 ENGINES = ("plain", "windowed", "windowed-torch", "written-mask", "mpt", "x-transformers")
 PARTS = ("context", "weights", "mpt", "endless")
+TRAINED = "trained"
+"""The part of decode that reads a run's own text with its trained weights: measured when there is a --run."""
 MEMORY = ("all", "longest", "none")
 
 
@@ -64,6 +66,7 @@ class DecodePlan:
     tokens: int = 100_000
     prompts: tuple[int, ...] = (512, 8192)
     preset: str = "small"
+    run: str | None = None
     tolerance: float = 1e-6
     rounds: int = 20
 
@@ -151,7 +154,7 @@ def _check(plan: Plan) -> None:
                 raise InputError(f"--{name} must be at least {least}, got {one}.")
     if not 0 <= getattr(plan, "tolerance", 0) < 1:
         raise InputError("--tolerance is a share of softmax mass, at least 0 and less than 1.")
-    for option, known in (("engines", ENGINES), ("parts", PARTS), ("memory", MEMORY)):
+    for option, known in (("engines", ENGINES), ("parts", (*PARTS, TRAINED)), ("memory", MEMORY)):
         given = getattr(plan, option, ())
         for one in (given,) if isinstance(given, str) else given:
             if one not in known:
@@ -160,6 +163,8 @@ def _check(plan: Plan) -> None:
         _check_model(plan)
     if isinstance(plan, DecodePlan):
         _check_preset(plan.preset)
+        if TRAINED in plan.parts and plan.run is None:
+            raise InputError("--parts trained reads a run's own text with its trained model; give --run RUN.")
 
 
 def _check_model(plan: "EvaluatePlan | TrainingPlan") -> None:

