@@ -17,7 +17,7 @@ from trainshort.bench.measurements import RATIO, BenchResult, Measurement, load
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("README.md", "docs/evaluation.md", "docs/training.md", "docs/windows.md")
+DOCUMENTS = ("README.md", "docs/evaluation.md", "docs/generation.md", "docs/training.md", "docs/windows.md")
 REGION = re.compile(r"(<!-- measured: (\S+) -->\n)(.*?)(<!-- end of measured -->)", re.DOTALL)
 SHORT = (1024, 4096, 16_384, 32_768)
 """Lengths that the README shows."""
@@ -83,11 +83,35 @@ def evaluation(bench: BenchResult) -> str:
     return table("random weights | length | speed | of that at the shortest", rows)
 
 
+def kept(bench: BenchResult) -> str:
+    """What a bounded cache keeps of real text, by context: the range over the splits, and the worst certificate."""
+    contexts: dict[int, list[Measurement]] = {}
+    for row in bench.suites["decode"]:
+        contexts.setdefault(int(row.case["context"]), []).append(row)
+    rows = []
+    for context, cases in contexts.items():
+        shares, rings, sizes, masses, above = (
+            sorted(row.measured[name].value for row in cases)
+            for name in ("keys kept", "longest ring", "cache", "certificate", "rows above tolerance")
+        )
+        share, size = (
+            f"{low:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f}"
+            for low, high in ((shares[0], shares[-1]), (sizes[0], sizes[-1]))
+        )
+        certificate = f"{masses[-1]:.1e}, {f'{above[-1]:,.0f} rows' if above[-1] else 'no row'} above"
+        rows.append([f"{context:,}", f"{share} %", f"{size} MB", f"{rings[-1]:,.0f}", certificate])
+    tolerance = bench.settings["decode"]["tolerance"]
+    return table(
+        f"tokens read | keys kept, of all | cache | longest ring | certificate (tolerance {tolerance:.0e})", rows
+    )
+
+
 TABLES: dict[str, tuple[str, Callable[[BenchResult], str]]] = {
     "attention": ("attention", attention),
     "attention-short": ("attention", lambda bench: attention(bench, SHORT)),
     "training": ("training", training),
     "evaluate": ("evaluate", evaluation),
+    "kept": ("decode-trained", kept),
 }
 
 
