@@ -1,6 +1,7 @@
 """What a run measures, as plain data: one plan per suite, in full size and in a quick one. No torch.
 
-A suite's fields are the options that concern it; `choose` refuses an option that no chosen suite has.
+A suite's fields are its options on the command line, each with its one help text; `choose` refuses an option that no
+chosen suite has.
 """
 
 from collections.abc import Mapping
@@ -19,26 +20,35 @@ MEMORY = ("all", "longest", "none")
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Attention alone, by engine and length."""
+    """Engines and other libraries by length: time, memory, share of the matrix-multiply rate, error."""
 
     lengths: tuple[int, ...] = (1024, 4096, 8192, 16_384, 32_768)
+    """Tokens at a time."""
     engines: tuple[str, ...] = ()
-    """Empty: all that are installed up to 8,192 tokens, plain and windowed beyond."""
+    """windowed, windowed-torch, written-mask, mpt, x-transformers, beside plain. Default: all that are installed,
+    beyond 8,192 tokens only windowed."""
     inputs: str = "normal"
+    """normal, scaled (sharper heads), a .safetensors file of q, k, v, or a run folder to record from."""
     layer: int | None = None
+    """The recorded layer of a run folder, counted from 0. Default: the middle one."""
     tolerance: float = 1e-6
+    """Softmax mass that may be left out."""
     rounds: int | None = None
-    """None: 9 up to 4,096 tokens, 5 at 8,192, 3 beyond."""
+    """Turns of each contestant. Default of attention: 9 up to 4,096 tokens, 5 at 8,192, 3 beyond."""
     memory: str = "all"
+    """all, longest (only at the longest length) or none. Each number is a process of its own, which takes some
+    seconds."""
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Steps of a whole model, by position method and length."""
+    """Training steps of a whole model by position method and length, and of Hugging Face's MPT of the same shape."""
 
     lengths: tuple[int, ...] = (512, 2048, 4096)
     methods: tuple[str, ...] = ("alibi", "none", "sinusoidal", "rotary", "t5")
+    """Position methods."""
     preset: str = "small"
+    """The model's shape, as `trainshort list presets` names them."""
     rounds: int = 5
     memory: str = "all"
     batch_tokens: int = 2048
@@ -47,24 +57,29 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class EvaluatePlan:
-    """Scoring a text, by position method and length."""
+    """How much of its speed a model keeps at long inputs, by position method."""
 
     lengths: tuple[int, ...] = (1024, 4096, 16_384)
     methods: tuple[str, ...] = ("alibi", "sinusoidal")
     preset: str = "small"
     run: str | None = None
+    """A run whose trained model is used; proven windows and rings depend on the weights."""
     rounds: int = 5
     memory: str = "all"
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Single tokens, by context and cache."""
+    """Time per token by context and cache, against reading the weights once, against MPT, without end."""
 
     contexts: tuple[int, ...] = (1024, 65_536)
+    """Tokens that the caches hold."""
     parts: tuple[str, ...] = PARTS
+    """What is measured: context, weights, mpt, endless, trained (with --run)."""
     tokens: int = 100_000
+    """Length of the endless run."""
     prompts: tuple[int, ...] = (512, 8192)
+    """Tokens of the prompts that are compared with MPT."""
     preset: str = "small"
     run: str | None = None
     tolerance: float = 1e-6
@@ -76,8 +91,9 @@ class PreparePlan:
     """Text into tokens, by tokenizer."""
 
     vocabularies: tuple[int, ...] = (2048, 32_768)
+    """Sizes of the tokenizers that are built."""
     megabytes: int | None = None
-    """Text that is used; None: all of the embedded corpus."""
+    """Text that is used. Default: all of the embedded corpus."""
     rounds: int = 3
 
 
@@ -121,7 +137,7 @@ def choose(suites: tuple[str, ...], quick: bool, options: Mapping[str, Any]) -> 
         if not taking:
             known = [name for name, plan in FULL.items() if option in names(plan)]
             raise InputError(
-                f"--{option} concerns {_listed(known)}, and only {_listed(list(plans))} was chosen. "
+                f"--{option} concerns {listed(known)}, and only {listed(list(plans))} was chosen. "
                 f"Leave it out, or add {known[0]}."
             )
         for name in taking:
@@ -138,6 +154,11 @@ def wants_memory(plan: AttentionPlan | TrainingPlan | EvaluatePlan, length: int)
 
 def names(plan: Plan) -> list[str]:
     return [field.name for field in fields(plan)]
+
+
+def listed(words: list[str]) -> str:
+    """a, b and c"""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def described(plans: Mapping[str, Plan], quick: bool) -> dict[str, Any]:
@@ -177,7 +198,3 @@ def _check_preset(name: str) -> None:
     from trainshort.presets import presets
 
     presets.get(name)
-
-
-def _listed(words: list[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -1,11 +1,12 @@
 """`trainshort bench`: speed and memory against peers, as stored results."""
 
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from trainshort.commands.parser import Arg
+from trainshort.commands.parser import Arg, Option, Parser, of_class
 from trainshort.errors import InputError
 
 if TYPE_CHECKING:
@@ -13,19 +14,10 @@ if TYPE_CHECKING:
 
     from trainshort.bench import measurements
 
-OWN = ("suites", "quick", "out", "against", "results")
-"""Fields that are not settings of a suite."""
-
 
 @dataclass(frozen=True)
 class Bench:
     """Measure speed and memory against peers in one run, store the numbers, compare them with earlier ones.
-
-    attention: engines and other libraries by length: time, memory, share of the matrix-multiply rate, error.
-    training: position methods by length, and Hugging Face's MPT of the same shape.
-    evaluate: how much of its speed a model keeps at long inputs.
-    decode: time per token by context and cache, against reading the weights once, against MPT, without end.
-    prepare: text into tokens.
 
     In full size it takes long, mostly for plain attention at the longest lengths; --quick takes a few minutes.
     Tables go to standard output, progress to standard error, the file is written after every step.
@@ -45,41 +37,22 @@ class Bench:
     """attention, training, evaluate, decode, prepare. Default: all."""
     quick: bool = False
     """Small sizes and few rounds, to see that everything runs; not numbers to quote."""
-    rounds: int | None = None
-    """Turns of each contestant, in every suite."""
-    lengths: tuple[int, ...] = ()
-    """Of attention, training and evaluate: tokens at a time."""
-    preset: str | None = None
-    """Of training, evaluate and decode: the model's shape, as `trainshort list presets` names them."""
-    methods: tuple[str, ...] = ()
-    """Of training and evaluate: position methods."""
-    memory: str | None = None
-    """Of attention, training and evaluate: all (default), longest (only at the longest length) or none. Each number is
-    a process of its own, which takes some seconds."""
-    tolerance: float | None = None
-    """Of attention and decode: softmax mass that may be left out. Default: 1e-6."""
-    inputs: str | None = None
-    """Of attention: normal, scaled (sharper heads), a .safetensors file of q, k, v, or a run folder to record from."""
-    layer: int | None = None
-    """Of attention with a run folder: the recorded layer, counted from 0. Default: the middle one."""
-    engines: tuple[str, ...] = ()
-    """Of attention: windowed, windowed-torch, written-mask, mpt, x-transformers, beside plain. Default: all,
-    beyond 8,192 tokens only windowed."""
-    run_folder: Annotated[Path | None, Arg(name="run")] = None
-    """Of evaluate, and of decode's part trained: a run whose trained model is used; windows and rings depend on the
-    weights."""
-    contexts: tuple[int, ...] = ()
-    """Of decode: tokens that the caches hold."""
-    parts: tuple[str, ...] = ()
-    """Of decode: context, weights, mpt, endless, trained (with --run)."""
-    tokens: int | None = None
-    """Of decode: length of the endless run. Default: 100,000."""
     out: Path | None = None
     """Where the result is written. Default: runs/bench/TIME.json, where `trainshort report runs` finds it."""
     against: Path | None = None
     """An earlier result; afterwards a table shows what changed."""
     results: Path | None = None
     """A stored result to compare with --against, instead of measuring."""
+    options: Any = None
+    """Settings of the suites that were given."""
+
+    @classmethod
+    def parse(cls, words: list[str]) -> "Bench":
+        """From the command line: the options above, and one for every setting of a suite."""
+        own = [option for option in of_class(cls) if option.field != "options"]
+        made = suite_options()
+        values = Parser("trainshort bench", [*own, *made], described(cls)).parse(words)
+        return cls(**{one.field: values.pop(one.field) for one in own}, options=values)
 
     def run(self) -> None:
         from rich.console import Console
@@ -87,8 +60,7 @@ class Bench:
         from trainshort.bench.compare import compare, print_comparison, wide_console
         from trainshort.bench.measurements import load
 
-        options = {name: value for name, value in vars(self).items() if name not in (*OWN, "run_folder")}
-        options["run"] = None if self.run_folder is None else str(self.run_folder)
+        options = self.options or {}
         old = load(self.against) if self.against else None  # a wrong name should not wait for the measurements
         console = wide_console()
         if self.results is not None:
@@ -107,7 +79,8 @@ class Bench:
         from trainshort.bench.suites import choose
 
         plans = choose(self.suites, self.quick, options)
-        if self.layer is not None and not (self.inputs and Path(self.inputs).is_dir()):
+        inputs = options.get("inputs")
+        if options.get("layer") is not None and not (inputs and Path(inputs).is_dir()):
             raise InputError("--layer chooses what is recorded from a run; give --inputs RUN with it.")
         out = self.out or Path("runs/bench") / f"{datetime.now():%Y-%m-%d-%H%M%S}.json"
         if out.exists():
@@ -123,3 +96,31 @@ class Bench:
         given += [name for name in ("quick", "out", "suites") if getattr(self, name)]
         if given:
             raise InputError(f"--results compares two stored files and measures nothing; leave out {', '.join(given)}.")
+
+
+def suite_options() -> list[Option]:
+    """Every setting of a suite, once, with the suites that have it and the default that all of these share."""
+    from trainshort.bench.suites import FULL, listed
+
+    found: dict[str, list[tuple[str, Option]]] = {}
+    for suite, plan in FULL.items():
+        for one in of_class(type(plan)):
+            found.setdefault(one.field, []).append((suite, one))
+    made = []
+    for having in found.values():
+        suites, alike = zip(*having, strict=True)
+        text, default = next(one.help for one in alike if one.help), alike[0].default
+        if len(suites) < len(FULL):
+            text = f"Of {listed(list(suites))}: {text[:1].lower()}{text[1:]}"
+        if len({one.default for one in alike}) == 1 and default not in (None, ()) and "Default" not in text:
+            text += f" Default: {' '.join(map(str, default)) if isinstance(default, tuple) else default}."
+        made.append(replace(alike[0], help=text, default=None))
+    return made
+
+
+def described(command: type) -> str:
+    """What the command does, with a line of each suite."""
+    from trainshort.bench.suites import FULL
+
+    head, rest = inspect.cleandoc(command.__doc__ or "").split("\n\n", 1)
+    return f"{head}\n\n{chr(10).join(f'  {name}: {type(plan).__doc__}' for name, plan in FULL.items())}\n\n{rest}"

@@ -2,15 +2,57 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from trainshort.commands.parser import Arg
 from trainshort.errors import InputError
 from trainshort.files import make_folder
 
+if TYPE_CHECKING:
+    from trainshort.evaluate.target import Target
+
 
 @dataclass(frozen=True)
-class Evaluate:
+class OnText:
+    """What `evaluate` and `analyze` both take: a model, a text, and how the one reads the other."""
+
+    target: Annotated[str, Arg(metavar="RUN", positional=True)]
+    """A run folder, one of its checkpoints, a Hugging Face model's folder, or its name on the hub."""
+    data: tuple[str, ...] = ()
+    """Prepared folder, text files, or a corpus by name. Default: the run's own data."""
+    split: str = "valid"
+    """Part of the data: valid, test or train."""
+    lengths: tuple[str, ...] = ()
+    """Numbers, multiples of the training length (2x), or paper. Default: 1x 2x 4x 8x 16x, as far as the text goes."""
+    max_tokens: int | None = None
+    """Only the first so many tokens, for a quick look."""
+    trained_at: int | None = None
+    """The training length, for a model that does not tell it or tells it wrong."""
+    batch_tokens: int = 16_384
+    """Tokens read at once, if several passes fit in them."""
+    precision: str = "float32"
+    """float32 or bfloat16."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, ... Default: cuda where there is one."""
+    out: Path | None = None
+    """Folder for results. Default: the run folder; for Hugging Face models runs/NAME."""
+    again: bool = False
+    """Measure anew what was measured before for the same model, text and settings."""
+
+    def open(self) -> "Target":
+        """The model, with the folder that its results go to."""
+        from trainshort.evaluate.target import open_target, pick_device
+
+        target = open_target(
+            self.target, device=pick_device(self.device), precision=self.precision, trained_at=self.trained_at
+        )
+        if self.out is not None:
+            target.folder = make_folder(self.out)
+        return target
+
+
+@dataclass(frozen=True)
+class Evaluate(OnText):
     """How good a model is at each length: a table, a picture, eval/*.json, and the extrapolation card.
 
     Every token of the text is scored exactly once at every length. A killed evaluation goes on where it stopped when
@@ -25,34 +67,12 @@ class Evaluate:
       trainshort evaluate gpt2 --data book.txt --lengths 256 1024
     """
 
-    target: Annotated[str, Arg(metavar="RUN", positional=True)]
-    """A run folder, one of its checkpoints, a Hugging Face model's folder, or its name on the hub."""
-    data: tuple[str, ...] = ()
-    """Prepared folder, text files, or a corpus by name. Default: the run's own data."""
-    split: str = "valid"
-    """Part of the data: valid, test or train."""
-    lengths: tuple[str, ...] = ()
-    """Numbers, multiples of the training length (2x), or paper. Default: 1x 2x 4x 8x 16x, as far as the text goes."""
     stride: int | None = None
     """Tokens that each pass scores; it re-reads the rest of the length. Default: the length, without overlap."""
-    max_tokens: int | None = None
-    """Score only the first so many tokens, for a quick look."""
     slopes: str | None = None
     """Other ALiBi slopes than trained: interpolate, max_bias=16, or window=512."""
-    trained_at: int | None = None
-    """The training length, for a model that does not tell it or tells it wrong."""
-    batch_tokens: int = 16_384
-    """Tokens read at once, if several passes fit in them."""
     memory: float | None = None
     """Gigabytes that may be taken; a length that needs more is reported as out of memory. Default: what is free."""
-    precision: str = "float32"
-    """float32 or bfloat16."""
-    device: str | None = None
-    """cpu, cuda, cuda:1, ... Default: cuda where there is one."""
-    out: Path | None = None
-    """Folder for results. Default: the run folder; for Hugging Face models runs/NAME."""
-    again: bool = False
-    """Score lengths anew that were scored before."""
     dry_run: bool = False
     """Only say what it would cost."""
 
@@ -62,7 +82,6 @@ class Evaluate:
         from trainshort.evaluate.other_slopes import OtherSlopes
         from trainshort.evaluate.session import evaluate
         from trainshort.evaluate.sweep import Sweep
-        from trainshort.evaluate.target import open_target, pick_device
         from trainshort.evaluate.text import open_text
         from trainshort.passes import read_lengths
 
@@ -71,11 +90,7 @@ class Evaluate:
         if self.memory is not None and not self.memory > 0:
             raise InputError(f"--memory is a number of gigabytes above 0, got {self.memory}.")
         slopes = None if self.slopes is None else OtherSlopes.read(self.slopes)
-        target = open_target(
-            self.target, device=pick_device(self.device), precision=self.precision, trained_at=self.trained_at
-        )
-        if self.out is not None:
-            target.folder = make_folder(self.out)
+        target = self.open()
         text = open_text(target, self.data, self.split, self.max_tokens)
         lengths = read_lengths(self.lengths, target.trained_at, len(text.tokens))
         plan = Sweep(text.tokens, lengths, self.stride, slopes, self.batch_tokens, self.memory)
