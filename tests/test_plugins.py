@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
+import trainshort
 from trainshort import plugins
 from trainshort.cache import Cache
+from trainshort.checkpoint.tensors import sha256_of
 from trainshort.commands.train import Train
 from trainshort.config import ModelConfig, RunConfig, load_config
 from trainshort.errors import InputError
+from trainshort.generate.state import load_state, save_state
 from trainshort.methods import MOVED, methods
 from trainshort.model import TransformerLM
 from trainshort.plots.figures import color
@@ -88,6 +93,21 @@ def test_it_is_in_the_report_with_its_own_colour(trained):
 def test_reproduce_takes_it(trained):
     told = command(trained, "reproduce", "--only", "table2", "--methods", "alibi,kerple-log", "--plan")
     assert "kerple-log" in told
+
+
+def test_bench_takes_it(trained):
+    words = "bench training evaluate --quick --methods kerple-log --preset tiny --lengths 64 --memory none --rounds 1"
+    told = command(trained, *words.split(), "--out", "bench.json")
+    assert "kerple-log" in told
+    suites = json.loads((trained / "bench.json").read_text())["suites"]
+    assert [row["case"]["model"] for name in ("training", "evaluate") for row in suites[name]].count("kerple-log") == 2
+
+
+def test_analyze_takes_it(trained):
+    words = "analyze run --only reach recall --samples 2 --max-tokens 600"
+    told = " ".join(command(trained, *words.split()).split())
+    for name in ("reach", "recall"):
+        assert json.loads((trained / "run" / "analysis" / f"{name}.json").read_text())["result"]["summary"] in told
 
 
 def test_it_generates(trained):
@@ -214,6 +234,31 @@ def test_a_bias_that_looks_at_the_text_has_a_place_in_the_cache():
     total, _ = model.train()(tokens, tokens)
     total.backward()
     assert all(gate.weight.grad.abs().sum() > 0 for gate in model.position.gates)
+
+
+def test_what_a_saved_state_says_of_such_a_place_must_fit_the_model(tmp_path):
+    torch.manual_seed(0)
+    model = TransformerLM(ModelConfig(vocabulary=50, layers=2, width=32, heads=4, position="forget-gate")).eval()
+    made, path = trainshort.stream(model, list(range(20)), tokens=8, temperature=0), tmp_path / "state"
+    [next(made) for _ in range(4)]
+    save_state(made, path)
+    rest = [token.id for token in made]
+    assert [token.id for token in load_state(path, model)] == rest
+    with safe_open(path, framework="pt") as file:
+        text, stored = file.metadata()["state"], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    name = "0.layer1.place_sum"
+    for wrong, message in (
+        ({name: stored[name][:, :, :-1]}, r"'sum' should be torch.float32 \(1, 4, 23\), but it holds .*\(1, 4, 22\)"),
+        ({name: stored[name].double()}, ".* it holds torch.float64"),
+        (
+            {"0.layer0.place_more": stored[name].clone()},
+            "'more', which the position method does not keep, does not fit",
+        ),
+    ):
+        tensors = {key: tensor.contiguous() for key, tensor in (stored | wrong).items()}
+        save_file(tensors, path, metadata={"state": text, "sha256": sha256_of(tensors, text.encode())})
+        with pytest.raises(InputError, match=f"cannot be resumed: {message}"):
+            load_state(path, model)
 
 
 def test_float32_stays_by_the_base_class():

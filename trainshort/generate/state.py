@@ -7,9 +7,11 @@ weights.
 
 import json
 import os
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ConfigDict, Field
 from pydantic_core import to_json
 from safetensors import SafetensorError, safe_open
@@ -27,6 +29,7 @@ from trainshort.generate.sample import REPLAYED, Sample, Token
 from trainshort.generate.settings import GenerateConfig
 from trainshort.generate.streaming import TokenStream
 from trainshort.model import TransformerLM
+from trainshort.positions import LayerInput
 
 FORMAT = 1
 REMEMBERED = ("mode", "tolerance", "window", "sinks")
@@ -160,6 +163,22 @@ def _restore_cache(cache: Cache, model: TransformerLM, tensors: dict[str, Tensor
         }
         cache.layer(index).restore(stored, layer_facts, like, bias)
     check(len({layer.length for layer in cache.layers}) <= 1, "the length of a layer")
+    if model.position.reads_text() and cache.length:
+        _check_places(cache, model)
+
+
+def _check_places(cache: Cache, model: TransformerLM) -> None:
+    """What a method that looks at the text left in the cache must have the shapes that it leaves there after as many
+    tokens: it is asked on the meta device, where shapes cost nothing."""
+    position = deepcopy(model.position).to("meta")
+    weight = next(model.parameters())
+    x = torch.empty(1, cache.length, model.config.width, dtype=weight.dtype, device="meta")
+    for index, layer in enumerate(cache.layers):
+        wanted: dict[str, Tensor] = {}
+        position.text_bias(LayerInput(index, x, cache.length, wanted))
+        for name in wanted.keys() | layer.place.keys():
+            check(name in wanted, f"'{name}', which the position method does not keep,")
+            saved_tensor(layer.place, name, tuple(wanted[name].shape), wanted[name])
 
 
 def _read(path: Path) -> tuple[str, dict[str, Tensor]]:
