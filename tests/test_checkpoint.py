@@ -23,7 +23,7 @@ def snapshot(step: int, loss: float | None = None, model: ModelConfig = MODEL, s
     torch.manual_seed(seed)
     net = TransformerLM(config.model)
     optimizer = optim.build(net, config.optim)
-    moments = optim.state_tensors(optimizer, net, config.optim)
+    moments = optim.state_tensors(optimizer, net)
     for tensor in moments.values():
         tensor.normal_()
     state = State(step=step, tokens=7 * step, seconds=0.1, window_nll=1 / 3, window_count=5)

@@ -55,7 +55,7 @@ def test_nesterov_is_fairseqs(decay):
     momentum, rates = 0.99, [1e-7, 0.5, 1.0, 0.3, 0.3, 1e-4]
     parameter = nn.Parameter(torch.randn(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
     expected, velocity, old = parameter.detach().clone(), torch.zeros(3, 2, dtype=torch.float64), rates[0]
-    ours = optim.Nesterov([{"params": [parameter], "weight_decay": decay}], lr=1.0, momentum=momentum)
+    ours = optim.Nesterov([{"params": [parameter], "weight_decay": decay, "scale": 1.0}], lr=1.0, momentum=momentum)
     for step, rate in enumerate(rates):
         gradient = torch.randn(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(10 + step))
         parameter.grad = gradient.clone()
@@ -69,7 +69,7 @@ def test_nesterov_is_fairseqs(decay):
         torch.testing.assert_close(parameter.detach(), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["adamw", "nesterov"])
+@pytest.mark.parametrize("name", ["adamw", "nesterov", "muon"])
 def test_matrices_decay_and_vectors_do_not(name):
     model = small_model()
     before = copy.deepcopy(model)
@@ -100,7 +100,7 @@ def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> 
     optim.step(optimizer, model.parameters(), 0.01 * (step + 1))
 
 
-@pytest.mark.parametrize("name", ["adamw", "nesterov"])
+@pytest.mark.parametrize("name", ["adamw", "nesterov", "muon"])
 def test_an_optimizer_rebuilt_from_its_tensors_goes_on_bit_for_bit(name):
     config = OptimConfig(name=name)
     model = small_model()
@@ -110,8 +110,8 @@ def test_an_optimizer_rebuilt_from_its_tensors_goes_on_bit_for_bit(name):
 
     other = copy.deepcopy(model)
     rebuilt = optim.build(other, config)
-    kept = {key: value.clone() for key, value in optim.state_tensors(optimizer, model, config).items()}
-    for key, tensor in optim.state_tensors(rebuilt, other, config).items():
+    kept = {key: value.clone() for key, value in optim.state_tensors(optimizer, model).items()}
+    for key, tensor in optim.state_tensors(rebuilt, other).items():
         tensor.copy_(kept[key])
     optim.set_steps(rebuilt, 3)
 

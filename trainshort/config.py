@@ -193,8 +193,8 @@ class DataConfig(Settings):
 class OptimConfig(Settings):
     """How weights are moved."""
 
-    name: Literal["adamw", "nesterov"] = "adamw"
-    """adamw, or the paper's Nesterov momentum."""
+    name: Literal["adamw", "nesterov", "muon"] = "adamw"
+    """adamw, the paper's Nesterov momentum, or muon: orthogonal steps for the layers' matrices, AdamW for the rest."""
     lr: float = Field(default=2e-3, gt=0)
     """Peak learning rate."""
     min_lr: float = Field(default=0.0, ge=0)
@@ -208,9 +208,11 @@ class OptimConfig(Settings):
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW: decay of the two moments."""
     momentum: float = Field(default=0.99, ge=0, lt=1)
-    """Nesterov: momentum."""
+    """Nesterov and Muon: momentum (usual with Muon: 0.95)."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decay of matrices; vectors (norms, biases, slopes) are not decayed."""
+    """Decay of matrices; vectors (norms, biases, slopes) and the position method's own are not decayed."""
+    position_lr: float = Field(default=1.0, ge=0)
+    """Learning rate of what the position method trains (T5's table, learned positions), as a multiple of lr."""
     clip: float = Field(default=1.0, ge=0)
     """Largest gradient norm; 0 does not clip."""
 
@@ -276,6 +278,15 @@ class RunConfig(Settings):
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _whole_matrices(self) -> Self:
+        if self.optim.name == "muon" and self.train.parallel != "ddp":
+            raise ValueError(
+                f"optim.name muon needs whole matrices, and train.parallel {self.train.parallel} shares them out; "
+                "use ddp, or adamw"
+            )
+        return self
 
     @model_validator(mode="after")
     def _same_format(self) -> Self:

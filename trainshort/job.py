@@ -53,7 +53,7 @@ class Job:
         """The tensors of a checkpoint."""
         return {
             "model": tensors.model_tensors(self.replica.model),
-            "optimizer": optim.state_tensors(self.optimizer, self.replica.model, self.config.optim),
+            "optimizer": optim.state_tensors(self.optimizer, self.replica.model),
         }
 
     def snapshot(self, state: State) -> Snapshot:

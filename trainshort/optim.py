@@ -1,4 +1,4 @@
-"""How weights are moved: two optimizers, and a learning rate that is a pure function of the step's number.
+"""How weights are moved: three optimizers, and a learning rate that is a pure function of the step's number.
 
 The schedule keeps no state, so there is none to save or to restore wrongly. Optimizer state is only tensors beside
 parameters (moments or momentum), under the parameter's name; every parameter is updated every time, so the count of
@@ -9,12 +9,13 @@ import math
 from collections.abc import Iterable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from trainshort.config import OptimConfig
 
-STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "nesterov": ("momentum_buffer",)}
-"""Tensors the optimizers keep beside each parameter."""
+MOMENTS, MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+"""Tensors that are kept beside a parameter: by AdamW, and by Nesterov and Muon."""
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
@@ -58,20 +59,95 @@ class Nesterov(torch.optim.SGD):
         super().step(closure)
 
 
-def groups(model: nn.Module, decay: float) -> list[dict]:
-    """Matrices are decayed; vectors (norms, biases, slopes) are not."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+class Muon(torch.optim.AdamW):
+    """Matrices inside the layers by Muon (Jordan 2024), all else by AdamW, under one learning rate.
+
+    Muon's step is the nearest orthogonal matrix to the momentum: every direction of a weight is moved equally far, also
+    those in which gradients are small. Its size is AdamW's (Moonlight's 0.2·√width), so both take one rate. torch's own
+    Muon iterates in bfloat16, for which most CPUs have no unit; here it is float32, all matrices of a shape at once.
+    """
+
+    def __init__(self, groups: list[dict], *, lr: float, betas: tuple[float, float], momentum: float) -> None:
+        super().__init__(groups, lr=lr, betas=betas, fused=True)
+        self.momentum = momentum
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        every = self.param_groups
+        self.param_groups = [group for group in every if group["keeps"] is MOMENTS]
+        super().step(closure)
+        self.param_groups = every
+        for group in every:
+            if group["keeps"] is MOMENTUM:
+                self._turn(group)
+
+    def _turn(self, group: dict) -> None:
+        shapes: dict[torch.Size, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            shapes.setdefault(parameter.shape, []).append(parameter)
+        for (rows, columns), alike in shapes.items():
+            ahead = []
+            for parameter in alike:
+                state = self.state[parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                buffer = state["momentum_buffer"].lerp_(parameter.grad, 1 - self.momentum)
+                ahead.append(parameter.grad.lerp(buffer, self.momentum))
+            size = 0.2 * math.sqrt(max(rows, columns)) * group["lr"]
+            for parameter, turned in zip(alike, orthogonal(torch.stack(ahead)), strict=True):
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(turned, alpha=size)
+
+
+def orthogonal(matrices: Float[Tensor, "n rows columns"]) -> Float[Tensor, "n rows columns"]:
+    """Each matrix with its singular values brought near 1 (0.7 to 1.2), by five Newton-Schulz steps:
+
+        x ← a·x + b·(xxᵀ)x + c·(xxᵀ)²x        is, for each singular value,        s ← a·s + b·s³ + c·s⁵
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def groups(model: nn.Module, config: OptimConfig) -> list[dict]:
+    """Matrices are decayed; vectors (norms, biases, slopes) are not, nor is what the position method owns, which has a
+    learning rate of its own: a T5 bias is a bias, though its numbers for all heads stand in one table."""
+    kinds: dict[str, list[nn.Parameter]] = {"matrix": [], "embedding": [], "position": [], "vector": []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kinds[_kind(name, parameter)].append(parameter)
+    keeps = MOMENTUM if config.name == "nesterov" else MOMENTS
+    decay, scale = config.weight_decay, config.position_lr
+    matrices = MOMENTUM if config.name == "muon" else keeps
+    made = [
+        {"params": kinds["matrix"], "weight_decay": decay, "scale": 1.0, "keeps": matrices},
+        {"params": kinds["embedding"], "weight_decay": decay, "scale": 1.0, "keeps": keeps},
+        {"params": kinds["vector"], "weight_decay": 0.0, "scale": 1.0, "keeps": keeps},
+        {"params": kinds["position"], "weight_decay": 0.0, "scale": scale, "keeps": keeps},
     ]
+    return [group for group in made if group["params"]]
+
+
+def _kind(name: str, parameter: nn.Parameter) -> str:
+    if name.startswith("position."):
+        return "position"
+    if parameter.ndim < 2:
+        return "vector"
+    return "embedding" if name.startswith("vocabulary.") else "matrix"
 
 
 def build(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """The optimizer a config asks for. The rate set here is replaced before every step."""
+    made = groups(model, config)
     if config.name == "nesterov":
-        return Nesterov(groups(model, config.weight_decay), lr=config.lr, momentum=config.momentum)
-    return torch.optim.AdamW(groups(model, config.weight_decay), lr=config.lr, betas=config.betas, fused=True)
+        return Nesterov(made, lr=config.lr, momentum=config.momentum)
+    if config.name == "muon":
+        return Muon(made, lr=config.lr, betas=config.betas, momentum=config.momentum)
+    return torch.optim.AdamW(made, lr=config.lr, betas=config.betas, fused=True)
 
 
 def step(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], rate: float) -> None:
@@ -84,7 +160,7 @@ def step(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], r
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["scale"]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
@@ -95,17 +171,18 @@ def clip(parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # pyright: ignore
 
 
-def state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, config: OptimConfig) -> dict[str, Tensor]:
+def state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The optimizer's tensors by "parameter.kind"; made as zeros where no step has made them yet.
 
     They are the optimizer's own, not copies: loading into them in place is restoring the optimizer.
     """
     tensors = {}
+    keeps = {parameter: group["keeps"] for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         state = optimizer.state[parameter]
-        for kind in STATE[config.name]:
+        for kind in keeps[parameter]:
             if kind not in state:
                 state[kind] = torch.zeros_like(parameter)
             tensors[f"{name}.{kind}"] = state[kind]
