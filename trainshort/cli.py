@@ -43,6 +43,7 @@ COMMANDS: dict[str, Command] = {
     "reproduce": Command("trainshort.commands.reproduce:Reproduce", "the paper's tables and figures, at a scale"),
     "show": Command("trainshort.commands.names:Show", "a recipe's settings"),
     "train": Command("trainshort.commands.train:Train", "train a model by a recipe, into a run folder"),
+    "tune": Command("trainshort.commands.tune:Tune", "the search behind the laptop's recipe"),
     "verify": Command("trainshort.commands.exports:Verify", "whether an export computes what its run computes"),
 }
 

@@ -101,7 +101,7 @@ class Muon(torch.optim.AdamW):
 def orthogonal(matrices: Float[Tensor, "n rows columns"]) -> Float[Tensor, "n rows columns"]:
     """Each matrix with its singular values brought near 1 (0.7 to 1.2), by five Newton-Schulz steps:
 
-        x ← a·x + b·(xxᵀ)x + c·(xxᵀ)²x        is, for each singular value,        s ← a·s + b·s³ + c·s⁵
+    x ← a·x + b·(xxᵀ)x + c·(xxᵀ)²x        is, for each singular value,        s ← a·s + b·s³ + c·s⁵
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrices.shape[1] > matrices.shape[2]

@@ -40,7 +40,7 @@ def write_evaluation(
     folder: Path, config: RunConfig, perplexities: dict[int, float], *, tokens: int, **protocol
 ) -> Path:
     """One evaluation of a run; `step` makes it one of a checkpoint."""
-    stride, split, step = protocol.get("stride"), protocol.get("split", "valid"), protocol.get("step")
+    stride, split, step = protocol.get("stride"), protocol.get("split", LAPTOP.split), protocol.get("step")
     evaluation = Evaluation(
         target={
             "name": folder.name,
@@ -70,7 +70,7 @@ def make_run(
     save_config(config, folder / "config.json")
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "seconds": 60.0, "tokens": 10_000}) + "\n")
     (folder / "sessions.jsonl").write_text(json.dumps({"step": 0, **ORIGIN}) + "\n")
-    write_evaluation(folder, config, plain, tokens=16_384)
+    write_evaluation(folder, config, plain, tokens=LAPTOP.eval_tokens or 0)
     (folder / "analysis").mkdir()
     heads = [{"window": window, "proven": 2 * window if position == "alibi" else None} for window in (90, 30, 60)]
     (folder / "analysis" / "reach.json").write_text(

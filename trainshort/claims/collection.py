@@ -17,8 +17,8 @@ from trainshort.evaluate.query import Query, Stored, find, rows
 from trainshort.evaluate.results import LengthScore
 from trainshort.files import read_sealed
 from trainshort.journal import read_lines
-from trainshort.recipes.scales import LENGTHS, SETUPS, Scale, Variant, scales
-from trainshort.runs import RunFolder, first_name, read_metrics, run_name
+from trainshort.recipes.scales import FIRST_LAPTOP, LENGTHS, SETUPS, Scale, Variant, scales
+from trainshort.runs import RunFolder, read_metrics
 
 COST_FILE = "cost.json"
 COST_FORMAT = 1
@@ -78,11 +78,10 @@ class Collection:
         """The scale that most of the runs belong to; None when they are somebody's own."""
         runs = {name: (run.config.model.position, run.config.train.seed) for name, run in self.runs.items()}
         known = {name: (str(entry["position"]), 1) for name, entry in self.costs.items()} | runs
-        counts = {
-            name: sum(_made_at(scale, run, *which) for run, which in known.items()) for name, scale in scales.items()
-        }
-        best = max(counts, key=lambda name: counts[name])
-        return scales.get(best) if counts[best] else None
+        known_scales = [*(scale for _, scale in scales.items()), FIRST_LAPTOP]
+        counts = [sum(_made_at(scale, run, *which) for run, which in known.items()) for scale in known_scales]
+        best = max(range(len(counts)), key=counts.__getitem__)
+        return known_scales[best] if counts[best] else None
 
     def run(self, variant: Variant, scale: Scale) -> Run | None:
         """The run of a model; where there is none of this version, the one of 0.1.0."""
@@ -97,8 +96,7 @@ class Collection:
         again and again."""
         key = (scale.name, variant)
         if key not in self.names:
-            config = scale.config(variant)
-            self.names[key] = (run_name(config), first_name(config))
+            self.names[key] = scale.names(variant)
         return self.names[key]
 
 
@@ -109,8 +107,7 @@ def _made_at(scale: Scale, name: str, position: str, seed: int) -> bool:
     wanted = [
         Variant(setup, position, at, seed) for setup in setups for at in LENGTHS if str(scale.length(at)) == length
     ]
-    configs = [scale.config(variant) for variant in wanted]
-    return any(name in (run_name(config), first_name(config)) for config in configs)
+    return any(name in scale.names(variant) for variant in wanted)
 
 
 def collect(paths: Sequence[Path]) -> Collection:

@@ -1,11 +1,28 @@
 """Claims about perplexity: how far each method is good, and why.
 
-Thresholds were set before any run was looked at; what was changed later is said at the claim (`rule`).
+Thresholds were set before any run was looked at. That a difference within chance is called "cannot tell" came later,
+and is said at each claim (`rule`).
 """
 
-from trainshort.claims.measured import Measured, View
-from trainshort.claims.verdicts import Outcome, Rule, claim, missing, sources, verdict
-from trainshort.recipes.experiments import EvalProtocol, method_name, queries
+import math
+
+from trainshort.claims.measured import Compared, Measured, View
+from trainshort.claims.verdicts import (
+    BY_CHANCE,
+    Outcome,
+    Rule,
+    above,
+    below,
+    claim,
+    detectable,
+    every,
+    missing,
+    opposite,
+    sources,
+    verdict,
+)
+from trainshort.evaluate.results import interval
+from trainshort.recipes.experiments import Reading, method_name, queries
 from trainshort.recipes.scales import Variant
 
 BASE = 512
@@ -23,6 +40,12 @@ def ppl(view: View, position: str, at: float, *, length: int = BASE, stride: int
     """Perplexity of a WikiText-103 model read at a multiple of its training length."""
     found = view.read(Variant("wikitext103", position, length), EvalProtocol(round(length * at), stride))
     return found if found and found.values else None
+
+
+def further(view: View, position: str, at: float, stride: int | None = None) -> Compared | None:
+    """How much more perplexity a model has at a multiple of its length than at its length."""
+    variant = Variant("wikitext103", position, BASE)
+    return view.perplexities((variant, Reading(round(BASE * at), stride)), (variant, Reading(BASE, stride)))
 
 
 def usable(view: View, position: str) -> tuple[int, bool, Measured] | None:
@@ -58,117 +81,122 @@ def extrapolation_order(view: View) -> Outcome:
     text = ", ".join(f"{method_name(m)} {one[0]:,}{'+' if one[1] else ''}" for m, one in found.items() if one)
     ordered = reach == sorted(reach) and reach[0] < reach[-1]
     reason = f"Longest length at most {SLACK - 1:.0%} above the perplexity at its own; +: no longer one was tried."
-    return Outcome(verdict(ordered), text, reason, sources(*(one[2] for one in found.values() if one)))
+    least = detectable(*(further(view, method, 2) for method in ORDER))
+    return Outcome(verdict(ordered), text, reason, sources(*(one[2] for one in found.values() if one)), least)
 
 
 @claim(
     "alibi-holds",
     "ALiBi is no worse at many times its training length.",
     "19.73 at 512, 18.34 at 8,512 (16.6 times)",
+    rule=BY_CHANCE,
 )
 def alibi_holds(view: View) -> Outcome:
-    base, far = ppl(view, "alibi", 1), ppl(view, "alibi", 16)
-    if base is None or far is None:
+    base, far, change = ppl(view, "alibi", 1), ppl(view, "alibi", 16), further(view, "alibi", 16)
+    if base is None or far is None or change is None:
         return missing("an ALiBi model read at 1 and 16 times its length")
-    reason = f"{far.value / base.value - 1:+.1%}; up to {SLACK - 1:+.0%} counts as no worse."
-    return Outcome(
-        verdict(far.value <= SLACK * base.value),
-        f"{base.value:.2f}, then {far.value:.2f} at 16 times",
-        reason,
-        sources(base, far),
-    )
+    reason = f"{change}; up to {SLACK - 1:+.0%} counts as no worse."
+    text = f"{base.value:.2f}, then {far.value:.2f} at 16 times"
+    return Outcome(opposite(above(change, SLACK - 1)), text, reason, change.sources, detectable(change))
 
 
 @claim(
     "sinusoidal-fails",
     "Sinusoidal positions fail soon after the training length.",
     "20.05 at 512, 43.54 at 1,012, 305.65 at 8,512",
+    rule=BY_CHANCE,
 )
 def sinusoidal_fails(view: View) -> Outcome:
     base, double, far = (ppl(view, "sinusoidal", times) for times in (1, 2, 16))
-    if base is None or double is None:
+    change = further(view, "sinusoidal", 2)
+    if base is None or double is None or change is None:
         return missing("a sinusoidal model read at 1 and 2 times its length")
     text = f"{base.value:.2f}, then {double.value:.2f} at twice" + (f", {far.value:.2f} at 16 times" if far else "")
-    reason = f"{double.value / base.value - 1:+.0%} at twice the length; {WORSE - 1:+.0%} counts as clearly worse."
-    return Outcome(verdict(double.value > WORSE * base.value), text, reason, sources(base, double, far))
+    reason = f"{change} at twice the length; {WORSE - 1:+.0%} counts as clearly worse."
+    return Outcome(above(change, WORSE - 1), text, reason, sources(base, double, far), detectable(change))
 
 
 @claim(
     "short-beats-long",
     "ALiBi trained at 512 and read at 3,072 beats sinusoidal trained at 3,072, on equally many tokens.",
     "18.40 against 18.67 ± 0.24",
+    rule=BY_CHANCE,
 )
 def short_beats_long(view: View) -> Outcome:
     short, long = ppl(view, "alibi", 6), ppl(view, "sinusoidal", 1, length=3072)
-    if short is None or long is None:
-        return missing("sinusoidal trained at six times the length (`--only table6`)")
-    reason = f"ALiBi is {short.value / long.value - 1:+.1%} from sinusoidal; both saw equally many tokens."
-    return Outcome(
-        verdict(short.value < long.value), f"{short.value:.2f} against {long.value:.2f}", reason, sources(short, long)
-    )
+    far = Reading(3072)
+    models = (Variant("wikitext103", "alibi", BASE), far), (Variant("wikitext103", "sinusoidal", 3072), far)
+    change = view.perplexities(*models)
+    if short is None or long is None or change is None:
+        return missing("sinusoidal trained at six times the length (`--only demo` or `table6`)")
+    reason = f"ALiBi is {change} from sinusoidal; both saw equally many tokens."
+    text = f"{short.value:.2f} against {long.value:.2f}"
+    return Outcome(below(change, 0), text, reason, change.sources, detectable(change))
 
 
 @claim(
     "recency-helps",
     "ALiBi is better than sinusoidal already at the training length: preferring near tokens helps.",
     "19.73 against 20.05 at 512; 17.60 against 18.67 at 3,072",
+    rule=BY_CHANCE,
 )
 def recency_helps(view: View) -> Outcome:
     pairs = []
     for length in view.scale.lengths:
         alibi, sinusoidal = (ppl(view, method, 1, length=length) for method in ("alibi", "sinusoidal"))
-        if alibi and sinusoidal:
-            pairs.append((view.scale.length(length), alibi, sinusoidal))
+        models = ((Variant("wikitext103", method, length), Reading(length)) for method in ("alibi", "sinusoidal"))
+        change = view.perplexities(*models)
+        if alibi and sinusoidal and change:
+            pairs.append((view.scale.length(length), alibi, sinusoidal, change))
     if not pairs:
         return missing("ALiBi and sinusoidal models of one length")
-    text = "; ".join(f"{a.value:.2f} against {s.value:.2f} at {length:,}" for length, a, s in pairs)
-    wins = sum(a.value < s.value for _, a, s in pairs)
-    reason = f"ALiBi is better at {wins} of {len(pairs)} lengths."
-    return Outcome(verdict(wins == len(pairs)), text, reason, sources(*(one for _, a, s in pairs for one in (a, s))))
+    text = "; ".join(f"{a.value:.2f} against {s.value:.2f} at {length:,}" for length, a, s, _ in pairs)
+    found = [below(change, 0) for *_, change in pairs]
+    reason = f"ALiBi is better at {found.count('holds')} of {len(pairs)} lengths."
+    files = sources(*(one for _, a, s, _ in pairs for one in (a, s)))
+    return Outcome(every(found), text, reason, files, detectable(*(change for *_, change in pairs)))
 
 
 @claim(
     "flat-sliding",
     "With a sliding window ALiBi's curve is flat: it does not use more context than it was trained with.",
     "stride 1: 17.98 at 512, 17.92 at 1,024, 18.28 at 2,048",
+    rule=BY_CHANCE,
 )
 def flat_sliding(view: View) -> Outcome:
     rows = [ppl(view, "alibi", times, stride=1) for times in (1, 2, 4)]
+    changes = [further(view, "alibi", times, stride=1) for times in (2, 4)]
     if any(row is None for row in rows):
         return missing("ALiBi read with a sliding window at 1, 2 and 4 times its length")
-    values = [row.value for row in rows if row]
-    change = max(abs(value / values[0] - 1) for value in values)
-    reason = f"It moves by {change:.1%}; up to {FLAT:.0%} counts as flat. The stride here is {view.scale.stride(1)}."
-    return Outcome(
-        verdict(change <= FLAT),
-        ", ".join(f"{value:.2f}" for value in values) + " at 1, 2, 4 times",
-        reason,
-        sources(*rows),
-    )
+    known = [change for change in changes if change]
+    reason = f"{' and '.join(map(str, known))}; up to {FLAT:.0%} either way counts as flat. "
+    reason += f"The stride here is {view.scale.stride(1)}."
+    text = ", ".join(f"{row.value:.2f}" for row in rows if row) + " at 1, 2, 4 times"
+    flat = every(part for one in known for part in (opposite(above(one, FLAT)), above(one, -FLAT)))
+    return Outcome(flat, text, reason, sources(*rows), detectable(*known))
 
 
 @claim(
     "sliding-no-rescue",
     "Sinusoidal's failure is no matter of evaluation: it fails with a sliding window as well.",
     "stride 1: 18.35 at 512, 204.42 at 1,024",
+    rule=BY_CHANCE,
 )
 def sliding_no_rescue(view: View) -> Outcome:
     base, double = (ppl(view, "sinusoidal", times, stride=1) for times in (1, 2))
-    if base is None or double is None:
+    change = further(view, "sinusoidal", 2, stride=1)
+    if base is None or double is None or change is None:
         return missing("sinusoidal read with a sliding window")
-    reason = f"{double.value / base.value - 1:+.0%}; {WORSE - 1:+.0%} counts as clearly worse."
-    return Outcome(
-        verdict(double.value > WORSE * base.value),
-        f"{base.value:.2f}, then {double.value:.2f} at twice",
-        reason,
-        sources(base, double),
-    )
+    reason = f"{change}; {WORSE - 1:+.0%} counts as clearly worse."
+    text = f"{base.value:.2f}, then {double.value:.2f} at twice"
+    return Outcome(above(change, WORSE - 1), text, reason, change.sources, detectable(change))
 
 
 @claim(
     "early-tokens",
     "What ALiBi gains from longer inputs comes mostly from fewer predictions with little context.",
     "512 to 1,024: 0.92 without overlap (19.73 to 18.81), 0.06 with stride 1 (17.98 to 17.92)",
+    rule=BY_CHANCE,
 )
 def early_tokens(view: View) -> Outcome:
     runs = view.runs(Variant("wikitext103", "alibi", BASE))
@@ -182,8 +210,13 @@ def early_tokens(view: View) -> Outcome:
     plain, sliding = rows[0].perplexity - rows[1].perplexity, rows[2].perplexity - rows[3].perplexity
     text = f"1 to 2 times: {plain:.2f} without overlap, {sliding:.2f} with stride {view.scale.stride(1)}"
     reason = "It holds when less than half of the gain is left with a sliding window."
+    gains = [interval(first, second) or (0.0, 0.0) for first, second in (rows[:2], rows[2:])]
+    chance = sum(share * (high - low) / 2 for share, (low, high) in zip((0.5, 1.0), gains, strict=True))
+    left = math.log(rows[2].perplexity / rows[3].perplexity) - math.log(rows[0].perplexity / rows[1].perplexity) / 2
     files = tuple(dict.fromkeys(path for _, path in read))
-    return Outcome(verdict(plain > 0 and sliding < plain / 2), text, reason, files)
+    found = Compared(left, left - chance, left + chance, files)
+    told = below(found, 0) if plain > 0 else "does not hold"
+    return Outcome(told, text, reason, files, detectable(found))
 
 
 @claim(

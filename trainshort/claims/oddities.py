@@ -1,9 +1,9 @@
 """Where the paper does not agree with itself, and a run can say something. "Holds": the oddity is seen here too."""
 
-from trainshort.claims.extrapolation import BASE, FLAT, ppl
+from trainshort.claims.extrapolation import BASE, FLAT, further, ppl
 from trainshort.claims.measured import View
-from trainshort.claims.verdicts import Outcome, claim, missing, sources, verdict
-from trainshort.recipes.experiments import EvalProtocol
+from trainshort.claims.verdicts import BY_CHANCE, Outcome, above, below, claim, detectable, missing, sources, verdict
+from trainshort.recipes.experiments import Reading
 from trainshort.recipes.scales import Variant
 
 
@@ -33,17 +33,17 @@ def every_length(view: View) -> Outcome:
     "The T5 bias is slightly ahead of ALiBi at 512; the text claims ALiBi's superiority only for 1,024 and 3,072.",
     "19.65 against 19.73",
     oddity=True,
+    rule=BY_CHANCE,
 )
 def t5_ahead(view: View) -> Outcome:
     alibi, t5 = ppl(view, "alibi", 1), ppl(view, "t5", 1)
-    if alibi is None or t5 is None:
+    models = ((Variant("wikitext103", method, BASE), Reading(BASE)) for method in ("t5", "alibi"))
+    change = view.perplexities(*models)
+    if alibi is None or t5 is None or change is None:
         return missing("ALiBi and T5 models of one length")
-    return Outcome(
-        verdict(t5.value < alibi.value),
-        f"{t5.value:.2f} against {alibi.value:.2f}",
-        "It holds when T5 is ahead.",
-        sources(alibi, t5),
-    )
+    text = f"{t5.value:.2f} against {alibi.value:.2f}"
+    reason = f"T5 is {change} from ALiBi. It holds when T5 is ahead."
+    return Outcome(below(change, 0), text, reason, change.sources, detectable(change))
 
 
 @claim(
@@ -51,16 +51,15 @@ def t5_ahead(view: View) -> Outcome:
     "The T5 bias is called relatively flat under stride 1, but rises by 26 % at four times its length.",
     "17.92 at 512, 22.62 at 2,048",
     oddity=True,
+    rule=BY_CHANCE,
 )
 def t5_not_flat(view: View) -> Outcome:
-    base, far = ppl(view, "t5", 1, stride=1), ppl(view, "t5", 4, stride=1)
-    if base is None or far is None:
+    base, far, change = ppl(view, "t5", 1, stride=1), ppl(view, "t5", 4, stride=1), further(view, "t5", 4, stride=1)
+    if base is None or far is None or change is None:
         return missing("T5 read with a sliding window")
-    change = far.value / base.value - 1
-    reason = f"It holds when the rise is more than {FLAT:.0%}."
-    return Outcome(
-        verdict(change > FLAT), f"{base.value:.2f}, then {far.value:.2f} ({change:+.1%})", reason, sources(base, far)
-    )
+    reason = f"{change}. It holds when the rise is more than {FLAT:.0%}."
+    text = f"{base.value:.2f}, then {far.value:.2f}"
+    return Outcome(above(change, FLAT), text, reason, change.sources, detectable(change))
 
 
 @claim(

@@ -1,14 +1,15 @@
 """What a claim is, and how checks are filed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from trainshort.claims.measured import Measured, View
+from trainshort.claims.measured import Compared, Measured, View
 from trainshort.registry import Registry
 
-Verdict = Literal["holds", "does not hold", "not testable at this scale"]
+Verdict = Literal["holds", "does not hold", "cannot tell", "not testable at this scale"]
+"""Cannot tell: it was tried, and what was found is less than chance alone may do. Not testable: it was not tried."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Outcome:
     obtained: str
     reason: str
     sources: tuple[Path, ...] = field(default=())
+    detectable: str = ""
+    """The smallest effect that these runs could have told from none."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,15 @@ class Rule:
     @property
     def told(self) -> str:
         """In the words of a note; empty where the rule came before the numbers."""
-        return f"This rule was changed on {self.date}, after numbers had been seen: {self.change}." if self.seen else ""
+        changed = f"This rule was changed on {self.date}, after numbers had been seen: {self.change}."
+        return changed if self.seen else ""
 
 
 AT_FIRST = Rule("93a8134", "2026-11-15", seen=False)
 """All rules were written in one commit, before the one that stores the first numbers (1c4df6d)."""
+
+
+BY_CHANCE = Rule("COMMIT", "2026-11-16", seen=True, change="a difference within chance is not judged")
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,39 @@ def verdict(condition: bool) -> Verdict:
     return "holds" if condition else "does not hold"
 
 
-def sources(*measured: Measured | None) -> tuple[Path, ...]:
+def above(found: Compared, bound: float) -> Verdict:
+    """Whether a difference is more than a bound: told only where its whole interval lies on one side. This is the one
+    rule about noise, for perplexities and for times, for ALiBi and against it."""
+    if found.low > bound:
+        return "holds"
+    return "does not hold" if found.high <= bound else "cannot tell"
+
+
+def below(found: Compared, bound: float) -> Verdict:
+    """The same the other way."""
+    if found.high < bound:
+        return "holds"
+    return "does not hold" if found.low >= bound else "cannot tell"
+
+
+def opposite(found: Verdict) -> Verdict:
+    return {"holds": "does not hold", "does not hold": "holds"}.get(found, found)  # pyright: ignore[reportReturnType]
+
+
+def every(found: Iterable[Verdict]) -> Verdict:
+    """Of a claim with several parts: it holds when all do, and falls with one."""
+    parts = list(found)
+    fallen: tuple[Verdict, ...] = ("does not hold", "cannot tell")
+    return next((one for one in fallen if one in parts), "holds")
+
+
+def detectable(*found: Compared | None) -> str:
+    """`differences of 0.8 %`"""
+    widths = [one.noise for one in found if one]
+    return f"differences of {max(widths):.1%}" if widths and max(widths) else ""
+
+
+def sources(*measured: Measured | Compared | None) -> tuple[Path, ...]:
     return tuple(dict.fromkeys(path for one in measured if one for path in one.sources))
 
 

@@ -53,7 +53,8 @@ class EvalProtocol:
     """L_valid."""
     stride: int | None = None
     """None: without overlap."""
-    split: str = "valid"
+    split: str | None = None
+    """None: the one that the scale reports on."""
 
 
 @dataclass(frozen=True)
@@ -144,15 +145,15 @@ def _plain(name: str) -> str:
 def queries(scale: Scale, reading: EvalProtocol) -> list[Query]:
     """The evaluations that a reading wants at a scale, its own first. A sliding one has a companion without overlap on
     the same text: their difference is what the beginnings of blocks cost."""
-    stride = scale.stride(reading.stride)
+    stride, split = scale.stride(reading.stride), reading.split or scale.split
     if stride is None:
-        return [Query(reading.split, None, scale.eval_tokens)]
-    return [Query(reading.split, stride, scale.sliding_tokens), Query(reading.split, None, scale.sliding_tokens)]
+        return [Query(split, None, scale.eval_tokens)]
+    return [Query(split, stride, scale.sliding_tokens), Query(split, None, scale.sliding_tokens)]
 
 
 def moments(scale: Scale, reading: EvalProtocol) -> Query:
     """The evaluation of a learning curve's checkpoints, without overlap on little text; the step is left open."""
-    return Query(reading.split, None, scale.sliding_tokens)
+    return Query(reading.split or scale.split, None, scale.sliding_tokens)
 
 
 def with_methods(experiment: Experiment, methods: Iterable[str]) -> Experiment:

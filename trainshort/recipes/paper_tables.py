@@ -8,8 +8,10 @@ from trainshort.recipes.scales import Variant
 
 METHODS = ("sinusoidal", "rotary", "t5", "alibi")
 
-DEMO_MULTIPLES = (1, 1.25, 1.5, 2, 4, 8, 16)
+DEMO_MULTIPLES = (1, 1.25, 1.5, 2, 4, 6, 8, 16)
 """Lengths at which the demo's models are read, as multiples of their own."""
+COST_LENGTHS = (2048, 4096, 8192, 16_384)
+"""Lengths at which the methods' costs differ, in the paper's numbers: 512 to 4,096 tokens at the laptop."""
 
 
 def label(variant: Variant, read: int | None = None) -> str:
@@ -20,8 +22,8 @@ def label(variant: Variant, read: int | None = None) -> str:
 
 @experiments.register("demo")
 def demo() -> Experiment:
-    """Four methods trained at one length, read at 1 to 16 times that; sliding windows, cost. Beside Tables 1, 2 and 13
-    to 15, as far as the paper has these lengths."""
+    """Four methods trained at one length, read at 1 to 16 times that, and sinusoidal trained at 6 times; sliding
+    windows, cost. Beside Tables 1, 2, 6 and 13 to 15, as far as the paper has these lengths."""
     cells = []
     for method in METHODS:
         variant = Variant("wikitext103", method, 512)
@@ -37,7 +39,23 @@ def demo() -> Experiment:
         numbers = published()["table1"][method]["512"]
         cells.append(Cell(name, "training tokens/s", numbers["train_wps_k"] * 1e3, "train speed", variant))
         cells.append(Cell(name, "training GB", numbers["train_mem_gb"], "train memory", variant))
+        for length in COST_LENGTHS:
+            far = Variant("wikitext103", method, length)
+            cells.append(Cell(name, f"training tokens/s at {length // 512} L", None, "train speed", far))
+    cells += short_and_long()
     return Experiment("demo", "Four position methods past their training length", tuple(cells), "table")
+
+
+def short_and_long() -> Iterator[Cell]:
+    """The paper's title: ALiBi trained at 512 and read at 3,072, against sinusoidal trained there."""
+    far = Reading(3072)
+    short, long = Variant("wikitext103", "alibi", 512), Variant("wikitext103", "sinusoidal", 3072)
+    numbers = published()["table1"]["sinusoidal"]["3072"]
+    yield Cell(label(long), "6 L", 18.67, "perplexity", long, far, 3072)
+    yield Cell(label(long), "training tokens/s", numbers["train_wps_k"] * 1e3, "train speed", long)
+    yield Cell(label(long), "training GB", numbers["train_mem_gb"], "train memory", long)
+    for variant in (short, long):
+        yield Cell(label(variant), "over training", None, "learning curve", variant, far)
 
 
 def _near(method: str, length: int) -> float | None:
@@ -127,9 +145,9 @@ def table6() -> Experiment:
         row = label(variant, at)
         cells += [
             Cell(row, "train tokens/s", numbers["train_wps_k"] * 1e3, "train speed", variant),
-            Cell(row, "read tokens/s", numbers["inf_wps_k"] * 1e3, "read speed", variant, EvalProtocol(at)),
-            Cell(row, "valid", numbers["valid"], "perplexity", variant, EvalProtocol(at)),
-            Cell(row, "test", numbers["test"], "perplexity", variant, EvalProtocol(at, split="test")),
+            Cell(row, "read tokens/s", numbers["inf_wps_k"] * 1e3, "read speed", variant, Reading(at)),
+            Cell(row, "valid", numbers["valid"], "perplexity", variant, Reading(at, split="valid")),
+            Cell(row, "test", numbers["test"], "perplexity", variant, Reading(at, split="test")),
         ]
     return Experiment("table6", "Validation and test, without overlap", tuple(cells))
 

@@ -15,7 +15,7 @@ from trainshort.claims.verdicts import Claim, Outcome
 from trainshort.plots.figures import Figure
 from trainshort.plots.plotly import plotly_script, specification
 
-CLASSES = {"holds": "holds", "does not hold": "fails", "not testable at this scale": "open"}
+CLASSES = {"holds": "holds", "does not hold": "fails", "cannot tell": "open", "not testable at this scale": "open"}
 
 
 def template(name: str) -> str:
@@ -51,6 +51,7 @@ def markdown(content: dict[str, Any]) -> str:
     """report.md; text that came from runs cannot become mark-up."""
     environment = Environment(autoescape=False, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["md"] = _plain_markdown
+    environment.globals["why"] = _why
     environment.filters["code"] = lambda text: _code(text, _plain_markdown, ("`", "`"))
     filled = environment.from_string(template("report.md")).render(content)
     return re.sub(r"\n{3,}", "\n\n", filled).strip() + "\n"
@@ -79,6 +80,12 @@ def _code(text: Any, escaped: Callable[[Any], str], around: tuple[str, str]) -> 
     return "".join(f"{begin}{escaped(part)}{end}" if i % 2 else str(escaped(part)) for i, part in enumerate(parts))
 
 
+def _why(claim: Claim, outcome: Outcome) -> str:
+    """The reason, what could have been detected, and when the rule was fixed."""
+    least = f"These runs could tell {outcome.detectable}." if outcome.detectable else ""
+    return " ".join(part for part in (outcome.reason, least, claim.rule.told) if part)
+
+
 def _claim_row(claim: Claim, outcome: Outcome, link: Any) -> Markup:
     links = Markup("").join(
         Markup(' <a href="{}">[{}]</a>').format(link(path), index) for index, path in enumerate(outcome.sources, 1)
@@ -94,5 +101,5 @@ def _claim_row(claim: Claim, outcome: Outcome, link: Any) -> Markup:
         links,
         CLASSES[outcome.verdict],
         outcome.verdict,
-        Markup(_code(f"{outcome.reason} {claim.rule.told}".strip(), escape, ("<code>", "</code>"))),
+        Markup(_code(_why(claim, outcome), escape, ("<code>", "</code>"))),
     )

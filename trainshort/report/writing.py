@@ -82,7 +82,7 @@ def _tally(judged: list[tuple[Claim, Outcome]]) -> str:
     """`7 hold, 1 does not, 3 cannot be tested at this scale.`"""
     counts = Counter(outcome.verdict for claim, outcome in judged if not claim.oddity)
     return (
-        f"{counts['holds']} hold, {counts['does not hold']} do not, "
+        f"{counts['holds']} hold, {counts['does not hold']} do not, of {counts['cannot tell']} these runs cannot tell, "
         f"{counts['not testable at this scale']} cannot be tested with what was run."
     )
 
@@ -107,6 +107,7 @@ def _write_claims(judged: list[tuple[Claim, Outcome]], path: Path, scale: str) -
             "scale": scale,
             "verdict": outcome.verdict,
             "reason": outcome.reason,
+            "detectable": outcome.detectable,
             "oddity": claim.oddity,
             "rule": {"commit": claim.rule.commit, "date": claim.rule.date, "numbers seen": claim.rule.seen},
             "sources": [str(source) for source in outcome.sources],

@@ -1,0 +1,124 @@
+"""The search behind the laptop's recipe: one grid, one rule, every method alike.
+
+Fixed before a number of the grid was seen: every method is trained once in every way of `GRID`, with equally many
+tokens; of each method the way with the lowest perplexity on the beginning of the validation split at its training
+length is chosen, whatever it does beyond that length. What is reported of the chosen is the test split's. Which rates
+of Muon stand in the grid was settled by a pilot of ALiBi alone, whose numbers were seen (`PILOT`).
+
+A trial is a run folder like any other, so a search that was stopped goes on. No torch until a trial is trained.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainshort.config import RunConfig
+from trainshort.files import make_folder, read_sealed, write_sealed
+from trainshort.recipes.scales import Variant, Way, laptop
+from trainshort.reproduce.tasks import Task, trained
+from trainshort.runs import RunFolder, provenance, read_metrics, run_name
+
+METHODS = ("alibi", "rotary", "t5", "sinusoidal")
+STEPS = 240
+"""Updates of a trial: less than a third of the demo's, so that the whole grid takes less than half an hour."""
+FILE = "tune.json"
+FORMAT = 1
+
+
+GRID: dict[str, Way] = {
+    "AdamW 6e-3": Way(lr=6e-3),
+    "Muon 1e-2": Way(optimizer="muon", lr=1e-2),
+    "AdamW 1.2e-2": Way(lr=1.2e-2),
+    "Muon 2e-2": Way(optimizer="muon", lr=2e-2),
+    "AdamW 6e-3, tables x 5": Way(lr=6e-3, position_lr=5),
+    "Muon 1e-2, tables x 5": Way(optimizer="muon", lr=1e-2, position_lr=5),
+}
+"""Ways to train, by name. For a method without a table the last two are two before: one run stands for both."""
+PILOT = {"Muon 1e-2": 56.17, "AdamW 8e-3": 57.10, "Muon 2e-2": 56.72, "Muon 1e-2, 720 updates of 4 x 128": None}
+"""Validation perplexities of ALiBi that were seen before the grid was fixed: 360 updates of 8 x 128 tokens each."""
+WITH_TABLE = ("t5", "learned")
+"""Methods with trained parameters of their own; for others a learning rate of tables means nothing."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One method trained in one way."""
+
+    method: str
+    way: str
+    config: RunConfig
+
+    @property
+    def name(self) -> str:
+        return run_name(self.config)
+
+    def result(self, root: Path) -> dict[str, Any] | None:
+        """Its validation loss as sum and count, and what it took; None when it was not trained to its end."""
+        folder = root / self.name
+        if not trained(folder, Task(self.name, self.config)):
+            return None
+        records = read_metrics(RunFolder(folder))
+        last = next(record for record in reversed(records) if "valid_nll" in record)
+        loss = {"nll": last["valid_nll"], "count": last["valid_count"]}
+        took = {"tokens": last["tokens"], "seconds": last["seconds"]}
+        return {"method": self.method, "way": self.way, "run": self.name, **loss, **took}
+
+
+def trials(methods: Iterable[str] = METHODS, steps: int = STEPS) -> list[Trial]:
+    """Every method in every way; ways by turns, so that a search that is stopped early has tried all methods alike."""
+    made = []
+    for way, settings in GRID.items():
+        for method in methods:
+            own = settings if method in WITH_TABLE else settings.replace(position_lr=1.0)
+            config = laptop(Variant("wikitext103", method, 512), own, steps)
+            made.append(Trial(method, way, config.replace(train={"valid_every": 0, "save_every": 0, "keep": 1})))
+    return made
+
+
+def tune(chosen: list[Trial], root: Path, tell: Callable[[str], None]) -> Path:
+    """Train what is missing and store everything after each trial; returns the file."""
+    from trainshort.train import NotFiniteError, train
+
+    make_folder(root)
+    for number, trial in enumerate(chosen, 1):
+        note = ""
+        if trial.result(root) is None and trial.name not in failures(root):
+            try:
+                train(trial.config, root / trial.name, resume=True, quiet=True)
+            except NotFiniteError as error:
+                note = str(error)
+        store(chosen, root, {trial.name: note} if note else {})
+        found = trial.result(root)
+        told = f"{math.exp(found['nll'] / found['count']):.2f}" if found else note or "failed before"
+        tell(f"{number} of {len(chosen)}: {trial.method}, {trial.way}: {told}")
+    return root / FILE
+
+
+def failures(root: Path) -> dict[str, str]:
+    """Runs that came to no end, with their reason, from the stored results."""
+    path = root / FILE
+    return dict(read_sealed(path)["failed"]) if path.exists() else {}
+
+
+def store(chosen: list[Trial], root: Path, failed: dict[str, str]) -> None:
+    found = [one for trial in chosen if (one := trial.result(root))]
+    values = {
+        "format": FORMAT,
+        "grid": {name: way.model_dump(mode="json") for name, way in GRID.items()},
+        "tried": len(found),
+        "planned": len(chosen),
+        "results": found,
+        "failed": failures(root) | failed,
+        "best": best(found),
+        "provenance": provenance(),
+    }
+    write_sealed(root / FILE, values)
+
+
+def best(results: list[dict[str, Any]]) -> dict[str, str]:
+    """The way that the rule chooses, by method."""
+    methods = dict.fromkeys(one["method"] for one in results)
+    found = {method: [one for one in results if one["method"] == method] for method in methods}
+    return {method: min(ways, key=lambda one: one["nll"] / one["count"])["way"] for method, ways in found.items()}
