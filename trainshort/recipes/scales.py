@@ -102,17 +102,20 @@ class Way(Settings):
         )
 
 
-LAPTOP_TOKENS = 1536
-"""Tokens per update at the laptop: a multiple of every length that is trained, as the paper's 73,728 is. Smaller
-updates and more of them are worth more here: a third as large at the same number of tokens, 67.7 became 48.1."""
-LAPTOP_STEPS = 800
+LAPTOP_UPDATE = 768
+"""Tokens per update at the laptop; at 512, which does not divide it, 1,024. Small updates and many of them are worth
+most here: with equally many tokens, ALiBi's perplexity went from 67.7 to 48.1 when they became a third as large."""
+LAPTOP_TOKENS = 1600 * LAPTOP_UPDATE
+"""Tokens that every model of the laptop scale is trained on."""
 TUNED = {"alibi": Way(optimizer="muon", lr=1e-2)}
 """The way that `trainshort tune` chose for each method; one that was not searched is trained as ALiBi."""
 
 
-def laptop(variant: Variant, way: Way | None = None, steps: int = LAPTOP_STEPS) -> RunConfig:
+def laptop(variant: Variant, way: Way | None = None, tokens: int = LAPTOP_TOKENS) -> RunConfig:
     """4 layers, width 128, on the embedded corpus: about two minutes on one core."""
     length = variant.length // 4
+    batch = max(1, round(LAPTOP_UPDATE / length))
+    steps = max(1, tokens // (batch * length))
     way = way or TUNED.get(variant.position, TUNED["alibi"])
     return RunConfig(
         model=_as_the_paper(presets.get("laptop")(), variant.position),
@@ -120,12 +123,13 @@ def laptop(variant: Variant, way: Way | None = None, steps: int = LAPTOP_STEPS) 
         optim=way.optim(steps),
         train=TrainConfig(
             length=length,
-            batch=max(1, LAPTOP_TOKENS // length),  # costs are measured at longer ones, too
+            batch=batch,
             steps=steps,
             seed=variant.seed,
-            valid_every=100,
+            log_every=20,
+            valid_every=max(1, steps // 8),
             valid_tokens=16_384,
-            save_every=100,
+            save_every=max(1, steps // 8),
             keep=8,
         ),
     )
@@ -136,7 +140,14 @@ def first_laptop(variant: Variant) -> RunConfig:
     length = variant.length // 4
     return laptop(variant).replace(
         optim={"name": "adamw", "lr": 2e-3, "position_lr": 1.0, "warmup": 50, "momentum": 0.99},
-        train={"batch": max(1, 3072 // length), "steps": 360, "valid_every": 60, "save_every": 90, "keep": 4},
+        train={
+            "batch": max(1, 3072 // length),
+            "steps": 360,
+            "log_every": 10,
+            "valid_every": 60,
+            "save_every": 90,
+            "keep": 4,
+        },
     )
 
 

@@ -1,8 +1,6 @@
-"""The other figures and facts of the page: cost, loss by position, early tokens, samples, how it was made."""
+"""The other figures and facts of the page: cost, loss by position, early tokens, reach, how it was made."""
 
 import statistics
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trainshort.claims.collection import Collection, Run
@@ -11,8 +9,8 @@ from trainshort.evaluate.by_position import ENOUGH, bounds, past_training, poole
 from trainshort.evaluate.results import LengthScore
 from trainshort.files import read_sealed
 from trainshort.plots.figures import Figure, Series, color
-from trainshort.recipes.experiments import NAMES, EvalProtocol, method_name, queries
-from trainshort.report.headline import Curve, Headline
+from trainshort.recipes.experiments import Reading, method_name, queries
+from trainshort.report.headline import Headline, Line
 
 
 def cost_figures(collection: Collection) -> list[Figure]:
@@ -176,43 +174,6 @@ def reach_figure(headline: Headline, collection: Collection) -> Figure | None:
         f"The models were trained at {headline.length:,}.",
         sources=tuple(sources),
     )
-
-
-@dataclass(frozen=True)
-class WrittenText:
-    """A generated text and where it passes the training length."""
-
-    name: str
-    trained_at: int
-    prompt: str
-    within: str
-    past: str
-    tokens: dict[str, int]
-    path: Path
-
-
-def samples(collection: Collection) -> list[WrittenText]:
-    """Texts that the runs wrote; one that cannot be read is left out."""
-    found = []
-    for run in collection.runs.values():
-        path = run.path / "samples" / "sample.json"
-        try:
-            one = read_sealed(path)
-            position = run.config.model.position
-            texts = {key: str(one[key]) for key in ("prompt", "within", "past")}
-            found.append(
-                WrittenText(
-                    method_name(position),
-                    int(one["trained_at"]),
-                    **texts,
-                    tokens={key: int(value) for key, value in one["tokens"].items()},
-                    path=path,
-                )
-            )
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
-    order = list(NAMES.values())
-    return sorted(found, key=lambda sample: order.index(sample.name) if sample.name in order else 99)
 
 
 def origin(collection: Collection) -> list[tuple[str, str]]:

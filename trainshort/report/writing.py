@@ -15,6 +15,7 @@ from trainshort.plots.figures import Figure
 from trainshort.plots.pictures import draw_all
 from trainshort.report import headline as first
 from trainshort.report import page, sections
+from trainshort.report.samples import samples
 from trainshort.report.sources import Sources
 from trainshort.report.speed import speed
 from trainshort.report.tables import paper_figures, paper_tables
@@ -45,7 +46,7 @@ def write_report(collection: Collection, out: Path) -> Path:
         "costs": costs,
         "speed": measured,
         "figures": figures,
-        "samples": sections.samples(collection),
+        "samples": samples(collection),
         "tables": paper_tables(view, sources) if view else [],
         "origin": sections.origin(collection),
         "runs": list(collection.runs.values()),

@@ -2,8 +2,8 @@
 
 Fixed before a number of the grid was seen: every method is trained once in every way of `GRID`, with equally many
 tokens; of each method the way with the lowest perplexity on the beginning of the validation split at its training
-length is chosen, whatever it does beyond that length. What is reported of the chosen is the test split's. Which rates
-of Muon stand in the grid was settled by a pilot of ALiBi alone, whose numbers were seen (`PILOT`).
+length is chosen, whatever it does beyond that length. What is reported of the chosen is the test split's. The size of
+an update and the range of the rates were settled by a pilot of ALiBi alone, whose numbers were seen (`PILOT`).
 
 A trial is a run folder like any other, so a search that was stopped goes on. No torch until a trial is trained.
 """
@@ -16,28 +16,33 @@ from typing import Any
 
 from trainshort.config import RunConfig
 from trainshort.files import make_folder, read_sealed, write_sealed
-from trainshort.recipes.scales import Variant, Way, laptop
+from trainshort.recipes.scales import LAPTOP_UPDATE, Variant, Way, laptop
 from trainshort.reproduce.tasks import Task, trained
 from trainshort.runs import RunFolder, provenance, read_metrics, run_name
 
 METHODS = ("alibi", "rotary", "t5", "sinusoidal")
-STEPS = 240
-"""Updates of a trial: less than a third of the demo's, so that the whole grid takes less than half an hour."""
+TOKENS = 480 * LAPTOP_UPDATE
+"""Tokens of a trial: less than a third of the demo's, so that the whole grid takes less than an hour on one core."""
 FILE = "tune.json"
 FORMAT = 1
 
 
 GRID: dict[str, Way] = {
-    "AdamW 6e-3": Way(lr=6e-3),
-    "Muon 1e-2": Way(optimizer="muon", lr=1e-2),
-    "AdamW 1.2e-2": Way(lr=1.2e-2),
-    "Muon 2e-2": Way(optimizer="muon", lr=2e-2),
-    "AdamW 6e-3, tables x 5": Way(lr=6e-3, position_lr=5),
-    "Muon 1e-2, tables x 5": Way(optimizer="muon", lr=1e-2, position_lr=5),
+    "AdamW 4e-3": Way(lr=4e-3),
+    "Muon 1.2e-2": Way(optimizer="muon", lr=1.2e-2),
+    "AdamW 8e-3": Way(lr=8e-3),
+    "Muon 6e-3": Way(optimizer="muon", lr=6e-3),
+    "AdamW 8e-3, tables x 5": Way(lr=8e-3, position_lr=5),
+    "Muon 1.2e-2, tables x 5": Way(optimizer="muon", lr=1.2e-2, position_lr=5),
 }
 """Ways to train, by name. For a method without a table the last two are two before: one run stands for both."""
-PILOT = {"Muon 1e-2": 56.17, "AdamW 8e-3": 57.10, "Muon 2e-2": 56.72, "Muon 1e-2, 720 updates of 4 x 128": None}
-"""Validation perplexities of ALiBi that were seen before the grid was fixed: 360 updates of 8 x 128 tokens each."""
+PILOT = {
+    "Muon 1e-2, 360 updates of 8 x 128": 56.17,
+    "AdamW 8e-3, 360 updates of 8 x 128": 57.10,
+    "Muon 2e-2, 360 updates of 8 x 128": 56.72,
+    "Muon 1e-2, 720 updates of 4 x 128": 53.98,
+}
+"""Validation perplexities of ALiBi that were seen before the grid was fixed; they settled the size of an update."""
 WITH_TABLE = ("t5", "learned")
 """Methods with trained parameters of their own; for others a learning rate of tables means nothing."""
 
@@ -66,13 +71,13 @@ class Trial:
         return {"method": self.method, "way": self.way, "run": self.name, **loss, **took}
 
 
-def trials(methods: Iterable[str] = METHODS, steps: int = STEPS) -> list[Trial]:
+def trials(methods: Iterable[str] = METHODS, tokens: int = TOKENS) -> list[Trial]:
     """Every method in every way; ways by turns, so that a search that is stopped early has tried all methods alike."""
     made = []
     for way, settings in GRID.items():
         for method in methods:
             own = settings if method in WITH_TABLE else settings.replace(position_lr=1.0)
-            config = laptop(Variant("wikitext103", method, 512), own, steps)
+            config = laptop(Variant("wikitext103", method, 512), own, tokens)
             made.append(Trial(method, way, config.replace(train={"valid_every": 0, "save_every": 0, "keep": 1})))
     return made
 
@@ -112,6 +117,7 @@ def store(chosen: list[Trial], root: Path, failed: dict[str, str]) -> None:
         "results": found,
         "failed": failures(root) | failed,
         "best": best(found),
+        "pilot": PILOT,
         "provenance": provenance(),
     }
     write_sealed(root / FILE, values)

@@ -11,8 +11,8 @@ from trainshort.reproduce import tasks
 from trainshort.reproduce.tasks import Task
 from trainshort.runs import provenance
 
-PROMPT, TIMES = 64, 4
-"""Tokens of the validation text to begin with (at most half a training length), and how many lengths are reached."""
+WRITTEN, TIMES = 64, (1, 4, 16)
+"""Tokens written (at most half a training length), and where: they end at so many training lengths of text."""
 TEMPERATURE, TOP_K, SEED = 0.8, 40, 1
 
 
@@ -67,7 +67,8 @@ def _evaluate(path: Path, query: Query, lengths: list[int]) -> None:
 
 
 def _write_sample(run: Path, path: Path) -> None:
-    """Continue the beginning of the validation text, to four times the training length."""
+    """Continue the test text where so much of it was read that the last token written stands at 1, 4 and 16 times the
+    training length; each token with the model's own surprise at it."""
     import numpy as np
     import torch
 
@@ -76,23 +77,27 @@ def _write_sample(run: Path, path: Path) -> None:
     from trainshort.generate import stream
 
     target = RunTarget(run)
-    prepared = open_own(run, target.config.data)
-    length = target.config.train.length
-    prompt = np.asarray(prepared.split("valid")[: max(1, min(PROMPT, length // 2))]).astype(np.int64)
-    # Without a tokenizer nothing stops the stream early: an end of text is a token like any other here.
+    text = open_own(run, target.config.data).split("test")
+    length, speller = target.config.train.length, target.speller()
+    count = max(1, min(WRITTEN, length // 2))
     settings = {"temperature": TEMPERATURE, "top_k": min(TOP_K, target.vocabulary), "seed": SEED}
-    made = [token.id for token in stream(target.model, prompt, tokens=TIMES * length - len(prompt), **settings)]
-    tokenizer = target.tokenizer()
-    inside = length - len(prompt)
+    passages = []
+    for end in (times * length for times in TIMES if times * length <= len(text)):
+        prompt = np.asarray(text[: end - count]).astype(np.int64)
+        # Without a tokenizer nothing stops the stream early: an end of text is a token like any other here.
+        made = list(stream(target.model, prompt, tokens=count, **settings))
+        ids = [token.id for token in made]
+        read = [speller.decode(ids[:number]) for number in range(count + 1)]
+        written = [
+            [after[len(before) :], -token.logprob] for before, after, token in zip(read, read[1:], made, strict=False)
+        ]
+        passages.append({"end": end, "given": speller.decode(prompt[-count:]), "written": written})
     record = {
-        "format": 1,
+        "format": 2,
         "run": run.name,
         "trained_at": length,
         "settings": settings,
-        "prompt": tokenizer.decode(prompt),
-        "within": tokenizer.decode(made[:inside]),
-        "past": tokenizer.decode(made[inside:]),
-        "tokens": {"prompt": len(prompt), "within": inside, "past": len(made) - inside},
+        "passages": passages,
         "provenance": provenance(threads=torch.get_num_threads()),
     }
     make_folder(path.parent)
