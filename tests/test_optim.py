@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from trainshort import optim
-from trainshort.config import OptimConfig
+from trainshort.config import OptimConfig, RunConfig
+from trainshort.errors import InputError
 
 PAPER = OptimConfig(name="nesterov", lr=1.0, min_lr=1e-4, warmup=16_000, warmup_from=1e-7, weight_decay=0.0, clip=0.1)
 
@@ -78,6 +79,47 @@ def test_matrices_decay_and_vectors_do_not(name):
     for (label, new), old in zip(model.named_parameters(), before.parameters(), strict=True):
         expected = old * (1 - 0.1 * 0.5) if old.ndim == 2 else old
         torch.testing.assert_close(new, expected, msg=label)
+
+
+def test_muon_turns_a_momentum_into_the_nearest_orthogonal_matrix():
+    """Five steps bring singular values of 0.01 to 1 near 1, and leave the directions; U·Vᵀ from an exact SVD."""
+    generator = torch.Generator().manual_seed(1)
+    for rows, columns in ((6, 6), (6, 20), (20, 6)):
+        u, _, vt = torch.linalg.svd(torch.randn(2, rows, columns, generator=generator), full_matrices=False)
+        values = torch.logspace(-2, 0, 6).expand(2, 6)
+        found = optim.orthogonal(u @ torch.diag_embed(values) @ vt)
+        seen = u.mT @ found @ vt.mT
+        torch.testing.assert_close(seen, torch.diag_embed(seen.diagonal(dim1=1, dim2=2)), atol=1e-4, rtol=0)
+        assert 0.4 < float(seen.diagonal(dim1=1, dim2=2).min()) < float(seen.diagonal(dim1=1, dim2=2).max()) < 1.3
+
+
+class WithTable(nn.Module):
+    """A layer, an embedding and a position table, under the names that our model has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vocabulary = nn.Embedding(5, 4)
+        self.position = nn.ParameterDict({"table": torch.ones(2, 3)})
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+
+
+@pytest.mark.parametrize("name", ["adamw", "nesterov", "muon"])
+def test_a_position_table_is_not_decayed_and_has_a_rate_of_its_own(name):
+    model = WithTable()
+    optimizer = optim.build(model, OptimConfig(name=name, weight_decay=0.5, position_lr=3.0))
+    optim.update(optimizer, model.parameters(), 0.1)  # no gradients
+    assert torch.equal(model.position["table"], torch.ones(2, 3))
+    rates = {id(one): group["lr"] for group in optimizer.param_groups for one in group["params"]}
+    assert rates[id(model.position["table"])] == pytest.approx(0.3)
+    assert rates[id(model.layers[0].weight)] == 0.1
+    kept = {key.rpartition(".")[0]: key.rpartition(".")[2] for key in optim.state_tensors(optimizer, model)}
+    assert kept["layers.0.weight"] == ("exp_avg_sq" if name == "adamw" else "momentum_buffer")
+    assert kept["vocabulary.weight"] == ("momentum_buffer" if name == "nesterov" else "exp_avg_sq")
+
+
+def test_muon_is_not_for_shared_out_matrices():
+    with pytest.raises(InputError, match=r"optim.name muon needs whole matrices, and train.parallel fsdp shares them"):
+        RunConfig().replace(optim={"name": "muon"}, train={"parallel": "fsdp"})
 
 
 def test_clipping_scales_all_gradients_alike_and_reports_the_norm_before():

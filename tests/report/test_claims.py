@@ -176,8 +176,9 @@ def test_sooner_is_read_from_checkpoints(tmp_path):
     for position, length in (("alibi", 1024), ("sinusoidal", 2048)):
         folder = make_run(tmp_path, position, {512: 40.0}, length=length)
         config = LAPTOP.config(Variant("cc100", position, length))
-        for step, value in ((90, 60.0), (180, 50.0), (360, 40.0)):
-            write_evaluation(folder, config, {512: value}, tokens=4096, step=step)
+        tokens = config.train.batch * config.train.length
+        for step, value in ((92_160, 60.0), (184_320, 50.0), (368_640, 40.0)):
+            write_evaluation(folder, config, {512: value}, tokens=4096, step=step // tokens)
         seconds = 1.0 if position == "alibi" else 1.25
         entries[folder.name] = {
             **next(iter(entries.values())),

@@ -155,9 +155,12 @@ def test_claims_are_stored_with_their_scale(demo):
     assert {row["verdict"] for row in rows} == {"holds", "does not hold", "not testable at this scale"}
     assert all(f'id="claim-{row["name"]}"' in text for row in rows)
     assert all(row["reason"] for row in rows)
-    assert {row["name"] for row in rows if row["rule"]["numbers seen"]} == {"same-speed", "extrapolation-order"}
-    assert "17 of 19 rules were fixed before the first run was looked at; 2 were changed after numbers" in text
-    assert text.count("This rule was changed on 2026-11-16, after numbers had been seen: ") == 2
+    later = {row["name"] for row in rows if row["rule"]["numbers seen"]}
+    assert {"same-speed", "others-slower", "extrapolation-order", "sooner", "alibi-holds"} <= later
+    assert {"same-memory", "optimum-near-2l"}.isdisjoint(later)
+    assert f"{19 - len(later)} of 19 rules were fixed before the first run was looked at; {len(later)} were" in text
+    assert text.count("This rule was changed on 2026-11-16, after numbers had been seen: ") == len(later)
+    assert all(re.fullmatch(r"[0-9a-f]{7}", row["rule"]["commit"]) for row in rows)
     assert "was fixed before the runs" not in text
 
 
@@ -202,17 +205,16 @@ def hostile_report(root):
     for seed in (1, 2):
         folder = make_run(root / "runs", "alibi", {128: 50.0, 256: 49.0}, name=f"{seed}{name}", seed=1)
         (folder / "config.json").write_text(
-            (folder / "config.json").read_text().replace('"lr": 0.002', f'"lr": 0.00{seed}')
+            (folder / "config.json").read_text().replace('"weight_decay": 0.1', f'"weight_decay": 0.{seed}')
         )
         evaluation = next((folder / "eval").glob("*.json"))
         values = json.loads(evaluation.read_text())
         values["corpus"]["name"] = "</script><script>alert(2)</script>"
         write_sealed(evaluation, values)
-        sample = {key: f"</div><script>alert('{key}')</script>" for key in ("prompt", "within", "past")}
+        evil = "</div><script>alert('written')</script>"
+        passages = [{"end": 128, "given": evil, "written": [[evil, 2.5]]}]
         (folder / "samples").mkdir()
-        (folder / "samples" / "sample.json").write_text(
-            json.dumps({**sample, "trained_at": 128, "tokens": {"prompt": 1, "within": 1, "past": 1}})
-        )
+        write_sealed(folder / "samples" / "sample.json", {"format": 2, "trained_at": 128, "passages": passages})
     return write_report(collect([root / "runs"]), root / "report")
 
 
@@ -321,7 +323,7 @@ def test_runs_that_were_read_on_different_texts_are_not_drawn_together(tmp_path)
     headline = find_headline(collect([tmp_path]))
     assert headline is not None
     assert [line.name for line in headline.lines] == ["ALiBi", "Rotary"]
-    assert evaluation.corpus["tokens"] == 16_384  # as many tokens, but not the same
+    assert evaluation.corpus["tokens"] == 32_768  # as many tokens, but not the same
 
 
 def printed(page: Path) -> list[bytes]:

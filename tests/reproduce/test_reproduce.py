@@ -51,8 +51,8 @@ def test_tasks_are_shared_between_tables():
     assert alone < {task.name for task in both}
     assert len(both) == len({task.name for task in both})
     alibi = next(task for task in both if task.name.startswith("alibi-128"))
-    assert alibi.lengths[Query("valid", None, 16_384)] >= {128, 256, 768}
-    assert alibi.lengths[Query("valid", 32, 4096)] == {128, 256, 384, 512, 768}
+    assert alibi.lengths[Query("test", None, 32_768)] >= {128, 256, 768}
+    assert alibi.lengths[Query("test", 32, 4096)] == {128, 256, 384, 512, 768}
     assert len(assign(choose(["table9"]), laptop, range(1, 4)).tasks) == 9
 
 
@@ -66,8 +66,9 @@ def test_work_goes_to_the_end_and_a_second_run_finds_nothing_to_do(tiny, tmp_pat
     assert tasks.share(tmp_path, task).done == tasks.share(tmp_path, task).total
     folder = tmp_path / task.name
     sample = json.loads((folder / tasks.SAMPLE).read_text())
-    assert sample["tokens"] == {"prompt": 8, "within": 8, "past": 48}
-    assert len(sample["prompt"]) == 8
+    assert [one["end"] for one in sample["passages"]] == [16, 64, 256]
+    assert all(len(one["written"]) == 8 for one in sample["passages"])
+    assert all(nats > 0 for one in sample["passages"] for _, nats in one["written"])
     assert len(json.loads((folder / tasks.REACH).read_text())["result"]["rows"]) == 2  # one layer, two heads
     files = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     reproduce(assignment, tmp_path, console=quiet())

@@ -80,6 +80,8 @@ def _lines(axes: "Axes", figure: Figure) -> None:
         style = (
             {"linewidth": 0.9, "linestyle": ":"} if series.faint else {"linewidth": 2, "marker": "o", "markersize": 4}
         )
+        if len(series.x) == 1:
+            style |= {"marker": "D", "markersize": 8, "linestyle": "none"}
         at.plot(series.x, series.y, color=series.color, label=_label(series.name), **style)
         if series.low:
             at.fill_between(series.x, series.low, series.high, color=series.color, alpha=0.13, linewidth=0)

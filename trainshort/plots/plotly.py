@@ -92,7 +92,9 @@ def _lines(series: Series) -> list[dict[str, Any]]:
         "legendgroup": series.name,
         "hovertemplate": "%{y:.2f}<extra>" + _plain(series.name) + "</extra>",
     }
-    if not series.low:
+    if len(series.x) == 1:
+        trace |= {"mode": "markers", "marker": {"symbol": "diamond", "size": 12, "color": series.color}}
+    if not series.low or len(series.x) == 1:
         return [trace]
     band = {
         "type": "scatter",

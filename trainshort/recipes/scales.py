@@ -54,10 +54,10 @@ class Scale:
     """Tokens of text scored without overlap; None: all."""
     longest: int
     """Longest length that is read at this scale."""
-    split: str
-    """Split on which perplexities are reported where the paper does not say; validation's, as the paper has it, unless
-    the recipe was chosen by that."""
     build: Callable[[Variant], RunConfig]
+    split: str = "valid"
+    """Split on which perplexities are reported, where a cell names none: validation's, as the paper has it, unless the
+    recipe was chosen by that."""
     gpus: int = 0
     """GPUs that a model of this scale wants where a cluster trains it."""
     stand_in: bool = False
@@ -273,7 +273,6 @@ scales.register("gpu")(
         sliding_tokens=65_536,
         eval_tokens=None,
         longest=16_384,
-        split="valid",
         build=gpu,
         gpus=1,
         stand_in=True,
@@ -290,7 +289,6 @@ scales.register("paper")(
         sliding_tokens=None,
         eval_tokens=None,
         longest=16_384,
-        split="valid",
         build=paper,
         gpus=8,
     )

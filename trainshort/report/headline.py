@@ -2,7 +2,7 @@
 
 import statistics
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainshort.claims.collection import Collection, Run
@@ -13,6 +13,8 @@ from trainshort.recipes.experiments import method_name, published
 from trainshort.runs import run_name
 
 PAPER_LENGTH = 512
+LONG = "sinusoidal"
+"""The method that has to be trained at the length it is to read."""
 ORDER = ("alibi", "t5", "rotary", "sinusoidal")
 NO_WORSE = 0.01
 """Up to one per cent more perplexity counts as no worse."""
@@ -46,6 +48,8 @@ class Headline:
     length: int
     lines: tuple[Curve, ...]
     corpus: str
+    beyond: tuple[Line, ...] = ()
+    """Models that were trained longer, read at their own length: what the lines are measured against."""
 
     @property
     def lengths(self) -> list[int]:
@@ -72,9 +76,23 @@ def find_headline(collection: Collection) -> Headline | None:
     rank = {position: index for index, position in enumerate(ORDER)}
     lines.sort(key=lambda line: (rank.get(line.position, 9), line.name))
     corpus = found[0][1].evaluation.corpus
-    return Headline(
-        length, tuple(lines), f"{corpus['name']}, {corpus['tokens']:,} tokens of its {corpus['split']} split"
-    )
+    told = f"{corpus['name']}, {corpus['tokens']:,} tokens of its {corpus['split']} split"
+    return Headline(length, tuple(lines), told, tuple(_beyond(collection, length, text)))
+
+
+def _beyond(collection: Collection, length: int, text: tuple[int, str, str]) -> list[Line]:
+    """The sinusoidal model of the greatest training length, at that length, on the same text."""
+    found: dict[int, list[Stored]] = {}
+    for run in collection.runs.values():
+        own = run.config.train.length
+        same = [one for one in run.sweeps if _text(one) == text and (row := one.evaluation.row(own)) and row.tokens]
+        if run.config.model.position == LONG and own > length and same:
+            found.setdefault(own, []).append(same[-1])
+    if not found:
+        return []
+    own = max(found)
+    line = _line(f"{method_name(LONG)} trained at {own:,}", LONG, found[own], own)
+    return [replace(line, points={own: line.points[own]}, shade=color(LONG))]
 
 
 def _goes_past(run: Run, stored: Stored) -> bool:
@@ -91,12 +109,15 @@ def _text(stored: Stored) -> tuple[int, str, str]:
 
 
 def _most_shared(swept: list[tuple[Run, Stored]]) -> tuple[int, tuple[int, str, str]]:
-    """The training length and the text that most runs share; of several texts the longest. Curves on different texts in
-    one figure would compare the texts."""
+    """The training length and the text that most runs share; of several texts the test split's, then the longest.
+    Curves on different texts in one figure would compare the texts."""
     runs: dict[tuple[int, tuple[int, str, str]], set[Path]] = {}
+    test = set()
     for run, stored in swept:
         runs.setdefault((run.config.train.length, _text(stored)), set()).add(run.path)
-    return max(runs, key=lambda key: (len(runs[key]), key[1][0]))
+        if stored.evaluation.corpus["split"] == "test":
+            test.add(_text(stored))
+    return max(runs, key=lambda key: (len(runs[key]), key[1] in test, key[1][0]))
 
 
 def _line(name: str, position: str, group: list[Stored], length: int) -> Curve:
@@ -123,7 +144,7 @@ def _bound(rows: list[LengthScore]) -> tuple[float, float] | None:
 def figure(headline: Headline, *, with_paper: bool) -> Figure:
     """Lines by multiples of the training length; the paper's own curves thin, on the right axis."""
     series = []
-    for line in headline.lines:
+    for line in (*headline.lines, *headline.beyond):
         at = sorted(line.points)
         banded = all(length in line.bounds for length in at)
         series.append(
@@ -152,8 +173,10 @@ def figure(headline: Headline, *, with_paper: bool) -> Figure:
         y_log=True,
         ticks=ticks,
         note=f"Solid: here, on {headline.corpus}, with the 95 % interval over stretches of the text or the range over "
-        "seeds." + (" Thin and dotted: the paper's Table 2, on the right axis." if with_paper else ""),
-        sources=tuple(path for line in headline.lines for path in line.sources),
+        "seeds."
+        + (" The diamond was trained at its own length, on as many tokens." if headline.beyond else "")
+        + (" Thin and dotted: the paper's Table 2, on the right axis." if with_paper else ""),
+        sources=tuple(path for line in (*headline.lines, *headline.beyond) for path in line.sources),
     )
 
 

@@ -1,6 +1,5 @@
-"""The other figures and facts of the page: cost, loss by position, early tokens, reach, how it was made."""
+"""The other figures and facts of the page: loss by position, early tokens, reach, how it was made."""
 
-import statistics
 from typing import Any
 
 from trainshort.claims.collection import Collection, Run
@@ -11,45 +10,6 @@ from trainshort.files import read_sealed
 from trainshort.plots.figures import Figure, Series, color
 from trainshort.recipes.experiments import Reading, method_name, queries
 from trainshort.report.headline import Headline, Line
-
-
-def cost_figures(collection: Collection) -> list[Figure]:
-    """Bars of speed and memory at the length that most configurations share."""
-    if not collection.costs or collection.cost_path is None:
-        return []
-    entries = list(collection.costs.values())
-    length = statistics.mode(entry["length"] for entry in entries)
-    entries = [entry for entry in entries if entry["length"] == length]
-    names = tuple(method_name(str(entry["position"])) for entry in entries)
-    wanted = (
-        ("cost-train", "Training speed", "tokens/s", [_rate(entry, "train_seconds") for entry in entries]),
-        ("cost-read", "Reading speed", "tokens/s", [_rate(entry, "read_seconds") for entry in entries]),
-        ("cost-memory", "Training memory", "MB", [(entry["train_memory"] or 0) / 1e6 for entry in entries]),
-    )
-    figures = []
-    for name, title, unit, values in wanted:
-        told = ", ".join(f"{method} {value:,.0f}" for method, value in zip(names, values, strict=True))
-        bars = tuple(
-            Series(method, (method,), (value,), color(entry["position"]))
-            for method, value, entry in zip(names, values, entries, strict=True)
-        )
-        figures.append(
-            Figure(
-                name=name,
-                title=f"{title} at {length:,} tokens",
-                alt=f"{title} in {unit}: {told}.",
-                series=bars,
-                x_label="",
-                y_label=unit,
-                kind="bars",
-                sources=(collection.cost_path,),
-            )
-        )
-    return figures
-
-
-def _rate(entry: dict[str, Any], what: str) -> float:
-    return entry["tokens"] / statistics.median(entry[what])
 
 
 def position_figure(headline: Headline) -> Figure | None:
@@ -169,8 +129,9 @@ def reach_figure(headline: Headline, collection: Collection) -> Figure | None:
         x_label="heads of all layers, from the nearest-looking to the farthest",
         y_label=f"tokens that hold {share:.0%} of the attention",
         y_log=True,
-        note=f"Measured on {length:,} tokens. Dotted: the window that provably holds {share:.0%} of every row "
-        "with queries and keys of the sizes met in this text, which only ALiBi has. "
+        note=f"Measured on {length:,} tokens. Dotted: the window that holds {share:.0%} of every row by proof, for "
+        "queries and keys no larger than those met in this text; another text may have larger ones and need more. Only "
+        "ALiBi has such a window. "
         f"The models were trained at {headline.length:,}.",
         sources=tuple(sources),
     )

@@ -10,11 +10,12 @@ from rich.table import Table
 from trainshort.claims.collection import Collection
 from trainshort.claims.measured import View
 from trainshort.claims.verdicts import Claim, Outcome, judge
-from trainshort.files import make_folder, write_whole
+from trainshort.files import make_folder, write_sealed, write_whole
 from trainshort.plots.figures import Figure
 from trainshort.plots.pictures import draw_all
 from trainshort.report import headline as first
-from trainshort.report import page, sections
+from trainshort.report import page, sections, story
+from trainshort.report.costs import cost_figures
 from trainshort.report.samples import samples
 from trainshort.report.sources import Sources
 from trainshort.report.speed import speed
@@ -28,14 +29,16 @@ def write_report(collection: Collection, out: Path) -> Path:
     view = View(collection, collection.scale) if collection.scale else None
     headline = first.find_headline(collection)
     figure = first.figure(headline, with_paper=view is not None) if headline else None
-    costs = sections.cost_figures(collection)
+    costs = cost_figures(collection)
     measured = speed(collection)
     figures = _figures(collection, headline, view)
     judged = judge(view) if view else []
     content: dict[str, Any] = {
         "title": "Train short, test long: what was obtained here",
         "subtitle": _subtitle(collection),
-        "sentences": first.sentences(headline) if headline else [],
+        "about": story.about(headline) if headline else "",
+        "sentences": story.found(headline, view) if headline else [],
+        "trust": story.trust(headline, collection, judged) if headline else [],
         "headline": figure,
         "lines": headline.lines if headline else (),
         "lengths": headline.lengths if headline else [],
@@ -56,6 +59,8 @@ def write_report(collection: Collection, out: Path) -> Path:
     draw_all(drawn, out)
     write_whole(out / "index.html", page.html(content, drawn))
     write_whole(out / "report.md", page.markdown(content))
+    if headline:
+        write_sealed(out / "headline.json", story.summary(headline, view, judged))
     _write_claims(judged, out / "claims.json", content["scale"])
     return out / "index.html"
 

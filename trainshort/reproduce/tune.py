@@ -29,10 +29,8 @@ FORMAT = 1
 
 GRID: dict[str, Way] = {
     "Muon 1.2e-2": Way(optimizer="muon", lr=1.2e-2),
-    "AdamW 8e-3": Way(lr=8e-3),
+    "AdamW 1.2e-2, tables x 5": Way(lr=1.2e-2, position_lr=5),
     "Muon 1.2e-2, tables x 5": Way(optimizer="muon", lr=1.2e-2, position_lr=5),
-    "AdamW 1.6e-2": Way(lr=1.6e-2),
-    "AdamW 8e-3, tables x 5": Way(lr=8e-3, position_lr=5),
 }
 """Ways to train, by name. A method without a table trains those with a rate of tables but once."""
 PILOT = {

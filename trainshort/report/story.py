@@ -1,0 +1,123 @@
+"""The first screen in words, for somebody who never read the paper: what this is, what was found, how far to trust it.
+
+Every sentence is written from the same stored numbers as the figure below it. No torch.
+"""
+
+from collections import Counter
+from typing import Any
+
+from trainshort.claims.collection import Collection
+from trainshort.claims.measured import Compared, View
+from trainshort.claims.verdicts import Claim, Outcome
+from trainshort.recipes.experiments import Reading
+from trainshort.recipes.scales import Variant
+from trainshort.report.headline import Headline, sentences
+
+SHORT, LONG = Variant("wikitext103", "alibi", 512), Variant("wikitext103", "sinusoidal", 3072)
+"""The paper's title: trained short, against trained long."""
+
+
+def about(headline: Headline) -> str:
+    """What a reader has to know before the numbers."""
+    longest = max(headline.lengths)
+    names = [line.name for line in headline.lines]
+    count = "One small language model" if len(names) == 1 else f"{len(names)} small language models"
+    alike = "" if len(names) == 1 else ", alike but for how they know where in the text a word stands"
+    return (
+        f"{count}{alike} ({', '.join(names)}), learned from pieces of {headline.length:,} tokens. Then each had to "
+        f"read pieces of up to {longest:,}. A perplexity of 40 means: as unsure of the next token as if 40 were "
+        "equally likely; lower is better, and a line that stays flat to the right is a model that copes with more "
+        "text than it was trained on."
+    )
+
+
+def found(headline: Headline, view: View | None) -> list[str]:
+    """The results, the most important first."""
+    told = sentences(headline)
+    return [*told, *short_against_long(view)] if view else told
+
+
+def short_against_long(view: View) -> list[str]:
+    """ALiBi trained short and read long, against sinusoidal trained long on equally many tokens; what that saves."""
+    far = Reading(LONG.length)
+    short, long, change = view.read(SHORT, far), view.read(LONG, far), view.perplexities((SHORT, far), (LONG, far))
+    if short is None or long is None or change is None:
+        return []
+    near, at = view.scale.length(SHORT.length), view.scale.length(LONG.length)
+    told = (
+        f"Train short, test long: ALiBi trained at {near:,} and read at {at:,} has {short.value:.1f}, sinusoidal "
+        f"trained at {at:,} on as many tokens {long.value:.1f}: {_verdict(change)}."
+    )
+    savings = _savings(view)
+    return [told + (f" Training short was {savings}." if savings else "")]
+
+
+def _verdict(change: Compared) -> str:
+    if change.low <= 0 <= change.high:
+        return f"too close to tell ({change})"
+    return f"ALiBi is {'worse' if change.change > 0 else 'better'} by {abs(change.change):.0%}"
+
+
+def _savings(view: View) -> str:
+    """Speed and memory of the two, where both were measured."""
+    speed, parts = view.speeds(SHORT, LONG), []
+    if speed is not None:
+        within = speed.low <= 0 <= speed.high
+        parts.append("no faster than this machine can tell" if within else f"{1 + speed.change:.2f} times as fast")
+    memory = [view.cost(one, "train memory") for one in (SHORT, LONG)]
+    if memory[0] and memory[1]:
+        parts.append(f"took {1e3 * memory[0].value:,.0f} MB instead of {1e3 * memory[1].value:,.0f}")
+    return " and ".join(parts)
+
+
+def trust(headline: Headline, collection: Collection, judged: list[tuple[Claim, Outcome]]) -> list[str]:
+    """What stands behind the numbers, and what does not."""
+    corpus = headline.lines[0].stored[0].evaluation.corpus
+    seeds = len({run.config.train.seed for run in collection.runs.values()})
+    test = corpus["split"] == "test"
+    chosen = "which took no part in training or in choosing settings" if test else "as in the paper"
+    told = [
+        f"Perplexities are of {corpus['tokens']:,} tokens of the {corpus['split']} split of {corpus['name']}, "
+        f"{chosen}. Bands are 95 % intervals over that text. {_count(seeds, 'seed')}: another would move every line "
+        "a little."
+    ]
+    trained = {run.metrics[-1]["tokens"] for run in collection.runs.values() if run.metrics}
+    if collection.scale and len(trained) == 1:
+        told.append(
+            f"Every model was trained on {trained.pop():,} tokens, in the way that was best for its method on the "
+            "validation split, out of the same grid of ways for all (trainshort tune)."
+        )
+    if judged:
+        counts = Counter(outcome.verdict for claim, outcome in judged if not claim.oddity)
+        told.append(
+            f"Of {sum(counts.values())} claims of the paper {counts['holds']} hold here, {counts['does not hold']} do "
+            f"not, {counts['cannot tell']} cannot be told from chance, and "
+            f"{counts['not testable at this scale']} were not tried."
+        )
+    told.append("Small models on little text: compare the shapes of lines with the paper's, not the values.")
+    return told
+
+
+def _count(number: int, what: str) -> str:
+    return f"One {what}" if number == 1 else f"{number} {what}s"
+
+
+def summary(headline: Headline, view: View | None, judged: list[tuple[Claim, Outcome]]) -> dict[str, Any]:
+    """The same as data, for the tables of documents."""
+    lines = {
+        line.name: {
+            "position": line.position,
+            "points": {str(at): [value, *line.bounds.get(at, (None, None))] for at, value in line.points.items()},
+        }
+        for line in (*headline.lines, *headline.beyond)
+    }
+    first = headline.lines[0].stored[0].evaluation
+    return {
+        "format": 1,
+        "length": headline.length,
+        "corpus": {key: first.corpus[key] for key in ("name", "split", "tokens")},
+        "lines": lines,
+        "found": found(headline, view),
+        "verdicts": Counter(outcome.verdict for claim, outcome in judged if not claim.oddity),
+        "provenance": first.provenance,
+    }
