@@ -107,7 +107,7 @@ class WithTable(nn.Module):
 def test_a_position_table_is_not_decayed_and_has_a_rate_of_its_own(name):
     model = WithTable()
     optimizer = optim.build(model, OptimConfig(name=name, weight_decay=0.5, position_lr=3.0))
-    optim.update(optimizer, model.parameters(), 0.1)  # no gradients
+    optim.step(optimizer, model.parameters(), 0.1)  # no gradients
     assert torch.equal(model.position["table"], torch.ones(2, 3))
     rates = {id(one): group["lr"] for group in optimizer.param_groups for one in group["params"]}
     assert rates[id(model.position["table"])] == pytest.approx(0.3)

@@ -91,8 +91,9 @@ class Muon(torch.optim.AdamW):
                 state = self.state[parameter]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
-                buffer = state["momentum_buffer"].lerp_(parameter.grad, 1 - self.momentum)
-                ahead.append(parameter.grad.lerp(buffer, self.momentum))
+                gradient: Tensor = parameter.grad  # pyright: ignore[reportAssignmentType]  (`step` gave everyone one)
+                buffer = state["momentum_buffer"].lerp_(gradient, 1 - self.momentum)
+                ahead.append(gradient.lerp(buffer, self.momentum))
             size = 0.2 * math.sqrt(max(rows, columns)) * group["lr"]
             for parameter, turned in zip(alike, orthogonal(torch.stack(ahead)), strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(turned, alpha=size)

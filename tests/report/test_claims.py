@@ -7,8 +7,8 @@ import pytest
 from made_up import LAPTOP, make_demo, make_run, write_evaluation
 
 from trainshort.claims.collection import collect
-from trainshort.claims.cost import time_saved
 from trainshort.claims.measured import View, middle
+from trainshort.claims.speed_and_memory import time_saved
 from trainshort.claims.verdicts import judge
 from trainshort.recipes.experiments import EvalProtocol
 from trainshort.recipes.scales import Variant

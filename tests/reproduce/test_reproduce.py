@@ -22,9 +22,10 @@ from trainshort.recipes.scales import Variant, scales
 from trainshort.reproduce import tasks
 from trainshort.reproduce.cluster import Site, read_site, run_on_cluster
 from trainshort.reproduce.plan import command, make_plan, paper_hours, told
+from trainshort.reproduce.rounds import measure_costs
 from trainshort.reproduce.runner import reproduce
 from trainshort.reproduce.tasks import assign
-from trainshort.reproduce.work import measure_costs, work
+from trainshort.reproduce.work import work
 
 
 def quiet() -> Console:

@@ -11,6 +11,7 @@ from trainshort.claims.verdicts import (
     BY_CHANCE,
     Outcome,
     Rule,
+    Verdict,
     above,
     below,
     claim,
@@ -22,7 +23,7 @@ from trainshort.claims.verdicts import (
     verdict,
 )
 from trainshort.evaluate.results import interval
-from trainshort.recipes.experiments import Reading, method_name, queries
+from trainshort.recipes.experiments import EvalProtocol, method_name, queries
 from trainshort.recipes.scales import Variant
 
 BASE = 512
@@ -45,7 +46,7 @@ def ppl(view: View, position: str, at: float, *, length: int = BASE, stride: int
 def further(view: View, position: str, at: float, stride: int | None = None) -> Compared | None:
     """How much more perplexity a model has at a multiple of its length than at its length."""
     variant = Variant("wikitext103", position, BASE)
-    return view.perplexities((variant, Reading(round(BASE * at), stride)), (variant, Reading(BASE, stride)))
+    return view.perplexities((variant, EvalProtocol(round(BASE * at), stride)), (variant, EvalProtocol(BASE, stride)))
 
 
 def usable(view: View, position: str) -> tuple[int, bool, Measured] | None:
@@ -124,7 +125,7 @@ def sinusoidal_fails(view: View) -> Outcome:
 )
 def short_beats_long(view: View) -> Outcome:
     short, long = ppl(view, "alibi", 6), ppl(view, "sinusoidal", 1, length=3072)
-    far = Reading(3072)
+    far = EvalProtocol(3072)
     models = (Variant("wikitext103", "alibi", BASE), far), (Variant("wikitext103", "sinusoidal", 3072), far)
     change = view.perplexities(*models)
     if short is None or long is None or change is None:
@@ -144,14 +145,14 @@ def recency_helps(view: View) -> Outcome:
     pairs = []
     for length in view.scale.lengths:
         alibi, sinusoidal = (ppl(view, method, 1, length=length) for method in ("alibi", "sinusoidal"))
-        models = ((Variant("wikitext103", method, length), Reading(length)) for method in ("alibi", "sinusoidal"))
+        models = ((Variant("wikitext103", method, length), EvalProtocol(length)) for method in ("alibi", "sinusoidal"))
         change = view.perplexities(*models)
         if alibi and sinusoidal and change:
             pairs.append((view.scale.length(length), alibi, sinusoidal, change))
     if not pairs:
         return missing("ALiBi and sinusoidal models of one length")
     text = "; ".join(f"{a.value:.2f} against {s.value:.2f} at {length:,}" for length, a, s, _ in pairs)
-    found = [below(change, 0) for *_, change in pairs]
+    found: list[Verdict] = [below(change, 0) for *_, change in pairs]
     reason = f"ALiBi is better at {found.count('holds')} of {len(pairs)} lengths."
     files = sources(*(one for _, a, s, _ in pairs for one in (a, s)))
     return Outcome(every(found), text, reason, files, detectable(*(change for *_, change in pairs)))

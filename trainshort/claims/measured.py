@@ -9,8 +9,8 @@ from typing import Any
 
 from trainshort.claims.collection import SEEDS, Collection, Run
 from trainshort.errors import InputError
-from trainshort.evaluate.results import Row, interval
-from trainshort.recipes.experiments import Cell, Reading, moments, queries
+from trainshort.evaluate.results import LengthScore, interval
+from trainshort.recipes.experiments import Cell, EvalProtocol, moments, queries
 from trainshort.recipes.scales import Scale, Variant
 
 RATES = {"train speed": "train_seconds", "read speed": "read_seconds"}
@@ -136,7 +136,7 @@ class View:
         change, low, high = middle([b / a - 1 for a, b in zip(first, second, strict=True)])
         return Compared(change, low, high, (path,))
 
-    def perplexities(self, one: tuple[Variant, Reading], other: tuple[Variant, Reading]) -> Compared | None:
+    def perplexities(self, one: tuple[Variant, EvalProtocol], other: tuple[Variant, EvalProtocol]) -> Compared | None:
         """How much higher the first's perplexity is. The interval is the wider of two: over stretches of the text,
         where both read the same one, and over the seeds, where there are some for both."""
         found = [self.read(*one), self.read(*other)]
@@ -147,7 +147,7 @@ class View:
         files = tuple(dict.fromkeys((*found[0].sources, *found[1].sources)))
         return Compared(math.exp(change) - 1, math.exp(change - noise) - 1, math.exp(change + noise) - 1, files)
 
-    def _over_text(self, *both: tuple[Variant, Reading]) -> float:
+    def _over_text(self, *both: tuple[Variant, EvalProtocol]) -> float:
         rows = [self.row(runs[0], reading)[0] for variant, reading in both if (runs := self.runs(variant))]
         if len(rows) < 2 or rows[0] is None or rows[1] is None:
             return 0.0

@@ -3,7 +3,7 @@
 from trainshort.claims.extrapolation import BASE, FLAT, further, ppl
 from trainshort.claims.measured import View
 from trainshort.claims.verdicts import BY_CHANCE, Outcome, above, below, claim, detectable, missing, sources, verdict
-from trainshort.recipes.experiments import Reading
+from trainshort.recipes.experiments import EvalProtocol
 from trainshort.recipes.scales import Variant
 
 
@@ -37,7 +37,7 @@ def every_length(view: View) -> Outcome:
 )
 def t5_ahead(view: View) -> Outcome:
     alibi, t5 = ppl(view, "alibi", 1), ppl(view, "t5", 1)
-    models = ((Variant("wikitext103", method, BASE), Reading(BASE)) for method in ("t5", "alibi"))
+    models = ((Variant("wikitext103", method, BASE), EvalProtocol(BASE)) for method in ("t5", "alibi"))
     change = view.perplexities(*models)
     if alibi is None or t5 is None or change is None:
         return missing("ALiBi and T5 models of one length")

@@ -16,7 +16,7 @@ from trainshort.claims.verdicts import (
     sources,
     verdict,
 )
-from trainshort.recipes.experiments import Reading
+from trainshort.recipes.experiments import EvalProtocol
 from trainshort.recipes.paper_tables import COST_LENGTHS
 from trainshort.recipes.scales import Variant
 
@@ -38,7 +38,9 @@ def cost(view: View, position: str, quantity: str) -> Measured | None:
 def faster(view: View, position: str) -> dict[int, Compared]:
     """How much faster a method trains than sinusoidal, by length."""
     found = {
-        view.scale.length(at): view.speeds(*(Variant("wikitext103", name, at) for name in (position, "sinusoidal")))
+        view.scale.length(at): view.speeds(
+            Variant("wikitext103", position, at), Variant("wikitext103", "sinusoidal", at)
+        )
         for at in LENGTHS
     }
     return {length: one for length, one in found.items() if one}
@@ -112,7 +114,7 @@ def sooner(view: View) -> Outcome:
 
 def _sooner(view: View, short: Variant, long: Variant) -> Outcome | None:
     speeds = [view.cost(one, "train speed") for one in (short, long)]
-    curves = [view.curve(one, Reading(long.length)) for one in (short, long)]
+    curves = [view.curve(one, EvalProtocol(long.length)) for one in (short, long)]
     if any(speed is None for speed in speeds) or any(len(curve) < 2 for curve in curves):
         return None
     times = [

@@ -106,7 +106,8 @@ def below(found: Compared, bound: float) -> Verdict:
 
 
 def opposite(found: Verdict) -> Verdict:
-    return {"holds": "does not hold", "does not hold": "holds"}.get(found, found)  # pyright: ignore[reportReturnType]
+    swapped: dict[Verdict, Verdict] = {"holds": "does not hold", "does not hold": "holds"}
+    return swapped.get(found, found)
 
 
 def every(found: Iterable[Verdict]) -> Verdict:

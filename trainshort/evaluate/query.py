@@ -31,14 +31,14 @@ class Query:
     tokens: int | None = None
     """The first so many tokens of the run's own text, or all if there are fewer; None: all."""
     step: int | None = None
-    """Of this checkpoint; None: of the run's best weights."""
+    """Of this checkpoint, which may be the run's best; None: of the run's best weights."""
 
     def matches(self, evaluation: Evaluation) -> bool:
         target, protocol = evaluation.target, evaluation.protocol
         if self.step is None:
             same_weights = target["kind"] == "run"
         else:
-            same_weights = target["kind"] == "checkpoint" and target["step"] == self.step
+            same_weights = target["kind"] in ("checkpoint", "run") and target.get("step") == self.step
         as_trained = protocol["slopes"] is None and protocol["precision"] == "float32"
         return same_weights and as_trained and protocol["stride"] == self.stride and self._same_text(evaluation)
 

@@ -48,7 +48,7 @@ def demo() -> Experiment:
 
 def short_and_long() -> Iterator[Cell]:
     """The paper's title: ALiBi trained at 512 and read at 3,072, against sinusoidal trained there."""
-    far = Reading(3072)
+    far = EvalProtocol(3072)
     short, long = Variant("wikitext103", "alibi", 512), Variant("wikitext103", "sinusoidal", 3072)
     numbers = published()["table1"]["sinusoidal"]["3072"]
     yield Cell(label(long), "6 L", 18.67, "perplexity", long, far, 3072)
@@ -145,9 +145,9 @@ def table6() -> Experiment:
         row = label(variant, at)
         cells += [
             Cell(row, "train tokens/s", numbers["train_wps_k"] * 1e3, "train speed", variant),
-            Cell(row, "read tokens/s", numbers["inf_wps_k"] * 1e3, "read speed", variant, Reading(at)),
-            Cell(row, "valid", numbers["valid"], "perplexity", variant, Reading(at, split="valid")),
-            Cell(row, "test", numbers["test"], "perplexity", variant, Reading(at, split="test")),
+            Cell(row, "read tokens/s", numbers["inf_wps_k"] * 1e3, "read speed", variant, EvalProtocol(at)),
+            Cell(row, "valid", numbers["valid"], "perplexity", variant, EvalProtocol(at, split="valid")),
+            Cell(row, "test", numbers["test"], "perplexity", variant, EvalProtocol(at, split="test")),
         ]
     return Experiment("table6", "Validation and test, without overlap", tuple(cells))
 

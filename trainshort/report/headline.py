@@ -48,7 +48,7 @@ class Headline:
     length: int
     lines: tuple[Curve, ...]
     corpus: str
-    beyond: tuple[Line, ...] = ()
+    beyond: tuple[Curve, ...] = ()
     """Models that were trained longer, read at their own length: what the lines are measured against."""
 
     @property
@@ -80,7 +80,7 @@ def find_headline(collection: Collection) -> Headline | None:
     return Headline(length, tuple(lines), told, tuple(_beyond(collection, length, text)))
 
 
-def _beyond(collection: Collection, length: int, text: tuple[int, str, str]) -> list[Line]:
+def _beyond(collection: Collection, length: int, text: tuple[int, str, str]) -> list[Curve]:
     """The sinusoidal model of the greatest training length, at that length, on the same text."""
     found: dict[int, list[Stored]] = {}
     for run in collection.runs.values():

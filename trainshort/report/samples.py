@@ -41,7 +41,7 @@ class Passage:
 
 
 @dataclass(frozen=True)
-class Sample:
+class WrittenText:
     """What one model wrote."""
 
     name: str
@@ -50,7 +50,7 @@ class Sample:
     path: Path
 
 
-def samples(collection: Collection) -> list[Sample]:
+def samples(collection: Collection) -> list[WrittenText]:
     """Of every run that wrote something; a file that cannot be read is left out."""
     found = []
     for run in collection.runs.values():
@@ -59,7 +59,7 @@ def samples(collection: Collection) -> list[Sample]:
             values = read_sealed(path)
             length = int(values["trained_at"])
             name = method_name(run.config.model.position)
-            found.append(Sample(name, length, tuple(_passages(values, length)), path))
+            found.append(WrittenText(name, length, tuple(_passages(values, length)), path))
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
     order = list(NAMES.values())

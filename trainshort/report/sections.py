@@ -8,8 +8,8 @@ from trainshort.evaluate.by_position import ENOUGH, bounds, past_training, poole
 from trainshort.evaluate.results import LengthScore
 from trainshort.files import read_sealed
 from trainshort.plots.figures import Figure, Series, color
-from trainshort.recipes.experiments import Reading, method_name, queries
-from trainshort.report.headline import Headline, Line
+from trainshort.recipes.experiments import EvalProtocol, method_name, queries
+from trainshort.report.headline import Curve, Headline
 
 
 def position_figure(headline: Headline) -> Figure | None:

@@ -9,7 +9,7 @@ from typing import Any
 from trainshort.claims.collection import Collection
 from trainshort.claims.measured import Compared, View
 from trainshort.claims.verdicts import Claim, Outcome
-from trainshort.recipes.experiments import Reading
+from trainshort.recipes.experiments import EvalProtocol
 from trainshort.recipes.scales import Variant
 from trainshort.report.headline import Headline, sentences
 
@@ -39,7 +39,7 @@ def found(headline: Headline, view: View | None) -> list[str]:
 
 def short_against_long(view: View) -> list[str]:
     """ALiBi trained short and read long, against sinusoidal trained long on equally many tokens; what that saves."""
-    far = Reading(LONG.length)
+    far = EvalProtocol(LONG.length)
     short, long, change = view.read(SHORT, far), view.read(LONG, far), view.perplexities((SHORT, far), (LONG, far))
     if short is None or long is None or change is None:
         return []

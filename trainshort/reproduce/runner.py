@@ -42,7 +42,7 @@ def reproduce(
                 run_on_cluster(todo, root, done, site or Site(gpus=assignment.scale.gpus))
     if missing_costs(assignment, root):
         console.print("Measuring speed and memory ...", highlight=False)
-        from trainshort.reproduce.work import measure_costs
+        from trainshort.reproduce.rounds import measure_costs
 
         make_folder(root)
         measure_costs(assignment.costs, root / COST_FILE)

@@ -3,8 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-from trainshort.claims.collection import COST_FORMAT, read_costs
-from trainshort.config import RunConfig
 from trainshort.evaluate.query import Query, find
 from trainshort.files import make_folder, write_sealed
 from trainshort.reproduce import tasks
@@ -78,7 +76,7 @@ def _write_sample(run: Path, path: Path) -> None:
 
     target = RunTarget(run)
     text = open_own(run, target.config.data).split("test")
-    length, speller = target.config.train.length, target.speller()
+    length, tokenizer = target.config.train.length, target.tokenizer()
     count = max(1, min(WRITTEN, length // 2))
     settings = {"temperature": TEMPERATURE, "top_k": min(TOP_K, target.vocabulary), "seed": SEED}
     passages = []
@@ -87,11 +85,11 @@ def _write_sample(run: Path, path: Path) -> None:
         # Without a tokenizer nothing stops the stream early: an end of text is a token like any other here.
         made = list(stream(target.model, prompt, tokens=count, **settings))
         ids = [token.id for token in made]
-        read = [speller.decode(ids[:number]) for number in range(count + 1)]
+        read = [tokenizer.decode(ids[:number]) for number in range(count + 1)]
         written = [
             [after[len(before) :], -token.logprob] for before, after, token in zip(read, read[1:], made, strict=False)
         ]
-        passages.append({"end": end, "given": speller.decode(prompt[-count:]), "written": written})
+        passages.append({"end": end, "given": tokenizer.decode(prompt[-count:]), "written": written})
     record = {
         "format": 2,
         "run": run.name,
@@ -108,40 +106,3 @@ def _write_sample(run: Path, path: Path) -> None:
 
 ROUNDS = 15
 """A round varies by 5 to 10 % on a shared machine, and a claim of the paper is about 1 %."""
-
-
-def measure_costs(configs: dict[str, RunConfig], path: Path) -> None:
-    """Measure what `path` does not hold yet, and add it there.
-
-    Speeds are taken in rounds, one step of each configuration after the other, so that whatever else the machine does
-    falls on all of them alike; the median round counts. Memory is the peak above what the program had before the model
-    was built, each configuration in a process of its own, since a process does not forget what it once held.
-    """
-    import torch
-
-    from trainshort.bench.measure import alone, in_turns
-    from trainshort.bench.rig import Rig
-    from trainshort.evaluate.target import pick_device
-
-    entries = read_costs(path.parent)
-    todo = {name: config for name, config in configs.items() if name not in entries}
-    if not todo:
-        return
-    origin, device = provenance(threads=torch.get_num_threads()), pick_device(None)
-    rigs = {name: Rig(config, device) for name, config in todo.items()}
-    work = {f"train {name}": rig.step for name, rig in rigs.items()}
-    work |= {f"read {name}": rig.infer for name, rig in rigs.items()}
-    timings = in_turns(work, ROUNDS)
-    for name, config in todo.items():
-        entries[name] = {
-            "position": config.model.position,
-            "length": config.train.length,
-            "batch": config.train.batch,
-            "vocabulary": config.data.vocabulary,
-            "train_seconds": timings[f"train {name}"].seconds,
-            "read_seconds": timings[f"read {name}"].seconds,
-            "tokens": config.train.batch * config.train.length,
-            "train_memory": alone("rig", config=config.model_dump(mode="json"), device=device)["training"].get("above"),
-            "provenance": origin,
-        }
-    write_sealed(path, {"format": COST_FORMAT, "entries": entries})
