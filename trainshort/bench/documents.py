@@ -5,6 +5,8 @@ A region of a document between these two lines is a table of this file, and a te
     <!-- measured: training -->
     <!-- end of measured -->
 
+and so is a number within a sentence, `<!-- value: recorded -->0.12 ×<!-- end -->`.
+
 A result of a run that was stopped before its end says so under its table. No torch.
 """
 
@@ -19,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = ("README.md", "docs/evaluation.md", "docs/generation.md", "docs/training.md", "docs/windows.md")
 REGION = re.compile(r"(<!-- measured: (\S+) -->\n)(.*?)(<!-- end of measured -->)", re.DOTALL)
+VALUE = re.compile(r"(<!-- value: (\S+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 SHORT = (1024, 4096, 16_384, 32_768)
 """Lengths that the README shows."""
 
@@ -31,12 +34,14 @@ def table(head: str, rows: list[list[str]]) -> str:
 
 
 def cell(row: Measurement, name: str, *, digits: int = 2) -> str:
-    """One measure: ratios with two digits, others whole."""
+    """One measure: ratios with two digits, times and sizes below 100 with one, others whole."""
     if name not in row.measured:
         return ""
     measure = row.measured[name]
     if measure.unit == RATIO:
         return f"{measure.value:.{digits}f} {RATIO}"
+    if measure.unit in ("ms", "MB") and measure.value < 100:
+        return f"{measure.value:.1f} {measure.unit}"
     return f"{measure.value:,.0f} {measure.unit}".strip()
 
 
@@ -106,12 +111,82 @@ def kept(bench: BenchResult) -> str:
     )
 
 
-TABLES: dict[str, tuple[str, Callable[[BenchResult], str]]] = {
+def windowed(bench: BenchResult) -> dict[int, Measurement]:
+    """Rows of the windowed engine by length."""
+    return {int(row.case["tokens"]): row for row in bench.suites["attention"] if row.case["engine"] == "windowed"}
+
+
+def recorded(*benches: BenchResult) -> str:
+    """Windowed against plain attention by length, on inputs recorded from several trained models."""
+    found = [windowed(bench) for bench in benches]
+    rows = [
+        [f"{tokens:,}", *(to_plain(rows[tokens]) if tokens in rows else "" for rows in found)]
+        for tokens in sorted(set().union(*found))
+    ]
+    return table("tokens | the demo's ALiBi model | 600 steps | 100 steps", rows)
+
+
+def to_plain(row: Measurement) -> str:
+    return f"{cell(row, 'to plain')} and {cell(row, 'both to plain')}"
+
+
+def growth(bench: BenchResult) -> str:
+    """The time per token at 32,768 tokens to that at 8,192, forward and with backward."""
+    rows = windowed(bench)
+    grown = [
+        rows[32_768].measured[name].value / rows[8192].measured[name].value / 4
+        for name in ("forward", "forward + backward")
+    ]
+    return f"{grown[0]:.2f} {RATIO} and {grown[1]:.2f} {RATIO}"
+
+
+def peers(bench: BenchResult) -> str:
+    """Other implementations of ALiBi against the windowed engine."""
+    rows = {str(row.case["engine"]): row for row in bench.suites["attention"]}
+    names = ("forward", "forward + backward")
+    ours = {name: rows["windowed"].measured[name].value for name in names}
+    made = [
+        [engine, *(f"{row.measured[name].value / ours[name]:.1f} {RATIO}" for name in names)]
+        for engine, row in rows.items()
+    ]
+    return table("at 8,192 tokens, to windowed | forward | forward + backward", made)
+
+
+def decode(bench: BenchResult) -> str:
+    """A token's time and a cache's size by context, for the bounded cache and the full one."""
+    found = {
+        (row.case["part"], row.case.get("cache") or row.case.get("decoder"), row.case.get("context")): row
+        for row in bench.suites["decode"]
+    }
+    contexts = sorted({int(row.case["context"]) for row in bench.suites["decode"] if row.case["part"] == "context"})
+    against = max(int(row.case["context"]) for row in bench.suites["decode"] if row.case["part"] == "mpt")
+    asked = [(f"a token at {n:,} tokens of context", "context", "time per token", n) for n in contexts]
+    asked += [(f"to {contexts[0]:,}, at {contexts[-1]:,}", "context", f"to {contexts[0]:,}", contexts[-1])]
+    asked += [(f"cache at {contexts[-1]:,}", "context", "cache", contexts[-1])]
+    asked += [("of the limit set by reading the weights once", "weights", "of the limit", contexts[0])]
+    asked += [(f"speed to Hugging Face's MPT at {against:,}, same weights", "mpt", "speed to mpt", against)]
+    rows = [
+        [text, *(cell(found[part, cache, context], name, digits=1) for cache in ("bounded", "full"))]
+        for text, part, name, context in asked
+    ]
+    return table("random weights | bounded | full", rows)
+
+
+TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "attention": ("attention", attention),
     "attention-short": ("attention", lambda bench: attention(bench, SHORT)),
     "training": ("training", training),
     "evaluate": ("evaluate", evaluation),
     "kept": ("decode-trained", kept),
+    "recorded": ("attention-recorded-demo attention-recorded attention-recorded-100", recorded),
+    "peers": ("attention-peers", peers),
+    "decode": ("decode", decode),
+}
+"""The stored results of each table, and who writes it."""
+VALUES: dict[str, tuple[str, Callable[[BenchResult], str]]] = {
+    "recorded": ("attention-recorded", lambda bench: to_plain(windowed(bench)[32_768])),
+    "growth": ("attention", growth),
+    "growth-recorded": ("attention-recorded", growth),
 }
 
 
@@ -119,11 +194,20 @@ def written(text: str) -> str:
     """A document with its tables as the stored results have them."""
 
     def fill(match: re.Match[str]) -> str:
-        file, make = TABLES[match[2]]
-        bench = load(RESULTS / f"{file}.json")
-        return f"{match[1]}\n{make(bench)}{origin(bench, file)}\n{match[4]}"
+        names, make = TABLES[match[2]]
+        benches = [stored(name) for name in names.split()]
+        origins = "".join(origin(bench, name) for bench, name in zip(benches, names.split(), strict=True))
+        return f"{match[1]}\n{make(*benches)}{origins}\n{match[4]}"
 
-    return REGION.sub(fill, text)
+    def value(match: re.Match[str]) -> str:
+        name, make = VALUES[match[2]]
+        return match[1] + make(stored(name)) + match[4]
+
+    return VALUE.sub(value, REGION.sub(fill, text))
+
+
+def stored(name: str) -> BenchResult:
+    return load(RESULTS / f"{name}.json")
 
 
 if __name__ == "__main__":
