@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from trainshort.evaluate.query import Query, find
+from trainshort.evaluate.query import Query, best_step, find
 from trainshort.files import make_folder, write_sealed
 from trainshort.reproduce import tasks
 from trainshort.reproduce.tasks import Task
@@ -24,10 +24,13 @@ def work(task: Task, root: Path) -> str:
     found = find(folder)
     for query, lengths in task.lengths.items():
         _evaluate(folder, query, tasks.missing(found, query, lengths))
+    best = best_step(folder)
     for checkpoint in tasks.checkpoints(folder) if task.curves else ():
+        step = tasks.step_of(checkpoint)
         for query, lengths in task.curves.items():
-            at = replace(query, step=tasks.step_of(checkpoint))
-            _evaluate(checkpoint, at, tasks.missing(found, at, lengths))
+            at = replace(query, step=step)
+            # The best one is the run itself: its evaluations lie in one file, and must go on being the run's.
+            _evaluate(folder if step == best else checkpoint, at, tasks.missing(found, at, lengths))
     sample = folder / tasks.SAMPLE
     if task.sample and not sample.exists():
         _write_sample(folder, sample)
