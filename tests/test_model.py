@@ -233,6 +233,7 @@ FOREIGN = {
     "factor": {"embedding_factor": 3.0, "embedding_norm": False},
     "slopes": {"position_settings": {"slopes": (0.5, 0.2, 0.03, 0.001)}},
     "biases of norms alone": {"biases": False, "norm_biases": True},
+    "parallel": {"parallel_blocks": True},
 }
 """Settings that models from elsewhere need."""
 
@@ -259,8 +260,8 @@ def by_hand(model, tokens):
         qkv = qkv if c.clip_qkv is None else qkv.clamp(-c.clip_qkv, c.clip_qkv)
         q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in qkv.chunk(3, -1))
         weight = (q @ k.mT * (c.softmax_scale or 16**-0.5) + bias).softmax(-1)
-        x = x + linear((weight @ v).transpose(1, 2).flatten(2), f"layers.{i}.attention.out")
-        inside = norm(x, f"layers.{i}.ffn_norm")
+        before, x = x, x + linear((weight @ v).transpose(1, 2).flatten(2), f"layers.{i}.attention.out")
+        inside = norm(before if c.parallel_blocks else x, f"layers.{i}.ffn_norm")
         wide, activate = linear(inside, f"layers.{i}.ffn.wide"), F.silu if c.activation == "silu" else F.gelu
         wide = activate(linear(inside, f"layers.{i}.ffn.gate")) * wide if c.gated else activate(wide)
         x = x + linear(wide, f"layers.{i}.ffn.narrow")

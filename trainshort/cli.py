@@ -31,9 +31,11 @@ COMMANDS: dict[str, Command] = {
     "demo": Command("trainshort.commands.demo:Demo", "four position methods past their length, in ten minutes"),
     "analyze": Command("trainshort.commands.analyze:Analyze", "why a model is good so far: context, attention, cost"),
     "bench": Command("trainshort.commands.bench:Bench", "speed and memory against peers, stored and compared"),
+    "convert": Command("trainshort.commands.convert:Convert", "a model with other positions, made an ALiBi model"),
     "evaluate": Command("trainshort.commands.evaluate:Evaluate", "how good a model is at each length"),
     "export": Command("trainshort.commands.exports:Export", "a run for transformers, llama.cpp or CTranslate2"),
     "generate": Command("trainshort.commands.generate:Generate", "continue a text, at any length"),
+    "harness": Command("trainshort.commands.harness:Harness", "tasks of lm-evaluation-harness on a model"),
     "import": Command("trainshort.commands.imports:Import", "a model from elsewhere, as a run folder"),
     "list": Command(
         "trainshort.commands.names:List", "all that can be chosen by name: positions, engines, recipes and more"

@@ -61,6 +61,8 @@ class ModelConfig(Settings):
     """Non-linearity of the feed-forward layers; gelu_tanh is the approximation that GPT-2 and BLOOM use."""
     gated: bool = False
     """Whether the feed-forward layers are gated, wide times activation(gate); with silu this is SwiGLU (Llama)."""
+    parallel_blocks: bool = False
+    """Whether a block's feed-forward layers read what its attention reads, beside it and not after it (GPT-NeoX)."""
     norm: Literal["layer", "rms"] = "layer"
     """LayerNorm, or RMSNorm, which subtracts no mean and has no bias (Llama)."""
     biases: bool = True

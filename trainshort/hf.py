@@ -66,6 +66,14 @@ class TrainshortForCausalLM(PreTrainedModel, GenerationMixin):
         self.model = TransformerLM(ModelConfig.read(config.model))
         self.post_init()
 
+    @classmethod
+    def of(cls, model: TransformerLM, trained_at: int | None = None) -> "TrainshortForCausalLM":
+        """A model that is in memory; the weights are the same tensors."""
+        with torch.device("meta"):
+            made = cls(TrainshortConfig.of(model.config, trained_at))
+        made.model = model
+        return made.eval()
+
     def _init_weights(self, module: nn.Module) -> None:
         """Weights come from a file. What is in none (ALiBi's slopes follow from the settings) is computed again, since
         transformers gives such buffers memory without content."""

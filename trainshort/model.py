@@ -162,7 +162,7 @@ class TransformerLM(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each on a normed copy and added back."""
+    """Attention, then feed-forward (or both at once), each on a normed copy and added back."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
@@ -171,10 +171,11 @@ class Block(nn.Module):
         self.ffn_norm = _norm(config)
         self.ffn = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
+        self.parallel = config.parallel_blocks
 
     def forward(self, x: Tensor, position: PositionMethod, step: Step, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), position, step, cache))
-        return x + self.dropout(self.ffn(self.ffn_norm(x)))
+        attended = x + self.dropout(self.attention(self.attention_norm(x), position, step, cache))
+        return attended + self.dropout(self.ffn(self.ffn_norm(x if self.parallel else attended)))
 
 
 class Attention(nn.Module):
@@ -204,7 +205,8 @@ class Attention(nn.Module):
             flat = flat.clamp(-config.clip_qkv, config.clip_qkv)
         q, k, v = flat.unflatten(-1, (-1, config.head_width)).transpose(1, 2).split(self.split, dim=1)
         if config.softmax_scale is not None:
-            q = q * (config.softmax_scale * config.head_width**0.5)  # attend divides by the root
+            # Here and not by attend's `scale`: what bounds a cache, and what is analyzed, are these queries.
+            q = q * (config.softmax_scale * config.head_width**0.5)
         return *position.rotate(q, k, where), v
 
     def bias(self, x: Tensor, position: PositionMethod, step: Step, cache: LayerCache | None) -> Bias | None:

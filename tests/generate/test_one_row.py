@@ -120,6 +120,7 @@ def test_other_dtypes_go_through_torch(change):
 LEFT_TO_TORCH = [
     ({"norm": "rms"}, "RMSNorm"),
     ({"gated": True}, "gated feed-forward layers"),
+    ({"parallel_blocks": True}, "parallel blocks"),
     ({"activation": "silu"}, "the activation silu"),
     ({"clip_qkv": 0.5}, "clip_qkv"),
     ({"softmax_scale": 0.2}, "softmax_scale"),

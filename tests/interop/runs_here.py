@@ -12,7 +12,7 @@ from trainshort.model import TransformerLM
 from trainshort.parallel import World
 
 
-def make_run(path: Path, **settings) -> Path:
+def make_run(path: Path, *, length: int = 32, **settings) -> Path:
     torch.manual_seed(0)
     settings = {"vocabulary": 256, "layers": 2, "width": 64, "heads": 4, **settings}
     model = TransformerLM(ModelConfig.read(settings))
@@ -23,7 +23,7 @@ def make_run(path: Path, **settings) -> Path:
             else:
                 weight.mul_(4 if weight.dim() == 2 and "vocabulary" not in name else 1)
                 weight.add_(0.1 * torch.randn_like(weight) * (weight.dim() == 1))
-    config = RunConfig(model=model.config, train=TrainConfig(length=32))
+    config = RunConfig(model=model.config, train=TrainConfig(length=length))
     path.mkdir()
     (path / "checkpoints").mkdir()
     (path / "config.json").write_text(config.model_dump_json())

@@ -1,8 +1,8 @@
 """Exports load in the real engines and compute what our model computes; what does not fit is refused by its setting."""
 
-import errno
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from trainshort import InputError
 from trainshort.checkpoint import load_model
 from trainshort.cli import run as command
 from trainshort.data.tokenizer import WordTokenizer
+from trainshort.evaluate import card
 from trainshort.interop.exporting import export
 from trainshort.interop.importing import ImportRequest, import_model
 from trainshort.interop.verifying import verify
@@ -21,15 +22,19 @@ from trainshort.presets import presets
 
 pytest.importorskip("transformers")
 
-ROUND_TRIPS = {
-    "hf-mpt": {"biases": False},
-    "hf-bloom": {"activation": "gelu_tanh", "embedding_norm": True},
-}
+ROUND_TRIPS = [
+    ("hf-mpt", {"biases": False}),
+    ("hf-bloom", {"activation": "gelu_tanh", "embedding_norm": True}),
+    ("hf", {"kv_heads": 2, "clip_qkv": 0.5, "learned_slopes": True}),
+    ("hf", {"adaptive": {"cutoffs": (50, 120), "factor": 2}, "activation": "relu", "final_norm": False}),
+    ("hf", {"position": "t5", "norm": "rms", "gated": True, "activation": "silu", "parallel_blocks": True}),
+]
+"""Every target that can also be imported."""
 
 
-@pytest.mark.parametrize("to", ROUND_TRIPS)
-def test_round_trips_are_equal_to_the_bit(to, tmp_path):
-    run = make_run(tmp_path / "run", **ROUND_TRIPS[to])
+@pytest.mark.parametrize(("to", "settings"), ROUND_TRIPS, ids=[f"{to} {' '.join(s)}" for to, s in ROUND_TRIPS])
+def test_round_trips_are_equal_to_the_bit(to, settings, tmp_path):
+    run = make_run(tmp_path / "run", **settings)
     export(run, to, tmp_path / "out")
     again = import_model(ImportRequest(str(tmp_path / "out")), tmp_path / "again")
     export(again, to, tmp_path / "out2")
@@ -71,6 +76,7 @@ def test_the_real_engines_compute_what_ours_computes(to, settings, tmp_path):
     report = verify(tmp_path / "out")
     assert report.problems == [], report
     assert [row.length for row in report.rows] == [32, 64, 256]
+    assert [row.compared for row in report.rows] == [32, 64, 64 if to == "gguf" else 256]
     assert report.tokenization is not False
     assert report.greedy is True
 
@@ -83,6 +89,16 @@ def test_verify_notices_a_wrong_model(tmp_path):
     other = make_run(tmp_path / "other", biases=False, max_bias=7.9)
     (tmp_path / "out" / "trainshort.json").write_text(json.dumps(record | {"run": str(other)}))
     assert verify(tmp_path / "out").problems
+
+
+def test_ctranslate2_past_its_table(tmp_path):
+    """Its table of biases grows by 2,048 keys a call, and a first call past it reads what is not its own: the check
+    warms it up."""
+    run = make_run(tmp_path / "run", biases=False, length=300, layers=1)
+    export(run, "ctranslate2", tmp_path / "out")
+    report = verify(tmp_path / "out")
+    assert [row.length for row in report.rows] == [300, 600, 2400]
+    assert report.problems == [], report
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
@@ -98,7 +114,7 @@ def test_gguf_in_fewer_bits(kind, tmp_path):
 
 
 REFUSED = [
-    ("hf-mpt", {}, "hf-mpt cannot carry a model with biases; train with biases=False, as the preset portable does"),
+    ("hf-mpt", {}, "hf-mpt cannot carry a model with biases; train with biases=False, as the recipe portable-128 does"),
     ("hf-mpt", {**GELU, "activation": "relu"}, "with activation relu; train with gelu"),
     ("hf-mpt", {**GELU, "ffn": 300}, "with ffn 300; train with ffn at most four times width"),
     ("hf-mpt", {**GELU, "max_bias": 16.0}, "with max_bias 16.0; that class follows 8 alone"),
@@ -161,11 +177,13 @@ def test_tokenizers(to, kind, tmp_path):
         (run / "tokenizer.json").unlink()
         if kind == "words":
             (run / "tokenizer.json").write_text(words.to_json())
-    export(run, to, tmp_path / "out")
     if to == "gguf" and kind != "bpe":
-        with pytest.raises(InputError, match="holds token numbers without their text"):
-            verify(tmp_path / "out")
+        what = {"words": "the tokenizer '.*', which is no byte-level BPE; train with --data.tokenizer bpe or bytes"}
+        with pytest.raises(InputError, match=f"gguf cannot carry {what.get(kind, 'a run without a tokenizer')}"):
+            export(run, to, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
         return
+    export(run, to, tmp_path / "out")
     report = verify(tmp_path / "out")
     assert report.problems == [], report
     text = kind == "bpe" or (kind == "words" and to.startswith("hf"))
@@ -189,11 +207,53 @@ def test_the_commands(tmp_path, capsys):
     assert "Differs: at 32 tokens the logits differ by" in capsys.readouterr().out
 
 
-def test_the_portable_preset_goes_everywhere_as_it_is(tmp_path):
-    settings = presets.get("portable")().model_dump()
-    run = make_run(tmp_path / "run", **{**settings, "vocabulary": 256, "layers": 1})
-    for to in ("hf-mpt", "gguf", "ctranslate2"):
-        assert export(run, to, tmp_path / to) == (), "nothing is rewritten"
+def test_the_portable_recipe_goes_everywhere_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("The state of the Union is strong, and so is this. " * 300)
+    small = [
+        "--model.layers",
+        "1",
+        "--data.tokenizer",
+        "bytes",
+        "--train.length",
+        "32",
+        "--steps",
+        "20",
+        "--batch",
+        "4",
+        "--quiet",
+    ]
+    assert command(["train", "portable-128", "--data.corpus", "text.txt", "--out", "run", *small]) == 0
+    model, preset = load_model(Path("run")).config, presets.get("portable")()
+    same = {"vocabulary": model.vocabulary, "layers": 1}
+    assert model.model_dump() == preset.replace(**same).model_dump(), "the recipe's model is the preset's"
+    for to in ("hf-mpt", "gguf", "ctranslate2", "hf"):
+        assert export(Path("run"), to, Path(to)) == (), "nothing is rewritten"
+        assert verify(Path(to)).problems == []
+
+
+def test_the_model_card_holds_the_extrapolation_card(tmp_path):
+    run = make_run(tmp_path / "run", biases=False)
+    (tmp_path / "book.txt").write_text("The state of the Union is strong. " * 60)
+    lengths = ["--lengths", "1x", "2x", "8x"]
+    assert command(["evaluate", str(run), "--data", str(tmp_path / "book.txt"), *lengths]) == 0
+    export(run, "hf-mpt", tmp_path / "out")
+    text, reach = (tmp_path / "out" / "README.md").read_text(), card.load(run)
+    assert "## How far it is good" in text
+    assert f"Measured: {reach['summary']}; no worse than at the training length to" in text
+    for one in reach["lengths"]:
+        assert f"| {one['length']} | {one['perplexity']:.2f} |" in text
+    assert "| 32 | " in text
+    assert "2,040 tokens, each scored once at every length" in text
+
+
+def test_a_card_of_other_weights_is_not_passed_on(tmp_path):
+    run, other = make_run(tmp_path / "run", biases=False), make_run(tmp_path / "other", biases=False, layers=1)
+    (tmp_path / "book.txt").write_text("The state of the Union is strong. " * 60)
+    assert command(["evaluate", str(run), "--data", str(tmp_path / "book.txt"), "--lengths", "1x", "2x"]) == 0
+    (other / card.FILE).write_bytes((run / card.FILE).read_bytes())
+    export(other, "hf-mpt", tmp_path / "out")
+    assert "Longer inputs: not measured." in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_an_engine_that_is_not_installed_is_named(tmp_path, monkeypatch):
@@ -204,20 +264,37 @@ def test_an_engine_that_is_not_installed_is_named(tmp_path, monkeypatch):
         verify(tmp_path / "out")
 
 
-def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+@pytest.fixture
+def disk(tmp_path):
+    """A small file system of its own."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount a small file system here: {done.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("to", ["hf-mpt", "hf", "gguf", "ctranslate2"])
+def test_a_full_disk_leaves_nothing(to, tmp_path, disk):
     run = make_run(tmp_path / "run", biases=False)
+    with pytest.raises(InputError, match=r"Cannot write .*: the disk is full"):
+        export(run, to, disk / "out")
+    assert list(disk.iterdir()) == []
 
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("trainshort.interop.weight_files.write", full)
-    with pytest.raises(InputError, match=r"Cannot write .*out: the disk is full"):
-        export(run, "hf-mpt", tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+def test_a_full_disk_during_import_leaves_nothing(tmp_path, disk):
+    export(make_run(tmp_path / "run", biases=False), "hf-mpt", tmp_path / "out")
+    with pytest.raises(InputError, match=r"Cannot write .*: the disk is full"):
+        import_model(ImportRequest(str(tmp_path / "out")), disk / "run")
+    assert list(disk.iterdir()) == []
 
 
 def test_a_damaged_export_is_one_sentence(tmp_path):
-    run, out = make_run(tmp_path / "run", **ROUND_TRIPS["hf-mpt"]), tmp_path / "out"
+    run, out = make_run(tmp_path / "run", biases=False), tmp_path / "out"
     export(run, "hf-mpt", out)
     weights = out / "model.safetensors"
     whole = weights.read_bytes()

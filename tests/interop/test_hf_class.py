@@ -105,3 +105,30 @@ def test_training_and_refusals(pair):
     assert all(weight.grad is not None for weight in theirs.parameters())
     with pytest.raises(InputError, match="vocabulary of a trained model is fixed"):
         theirs.resize_token_embeddings(300)
+
+
+def test_pipeline_tokenizer_and_trainer(tmp_path):
+    """Each of transformers' own ways to use a model, from the exported folder."""
+    export(make_run(tmp_path / "run"), "hf", tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "The state of the Union, naïve <|endoftext|>"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    prompt = torch.tensor(tokenizer(text)["input_ids"])
+    expected = [t.id for t in trainshort.stream(load_model(tmp_path / "run"), prompt, tokens=9, temperature=0)]
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+    asked = {"max_new_tokens": 9, "do_sample": False, "return_tensors": True, "pad_token_id": 0, "eos_token_id": None}
+    made = pipe(text, **asked)[0]["generated_token_ids"]
+    assert list(made)[len(prompt) :] == expected
+
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(256, (1, 24)).repeat(16, 1)]
+    settings = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "trainer"), max_steps=8, per_device_train_batch_size=4, learning_rate=1e-2,
+        report_to=[], logging_steps=1, use_cpu=True, save_steps=8,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=model, args=settings, train_dataset=rows)
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert losses[-1] < 0.7 * losses[0]
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trainer" / "checkpoint-8")
+    assert torch.equal(again.model.final_norm.weight, model.model.final_norm.weight)

@@ -184,6 +184,14 @@ def test_configs_with_traps(changes, tmp_path):
     refuse(folder, tmp_path)
 
 
+EVIL = {**json.loads(ByteTokenizer().to_json()), "pre_tokenizer": {"type": "Evil"}}
+BAD_TOKENIZERS = ("", "{}", "[" * 100_000, '{"model": 3}', json.dumps(EVIL))
+
+
+def test_there_are_many():
+    assert 2 * len(NAMES) + len(BROKEN) + len(LYING) + len(TRAPS) + len(BAD_TOKENIZERS) + 1 >= 60
+
+
 def test_a_tokenizer_with_a_regular_expression_bomb(tmp_path, monkeypatch):
     """It may be kept, but importing a model encodes no text with it; a broken one is a sentence."""
     monkeypatch.setattr(foreign, "WORDS", 300)
@@ -193,6 +201,6 @@ def test_a_tokenizer_with_a_regular_expression_bomb(tmp_path, monkeypatch):
     layout["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     (folder / "tokenizer.json").write_text(json.dumps(layout))
     import_model(ImportRequest(str(folder)), tmp_path / "ok")
-    for text in ("", "{}", "[" * 100_000, '{"model": 3}', json.dumps({**layout, "pre_tokenizer": {"type": "Evil"}})):
+    for text in BAD_TOKENIZERS:
         (folder / "tokenizer.json").write_text(text)
         refuse(folder, tmp_path)

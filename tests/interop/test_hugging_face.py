@@ -188,7 +188,7 @@ BAD = {
     "no weights": (without("model.safetensors.index.json"), "has no model.safetensors and no"),
     "no config": (without("config.json"), "no file .*config.json"),
     "not alibi": (setting(attn_config__alibi=False), "has alibi False, and only ALiBi models can be imported"),
-    "rotary": (setting(model_type="llama"), "type 'llama', and these ALiBi models can be imported: .*mpt"),
+    "rotary": (setting(model_type="llama"), "type 'llama', with rotary positions; trainshort convert makes"),
     "qk norm": (setting(attn_config__qk_ln=True), "has qk_ln True, and our attention has no such part"),
     "prefix": (setting(attn_config__prefix_lm=True), "has prefix_lm True"),
     "rms": (setting(norm_type="rmsnorm"), "has norm_type 'rmsnorm'"),

@@ -16,8 +16,8 @@ class Export:
     """Write a run for another program: weights, tokenizer, generation settings, model card; then verify it there.
 
     hf-mpt and hf-bloom are transformers' own classes; hf is ours (import trainshort.hf) and carries every model. What a
-    target has no word for is rewritten where that is exact, and refused where it is not. The preset `portable` is a
-    model that hf-mpt, gguf and ctranslate2 take as it is.
+    target has no word for is rewritten where that is exact, and refused where it is not. The recipe `portable-128`
+    trains a model that hf-mpt, gguf and ctranslate2 take as it is.
 
     Examples:
       trainshort export runs/demo-alibi --to gguf --out exported/gguf

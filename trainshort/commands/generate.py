@@ -73,6 +73,7 @@ class Generate:
     def run(self) -> int:
         self._check()
         from trainshort.checkpoint import load_model
+        from trainshort.evaluate.target import is_hugging_face
         from trainshort.generate.session import Session
         from trainshort.generate.settings import GenerateConfig
 
@@ -80,10 +81,12 @@ class Generate:
         self._check_run()
         if self.resume_state is None:
             GenerateConfig.read(self.settings)  # a wrong one is told before the model is loaded
-        model = load_model(self.run_folder)
-        tokenizer = self._tokenizer()
+        if is_hugging_face(self.run_folder):
+            model, tokenizer, reach = self._brought_in()
+        else:
+            model, tokenizer, reach = load_model(self.run_folder), self._tokenizer(), self._reach()
         stream = self._stream(model, tokenizer, prompts)
-        session = Session(stream, self._reach(), self.save_state, self.save_every)
+        session = Session(stream, reach, self.save_state, self.save_every)
         return session.interact() if self.interactive else session.run()
 
     def _check(self) -> None:
@@ -113,6 +116,21 @@ class Generate:
         if looks_like_hub_name(str(folder)):
             mend = f"A model from elsewhere is brought in first: trainshort import {folder} --out runs/{folder.name}"
         raise InputError(f"There is no run folder {folder}. {mend}.")
+
+    def _brought_in(self) -> "tuple[TransformerLM, Tokenizer, Reach]":
+        """A Hugging Face folder, imported into memory for this one use."""
+        from trainshort.generate.session import Reach
+        from trainshort.interop.importing import ImportRequest, load_here
+        from trainshort.terminal import say
+
+        model, source = load_here(ImportRequest(str(self.run_folder), tokenizer=self.tokenizer))
+        if source.tokenizer is None:
+            raise InputError(f"{self.run_folder} has no tokenizer.json. Give --tokenizer FILE.")
+        keep = f"trainshort import {self.run_folder} --out runs/{self.run_folder.resolve().name}"
+        say(f"{self.run_folder} is a Hugging Face model, imported for this once; to keep it: {keep}")
+        length = source.reading.model.length
+        words = "the model was trained at that length, and what it is past it was not measured here."
+        return model, source.tokenizer, Reach(length or model.position.longest or 2**31, words)
 
     def _prompts(self) -> list[str]:
         if self.prompt_file is not None:

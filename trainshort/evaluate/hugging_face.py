@@ -29,6 +29,7 @@ from trainshort.data.hub import hub_answers
 from trainshort.errors import InputError
 from trainshort.evaluate.other_slopes import OtherSlopes
 from trainshort.evaluate.target import PRECISIONS, Target, TextTokenizer
+from trainshort.files import read_object
 from trainshort.vocabulary import SLICE_ELEMENTS
 
 LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -160,6 +161,7 @@ def _load(name: str, precision: str) -> Any:
     if Path(name).is_dir() or not sys.stderr.isatty():
         logging.disable_progress_bar()
     _refuse_pickles(name)
+    _know_our_own(name)
     settings = {"dtype": PRECISIONS[precision], "use_safetensors": True, "trust_remote_code": False}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **settings)
@@ -176,6 +178,13 @@ def _load(name: str, precision: str) -> Any:
     if missing := sorted(found["missing_keys"]):
         raise InputError(f"'{name}' lacks weights ({missing[0]} and {len(missing) - 1} more); save the model anew.")
     return model
+
+
+def _know_our_own(name: str) -> None:
+    """A folder of `export --to hf` needs our class, which is known to transformers once it is imported."""
+    path = Path(name) / "config.json"
+    if path.is_file() and read_object(path).get("model_type") == "trainshort":
+        import trainshort.hf  # noqa: F401
 
 
 _CODE = (

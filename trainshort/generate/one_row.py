@@ -166,6 +166,7 @@ def lacks(model: TransformerLM) -> str | None:
     settings = {
         "RMSNorm": config.norm == "rms",
         "gated feed-forward layers": config.gated,
+        "parallel blocks": config.parallel_blocks,
         f"the activation {config.activation}": config.activation not in ACTIVATIONS,
         "clip_qkv": config.clip_qkv is not None,
         "softmax_scale": config.softmax_scale is not None,

@@ -5,6 +5,9 @@
     pickles.py     PyTorch's pickles, read without executing anything
     stored.py      safetensors, read and written a tensor at a time
     importing.py   a source becomes a whole run folder
+    converting.py  a model with other positions becomes an ALiBi model
+    exporting.py   a run becomes a folder of another program, which verifying.py asks (engines.py)
+    harness.py     tasks of lm-evaluation-harness
 
 Nothing here runs code that came with a model, and optional packages are imported where they are used.
 """

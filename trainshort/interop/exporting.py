@@ -11,7 +11,7 @@ is whole; `trainshort.json` in it says which run it was made of, for verify.
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ import torch
 
 import trainshort
 from trainshort.checkpoint import find, load_model
-from trainshort.checkpoint.folders import extrapolation
+from trainshort.checkpoint.tensors import sha256_of
 from trainshort.config import ModelConfig, load_config
 from trainshort.data.tokenizer import END_OF_TEXT, Tokenizer, WordTokenizer, load_tokenizer
 from trainshort.data.tokenizer import FILE as TOKENIZER
 from trainshort.errors import InputError
+from trainshort.evaluate import card
 from trainshort.files import new_folder, write_whole
 from trainshort.interop import ctranslate, gguf_file, native, weight_files
 from trainshort.interop.rewriting import Need, Plain, refuse_misfit
@@ -41,6 +42,8 @@ class Exported:
     length: int
     tokenizer: Tokenizer | None
     dtype: str = "f32"
+    card: dict[str, Any] | None = None
+    """Its extrapolation card, if that is of these weights."""
 
     @property
     def name(self) -> str:
@@ -55,6 +58,8 @@ class Destination:
     rewrite: Callable[[Plain], Plain]
     write: Callable[[Path, Exported], None]
     dtypes: tuple[str, ...] = ("f32",)
+    tokenizer_misfit: Callable[[Tokenizer | None], str | None] = lambda _: None
+    """Why it cannot carry a run's tokenizer, and what would have fitted."""
 
 
 targets: Registry[Destination] = Registry("export target")
@@ -65,7 +70,10 @@ def open_run(path: Path, dtype: str = "f32") -> Exported:
     config = load_config(checkpoint / "config.json")
     model = load_model(checkpoint)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    return Exported(path, Plain(model.config, weights), config.train.length, run_tokenizer(path), dtype)
+    reach = card.load(checkpoint.parent.parent)
+    if reach is not None and reach["target"]["weights"] != sha256_of(weights):
+        reach = None
+    return Exported(path, Plain(model.config, weights), config.train.length, run_tokenizer(path), dtype, reach)
 
 
 def run_tokenizer(path: Path) -> Tokenizer | None:
@@ -86,7 +94,9 @@ def export(path: Path, to: str, out: Path, dtype: str | None = None) -> tuple[st
         raise InputError(f"--to {to} writes {', '.join(target.dtypes)}, not '{dtype}'.")
     run = open_run(path, dtype)
     refuse_misfit(to, run.model.config, target.needs)
-    run = Exported(path, target.rewrite(run.model), run.length, run.tokenizer, dtype)
+    if problem := target.tokenizer_misfit(run.tokenizer):
+        raise InputError(f"{to} cannot carry {problem}")
+    run = replace(run, model=target.rewrite(run.model))
     with new_folder(out) as folder:
         target.write(folder, run)
         if run.tokenizer is not None:
@@ -100,7 +110,7 @@ def export(path: Path, to: str, out: Path, dtype: str | None = None) -> tuple[st
 
 def _card(run: Exported, to: str) -> str:
     """What a reader of the folder should know."""
-    config, reach = run.model.config, extrapolation(run.path)
+    config, reach = run.model.config, run.card
     count = sum(weight.numel() for weight in run.model.weights.values())
     use = {
         "hf": "import trainshort.hf, then AutoModelForCausalLM.from_pretrained",
@@ -112,11 +122,31 @@ def _card(run: Exported, to: str) -> str:
         f"# {run.name}",
         f"A language model trained with trainshort {trainshort.__version__}: {config.layers} layers, width "
         f"{config.width}, {config.heads} heads, {count:,} parameters, positions: {config.position}.",
-        f"Trained at {run.length:,} tokens. " + (f"Measured: {reach}." if reach else "Longer inputs: not measured."),
+        f"Trained at {run.length:,} tokens. " + ("" if reach else "Longer inputs: not measured."),
+        *([] if reach is None else _extrapolation(reach)),
         f"Load with: {use}.",
         *(f"Rewritten for this format: {note}." for note in run.model.done),
     ]
     return "\n\n".join(lines) + "\n"
+
+
+def _extrapolation(reach: dict[str, Any]) -> list[str]:
+    """The extrapolation card: what was measured, on which text, length by length."""
+    text, base = reach["corpus"], reach["base"]["length"]
+    split = f", split {text['split']}" if text.get("split") else ""
+    rows = ["| tokens read at once | perplexity | |", "|--:|--:|---|"]
+    for one in reach["lengths"]:
+        found = f"{one['perplexity']:.2f}" if one["status"] == "scored" else one["status"]
+        rows.append(f"| {one['length']:,} | {found} | {'training length' if one['length'] == base else ''} |")
+    marks = (("no worse than at the training length", "no_worse"), ("within 2 % of it", "within_2_percent"))
+    far = [f"{words} to {reach[mark]['length']:,}{'+' if reach[mark]['open'] else ''}" for words, mark in marks]
+    return [
+        "## How far it is good",
+        f"Measured: {reach['summary']}; {', '.join(far)}.",
+        f"On {text['name']}{split}: {reach['base']['tokens']:,} tokens, each scored once at every length, passes "
+        f"without overlap. Weights sha256 {str(reach['target']['weights'])[:16]}.",
+        "\n".join(rows),
+    ]
 
 
 # ---- Hugging Face folders
@@ -155,11 +185,11 @@ def _write_hugging_face(folder: Path, run: Exported, config: dict[str, Any], ten
     shapes = {name: tuple(weight.shape) for name, weight in tensors.items()}
     weight_files.write(folder / weight_files.SINGLE, shapes, tensors.__getitem__, metadata={"format": "pt"})
     if run.tokenizer is not None:
-        text = json.dumps(_tokenizer_config(run.tokenizer, run.length), indent=2) + "\n"
+        text = json.dumps(tokenizer_config(run.tokenizer, run.length), indent=2) + "\n"
         write_whole(folder / "tokenizer_config.json", text)
 
 
-def _tokenizer_config(tokenizer: Tokenizer, length: int) -> dict[str, Any]:
+def tokenizer_config(tokenizer: Tokenizer, length: int) -> dict[str, Any]:
     """Text stays text: a special token's spelling inside a text is not the token, here and there."""
     made: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -176,6 +206,7 @@ def _tokenizer_config(tokenizer: Tokenizer, length: int) -> dict[str, Any]:
 
 
 def _write_gguf(folder: Path, run: Exported) -> None:
+    assert run.tokenizer is not None
     gguf_file.write(
         folder, run.model, name=run.name, length=native.REACH * run.length, tokenizer=run.tokenizer, kind=run.dtype
     )
@@ -194,5 +225,7 @@ _as_bloom = _write_native(native.bloom_config, native.bloom_tensors)
 targets.register("hf-mpt")(Destination(native.MPT_NEEDS, native.as_mpt, _as_mpt))
 targets.register("hf-bloom")(Destination(native.BLOOM_NEEDS, native.as_bloom, _as_bloom))
 targets.register("hf")(Destination((), _same, _write_own))
-targets.register("gguf")(Destination(gguf_file.NEEDS, gguf_file.rewritten, _write_gguf, gguf_file.TYPES))
+targets.register("gguf")(
+    Destination(gguf_file.NEEDS, gguf_file.rewritten, _write_gguf, gguf_file.TYPES, gguf_file.tokenizer_misfit)
+)
 targets.register("ctranslate2")(Destination(ctranslate.NEEDS, ctranslate.rewritten, _write_ctranslate))

@@ -54,6 +54,8 @@ class Model:
     """Modules of ours whose turn these settings decide."""
     zeros: tuple[str, ...] = ()
     """Modules of ours that have a bias where theirs has none."""
+    means: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of ours to whose rows the mean row of one of theirs is added."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,13 @@ class Format:
     """Tensors that must equal another one of theirs, where ours has one for both."""
     renamed: tuple[tuple[str, str], ...] = ()
     """Patterns of other names that the same tensors had, and what they are called here."""
+    position: str = "alibi"
+    """How it knows where a token stands."""
 
 
 formats: Registry[Format] = Registry("model type")
+convertible: Registry[Format] = Registry("model type")
+"""Those with other positions than ALiBi, which can be converted (converting.py)."""
 
 
 class Renamed(Mapping[str, Tensor]):
@@ -125,6 +131,8 @@ class WeightMap:
             )
         if not torch.isfinite(made).all():
             raise InputError(f"{' and '.join(origin.theirs)} hold numbers that are not finite.")
+        if name in self.model.means:
+            made = made + self.weights[self.model.means[name]].float().mean(0)
         return made.contiguous()
 
 
@@ -230,6 +238,32 @@ def real(theirs: dict[str, Any], *names: str, default: float) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e30:
         raise InputError(f"The config's {names[0]} should be a number; it is {value!r}.")
     return float(value)
+
+
+ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""Hugging Face's names of what we have."""
+
+
+def activation(theirs: dict[str, Any], name: str, *, default: str) -> str:
+    value = theirs.get(name) or default
+    if not isinstance(value, str) or value not in ACTIVATIONS:
+        raise InputError(f"The model has {name} {value!r}, and these are known: {', '.join(ACTIVATIONS)}.")
+    return ACTIVATIONS[value]
+
+
+def scaled_rotation(theirs: dict[str, Any]) -> tuple[str, ...]:
+    """A note for a model whose rotary positions were stretched: that goes with them."""
+    settings = section(theirs, "rope_scaling") or section(theirs, "rope_parameters")
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    return () if kind == "default" else (f"its rotary positions were stretched ({kind}); that goes with them",)
 
 
 def require(theirs: dict[str, Any], name: str, *allowed: Any, default: Any, why: str) -> None:

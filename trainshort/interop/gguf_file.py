@@ -5,7 +5,11 @@ its slopes come from the number of heads inside its kernels. GELU is computed th
 half-precision numbers, whichever GELU a model has; verify measures what that costs.
 """
 
+import errno
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +59,7 @@ def rewritten(model: Plain) -> Plain:
     return with_biases(model) if model.config.embedding_norm else model
 
 
-def write(folder: Path, model: Plain, *, name: str, length: int, tokenizer: Tokenizer | None, kind: str) -> None:
+def write(folder: Path, model: Plain, *, name: str, length: int, tokenizer: Tokenizer, kind: str) -> None:
     """The model and its tokenizer as one file."""
     try:
         import gguf
@@ -82,9 +86,22 @@ def write(folder: Path, model: Plain, *, name: str, length: int, tokenizer: Toke
     for ours, weight in model.weights.items():
         data, stored = _stored(gguf, weight.detach().float().contiguous(), kind)
         writer.add_tensor(_name(ours), data, raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    with _closed(writer):
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+
+
+@contextmanager
+def _closed(writer: Any) -> Iterator[None]:
+    """Numpy, by which it writes, tells a full disk by two numbers and no errno; and a file that is left open keeps its
+    disk busy."""
+    try:
+        yield
+    except OSError as error:
+        with suppress(OSError):
+            writer.close()
+        raise error if error.errno else OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
     writer.close()
 
 
@@ -107,13 +124,21 @@ def _stored(gguf: Any, weight: torch.Tensor, kind: str) -> tuple[np.ndarray, Any
     return numbers, gguf.GGMLQuantizationType.F32
 
 
-def _add_tokenizer(writer: Any, tokenizer: Tokenizer | None, vocabulary: int) -> None:
-    """Byte-level BPE as llama.cpp's `gpt2`; a model of words, or without a tokenizer, takes token numbers alone."""
-    layout = None if tokenizer is None or isinstance(tokenizer, WordTokenizer) else json.loads(tokenizer.to_json())
-    if tokenizer is None or layout is None or not _byte_level(layout):
-        writer.add_tokenizer_model("none")
-        writer.add_vocab_size(vocabulary)
-        return
+def tokenizer_misfit(tokenizer: Tokenizer | None) -> str | None:
+    """llama.cpp's server, and most that is built on it, wants text and not token numbers."""
+    if tokenizer is None:
+        return "a run without a tokenizer; put its tokenizer.json into the run folder, or export --to hf."
+    if isinstance(tokenizer, WordTokenizer) or not _byte_level(json.loads(tokenizer.to_json())):
+        return (
+            f"the tokenizer '{tokenizer.name}', which is no byte-level BPE; train with --data.tokenizer bpe or bytes, "
+            "or export --to hf or ctranslate2."
+        )
+    return None
+
+
+def _add_tokenizer(writer: Any, tokenizer: Tokenizer, vocabulary: int) -> None:
+    """Byte-level BPE as llama.cpp's `gpt2`."""
+    layout = json.loads(tokenizer.to_json())
     ids = dict(layout["model"]["vocab"]) | {one["content"]: one["id"] for one in layout.get("added_tokens") or ()}
     special = {one["content"] for one in layout.get("added_tokens") or () if one.get("special")}
     words = [f"<unused{number}>" for number in range(vocabulary)]

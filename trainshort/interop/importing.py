@@ -8,6 +8,7 @@ The run folder appears when all of it is written. Tensors pass through one at a 
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -22,8 +23,23 @@ from trainshort.config import DataConfig, RunConfig, TrainConfig, save_config
 from trainshort.data.tokenizer import FILE, Tokenizer, load_tokenizer
 from trainshort.errors import InputError
 from trainshort.files import new_folder, read_object, sha256, write_whole
-from trainshort.interop import baichuan, bloom, btlm, fairseq, falcon, mpt, refact, weight_files  # noqa: F401  (registers them)
-from trainshort.interop.formats import WeightMap, formats, plan
+from trainshort.interop import (  # noqa: F401  (registers them)
+    baichuan,
+    bloom,
+    btlm,
+    fairseq,
+    falcon,
+    gpt2,
+    gpt_neox,
+    llama,
+    mpt,
+    own,
+    refact,
+    weight_files,
+)
+from trainshort.interop.formats import Format, WeightMap, convertible, formats, plan
+from trainshort.model import TransformerLM
+from trainshort.registry import Registry
 from trainshort.runs import RunFolder
 
 NATIVE = ("mpt", "bloom", "falcon")
@@ -64,25 +80,41 @@ def import_model(request: ImportRequest, out: Path) -> Path:
         raise InputError(f"{request.source} does not say at which length it was trained. Give --trained-at.")
     data = DataConfig(tokenizer=str((out / FILE).resolve()))
     config = RunConfig(model=model.config, data=data, train=TrainConfig(length=length))
+    write_run(source, config, out, lambda run: {"source": request.source, "parity": _parity(source, run)})
+    return out
+
+
+def write_run(source: Source, config: RunConfig, out: Path, more: Callable[[Path], dict[str, Any]]) -> None:
+    """The run folder, which appears when it is whole; `more` is told of the model when its weights are written."""
     with new_folder(out) as folder:
         save_config(config, folder / "config.json")
         if source.tokenizer is not None:
             write_whole(folder / FILE, source.tokenizer.to_json())
         _write_checkpoint(folder, config, source.reading)
-        write_whole(RunFolder(folder).imported, json.dumps(_record(request, source, folder), indent=2) + "\n")
-    return out
+        record = _record(source) | more(folder)
+        write_whole(RunFolder(folder).imported, json.dumps(record, indent=2) + "\n")
+
+
+def load_here(request: ImportRequest) -> tuple[TransformerLM, Source]:
+    """The model in memory, for one use and without a run folder."""
+    source = open_source(request)
+    model = TransformerLM(source.reading.model.config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(source.reading.tensor(name))
+    return model.eval(), source
 
 
 def open_source(request: ImportRequest) -> Source:
     """The model that was asked for: its settings in our words, and where each tensor is."""
     path = Path(request.source).expanduser()
     if path.is_dir():
-        return _open_folder(path, request)
+        return open_folder(path, request)
     if path.exists():
         settings, weights = fairseq.read_checkpoint(path)
         reading = plan(fairseq.FAIRSEQ, settings, weights)
         return Source("fairseq", [path], reading, _words(request, reading))
-    return _open_folder(_fetched(request.source), request)
+    return open_folder(fetched(request.source), request)
 
 
 def _words(request: ImportRequest, reading: WeightMap) -> Tokenizer | None:
@@ -92,22 +124,34 @@ def _words(request: ImportRequest, reading: WeightMap) -> Tokenizer | None:
     return None if request.tokenizer is None else _fitting(load_tokenizer(request.tokenizer), vocabulary)
 
 
-def _open_folder(folder: Path, request: ImportRequest) -> Source:
-    """A Hugging Face model's folder."""
+def open_folder(folder: Path, request: ImportRequest, known: Registry[Format] = formats) -> Source:
+    """A Hugging Face model's folder, of one of the kinds that are known."""
     if request.dictionary is not None:
         raise InputError("--dictionary is for fairseq checkpoints; a Hugging Face model has its tokenizer.json.")
     settings = read_object(folder / "config.json", mend="Give the folder of a saved Hugging Face model.")
     kind = settings.get("model_type")
     if kind is None and "model" in settings:
         raise InputError(f"{folder} is a run folder of trainshort already. Use it as it is.")
-    if not isinstance(kind, str) or kind not in formats or kind == "fairseq":
-        known = ", ".join(sorted(name for name in formats.names() if name != "fairseq"))
-        raise InputError(f"{folder} is a model of type {kind!r}, and these ALiBi models can be imported: {known}.")
+    if not isinstance(kind, str) or kind not in known or kind == "fairseq":
+        raise InputError(f"{folder} is a model of type {kind!r}, {_instead(kind, known)}.")
     weights = weight_files.StoredWeights(folder)
-    reading = plan(formats.get(kind), settings, weights)
+    reading = plan(known.get(kind), settings, weights)
     given = request.tokenizer or (folder / FILE if (folder / FILE).exists() else None)
     tokenizer = None if given is None else _fitting(load_tokenizer(given), reading.model.config.vocabulary)
     return Source(kind, [folder / "config.json", *weights.files], reading, tokenizer)
+
+
+def _instead(kind: object, known: Registry[Format]) -> str:
+    """What can be done with a model that cannot be opened so."""
+    if known is formats and kind in convertible:
+        has = convertible.get(str(kind)).position
+        return (
+            f"with {has} positions; trainshort convert makes an ALiBi model of it, trainshort import takes those alone"
+        )
+    if known is convertible and kind in formats:
+        return "an ALiBi model already; trainshort import takes it as it is"
+    names = ", ".join(sorted(name for name in known.names() if name != "fairseq"))
+    return f"and these {'ALiBi models can be imported' if known is formats else 'can be converted'}: {names}"
 
 
 def _fitting(tokenizer: Tokenizer, vocabulary: int) -> Tokenizer:
@@ -118,7 +162,7 @@ def _fitting(tokenizer: Tokenizer, vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
-def _fetched(name: str) -> Path:
+def fetched(name: str) -> Path:
     """A model of the hub, in its local cache."""
     try:
         from huggingface_hub import snapshot_download
@@ -147,17 +191,14 @@ def _write_checkpoint(run: Path, config: RunConfig, reading: WeightMap) -> None:
     manifest.write(folder, {name: manifest.digest(folder / name) for name in manifest.files(folder)})
 
 
-def _record(request: ImportRequest, source: Source, run: Path) -> dict[str, Any]:
+def _record(source: Source) -> dict[str, Any]:
     """Where the model comes from, and what became of it."""
-    model = source.reading.model
     return {
-        "source": request.source,
         "format": source.kind,
         "files": {path.name: sha256(path) for path in source.files},
         "dropped": list(source.reading.dropped),
-        "notes": list(model.notes),
+        "notes": list(source.reading.model.notes),
         "tokenizer": None if source.tokenizer is None else source.tokenizer.name,
-        "parity": _parity(source, run),
     }
 
 

@@ -30,7 +30,7 @@ _COMMON = (
 )
 MPT_NEEDS = (
     *PLAIN_ALIBI,
-    Need(_no_biases, "biases", "train with biases=False, as the preset portable does"),
+    Need(_no_biases, "biases", "train with biases=False, as the recipe portable-128 does"),
     Need(lambda c: c.activation == "gelu", "activation {config.activation}", "train with gelu"),
     Need(lambda c: not c.embedding_norm, "embedding_norm", "train with embedding_norm=False"),
     *_COMMON,

@@ -58,6 +58,7 @@ PLAIN_ALIBI = (
     Need(lambda c: c.adaptive is None, "an adaptive vocabulary", "train with one plain matrix"),
     Need(lambda c: c.norm == "layer", "norm {config.norm}", "it has LayerNorm"),
     Need(lambda c: not c.gated, "gated feed-forward layers", "train with gated=False"),
+    Need(lambda c: not c.parallel_blocks, "parallel_blocks", "train with parallel_blocks=False"),
     Need(
         lambda c: not c.position_settings.learned_slopes, "learned_slopes", "its slopes follow from the number of heads"
     ),

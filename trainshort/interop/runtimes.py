@@ -19,6 +19,9 @@ from trainshort.interop import ctranslate, gguf_file
 MEND = "Export the run again."
 LOGITS = 1 << 24
 """Numbers of logits that are compared at once; of a longer input the last positions."""
+ASKED = 64
+"""Positions at which llama.cpp is asked, evenly over an input: its server tells what may follow a prompt, and nothing
+of the prompt's own tokens, so that each costs a call."""
 
 
 class Runtime(ABC):
@@ -29,8 +32,9 @@ class Runtime(ABC):
     """Whether greedy text may hold the end token; a program that stops at it is told to choose another."""
 
     @abstractmethod
-    def log_probabilities(self, tokens: list[int]) -> Tensor:
-        """Of the next token, at the last positions: (positions, vocabulary)."""
+    def log_probabilities(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
+        """Positions of an input, and the log-probabilities of what follows each: (positions,) and (positions,
+        vocabulary). All positions, or as many as is reasonable."""
 
     @abstractmethod
     def greedy(self, tokens: list[int], count: int) -> list[int]: ...
@@ -63,9 +67,8 @@ class Transformers(Runtime):
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False) if has else None
 
     @torch.no_grad()
-    def log_probabilities(self, tokens: list[int]) -> Tensor:
-        keep = max(1, LOGITS // self.model.config.vocab_size)
-        return self.model(torch.tensor([tokens]), use_cache=False).logits[0, -keep:].float().log_softmax(-1)
+    def log_probabilities(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
+        return _last(self.model(torch.tensor([tokens]), use_cache=False).logits[0])
 
     @torch.no_grad()
     def greedy(self, tokens: list[int], count: int) -> list[int]:
@@ -86,12 +89,7 @@ class LlamaCpp(Runtime):
 
     def __init__(self, folder: Path, longest: int) -> None:
         llama: Any = importlib.import_module("xllamacpp")  # which tells a type checker nothing of itself
-        self.vocabulary, text = _gguf_vocabulary(folder / gguf_file.FILE)
-        if not text:
-            raise InputError(
-                f"{folder} holds token numbers without their text, and llama.cpp's server, by which exports are "
-                "verified, cannot run such a file. --to ctranslate2 takes the same model and can be verified."
-            )
+        self.vocabulary = _gguf_vocabulary(folder / gguf_file.FILE)
         asked = llama.CommonParams()
         asked.model.path = str(folder / gguf_file.FILE)
         asked.n_ctx, asked.n_parallel, asked.verbosity, asked.warmup = longest + 64, 1, 0, False
@@ -101,7 +99,13 @@ class LlamaCpp(Runtime):
         self.server = llama.Server(asked)
         self._whole = (self.encode("a") or [0])[0]
 
-    def log_probabilities(self, tokens: list[int]) -> Tensor:
+    def log_probabilities(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
+        """Each prompt is the one before and some tokens more, so that the server reads every token once."""
+        count = min(ASKED, len(tokens))
+        where = (torch.arange(1, count + 1) * len(tokens) / count).long() - 1  # the last one always
+        return where, torch.stack([self._next(tokens[: at + 1]) for at in where.tolist()])
+
+    def _next(self, tokens: list[int]) -> Tensor:
         """The server shows probabilities only beside a token whose text is whole, so that it is made to choose one; the
         probabilities are the model's all the same."""
         asked = {"prompt": tokens, "n_predict": 1, "temperature": 0.0, "n_probs": self.vocabulary}
@@ -110,16 +114,16 @@ class LlamaCpp(Runtime):
         shown = (answer.get("choices") or [{}])[0].get("logprobs")
         if not shown:
             raise InputError(f"llama.cpp did not answer with probabilities: {str(answer)[:200]}")
-        row = torch.full((1, self.vocabulary), -torch.inf)
+        row = torch.full((self.vocabulary,), -torch.inf)
         for one in shown["content"][0]["top_logprobs"]:
-            row[0, one["id"]] = one["logprob"]
+            row[one["id"]] = one["logprob"]
         return row
 
     def greedy(self, tokens: list[int], count: int) -> list[int]:
         """Token by token, each after what the server remembers of those before."""
         made: list[int] = []
         for _ in range(count):
-            made.append(int(self.log_probabilities([*tokens, *made]).argmax()))
+            made.append(int(self._next([*tokens, *made]).argmax()))
         return made
 
     def encode(self, text: str) -> list[int] | None:
@@ -130,13 +134,17 @@ class LlamaCpp(Runtime):
             return json.load(answer)["tokens"]
 
 
-def _gguf_vocabulary(path: Path) -> tuple[int, bool]:
-    """How many tokens a file has, and whether it knows their text."""
+def _gguf_vocabulary(path: Path) -> int:
+    """How many tokens a file has."""
     import gguf
 
-    reader = gguf.GGUFReader(path)
-    size = next(int(tensor.shape[1]) for tensor in reader.tensors if tensor.name == "token_embd.weight")
-    return size, "tokenizer.ggml.tokens" in reader.fields
+    return next(int(tensor.shape[1]) for tensor in gguf.GGUFReader(path).tensors if tensor.name == "token_embd.weight")
+
+
+def _last(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """All positions' log-probabilities, or of a long input the last ones'."""
+    first = max(0, len(logits) - max(1, LOGITS // logits.shape[1]))
+    return torch.arange(first, len(logits)), logits[first:].float().log_softmax(-1)
 
 
 class CTranslate2(Runtime):
@@ -150,11 +158,10 @@ class CTranslate2(Runtime):
         for length in range(1, longest + 1, ctranslate.GROWTH - 1):
             self.generator.forward_batch([[0] * length])  # its table grows by so much a call, and no more
 
-    def log_probabilities(self, tokens: list[int]) -> Tensor:
+    def log_probabilities(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
         import numpy as np
 
-        logits = torch.from_numpy(np.array(self.generator.forward_batch([tokens])))[0]
-        return logits[-max(1, LOGITS // len(self.words)) :].float().log_softmax(-1)
+        return _last(torch.from_numpy(np.array(self.generator.forward_batch([tokens])))[0])
 
     def greedy(self, tokens: list[int], count: int) -> list[int]:
         prompt = [[self.words[token] for token in tokens]]

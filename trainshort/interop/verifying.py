@@ -54,6 +54,8 @@ class LogitError:
     """One length."""
 
     length: int
+    compared: int
+    """Positions at which the two were compared."""
     difference: float
     kl: float
     limit: float
@@ -70,9 +72,10 @@ class Verification:
     problems: list[str] = field(default_factory=list)
 
     def table(self) -> Table:
-        table = Table("tokens", "largest difference", "allowed", "KL", title=self.engine)
+        table = Table("tokens", "compared at", "largest difference", "allowed", "KL", title=self.engine)
         for row in self.rows:
-            table.add_row(f"{row.length:,}", f"{row.difference:.1e}", f"{row.limit:.0e}", f"{row.kl:.1e}")
+            difference, limit = f"{row.difference:.1e}", f"{row.limit:.0e}"
+            table.add_row(f"{row.length:,}", f"{row.compared:,}", difference, limit, f"{row.kl:.1e}")
         return table
 
 
@@ -118,8 +121,8 @@ def _tokens(vocabulary: int, length: int) -> list[int]:
 @torch.no_grad()
 def _compare(ours: TransformerLM, engine: Runtime, length: int, limit: float) -> LogitError:
     tokens = _tokens(ours.config.vocabulary, length)
-    theirs = engine.log_probabilities(tokens)
-    hidden = ours.hidden(torch.tensor([tokens]))[0, -len(theirs) :]
+    where, theirs = engine.log_probabilities(tokens)
+    hidden = ours.hidden(torch.tensor([tokens]))[0, where]
     logits = ours.vocabulary.log_scores(hidden).float()
     mine, deviation = logits.log_softmax(-1), float(logits.std())
     kl = (mine.exp() * (mine - theirs)).sum(-1).max()
@@ -127,7 +130,7 @@ def _compare(ours: TransformerLM, engine: Runtime, length: int, limit: float) ->
     rounding = 0.0 if slopes is None else ROUNDING * length * float(slopes.abs().max()) / deviation
     off = mine - theirs
     off = (off - off.mean(-1, keepdim=True)).abs().max()  # of logits, which may all be shifted
-    return LogitError(length, float(off) / deviation, max(0.0, float(kl)), limit + rounding)
+    return LogitError(length, len(where), float(off) / deviation, max(0.0, float(kl)), limit + rounding)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ The demo's models are the laptop's that stand for the paper's 512 tokens, and ar
 
 from collections.abc import Callable
 
+from trainshort import presets
 from trainshort.config import RunConfig
 from trainshort.recipes import recipes
 from trainshort.recipes.experiments import experiments, method_name
@@ -39,6 +40,13 @@ def _add(scale: Scale, variant: Variant) -> None:
     name = recipe_name(scale, variant)
     if name not in recipes:
         recipes.register(name)(entry)
+
+
+@recipes.register("portable-128")
+def portable() -> RunConfig:
+    """The preset of this name, trained as the demo: transformers, llama.cpp and CTranslate2 take it as it is."""
+    config = scales.get("laptop").config(Variant("wikitext103", "alibi", DEMO_LENGTH))
+    return config.model_copy(update={"model": presets.get("portable")().replace(vocabulary=0)})
 
 
 for _, _scale in scales.items():
