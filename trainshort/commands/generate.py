@@ -72,8 +72,7 @@ class Generate:
 
     def run(self) -> int:
         self._check()
-        from trainshort.checkpoint import load_model
-        from trainshort.evaluate.target import is_hugging_face
+        from trainshort.checkpoint import is_hugging_face, load_model
         from trainshort.generate.session import Session
         from trainshort.generate.settings import GenerateConfig
 

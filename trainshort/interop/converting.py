@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from trainshort.checkpoint import find, load_model
+from trainshort.checkpoint import find, is_hugging_face, load_model
 from trainshort.config import RunConfig, load_config
 from trainshort.data.of_run import run_tokenizer
 from trainshort.errors import InputError
@@ -22,8 +22,8 @@ from trainshort.evaluate import card, results
 from trainshort.evaluate.picture import lengths_figure
 from trainshort.evaluate.results import Evaluation
 from trainshort.evaluate.session import new_evaluation
-from trainshort.evaluate.sweep import Plan, sweep
-from trainshort.evaluate.target import Target, is_hugging_face, open_target
+from trainshort.evaluate.sweep import Sweep, sweep
+from trainshort.evaluate.target import Target, open_target
 from trainshort.evaluate.text import Text
 from trainshort.files import make_folder
 from trainshort.interop.formats import Model, Origin, WeightMap, convertible, shapes_of
@@ -108,7 +108,7 @@ class Stages:
     def __init__(self, run: Path, text: Text, length: int) -> None:
         self.run, self.text, self.length = run, text, length
         lengths = [times * length for times in TIMES if times * length <= len(text.tokens)] or [length]
-        self.plan = Plan(text.tokens, lengths)
+        self.plan = Sweep(text.tokens, lengths)
         self.found: dict[str, Evaluation] = {}
 
     def path(self, stage: str) -> Path:
