@@ -34,7 +34,7 @@ class Generate:
     """
 
     run_folder: Annotated[Path, Arg(metavar="RUN", positional=True)]
-    """A run folder, or one of its checkpoints."""
+    """A run folder, one of its checkpoints, or a Hugging Face model's folder, which is imported for this once."""
     prompt: Annotated[tuple[str, ...], Arg(positional=True)] = ()
     """Text to continue; several make a batch; - reads standard input."""
     prompt_file: Annotated[Path | None, Arg(metavar="FILE")] = None
@@ -116,9 +116,9 @@ class Generate:
             mend = f"A model from elsewhere is brought in first: trainshort import {folder} --out runs/{folder.name}"
         raise InputError(f"There is no run folder {folder}. {mend}.")
 
-    def _brought_in(self) -> "tuple[TransformerLM, Tokenizer, Reach]":
+    def _brought_in(self) -> "tuple[TransformerLM, Tokenizer, KnownGood | None]":
         """A Hugging Face folder, imported into memory for this one use."""
-        from trainshort.generate.session import Reach
+        from trainshort.generate.session import KnownGood
         from trainshort.interop.importing import ImportRequest, load_here
         from trainshort.terminal import say
 
@@ -129,7 +129,7 @@ class Generate:
         say(f"{self.run_folder} is a Hugging Face model, imported for this once; to keep it: {keep}")
         length = source.reading.model.length
         words = "the model was trained at that length, and what it is past it was not measured here."
-        return model, source.tokenizer, Reach(length or model.position.longest or 2**31, words)
+        return model, source.tokenizer, KnownGood(length, words) if length else None
 
     def _prompts(self) -> list[str]:
         if self.prompt_file is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from trainshort.data.hub import hub_answers
+from trainshort.data.of_run import run_tokenizer
 from trainshort.data.tokenizer import Tokenizer
 from trainshort.data.tokenizer.decoding import byte_alphabet
 from trainshort.errors import InputError
@@ -26,6 +27,7 @@ from trainshort.interop.exporting import tokenizer_config
 from trainshort.interop.gguf_file import is_bytes
 from trainshort.registry import did_you_mean
 from trainshort.runs import provenance
+from trainshort.terminal import say
 
 FORMAT = 1
 KEPT = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
@@ -97,9 +99,10 @@ def language_model(target: Target, asked: Asked) -> Any:
         from trainshort.hf import TrainshortForCausalLM
 
         model: Any = TrainshortForCausalLM.of(target.model, target.trained_at)
-        tokenizer = _as_theirs(target.tokenizer(), length)
+        tokenizer = _as_theirs(run_tokenizer(target.folder, target.config.data), length)
     elif isinstance(target, HuggingFaceTarget):
-        model, tokenizer = target.model, target.tokenizer().tokenizer
+        wrapped: Any = target.tokenizer()
+        model, tokenizer = target.model, wrapped.tokenizer
         if hasattr(model.config, "max_seq_len"):  # MPT's table is as long as this says
             model.config.max_seq_len = max(model.config.max_seq_len, length)
     else:
@@ -137,6 +140,7 @@ def _tasks(asked: Asked) -> Any:
         own = TaskManager(include_path=str(asked.include), include_defaults=False)
         if all(task in own.all_tasks for task in asked.tasks):
             return own
+    say("Reading the harness's own task definitions, which takes a while.")
     every = TaskManager(include_path=None if asked.include is None else str(asked.include))
     for task in asked.tasks:
         if task not in every.all_tasks:
@@ -158,7 +162,7 @@ def _unloadable(asked: Asked, error: Exception) -> str:
 @contextmanager
 def _no_waiting() -> Iterator[None]:
     """Without a network the hub is not asked again and again; what was fetched before is still found."""
-    settings = [importlib.import_module(name) for name in ("huggingface_hub.constants", "datasets.config")]
+    settings: list[Any] = [importlib.import_module(name) for name in ("huggingface_hub.constants", "datasets.config")]
     before = [one.HF_HUB_OFFLINE for one in settings]
     offline = not hub_answers()
     try:
