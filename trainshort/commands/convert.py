@@ -52,7 +52,7 @@ class Convert:
 
         from trainshort.evaluate.target import RunTarget
         from trainshort.evaluate.text import open_text
-        from trainshort.interop.converting import STAGES, Stages
+        from trainshort.interop.converting import STAGES, Recovery
         from trainshort.interrupt import StopRequest
         from trainshort.terminal import say
         from trainshort.train import train
@@ -60,7 +60,7 @@ class Convert:
         before, config = self._begun()
         stop = StopRequest(last=True)
         first = RunTarget(self.out)
-        stages = Stages(self.out, open_text(first, (), "valid", self.max_tokens), config.train.length)
+        stages = Recovery(self.out, open_text(first, (), "valid", self.max_tokens), config.train.length)
         for stage, name in (("before", before), ("surgery", str(self.out)), ("trained", str(self.out))):
             if stage == "trained":
                 train(config, self.out, resume=True, quiet=self.quiet, stop=stop)

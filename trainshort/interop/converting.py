@@ -1,7 +1,7 @@
 """Surgery: a model with learned, sinusoidal, rotary or other positions becomes one with ALiBi.
 
 Its positions are dropped and slopes set; every other weight stays what it is. What it had learned to do with the old
-positions is wrong then, which a short training mends (commands/convert.py); `Stages` measures what was lost and won.
+positions is wrong then, which a short training mends (commands/convert.py); `Recovery` measures what was lost and won.
 
 Positions that were added to the embeddings leave their mean there: the layers were trained with it, and a vector that
 is added to every row of the embeddings moves all logits alike, also where the output is the same matrix.
@@ -102,7 +102,7 @@ def convert(patient: Patient, request: ImportRequest, config: RunConfig, out: Pa
     write_run(patient.source, config, out, lambda _: record)
 
 
-class Stages:
+class Recovery:
     """Perplexity by length at each stage of a conversion, stored in the run folder as it is found."""
 
     def __init__(self, run: Path, text: Text, length: int) -> None:
