@@ -102,6 +102,8 @@ def test_a_folder_is_imported_for_one_use(place, capsys):
     export(Path("runs/it"), "hf", Path("exported"))
     assert command(["generate", "exported", *asked]) == 0
     assert capsys.readouterr().out == expected
+    assert command(["generate", "exported", "The state", "--tokens", "200", "--temperature", "9", "--seed", "1"]) == 0
+    assert "\ufffd" in capsys.readouterr().out, "tokens that the tokenizer has no text for"
     Path("exported/config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(InputError, match="trainshort convert makes an ALiBi model of it"):
         command(["generate", "exported", *asked])

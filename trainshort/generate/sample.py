@@ -110,7 +110,10 @@ class Sample:
 
     def _decode(self, token: int) -> str:
         self.recent.append(token)
-        return "" if self.decoder is None else self.decoder.push(token)
+        if self.tokenizer is None or self.decoder is None:
+            return ""
+        known = token < self.tokenizer.vocabulary  # models from elsewhere have room for more tokens
+        return self.decoder.push(token) if known else "\ufffd"
 
     def _end_of_text(self) -> str:
         """What decoder and stop texts still hold back."""

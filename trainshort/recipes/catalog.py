@@ -42,16 +42,16 @@ def _add(scale: Scale, variant: Variant) -> None:
         recipes.register(name)(entry)
 
 
-@recipes.register("portable-128")
-def portable() -> RunConfig:
-    """The preset of this name, trained as the demo: transformers, llama.cpp and CTranslate2 take it as it is."""
-    config = scales.get("laptop").config(Variant("wikitext103", "alibi", DEMO_LENGTH))
-    return config.model_copy(update={"model": presets.get("portable")().replace(vocabulary=0)})
-
-
 for _, _scale in scales.items():
     for _, _build in experiments.items():
         for _variant in _build().variants(_scale):
             _add(_scale, _variant)
 for _position in BESIDE:
     _add(scales.get("laptop"), Variant("wikitext103", _position, DEMO_LENGTH))
+
+
+@recipes.register("portable-128")
+def portable() -> RunConfig:
+    """The preset of this name, trained as the demo: transformers, llama.cpp and CTranslate2 take it as it is."""
+    config = scales.get("laptop").config(Variant("wikitext103", "alibi", DEMO_LENGTH))
+    return config.model_copy(update={"model": presets.get("portable")().replace(vocabulary=0)})
