@@ -192,7 +192,7 @@ def test_bad_requests(tmp_path, monkeypatch):
             "nothing.txt",
         ],
         "tiny.txt is a file. Give a run folder": ["tiny.txt", "--to", "alibi", *rest],
-        "--steps is a whole number, got 'few'": [str(alibi), "--to", "alibi", *rest, "--steps", "few"],
+        "--train.steps is a whole number, got 'few'": [str(alibi), "--to", "alibi", *rest, "--steps", "few"],
     }
     for sentence, words in requests.items():
         with pytest.raises(InputError, match=sentence):
