@@ -19,6 +19,7 @@ from trainshort.report.costs import cost_figures
 from trainshort.report.samples import samples
 from trainshort.report.sources import Sources
 from trainshort.report.speed import speed
+from trainshort.report.tables import Table as PaperTable
 from trainshort.report.tables import paper_figures, paper_tables
 
 
@@ -61,6 +62,7 @@ def write_report(collection: Collection, out: Path) -> Path:
     write_whole(out / "report.md", page.markdown(content))
     if headline:
         write_sealed(out / "headline.json", story.summary(headline, view, judged))
+        write_sealed(out / "tables.json", _stored_tables(collection, content["tables"]))
     _write_claims(judged, out / "claims.json", content["scale"])
     return out / "index.html"
 
@@ -101,6 +103,26 @@ def _rules(claims: list[Claim]) -> str:
         return f"{first}."
     names = ", ".join(claim.name for claim in later)
     return f"{first}; {len(later)} were changed after numbers had been seen, and say so ({names})."
+
+
+def _stored_tables(collection: Collection, tables: list[PaperTable]) -> dict[str, Any]:
+    """The tables as data: per cell what was obtained and what the paper has, as printed."""
+    records = [one.evaluation.provenance for run in collection.runs.values() for one in run.evaluations]
+    return {
+        "format": 1,
+        "seeds": len({run.config.train.seed for run in collection.runs.values()}),
+        "tables": [
+            {
+                "name": one.name,
+                "title": one.title,
+                "columns": one.columns,
+                "rows": [[row, [[cell.here, cell.paper] for cell in cells]] for row, cells in one.rows],
+                "note": one.note,
+            }
+            for one in tables
+        ],
+        "provenance": records[-1] if records else {},
+    }
 
 
 def _write_claims(judged: list[tuple[Claim, Outcome]], path: Path, scale: str) -> None:

@@ -1,0 +1,136 @@
+"""`python -m trainshort.report.readme [report/laptop]`: what README and docs say of the demo, the search, the tables.
+
+Given a report's folder, its results are stored first: headline.json as benchmarks/results/demo.json, tables.json beside
+it, the first figure as docs/headline.png. Then each region of a document between two such lines is written from what is
+stored, and a test says when they differ; one whose result is not stored is left as it is.
+
+    <!-- obtained: demo -->
+    <!-- end of obtained -->
+
+No torch.
+"""
+
+import math
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainshort.bench.documents import RESULTS, ROOT, table
+from trainshort.bench.measurements import RATIO
+from trainshort.files import read_sealed
+from trainshort.recipes.experiments import method_name, published
+
+DOCUMENTS = ("README.md", "docs/reproduce.md")
+REGION = re.compile(r"(<!-- obtained: (\S+) -->\n)(.*?)(<!-- end of obtained -->)", re.DOTALL)
+PAPER = (512, 8512)
+"""Lengths of the paper's Table 2 that stand beside the demo's first and last."""
+
+
+def demo(values: dict[str, Any]) -> str:
+    """The demo's four methods at their length and at the farthest, beside the paper's; then what was found."""
+    length = values["length"]
+    farthest = max(int(at) for line in values["lines"].values() for at in line["points"])
+    paper = {row["L_valid"]: row for row in published()["table2"]}
+    rows = []
+    for name, line in values["lines"].items():
+        if str(length) in line["points"]:
+            here = [_with_bounds(line["points"].get(str(at))) for at in (length, farthest)]
+            rows.append([name, *here, *(f"{paper[at][line['position'] + '_ppl']:.2f}" for at in PAPER)])
+    corpus, times = values["corpus"], farthest / length
+    head = f" | here, at {length:,} | here, at {farthest:,} ({times:.0f} {RATIO}) | "
+    head += f"paper, at 512 | paper, at 8,512 (16.6 {RATIO})"
+    where = (
+        f"Here: perplexity on {corpus['tokens']:,} tokens of the {corpus['split']} split of {corpus['name']}, with "
+        "95 % intervals over that text; one seed."
+    )
+    found = "\n".join(f"- {sentence}" for sentence in values["found"])
+    return f"{table(head, rows)}\n{where} {_origin(values, 'demo')}\n\n{found}\n"
+
+
+def _with_bounds(point: list[float | None] | None) -> str:
+    if not point or point[0] is None:
+        return ""
+    low, high = point[1:]
+    return f"{point[0]:.1f}" + (f" ({low:.1f} to {high:.1f})" if low is not None and high is not None else "")
+
+
+def tune(values: dict[str, Any]) -> str:
+    """Validation perplexities of every trial; the chosen one of each method in bold."""
+    methods = list(dict.fromkeys(one["method"] for one in values["results"]))
+    found = {(one["method"], one["way"]): math.exp(one["nll"] / one["count"]) for one in values["results"]}
+    rows = []
+    for way in values["grid"]:
+        cells = []
+        for method in methods:
+            told = f"{found[method, way]:.1f}" if (method, way) in found else "not run"
+            cells.append(f"**{told}**" if values["best"].get(method) == way else told)
+        rows.append([way, *cells])
+    head = " | ".join(["way", *(method_name(method) for method in methods)])
+    tokens = values["results"][0]["tokens"]
+    done = "" if values["tried"] == values["planned"] else f" {values['tried']} of {values['planned']} trials were run."
+    pilot = "; ".join(f"{way}: {value:.1f}" for way, value in values["pilot"].items())
+    return (
+        f"{table(head, rows)}\n{tokens:,} tokens each, one seed.{done} {_origin(values, 'tune')}\n\n"
+        f"Seen before, of ALiBi alone: {pilot}.\n"
+    )
+
+
+def paper_table(name: str) -> Callable[[dict[str, Any]], str]:
+    """A table of the paper as obtained here, with the paper's numbers in brackets."""
+
+    def written_table(values: dict[str, Any]) -> str:
+        one = next(one for one in values["tables"] if one["name"] == name)
+        rows = [[row, *(f"{here} ({paper})" if here else "" for here, paper in cells)] for row, cells in one["rows"]]
+        rows = [row for row in [["", *one["columns"]], *rows] if any(row[1:])]
+        columns = [number for number in range(len(rows[0])) if any(row[number] for row in rows[1:])]
+        head, *kept = [[row[number] for number in columns] for row in rows]
+        return f"{table(' | '.join(head), kept)}\n{one['note']} {_origin(values, 'tables')}\n"
+
+    return written_table
+
+
+def _origin(values: dict[str, Any], name: str) -> str:
+    return f"Commit {str(values['provenance'].get('commit'))[:7]}, `benchmarks/results/{name}.json`."
+
+
+REGIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "demo": ("demo", demo),
+    "tune": ("tune", tune),
+    "table5": ("tables", paper_table("table5")),
+    "table6": ("tables", paper_table("table6")),
+}
+
+
+def written(text: str) -> str:
+    """A document with its regions as the stored results have them."""
+
+    def fill(match: re.Match[str]) -> str:
+        file, make = REGIONS[match[2]]
+        path = RESULTS / f"{file}.json"
+        if not path.exists():
+            return match[0]
+        values = read_sealed(path)
+        if match[2].startswith("table") and match[2] not in {one["name"] for one in values["tables"]}:
+            return match[0]
+        return f"{match[1]}\n{make(values)}\n{match[4]}"
+
+    return REGION.sub(fill, text)
+
+
+def store(report: Path) -> None:
+    """Keep what a report found in the repository; tables only where some were computed with several seeds."""
+    shutil.copyfile(report / "headline.json", RESULTS / "demo.json")
+    shutil.copyfile(report / "headline.png", ROOT / "docs" / "headline.png")
+    if read_sealed(report / "tables.json")["seeds"] > 1:
+        shutil.copyfile(report / "tables.json", RESULTS / "tables.json")
+
+
+if __name__ == "__main__":
+    for folder in sys.argv[1:]:
+        store(Path(folder))
+    for document in DOCUMENTS:
+        place = ROOT / document
+        place.write_text(written(place.read_text(encoding="utf-8")), encoding="utf-8")
