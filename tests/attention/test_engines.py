@@ -73,8 +73,9 @@ def draw(shape, kind, dtype, generator):
 def check_against_oracle(name, shape, kind, dtype, seed):
     batch, kv_heads, group, q_len, past, dim = shape
     generator, sums = torch.Generator().manual_seed(seed), torch.zeros(2, 4, dtype=torch.float64)
-    for _ in range(max(2, math.ceil(NUMBERS / (batch * kv_heads * q_len * dim)))):
-        inputs, bias, grad_out = draw(shape, kind, dtype, generator)
+    draws = math.ceil(NUMBERS / (batch * kv_heads * q_len * dim))
+    for rows in (batch, batch * (draws - 1)) if draws > 1 else (batch,):  # one draw as it is, the others side by side
+        inputs, bias, grad_out = draw((rows, *shape[1:]), kind, dtype, generator)
         if engines.get(name).unsupported(Call(inputs[0].requires_grad_(), *inputs[1:], bias)):
             return
         values = written(bias, q_len, q_len + past, kv_heads * group)
@@ -89,9 +90,8 @@ def check_against_oracle(name, shape, kind, dtype, seed):
         assert spent <= 2 * lost, f"{what}: {spent:.2e} spent, {lost:.2e} lost by the plain formula"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ENGINES)
-@given(
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+CASES = given(
     shape=st.tuples(
         st.integers(1, 3),
         st.sampled_from([1, 2, 3, 5]),
@@ -103,10 +103,26 @@ def check_against_oracle(name, shape, kind, dtype, seed):
     kind=st.sampled_from(["none", "linear", "linear", "distance", "dense"]),
     seed=st.integers(0, 1000),
 )
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ENGINES)
+@CASES
+@example(shape=(1, 4, 1, 700, 0, 32), kind="linear", seed=1)
+@example(shape=(1, 2, 3, 257, 500, 16), kind="linear", seed=2)
+@settings(max_examples=12)
+def test_within_the_budget_of_the_oracle(name, dtype, shape, kind, seed):
+    check_against_oracle(name, shape, kind, dtype, seed)
+
+
+@pytest.mark.slow
+@DTYPES
+@pytest.mark.parametrize("name", ENGINES)
+@CASES
 @example(shape=(1, 8, 1, 1300, 0, 32), kind="linear", seed=1)
 @example(shape=(2, 2, 3, 257, 1100, 16), kind="linear", seed=2)
-@settings(max_examples=25)
-def test_within_the_budget_of_the_oracle(name, dtype, shape, kind, seed):
+@settings(max_examples=100)
+def test_within_the_budget_of_the_oracle_in_many_shapes(name, dtype, shape, kind, seed):
     check_against_oracle(name, shape, kind, dtype, seed)
 
 
@@ -127,23 +143,21 @@ def test_gradients_by_finite_differences(name):
 def test_bfloat16_rows_at_16384_keys_are_those_of_float32(name):
     """The fault this package is built against: slope × position in bfloat16 moves 45 % of a row's mass at 2,048 keys.
 
-    Attention weights are read off by letting the values be an identity, 64 keys of the row at a time.
+    Attention weights are read off by letting the values be an identity, 128 keys of the row at a time.
     """
     if name not in engines:
         pytest.skip(f"no engine '{name}'")
-    k_len, heads, dim = 16_384, 8, 64
+    k_len, heads, dim, near = 16_384, 8, 128, 2048
     q, k = torch.randn(1, heads, 1, dim).bfloat16(), torch.randn(1, heads, k_len, dim).bfloat16()
     bias = LinearBias(alibi.slopes(heads))
+    scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(dim) + alibi.bias(bias.slopes, 1, k_len)
     # Where the mass is: the last 2,048 keys hold all but e^-8 of the flattest head's.
-    rows = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        backend = name if dtype is torch.bfloat16 else "reference"
-        pieces = []
-        for start in range(k_len - 2048, k_len, dim):
-            v = torch.zeros(1, heads, k_len, dim, dtype=dtype)
-            v[:, :, start : start + dim] = torch.eye(dim, dtype=dtype)
-            pieces.append(attend(q.to(dtype), k.to(dtype), v, bias=bias, backend=backend).float())
-        rows[dtype] = torch.cat(pieces, -1)[0, :, 0]
-    distance = (rows[torch.bfloat16] - rows[torch.float32]).abs().sum(-1) / 2
-    assert rows[torch.float32].sum(-1).min() > 0.99
+    exact = scores.softmax(-1)[0, :, 0, -near:]
+    pieces, v = [], torch.zeros(1, heads, k_len, dim, dtype=torch.bfloat16)
+    for start in range(k_len - near, k_len, dim):
+        v[:, :, start : start + dim] = torch.eye(dim, dtype=v.dtype)
+        pieces.append(attend(q, k, v, bias=bias, backend=name).float())
+        v[:, :, start : start + dim] = 0
+    distance = (torch.cat(pieces, -1)[0, :, 0] - exact).abs().sum(-1) / 2
+    assert exact.sum(-1).min() > 0.99
     assert distance.max() < 0.005
