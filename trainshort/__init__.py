@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trainshort.data import load_tokenizer
     from trainshort.errors import InputError
     from trainshort.generate import stream
+    from trainshort.interop.patch import patch, unpatch
     from trainshort.methods import MethodSettings
     from trainshort.model import TransformerLM
     from trainshort.positions import LayerInput, PositionMethod
@@ -37,8 +38,10 @@ __all__ = [
     "attend",
     "load_model",
     "load_tokenizer",
+    "patch",
     "presets",
     "stream",
+    "unpatch",
 ]
 
 _HOME = {
@@ -57,7 +60,9 @@ _HOME = {
     "attend": "attention",
     "load_model": "checkpoint",
     "load_tokenizer": "data",
+    "patch": "interop.patch",
     "stream": "generate",
+    "unpatch": "interop.patch",
 }
 _MODULES = ("alibi", "presets")
 

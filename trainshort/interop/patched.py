@@ -1,0 +1,119 @@
+"""Attention of the three families, by `attend`: each projects, splits and caches as its class does."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from trainshort.alibi import distances
+from trainshort.attention import LinearBias, attend
+from trainshort.interop.seen import Method, Seen
+
+
+def mpt_attention(
+    original: Method,
+    self: Any,
+    hidden_states: Tensor,
+    position_bias: Tensor | None = None,
+    past_key_values: Any = None,
+    attention_mask: Seen | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if not isinstance(attention_mask, Seen):  # a block that is called by itself is what it was
+        return original(self, hidden_states, position_bias, past_key_values, attention_mask, **kwargs)
+    mixed = self.Wqkv(hidden_states)
+    if self.clip_qkv:
+        mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+    q, k, v = (part.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=2))
+    if past_key_values is not None:
+        k, v = past_key_values.update(k, v, self.layer_idx)
+    dropout = self.attn_dropout_p if self.training else 0.0
+    out, weights = attended(q, k, v, attention_mask, self.softmax_scale, dropout)
+    return self.out_proj(out), weights
+
+
+def bloom_attention(
+    original: Method,
+    self: Any,
+    hidden_states: Tensor,
+    residual: Tensor,
+    alibi: Tensor | None,
+    attention_mask: Seen | None,
+    layer_past: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if not isinstance(attention_mask, Seen):
+        return original(self, hidden_states, residual, alibi, attention_mask, layer_past, **kwargs)
+    q, k, v = self._reshape(self.query_key_value(hidden_states))
+    if layer_past is not None:
+        k, v = layer_past.update(k, v, self.layer_idx)
+    dropout = self.attention_dropout.p if self.training else 0.0
+    out, weights = attended(q, k, v, attention_mask, self.inv_norm_factor, dropout)
+    out = nn.functional.dropout(self.dense(out), self.hidden_dropout, self.training)
+    return out + residual, weights
+
+
+def falcon_attention(
+    original: Method,
+    self: Any,
+    hidden_states: Tensor,
+    alibi: Tensor | None,
+    attention_mask: Seen | None,
+    position_ids: Tensor | None = None,
+    layer_past: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if not isinstance(attention_mask, Seen):
+        return original(self, hidden_states, alibi, attention_mask, position_ids, layer_past, **kwargs)
+    q, k, v = (part.transpose(1, 2) for part in self._split_heads(self.query_key_value(hidden_states)))
+    if layer_past is not None:
+        k, v = layer_past.update(k, v, self.layer_idx)
+    dropout = self.attention_dropout.p if self.training else 0.0
+    out, weights = attended(q, k, v, attention_mask, self.inv_norm_factor, dropout)
+    return self.dense(out), weights
+
+
+def attended(
+    q: Float[Tensor, "batch heads q_len dim"],
+    k: Float[Tensor, "batch kv_heads k_len dim"],
+    v: Float[Tensor, "batch kv_heads k_len dim"],
+    seen: Seen,
+    scale: float,
+    dropout: float,
+) -> tuple[Float[Tensor, "batch q_len width"], Tensor | None]:
+    """What attention gives, heads side by side, and the weights where they are asked for."""
+    k, v = (x[:, :, : seen.total].to(q.dtype) for x in (k, v))  # static caches give back all their room
+    slopes = seen.settings.slopes.to(q.device)
+    if seen.weights or seen.mask is not None or seen.places is not None:
+        out, weights = _written_out(q, k, v, seen, scale, dropout)
+        return out.transpose(1, 2).flatten(2), weights if seen.weights else None
+    documents = None if seen.documents is None else seen.documents.to(q.device)
+    settings = {"scale": scale, "dropout": dropout, "tolerance": seen.settings.tolerance}
+    out = attend(q, k, v, bias=LinearBias(slopes), documents=documents, **settings)
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2).flatten(2), None
+
+
+def _written_out(
+    q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float, dropout: float
+) -> tuple[Tensor, Float[Tensor, "batch heads q_len k_len"]]:
+    """The formula itself, for what has to be written out: the weights, a mask of the caller's, padding in between."""
+    new, total = q.shape[2], k.shape[2]
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    places = torch.arange(total, device=q.device)[None] if seen.places is None else seen.places.to(q.device)
+    distance = places[:, None, -new:, None] - places[:, None, None, :]
+    slopes = seen.settings.slopes.to(q.device)[:, None, None]
+    scores = q.float() @ k.float().mT * scale - slopes * distance
+    least = torch.finfo(torch.float32).min / 2
+    if seen.mask is None:
+        hidden = distances(new, total, q.device) < 0
+        if seen.documents is not None:
+            numbers = seen.documents.to(q.device)[:, None]
+            hidden = hidden | (numbers[..., -new:, None] != numbers[..., None, :])
+        scores = scores.masked_fill(hidden, least)
+    else:
+        mask = seen.mask[..., :total].to(q.device)
+        scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask.float().clamp(least)
+    weights = nn.functional.dropout(scores.softmax(-1).to(v.dtype), dropout)
+    return weights @ v, weights
