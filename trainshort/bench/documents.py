@@ -172,6 +172,18 @@ def decode(bench: BenchResult) -> str:
     return table("random weights | bounded | full", rows)
 
 
+def patched(bench: BenchResult) -> str:
+    """MPT after `patch` against itself before."""
+    names = ("forward speed", "step speed", "forward peak", "step peak")
+    rows = [
+        [f"{row.case['tokens']:,}", *(cell(row, f"{name} to mpt") for name in names), cell(row, "same greedy tokens")]
+        for row in bench.suites["patch"]
+        if row.case["model"] == "patched"
+    ]
+    head = "tokens | forward speed | speed of a training step | peak memory, forward | peak memory, training"
+    return table(f"{head} | same greedy tokens, of 32", rows)
+
+
 TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "attention": ("attention", attention),
     "attention-short": ("attention", lambda bench: attention(bench, SHORT)),
@@ -181,6 +193,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "recorded": ("attention-recorded-demo attention-recorded attention-recorded-100", recorded),
     "peers": ("attention-peers", peers),
     "decode": ("decode", decode),
+    "patch": ("patch", patched),
 }
 """The stored results of each table, and who writes it."""
 VALUES: dict[str, tuple[str, Callable[[BenchResult], str]]] = {

@@ -87,6 +87,16 @@ class DecodePlan:
 
 
 @dataclass(frozen=True)
+class PatchPlan:
+    """Hugging Face's MPT before and after trainshort.patch, by length: reading, training, memory, greedy text."""
+
+    lengths: tuple[int, ...] = (1024, 4096)
+    preset: str = "small"
+    rounds: int = 5
+    memory: str = "all"
+
+
+@dataclass(frozen=True)
 class PreparePlan:
     """Text into tokens, by tokenizer."""
 
@@ -97,13 +107,14 @@ class PreparePlan:
     rounds: int = 3
 
 
-Plan = AttentionPlan | TrainingPlan | EvaluatePlan | DecodePlan | PreparePlan
+Plan = AttentionPlan | TrainingPlan | EvaluatePlan | DecodePlan | PatchPlan | PreparePlan
 
 FULL: dict[str, Plan] = {
     "attention": AttentionPlan(),
     "training": TrainingPlan(),
     "evaluate": EvaluatePlan(),
     "decode": DecodePlan(),
+    "patch": PatchPlan(),
     "prepare": PreparePlan(),
 }
 QUICK: dict[str, Plan] = {
@@ -115,6 +126,7 @@ QUICK: dict[str, Plan] = {
         lengths=(512, 4096), methods=("alibi", "sinusoidal"), preset="laptop", rounds=3, memory="longest"
     ),
     "decode": DecodePlan(contexts=(256, 4096), tokens=5000, prompts=(64, 512), preset="laptop", rounds=5),
+    "patch": PatchPlan(lengths=(128, 512), preset="laptop", rounds=3, memory="longest"),
     "prepare": PreparePlan(vocabularies=(2048,), megabytes=1, rounds=2),
 }
 """Small sizes and few rounds: whether everything runs, and a first look. Not numbers to quote."""
@@ -147,7 +159,7 @@ def choose(suites: tuple[str, ...], quick: bool, options: Mapping[str, Any]) -> 
     return plans
 
 
-def wants_memory(plan: AttentionPlan | TrainingPlan | EvaluatePlan, length: int) -> bool:
+def wants_memory(plan: AttentionPlan | TrainingPlan | EvaluatePlan | PatchPlan, length: int) -> bool:
     """Whether the memory of this length is measured."""
     return plan.memory == "all" or (plan.memory == "longest" and length == max(plan.lengths))
 
@@ -182,10 +194,10 @@ def _check(plan: Plan) -> None:
                 raise InputError(f"--{option} knows no '{one}'.{did_you_mean(one, known)} Known: {', '.join(known)}.")
     if isinstance(plan, EvaluatePlan | TrainingPlan) and plan.preset:
         _check_model(plan)
-    if isinstance(plan, DecodePlan):
+    if isinstance(plan, DecodePlan | PatchPlan):
         _check_preset(plan.preset)
-        if TRAINED in plan.parts and plan.run is None:
-            raise InputError("--parts trained reads a run's own text with its trained model; give --run RUN.")
+    if isinstance(plan, DecodePlan) and TRAINED in plan.parts and plan.run is None:
+        raise InputError("--parts trained reads a run's own text with its trained model; give --run RUN.")
 
 
 def _check_model(plan: "EvaluatePlan | TrainingPlan") -> None:

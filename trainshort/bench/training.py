@@ -110,8 +110,12 @@ def step_of(name: str, preset: str, length: int, batch_tokens: int) -> Callable[
         return Rig(RunConfig(model=model, train=train, optim=OptimConfig(lr=1e-4, clip=0))).step
     torch.manual_seed(0)
     tokens, targets = torch.randint(config.vocabulary, (2, batch, length))
-    theirs = mpt(config, length).train()
-    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-4, fused=True)
+    return mpt_step(mpt(config, length), tokens, targets)
+
+
+def mpt_step(theirs: Any, tokens: torch.Tensor, targets: torch.Tensor) -> Callable[[], object]:
+    """One training step of a Hugging Face model."""
+    optimizer = torch.optim.AdamW(theirs.train().parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
         theirs(input_ids=tokens, labels=targets).loss.backward()

@@ -34,7 +34,7 @@ class Bench:
     """
 
     suites: Annotated[tuple[str, ...], Arg(positional=True)] = ()
-    """attention, training, evaluate, decode, prepare. Default: all."""
+    """attention, training, evaluate, decode, patch, prepare. Default: all."""
     quick: bool = False
     """Small sizes and few rounds, to see that everything runs; not numbers to quote."""
     out: Path | None = None
