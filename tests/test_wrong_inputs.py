@@ -247,6 +247,13 @@ WRONG = [
     ("verify empty", "There is no file empty/trainshort.json. Give a folder that trainshort"),
     (f"verify {RUN}", "There is no file runs/tiny/trainshort.json. Give a folder that"),
     ("verify text.txt", "Cannot read text.txt/trainshort.json: a file is in the way where a"),
+    # doctor
+    ("doctor", "MODEL is missing: The folder of a saved model, or its name on the hub."),
+    ("doctor nowhere", "There is no file or folder nowhere, and the hub did not give a model"),
+    ("doctor text.txt", "text.txt is a file; give the folder of a saved Hugging Face model, or"),
+    ("doctor empty", "There is no file empty/config.json. Give the folder of a saved"),
+    (f"doctor {RUN}", "runs/tiny is a run folder of trainshort; doctor examines models of"),
+    ("doctor hf --jsn", "Unknown setting 'jsn'. Did you mean 'json'? See trainshort doctor"),
 ]
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trainshort.data import load_tokenizer
     from trainshort.errors import InputError
     from trainshort.generate import stream
+    from trainshort.interop.doctor import doctor
     from trainshort.interop.patch import patch, unpatch
     from trainshort.methods import MethodSettings
     from trainshort.model import TransformerLM
@@ -36,6 +37,7 @@ __all__ = [
     "alibi",
     "alibi_attention",
     "attend",
+    "doctor",
     "load_model",
     "load_tokenizer",
     "patch",
@@ -58,6 +60,7 @@ _HOME = {
     "TransformerLM": "model",
     "alibi_attention": "attention",
     "attend": "attention",
+    "doctor": "interop.doctor",
     "load_model": "checkpoint",
     "load_tokenizer": "data",
     "patch": "interop.patch",

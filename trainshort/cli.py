@@ -32,6 +32,7 @@ COMMANDS: dict[str, Command] = {
     "analyze": Command("trainshort.commands.analyze:Analyze", "why a model is good so far: context, attention, cost"),
     "bench": Command("trainshort.commands.bench:Bench", "speed and memory against peers, stored and compared"),
     "convert": Command("trainshort.commands.convert:Convert", "a model with other positions, made an ALiBi model"),
+    "doctor": Command("trainshort.commands.doctor:Doctor", "what a Hugging Face model with ALiBi gets wrong"),
     "evaluate": Command("trainshort.commands.evaluate:Evaluate", "how good a model is at each length"),
     "export": Command("trainshort.commands.exports:Export", "a run for transformers, llama.cpp or CTranslate2"),
     "generate": Command("trainshort.commands.generate:Generate", "continue a text, at any length"),

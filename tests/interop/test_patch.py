@@ -5,7 +5,6 @@ import io
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
 transformers = pytest.importorskip("transformers")
 
@@ -135,7 +134,8 @@ def test_generated_text_is_the_same(name):
     mask[1, :7] = 0
     ways = [{}, {"num_beams": 3}, {"cache_implementation": "static"}, {"use_cache": False}]
     asked = {"attention_mask": mask, "max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
-    plain = [model.generate(rows, **asked, **way) for way in ways]
+    # of a static cache the same as of another: Falcon's class fails with one
+    plain = [model.generate(rows, **asked, **({} if "cache_implementation" in way else way)) for way in ways]
     patch(model)
     for way, expected in zip(ways, plain, strict=True):
         assert torch.equal(model.generate(rows, **asked, **way), expected), way
@@ -147,18 +147,19 @@ def test_generated_text_is_the_same(name):
 def test_gradients(pair, checkpointing):
     """Two texts before one backward pass: what was seen is recomputed for each as it was."""
     model, reference = pair
-    texts, masks = [tokens(2, 40), tokens(2, 30)], [torch.ones(2, 40), torch.ones(2, 30)]
-    masks[0][1, :11] = 0
     if checkpointing:
         model.gradient_checkpointing_enable()
-    for each in (model, reference):
-        each.train()
-        losses = []
-        for text, mask in zip(texts, masks, strict=True):
-            logits = each(text, attention_mask=mask, use_cache=False).logits
-            targets = text.masked_fill(mask == 0, -100)
-            losses.append(cross_entropy(logits[:, 12:-1].flatten(0, 1), targets[:, 13:].flatten()))
-        sum(losses).backward()
+    rows, short, mask = tokens(2, 40), tokens(2, 30), torch.ones(2, 40)
+    mask[1, :11] = 0
+    labels = rows.clone()
+    labels[1, :12] = -100  # the first token has nothing before it
+    asked = {"labels": labels, "num_items_in_batch": 1}
+    padded = model.train()(rows, attention_mask=mask, use_cache=False, **asked).loss
+    plain = model(short, use_cache=False, labels=short, num_items_in_batch=1).loss
+    (padded + plain).backward()
+    reference.train()
+    for text in (rows[:1], rows[1:, 11:], short):
+        reference(text, labels=text, num_items_in_batch=1, use_cache=False).loss.backward()
     for (name, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
         difference = (one.grad.double() - other.grad).norm() / other.grad.norm().clamp(min=1e-9)
         assert difference < 1e-4 or other.grad.norm() < 1e-7, name
@@ -327,6 +328,7 @@ def test_wrong_inputs():
     with torch.device("meta"), pytest.raises(InputError, match=r"^The model's weights are not loaded \(device meta\)"):
         patch(transformers.MptForCausalLM(model.config))
     wrapped = make("bloom")
-    wrapped.forward = lambda *args, **kwargs: None
+    inner = wrapped.forward
+    wrapped.forward = lambda *args, **kwargs: inner(*args, **kwargs)
     with pytest.raises(InputError, match=r"^Something else has already put its own forward into this BloomForCausalLM"):
         patch(wrapped)

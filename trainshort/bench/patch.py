@@ -43,7 +43,7 @@ def measure(plan: PatchPlan, length: int, progress: Progress) -> list[Measuremen
     if not training.mpt_takes_part(presets.get(plan.preset)(), length, length, progress):
         return []
     models = dict(zip(MODELS, pair(plan.preset, length), strict=True))
-    same = same_greedy_tokens(*models.values(), length)
+    same = same_greedy_tokens(models["mpt"], models["patched"], length)
     timings: dict[str, dict[str, Timing]] = {}
     for work in WORK:
         progress.note(f"{plan.rounds} rounds of {work}")

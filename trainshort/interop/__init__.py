@@ -8,6 +8,8 @@
     converting.py  a model with other positions becomes an ALiBi model
     exporting.py   a run becomes a folder of another program, which verifying.py asks (engines.py)
     harness.py     tasks of lm-evaluation-harness
+    patch.py       our attention in a loaded model of transformers (seen.py, patched.py, families.py: how)
+    doctor.py      what such a model gets wrong (probes.py), found on a tiny copy of it (specimen.py)
 
 Nothing here runs code that came with a model, and optional packages are imported where they are used.
 """

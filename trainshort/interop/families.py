@@ -155,5 +155,4 @@ def _around(original: Method | None, method: Method) -> Method:
 
 def _blank(base: type, family: str, part: str) -> Any:
     """An empty module of a made class, which a copy or a pickle fills."""
-    made = _made(base, family, part)
-    return made.__new__(made)
+    return object.__new__(_made(base, family, part))

@@ -162,7 +162,7 @@ def _fitting(tokenizer: Tokenizer, vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
-def fetched(name: str) -> Path:
+def fetched(name: str, patterns: tuple[str, ...] = PATTERNS) -> Path:
     """A model of the hub, in its local cache."""
     try:
         from huggingface_hub import snapshot_download
@@ -172,7 +172,7 @@ def fetched(name: str) -> Path:
             f"There is no {name} here, and the hub needs the hf extra: pip install 'trainshort[hf]'."
         ) from None
     try:
-        return Path(snapshot_download(name, allow_patterns=list(PATTERNS)))
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (HfHubHTTPError, OSError, ValueError) as error:
         first = str(error).strip().partition("\n")[0].rstrip(".")
         raise InputError(

@@ -10,7 +10,7 @@ is compared with itself on a few tokens, before and after, and left as it was if
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Patched:
     changes: tuple[str, ...]
     slopes: tuple[float, ...]
     tolerance: float
-    parity: float
+    parity: float = 0.0
     """Root of the mean squared difference, in deviations of what the model gives."""
 
     def __str__(self) -> str:
@@ -58,29 +58,38 @@ def patch(model: nn.Module, *, tolerance: float = TOLERANCE) -> Patched:
             )
         return done
     name, body = _find(model)
+    probe = _Probe(model, FAMILIES[name], body)
+    expected = probe.before()
+    report = put_in(model, tolerance)
+    try:
+        report = replace(report, parity=probe.after(expected))
+    except BaseException:
+        unpatch(model)
+        raise
+    vars(body)[SETTINGS] = replace(vars(body)[SETTINGS], report=report)
+    return report
+
+
+def put_in(model: nn.Module, tolerance: float = TOLERANCE) -> Patched:
+    """The same without a probe."""
+    name, body = _find(model)
     family = FAMILIES[name]
     parts = [(module, part) for module in model.modules() if (part := family.part(module)) is not None]
-    probe = _Probe(_probed(parts, body), body)
-    expected = probe.before(family)
+    slopes = family.slopes(body.config)
     report = Patched(
         model=next(original_class(module).__name__ for module, part in parts if part in ("outer", "body")),
         changes=_changes(name, body, parts, tolerance),
-        slopes=tuple(family.slopes(body.config).tolist()),
+        slopes=tuple(slopes.tolist()),
         tolerance=tolerance,
-        parity=0.0,
     )
     try:
         for module, part in parts:
             put_around(module, name, part)
-        settings = Settings(family.slopes(body.config), tolerance, family.counts_tokens, report)
-        vars(body)[SETTINGS] = settings
-        parity = probe.after(expected)
-    except BaseException:
+    except InputError:
         for module, _ in parts:
             take_back(module)
         raise
-    report = Patched(report.model, report.changes, report.slopes, tolerance, parity)
-    vars(body)[SETTINGS] = Settings(settings.slopes, tolerance, family.counts_tokens, report)
+    vars(body)[SETTINGS] = Settings(slopes, tolerance, family.counts_tokens, report)
     return report
 
 
@@ -133,17 +142,13 @@ def _changes(name: str, body: Any, parts: list[tuple[nn.Module, str]], tolerance
 # ---- the probe
 
 
-def _probed(parts: list[tuple[nn.Module, str]], body: nn.Module) -> nn.Module:
-    """The model with its output layer, where there is one; a classifier has no numbers for every token."""
-    causal = (module for module, part in parts if part == "outer" and hasattr(module, "lm_head"))
-    return next(causal, body)
-
-
 class _Probe:
     """Two short texts through the model: beside each other, packed, and from a cache."""
 
-    def __init__(self, model: nn.Module, body: Any) -> None:
-        self.model, self.body = model, body
+    def __init__(self, model: nn.Module, family: Family, body: Any) -> None:
+        whole = [module for module in model.modules() if family.part(module) == "outer" and hasattr(module, "lm_head")]
+        self.model = whole[0] if whole else body  # a classifier has no numbers for every token
+        self.body = body
         table = body.get_input_embeddings().weight
         if any(weight.is_meta for weight in body.parameters()):
             raise InputError("The model's weights are not loaded (device meta); patch it when they are.")
@@ -154,27 +159,25 @@ class _Probe:
         self.tokens = torch.randint(len(table), (2, self.length), generator=generator).to(table.device)
         self.mask = torch.ones_like(self.tokens)
         self.mask[1, : self.hidden] = 0
+        self.texts = [self.tokens[:1], self.tokens[1:, self.hidden :]]
         self.limit = max(LIMIT, 8 * torch.finfo(table.dtype).eps) if table.is_floating_point() else LIMIT
 
-    def before(self, family: Family) -> Tensor:
-        """What the class itself gives, made right where it is known to be wrong."""
+    def before(self) -> list[Tensor]:
+        """What the class itself gives for each text alone, made right where it is known to be wrong."""
         with _made_right(self.body), self._calm():
             try:
-                return self._run(self.tokens, attention_mask=self.mask)
+                return [self._run(text)[0] for text in self.texts]
             except Exception as error:
                 raise InputError(f"The model does not run as it is: {error}") from error
 
-    def after(self, expected: Tensor) -> float:
+    def after(self, expected: list[Tensor]) -> float:
         """The largest difference of the three ways; refused where rounding does not explain it."""
-        text = self.tokens[1:, self.hidden :]
-        packed = torch.cat([self.tokens[:1], text], 1)
-        where = torch.cat([torch.arange(self.length), torch.arange(text.shape[1])])[None].to(packed.device)
+        where = torch.cat([torch.arange(text.shape[1]) for text in self.texts])[None].to(self.tokens.device)
         with self._calm():
             beside = self._run(self.tokens, attention_mask=self.mask)
-            together = self._run(packed, position_ids=where)
+            together = self._run(torch.cat(self.texts, 1), position_ids=where)
             first = self.model(self.tokens[:1, :-1], use_cache=True)
             last = self._run(self.tokens[:1, -1:], use_cache=True, past_key_values=first.past_key_values)
-        expected = [expected[0], expected[1, self.hidden :]]
         ways = {
             "with padding": (torch.cat([beside[0], beside[1, self.hidden :]]), torch.cat(expected)),
             "packed documents": (together[0], torch.cat(expected)),

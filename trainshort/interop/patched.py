@@ -89,7 +89,7 @@ def attended(
         out, weights = _written_out(q, k, v, seen, scale, dropout)
         return out.transpose(1, 2).flatten(2), weights if seen.weights else None
     documents = None if seen.documents is None else seen.documents.to(q.device)
-    settings = {"scale": scale, "dropout": dropout, "tolerance": seen.settings.tolerance}
+    settings: dict[str, Any] = {"scale": scale, "dropout": dropout, "tolerance": seen.settings.tolerance}
     out = attend(q, k, v, bias=LinearBias(slopes), documents=documents, **settings)
     assert isinstance(out, Tensor)
     return out.transpose(1, 2).flatten(2), None

@@ -1,0 +1,148 @@
+"""`doctor(model)`: what a Hugging Face model of ALiBi's gets wrong, found by running a tiny copy of it.
+
+Takes a loaded model, a folder, or a name on the hub; of the latter two only the settings and the names of the tensors
+are read. Nothing that comes with a model is executed.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainshort.errors import InputError
+from trainshort.files import read_object
+from trainshort.interop.families import FAMILIES, original_class
+from trainshort.interop.importing import fetched
+from trainshort.interop.patch import patched_as
+from trainshort.interop.probes import PROBES, Finding
+from trainshort.interop.specimen import Specimen
+from trainshort.interop.weight_files import StoredWeights
+
+SETTINGS = ("config.json", "*.index.json")
+"""What is fetched of a model on the hub."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found."""
+
+    model: str
+    dtype: str
+    transformers: str
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
+    """What is worth knowing and not wrong."""
+
+    @property
+    def healthy(self) -> bool:
+        return not self.findings
+
+    def to_json(self) -> str:
+        return json.dumps({"healthy": self.healthy, **asdict(self)}, indent=2, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        count = len(self.findings)
+        verdict = "healthy" if self.healthy else f"{count} finding{'s' if count > 1 else ''}"
+        head = f"{self.model} in {self.dtype}, transformers {self.transformers}: {verdict}."
+        return "\n".join([head, *map(str, self.findings), *(f"Note: {note}." for note in self.notes)])
+
+
+def doctor(model: nn.Module | str | Path) -> Diagnosis:
+    """Examine a model: a loaded one, the folder of a saved one, or a name on the hub."""
+    if find_spec("transformers") is None:
+        raise InputError("Hugging Face models need the hf extra: pip install 'trainshort[hf]'.")
+    with _quiet():
+        case = _loaded(model) if isinstance(model, nn.Module) else _stored(str(model))
+        try:
+            findings = tuple(finding for probe in PROBES for finding in probe(case))
+        except (TypeError, AttributeError, KeyError, ImportError, OSError) as error:
+            raise InputError(
+                f"No copy of this {case.model_class.__name__} could be examined ({type(error).__name__}: {error})."
+            ) from error
+    name = str(case.dtype).removeprefix("torch.")
+    return Diagnosis(case.model_class.__name__, name, metadata.version("transformers"), findings, _notes(case))
+
+
+def _notes(case: Specimen) -> tuple[str, ...]:
+    notes = []
+    if case.patched is not None:
+        notes.append("the model is patched")
+    if case.kind == "falcon" and case.config.alibi:
+        notes.append("Falcon's slopes are ALiBi's divided by the root of the heads' width, as it was trained")
+    elif case.kind not in FAMILIES or not FAMILIES[case.kind].has_alibi(case.config):
+        notes.append("what concerns ALiBi was not examined: transformers' class has none")
+    return tuple(notes)
+
+
+def _loaded(model: nn.Module) -> Specimen:
+    """A model in memory; a wrapper such as peft's is looked through."""
+    from transformers import PreTrainedModel
+
+    whole = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if whole is None:
+        raise InputError(
+            f"doctor takes a model of transformers, its folder or its name; this is a {type(model).__name__}."
+        )
+    kind = original_class(whole)
+    if not whole.can_generate():
+        raise InputError(f"{kind.__name__} has no logits for every token; give the causal language model.")
+    slopes = {name: value.detach().cpu() for name, value in whole.named_buffers() if name.endswith("slopes")}
+    return Specimen(
+        whole.config.model_type,
+        kind,
+        whole.config,
+        dtype=whole.dtype,
+        implementation=whole.config._attn_implementation,
+        patched=patched_as(whole),
+        slopes=slopes,
+    )
+
+
+def _stored(name: str) -> Specimen:
+    """A folder, or a name on the hub: its settings and the names of its tensors."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = Path(name).expanduser()
+    if path.is_file():
+        raise InputError(f"{name} is a file; give the folder of a saved Hugging Face model, or its name on the hub.")
+    folder = path if path.is_dir() else fetched(name, SETTINGS)
+    settings = read_object(folder / "config.json", mend="Give the folder of a saved Hugging Face model.")
+    kind = settings.get("model_type")
+    if kind is None and "model" in settings:
+        raise InputError(f"{folder} is a run folder of trainshort; doctor examines models of Hugging Face.")
+    if kind == "trainshort":
+        import trainshort.hf  # noqa: F401  (registers the class)
+    try:
+        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]  # pyright: ignore[reportIndexIssue]
+    except Exception as error:  # of its many checks of a config, each with an exception of its own
+        first = str(error).strip().partition("\n")[0].rstrip(".")[:200]
+        raise InputError(
+            f"{name} is a model of type {kind!r}, for which transformers gives no class of its own ({first}). "
+            "`trainshort import` may know it."
+        ) from None
+    weights = frozenset(StoredWeights(folder)) if any(folder.glob("*.safetensors")) else frozenset()
+    return Specimen(str(kind), model_class, config, dtype=config.dtype or torch.float32, weights=weights)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what transformers tells of the copies."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
