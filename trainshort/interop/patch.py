@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trainshort.attention.call import TOLERANCE
 from trainshort.errors import InputError
 from trainshort.interop.families import FAMILIES, Family, original_class, put_around, take_back
-from trainshort.interop.seen import SETTINGS, Settings
+from trainshort.interop.seen import SETTINGS, PatchSettings
 
 TOKENS = 10
 """Of the probe's longer text; the other has fewer, with padding in front."""
@@ -89,7 +89,7 @@ def put_in(model: nn.Module, tolerance: float = TOLERANCE) -> Patched:
         for module, _ in parts:
             take_back(module)
         raise
-    vars(body)[SETTINGS] = Settings(slopes, tolerance, family.counts_tokens, report)
+    vars(body)[SETTINGS] = PatchSettings(slopes, tolerance, family.counts_tokens, report)
     return report
 
 

@@ -25,7 +25,7 @@ Method = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Settings:
+class PatchSettings:
     """What the attention of one model needs to know beside its inputs."""
 
     slopes: Float[Tensor, " heads"]
@@ -40,7 +40,7 @@ class Settings:
 class Seen:
     """What the queries of one call may see; takes the place of the written mask."""
 
-    settings: Settings
+    settings: PatchSettings
     total: int
     """Keys, with those of the past."""
     documents: Int[Tensor, "batch keys"] | None
@@ -102,7 +102,7 @@ def _packing(original: Method, self: nn.Module, args: tuple, kwargs: dict[str, A
 
 
 def what_is_seen(
-    settings: Settings, first: Tensor, past: int, mask: Tensor | None, packing: Mapping[str, Tensor], weights: bool
+    settings: PatchSettings, first: Tensor, past: int, mask: Tensor | None, packing: Mapping[str, Tensor], weights: bool
 ) -> Seen:
     """From what transformers is told to what `attend` is."""
     batch, new = first.shape[:2]
