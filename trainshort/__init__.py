@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from trainshort import alibi, presets
-    from trainshort.attention import DenseBias, DistanceBias, LinearBias, alibi_attention, attend
+    from trainshort.attention import ClockBias, DenseBias, DistanceBias, LinearBias, alibi_attention, attend
     from trainshort.cache import Cache
     from trainshort.checkpoint import load_model
     from trainshort.config import ModelConfig, RunConfig
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cache",
+    "ClockBias",
     "DenseBias",
     "DistanceBias",
     "InputError",
@@ -48,6 +49,7 @@ __all__ = [
 
 _HOME = {
     "Cache": "cache",
+    "ClockBias": "attention",
     "DenseBias": "attention",
     "DistanceBias": "attention",
     "InputError": "errors",

@@ -94,18 +94,24 @@ def proven_windows(
     inputs that are not finite. The arithmetic is float64, so that rounding cannot eat the promise; the cost is
     O(length · dim).
     """
-    batch, heads, q_len, dim = q.shape
-    k_len, group = k.shape[2], heads // k.shape[1]
-    key_norm = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float64).cummax(dim=-1).values[..., k_len - q_len :]
-    query_norm = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float64)
-    own_key = k[..., k_len - q_len :, :].repeat_interleave(group, dim=1)
-    factor = 1 / math.sqrt(dim) if scale is None else scale
-    own_score = (q.double() * own_key.double()).sum(-1) * factor
-    excess = query_norm * key_norm.repeat_interleave(group, dim=1) * factor - own_score  # U
-
-    window = window_for(excess, slopes.double()[:, None], tolerance)
+    batch, heads, q_len, _ = q.shape
+    k_len = k.shape[2]
+    window = window_for(most_excess(q, k, scale), slopes.double()[:, None], tolerance)
     window = window.clamp(1, k_len)  # the row's own key is always read
 
     blocks = -(-q_len // block)
     padded = torch.nn.functional.pad(window, (0, blocks * block - q_len), value=1)
     return padded.view(batch, heads, blocks, block).amax(-1).long()
+
+
+def most_excess(
+    q: Float[Tensor, "batch heads q_len dim"], k: Float[Tensor, "batch kv_heads k_len dim"], scale: float | None = None
+) -> Float[Tensor, "batch heads q_len"]:
+    """The U of `proven_windows`: the most by which a score of each row can pass its log-sum-exp, before the bias."""
+    dim, k_len, q_len, group = q.shape[3], k.shape[2], q.shape[2], q.shape[1] // k.shape[1]
+    key_norm = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float64).cummax(dim=-1).values[..., k_len - q_len :]
+    query_norm = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float64)
+    own_key = k[..., k_len - q_len :, :].repeat_interleave(group, dim=1)
+    factor = 1 / math.sqrt(dim) if scale is None else scale
+    own_score = (q.double() * own_key.double()).sum(-1) * factor
+    return query_norm * key_norm.repeat_interleave(group, dim=1) * factor - own_score

@@ -6,7 +6,7 @@ in positions/; one from outside has both in its own file (docs/own-method.md), a
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -84,6 +84,44 @@ class RotarySettings(MethodSettings):
         return None
 
 
+class FoxSettings(MethodSettings):
+    """The Forgetting Transformer's gates."""
+
+    gate: Literal["full", "bias_only", "fixed"] = "full"
+    """What a gate is: of the text (full), a trained number (bias_only), or a number that stays (fixed)."""
+    start: Literal["half", "alibi", "times"] | None = None
+    """First gates: 0.5 (half), ALiBi's slopes, or decay times. Default: half for full, else times."""
+    shortest: float = Field(default=2.0, gt=0)
+    """Decay time of the first head, in tokens."""
+    longest: float = Field(default=256.0, gt=0)
+    """Decay time of the last head, in tokens; those between are spaced by their logarithms."""
+    turned: bool = False
+    """Gates are sigma(-w.x - b): CABLE's sign."""
+
+
+class KerpleSettings(MethodSettings):
+    """KERPLE's kernel."""
+
+    form: Literal["log", "power"] = "log"
+    """The penalty at distance d: p ln(1 + a d), or a d^p."""
+
+
+class SandwichSettings(MethodSettings):
+    """Sandwich's sinusoids."""
+
+    width: int = Field(default=128, ge=2, multiple_of=2)
+    """Width of the sinusoidal positions whose inner product it is."""
+
+
+class FireSettings(MethodSettings):
+    """FIRE's network."""
+
+    hidden: int = Field(default=32, ge=1)
+    """Hidden units of the network from shares of distance to biases."""
+    threshold: float = Field(default=512.0, gt=0)
+    """Queries before this position are treated as if they stood there; times a trained factor."""
+
+
 @dataclass(frozen=True)
 class Method:
     """A position method as far as it can be told without torch."""
@@ -100,6 +138,12 @@ for _name, _summary, _settings in (
     ("sinusoidal", "fixed sines and cosines added to the embeddings; any length.", NoSettings),
     ("learned", "one trained vector per position added to the embeddings; ends with its table.", LearnedSettings),
     ("rotary", "queries and keys turn with their position, so that scores see only distances.", RotarySettings),
+    ("kerple", "KERPLE: a logarithm or power of the distance, trained for each head.", KerpleSettings),
+    ("log-alibi", "ALiBi of the logarithm of the distance, slopes fixed.", NoSettings),
+    ("bam", "BAM: a trained power of the distance; ALiBi at first.", NoSettings),
+    ("sandwich", "Sandwich: the inner product of sinusoidal positions as a bias; fixed.", SandwichSettings),
+    ("fire", "FIRE: a small network of the distance as a share of what there is to see.", FireSettings),
+    ("fox", "Forgetting Transformer: a gate at each token says how much of the past is kept.", FoxSettings),
 ):
     methods.register(_name)(Method(_summary, _settings))
 

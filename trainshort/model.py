@@ -6,7 +6,7 @@ attention one call (attention/op.py), the vocabulary two kinds (vocabulary.py); 
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +40,6 @@ class Step(NamedTuple):
     """What every layer of one forward pass needs to know beside its input."""
 
     where: Int[Tensor, "batch length"]
-    length: int
-    """Keys in all: those a cache holds, and the new ones."""
     bias: Bias | None
     """The bias that all layers share; a method that looks at the text gives each its own."""
     documents: Int[Tensor, "batch length"] | None
@@ -122,7 +120,7 @@ class TransformerLM(nn.Module):
         where = _where(tokens, 0 if cache is None else cache.offset(len(tokens)), documents)
         length = (0 if cache is None else cache.length) + tokens.shape[1]
         self.position.check_length(length if documents is None else int(where.max()) + 1)
-        step = Step(where, length, self.position.score_bias(length), documents)
+        step = Step(where, self.position.score_bias(length), documents)
 
         x = self.dropout(self.embed(tokens, where))
         for index, layer in enumerate(self.layers):
@@ -209,11 +207,16 @@ class Attention(nn.Module):
             q = q * (config.softmax_scale * config.head_width**0.5)
         return *position.rotate(q, k, where), v
 
-    def bias(self, x: Tensor, position: PositionMethod, step: Step, cache: LayerCache | None) -> Bias | None:
+    def bias(self, x: Tensor, position: PositionMethod, step: Step, cache: LayerCache | None) -> Any:
         """The bias that all layers share, or this layer's own where the method looks at the text."""
         if not position.reads_text():
             return step.bias
-        return position.text_bias(LayerInput(self.index, x, step.length, {} if cache is None else cache.place))
+
+        def ask(rows: slice, past: int, place: dict[str, Tensor]) -> Bias | None:
+            given = LayerInput(self.index, x[rows], past + x.shape[1], step.where[rows], place)
+            return position.text_bias(given)
+
+        return ask(slice(None), 0, {}) if cache is None else cache.text_bias(ask)
 
     def forward(self, x: Tensor, position: PositionMethod, step: Step, cache: LayerCache | None) -> Tensor:
         config = self.config

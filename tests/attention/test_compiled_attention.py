@@ -160,7 +160,7 @@ def test_tables_are_cut_and_continued():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"bias": DenseBias(torch.zeros(1, 4, 4))}, "it computes biases by distance only"),
+        ({"bias": DenseBias(torch.zeros(1, 4, 4))}, "it computes biases by distance (T5, ALiBi), clocks (FoX) or none"),
         ({"dropout": 0.1}, "it has no dropout"),
         ({"q": torch.zeros(1, 1, 4, 8, device="meta")}, "it runs on the CPU"),
     ],

@@ -201,9 +201,9 @@ def test_auto_takes_the_quick_engine_for_alibi_and_explains(caplog, monkeypatch)
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("attention engine")]
     assert said[0] == "attention engine: windowed"
     assert said[1].startswith(
-        "attention engine: sdpa (not windowed: it computes linear biases (ALiBi) only; use 'sdpa'"
+        "attention engine: sdpa (not windowed: it computes linear biases (ALiBi) and clocks (FoX) only; use 'sdpa'"
     )
-    assert "not compiled: it computes biases by distance only" in said[1]
+    assert "not compiled: it computes biases by distance (T5, ALiBi), clocks (FoX) or none" in said[1]
     assert len(said) == 2
 
 
@@ -240,7 +240,7 @@ def test_a_bias_that_nobody_knows_is_an_error_everywhere():
     call = Call(q, k, v, StrangeBias(torch.zeros(4)))
     for part in (lambda: attend(q, k, v, bias=call.bias), lambda: written_bias(call, slice(0, 12), slice(0, 12))):
         with pytest.raises(
-            InputError, match="bias must be LinearBias, DistanceBias, DenseBias or None, got StrangeBias"
+            InputError, match="bias must be LinearBias, DistanceBias, ClockBias, DenseBias or None, got StrangeBias"
         ):
             part()
     for part in (lambda: _score_function(call.bias, 0), lambda: table_by_distance(call), lambda: _describe(call)):

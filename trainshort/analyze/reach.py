@@ -22,10 +22,10 @@ from jaxtyping import Float
 from rich.console import Group
 from torch import Tensor
 
-from trainshort import alibi
+from trainshort import alibi, clocks
 from trainshort.analyze.far_context import WAYS, spoil
 from trainshort.analyze.lab import SCORED, Analysis, Lab, analyses, compare, new_table, probe_ends, probes, titled
-from trainshort.attention import Call, LinearBias
+from trainshort.attention import Call, ClockBias, LinearBias
 from trainshort.attention.formula import visible, written_bias
 from trainshort.evaluate.evidence import shows
 from trainshort.evaluate.recording import attention_calls
@@ -115,11 +115,16 @@ def window_of(mass: Float[Tensor, " distances"], share: float) -> int:
 
 
 def proven_window(call: Call) -> list[int] | None:
-    """The widest, over the later half of the queries, of the windows that provably hold MASS of their row; None without
-    linear biases."""
-    if not isinstance(call.bias, LinearBias):
-        return None
-    windows = alibi.proven_windows(call.q, call.k, call.bias.slopes, tolerance=1 - MASS, block=1)[0]
+    """The widest, over the later half of the queries, of the windows that provably hold MASS of their row; None where
+    the bias proves none."""
+    match call.bias:
+        case LinearBias(slopes):
+            windows = alibi.proven_windows(call.q, call.k, slopes, tolerance=1 - MASS, block=1)[0]
+        case ClockBias(clock):
+            starts = clocks.proven_starts(alibi.most_excess(call.q, call.k), clock, 1 - MASS)[0]
+            windows = torch.arange(call.k.shape[2])[-call.q.shape[2] :] - starts.cpu() + 1
+        case _:
+            return None
     return windows[:, windows.shape[1] // 2 :].amax(dim=1).tolist()
 
 

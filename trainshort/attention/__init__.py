@@ -1,13 +1,14 @@
 """Attention engines behind one call, `attend`. Importing this package registers them all."""
 
 from trainshort.attention import compiled, flex, reference, sdpa, windowed
-from trainshort.attention.call import Bias, Call, DenseBias, DistanceBias, LinearBias
+from trainshort.attention.call import Bias, Call, ClockBias, DenseBias, DistanceBias, LinearBias
 from trainshort.attention.formula import merge
 from trainshort.attention.op import Engine, Result, alibi_attention, attend, engines
 
 __all__ = [
     "Bias",
     "Call",
+    "ClockBias",
     "DenseBias",
     "DistanceBias",
     "Engine",

@@ -34,6 +34,18 @@ class DistanceBias:
 
 
 @dataclass(frozen=True)
+class ClockBias:
+    """score(b, h, i, j) += clock[b, h, i] − clock[b, h, j], with a reading for every key (FoX; clocks.py). In float64:
+    a clock grows with the text, and its differences count."""
+
+    clock: Float[Tensor, "batch heads k_len"]
+
+    @property
+    def values(self) -> Tensor:
+        return self.clock
+
+
+@dataclass(frozen=True)
 class DenseBias:
     """score(b, h, i, j) += values[b, h, i, j]: whatever else a method wants, written out by the caller; without a batch
     dimension it is the same for all."""
@@ -41,7 +53,7 @@ class DenseBias:
     values: Float[Tensor, "*batch heads q_len k_len"]
 
 
-Bias = LinearBias | DistanceBias | DenseBias
+Bias = LinearBias | DistanceBias | ClockBias | DenseBias
 
 SMALLEST = 1e-30
 """Tolerances below it are 0: nothing is left out. So small a mass has no room in a float's exponent."""
@@ -166,6 +178,15 @@ def _check_bias(call: Call) -> None:
         case DistanceBias(table):
             if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < 1:
                 raise InputError(f"a distance bias has shape (heads={heads}, distances); got {tuple(table.shape)}.")
+        case ClockBias(clock):
+            shape = (call.q.shape[0], heads, k_len)
+            if clock.shape != shape or not clock.is_floating_point():
+                raise InputError(
+                    f"a clock has one reading per text, query head and key, shape {shape}, in floats; got "
+                    f"{tuple(clock.shape)} of {clock.dtype}."
+                )
+            if _may_be_read(clock) and not clock.isfinite().all():
+                raise InputError("a clock must be finite everywhere; this one has readings that are not.")
         case DenseBias(values):
             shape = (heads, q_len, k_len)
             if values.shape not in (shape, (call.q.shape[0], *shape)):
@@ -178,11 +199,13 @@ def _check_bias(call: Call) -> None:
         raise InputError(f"the bias is on {call.bias.values.device}, but q on {call.q.device}; move it there.")
 
 
-def _may_be_read(slopes: Tensor) -> bool:
+def _may_be_read(values: Tensor) -> bool:
     looked_at = torch.compiler.is_compiling() or is_exporting()
-    return slopes.device.type == "cpu" and not looked_at and not in_torch_func()
+    return values.device.type == "cpu" and not looked_at and not in_torch_func()
 
 
 def unknown_bias(bias: object) -> InputError:
     """A bias that an engine does not know is an error everywhere: dropped in silence it would be another model."""
-    return InputError(f"bias must be LinearBias, DistanceBias, DenseBias or None, got {type(bias).__name__}.")
+    return InputError(
+        f"bias must be LinearBias, DistanceBias, ClockBias, DenseBias or None, got {type(bias).__name__}."
+    )

@@ -12,13 +12,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trainshort.attention import operator
-from trainshort.attention.call import Call, DistanceBias, LinearBias, unknown_bias
+from trainshort.attention.call import Call, ClockBias, DistanceBias, LinearBias, unknown_bias
 from trainshort.attention.formula import wide
 from trainshort.attention.op import Result, engines
 
 
 class Compiled:
-    """The compiled CPU kernel, skipping nothing: no bias, T5's table, ALiBi's slopes; trains the bias."""
+    """The compiled CPU kernel, skipping nothing: no bias, T5's table, ALiBi's slopes, clocks; trains the bias."""
 
     def rank(self, call: Call) -> int:
         """Our kernel's vectors are those of AVX2. Where torch has wider ones, plain attention is left to it (not
@@ -26,8 +26,8 @@ class Compiled:
         return 5 if call.bias is None and _torch_is_wider() else 30
 
     def unsupported(self, call: Call) -> str | None:
-        if not (call.bias is None or isinstance(call.bias, DistanceBias | LinearBias)):
-            return "it computes biases by distance only (T5, ALiBi) or none; use 'sdpa'"
+        if not (call.bias is None or isinstance(call.bias, DistanceBias | LinearBias | ClockBias)):
+            return "it computes biases by distance (T5, ALiBi), clocks (FoX) or none; use 'sdpa'"
         if call.q.shape[3] > operator.WIDEST:
             return f"its heads are at most {operator.WIDEST} wide, these are {call.q.shape[3]}; use 'sdpa'"
         if reason := operator.beyond(call):
@@ -36,7 +36,13 @@ class Compiled:
         return f"it needs the compiled kernel, and {fault}; use 'sdpa'" if fault else None
 
     def run(self, call: Call) -> Result:
-        bias = torch.zeros(call.q.shape[1]) if call.bias is None else table_by_distance(call)
+        match call.bias:
+            case None:
+                bias = torch.zeros(call.q.shape[1])
+            case ClockBias(clock):
+                bias = clock
+            case _:
+                bias = table_by_distance(call)
         out, lse, _, _ = torch.ops.trainshort.attention(
             call.q, call.k, call.v, bias, call.documents, call.window, call.factor, 0.0, True
         )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from trainshort.attention.call import Bias, Call, DenseBias, DistanceBias, LinearBias, unknown_bias
+from trainshort.attention.call import Bias, Call, ClockBias, DenseBias, DistanceBias, LinearBias, unknown_bias
 from trainshort.attention.op import Result, engines
 from trainshort.attention.windowed_flex import BLOCK, proven_block_mask, whole_block_mask
 
@@ -59,7 +59,7 @@ class Flex:
 def _may_skip(call: Call) -> bool:
     """Whether there can be blocks to leave out, and somebody asked for no gradient of the slopes that decide it."""
     longer = call.k.shape[2] > BLOCK
-    return isinstance(call.bias, LinearBias) and longer and call.tolerance > 0 and not call.bias_needs_grad
+    return isinstance(call.bias, LinearBias | ClockBias) and longer and call.tolerance > 0 and not call.bias_needs_grad
 
 
 @cache
@@ -81,6 +81,12 @@ def _score_function(bias: Bias | None, past: int) -> Any:
         case DistanceBias(table):
             last = table.shape[1] - 1
             return lambda score, b, h, i, j: score + table[h, (i + past - j).clamp(0, last)]
+        case ClockBias(clock):
+            high = clock.float()  # two floats for each reading; what is lost of the first is in the second
+            low = (clock.double() - high.double()).float()
+            return lambda score, b, h, i, j: (
+                score + ((high[b, h, i + past] - high[b, h, j]) + (low[b, h, i + past] - low[b, h, j]))
+            )
         case unknown:
             raise unknown_bias(unknown)
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trainshort.attention.call import Call, DenseBias, DistanceBias, LinearBias, unknown_bias
+from trainshort.attention.call import Call, ClockBias, DenseBias, DistanceBias, LinearBias, unknown_bias
 
 FEW_KEYS = 16
 
@@ -61,6 +61,9 @@ def written_bias(call: Call, rows: slice, keys: slice) -> Float[Tensor, "*batch 
             return -slopes.float()[:, None, None] * distance_between(call, rows, keys)
         case DistanceBias(table):
             return table[:, distance_between(call, rows, keys).clamp(0, table.shape[1] - 1)]
+        case ClockBias(clock):
+            own = clock[..., call.k.shape[2] - call.q.shape[2] :]
+            return own[..., rows, None] - clock[..., None, keys]
         case DenseBias(values):
             return values[..., rows, keys]
         case unknown:

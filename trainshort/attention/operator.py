@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trainshort.attention import windowed_torch
-from trainshort.attention.call import Call, DistanceBias, LinearBias, unknown_bias
+from trainshort.attention.call import Call, ClockBias, DistanceBias, LinearBias, unknown_bias
 from trainshort.attention.formula import contiguous_rows, document_reach, formula, has_contiguous_rows, wide
 from trainshort.attention.windowed_torch import PANEL
 from trainshort.kernels import build
@@ -44,8 +44,11 @@ class _Tensor(ctypes.Structure):
 class _Call(ctypes.Structure):
     _fields_ = [
         *((name, _Tensor) for name in ("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v")),
-        *((name, ctypes.c_void_p) for name in ("slopes", "table", "documents", "reach", "lse", "first", "dropped")),
-        *((name, ctypes.c_void_p) for name in ("inner", "grad_table")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("slopes", "table", "clock", "documents", "reach", "lse", "first", "dropped")
+        ),
+        *((name, ctypes.c_void_p) for name in ("inner", "grad_table", "grad_rows", "grad_keys")),
         *((name, ctypes.c_int64) for name in ("batches", "heads", "kv_heads", "q_len", "k_len", "dim", "window")),
         ("tolerance", ctypes.c_double),
         ("scale", ctypes.c_double),
@@ -115,6 +118,9 @@ def _describe(call: Call) -> tuple[_Call, list[Tensor]]:
             padded = torch.nn.functional.pad(table.detach().to(wide(q)), (MARGIN, PANEL)).contiguous()
             keep += [torch.zeros(heads), padded]
             given.slopes, given.table = keep[-2].data_ptr(), padded.data_ptr()
+        case ClockBias(clock):
+            keep += [torch.zeros(heads), clock.detach().double().contiguous()]
+            given.slopes, given.clock = keep[-2].data_ptr(), keep[-1].data_ptr()
         case unknown:
             raise unknown_bias(unknown)
     if call.documents is not None:
@@ -143,7 +149,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, log-sum-exp (float64: the backward pass makes weights of it), the first key each panel of query rows
     read, and the mass that may lie before it. The bias is slopes, or (heads, k_len) by distance: then nothing is
-    skipped."""
+    skipped; or (batch, heads, k_len), a clock."""
     results = out, lse, first, dropped = _empty_results(q)
     call = _call(q, k, v, bias, documents, window, scale, tolerance)
     if not compiled:
@@ -172,11 +178,11 @@ def _backward(
     first: Tensor,
     compiled: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and the bias (float64; slopes get none: an empty tensor)."""
+    """Gradients of q, k, v and the bias (float64; slopes get none here: an empty tensor)."""
     grad_q, grad_k, grad_v = (_like(x) for x in (q, k, v))
     # The gradient of q is added up over stretches of keys, so it needs full precision in between.
     summed = grad_q.zero_() if q.dtype == wide(q) else torch.zeros(q.shape, dtype=wide(q))
-    grad_table = _empty_tables(q, k, bias).zero_()
+    grad_bias = _empty_grad_bias(q, k, bias).zero_()
     call, grads = _call(q, k, v, bias, documents, window, scale, 0.0), (summed, grad_k, grad_v)
     if compiled:
         inner, rows = torch.empty_like(lse, dtype=summed.dtype), contiguous_rows(grad_out)
@@ -184,12 +190,22 @@ def _backward(
         given.out, given.grad_out = _Tensor.of(out), _Tensor.of(rows)
         given.grad_q, given.grad_k, given.grad_v = (_Tensor.of(x) for x in grads)
         given.lse, given.first, given.inner = lse.data_ptr(), first.data_ptr(), inner.data_ptr()
-        given.grad_table = grad_table.data_ptr() if bias.dim() == 2 else None
+        of_rows = q.new_zeros(q.shape[:3] if bias.dim() == 3 else (0,), dtype=torch.float64)
+        match bias.dim():
+            case 2:
+                given.grad_table = grad_bias.data_ptr()
+            case 3:
+                given.grad_keys, given.grad_rows = grad_bias.data_ptr(), of_rows.data_ptr()
         _run("trainshort_backward", given, q.dtype)
+        if bias.dim() == 3:
+            grad_bias[..., k.shape[2] - q.shape[2] :] += of_rows
         del keep
+    elif bias.dim() == 3:
+        grad_bias = windowed_torch.backward_of_clock(call, grad_out, out, lse, first, grads)
     else:
         windowed_torch.backward(call, grad_out, out, lse, first, grads)
-    return (grad_q if summed is grad_q else grad_q.copy_(summed)), grad_k, grad_v, grad_table.sum(0)
+    grad_q = grad_q if summed is grad_q else grad_q.copy_(summed)
+    return grad_q, grad_k, grad_v, grad_bias if bias.dim() == 3 else grad_bias.sum(0)
 
 
 def _call(
@@ -203,14 +219,17 @@ def _call(
     tolerance: float,
 ) -> Call:
     """The call again, behind the operator's list of arguments."""
-    kind = LinearBias(bias) if bias.dim() == 1 else DistanceBias(bias)
-    allowed = tolerance if bias.dim() == 1 else 0.0
+    kind = (LinearBias, DistanceBias, ClockBias)[bias.dim() - 1](bias)
+    allowed = 0.0 if bias.dim() == 2 else tolerance
     return Call(q, k, v, kind, window, documents, tolerance=allowed, scale=scale)
 
 
 _forward.register_fake(lambda q, *_: _empty_results(q))
 _backward.register_fake(
-    lambda grad_out, q, k, v, bias, *_: (_like(q), _like(k), _like(v), _empty_tables(q, k, bias).sum(0))
+    lambda grad_out, q, k, v, bias, *_: (
+        *(_like(x) for x in (q, k, v)),
+        _empty_grad_bias(q, k, bias) if bias.dim() == 3 else _empty_grad_bias(q, k, bias).sum(0),
+    )
 )
 
 
@@ -226,7 +245,7 @@ def _differentiate(ctx, grad_out, *_):
     *grads, grad_bias = torch.ops.trainshort.attention_backward(
         grad_out, q, k, v, bias, documents, ctx.window, ctx.scale, *results, ctx.compiled
     )
-    return *grads, grad_bias.to(bias.dtype) if bias.dim() == 2 else None, None, None, None, None, None
+    return *grads, grad_bias.to(bias.dtype) if bias.dim() > 1 else None, None, None, None, None, None
 
 
 def _keep_backward(ctx, inputs, output) -> None:
@@ -238,20 +257,20 @@ def _differentiate_again(ctx, *grads):
     """Second derivatives come from the formula, whose every step torch can differentiate as often as one likes."""
     _announce_formula()
     *given, documents = ctx.saved_tensors
-    with_table = given[4].dim() == 2
+    with_bias = given[4].dim() > 1
     goes_on = torch.is_grad_enabled()
     with torch.enable_grad():
         # Each under a name of its own, since the incoming gradient may itself have come from the queries.
         leaves = [x.view_as(x) if goes_on and x.requires_grad else x.detach().requires_grad_() for x in given]
         q, k, v, bias = leaves[1:]
         out, _ = formula(_call(q, k, v, bias, documents, ctx.window, ctx.scale, 0.0))
-        inputs = leaves[1:] if with_table else leaves[1:4]
+        inputs = leaves[1:] if with_bias else leaves[1:4]
         first = torch.autograd.grad(out, inputs, leaves[0], create_graph=True)
         asked = [(x, g.to(x.dtype)) for x, g in zip(first, grads, strict=False) if g is not None]
         second = torch.autograd.grad(
             [x for x, _ in asked], leaves, [g for _, g in asked], create_graph=goes_on, allow_unused=True
         )
-    grad_bias = second[4] if with_table else None
+    grad_bias = second[4] if with_bias else None
     return *second[:4], grad_bias, None, None, None, None, None, None, None
 
 
@@ -273,9 +292,9 @@ def _empty_results(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return out, lse, q.new_empty(panels, dtype=torch.int32), q.new_empty(panels, dtype=torch.float32)
 
 
-def _empty_tables(q: Tensor, k: Tensor, bias: Tensor) -> Float[Tensor, "batch heads k_len"]:
-    """One gradient of the table for each batch entry, since entries are worked on at the same time."""
-    entries = q.shape[0] if bias.dim() == 2 else 0
+def _empty_grad_bias(q: Tensor, k: Tensor, bias: Tensor) -> Float[Tensor, "batch heads k_len"]:
+    """Of a clock, or one of the table for each batch entry, since entries are worked on at the same time."""
+    entries = q.shape[0] if bias.dim() > 1 else 0
     return q.new_empty(entries, q.shape[1], k.shape[2], dtype=torch.float64)
 
 

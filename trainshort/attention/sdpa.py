@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainshort.attention.call import Call
+from trainshort.attention.call import Call, ClockBias
 from trainshort.attention.formula import contiguous_rows, visible, wide, written_bias
 from trainshort.attention.op import Result, engines
 
@@ -52,7 +52,8 @@ class Sdpa:
 def _chunks(call: Call) -> list[slice]:
     """Stretches of queries whose masks are of bounded size."""
     q_len = call.q.shape[2]
-    masks = (call.q.shape[1] if call.bias is not None else 1) * (1 if call.documents is None else call.q.shape[0])
+    by_text = call.documents is not None or isinstance(call.bias, ClockBias)
+    masks = (call.q.shape[1] if call.bias is not None else 1) * (call.q.shape[0] if by_text else 1)
     reach = call.k.shape[2] if call.window is None else min(call.k.shape[2], 2 * call.window)
     rows = max(1, min(q_len, MASK_ELEMENTS // (masks * reach)))
     if call.window is not None:

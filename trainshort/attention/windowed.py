@@ -13,8 +13,9 @@ from functools import cache
 
 import torch
 
+from trainshort import clocks
 from trainshort.attention import operator, windowed_torch
-from trainshort.attention.call import Call, LinearBias
+from trainshort.attention.call import Call, ClockBias, LinearBias, unknown_bias
 from trainshort.attention.formula import wide
 from trainshort.attention.op import Result, engines
 
@@ -22,16 +23,14 @@ log = logging.getLogger("trainshort.attention")
 
 
 class Windowed:
-    """ALiBi on the CPU, skipping keys that provably cannot matter; cheaper than attention without positions."""
+    """ALiBi and clocks on the CPU, skipping keys that provably cannot matter; cheaper than no positions at all."""
 
     def rank(self, call: Call) -> int:
         return 50
 
     def unsupported(self, call: Call) -> str | None:
-        if not isinstance(call.bias, LinearBias):
-            return "it computes linear biases (ALiBi) only; use 'sdpa'"
-        if call.bias_needs_grad:
-            return "it does not train slopes; use 'compiled', 'sdpa' or 'reference'"
+        if not isinstance(call.bias, LinearBias | ClockBias):
+            return "it computes linear biases (ALiBi) and clocks (FoX) only; use 'sdpa'"
         return operator.beyond(call) or (None if self.is_compiled(call) else windowed_torch.fault())
 
     def is_compiled(self, call: Call) -> bool:
@@ -43,9 +42,16 @@ class Windowed:
         return not fault
 
     def run(self, call: Call) -> Result:
-        assert isinstance(call.bias, LinearBias)
+        match call.bias:
+            case ClockBias(clock):
+                bias = clock
+            case LinearBias(slopes):  # trained slopes are a clock's: its gradient is made on the way
+                trained = call.bias_needs_grad
+                bias = clocks.of_slopes(slopes, call.k.shape[2], len(call.q)) if trained else slopes.detach()
+            case unknown:
+                raise unknown_bias(unknown)
         out, lse, _, dropped = torch.ops.trainshort.attention(
-            *(call.q, call.k, call.v, call.bias.slopes.detach(), call.documents),
+            *(call.q, call.k, call.v, bias, call.documents),
             *(call.window, call.factor, call.tolerance, self.is_compiled(call)),
         )
         return Result(out, lse.to(wide(call.q)), dropped.amax(-1))

@@ -11,8 +11,8 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from trainshort import alibi
-from trainshort.attention.call import Call, LinearBias
+from trainshort import alibi, clocks
+from trainshort.attention.call import Call, ClockBias, LinearBias, unknown_bias
 
 BLOCK = 128
 """FlexAttention's own block size."""
@@ -28,15 +28,10 @@ def proven_block_mask(call: Call) -> BlockMask:
         f f d
         - - f d
     """
-    assert isinstance(call.bias, LinearBias)
     q_len, k_len = call.q.shape[2], call.k.shape[2]
     starts = torch.arange(k_len - q_len, k_len, BLOCK, device=call.q.device)
     ends = (starts + BLOCK).clamp(max=k_len)
-    windows = alibi.proven_windows(
-        call.q, call.k, call.bias.slopes, call.tolerance, BLOCK, call.factor
-    )  # (batch, heads, q blocks)
-    windows = torch.where(call.v.isfinite().all(), windows, k_len)  # 0 · NaN is NaN at any distance
-    first = starts - windows + 1
+    first = torch.where(call.v.isfinite().all(), _proven_first(call, starts), 0)  # 0 · NaN is NaN at any distance
     plain = call.window is None and call.documents is None
     if call.window is not None:
         first = torch.maximum(first, starts - call.window + 1)
@@ -56,6 +51,19 @@ def proven_block_mask(call: Call) -> BlockMask:
         seq_lengths=(q_len, k_len),
         compute_q_blocks=call.needs_grad,
     )
+
+
+def _proven_first(call: Call, starts: Int[Tensor, " q_blocks"]) -> Int[Tensor, "batch heads q_blocks"]:
+    """The first key that each block of queries must read."""
+    match call.bias:
+        case LinearBias(slopes):
+            return starts - alibi.proven_windows(call.q, call.k, slopes, call.tolerance, BLOCK, call.factor) + 1
+        case ClockBias(clock):
+            rows = clocks.proven_starts(alibi.most_excess(call.q, call.k, call.factor), clock.detach(), call.tolerance)
+            padded = torch.nn.functional.pad(rows, (0, -rows.shape[2] % BLOCK), value=call.k.shape[2])
+            return padded.unflatten(2, (-1, BLOCK)).amin(-1)
+        case unknown:
+            raise unknown_bias(unknown)
 
 
 def whole_block_mask(call: Call) -> BlockMask:

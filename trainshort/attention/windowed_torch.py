@@ -6,25 +6,26 @@ windows. All of them lie before all of the chunk's queries, so their bias splits
 
     −m·(i − j)  =  −m·(i − edge)  −  m·(edge − j)          edge: where the chunk begins
 
-The first part is the same for a whole row: it leaves the softmax untouched and only shifts its log-sum-exp. The second
-is one number per key, a mask of one row that torch's kernel takes. So nothing large is written (only sliding windows
-and documents need a written mask there). Both are exact where it counts, because a key near the edge has a bias near
-zero; one such row over a whole text, slope × key position, would round at the size of slope × length. The parts are
+(With a clock, c_i − c_j = (c_i − c_edge) + (c_edge − c_j).) The first part is the same for a whole row: it leaves the
+softmax untouched and only shifts its log-sum-exp. The second is one number per key, a mask of one row that torch's
+kernel takes. So nothing large is written (only sliding windows and documents need a written mask there). Both are exact
+where it counts, because a key near the edge has a bias near zero; one such row over a whole text, slope × key position,
+would round at the size of slope × length. The parts are
 merged by log-sum-exp; backward calls the flash kernel's own backward with the merged result and adds up in place,
 because slicing under autograd costs more than skipping saves.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from trainshort import alibi
-from trainshort.attention.call import SMALLEST, Call, LinearBias
+from trainshort import alibi, clocks
+from trainshort.attention.call import SMALLEST, Call, ClockBias, LinearBias
 from trainshort.attention.formula import contiguous_rows, document_reach, merge, visible, wide, written_bias
 
 PANEL = 24
@@ -107,13 +108,40 @@ def backward(
     grads[2].copy_(wide_v)
 
 
+def backward_of_clock(
+    call: Call,
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    first: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> Float[Tensor, "batch heads k_len"]:
+    """The same, and the gradient of the clock: at each token the sum of its row's score gradients minus that of its
+    column's. Torch's kernel does not give them away, so they are read off two more columns of queries and keys:
+
+        [q 1 0] · [k 0 1] = q · k          gradients of the ones: the sums over rows, and over columns
+    """
+    width, dtype = call.q.shape[3], grads[0].dtype
+    k_len, q_len = call.k.shape[2], call.q.shape[2]
+    q, k, v, g, o = (torch.nn.functional.pad(x.to(dtype), (0, 2)) for x in (call.q, call.k, call.v, grad_out, out))
+    # One key for each query head: a clock belongs to a query head.
+    k, v = (x.repeat_interleave(call.group, dim=1) for x in (k, v))
+    q[..., width], k[..., width + 1] = 1, 1
+    more = tuple(torch.zeros(x.shape, dtype=dtype) for x in (q, k, v))
+    backward(replace(call, q=q, k=k, v=v, scale=call.factor), g, o, lse, first, more)
+    grads[0].copy_(more[0][..., :width])
+    for grad, wide_grad in zip(grads[1:], more[1:], strict=True):
+        grad.copy_(wide_grad[..., :width].unflatten(1, (-1, call.group)).sum(2))
+    rows, columns = more[0][..., width + 1].double(), more[1][..., width].double()
+    return (torch.nn.functional.pad(rows, (k_len - q_len, 0)) - columns) / call.factor
+
+
 def first_keys(call: Call, tolerance: float) -> Int[Tensor, "batch heads panels"]:
     """The first key that each panel of query rows reads: whatever is latest of proof, sliding window and documents."""
     batch, heads, q_len, _ = call.q.shape
     k_len = call.k.shape[2]
     finite = bool(call.v.isfinite().all())  # 0 · NaN is NaN: a value that is not finite matters at any distance
     allowed = tolerance if finite else 0.0
-    windows = alibi.proven_windows(call.q, call.k, _slopes(call), allowed, CHUNK, call.factor)
     starts = torch.arange(k_len - q_len, k_len, CHUNK)
     reach = starts - (k_len if call.window is None else call.window) + 1
     if call.documents is not None:
@@ -121,9 +149,19 @@ def first_keys(call: Call, tolerance: float) -> Int[Tensor, "batch heads panels"
         padded = torch.nn.functional.pad(earliest, (0, -q_len % CHUNK), value=k_len)
         reach = torch.maximum(reach, padded.unflatten(1, (-1, CHUNK)).amin(-1))[:, None]
     # A chunk's diagonal block is always whole. Where everything is read there is nothing before key 0.
-    first = torch.maximum(torch.where(windows >= k_len, 0, starts - windows + 1), reach).clamp(min=0)
+    first = torch.maximum(_proven_first(call, allowed, starts), reach).clamp(min=0)
     first = torch.minimum(first, starts).expand(batch, heads, -1)
     return first.repeat_interleave(CHUNK // PANEL, dim=2)[..., : -(-q_len // PANEL)]
+
+
+def _proven_first(call: Call, tolerance: float, starts: Int[Tensor, " chunks"]) -> Int[Tensor, "batch heads chunks"]:
+    """The first key that each chunk of queries must read, by the proof."""
+    if isinstance(call.bias, ClockBias):
+        rows = clocks.proven_starts(alibi.most_excess(call.q, call.k, call.factor), call.bias.clock, tolerance)
+        padded = torch.nn.functional.pad(rows, (0, -rows.shape[2] % CHUNK), value=call.k.shape[2])
+        return padded.unflatten(2, (-1, CHUNK)).amin(-1)
+    windows = alibi.proven_windows(call.q, call.k, _slopes(call), tolerance, CHUNK, call.factor)
+    return torch.where(windows >= call.k.shape[2], 0, starts - windows + 1)
 
 
 def _parts(call: Call, first: Int[Tensor, "batch heads panels"]) -> Iterator[Part]:
@@ -165,19 +203,25 @@ class _Masks:
     """The bias of each part, up to what is constant in a row, and that constant."""
 
     def __init__(self, call: Call, dtype: torch.dtype) -> None:
-        self.slopes, self.call = _slopes(call).float(), call
+        self.call = call
         self.dtype = dtype
         self.diagonals: dict[int, Tensor] = {}  # without documents, diagonal blocks of one size are all the same
 
     def of(self, part: Part) -> tuple[Tensor, Tensor | float]:
         size = part.rows.stop - part.rows.start
-        if part.diagonal and self.call.documents is None:
+        clock = self.call.bias.clock if isinstance(self.call.bias, ClockBias) else None
+        if part.diagonal and self.call.documents is None and clock is None:
             if size not in self.diagonals:
                 self.diagonals[size] = self._written(part)
             return self.diagonals[size], 0.0
         if part.diagonal or self.call.window is not None or self.call.documents is not None:
             return self._written(part), 0.0
-        slopes = self.slopes[part.heads, None].to(self.dtype)
+        if clock is not None:
+            past, own = self.call.k.shape[2] - self.call.q.shape[2], clock.double()[:, part.heads]
+            edge = own[..., part.keys.stop, None]
+            rows = own[..., past + part.rows.start : past + part.rows.stop]
+            return (edge - own[..., part.keys]).to(self.dtype)[:, :, None, :], rows - edge
+        slopes = _slopes(self.call)[part.heads, None].float().to(self.dtype)
         before_edge = torch.arange(part.keys.stop - part.keys.start, 0, -1)
         return (-slopes * before_edge)[None, :, None, :], -slopes.double() * torch.arange(size)
 
@@ -185,7 +229,8 @@ class _Masks:
         written = written_bias(self.call, part.rows, part.keys)
         assert written is not None
         seen = visible(self.call, part.rows, part.keys)
-        return written[None, part.heads].to(self.dtype).masked_fill(~seen, -math.inf)
+        one_or_all = written if written.dim() == 4 else written[None]
+        return one_or_all[:, part.heads].to(self.dtype).masked_fill(~seen, -math.inf)
 
 
 def _left_out(
@@ -200,9 +245,13 @@ def _left_out(
     largest = torch.linalg.vector_norm(call.k, dim=-1, dtype=torch.float64).cummax(dim=-1).values
     largest = largest.repeat_interleave(group, dim=1).gather(2, (start - 1).clamp(min=0))
     norm = torch.linalg.vector_norm(call.q, dim=-1, dtype=torch.float64)
-    slope = _slopes(call).double()[:, None]
-    nearest = rows + k_len - q_len - start + 1  # distance of the nearest key left out
-    mass = alibi.mass_beyond(norm * largest * call.factor - lse.double(), slope, nearest)
+    excess = norm * largest * call.factor - lse.double()
+    if isinstance(call.bias, ClockBias):
+        before = clocks.weight_before(call.bias.clock).gather(2, start)
+        mass = torch.exp(excess + call.bias.clock.double()[..., k_len - q_len :] + before)
+    else:
+        nearest = rows + k_len - q_len - start + 1  # distance of the nearest key left out
+        mass = alibi.mass_beyond(excess, _slopes(call).double()[:, None], nearest)
     hidden = start <= _reach(call)[:, None]
     # Where something is left out, nobody shall read 0.
     mass = torch.where(hidden, 0.0, mass.clamp(min=torch.finfo(torch.float32).tiny))

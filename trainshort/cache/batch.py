@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from trainshort.cache.growing import Cache, LayerCache
+from trainshort.attention import Bias
+from trainshort.cache.growing import Ask, Cache, LayerCache
 from trainshort.errors import InputError
 
 
@@ -50,6 +51,12 @@ class _RowsLayer(LayerCache):
     def next_call(self, slopes: Tensor, shape: tuple[int, int], window: int | None) -> None:
         return None
 
+    def text_bias(self, ask: Ask, rows: slice = slice(None)) -> list[Bias | None]:
+        """One for each row: they have read different texts."""
+        return [row.text_bias(ask, slice(index, index + 1)) for index, row in enumerate(self.rows)]
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        parts = zip(self.rows, q.split(1), k.split(1), v.split(1), strict=True)
-        return torch.cat([row.attend(*part, **options) for row, *part in parts])
+        bias = options.pop("bias", None)
+        biases = bias if isinstance(bias, list) else [bias] * len(self.rows)
+        parts = zip(self.rows, biases, q.split(1), k.split(1), v.split(1), strict=True)
+        return torch.cat([row.attend(*part, bias=own, **options) for row, own, *part in parts])

@@ -7,7 +7,7 @@
 Room grows by doubling, so appending n tokens copies O(n) in all; what `attend` gets are views.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,8 @@ from trainshort.errors import InputError
 
 SMALLEST = 64
 """Tokens that a cache has room for at first."""
+Ask = Callable[[slice, int, dict[str, Tensor]], Bias | None]
+"""What a position method says to rows of a layer's input, the number of keys before them, and its place in the cache."""
 PLACE = "place_"
 """Before the names of a position method's own tensors, where a layer is saved."""
 
@@ -55,6 +57,10 @@ class LayerCache:
         out, left_out = attend(q, *self.append(*detached(k, v)), **options, return_certificate=True)
         self.left_out = left_out.max() if self.left_out is None else torch.maximum(self.left_out, left_out.max())
         return out
+
+    def text_bias(self, ask: Ask, rows: slice = slice(None)) -> Any:
+        """The bias of a method that looks at the text, for what `attend` is given next, of these rows of the batch."""
+        return ask(rows, self.length, self.place)
 
     def append(
         self, k: Float[Tensor, "batch kv_heads new dim"], v: Float[Tensor, "batch kv_heads new dim"]

@@ -23,9 +23,11 @@ def attention_calls(
     def record(layer: Attention, arguments: tuple[Any, ...]) -> None:
         x, position, step = arguments[:3]
         q, k, v = layer.project(x, position, step.where)
-        parts[layer].append(
-            Call(q, k, v, layer.bias(x, position, step, arguments[3]), layer.config.window, step.documents)
-        )
+        remembered = None if arguments[3] is None else dict(arguments[3].place)
+        bias = layer.bias(x, position, step, arguments[3])
+        if remembered is not None:  # the layer itself asks again, and must find its place as it was
+            arguments[3].place = remembered
+        parts[layer].append(Call(q, k, v, bias, layer.config.window, step.documents))
 
     with ExitStack() as held, torch.no_grad():
         for layer in layers:

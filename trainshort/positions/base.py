@@ -47,6 +47,8 @@ class LayerInput(NamedTuple):
     """The attention's input, after its norm: of the tokens that are new."""
     length: int
     """Keys in all: those a cache holds, and the new ones."""
+    where: Int[Tensor, "batch new"]
+    """Position of each new token in its own document."""
     place: dict[str, Tensor]
     """The method's place in this layer's cache: what it leaves there is there next time. Empty at the beginning of a
     text; without a cache, of no effect."""

@@ -2,7 +2,9 @@
  *
  *     dV = P^T dO        dP = dO V^T        dS = P (dP - dO.O)        dK = dS^T Q        dQ = dS K
  *
- * A bias by distance has the gradient  sum of dS over each diagonal.
+ * A bias by distance has the gradient  sum of dS over each diagonal; a clock, at each token, the sum of its row minus
+ * that of its column. (The sums of rows are zero but for rounding. Taken along, the gradient is exactly that of the dS
+ * that were computed, so that nothing piles up where a method adds it up over the text.)
  *
  * An item is a stretch of SEGMENT keys of one key head: it owns its part of dK and dV and meets all queries that read
  * it. The parts of dQ that come from different stretches are added up in the order of the keys: a stretch waits until
@@ -35,12 +37,14 @@ typedef struct {
     const real *q, *grad;                     /* [query][dim] */
     real *queries, *grads, *grad_q;           /* [panel][dim][query] */
     real *weights, *slants;                   /* [panel][key][query]: P and dS */
+    vec ticks[PANELS][WIDE];                  /* sums of dS over the segment's keys */
 } Rows;
 
 typedef struct {
     const real *k, *v;      /* [key][dim] */
     real *grad_k, *grad_v;  /* [key][dim] */
     real *tilts;            /* [head of the group][MARGIN + distance] gradient of the bias, or NULL */
+    double *ticks;          /* [key] gradient of the clock of the head at hand, where it stands for keys, or NULL */
     int64_t start, keys;
     real *scratch;
 } Segment;
@@ -55,6 +59,7 @@ static void take_rows(const Call *c, int64_t batch, int64_t head, int64_t row, R
     rows->q = read_rows(c, &c->q, batch, head, row, ROWS, c->q_len, q);
     rows->grad = read_rows(c, &c->grad_out, batch, head, row, ROWS, c->q_len, grad);
     memset(rows->grad_q, 0, PANELS * size * sizeof(real));
+    memset(rows->ticks, 0, sizeof rows->ticks);
     for (int p = 0; p < rows->count; p++) {
         to_panel(rows->q + p * size, padded, rows->queries + p * size);
         to_panel(rows->grad + p * size, padded, rows->grads + p * size);
@@ -102,8 +107,20 @@ static void add_tilts(const Panel *place, int64_t start, int keys, const real *s
         }
 }
 
-static void rows_meet_block(const Call *c, int64_t batch, int64_t head, const Rows *rows, const Segment *own,
-                            int64_t start) {
+/* Adds a panel's score gradients up by row and by key. */
+static void add_ticks(int keys, const real *slants, vec *rows, double *columns) {
+    for (int j = 0; j < keys; j++) {
+        vec column = {0};
+        for (int w = 0; w < WIDE; w++) {
+            const vec slant = load(slants + j * PANEL + w * LANES);
+            rows[w] += slant;
+            column += slant;
+        }
+        columns[j] += sum_lanes(column);
+    }
+}
+
+static void rows_meet_block(const Call *c, int64_t batch, int64_t head, Rows *rows, const Segment *own, int64_t start) {
     const int padded = padded_dim(c);
     const int64_t size = padded * PANEL, offset = (start - own->start) * padded;
     const real *k = own->k + offset, *v = own->v + offset;
@@ -112,8 +129,9 @@ static void rows_meet_block(const Call *c, int64_t batch, int64_t head, const Ro
         if (!has_read(rows, p, start)) continue;
         const int keys = (int)blocks_of(visible_keys(&rows->place[p], start), 4) * 4;
         const real *weights = rows->weights + p * KEYS * PANEL, *slants = rows->slants + p * KEYS * PANEL;
-        panel_slants(c, batch, head_bias(c, head), rows, p, k, v, start, keys);
+        panel_slants(c, batch, head_bias(c, batch, head), rows, p, k, v, start, keys);
         if (tilts) add_tilts(&rows->place[p], start, keys, slants, tilts);
+        if (own->ticks) add_ticks(keys, slants, rows->ticks[p], own->ticks + (start - own->start));
         panel_add(rows->grad_q + p * size, k, padded, padded, keys, slants);
         rows_add(own->grad_v + offset, rows->grad + p * size, padded, keys, weights);
         rows_add(own->grad_k + offset, rows->q + p * size, padded, keys, slants);
@@ -130,6 +148,8 @@ static void give_rows(const Call *c, int64_t batch, int64_t head, int64_t row, c
             real *to = (real *)grad->data + batch * grad->batch + head * grad->head + token * grad->token;
             const real *from = rows->grad_q + p * padded * PANEL + i;
             for (int t = 0; t < c->dim; t++) to[t] += (real)c->scale * from[t * PANEL];
+            if (c->clock)
+                c->grad_rows[(batch * c->heads + head) * c->q_len + token] += rows->ticks[p][i / LANES][i % LANES];
         }
 }
 
@@ -184,7 +204,10 @@ static void backward_segment(void *context, int64_t item, void *memory) {
     }
 
     Rows rows;
-    for (int64_t g = 0; g < group; g++)
+    double ticks[SEGMENT];
+    own.ticks = c->clock ? ticks : NULL;
+    for (int64_t g = 0; g < group; g++) {
+        memset(ticks, 0, sizeof ticks);
         for (int64_t block = larger_of(0, own.start - position(c, 0)) / ROWS; block < blocks; block++) {
             const int64_t head = kv * group + g, row = block * ROWS, step = g * blocks + block;
             if (!find_panels(c, batch, head, row, &own, &rows)) continue;
@@ -195,6 +218,9 @@ static void backward_segment(void *context, int64_t item, void *memory) {
             give_rows(c, batch, head, row, &rows);
             atomic_store_explicit(&progress[segment], (int)step + 1, memory_order_release);
         }
+        for (int64_t j = 0; c->clock && j < own.keys; j++)
+            c->grad_keys[(batch * c->heads + kv * group + g) * c->k_len + own.start + j] = -ticks[j];
+    }
     if (c->grad_table) {
         wait_for_earlier(progress, segment, FINISHED - 1);
         give_tilts(c, batch, kv * group, &own);

@@ -12,6 +12,8 @@
  * (1/sqrt(d) left out here). This sum over the real norms holds for any slope, and one huge key counts
  * only at its own distance. `tail` obeys a recursion over blocks and is convex in Q, so a chord between two tabulated
  * norms lies above it: LEVELS norms between the smallest and the largest query norm are enough for all queries.
+ * A clock takes the place of the slope: m(i - j) becomes clock[j] - clock[i], m(B - j) becomes clock[j] - clock[B]. It may
+ * rise as well as fall; one that falls lets more be skipped.
  * A key or value that is not finite makes every later tail infinite: rows that see it never skip it.
  */
 #ifndef TRAINSHORT_BOUND_H
@@ -27,6 +29,7 @@ enum {
 typedef struct {
     real lowest, step; /* the tabulated query norms are lowest + level * step */
     real slope;
+    const double *clock; /* in place of the slope, or NULL */
     real slack;        /* covers the rounding of the bound itself, so that it stays a bound */
     real largest;      /* of the key norms, times scale */
     real *tail;        /* (key blocks + 1, centres, LEVELS) */
@@ -39,12 +42,6 @@ INLINE int64_t key_blocks(const Call *c) { return blocks_of(c->k_len, KEYS); }
 
 /* How far a computed norm or product of `dim` terms can be off, relative to the norms. */
 INLINE real rounding(int64_t dim) { return (real)((dim + 8) * 2.4e-7); }
-
-INLINE real sum_lanes(vec x) {
-    real sum = 0;
-    for (int w = 0; w < LANES; w++) sum += x[w];
-    return sum;
-}
 
 static real squared_distance(const real *x, const real *y, int padded) {
     vec even = {0}, odd = {0};
@@ -80,12 +77,44 @@ static real fault_of(const real *row, int padded) {
     return sum_lanes(zero);
 }
 
-/* What the bound knows of one block's keys: the nearest centre, and the exponent at each level as seen from the boundary
- * behind the block. */
+/* What the clock shows at a boundary between blocks of keys; there is no key behind the last one. */
+INLINE double clock_at(const Call *c, const Bound *bound, int64_t block) {
+    return bound->clock[smaller_of(block * KEYS, c->k_len - 1)];
+}
+
+/* Nats that a head loses over a block of keys, on average. */
+static double typical_fall(const Call *c, int64_t batch, int64_t head) {
+    const double *clock = head_bias(c, batch, head).clock;
+    return KEYS * (clock ? (clock[0] - clock[c->k_len - 1]) / (double)c->k_len : c->slopes[head]);
+}
+
+/* How far the bias goes up and down in all: sums of it are rounded at this size. */
+static double whole_way(const Call *c, const Bound *bound) {
+    if (!bound->clock) return fabs((double)bound->slope) * (double)c->k_len;
+    double way = 0;
+    for (int64_t t = 1; t < c->k_len; t++) way += fabs(bound->clock[t] - bound->clock[t - 1]);
+    return way;
+}
+
+/* What the bound knows of one block's keys: the nearest centre, the bias of a query that stands on the boundary behind
+ * the block, and with it the exponent at each level; and the bias from that boundary to the one before. */
 typedef struct {
     int nearest[KEYS];
+    real bias[KEYS], across;
     real exponents[KEYS * LEVELS];
 } BlockKeys;
+
+static void bias_of_block(const Call *c, const Bound *bound, int64_t block, BlockKeys *keys) {
+    if (!bound->clock) {
+        for (int j = 0; j < KEYS; j++) keys->bias[j] = -bound->slope * (real)(KEYS - j);
+        keys->across = -bound->slope * KEYS;
+        return;
+    }
+    const double behind = clock_at(c, bound, block + 1);
+    for (int j = 0; j < KEYS; j++)
+        keys->bias[j] = (real)(behind - bound->clock[smaller_of(block * KEYS + j, c->k_len - 1)]);
+    keys->across = (real)(behind - clock_at(c, bound, block));
+}
 
 /* Returns 0, or NaN when a key's norm is not finite. */
 static real place_keys(const Call *c, Bound *bound, const real *k, BlockKeys *keys, real *scratch) {
@@ -107,13 +136,12 @@ static real place_keys(const Call *c, Bound *bound, const real *k, BlockKeys *ke
         const real size = (from_origin + distance) * scale;
         if (size > bound->largest && isfinite(size)) bound->largest = size;
         for (int level = 0; level < LEVELS; level++)
-            keys->exponents[j * LEVELS + level] =
-                (bound->lowest + level * bound->step) * reach - bound->slope * (KEYS - j);
+            keys->exponents[j * LEVELS + level] = (bound->lowest + level * bound->step) * reach + keys->bias[j];
     }
     return fault;
 }
 
-/* tail(B + KEYS) from tail(B): all shrink by the slope of KEYS tokens, and the block's own keys come in. Each step is
+/* tail(B + KEYS) from tail(B): all change by the bias of KEYS tokens, and the block's own keys come in. Each step is
  * rounded up by more than it can be off, so that the bound stays one over any number of blocks. */
 static void advance_tail(const Bound *bound, const BlockKeys *keys, const real *before, real *after) {
     const int count = bound->centres.count;
@@ -123,7 +151,7 @@ static void advance_tail(const Bound *bound, const BlockKeys *keys, const real *
         for (int n = 0; n < count; n++) {
             const vec old = load(before + n * LEVELS + level);
             const vec size = larger(old, -old);
-            top[n] = old - bound->slope * KEYS + (size + 4) * (real)2.4e-7;
+            top[n] = old + keys->across + (size + 4) * (real)2.4e-7;
             store(after + n * LEVELS + level, top[n]);
         }
         for (int j = 0; j < KEYS; j++) {
@@ -157,11 +185,12 @@ static void build_bound(const Call *c, int64_t batch, int64_t head, Bound *bound
     real *rest = origin + padded;
     memset(origin, 0, padded * sizeof(real));
     bound->slope = (real)c->slopes[head];
+    bound->clock = head_bias(c, batch, head).clock;
     bound->known = c->tolerance > 0 && blocks >= WORTH_IT;
     bound->centres.count = 0;
     bound->largest = 0;
     if (bound->known) {
-        find_centres(c, batch, head, &bound->centres, rest);
+        find_centres(c, batch, head, typical_fall(c, batch, head), &bound->centres, rest);
         find_levels(c, batch, head, bound, k_rows, origin);
     }
     const int64_t size = bound->centres.count * LEVELS;
@@ -174,6 +203,7 @@ static void build_bound(const Call *c, int64_t batch, int64_t head, Bound *bound
         for (int j = 0; j < KEYS; j++) fault += fault_of(v + j * padded, padded);
         if (bound->known) {
             const real *k = read_rows(c, &c->k, batch, kv, block * KEYS, KEYS, c->k_len, k_rows);
+            bias_of_block(c, bound, block, &keys);
             fault += place_keys(c, bound, k, &keys, rest);
             advance_tail(bound, &keys, before, after);
         }
@@ -183,7 +213,7 @@ static void build_bound(const Call *c, int64_t batch, int64_t head, Bound *bound
     }
     /* Sums of a few scores and falls are rounded at the size of the largest of them. */
     const real norm = bound->known ? bound->lowest + (LEVELS - 1) * bound->step : 0;
-    bound->slack = (real)(0.01 + 2.4e-6 * (norm * bound->largest + fabs(bound->slope) * c->k_len));
+    bound->slack = (real)(0.01 + 2.4e-6 * (norm * bound->largest + whole_way(c, bound)));
 }
 
 /* Where the norms of some queries lie between the tabulated ones. */

@@ -20,6 +20,7 @@ typedef struct {
     Tensor q, k, v, out, grad_out, grad_q, grad_k, grad_v;
     const float *slopes;
     const real *table;        /* (heads, MARGIN + k_len + PANEL) bias by distance, in place of slopes, or NULL */
+    const double *clock;      /* (batch, heads, k_len) bias clock[i] - clock[j], in place of slopes, or NULL */
     const int32_t *documents; /* (batch, k_len) document of each key, or NULL */
     const int32_t *reach;     /* (batch, k_len) first key of the same document, or NULL */
     double *lse;              /* (batch, heads, q_len); a float would round every weight that backward makes of it */
@@ -27,6 +28,8 @@ typedef struct {
     float *dropped;           /* (batch, heads, panels) softmax mass that may lie before it */
     real *inner;              /* (batch, heads, q_len) grad_out . out */
     double *grad_table;       /* (batch, heads, k_len) gradient of the table, or NULL */
+    double *grad_rows;        /* (batch, heads, q_len) gradient of the clock where it stands for queries, or NULL */
+    double *grad_keys;        /* (batch, heads, k_len) and where it stands for keys */
     int64_t batches, heads, kv_heads, q_len, k_len, dim, window;
     double tolerance, scale;
     Parallel parallel; /* the OpenMP runtime torch has loaded, or NULL for helpers of our own */
@@ -36,16 +39,32 @@ typedef struct {
 /* Distances are read and written a panel at a time; those in the future of a row's keys fall into this margin. */
 enum { MARGIN = 96 };
 
-/* What a head adds to the score of a key at a distance. */
+/* What a head adds to the score of a key. */
 typedef struct {
-    real slope;
-    const real *table; /* by distance, or NULL: -slope * distance */
+    real slope;          /* -slope * distance, where neither of the others is given */
+    const real *table;   /* by distance, or NULL */
+    const double *clock; /* clock[i] - clock[j], or NULL */
 } HeadBias;
 
 INLINE int64_t table_size(const Call *c) { return MARGIN + c->k_len + PANEL; }
 
-INLINE HeadBias head_bias(const Call *c, int64_t head) {
-    return (HeadBias){(real)c->slopes[head], c->table ? c->table + head * table_size(c) + MARGIN : NULL};
+INLINE HeadBias head_bias(const Call *c, int64_t batch, int64_t head) {
+    return (HeadBias){
+        (real)c->slopes[head],
+        c->table ? c->table + head * table_size(c) + MARGIN : NULL,
+        c->clock ? c->clock + (batch * c->heads + head) * c->k_len : NULL,
+    };
+}
+
+/* A clock grows with the text, and what counts are small differences of it: two floats hold one of its readings, and
+ * the difference of two such pairs is as exact as if it had been taken in double precision and rounded once. */
+typedef struct {
+    real high, low;
+} Reading;
+
+INLINE Reading reading(double clock) {
+    const real high = (real)clock;
+    return (Reading){high, (real)(clock - (double)high)};
 }
 
 INLINE int padded_dim(const Call *c) { return (int)(blocks_of(c->dim, PAD) * PAD); }

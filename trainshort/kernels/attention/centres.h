@@ -117,9 +117,9 @@ static void move_to_means(const Call *c, int64_t batch, int64_t head, Centres *c
     }
 }
 
-static void find_centres(const Call *c, int64_t batch, int64_t head, Centres *centres, real *scratch) {
+static void find_centres(const Call *c, int64_t batch, int64_t head, double fall, Centres *centres, real *scratch) {
     const int padded = padded_dim(c);
-    centres->count = c->slopes[head] * KEYS > ENOUGH_FALL ? FEWEST_CENTRES : most_centres(c);
+    centres->count = fall > ENOUGH_FALL ? FEWEST_CENTRES : most_centres(c);
     const int samples = samples_of(centres->count);
     real *panels = scratch, *gaps = panels + samples * padded, *dots = gaps + samples;
     real *sums = dots + centres->count * PANEL, *row = sums + centres->count * padded;

@@ -23,7 +23,7 @@ static real row_scores(const Call *c, const Row *row, int64_t batch, int64_t sta
                        real *scores) {
     const int padded = padded_dim(c);
     const int32_t *documents = c->documents ? c->documents + batch * c->k_len : NULL;
-    const HeadBias bias = head_bias(c, row->head);
+    const HeadBias bias = head_bias(c, batch, row->head);
     real top = -INFINITY;
     for (int j = 0; j < KEYS; j++) {
         const int64_t distance = row->position - (start + j);
@@ -37,7 +37,9 @@ static real row_scores(const Call *c, const Row *row, int64_t batch, int64_t sta
             even += load(row->query + t) * load(k + j * padded + t);
             odd += load(row->query + t + LANES) * load(k + j * padded + t + LANES);
         }
-        const real shift = bias.table ? bias.table[distance] : -bias.slope * (real)distance;
+        const real shift = bias.clock   ? (real)(bias.clock[row->position] - bias.clock[start + j])
+                           : bias.table ? bias.table[distance]
+                                        : -bias.slope * (real)distance;
         scores[j] = sum_lanes(even + odd) * (real)c->scale + shift;
         if (scores[j] > top) top = scores[j];
     }

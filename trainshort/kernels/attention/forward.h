@@ -109,16 +109,29 @@ static void walk_block(const Call *c, const Bound *bound, HeadBias bias, Walk *w
     walk->first = start;
 }
 
+/* The bias of each row on the boundary before a block. */
+static void fall_since(const Bound *bound, const Panel *place, int64_t block, vec *since) {
+    if (!bound->clock) {
+        for (int w = 0; w < WIDE; w++) since[w] = -bound->slope * distances(place, block * KEYS, w);
+        return;
+    }
+    for (int i = 0; i < PANEL; i++)
+        since[i / LANES][i % LANES] =
+            (real)(bound->clock[smaller_of(place->lowest + i, place->highest)] - bound->clock[block * KEYS]);
+}
+
 /* Whether every row may leave out all keys before `block`; then `dropped` is the most that any row leaves out. Begins
  * with the centre that was in the way the last time: where it still is, the question costs next to nothing. */
 static int may_stop(const Call *c, const Bound *bound, Walk *walk, int64_t block) {
     if (!bound->known) return 0;
+    vec since[WIDE];
+    fall_since(bound, &walk->place, block, since);
     const int count = bound->centres.count;
     const real *tails = bound->tail + block * count * LEVELS;
     vec fall[WIDE], mass[WIDE], most = {0};
     for (int w = 0; w < WIDE; w++) {
         mass[w] = spread(count * (real)FLT_MIN); /* what exp_below_zero rounds to 0 is still something */
-        fall[w] = bound->slack - bound->slope * distances(&walk->place, block * KEYS, w) - walk->top[w];
+        fall[w] = bound->slack + since[w] - walk->top[w];
     }
     for (int i = 0; i < count; i++) {
         const int n = (walk->hurdle + i) % count;
@@ -160,7 +173,7 @@ static void forward_rows(void *context, int64_t item, void *scratch) {
     const int64_t batch = at / c->heads, head = at % c->heads, kv = kv_head(c, head);
     const int64_t row = (blocks - 1 - item % blocks) * ROWS; /* the longest first, so that no thread ends on one */
     const Bound *bound = &forward->bounds[at];
-    const HeadBias bias = head_bias(c, head);
+    const HeadBias bias = head_bias(c, batch, head);
     real *k_rows = scratch, *v_rows = k_rows + KEYS * padded, *scores = v_rows + KEYS * padded;
     real *panels = scores + KEYS * PANEL;
 

@@ -41,9 +41,30 @@ INLINE int visible_keys(const Panel *panel, int64_t start) {
     return (int)larger_of(0, smaller_of(KEYS, panel->highest - start + 1));
 }
 
+/* dots -> scores: scale * dot + clock[row] - clock[key]. */
+static void add_clock(const Panel *panel, real scale, const double *clock, int64_t start, int keys,
+                      real *restrict scores) {
+    vec high[WIDE], low[WIDE];
+    for (int i = 0; i < PANEL; i++) {
+        const Reading row = reading(clock[smaller_of(panel->lowest + i, panel->highest)]);
+        high[i / LANES][i % LANES] = row.high, low[i / LANES][i % LANES] = row.low;
+    }
+    for (int j = 0; j < keys; j++) {
+        const Reading key = reading(clock[smaller_of(start + j, panel->highest)]);
+        for (int w = 0; w < WIDE; w++) {
+            real *at = scores + j * PANEL + w * LANES;
+            store(at, load(at) * scale + ((high[w] - key.high) + (low[w] - key.low)));
+        }
+    }
+}
+
 /* dots -> scores: scale * dot - slope * distance, from exact distances, or scale * dot + table[distance]: the lanes of a
  * panel stand side by side in the table. */
 static void add_bias(const Panel *panel, real scale, HeadBias bias, int64_t start, int keys, real *restrict scores) {
+    if (bias.clock) {
+        add_clock(panel, scale, bias.clock, start, keys, scores);
+        return;
+    }
     if (bias.table) {
         for (int j = 0; j < keys; j++)
             for (int w = 0; w < WIDE; w++) {

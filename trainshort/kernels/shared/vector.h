@@ -66,6 +66,12 @@ INLINE vec choose(ivec where, vec yes, vec no) { return (vec)((where & (ivec)yes
 /* The larger of two; the second where they do not compare, so a NaN in `x` leaves `y` standing. */
 INLINE vec larger(vec x, vec y) { return LARGER(x, y); }
 
+INLINE real sum_lanes(vec x) {
+    real sum = 0;
+    for (int w = 0; w < LANES; w++) sum += x[w];
+    return sum;
+}
+
 INLINE int any(ivec where) { return SIGNS(where) != 0; }
 
 /* table[index] in each lane, for a table of eight. */

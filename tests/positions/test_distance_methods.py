@@ -1,0 +1,117 @@
+"""Functions of distance against their formulas in float64."""
+
+import math
+
+import pytest
+import torch
+
+from trainshort import alibi
+from trainshort.attention import DenseBias, DistanceBias
+from trainshort.config import ModelConfig
+from trainshort.errors import InputError
+from trainshort.positions import LayerInput, build_position
+from trainshort.positions.distance import converges
+
+LENGTH = 5000
+
+
+def make(name, heads=4, **settings):
+    torch.manual_seed(0)
+    return build_position(ModelConfig(width=16, heads=heads, position=name, position_settings=settings))
+
+
+def table(method, length=LENGTH):
+    bias = method.score_bias(length)
+    assert isinstance(bias, DistanceBias)
+    assert bias.table.dtype == torch.float32
+    return bias.table.detach().double()
+
+
+def check(method, formula):
+    """At every distance, as exact as float32 is."""
+    distance = torch.arange(LENGTH, dtype=torch.float64)
+    expected = torch.stack([formula(head, distance) for head in range(4)])
+    torch.testing.assert_close(table(method), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_kerple():
+    for form in ("log", "power"):
+        method = make("kerple", form=form)
+        with torch.no_grad():
+            method.a.copy_(torch.tensor([0.5, 1.0, 0.001, 2.0]))
+            method.p.copy_(torch.tensor([1.5, 0.3, 1.0, 3.0]))
+        a, p = (0.5, 1.0, 0.01, 2.0), (1.5, 0.3, 1.0, 3.0)  # neither below 0.01; a power of 2 at most
+        if form == "log":
+            check(method, lambda h, d, a=a, p=p: -p[h] * torch.log(1 + a[h] * d))
+        else:
+            check(method, lambda h, d, a=a, p=p: -a[h] * d ** min(p[h], 2))
+    many = make("kerple", heads=16)
+    assert 0 <= many.a.min() < many.a.max() <= 1 < many.p.max() <= 2
+
+
+def test_log_alibi():
+    slopes = alibi.slopes(4).double()
+    check(make("log-alibi"), lambda h, d: -slopes[h] * torch.log(1 + d))
+
+
+def test_bam_is_alibi_at_first_and_its_formula_later():
+    slopes, method = alibi.slopes(4).double(), make("bam")
+    check(method, lambda h, d: -slopes[h] * (d + 1e-5))
+    with torch.no_grad():
+        method.power.copy_(torch.tensor([0.5, 1, 2, -0.5]))
+        method.centre.fill_(3)
+    powers = (0.5, 1, 2, -0.5)
+    check(method, lambda h, d: -slopes[h] * ((d - 3).abs() + 1e-5) ** powers[h])
+
+
+def test_sandwich_has_its_cosines():
+    def formula(head, d):
+        wave = sum(torch.cos(d / 10_000 ** (2 * k / 128)) for k in range(1, 65)) - 64
+        return wave * 4 / (8 * (head + 1))
+
+    check(make("sandwich"), formula)
+    # The shape that field notes give for width 128, before the head's factor: logarithmic, and not monotone.
+    shape = table(make("sandwich"), 8193)[0] * 2
+    assert [round(float(shape[d]), 1) for d in (1, 2, 4, 64, 4096, 8192)] == [-1.5, -5.2, -13.8, -32.9, -67.3, -62.0]
+
+
+def test_fire_is_a_network_of_the_share_of_the_distance():
+    method, past, new = make("fire", threshold=8), 5, 7
+    where = torch.arange(past, past + new).expand(2, -1)
+    bias = method.text_bias(LayerInput(0, torch.zeros(2, new, 16), past + new, where, {}))
+    assert isinstance(bias, DenseBias)
+    assert bias.values.shape == (4, new, past + new)
+    for i in range(past, past + new):
+        for j in range(i + 1):
+            share = math.log(1 + 0.1 * (i - j)) / math.log(1 + 0.1 * max(i, 8))
+            hidden = torch.relu(method.wide.weight[:, 0] * share + method.wide.bias)
+            expected = method.narrow.weight @ hidden
+            torch.testing.assert_close(bias.values[:, i - past, j], expected, rtol=0, atol=1e-5)
+
+
+def test_which_sums_converge():
+    """What the page of methods says of windows: a log bias only with p > 1, a power always, Sandwich and T5 never."""
+    log, power = make("kerple"), make("kerple", form="power")
+    with torch.no_grad():
+        for method in (log, power):
+            method.a.fill_(1)
+            method.p.copy_(torch.tensor([0.5, 0.9, 1.2, 2.0]))
+    far = 10**6
+    assert (converges(log.score_bias(far).table) > 1).tolist() == [False, False, True, True]
+    assert (converges(power.score_bias(far).table) > 1).all()
+    assert (converges(make("log-alibi").score_bias(far).table) > 1).tolist() == [False] * 4
+    assert (converges(make("t5").score_bias(far).table[:, -1:].expand(-1, 100)) == 0).all()
+
+
+@pytest.mark.parametrize("name", ["kerple", "log-alibi", "bam", "sandwich"])
+def test_parameters_stay_float32(name):
+    method = make(name).to(torch.bfloat16)
+    assert table(method, 9).shape == (4, 9)
+    assert {getattr(method, kept).dtype for kept in method.float32} == {torch.float32}
+
+
+def test_wrong_settings_are_told():
+    with pytest.raises(InputError, match="form"):
+        make("kerple", form="square")
+    with pytest.raises(InputError, match="width"):
+        make("sandwich", width=7)

@@ -1,0 +1,70 @@
+"""Methods whose bias is a clock that runs as the text says: the Forgetting Transformer, and its relative CABLE."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from trainshort import alibi
+from trainshort.attention import ClockBias
+from trainshort.config import ModelConfig
+from trainshort.methods import FoxSettings
+from trainshort.positions.base import LayerInput, PositionMethod, positions
+
+
+@positions.register("fox")
+class Fox(PositionMethod):
+    """Forgetting Transformer: a gate at each token says how much of all that came before is kept.
+
+    score(i, j) += log f(j+1) + … + log f(i), f(t) = σ(w·x(t) + b) for each layer and head: a clock that falls by
+    −log f(t) at token t. A gate that does not look at the text is ALiBi, with slope −log σ(b).
+    """
+
+    Settings = FoxSettings
+    float32 = ("shift",)
+    shift: Tensor
+
+    def __init__(self, config: ModelConfig, settings: FoxSettings) -> None:
+        super().__init__(config, settings)
+        self.settings = settings
+        self.heads = config.heads
+        shift = torch.empty(config.layers * config.heads)  # not a matrix, which would be decayed
+        if settings.gate == "fixed":
+            self.register_buffer("shift", shift, persistent=False)
+        else:
+            self.shift = nn.Parameter(shift)
+        self.weight = None
+        if settings.gate == "full":
+            self.weight = nn.Parameter(torch.zeros(config.layers, config.heads, config.width))
+            nn.init.normal_(self.weight, std=0.02)
+        self.fill()
+
+    def fill(self) -> None:
+        self.shift.data.view(-1, self.heads).copy_(self._first_shifts(self.heads))
+
+    def _first_shifts(self, heads: int) -> Float[Tensor, " heads"]:
+        """Where σ(b) = e^(−slope): b = −log(e^slope − 1)."""
+        first = self.settings.start or ("half" if self.settings.gate == "full" else "times")
+        match first:
+            case "half":
+                return torch.zeros(heads)
+            case "alibi":
+                slopes = alibi.slopes(heads).double()
+            case "times":
+                ends = (math.log(end) for end in (self.settings.shortest, self.settings.longest))
+                slopes = torch.linspace(*ends, heads, dtype=torch.float64).neg().exp()
+        shifts = -torch.log(torch.expm1(slopes)).float()
+        return -shifts if self.settings.turned else shifts
+
+    def text_bias(self, given: LayerInput) -> ClockBias:
+        gate = self.shift.view(-1, self.heads)[given.layer].expand(*given.x.shape[:2], -1)
+        if self.weight is not None:
+            gate = gate + F.linear(given.x, self.weight[given.layer].to(given.x.dtype)).float()
+        ticks = F.logsigmoid(-gate if self.settings.turned else gate).transpose(1, 2).double()  # batch heads new
+        clock = ticks.cumsum(-1)
+        if (before := given.place.get("clock")) is not None:
+            clock = torch.cat([before, before[..., -1:] + clock], dim=-1)
+        given.place["clock"] = clock
+        return ClockBias(clock)

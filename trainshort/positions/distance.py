@@ -1,0 +1,155 @@
+"""More functions of distance at the third door: what came after ALiBi and T5. Formulas and claims: docs/methods.md.
+
+All but FIRE are one row of numbers by distance, so they train through the compiled kernel, which sums their gradients
+along the diagonals; parameters are shared by all layers.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from trainshort import alibi
+from trainshort.attention import DenseBias, DistanceBias
+from trainshort.config import ModelConfig
+from trainshort.methods import FireSettings, KerpleSettings, NoSettings, SandwichSettings
+from trainshort.positions.base import LayerInput, PositionMethod, positions
+
+LEAST = 0.01
+"""KERPLE's parameters are kept at this at the least, as in the authors' code."""
+NEAR_ZERO = 1e-5
+"""BAM adds it to every distance, so that 0 has powers of every exponent."""
+
+
+@positions.register("kerple")
+class Kerple(PositionMethod):
+    """KERPLE: a penalty p·ln(1 + a·d) or a·d^p, with a and p trained for each head."""
+
+    Settings = KerpleSettings
+    float32 = ("a", "p")
+
+    def __init__(self, config: ModelConfig, settings: KerpleSettings) -> None:
+        super().__init__(config, settings)
+        self.form = settings.form
+        self.a = nn.Parameter(torch.empty(config.heads))
+        self.p = nn.Parameter(torch.empty(config.heads))
+        self.fill()
+
+    def fill(self) -> None:
+        self.a.data.uniform_(0, 1)
+        self.p.data.uniform_(0, 2)
+
+    def score_bias(self, length: int) -> DistanceBias:
+        a, p = self.a.clamp(min=LEAST)[:, None], self.p.clamp(min=LEAST)[:, None]
+        distance = _distances(length, a)
+        return DistanceBias(-p * torch.log1p(a * distance) if self.form == "log" else -a * distance ** p.clamp(max=2))
+
+
+@positions.register("log-alibi")
+class LogAlibi(PositionMethod):
+    """ALiBi of the logarithm: a penalty slope·ln(1 + d), with ALiBi's slopes, fixed."""
+
+    float32 = ("slopes",)
+    slopes: Tensor
+
+    def __init__(self, config: ModelConfig, settings: NoSettings) -> None:
+        super().__init__(config, settings)
+        self.register_buffer("slopes", torch.empty(config.heads), persistent=False)
+        self.fill()
+
+    def fill(self) -> None:
+        self.slopes.data.copy_(alibi.slopes(len(self.slopes)))
+
+    def score_bias(self, length: int) -> DistanceBias:
+        return DistanceBias(-self.slopes[:, None] * torch.log1p(_distances(length, self.slopes)))
+
+
+@positions.register("bam")
+class Bam(PositionMethod):
+    """BAM: a penalty e^g·|d − μ|^β with g, μ and β trained for each head; ALiBi at first."""
+
+    float32 = ("scale", "centre", "power")
+
+    def __init__(self, config: ModelConfig, settings: NoSettings) -> None:
+        super().__init__(config, settings)
+        self.scale, self.centre, self.power = (nn.Parameter(torch.empty(config.heads)) for _ in range(3))
+        self.fill()
+
+    def fill(self) -> None:
+        self.scale.data.copy_(alibi.slopes(len(self.scale)).log())
+        self.centre.data.zero_()
+        self.power.data.fill_(1)
+
+    def score_bias(self, length: int) -> DistanceBias:
+        away = (_distances(length, self.scale) - self.centre[:, None]).abs() + NEAR_ZERO
+        return DistanceBias(-self.scale.exp()[:, None] * away ** self.power[:, None])
+
+
+@positions.register("sandwich")
+class Sandwich(PositionMethod):
+    """Sandwich: the inner product of sinusoidal positions as a bias, heads/(8·head) times; fixed, not monotone."""
+
+    Settings = SandwichSettings
+    float32 = ("ratios",)
+    ratios: Tensor
+
+    def __init__(self, config: ModelConfig, settings: SandwichSettings) -> None:
+        super().__init__(config, settings)
+        self.width = settings.width
+        self.register_buffer("ratios", torch.empty(config.heads), persistent=False)
+        self.fill()
+
+    def fill(self) -> None:
+        heads = len(self.ratios)
+        self.ratios.data.copy_(heads / (8 * torch.arange(1.0, heads + 1)))
+
+    def score_bias(self, length: int) -> DistanceBias:
+        exact = torch.float64 if self.ratios.device.type != "mps" else torch.float32  # as rotary's angles
+        pair = torch.arange(1, self.width // 2 + 1, dtype=exact, device=self.ratios.device)
+        distance = torch.arange(length, dtype=exact, device=self.ratios.device)
+        wave = torch.cos(distance[:, None] * 10_000 ** (-2 * pair / self.width)).sum(-1) - self.width // 2
+        return DistanceBias(self.ratios[:, None] * wave.float())
+
+
+@positions.register("fire")
+class Fire(PositionMethod):
+    """FIRE: a small network of ln(1 + c·d) / ln(1 + c·max(i, L)), the distance as a share of what there is to see.
+
+    It depends on the query's position as well as on the distance, so it is written out, anew for each layer.
+    """
+
+    Settings = FireSettings
+
+    def __init__(self, config: ModelConfig, settings: FireSettings) -> None:
+        super().__init__(config, settings)
+        self.threshold = settings.threshold
+        self.c, self.multiplier = nn.Parameter(torch.tensor([0.1])), nn.Parameter(torch.ones(1))
+        self.wide = nn.Linear(1, settings.hidden)
+        self.narrow = nn.Linear(settings.hidden, config.heads, bias=False)  # what is added to a whole row does nothing
+
+    def text_bias(self, given: LayerInput) -> DenseBias:
+        where = given.where[:1] if given.where.stride(0) == 0 else given.where
+        keys = torch.arange(given.length, device=where.device)
+        new = where.shape[1]
+        distance = (keys[-new:, None] - keys).clamp(min=0).float()
+        reach = torch.maximum(where.float(), self.threshold * self.multiplier.float().abs())
+        c = self.c.float().abs()
+        share = torch.log1p(c * distance) / torch.log1p(c * reach)[..., None]  # (1 or batch, new, length)
+        hidden = F.relu(F.linear(share[..., None], self.wide.weight.float(), self.wide.bias.float()))
+        values = F.linear(hidden, self.narrow.weight.float()).movedim(-1, 1)
+        return DenseBias(values[0] if len(values) == 1 else values)
+
+
+def _distances(length: int, like: Tensor) -> Float[Tensor, " length"]:
+    return torch.arange(length, device=like.device, dtype=torch.float32)
+
+
+def converges(table: Float[Tensor, "heads distances"]) -> Float[Tensor, " heads"]:
+    """The power p with which e^bias falls like d^−p at the table's end: Σ_d e^bias(d) converges where it is above 1.
+
+    A logarithmic bias has one p everywhere; for a faster one it grows with the table, for a bounded one it goes to 0.
+    """
+    last = table.shape[1] - 1
+    return (table[:, last // 2] - table[:, last]) / math.log(last / (last // 2))
