@@ -57,6 +57,14 @@ class ModelConfig(Settings):
     """Position method; `trainshort list positions` names them."""
     position_settings: SerializeAsAny[MethodSettings] = NoSettings()
     """Settings of the position method, each method's its own."""
+    plain_heads: int = Field(default=0, ge=0)
+    """The last so many heads know no positions (half of them: NAPE). ALiBi's slopes are then those of the others."""
+    plain_every: int | None = Field(default=None, ge=2)
+    """Every n-th layer knows no positions and sees all; a window holds for the others (SWAN, iRoPE). Default: none."""
+    score_growth: Literal["none", "ssmax", "llama4"] = "none"
+    """How scores grow with the number n of tokens seen: s ln n, s trained; or 1 + 0.1 ln(1 + floor(n / length))."""
+    score_growth_length: int = Field(default=8192, ge=1)
+    """The length in llama4's growth."""
     activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = "gelu"
     """Non-linearity of the feed-forward layers; gelu_tanh is the approximation that GPT-2 and BLOOM use."""
     gated: bool = False
@@ -130,6 +138,12 @@ class ModelConfig(Settings):
             )
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"kv_heads {self.kv_heads} must divide heads {self.heads}")
+        positioned, group = self.heads - self.plain_heads, self.heads // self.key_heads
+        if positioned < 1 or positioned % group:
+            raise ValueError(
+                f"plain_heads {self.plain_heads} leaves {positioned} of {self.heads} heads with positions; "
+                f"leave a multiple of {group}, at least that"
+            )
         if problem := self.position_settings.misfit(self.width, self.heads):
             raise ValueError(problem)
         return self
@@ -150,6 +164,11 @@ class ModelConfig(Settings):
     def reaching(self, length: int) -> Self:
         """The same model able to read inputs of this length: learned positions need a longer table."""
         return self.replace(position_settings=self.position_settings.reaching(length))
+
+    @property
+    def turning_keys(self) -> int:
+        """Key heads that positions may turn; the others belong to plain heads."""
+        return self.key_heads * (self.heads - self.plain_heads) // self.heads
 
     @property
     def head_width(self) -> int:

@@ -18,7 +18,7 @@ from trainshort.attention import Bias, attend, engines
 from trainshort.cache import Cache, LayerCache
 from trainshort.config import IGNORED, ModelConfig
 from trainshort.errors import InputError
-from trainshort.positions import LayerInput, PositionMethod, build_position
+from trainshort.positions import LayerInput, PositionMethod, ScoreGrowth, build_position, for_heads
 from trainshort.vocabulary import build_vocabulary
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -120,7 +120,7 @@ class TransformerLM(nn.Module):
         where = _where(tokens, 0 if cache is None else cache.offset(len(tokens)), documents)
         length = (0 if cache is None else cache.length) + tokens.shape[1]
         self.position.check_length(length if documents is None else int(where.max()) + 1)
-        step = Step(where, self.position.score_bias(length), documents)
+        step = Step(where, for_heads(self.position.score_bias(length), self.config), documents)
 
         x = self.dropout(self.embed(tokens, where))
         for index, layer in enumerate(self.layers):
@@ -182,6 +182,11 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.config, self.index = config, index
+        self.plain = config.plain_every is not None and (index + 1) % config.plain_every == 0
+        self.window = None if self.plain else config.window
+        sees_all = self.window is None and (self.plain or config.plain_every is None)
+        self.growth = ScoreGrowth(config) if sees_all and config.score_growth != "none" else None
+        self.score_factor = 1.0  # another one at inference: evaluate/changes.py
         self.split = [config.heads, config.key_heads, config.key_heads]
         biases = config.has_biases("attention")
         self.qkv = nn.Linear(config.width, sum(self.split) * config.head_width, bias=biases)
@@ -205,16 +210,33 @@ class Attention(nn.Module):
         if config.softmax_scale is not None:
             # Here and not by attend's `scale`: what bounds a cache, and what is analyzed, are these queries.
             q = q * (config.softmax_scale * config.head_width**0.5)
-        return *position.rotate(q, k, where), v
+        if self.growth is not None:
+            q = self.growth(q, where)
+        if self.score_factor != 1:
+            q = q * self.score_factor
+        return *self._rotated(q, k, position, where), v
+
+    def _rotated(self, q: Tensor, k: Tensor, position: PositionMethod, where: Tensor) -> tuple[Tensor, Tensor]:
+        """The first heads turn; plain ones, and those of a plain layer, do not."""
+        if self.plain or not position.rotates():
+            return q, k
+        turning = self.config.heads - self.config.plain_heads, self.config.turning_keys
+        turned = position.rotate(q[:, : turning[0]], k[:, : turning[1]], where)
+        if not self.config.plain_heads:
+            return turned
+        q, k = (torch.cat([x, y[:, n:]], dim=1) for x, y, n in zip(turned, (q, k), turning, strict=True))
+        return q, k
 
     def bias(self, x: Tensor, position: PositionMethod, step: Step, cache: LayerCache | None) -> Any:
         """The bias that all layers share, or this layer's own where the method looks at the text."""
+        if self.plain:
+            return None
         if not position.reads_text():
             return step.bias
 
         def ask(rows: slice, past: int, place: dict[str, Tensor]) -> Bias | None:
             given = LayerInput(self.index, x[rows], past + x.shape[1], step.where[rows], place)
-            return position.text_bias(given)
+            return for_heads(position.text_bias(given), self.config)
 
         return ask(slice(None), 0, {}) if cache is None else cache.text_bias(ask)
 
@@ -226,7 +248,7 @@ class Attention(nn.Module):
             k,
             v,
             bias=self.bias(x, position, step, cache),
-            window=config.window,
+            window=self.window,
             documents=step.documents,
             dropout=config.attention_dropout if self.training else 0.0,
             backend=config.backend,

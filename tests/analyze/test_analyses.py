@@ -11,7 +11,7 @@ from trainshort.analyze import early_tokens, far_context, recall
 from trainshort.analyze import slopes as slopes_analysis
 from trainshort.analyze.lab import SCORED, Lab, compare, probe_ends, probes
 from trainshort.errors import InputError
-from trainshort.evaluate.other_slopes import OtherSlopes, changed, new_slopes
+from trainshort.evaluate.changes import Change, changed, new_slopes
 from trainshort.evaluate.results import summarize
 from trainshort.evaluate.sweep import score
 from trainshort.evaluate.target import Target
@@ -191,28 +191,28 @@ def test_slopes_change_only_inside():
     before = model.position.slopes.clone()
     tokens = torch.arange(40)[None] % 32
     plain = model.hidden(tokens)
-    with changed(model, OtherSlopes.read("interpolate"), trained_at=16, length=64):
+    with changed(model, Change.read("slopes", "interpolate"), trained_at=16, length=64):
         torch.testing.assert_close(model.position.slopes, before / 4)
         assert not torch.equal(model.hidden(tokens), plain)
-    with changed(model, OtherSlopes.read("window=3"), trained_at=16, length=64):
-        assert all(layer.attention.config.window == 3 for layer in model.layers)
+    with changed(model, Change.read("slopes", "window=3"), trained_at=16, length=64):
+        assert all(layer.attention.window == 3 for layer in model.layers)
     assert torch.equal(model.position.slopes, before)
     assert torch.equal(model.hidden(tokens), plain)
 
 
 def test_slopes_by_name():
     trained = torch.tensor([0.25, 0.0625])
-    assert torch.equal(new_slopes(trained, OtherSlopes.read("interpolate"), 128, 64), trained)
-    assert torch.equal(new_slopes(trained, OtherSlopes.read("interpolate"), 128, 512), trained / 4)
-    assert new_slopes(trained, OtherSlopes.read("max_bias=16"), 128, 512).tolist() == [2**-8, 2**-16]
-    assert [str(OtherSlopes.read(text)) for text in ("interpolate", "max_bias=16", "window=512")] == [
+    assert torch.equal(new_slopes(trained, Change.read("slopes", "interpolate"), 128, 64), trained)
+    assert torch.equal(new_slopes(trained, Change.read("slopes", "interpolate"), 128, 512), trained / 4)
+    assert new_slopes(trained, Change.read("slopes", "max_bias=16"), 128, 512).tolist() == [2**-8, 2**-16]
+    assert [str(Change.read("slopes", text)) for text in ("interpolate", "max_bias=16", "window=512")] == [
         "interpolate",
         "max_bias=16",
         "window=512",
     ]
     for wrong in ("", "window", "window=1.5", "max_bias=0", "interpolate=2", "window=x"):
-        with pytest.raises(InputError, match="slopes are interpolate, max_bias=16 or window=512"):
-            OtherSlopes.read(wrong)
+        with pytest.raises(InputError, match="slopes are interpolate, ntk=4, clamp=512, max_bias=16 or window=512"):
+            Change.read("slopes", wrong)
 
 
 def test_lengths_must_fit_the_text_twice():

@@ -192,7 +192,7 @@ def test_a_dry_run_says_the_cost_and_does_nothing(fresh: Path, capsys):
         (["--lengths", "64", "--stride", "65"], "stride must be between 1 and the length 64, got 65"),
         (["--lengths", "many"], "got 'many'"),
         (["--lengths", "16", "64", "--max-tokens", "10"], "the text has 10 tokens, so length 64 would read what 16"),
-        (["--slopes", "steep"], "slopes are interpolate, max_bias=16 or window=512; got 'steep'"),
+        (["--slopes", "steep"], "slopes are interpolate, ntk=4, clamp=512, max_bias=16 or window=512; got 'steep'"),
         (["--batch-tokens", "0"], "--batch-tokens must be at least 1, got 0"),
         (["--memory", "-1"], "gigabytes above 0, got -1.0"),
         (["--split", "dev"], "has no split 'dev'"),

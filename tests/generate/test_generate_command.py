@@ -164,7 +164,7 @@ def test_files_that_are_not_what_they_should_be(capsys, run, tmp_path, monkeypat
 def test_endless_needs_a_way_to_forget(capsys, rotary):
     code, _, err = call(capsys, rotary, "x", "--endless")
     assert code == 2
-    assert "needs ALiBi; this model has rotary" in err
+    assert "needs ALiBi or FoX; this model has rotary" in err
     assert "--mode window" in err
 
 

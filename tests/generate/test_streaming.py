@@ -166,8 +166,8 @@ def test_repetition_penalty_counts_the_prompt_too():
 @pytest.mark.parametrize(
     ("position", "settings", "message"),
     [
-        ("rotary", {"mode": "bounded"}, "'bounded' needs ALiBi: rotary gives no bound"),
-        ("t5", {"mode": "bounded"}, "'bounded' needs ALiBi: t5 gives no bound"),
+        ("rotary", {"mode": "bounded"}, "'bounded' needs ALiBi or FoX: rotary gives no bound"),
+        ("t5", {"mode": "bounded"}, "'bounded' needs ALiBi or FoX: t5 gives no bound"),
         ("rotary", {"mode": "window", "window": 8, "sinks": 2}, "rotary keys are stored turned"),
         ("alibi", {"stop": ("x",)}, "stop texts need a tokenizer"),
     ],

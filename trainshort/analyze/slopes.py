@@ -1,7 +1,7 @@
 """Slopes at inference: does any change of them use context beyond the training length?
 
 The same targets are read after contexts of growing length, with the trained slopes and with changed ones (see
-trainshort.evaluate.other_slopes). If a model uses what lies beyond L, its loss at longer contexts is below that at L.
+trainshort.evaluate.changes). If a model uses what lies beyond L, its loss at longer contexts is below that at L.
 """
 
 from contextlib import nullcontext
@@ -21,8 +21,8 @@ from trainshort.analyze.lab import (
     probes,
     titled,
 )
+from trainshort.evaluate.changes import Change, changed
 from trainshort.evaluate.evidence import interval_of, shows
-from trainshort.evaluate.other_slopes import OtherSlopes, changed
 
 TRAINED = "trained"
 
@@ -39,12 +39,8 @@ def run(lab: Lab) -> dict[str, Any]:
     losses: dict[tuple[str, int], np.ndarray] = {}
     for variant in variants(lab.trained_at):
         for length in lengths:
-            other = (
-                nullcontext()
-                if variant == TRAINED
-                else changed(model, OtherSlopes.read(variant), lab.trained_at, length)
-            )
-            with other:
+            change = None if variant == TRAINED else Change.read("slopes", variant)
+            with nullcontext() if change is None else changed(model, change, lab.trained_at, length):
                 losses[variant, length] = lab.score(probes(lab, ends, length), SCORED)
     base = losses[TRAINED, lengths[0]]
     found = [_row(variant, length, base, here) for (variant, length), here in losses.items()]

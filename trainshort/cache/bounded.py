@@ -18,7 +18,7 @@ from functools import reduce
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort import alibi
@@ -73,12 +73,18 @@ class BoundedCache(Cache):
 
     tolerance: float = 1e-6
     compiled: bool = True
+    clocked: bool = False
+    """Whether the model's bias is a clock (FoX), and not ALiBi's."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < 1:
             raise InputError(f"tolerance is a share of softmax mass, at least 0 and less than 1; got {self.tolerance}.")
 
     def new_layer(self) -> "BoundedLayer":
+        if self.clocked:
+            from trainshort.cache.clocked import ClockedLayer
+
+            return ClockedLayer(self.tolerance)
         return BoundedLayer(self.tolerance, self.compiled)
 
     @property
@@ -115,12 +121,11 @@ class BoundedLayer(LayerCache):
         q, (k, v), bias = q.detach(), detached(k, v), options["bias"]
         if q.shape[0] != 1:
             raise InputError(f"a bounded cache holds one sequence, but the input has {q.shape[0]}; use Rows.")
-        if not isinstance(bias, LinearBias):
-            raise InputError("a bounded cache needs ALiBi: only a linear bias bounds what far keys can weigh.")
+        slopes = self._slopes(bias, q.shape[1])
         if not self.rings:
-            self._begin(bias.slopes.tolist(), k)
+            self._begin(slopes.tolist(), k)
         if q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.float32:
-            call = self.next_call(bias.slopes, (k.shape[1], k.shape[3]), options.get("window"))
+            call = self.next_call(slopes, (k.shape[1], k.shape[3]), options.get("window"))
             if call is not None:
                 out = call.attend(q, k, v)
                 self.took_token(k, v)
@@ -128,6 +133,11 @@ class BoundedLayer(LayerCache):
         out = self._read(q, k, v, options)
         self.length += q.shape[2]
         return out
+
+    def _slopes(self, bias: Bias | None, heads: int) -> Float[Tensor, " heads"]:
+        if not isinstance(bias, LinearBias):
+            raise InputError("a bounded cache needs ALiBi: only a linear bias bounds what far keys can weigh.")
+        return bias.slopes
 
     def _begin(self, slopes: list[float], k: Tensor) -> None:
         self._dim = k.shape[3]
@@ -170,7 +180,7 @@ class BoundedLayer(LayerCache):
             heads = slice(index * group, (index + 1) * group)
             past = self.chronological(index)[..., : self._dim]
             keys, values = (torch.cat([past[i], x[0, index]]) for i, x in enumerate((k, v)))
-            bias = LinearBias(options["bias"].slopes[heads])
+            bias = self._bias_of(options["bias"], heads, len(keys))
             call = Call(q[:, heads], keys[None, None], values[None, None], bias, options.get("window"))
             out, lse, left = attend(
                 call.q,
@@ -192,31 +202,54 @@ class BoundedLayer(LayerCache):
     def _account(self, index: int, call: Call, lse: Float[Tensor, "group new"], left: list[float]) -> None:
         """What the forgotten keys can have weighed in each new row, and how far each query reaches."""
         ring, reach = self.rings[index], _norms(call.q[0]) / math.sqrt(self._dim)
-        rows = torch.arange(lse.shape[1], device=lse.device)
-        distance = ring.count + 1 + rows  # of the nearest forgotten key
-        for i, head in enumerate(self.heads[index * len(lse) : (index + 1) * len(lse)]):
+        distance = ring.count + 1 + torch.arange(lse.shape[1], device=lse.device)  # of the nearest forgotten key
+        first = index * len(lse)
+        for i, head in enumerate(self.heads[first : first + len(lse)]):
             mass = torch.full_like(reach[i], left[i])
             if self.length > ring.count:
-                slope = torch.tensor(head.slope, dtype=torch.float64)
-                bound = alibi.mass_beyond(reach[i] * ring.far - lse[i], slope, distance)
+                bound = self._forgotten(first + i, call, reach[i] * ring.far - lse[i], distance)
                 mass += bound.masked_fill(distance >= (call.window or ANYWHERE), 0)
             head.mass = _larger(head.mass, float(mass.max()))
             head.above += int((~(mass <= self.tolerance)).sum())
-            settled = (self.length + rows) * head.slope >= SETTLED
+            settled = self._fallen(first + i, call) >= SETTLED
             head.excess = _largest_finite(head.excess, (reach[i] * ring.peak - lse[i])[settled])
+
+    # What is particular to a bias that falls evenly; clocked.py has its own
+
+    def _bias_of(self, bias: Bias, heads: slice, keys: int) -> Bias:
+        """For some heads over the newest keys."""
+        assert isinstance(bias, LinearBias)
+        return LinearBias(bias.slopes[heads])
+
+    def _forgotten(
+        self, number: int, call: Call, excess: Float[Tensor, " new"], distance: Int[Tensor, " new"]
+    ) -> Float[Tensor, " new"]:
+        """The most that a head's forgotten keys can have weighed in each row."""
+        return alibi.mass_beyond(excess, torch.tensor(self.heads[number].slope, dtype=torch.float64), distance)
+
+    def _fallen(self, number: int, call: Call) -> Float[Tensor, " new"]:
+        """How far the bias has fallen since the text began, at each new row."""
+        rows = torch.arange(call.q.shape[2], device=call.q.device, dtype=torch.float64)
+        return (self.length + rows) * self.heads[number].slope
+
+    def _wanted(self, index: int, call: Call) -> int:
+        group = call.q.shape[1]
+        return wanted(self.heads[index * group : (index + 1) * group], self.tolerance, call.window or ANYWHERE)
+
+    def _forget(self, index: int, call: Call, gone: int) -> None:
+        """The oldest of the call's keys are forgotten."""
+        ring = self.rings[index]
+        ring.far = _larger(ring.far, float(_norms(call.k[0, 0, :gone]).max()))
 
     def _keep(self, index: int, call: Call) -> None:
         """Put the newest keys into the ring; grow it first where the promise asks for it."""
-        ring, group = self.rings[index], call.q.shape[1]
+        ring = self.rings[index]
         keys, values, new = call.k[0, 0], call.v[0, 0], call.q.shape[2]
-        if len(keys) > ring.capacity:
-            heads = self.heads[index * group : (index + 1) * group]
-            most = wanted(heads, self.tolerance, call.window or ANYWHERE)
-            if most > ring.capacity:
-                self._grow(index, most, len(keys))
+        if len(keys) > ring.capacity and (most := self._wanted(index, call)) > ring.capacity:
+            self._grow(index, most, len(keys))
         gone = len(keys) - ring.capacity
         if gone > 0:
-            ring.far = _larger(ring.far, float(_norms(keys[:gone]).max()))
+            self._forget(index, call, gone)
         new = min(new, ring.capacity)
         self._insert(index, keys[-new:], values[-new:])
 
@@ -267,8 +300,7 @@ class BoundedLayer(LayerCache):
         saved = BoundedFacts.read(facts)
         if not saved.length:
             return
-        assert isinstance(bias, LinearBias)
-        slopes = bias.slopes.tolist()
+        slopes = self._slopes(bias, len(saved.heads)).tolist()
         self._begin(slopes, like)
         check(saved.dim == self._dim and len(saved.rings) == len(self.rings), "the number of rings")
         check([head.slope for head in saved.heads] == slopes, "a slope")

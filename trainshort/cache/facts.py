@@ -58,6 +58,10 @@ class BoundedFacts(Facts):
     dim: int = 0
     rings: tuple[RingFacts, ...] = Field(default=(), strict=False)
     heads: tuple[HeadFacts, ...] = Field(default=(), strict=False)
+    weights: tuple[float, ...] = Field(default=(), strict=False)
+    """Of a clock: the log of what each head's forgotten keys can weigh."""
+    began: tuple[float, ...] = Field(default=(), strict=False)
+    """Of a clock: what it showed at the beginning of the text."""
 
 
 def saved_tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:

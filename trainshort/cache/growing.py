@@ -23,7 +23,7 @@ from trainshort.errors import InputError
 SMALLEST = 64
 """Tokens that a cache has room for at first."""
 Ask = Callable[[slice, int, dict[str, Tensor]], Bias | None]
-"""What a position method says to rows of a layer's input, the number of keys before them, and its place in the cache."""
+"""What a position method says to some rows of the batch, the number of keys before them, and its place in the cache."""
 PLACE = "place_"
 """Before the names of a position method's own tensors, where a layer is saved."""
 

@@ -70,7 +70,11 @@ class Evaluate(OnText):
     stride: int | None = None
     """Tokens that each pass scores; it re-reads the rest of the length. Default: the length, without overlap."""
     slopes: str | None = None
-    """Other ALiBi slopes than trained: interpolate, max_bias=16, or window=512."""
+    """Other ALiBi slopes than trained: interpolate, ntk=4, clamp=512, max_bias=16, or window=512."""
+    rotary: str | None = None
+    """Rotary positions that turn slower than trained: linear=4, ntk=4, dynamic=1, or yarn=4."""
+    scores: str | None = None
+    """Factor of every product of a query and a key, such as 1.2."""
     memory: float | None = None
     """Gigabytes that may be taken; a length that needs more is reported as out of memory. Default: what is free."""
     dry_run: bool = False
@@ -79,7 +83,7 @@ class Evaluate(OnText):
     def run(self) -> None:
         from rich.console import Console
 
-        from trainshort.evaluate.other_slopes import OtherSlopes
+        from trainshort.evaluate.changes import Change
         from trainshort.evaluate.session import evaluate
         from trainshort.evaluate.sweep import Sweep
         from trainshort.evaluate.text import open_text
@@ -89,11 +93,11 @@ class Evaluate(OnText):
             raise InputError(f"--batch-tokens must be at least 1, got {self.batch_tokens}.")
         if self.memory is not None and not self.memory > 0:
             raise InputError(f"--memory is a number of gigabytes above 0, got {self.memory}.")
-        slopes = None if self.slopes is None else OtherSlopes.read(self.slopes)
+        change = Change.chosen(self.slopes, self.rotary, self.scores)
         target = self.open()
         text = open_text(target, self.data, self.split, self.max_tokens)
         lengths = read_lengths(self.lengths, target.trained_at, len(text.tokens))
-        plan = Sweep(text.tokens, lengths, self.stride, slopes, self.batch_tokens, self.memory)
+        plan = Sweep(text.tokens, lengths, self.stride, change, self.batch_tokens, self.memory)
         if self.lengths and self.max_tokens is None and lengths[-1] > len(text.tokens):
             raise InputError(
                 f"the text has {len(text.tokens):,} tokens, and nothing can be measured at {lengths[-1]:,}. "

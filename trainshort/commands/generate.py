@@ -1,6 +1,7 @@
 """`trainshort generate`: continue a text, at any length."""
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,6 +54,12 @@ class Generate:
     """State to go on from; a prompt is then read after it."""
     tokenizer: Annotated[Path | None, Arg(metavar="FILE")] = None
     """A tokenizer.json in place of the run's own."""
+    slopes: str | None = None
+    """Other ALiBi slopes than trained: interpolate, ntk=4, clamp=512, or max_bias=16."""
+    rotary: str | None = None
+    """Rotary positions that turn slower than trained: linear=4, ntk=4, dynamic=1, or yarn=4."""
+    scores: str | None = None
+    """Factor of every product of a query and a key, such as 1.2."""
     settings: Any = None
     """Settings of GenerateConfig; after parsing those that were given. The rest have their defaults, or those of the
     saved state."""
@@ -84,9 +91,30 @@ class Generate:
             model, tokenizer, reach = self._brought_in()
         else:
             model, tokenizer, reach = load_model(self.run_folder), self._tokenizer(), self._reach()
-        stream = self._stream(model, tokenizer, prompts)
-        session = Session(stream, reach, self.save_state, self.save_every)
-        return session.interact() if self.interactive else session.run()
+        with self._changed(model, [len(tokenizer.encode(prompt)) for prompt in prompts], reach):
+            stream = self._stream(model, tokenizer, prompts)
+            session = Session(stream, reach, self.save_state, self.save_every)
+            return session.interact() if self.interactive else session.run()
+
+    def _changed(self, model: "TransformerLM", prompts: list[int], reach: "Reach") -> AbstractContextManager[None]:
+        """Inside, the model runs with the change that the options ask for."""
+        from trainshort.config import load_config
+        from trainshort.evaluate.changes import Change, changed
+        from trainshort.evaluate.target import is_hugging_face
+        from trainshort.generate.settings import GenerateConfig
+
+        change = Change.chosen(self.slopes, self.rotary, self.scores)
+        if change is None:
+            return nullcontext()
+        tokens = GenerateConfig.read(self._settings(model)).tokens
+        if tokens is None or self.interactive or self.save_state or self.resume_state:
+            raise InputError(
+                f"--{change.option} is for one text of a known length; it does not go with --endless, --interactive or "
+                "saved states."
+            )
+        here = self.run_folder / "config.json"
+        trained_at = reach.length if is_hugging_face(self.run_folder) else load_config(here).train.length
+        return changed(model, change, trained_at, max(prompts) + tokens)
 
     def _check(self) -> None:
         for option, number, least in (("--samples", self.samples, 1), ("--save-every", self.save_every, 0)):
@@ -168,9 +196,9 @@ class Generate:
             return self.settings
         settings = {**self.settings, "tokens": None, "stop_at_end": False}
         if "mode" not in settings and self.resume_state is None:
-            if model.position.linear_slopes() is None:
+            if not model.position.bounds_the_past():
                 raise InputError(
-                    f"--endless in bounded memory needs ALiBi; this model has {model.config.position}. "
+                    f"--endless in bounded memory needs ALiBi or FoX; this model has {model.config.position}. "
                     "Choose how to forget: --mode window --window 1024, or --mode full until memory ends."
                 )
             settings["mode"] = "bounded"

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from trainshort.data.hub import hub_answers
 from trainshort.errors import InputError
-from trainshort.evaluate.other_slopes import OtherSlopes
+from trainshort.evaluate.changes import Change
 from trainshort.evaluate.target import PRECISIONS, Target, TextTokenizer
 from trainshort.files import read_object
 from trainshort.vocabulary import SLICE_ELEMENTS
@@ -84,8 +84,8 @@ class HuggingFaceTarget(Target):
         return torch.stack(rows)
 
     @contextmanager
-    def at(self, slopes: OtherSlopes | None, length: int) -> Iterator[None]:
-        with super().at(slopes, length):
+    def at(self, change: Change | None, length: int) -> Iterator[None]:
+        with super().at(change, length):
             config = self.model.config
             setting = TABLE_SETTINGS.get(config.model_type)
             if setting is None:

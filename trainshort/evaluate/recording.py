@@ -27,7 +27,7 @@ def attention_calls(
         bias = layer.bias(x, position, step, arguments[3])
         if remembered is not None:  # the layer itself asks again, and must find its place as it was
             arguments[3].place = remembered
-        parts[layer].append(Call(q, k, v, bias, layer.config.window, step.documents))
+        parts[layer].append(Call(q, k, v, bias, layer.window, step.documents))
 
     with ExitStack() as held, torch.no_grad():
         for layer in layers:

@@ -28,7 +28,7 @@ def new_evaluation(target: Target, text: Text, plan: Sweep, precision: str) -> E
         protocol={
             "name": "non-overlapping" if plan.stride is None else "sliding",
             "stride": plan.stride,
-            "slopes": None if plan.slopes is None else str(plan.slopes),
+            "slopes": None if plan.change is None else str(plan.change),
             "before": target.bos,
             "precision": precision,
             "device": target.device.type,
@@ -74,9 +74,9 @@ def evaluate(
     notes = Console(stderr=True, quiet=console.quiet)
     for length in plan.lengths:
         plan.passes(length)  # refuses impossible lengths before anything is computed
-    if plan.slopes is not None:
-        with target.at(plan.slopes, min(plan.lengths)):
-            pass  # refuses a model without slopes before anything is computed
+    if plan.change is not None:
+        with target.at(plan.change, min(plan.lengths)):
+            pass  # refuses a model that it does not fit before anything is computed
     evaluation = new_evaluation(target, text, plan, precision)
     path = result_path(target.folder, evaluation)
     if not again:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from trainshort.errors import InputError
+from trainshort.evaluate.changes import Change
 from trainshort.evaluate.memory import Peak, is_out_of_memory, limited
-from trainshort.evaluate.other_slopes import OtherSlopes
 from trainshort.evaluate.results import Evaluation, LengthScore, save, summarize
 from trainshort.evaluate.scores import Scores, open_scores
 from trainshort.evaluate.target import Target
@@ -34,7 +34,7 @@ class Sweep:
     lengths: Sequence[int]
     stride: int | None = None
     """Targets per pass; None: as many as the length, which is the non-overlapping protocol."""
-    slopes: OtherSlopes | None = None
+    change: Change | None = None
     batch_tokens: int = BATCH_TOKENS
     """Tokens read at once, if several passes fit in them."""
     memory: float | None = None
@@ -84,7 +84,7 @@ def measure(target: Target, plan: Sweep, length: int, path: Path, report: Report
     if target.longest is not None and length > target.longest:
         reason = f"the model's positions end at {target.longest:,} tokens"
         return _without_number(passes, "cannot", reason)
-    with open_scores(path, passes) as scores, target.at(plan.slopes, length):
+    with open_scores(path, passes) as scores, target.at(plan.change, length):
         try:
             row = _score_all(target, plan, passes, scores, report)
         except (RuntimeError, MemoryError, IndexError) as error:
@@ -170,7 +170,7 @@ def _seconds_per_token(target: Target, plan: Sweep, length: int) -> float | None
     batches = list(passes.batches(budget, 0, min(len(passes), 1 + max(1, budget // length))))
     batch = max(batches, key=lambda one: sum(p.read for p in one))
     seconds = 0.0
-    with target.at(plan.slopes, length), limited(target.device, plan.memory):
+    with target.at(plan.change, length), limited(target.device, plan.memory):
         try:
             for _ in range(2):
                 began = time.perf_counter()

@@ -19,7 +19,7 @@ from trainshort.checkpoint.tensors import sha256_of
 from trainshort.config import RunConfig, load_config
 from trainshort.data.of_run import run_tokenizer
 from trainshort.errors import InputError
-from trainshort.evaluate.other_slopes import OtherSlopes, changed
+from trainshort.evaluate.changes import Change, changed
 from trainshort.model import TransformerLM
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -72,11 +72,11 @@ class Target(ABC):
         """Why the model cannot read `length` tokens, if that is what this error means."""
         return None
 
-    def at(self, slopes: OtherSlopes | None, length: int) -> AbstractContextManager[None]:
-        """Inside, the model is set up for inputs of this length, with other slopes than trained ones if asked for."""
-        if slopes is None:
+    def at(self, change: Change | None, length: int) -> AbstractContextManager[None]:
+        """Inside, the model is set up for inputs of this length, changed otherwise if asked for."""
+        if change is None:
             return nullcontext()
-        raise InputError(f"--slopes changes the slopes of trainshort's ALiBi models; {self.name} is none.")
+        raise InputError(f"--{change.option} changes models of trainshort's own; {self.name} is none.")
 
     @property
     def device(self) -> torch.device:
@@ -115,8 +115,8 @@ class ModelTarget(Target):
     def tokenizer(self) -> TextTokenizer:
         raise InputError(f"{self.name} is a bare model without a tokenizer; give it tokens, or evaluate a run.")
 
-    def at(self, slopes: OtherSlopes | None, length: int) -> AbstractContextManager[None]:
-        return nullcontext() if slopes is None else changed(self.model, slopes, self.trained_at or length, length)
+    def at(self, change: Change | None, length: int) -> AbstractContextManager[None]:
+        return nullcontext() if change is None else changed(self.model, change, self.trained_at or length, length)
 
     def describe(self) -> dict[str, Any]:
         return {"position": self.model.config.position, "model": self.model.config.model_dump(mode="json")}

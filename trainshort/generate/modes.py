@@ -15,7 +15,7 @@ def new_cache(model: TransformerLM, config: GenerateConfig) -> Cache:
         case "full":
             return Cache()
         case "bounded":
-            return BoundedCache(tolerance=config.tolerance)
+            return BoundedCache(tolerance=config.tolerance, clocked=model.position.keeps_clock)
         case "window":
             assert config.window is not None
             return WindowCache(window=config.window, sinks=config.sinks)
@@ -23,10 +23,15 @@ def new_cache(model: TransformerLM, config: GenerateConfig) -> Cache:
 
 def check_mode(model: TransformerLM, config: GenerateConfig) -> None:
     position, name = model.position, model.config.position
-    if config.mode == "bounded" and (position.rotates() or position.linear_slopes() is None):
+    if config.mode == "bounded" and not position.bounds_the_past():
         raise InputError(
-            f"mode 'bounded' needs ALiBi: {name} gives no bound on what far tokens can weigh, so nothing can be "
+            f"mode 'bounded' needs ALiBi or FoX: {name} gives no bound on what far tokens can weigh, so nothing can be "
             "forgotten with a promise. Use mode 'full', or mode 'window' with a window."
+        )
+    if config.mode == "bounded" and model.config.plain_every is not None:
+        raise InputError(
+            "mode 'bounded' needs ALiBi in every layer: layers without positions (plain_every) look back without end. "
+            "Use mode 'full', or mode 'window' with a window."
         )
     if config.mode == "window" and position.reads_text():
         raise InputError(f"mode 'window' forgets keys that {name} goes on counting. Use mode 'full'.")

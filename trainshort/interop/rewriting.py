@@ -66,6 +66,8 @@ PLAIN_ALIBI = (
         lambda c: c.position_settings.slopes is None, "slopes of its own", "its slopes follow from the number of heads"
     ),
     Need(lambda c: c.window is None, "window {config.window}", "train without a window"),
+    Need(lambda c: not c.plain_heads and c.plain_every is None, "heads or layers without positions", "it has none"),
+    Need(lambda c: c.score_growth == "none", "score_growth {config.score_growth}", "its scores do not grow"),
 )
 """What every target but our own asks."""
 

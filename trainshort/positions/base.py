@@ -32,7 +32,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from trainshort.attention import Bias, LinearBias
+from trainshort.attention import Bias, ClockBias, DenseBias, DistanceBias, LinearBias
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
 from trainshort.methods import Method, MethodSettings, NoSettings, methods, settings_of
@@ -62,6 +62,9 @@ class PositionMethod(nn.Module):
     float32: ClassVar[tuple[str, ...]] = ()
     """Names of parameters and buffers that stay float32 whatever the model becomes: half precision has no room for
     fine slopes."""
+    keeps_clock: ClassVar[bool] = False
+    """Whether the bias is a ClockBias whose readings lie in the cache's place under "clock". A bounded
+    cache drops those of keys that it forgot."""
     longest: int | None = None
     """Longest input the method can read; None: any."""
 
@@ -104,6 +107,10 @@ class PositionMethod(nn.Module):
     def reads_text(cls) -> bool:
         return cls.text_bias is not PositionMethod.text_bias
 
+    def bounds_the_past(self) -> bool:
+        """Whether its bias bounds what far tokens can weigh, so that they can be forgotten with a promise."""
+        return self.keeps_clock or (self.linear_slopes() is not None and not self.rotates())
+
     def linear_slopes(self) -> Float[Tensor, " heads"] | None:
         """The slopes of a bias that falls linearly with distance; None for any other, and for no bias.
 
@@ -131,6 +138,23 @@ class PositionMethod(nn.Module):
             elif now.dtype != torch.float32:
                 now.data = old.to(now.device)
         return self
+
+
+def for_heads(bias: Bias | None, config: ModelConfig) -> Bias | None:
+    """A bias with nothing in it for the heads that shall know no positions, the last ones."""
+    if bias is None or not config.plain_heads:
+        return bias
+    keeps = torch.ones(config.heads, device=bias.values.device)
+    keeps[config.heads - config.plain_heads :] = 0
+    match bias:
+        case LinearBias(slopes):
+            return LinearBias(slopes * keeps)
+        case DistanceBias(table):
+            return DistanceBias(table * keeps[:, None])
+        case ClockBias(clock):
+            return ClockBias(clock * keeps[:, None])
+        case DenseBias(values):
+            return DenseBias(values * keeps[:, None, None])
 
 
 class Positions(Registry[type[PositionMethod]]):
@@ -162,4 +186,10 @@ positions: Registry[type[PositionMethod]] = Positions("position method")
 
 def build_position(config: ModelConfig) -> PositionMethod:
     """The method that a model's settings name, with its own settings."""
-    return positions.get(config.position)(config, settings_of(config.position, config.position_settings))
+    method = positions.get(config.position)
+    if method.embed is not PositionMethod.embed and (config.plain_heads or config.plain_every is not None):
+        raise InputError(
+            f"{config.position} adds its positions to the embeddings, before any head or layer; plain_heads and "
+            "plain_every need a method that works inside the layers, such as alibi or rotary."
+        )
+    return method(config, settings_of(config.position, config.position_settings))

@@ -23,7 +23,8 @@ class Alibi(PositionMethod):
 
     def __init__(self, config: ModelConfig, settings: AlibiSettings) -> None:
         super().__init__(config, settings)
-        self.settings = settings
+        self.settings, self.plain_heads = settings, config.plain_heads
+        self.clamp: int | None = None  # at inference: farther tokens count as this far
         slopes = torch.empty(config.heads, dtype=torch.float32)
         if settings.learned_slopes:
             self.slopes = nn.Parameter(slopes)
@@ -33,12 +34,15 @@ class Alibi(PositionMethod):
         self.fill()
 
     def fill(self) -> None:
-        given = self.settings.slopes
-        first = alibi.slopes(len(self.slopes), self.settings.max_bias) if given is None else torch.tensor(given)
-        self.slopes.data.copy_(first)
+        given, sloped = self.settings.slopes, len(self.slopes) - self.plain_heads
+        first = alibi.slopes(sloped, self.settings.max_bias) if given is None else torch.tensor(given)[:sloped]
+        self.slopes.data.zero_()[:sloped].copy_(first)
 
     def score_bias(self, length: int) -> Bias:
-        return LinearBias(self.slopes)
+        if self.clamp is None:
+            return LinearBias(self.slopes)
+        distance = torch.arange(min(length, self.clamp + 1), device=self.slopes.device)
+        return DistanceBias(-self.slopes[:, None] * distance)  # whose last column holds for all that is farther
 
 
 @positions.register("t5")

@@ -23,6 +23,7 @@ class Fox(PositionMethod):
     """
 
     Settings = FoxSettings
+    keeps_clock = True
     float32 = ("shift",)
     shift: Tensor
 

@@ -1,6 +1,11 @@
 """Methods at the second door: queries and keys are turned by an angle that grows with their position."""
 
+import math
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from trainshort.config import ModelConfig
@@ -21,6 +26,7 @@ class Rotary(PositionMethod):
         super().__init__(config, settings)
         self.base = settings.base
         self.dim = config.head_width
+        self.stretch: Stretch | None = None
 
     def rotate(self, q: Tensor, k: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
         if where.stride(0) == 0:  # all rows of the batch stand at the same places: their angles are computed once
@@ -28,10 +34,60 @@ class Rotary(PositionMethod):
         # Angles in float64 whatever the model's dtype: at position 16,384 a float32 angle is 1e-3 off.
         exact = torch.float64 if q.device.type != "mps" else torch.float32
         pair = torch.arange(0, self.dim, 2, dtype=exact, device=q.device)
-        angle = where.to(exact)[:, None, :, None] * self.base ** (-pair / self.dim)
+        speed, size = self.base ** (-pair / self.dim), 1.0
+        if self.stretch is not None:
+            speed, size = stretched(self.stretch, self.base, self.dim)
+            speed = speed.to(exact).to(q.device)
+        angle = where.to(exact)[:, None, :, None] * speed
         wide = torch.promote_types(q.dtype, torch.float32)
-        cos, sin = angle.cos().to(wide), angle.sin().to(wide)
+        cos, sin = (size * angle.cos()).to(wide), (size * angle.sin()).to(wide)
         return _turn(q, cos, sin), _turn(k, cos, sin)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Slower turning at inference, so that a length never trained at has angles that were."""
+
+    kind: Literal["linear", "ntk", "dynamic", "yarn"]
+    factor: float
+    trained_at: int
+    length: int
+    """What is going to be read; `dynamic` asks."""
+
+
+FAST, SLOW = 32, 1
+"""YaRN: pairs that turn more often than FAST times over the training length are left alone, and those that turn less
+than SLOW times are interpolated."""
+
+
+def stretched(stretch: Stretch, base: float, dim: int) -> tuple[Float[Tensor, " pairs"], float]:
+    """How fast each pair turns, in float64, and a factor of queries and keys; as transformers' `rope_scaling` has it.
+
+    linear    every pair `factor` times slower (position interpolation)
+    ntk       a larger base: the slowest pair `factor` times slower, the fastest unchanged
+    dynamic   the same with a factor that grows with the input, and is 1 up to the training length
+    yarn      slow pairs interpolated, fast ones not, a ramp between; scores larger by (0.1 ln factor + 1)²
+    """
+    pair = torch.arange(0, dim, 2, dtype=torch.float64)
+    factor, ratio = stretch.factor, dim / (dim - 2) if dim > 2 else 1.0
+    match stretch.kind:
+        case "linear":
+            return base ** (-pair / dim) / factor, 1.0
+        case "ntk":
+            return (base * factor**ratio) ** (-pair / dim), 1.0
+        case "dynamic":
+            longer = max(stretch.length, stretch.trained_at) / stretch.trained_at
+            return (base * (factor * longer - (factor - 1)) ** ratio) ** (-pair / dim), 1.0
+        case "yarn":
+            first, last = (_pair_of(turns, stretch.trained_at, base, dim) for turns in (FAST, SLOW))
+            low, high = max(math.floor(first), 0), min(math.ceil(last), dim - 1)
+            ramp = ((pair / 2 - low) / (high - low if high > low else 0.001)).clamp(0, 1)
+            return base ** (-pair / dim) * (ramp / factor + 1 - ramp), 0.1 * math.log(factor) + 1
+
+
+def _pair_of(turns: float, length: int, base: float, dim: int) -> float:
+    """The pair that turns so many times over a length."""
+    return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,0 +1,82 @@
+"""The bounded cache and the endless generator with a clock: forgets by the text's own gates, and keeps its promise."""
+
+import pytest
+import torch
+
+import trainshort
+from trainshort.cache import BoundedCache, Cache
+from trainshort.cache.clocked import ClockedLayer
+from trainshort.config import ModelConfig
+from trainshort.generate.state import load_state, save_state
+from trainshort.model import TransformerLM
+
+
+def fox(heads=4, **changes):
+    torch.manual_seed(1)
+    settings = {"vocabulary": 64, "layers": 2, "width": 32, "heads": heads, "position": "fox"}
+    model = TransformerLM(ModelConfig(**{**settings, "position_settings": {"start": "alibi"}, **changes})).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and "position" not in name:
+                weight.mul_(8)
+        model.position.weight.mul_(20)
+    return model
+
+
+@torch.no_grad()
+def run(model, tokens, cache, pieces):
+    return torch.cat([model(part, cache=cache) for part in tokens.split(pieces, dim=1)], 1)
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_heads": 2}, {"window": 40}], ids=str)
+@pytest.mark.parametrize("tolerance", [1e-6, 1e-3])
+def test_the_promise_is_kept(changes, tolerance):
+    model, tokens = fox(**changes), torch.randint(64, (1, 700))
+    cache = BoundedCache(tolerance=tolerance, clocked=True)
+    found = run(model, tokens, cache, [64] * 10 + [1] * 60)
+    whole = run(model, tokens, Cache(), [700])
+    certificate = cache.certificate
+    assert certificate.mass <= tolerance
+    assert certificate.above == 0
+    if "window" not in changes:
+        assert certificate.mass > 0
+        assert min(min(windows) for windows in cache.windows) < 200  # heads that forget, do
+    torch.testing.assert_close(found, whole, rtol=0, atol=2e-4 if tolerance < 1e-4 else 0.1)
+
+
+@torch.no_grad()
+def test_the_certificate_is_above_what_was_forgotten():
+    """The true mass of the forgotten keys, by the full softmax of every row, from what the layer was given."""
+    torch.manual_seed(0)
+    layer, length, dim = ClockedLayer(1e-3), 500, 8
+    q, k, v = (torch.randn(1, 2, length, dim) for _ in range(3))
+    clock = -(torch.rand(1, 2, length, dtype=torch.float64) * torch.tensor([0.3, 0.1])[:, None]).cumsum(-1)
+    scores = (q.double() @ k.double().transpose(-1, -2)) / dim**0.5 + clock[..., :, None] - clock[..., None, :]
+    weights = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf).softmax(-1)
+    lost = torch.zeros(2)
+    for t in range(length):
+        held = [ring.count for ring in layer.rings] or [0, 0]
+        for head in range(2):
+            lost[head] = max(lost[head], float(weights[0, head, t, : t - held[head]].sum()))
+        now = slice(t, t + 1)
+        bias = trainshort.ClockBias(clock[..., : t + 1])
+        layer.attend(q[:, :, now], k[:, :, now], v[:, :, now], bias=bias)
+    assert layer.rings[0].count < length
+    assert lost[0] > 0
+    for head in range(2):
+        assert lost[head] <= layer.heads[head].mass <= 1e-3
+
+
+def test_memory_is_bounded_and_the_state_goes_on_bit_by_bit(tmp_path):
+    model = fox(position_settings={})
+    made = trainshort.stream(model, [1, 2, 3], tokens=300, mode="bounded", stop_at_end=False)
+    for _ in range(200):
+        next(made)
+    save_state(made, tmp_path / "state")
+    rest = list(made)
+    resumed = load_state(tmp_path / "state", model)
+    assert list(resumed) == rest
+    assert resumed.certificate == made.certificate
+    layer = made.caches[0].layer(0)
+    assert layer.place["clock"].shape[2] == max(ring.count for ring in layer.rings)
+    assert layer.place["clock"].shape[2] < 300

@@ -1,0 +1,129 @@
+"""Heads and layers without positions, and scores that grow with what a query sees: settings of every method."""
+
+import math
+
+import pytest
+import torch
+
+from trainshort import alibi
+from trainshort.attention import LinearBias
+from trainshort.cache import Cache
+from trainshort.config import ModelConfig
+from trainshort.errors import InputError
+from trainshort.model import TransformerLM
+from trainshort.positions import ScoreGrowth
+
+INSIDE = ["alibi", "rotary", "t5", "kerple", "fox", "fire"]
+
+
+def tiny(position="alibi", **changes):
+    torch.manual_seed(0)
+    config = {"vocabulary": 64, "layers": 2, "width": 32, "heads": 4, "position": position, **changes}
+    model = TransformerLM(ModelConfig(**config)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.mul_(8)
+    return model
+
+
+def queries_and_biases(model, tokens):
+    from trainshort.evaluate.recording import attention_calls
+
+    return attention_calls(model, tokens)
+
+
+@pytest.mark.parametrize("position", INSIDE)
+def test_plain_heads_are_those_of_a_model_without_positions(position):
+    """And the others are as they were."""
+    mixed, tokens = tiny(position, plain_heads=2), torch.randint(64, (1, 20))
+    (first, *_), (plain, *_) = (queries_and_biases(m, tokens) for m in (mixed, tiny("none")))
+    weights = TransformerLM(mixed.config.replace(plain_heads=0)).eval()
+    weights.load_state_dict(mixed.state_dict())
+    (whole, *_) = queries_and_biases(weights, tokens)
+    if position == "rotary":
+        assert (first.q[:, :2] == whole.q[:, :2]).all()
+        assert (first.q[:, 2:] != whole.q[:, 2:]).any()
+        assert plain.bias is None
+        return
+    if isinstance(first.bias, LinearBias):
+        assert first.bias.slopes.tolist() == [*alibi.slopes(2).tolist(), 0, 0]
+        return
+    mixed_values, values = first.bias.values, whole.bias.values
+    heads = mixed_values.dim() - (2 if position in ("t5", "kerple", "fox") else 3)
+    assert (mixed_values.narrow(heads, 2, 2) == 0).all()
+    torch.testing.assert_close(mixed_values.narrow(heads, 0, 2), values.narrow(heads, 0, 2))
+
+
+@pytest.mark.parametrize("position", INSIDE)
+@pytest.mark.parametrize(
+    "changes", [{"plain_heads": 2}, {"plain_every": 2, "window": 30}, {"score_growth": "ssmax"}], ids=str
+)
+@torch.no_grad()
+def test_token_by_token_equals_one_pass(position, changes):
+    model, tokens = tiny(position, **changes), torch.randint(64, (2, 90))
+    whole, cache = model(tokens), Cache()
+    pieces = [model(part, cache=cache) for part in (tokens[:, :50], tokens[:, 50:51], tokens[:, 51:])]
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=2e-5)
+    documents = torch.tensor([[1] * 40 + [2] * 50] * 2)
+    torch.testing.assert_close(model(tokens, documents=documents)[:, 40:], model(tokens[:, 40:]), rtol=0, atol=2e-5)
+
+
+def test_every_nth_layer_knows_no_positions_and_sees_all():
+    model = tiny(layers=6, plain_every=3, window=5, score_growth="ssmax")
+    calls = queries_and_biases(model, torch.randint(64, (1, 12)))
+    assert [call.bias is None for call in calls] == [False, False, True] * 2
+    assert [call.window for call in calls] == [5, 5, None] * 2
+    assert [layer.attention.growth is None for layer in model.layers] == [True, True, False] * 2
+
+
+def test_growth_against_its_formulas():
+    q, where = torch.ones(1, 2, 3, 4), torch.tensor([[0, 9, 16_384]])
+    ssmax = ScoreGrowth(ModelConfig(heads=2, score_growth="ssmax"))
+    with torch.no_grad():
+        ssmax.s.copy_(torch.tensor([0.5, 2.0]))
+    expected = [[s * math.log(n) for n in (1, 10, 16_385)] for s in (0.5, 2.0)]
+    torch.testing.assert_close(ssmax(q, where)[0, :, :, 0], torch.tensor(expected))
+    llama = ScoreGrowth(ModelConfig(heads=2, score_growth="llama4"))
+    expected = [1.0, 1.0, 1 + 0.1 * math.log(1 + 2)]
+    torch.testing.assert_close(llama(q, where)[0, 1, :, 0], torch.tensor(expected))
+    mean = sum(math.log(n) for n in range(1, 1025)) / 1024
+    assert pytest.approx(1 / mean, abs=1e-3) == 0.1686
+
+
+def test_growth_multiplies_products_and_leaves_the_bias():
+    model, tokens = tiny(score_growth="ssmax"), torch.randint(64, (1, 30))
+    plain = TransformerLM(model.config.replace(score_growth="none")).eval()
+    plain.load_state_dict({k: v for k, v in model.state_dict().items() if not k.endswith("growth.s")})
+    (grown, *_), (first, *_) = (queries_and_biases(m, tokens) for m in (model, plain))
+    factor = 0.1686 * torch.arange(1.0, 31).log()
+    torch.testing.assert_close(grown.q, first.q * factor[:, None], rtol=1e-5, atol=1e-6)
+    assert torch.equal(grown.bias.slopes, first.bias.slopes)
+    model.train()
+    model(tokens[:, :-1], tokens[:, 1:])[0].backward()
+    assert all(layer.attention.growth.s.grad.abs().sum() > 0 for layer in model.layers)
+
+
+def test_learned_slopes_of_plain_heads_stay_zero():
+    model = tiny(plain_heads=1, position_settings={"learned_slopes": True})
+    tokens = torch.randint(64, (1, 40))
+    model(tokens[:, :-1], tokens[:, 1:])[0].backward()
+    assert model.position.slopes[3] == 0
+    assert model.position.slopes.grad[3] == 0
+    assert (model.position.slopes.grad[:3] != 0).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"plain_heads": 4}, "plain_heads 4 leaves 0 of 4 heads with positions; leave a multiple of 1, at least that"),
+        ({"plain_heads": 1, "kv_heads": 2}, "plain_heads 1 leaves 3 of 4 heads with positions; leave a multiple of 2"),
+        ({"plain_every": 1}, "plain_every"),
+        ({"score_growth_length": 0}, "score_growth_length"),
+        ({"position": "sinusoidal", "plain_every": 2}, "sinusoidal adds its positions to the embeddings, before any"),
+    ],
+)
+def test_mixtures_that_do_not_add_up(changes, said):
+    with pytest.raises(InputError) as told:
+        tiny(**changes)
+    assert said in str(told.value)

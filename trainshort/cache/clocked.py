@@ -1,0 +1,116 @@
+"""A bounded cache for models whose bias is a clock, c_i − c_j (the Forgetting Transformer).
+
+The bound of bounded.py with the geometric series replaced by what it stands for: the keys that a head has forgotten can
+have had at most
+
+    mass  ≤  exp(‖q‖·K/√d + c_i + E − lse)          E = log Σ exp(−c_j) over all forgotten keys j
+
+of a query's softmax; E is one number per head, added to as keys are forgotten. Rings are as long as the text makes
+them: a ring grows when forgetting its oldest key would break the promise for a query like the farthest-reaching so far.
+Readings of the clock are kept for the keys that are kept, so memory is bounded where the gates close. In PyTorch; there
+is no compiled step.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from trainshort.attention import Bias, Call, ClockBias
+from trainshort.cache.bounded import MARGIN, BoundedLayer
+from trainshort.cache.facts import check
+from trainshort.cache.growing import PLACE
+from trainshort.cache.ring import ANYWHERE
+from trainshort.errors import InputError
+
+CLOCK = "clock"
+"""Where in its place in the cache the method keeps its readings."""
+
+
+class ClockedLayer(BoundedLayer):
+    """Rings of one layer under a clock."""
+
+    def __init__(self, tolerance: float) -> None:
+        super().__init__(tolerance, use_compiled=False)
+        self.weights: list[float] = []  # E of each head
+        self.began: list[float] = []  # what each head's clock showed first
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        bias = options["bias"]
+        if not self.length and isinstance(bias, ClockBias):
+            self.weights = [-math.inf] * q.shape[1]
+            self.began = bias.clock[0, :, 0].double().tolist()
+        out = super().attend(q, k, v, **options)
+        most = max(ring.count for ring in self.rings)
+        self.place[CLOCK] = bias.clock[..., -most:].clone()
+        return out
+
+    def _slopes(self, bias: Bias | None, heads: int) -> Float[Tensor, " heads"]:
+        if not isinstance(bias, ClockBias | None):
+            raise InputError("this bounded cache is for models whose bias is a clock (FoX).")
+        return torch.zeros(heads)
+
+    def _bias_of(self, bias: Bias, heads: slice, keys: int) -> Bias:
+        assert isinstance(bias, ClockBias)
+        return ClockBias(bias.clock[:, heads, -keys:])
+
+    def _clock(self, number: int, call: Call) -> Float[Tensor, " keys"]:
+        assert isinstance(call.bias, ClockBias)
+        return call.bias.clock[0, number % call.q.shape[1]].double()
+
+    def _forgotten(
+        self, number: int, call: Call, excess: Float[Tensor, " new"], distance: Int[Tensor, " new"]
+    ) -> Float[Tensor, " new"]:
+        return torch.exp(excess + self._clock(number, call)[-len(excess) :] + self.weights[number])
+
+    def _fallen(self, number: int, call: Call) -> Float[Tensor, " new"]:
+        return self.began[number] - self._clock(number, call)[-call.q.shape[2] :]
+
+    def _wanted(self, index: int, call: Call) -> int:
+        """Keys to keep so that a query like the farthest-reaching so far, with a margin, loses no more than promised; a
+        quarter more where a ring must grow, since gates that stay open ask for one more key with every token."""
+        group, most = call.q.shape[1], 1
+        limit = (call.window or ANYWHERE) - 1
+        for number in range(index * group, (index + 1) * group):
+            clock, excess = self._clock(number, call), self.heads[number].excess
+            room = math.log(self.tolerance) - excess - MARGIN - float(clock[-1]) if self.tolerance > 0 else -math.inf
+            if not math.isfinite(room):
+                return max(1, min(ANYWHERE, limit))
+            known = torch.tensor(self.weights[number], dtype=torch.float64, device=clock.device)
+            before = torch.logaddexp(known, (-clock).logcumsumexp(0))
+            most = max(most, len(clock) - int((before <= room).sum()))
+        if most > self.rings[index].capacity:
+            most += most // 4
+        return max(1, min(most, limit))
+
+    def _forget(self, index: int, call: Call, gone: int) -> None:
+        super()._forget(index, call, gone)
+        group = call.q.shape[1]
+        for number in range(index * group, (index + 1) * group):
+            known = torch.tensor([self.weights[number]], dtype=torch.float64, device=call.k.device)
+            self.weights[number] = float(torch.cat([known, -self._clock(number, call)[:gone]]).logsumexp(0))
+
+    @property
+    def bytes(self) -> int:
+        return super().bytes + sum(x.numel() * x.element_size() for x in self.place.values())
+
+    def save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, facts = super().save()
+        if self.length:
+            tensors[PLACE + CLOCK] = self.place[CLOCK].contiguous()
+        return tensors, facts | {"weights": self.weights, "began": self.began}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: dict[str, Any], like: Tensor, bias: Bias | None) -> None:
+        super().restore(tensors, facts, like, None)
+        if not self.length:
+            return
+        self.weights, self.began = list(facts["weights"]), list(facts["began"])
+        heads, clock = len(self.heads), tensors.get(PLACE + CLOCK)
+        check(len(self.weights) == len(self.began) == heads, "the number of heads")
+        check(clock is not None and clock.dtype == torch.float64 and clock.shape[:2] == (1, heads), "the clock")
+        assert clock is not None
+        check(clock.dim() == 3 and clock.shape[2] >= max(ring.count for ring in self.rings), "the clock")
+        self.place = {CLOCK: clock}

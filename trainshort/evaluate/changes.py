@@ -1,0 +1,165 @@
+"""Models run otherwise than they were trained, with the same weights: does any of it let them use more context?
+
+    --slopes interpolate    ALiBi's slopes · L / length once length > L: the farthest bias is one that training has seen
+    --slopes ntk=4          the steepest slope stays, the flattest is divided by 4, those between by less
+    --slopes clamp=512      what is farther than 512 counts as 512 (LM-Infinite)
+    --slopes max_bias=16    the slopes of another maximum bias: the flattest head becomes 2^-16 and looks farther
+    --slopes window=512     the trained slopes under a sliding-window mask: ALiBi as a plain window
+    --rotary linear=4       positions interpolated; ntk=4 another base; dynamic=1 one that grows with the input; yarn=4
+    --scores 1.2            every product of a query and a key is multiplied by this; any model
+
+The model is as before when the context ends.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from trainshort import alibi
+from trainshort.errors import InputError
+from trainshort.model import Attention, TransformerLM
+from trainshort.positions.bias import Alibi
+from trainshort.positions.rotate import Rotary, Stretch
+
+KINDS = {
+    "slopes": {"interpolate": None, "ntk": 1.0, "clamp": 1.0, "max_bias": 0.0, "window": 1.0},
+    "rotary": {"linear": 1.0, "ntk": 1.0, "dynamic": 1.0, "yarn": 1.0},
+}
+"""What each option knows, and the least number that goes with it (max_bias: above it); None: no number."""
+WHOLE = ("clamp", "window")
+EXAMPLES = {
+    "slopes": "interpolate, ntk=4, clamp=512, max_bias=16 or window=512",
+    "rotary": "linear=4, ntk=4, dynamic=1 or yarn=4",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of a trained model, as an option names it."""
+
+    option: str
+    kind: str = ""
+    value: float = 0.0
+
+    @staticmethod
+    def read(option: str, text: str) -> "Change":
+        """From the command line: `interpolate`, `max_bias=16`, `yarn=4`; of `scores`, a number."""
+        if option == "scores":
+            number = _number(text)
+            if number is None or not number > 0:
+                raise InputError(f"--scores is a factor above 0, such as 1.2; got '{text}'.")
+            return Change("scores", value=number)
+        kind, equals, value = text.partition("=")
+        number = _number(value)
+        if kind in KINDS[option] and _fits(kind, KINDS[option][kind], bool(equals), number):
+            return Change(option, kind, number or 0.0)
+        raise InputError(f"{option} are {EXAMPLES[option]}; got '{text}'." if option == "slopes" else _rotary(text))
+
+    @staticmethod
+    def chosen(slopes: str | None, rotary: str | None, scores: str | None) -> "Change | None":
+        """Of the options of a command; one at a time."""
+        given = {"slopes": slopes, "rotary": rotary, "scores": scores}
+        named = {name: text for name, text in given.items() if text is not None}
+        if len(named) > 1:
+            raise InputError(f"give one of {' and '.join('--' + name for name in named)}, so that its effect is seen.")
+        return next((Change.read(name, text) for name, text in named.items()), None)
+
+    def __str__(self) -> str:
+        """As results are named by it; slopes as in 0.1.0."""
+        if self.option == "scores":
+            return f"scores={self.value:g}"
+        named = self.kind if self.kind == "interpolate" else f"{self.kind}={self.value:g}"
+        return named if self.option == "slopes" else f"{self.option}-{named}"
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if number < float("inf") else None
+
+
+def _fits(kind: str, least: float | None, given: bool, number: float | None) -> bool:
+    if least is None:
+        return not given
+    if number is None or (kind in WHOLE and not number.is_integer()):
+        return False
+    return number > least if kind == "max_bias" else number >= least
+
+
+def _rotary(text: str) -> str:
+    return f"rotary is {EXAMPLES['rotary']}, with a number of at least 1; got '{text}'."
+
+
+def new_slopes(trained: Float[Tensor, " heads"], change: Change, trained_at: int, length: int) -> Tensor:
+    """The slopes for inputs of this length.
+
+    interpolate, trained at 128:   length 64 or 128 → as trained      length 512 → a quarter of them
+    ntk=4, two heads:              1/16, 1/256 → 1/16, 1/1024
+    """
+    match change.kind:
+        case "interpolate":
+            return trained * min(1.0, trained_at / length)
+        case "ntk":
+            by_steepness = trained.argsort(descending=True).argsort().to(trained.dtype)
+            return trained * change.value ** (-by_steepness / max(1, len(trained) - 1))
+        case "max_bias":
+            return alibi.slopes(len(trained), change.value).to(trained.device)
+        case _:
+            return trained
+
+
+@contextmanager
+def changed(model: TransformerLM, change: Change, trained_at: int, length: int) -> Iterator[None]:
+    """Inside, `model` runs with a change, for inputs of this length."""
+    apply: dict[str, Callable[..., None]] = {"slopes": _slopes, "rotary": _rotation, "scores": _scores}
+    with ExitStack() as held:
+        apply[change.option](held, model, change, (trained_at, length))
+        yield
+
+
+def _slopes(held: ExitStack, model: TransformerLM, change: Change, lengths: tuple[int, int]) -> None:
+    trained = model.position.linear_slopes()
+    if trained is None:
+        raise InputError(
+            f"--slopes needs a model with ALiBi positions; this one has position='{model.config.position}'."
+        )
+    before = trained.detach().clone()
+    held.callback(lambda: trained.data.copy_(before))
+    trained.data.copy_(new_slopes(before, change, *lengths))
+    if change.kind == "window":
+        for attention in _attentions(model):
+            _set(held, attention, "window", int(change.value))
+    if change.kind == "clamp":
+        if not isinstance(model.position, Alibi):
+            raise InputError(f"--slopes clamp knows ALiBi alone; this model has position='{model.config.position}'.")
+        _set(held, model.position, "clamp", int(change.value))
+
+
+def _rotation(held: ExitStack, model: TransformerLM, change: Change, lengths: tuple[int, int]) -> None:
+    if not isinstance(model.position, Rotary):
+        raise InputError(
+            f"--rotary needs a model with rotary positions; this one has position='{model.config.position}'."
+        )
+    stretch = Stretch(change.kind, change.value, *lengths)  # pyright: ignore[reportArgumentType]  (checked by `read`)
+    _set(held, model.position, "stretch", stretch)
+
+
+def _scores(held: ExitStack, model: TransformerLM, change: Change, lengths: tuple[int, int]) -> None:
+    for attention in _attentions(model):
+        _set(held, attention, "score_factor", change.value)
+
+
+def _attentions(model: TransformerLM) -> list[Attention]:
+    return [module for module in model.modules() if isinstance(module, Attention)]
+
+
+def _set(held: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until `held` ends."""
+    held.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)

@@ -1,0 +1,38 @@
+"""Scores that grow with what there is to see: a softmax over more keys spreads thinner, and this sharpens it again.
+
+    ssmax     score · s_h · ln n                               s_h trained for each head and layer (Nakanishi, 2025)
+    llama4    score · (1 + 0.1 · ln(1 + ⌊n / 8192⌋))           fixed (Llama 4)
+
+n is how many tokens of its document a query sees, itself included. It is one number a row, so it multiplies the query,
+and the bias is left as it is. What reads queries (kernels, bounds, caches) then needs to know nothing of it.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from trainshort.config import ModelConfig
+
+FIRST = 0.1686
+"""SSMax's first s: one over the mean of ln n up to 1,024 tokens, so that scores begin at their usual size."""
+
+
+class ScoreGrowth(nn.Module):
+    """Multiplies queries by a factor that grows with the number of tokens they see."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.length = config.score_growth_length
+        self.s = nn.Parameter(torch.full((config.heads,), FIRST)) if config.score_growth == "ssmax" else None
+
+    def forward(
+        self, q: Float[Tensor, "batch heads length dim"], where: Int[Tensor, "batch length"]
+    ) -> Float[Tensor, "batch heads length dim"]:
+        seen = (where[:1] if where.stride(0) == 0 else where).float() + 1
+        factor = self._factor(seen)[..., None]
+        return (q.to(torch.promote_types(q.dtype, torch.float32)) * factor).to(q.dtype)
+
+    def _factor(self, seen: Float[Tensor, "batch length"]) -> Float[Tensor, "batch heads length"]:
+        if self.s is not None:
+            return self.s.float()[:, None] * seen.log()[:, None]
+        return (1 + 0.1 * torch.log1p(torch.floor(seen / self.length)))[:, None]
