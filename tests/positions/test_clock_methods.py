@@ -17,7 +17,9 @@ GATES = [{}, {"turned": True}, {"gate": "bias_only"}, {"gate": "fixed", "start":
 
 def make(**settings):
     torch.manual_seed(0)
-    return build_position(ModelConfig(width=16, heads=4, layers=2, position="fox", position_settings=settings))
+    return build_position(
+        ModelConfig.read({"width": 16, "heads": 4, "layers": 2, "position": "fox", "position_settings": settings})
+    )
 
 
 def tiny(**settings):

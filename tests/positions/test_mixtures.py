@@ -19,7 +19,7 @@ INSIDE = ["alibi", "rotary", "t5", "kerple", "fox", "fire"]
 def tiny(position="alibi", **changes):
     torch.manual_seed(0)
     config = {"vocabulary": 64, "layers": 2, "width": 32, "heads": 4, "position": position, **changes}
-    model = TransformerLM(ModelConfig(**config)).eval()
+    model = TransformerLM(ModelConfig.read(config)).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
