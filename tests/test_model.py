@@ -50,6 +50,8 @@ def test_token_by_token_equals_one_pass(position, backend):
     """Prefill, chunked prefill and decoding, to four times the length a model of this kind is usually trained at."""
     if position not in ("alibi", "fox") and backend.startswith("windowed"):
         pytest.skip(f"{backend} computes linear biases and clocks only")
+    if position == "fire" and backend == "compiled":
+        pytest.skip("compiled computes no bias that depends on more than the distance")
     if backend == "compiled" and (reason := unavailable()):
         pytest.skip(reason)
     model = tiny(position=position, backend=backend)
@@ -89,7 +91,8 @@ def test_order_matters_except_without_positions_to_a_bag(position):
     """One layer without positions sees its past as a bag; every method but none tells two orders of it apart."""
     model = tiny(position=position, layers=1)
     with torch.no_grad():  # first weights are small: make scores large enough to see
-        model.layers[0].attention.qkv.weight.mul_(20)
+        # KERPLE's first values are drawn, and with the weights that come after them larger ones saturate the softmax.
+        model.layers[0].attention.qkv.weight.mul_(3 if position == "kerple" else 20)
         if position == "t5":
             model.position.table.mul_(50)
     tokens = torch.tensor([[1, 2, 3, 4, 5]])

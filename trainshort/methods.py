@@ -138,12 +138,12 @@ for _name, _summary, _settings in (
     ("sinusoidal", "fixed sines and cosines added to the embeddings; any length.", NoSettings),
     ("learned", "one trained vector per position added to the embeddings; ends with its table.", LearnedSettings),
     ("rotary", "queries and keys turn with their position, so that scores see only distances.", RotarySettings),
+    ("fox", "Forgetting Transformer: a gate at each token says how much of the past is kept.", FoxSettings),
     ("kerple", "KERPLE: a logarithm or power of the distance, trained for each head.", KerpleSettings),
     ("log-alibi", "ALiBi of the logarithm of the distance, slopes fixed.", NoSettings),
     ("bam", "BAM: a trained power of the distance; ALiBi at first.", NoSettings),
     ("sandwich", "Sandwich: the inner product of sinusoidal positions as a bias; fixed.", SandwichSettings),
     ("fire", "FIRE: a small network of the distance as a share of what there is to see.", FireSettings),
-    ("fox", "Forgetting Transformer: a gate at each token says how much of the past is kept.", FoxSettings),
 ):
     methods.register(_name)(Method(_summary, _settings))
 

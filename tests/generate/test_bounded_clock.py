@@ -28,13 +28,14 @@ def run(model, tokens, cache, pieces):
     return torch.cat([model(part, cache=cache) for part in tokens.split(pieces, dim=1)], 1)
 
 
-@pytest.mark.parametrize("changes", [{}, {"kv_heads": 2}, {"window": 40}], ids=str)
-@pytest.mark.parametrize("tolerance", [1e-6, 1e-3])
+@pytest.mark.parametrize(
+    ("changes", "tolerance"), [({}, 1e-6), ({}, 1e-3), ({"kv_heads": 2}, 1e-6), ({"window": 40}, 1e-6)], ids=str
+)
 def test_the_promise_is_kept(changes, tolerance):
-    model, tokens = fox(**changes), torch.randint(64, (1, 700))
+    model, tokens = fox(**changes), torch.randint(64, (1, 400))
     cache = BoundedCache(tolerance=tolerance, clocked=True)
-    found = run(model, tokens, cache, [64] * 10 + [1] * 60)
-    whole = run(model, tokens, Cache(), [700])
+    found = run(model, tokens, cache, [64] * 6 + [1] * 16)
+    whole = run(model, tokens, Cache(), [400])
     certificate = cache.certificate
     assert certificate.mass <= tolerance
     assert certificate.above == 0
@@ -48,9 +49,9 @@ def test_the_promise_is_kept(changes, tolerance):
 def test_the_certificate_is_above_what_was_forgotten():
     """The true mass of the forgotten keys, by the full softmax of every row, from what the layer was given."""
     torch.manual_seed(0)
-    layer, length, dim = ClockedLayer(1e-3), 500, 8
+    layer, length, dim = ClockedLayer(1e-3), 250, 8
     q, k, v = (torch.randn(1, 2, length, dim) for _ in range(3))
-    clock = -(torch.rand(1, 2, length, dtype=torch.float64) * torch.tensor([0.3, 0.1])[:, None]).cumsum(-1)
+    clock = -(torch.rand(1, 2, length, dtype=torch.float64) * torch.tensor([0.6, 0.3])[:, None]).cumsum(-1)
     scores = (q.double() @ k.double().transpose(-1, -2)) / dim**0.5 + clock[..., :, None] - clock[..., None, :]
     weights = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf).softmax(-1)
     lost = torch.zeros(2)
@@ -69,8 +70,8 @@ def test_the_certificate_is_above_what_was_forgotten():
 
 def test_memory_is_bounded_and_the_state_goes_on_bit_by_bit(tmp_path):
     model = fox(position_settings={})
-    made = trainshort.stream(model, [1, 2, 3], tokens=300, mode="bounded", stop_at_end=False)
-    for _ in range(200):
+    made = trainshort.stream(model, [1, 2, 3], tokens=120, mode="bounded", stop_at_end=False)
+    for _ in range(70):
         next(made)
     save_state(made, tmp_path / "state")
     rest = list(made)
@@ -79,4 +80,4 @@ def test_memory_is_bounded_and_the_state_goes_on_bit_by_bit(tmp_path):
     assert resumed.certificate == made.certificate
     layer = made.caches[0].layer(0)
     assert layer.place["clock"].shape[2] == max(ring.count for ring in layer.rings)
-    assert layer.place["clock"].shape[2] < 300
+    assert layer.place["clock"].shape[2] < 120

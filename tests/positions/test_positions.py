@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -174,3 +175,9 @@ def test_abilities():
     assert [name for name, method in made.items() if method.rotates()] == ["rotary"]
     assert [name for name, method in made.items() if method.longest] == ["learned"]
     assert not any(method.reads_text() for method in made.values())
+
+
+def test_every_method_is_on_the_page_of_methods():
+    page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text(encoding="utf-8").lower()
+    own = [name for name in positions.names() if positions.get(name).__module__.startswith("trainshort.")]
+    assert [name for name in own if f"`{name}`" not in page and f"**{name}**" not in page] == []

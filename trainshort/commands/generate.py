@@ -98,9 +98,9 @@ class Generate:
 
     def _changed(self, model: "TransformerLM", prompts: list[int], reach: "Reach") -> AbstractContextManager[None]:
         """Inside, the model runs with the change that the options ask for."""
+        from trainshort.checkpoint import is_hugging_face
         from trainshort.config import load_config
         from trainshort.evaluate.changes import Change, changed
-        from trainshort.evaluate.target import is_hugging_face
         from trainshort.generate.settings import GenerateConfig
 
         change = Change.chosen(self.slopes, self.rotary, self.scores)

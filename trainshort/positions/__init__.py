@@ -1,6 +1,10 @@
 """Position methods, chosen by one name. Importing this package registers them all."""
 
-from trainshort.positions import bias, clock, distance, embed, rotate
+# The paper's methods come first: what is registered first is listed first.
+from trainshort.positions import bias, embed, rotate
+
+# isort: split
+from trainshort.positions import clock, distance
 from trainshort.positions.base import LayerInput, PositionMethod, build_position, for_heads, positions
 from trainshort.positions.growth import ScoreGrowth
 

@@ -1,5 +1,5 @@
-"""`python -m trainshort.positions.picture`: docs/biases.png, what methods add to a score at each distance, drawn from the
-methods themselves at their first values."""
+"""`python -m trainshort.positions.picture`: docs/biases.png, what methods add to a score at each distance, drawn from
+the methods themselves at their first values."""
 
 from pathlib import Path
 
@@ -38,5 +38,5 @@ def figure(name: str) -> Figure:
 
 
 if __name__ == "__main__":
-    draw([figure(name) for name in METHODS], PICTURE, size=(4.0, 3.2))
+    draw([figure(name) for name in METHODS], PICTURE, size=(16.0, 3.6))
     PICTURE.with_suffix(".svg").unlink()
