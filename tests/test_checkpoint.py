@@ -232,6 +232,15 @@ def test_load_model_says_what_it_wants(tmp_path):
         checkpoint.load_model(tmp_path)
 
 
+def test_a_large_model_is_told_while_it_loads(tmp_path, monkeypatch, capsys):
+    folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
+    checkpoint.load_model(tmp_path)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(checkpoint, "LARGE", 1000)
+    checkpoint.load_model(tmp_path)
+    assert capsys.readouterr().err == f"trainshort: Verifying and loading {folder} (0.0 GB).\n"
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
     other = snapshot(1, model=MODEL.replace(layers=2))

@@ -131,6 +131,8 @@ def _run(argv: list[str]) -> int:
         print(f"trainshort {__version__}")
         return 0
     name, rest = argv[0], argv[1:]
+    if name.startswith("--plugin"):
+        raise InputError(f"{name} comes after the command: trainshort COMMAND --plugin FILE.py.")
     if name not in COMMANDS:
         raise InputError(f"Unknown command '{name}'.{did_you_mean(name, COMMANDS)} See trainshort --help.")
     from trainshort import plugins  # here, because --help needs neither

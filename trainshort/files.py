@@ -244,8 +244,13 @@ def make_folder(path: Path, *, mend: str = "Choose another --out.") -> Path:
         where = path if error.filename in (None, str(path)) else error.filename
         raise InputError(f"{where} is {what}, and a folder was expected there. {mend}") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"The folder {path} cannot be written to: {reason(error)}. {mend}") from None
+        raise _useless(path, error, mend) from None
     return path
+
+
+def _useless(path: Path, error: OSError | ValueError, mend: str) -> InputError:
+    can = "written to" if os.path.isdir(path) else "made"
+    return InputError(f"The folder {path} cannot be {can}: {reason(error)}. {mend}")
 
 
 @contextmanager
@@ -260,9 +265,12 @@ def new_folder(path: Path, *, mend: str = CHOOSE) -> Iterator[Path]:
         raise InputError(f"{path} already exists and is not empty. Choose another --out.")
     partial = path.with_name(f".{path.name}{PARTIAL}")
     make_folder(path.parent)
+    shutil.rmtree(partial, ignore_errors=True)
     try:
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
+    except OSError as error:
+        raise _useless(path, error, "Choose another --out.") from None
+    try:
         yield partial
         for inside in (partial, *partial.rglob("*")):
             sync_folder(inside)

@@ -219,7 +219,9 @@ def test_a_record_that_cannot_be_used_is_told_with_its_line(record: str, told: s
 @pytest.mark.parametrize("out", ["/proc/nowhere/x", "text.txt/x", "text.txt"])
 def test_a_folder_that_cannot_be_made_is_told(out: str, prepared: Path) -> None:
     config = DataConfig(corpus=str(prepared / "text.txt"), folder=prepared / out)
-    with pytest.raises(InputError, match=r"folder.* (cannot be written to: |was expected there\.).*another --out\."):
+    with pytest.raises(
+        InputError, match=r"folder.* (cannot be (made|written to): |was expected there\.).*another --out\."
+    ):
         prepare(config, progress=False)
 
 

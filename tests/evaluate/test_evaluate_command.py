@@ -1,6 +1,7 @@
 """`trainshort evaluate` as a user runs it: files, resuming, failures that leave the rest going, mistakes in words."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,19 @@ def test_a_text_shorter_than_the_length_is_scored_whole(fresh: Path):
     assert short["nll"] == pytest.approx(whole["nll"], rel=1e-6)
 
 
+@pytest.mark.parametrize("words", [["--max-tokens", "40"], ["--data", "short.txt"]], ids=["cut", "short"])
+def test_lengths_beyond_the_text_are_told_and_never_claimed(fresh: Path, words, capsys, monkeypatch):
+    """The model's training length is 16, and an honest card of 40 tokens ends at 32."""
+    monkeypatch.chdir(fresh)
+    (fresh / "short.txt").write_text("the same forty bytes of text, once again")
+    assert evaluate(fresh, "--lengths", "16", "32", "500", *words) == 0
+    told = capsys.readouterr()
+    assert re.search(r"The text has 4\d tokens: at length 500 it is read whole, which says nothing about", told.err)
+    card = json.loads((fresh / "extrapolation.json").read_text())
+    assert [row["length"] for row in card["lengths"]] == [16, 32]
+    assert "500" not in card["summary"]
+
+
 def test_a_dry_run_says_the_cost_and_does_nothing(fresh: Path, capsys):
     assert evaluate(fresh, "--lengths", "64", "--stride", "1", "--max-tokens", "100", "--dry-run") == 0
     assert "100 targets at length 64, 37 passes over 2,368 tokens, about" in " ".join(capsys.readouterr().err.split())
@@ -187,7 +201,7 @@ def test_a_dry_run_says_the_cost_and_does_nothing(fresh: Path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--lengths", "90000", "100000"], "nothing can be measured at 100,000"),
+        (["--lengths", "90000", "100000"], "so length 100,000 would read what 90,000 reads"),
         (["--lengths", "64", "--stride", "0"], "stride must be between 1 and the length 64, got 0"),
         (["--lengths", "64", "--stride", "65"], "stride must be between 1 and the length 64, got 65"),
         (["--lengths", "many"], "got 'many'"),

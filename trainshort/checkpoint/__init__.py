@@ -46,6 +46,8 @@ __all__ = [
 ]
 
 CONFIG = "config.json"
+LARGE = 250 * 10**6
+"""Bytes from which loading takes seconds, so that it is told."""
 
 Parts = dict[str, dict[str, Tensor]]
 """Tensors by part (model, optimizer) and name."""
@@ -144,6 +146,9 @@ def load_model(path: Path, *, device: str = "cpu") -> TransformerLM:
     standard error, where that was measured.
     """
     folder = find(path)
+    size = sum(file.stat().st_size for file in folder.rglob("*.safetensors") if file.is_file())
+    if size > LARGE:
+        say(f"Verifying and loading {folder} ({size / 1e9:.1f} GB).")
     if problem := manifest.damage(folder):
         raise InputError(f"{folder} is damaged: {problem}. Use another checkpoint of the run.")
     config = load_config(folder / CONFIG)

@@ -98,11 +98,6 @@ class Evaluate(OnText):
         text = open_text(target, self.data, self.split, self.max_tokens)
         lengths = read_lengths(self.lengths, target.trained_at, len(text.tokens))
         plan = Sweep(text.tokens, lengths, self.stride, change, self.batch_tokens, self.memory)
-        if self.lengths and self.max_tokens is None and lengths[-1] > len(text.tokens):
-            raise InputError(
-                f"the text has {len(text.tokens):,} tokens, and nothing can be measured at {lengths[-1]:,}. "
-                "Give shorter --lengths or a longer text by --data."
-            )
         evaluate(
             target,
             text,

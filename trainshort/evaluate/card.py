@@ -31,7 +31,9 @@ def make(evaluation: Evaluation, source: str) -> dict[str, Any] | None:
     length, for a model that does not tell its own) and at least one longer, scored without overlap and as trained."""
     if evaluation.protocol.get("stride") is not None or evaluation.protocol.get("slopes") is not None:
         return None
-    rows = [row for row in evaluation.rows if row.length >= (evaluation.trained_at or 0)]
+    # A length beyond the end of the text was given no longer inputs than the text: it says nothing about that length.
+    told = [row for row in evaluation.rows if row.status != "scored" or row.length <= row.tokens]
+    rows = [row for row in told if row.length >= (evaluation.trained_at or 0)]
     base = rows[0] if rows else None
     if base is None or base.status != "scored" or len(rows) < 2 or evaluation.trained_at not in (None, base.length):
         return None

@@ -95,7 +95,14 @@ def evaluate(
 
 
 def state_cost(target: Target, plan: Sweep, todo: list[Passes], console: Console) -> None:
-    """Say what is about to be computed and how long that may take."""
+    """Say what is about to be computed, how long that may take, and what it cannot tell."""
+    if (longest := max(plan.lengths)) > len(plan.tokens):
+        console.print(
+            f"The text has {len(plan.tokens):,} tokens: at length {longest:,} it is read whole, which says nothing "
+            f"about inputs of {longest:,} tokens. The extrapolation card leaves that length out.",
+            highlight=False,
+            soft_wrap=True,
+        )
     known = len(plan.lengths) - len(todo)
     if known:
         console.print(f"{known} of {len(plan.lengths)} lengths were scored before; --again scores them anew.")

@@ -174,9 +174,10 @@ def fetched(name: str, patterns: tuple[str, ...] = PATTERNS) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (HfHubHTTPError, OSError, ValueError) as error:
-        first = str(error).strip().partition("\n")[0].rstrip(".")
+        first = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
         raise InputError(
-            f"There is no file or folder {name}, and the hub did not give a model ({first[:200]})."
+            f"There is no file or folder {name}, and the hub did not give a model ({first}). "
+            "Check the name and the network."
         ) from None
 
 
