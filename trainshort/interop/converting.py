@@ -7,7 +7,6 @@ Positions that were added to the embeddings leave their mean there: the layers w
 is added to every row of the embeddings moves all logits alike, also where the output is the same matrix.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from trainshort.model import TransformerLM
 from trainshort.plots.pictures import draw
 from trainshort.positions import PositionMethod
 
-TO = ("alibi",)
+TO = "alibi"
 TIMES = (1, 2, 4, 8)
 FOLDER = "conversion"
 """In the run folder: one evaluation for each stage, and the picture of all."""
@@ -67,10 +66,10 @@ def _own(path: Path) -> Patient:
     """A run of ours with other positions than ALiBi."""
     checkpoint = find(path)
     config = load_config(checkpoint / "config.json")
-    if config.model.position == "alibi":
+    if config.model.position == TO:
         raise InputError(f"{path} has ALiBi already. Train it on as it is: trainshort train {path} --resume.")
     model = load_model(checkpoint)
-    changed = config.model.replace(position="alibi")
+    changed = config.model.replace(position=TO)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
     shapes = shapes_of(changed)
     mean = _mean_position(model, config.train.length)
@@ -155,6 +154,6 @@ def _shown(evaluation: Evaluation, length: int) -> str:
     return f"{row.perplexity:.4g}" if row.status == "scored" else row.status
 
 
-def refuse_target(to: str, known: Sequence[str] = TO) -> None:
-    if to not in known:
-        raise InputError(f"--to is {' or '.join(known)}, got '{to}': other positions are not put in here.")
+def refuse_target(to: str) -> None:
+    if to != TO:
+        raise InputError(f"--to is {TO}, got '{to}': other positions are not put in here.")
