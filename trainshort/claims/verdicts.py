@@ -113,8 +113,9 @@ def opposite(found: Verdict) -> Verdict:
 def every(found: Iterable[Verdict]) -> Verdict:
     """Of a claim with several parts: it holds when all do, and falls with one."""
     parts = list(found)
-    fallen: tuple[Verdict, ...] = ("does not hold", "cannot tell")
-    return next((one for one in fallen if one in parts), "holds")
+    if "does not hold" in parts:
+        return "does not hold"
+    return "cannot tell" if "cannot tell" in parts else "holds"
 
 
 def detectable(*found: Compared | None) -> str:
