@@ -42,8 +42,8 @@ PILOT = {
     "AdamW 4e-3, 480 steps of 6 x 128": 71.12,
     "AdamW 1.2e-2, 480 steps of 6 x 128": 93.35,
 }
-"""Validation perplexities of ALiBi that were seen before the grid had its last form, beside those of its first way: they
-settled the size of a step and that the grid has no AdamW, which is worse here at every rate tried."""
+"""Validation perplexities of ALiBi that were seen before the grid had its last form, beside those of its first way.
+They settled the size of a step and that the grid has no AdamW, which is worse here at every rate tried."""
 WITH_TABLE = ("t5", "learned")
 """Methods with trained parameters of their own; for others a learning rate of tables means nothing."""
 

@@ -21,6 +21,11 @@
     made.font = { color: ink, size: 12 };
     made.modebar = { bgcolor: "rgba(0,0,0,0)" };
     made.margin = { l: 56, r: made.yaxis2 ? 56 : 12, t: 30, b: 48 }; // at the top the tool bar lies, and nothing else
+    if (narrow.matches) { // a phone: the right axis keeps its numbers, long titles are small
+      made.margin = { l: 44, r: made.yaxis2 ? 34 : 8, t: 12, b: 48 };
+      for (const name of ["xaxis", "yaxis"]) if (made[name].title) made[name].title.font = { size: 10 };
+      if (made.yaxis2) made.yaxis2.title = { text: "" };
+    }
     made.hovermode = "closest";
     made.dragmode = narrow.matches ? false : "zoom";
     if (made.showlegend) {
@@ -29,16 +34,24 @@
     return made;
   }
 
+  function shown(traces) { // on a phone the caption names the dotted lines
+    return narrow.matches ? traces.map((one) => (one.line && one.line.dash ? { ...one, showlegend: false } : one)) : traces;
+  }
+
+  const watcher = new ResizeObserver((seen) => seen.forEach((one) => one.target.data && Plotly.Plots.resize(one.target)));
+
   function draw() {
     for (const figure of figures) {
       const place = document.getElementById("plot-" + figure.name);
       if (place) {
-        Plotly.react(place, figure.data, themed(figure.layout), { responsive: true, displaylogo: false, displayModeBar: "hover" });
+        watcher.observe(place);
+        Plotly.react(place, shown(figure.data), themed(figure.layout), { responsive: true, displaylogo: false, displayModeBar: "hover" });
       }
     }
   }
   draw();
   dark.addEventListener("change", draw);
+  narrow.addEventListener("change", draw);
 
   // On paper nothing can be opened.
   const closed = [];
