@@ -102,15 +102,20 @@ class Muon(torch.optim.AdamW):
 def orthogonal(matrices: Float[Tensor, "n rows columns"]) -> Float[Tensor, "n rows columns"]:
     """Each matrix with its singular values brought near 1 (0.7 to 1.2), by five Newton-Schulz steps:
 
-    x ← a·x + b·(xxᵀ)x + c·(xxᵀ)²x        is, for each singular value,        s ← a·s + b·s³ + c·s⁵
+        x ← p·x,   p = a + b·g + c·g²,   g = xxᵀ        is, for each singular value,        s ← a·s + b·s³ + c·s⁵
+
+    All p are polynomials of the first g, so they commute: g ← p·g·p, and x itself, the larger, is multiplied once.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    one = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    gram, product = x @ x.mT, one.expand(len(x), -1, -1)
     for _ in range(5):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        factor = torch.baddbmm(a * one + b * gram, gram, gram, alpha=c)
+        product, gram = factor @ product, factor @ gram @ factor
+    x = product @ x
     return x.mT if tall else x
 
 

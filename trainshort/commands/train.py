@@ -17,7 +17,7 @@ class Train:
       trainshort train demo-alibi
       trainshort train demo-alibi --model.position t5 --train.steps 100 --out runs/t5
       trainshort train runs/t5 --resume
-      torchrun --nproc_per_node=2 -m trainshort train demo-alibi --parallel fsdp
+      torchrun --nproc_per_node=2 -m trainshort train demo-alibi --parallel fsdp --optim.name adamw
     """
 
     def __init__(self, config: RunConfig, out: Path, *, resume: bool, quiet: bool) -> None:

@@ -96,17 +96,17 @@ class Way(Settings):
     position_lr: float = Field(default=1.0, gt=0)
 
     def optim(self, steps: int) -> OptimConfig:
-        """The settings of a run of so many updates; a tenth of them is warm-up."""
+        """The settings of a run of so many steps; a tenth of them is warm-up."""
         return OptimConfig(
             name=self.optimizer, lr=self.lr, position_lr=self.position_lr, warmup=steps // 10, momentum=0.95
         )
 
 
-LAPTOP_UPDATE = 768
-"""Tokens per update at the laptop; at 512, which does not divide it, 1,024. Small updates and many of them are worth
+LAPTOP_STEP = 768
+"""Tokens per step at the laptop; at 512, which does not divide it, 1,024. Small steps and many of them are worth
 most here: with equally many tokens, ALiBi's perplexity went from 67.7 to 48.1 when they became a third as large."""
-LAPTOP_TOKENS = 1600 * LAPTOP_UPDATE
-"""Tokens that every model of the laptop scale is trained on."""
+LAPTOP_TOKENS = 1440 * LAPTOP_STEP
+"""Tokens that every model of the laptop scale is trained on: 1.1 M, as many as in 0.1.0."""
 TUNED = {"alibi": Way(optimizer="muon", lr=1e-2)}
 """The way that `trainshort tune` chose for each method; one that was not searched is trained as ALiBi."""
 
@@ -114,7 +114,7 @@ TUNED = {"alibi": Way(optimizer="muon", lr=1e-2)}
 def laptop(variant: Variant, way: Way | None = None, tokens: int = LAPTOP_TOKENS) -> RunConfig:
     """4 layers, width 128, on the embedded corpus: about two minutes on one core."""
     length = variant.length // 4
-    batch = max(1, round(LAPTOP_UPDATE / length))
+    batch = max(1, round(LAPTOP_STEP / length))
     steps = max(1, tokens // (batch * length))
     way = way or TUNED.get(variant.position, TUNED["alibi"])
     return RunConfig(

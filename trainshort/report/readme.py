@@ -1,8 +1,8 @@
 """`python -m trainshort.report.readme [report/laptop]`: what README and docs say of the demo, the search, the tables.
 
-Given a report's folder, its results are stored first: headline.json as benchmarks/results/demo.json, tables.json beside
-it, the first figure as docs/headline.png. Then each region of a document between two such lines is written from what is
-stored, and a test says when they differ; one whose result is not stored is left as it is.
+Given a report's folder, its results are stored first. Of one seed: headline.json as benchmarks/results/demo.json, and
+the first figure as docs/headline.png; of several: tables.json beside it. Then each region of a document between two such
+lines is written from what is stored, and a test says when they differ; one whose result is not stored is left as it is.
 
     <!-- obtained: demo -->
     <!-- end of obtained -->
@@ -121,11 +121,12 @@ def written(text: str) -> str:
 
 
 def store(report: Path) -> None:
-    """Keep what a report found in the repository; tables only where some were computed with several seeds."""
-    shutil.copyfile(report / "headline.json", RESULTS / "demo.json")
-    shutil.copyfile(report / "headline.png", ROOT / "docs" / "headline.png")
+    """Keep what a report found in the repository: with one seed it is the demo's, with several it is of the tables."""
     if read_sealed(report / "tables.json")["seeds"] > 1:
         shutil.copyfile(report / "tables.json", RESULTS / "tables.json")
+        return
+    shutil.copyfile(report / "headline.json", RESULTS / "demo.json")
+    shutil.copyfile(report / "headline.png", ROOT / "docs" / "headline.png")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ before the model was built, each configuration in a process of its own, since a 
 held.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -21,13 +22,14 @@ from trainshort.runs import provenance
 TOGETHER = 1024
 """Configurations of up to so many tokens a sequence take turns with each other; longer ones with those of their length,
 or a single long step would fill a round."""
-SECONDS = 20.0
+SECONDS = 12.0
 LEAST, MOST = 9, 41
 """Rounds: as many as fit into the seconds. With 9 a median is between the second and the eighth, 96 times in 100."""
 
 
-def measure_costs(configs: dict[str, RunConfig], path: Path) -> None:
-    """Measure all, if `path` does not hold all yet: only what took turns with each other can be compared."""
+def measure_costs(configs: dict[str, RunConfig], path: Path, weighed: Collection[str] | None = None) -> None:
+    """Measure all, if `path` does not hold all yet: only what took turns with each other can be compared. Memory only
+    of those in `weighed`; None: of all."""
     entries = read_costs(path.parent)
     if not configs.keys() - entries.keys():
         return
@@ -39,7 +41,6 @@ def measure_costs(configs: dict[str, RunConfig], path: Path) -> None:
     for length, group in sorted(groups.items()):
         timings = _in_rounds({name: Rig(config, device) for name, config in group.items()})
         for name, config in group.items():
-            weighed = length <= TOGETHER
             entries[name] = {
                 "position": config.model.position,
                 "length": config.train.length,
@@ -48,7 +49,7 @@ def measure_costs(configs: dict[str, RunConfig], path: Path) -> None:
                 "train_seconds": timings[f"train {name}"].seconds,
                 "read_seconds": timings[f"read {name}"].seconds,
                 "tokens": config.train.batch * config.train.length,
-                "train_memory": _memory(config, device) if weighed else None,
+                "train_memory": _memory(config, device) if weighed is None or name in weighed else None,
                 "session": f"{origin['time']}, up to {length}",
                 "provenance": origin,
             }

@@ -45,7 +45,7 @@ def reproduce(
         from trainshort.reproduce.rounds import measure_costs
 
         make_folder(root)
-        measure_costs(assignment.costs, root / COST_FILE)
+        measure_costs(assignment.costs, root / COST_FILE, assignment.weighed)
 
 
 def missing_costs(assignment: Assignment, root: Path) -> bool:

@@ -44,7 +44,9 @@ class Assignment:
     scale: Scale
     tasks: list[Task]
     costs: dict[str, RunConfig]
-    """Configurations whose speed and memory are measured, by run name."""
+    """Configurations whose speed is measured, by run name."""
+    weighed: frozenset[str] = frozenset()
+    """Those of them whose memory is measured too."""
 
 
 def assign(chosen: Sequence[Experiment], scale: Scale, seeds: Iterable[int] = (1,)) -> Assignment:
@@ -58,7 +60,9 @@ def assign(chosen: Sequence[Experiment], scale: Scale, seeds: Iterable[int] = (1
         for variant in experiment.measured_apart(scale):
             config = scale.config(variant)
             costs[run_name(config)] = config
-    return Assignment(scale, list(tasks.values()), costs)
+    cells = (cell for experiment in chosen for cell in experiment.cells if cell.quantity == "train memory")
+    weighed = frozenset(run_name(scale.config(cell.variant)) for cell in cells if cell.variant)
+    return Assignment(scale, list(tasks.values()), costs, weighed)
 
 
 def _add(experiment: Experiment, scale: Scale, tasks: dict[str, Task]) -> None:

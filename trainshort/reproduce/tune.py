@@ -17,12 +17,12 @@ from typing import Any
 
 from trainshort.config import RunConfig
 from trainshort.files import make_folder, read_sealed, write_sealed
-from trainshort.recipes.scales import LAPTOP_UPDATE, Variant, Way, laptop
+from trainshort.recipes.scales import LAPTOP_STEP, Variant, Way, laptop
 from trainshort.reproduce.tasks import Task, trained
 from trainshort.runs import RunFolder, provenance, read_metrics, run_name
 
 METHODS = ("alibi", "rotary", "t5", "sinusoidal")
-TOKENS = 480 * LAPTOP_UPDATE
+TOKENS = 480 * LAPTOP_STEP
 """Tokens of a trial: less than a third of the demo's, so that the whole grid takes less than an hour on one core."""
 FILE = "tune.json"
 FORMAT = 1
