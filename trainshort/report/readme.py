@@ -1,8 +1,8 @@
 """`python -m trainshort.report.readme [report/laptop]`: what README and docs say of the demo, the search, the tables.
 
 Given a report's folder, its results are stored first. Of one seed: headline.json as benchmarks/results/demo.json, and
-the first figure as docs/headline.png; of several: tables.json beside it. Then each region of a document between two such
-lines is written from what is stored, and a test says when they differ; one whose result is not stored is left as it is.
+the first figure as docs/headline.png; of several: tables.json beside it. Then each region of a document between two
+such lines is written from what is stored, and a test says when they differ; where nothing is stored it is left.
 
     <!-- obtained: demo -->
     <!-- end of obtained -->
