@@ -66,6 +66,22 @@ def test_attention_is_stored_with_its_origin(tmp_path, capsys):
     assert "memory of windowed, 2 of 3" in told.err
 
 
+def test_mpt_before_and_after_a_patch(tmp_path):
+    out = tmp_path / "p.json"
+    run(
+        *["patch", "--quick", "--preset", "tiny", "--lengths", "64", "--rounds", "2", "--memory", "all", "--out"],
+        str(out),
+    )
+    before, after = load(out).suites["patch"]
+    assert (before.case["model"], after.case["model"]) == ("mpt", "patched")
+    assert after.measured["same greedy tokens"].value == 32
+    for work in ("forward", "step"):
+        ratios = [a / b for a, b in zip(before.seconds[work], after.seconds[work], strict=True)]
+        assert after.measured[f"{work} speed to mpt"].value == pytest.approx(np.median(ratios))
+        share = after.measured[f"{work} peak"].value / before.measured[f"{work} peak"].value
+        assert after.measured[f"{work} peak to mpt"].value == pytest.approx(share)
+
+
 def test_training_and_evaluation_keep_their_ratios(tmp_path):
     out = tmp_path / "t.json"
     words = "training evaluate --quick --preset tiny --lengths 32 64 --rounds 1 --memory none --out"

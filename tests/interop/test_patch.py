@@ -190,6 +190,22 @@ def test_peft_on_top_and_below(kind):
     assert torch.equal(above.generate(input_ids=text, **made), below.generate(input_ids=text, **made))
 
 
+@torch.no_grad()
+def test_hooks_of_accelerate(kind):
+    """Every module has a forward of the hook's own, which calls the one that is patched."""
+    accelerate = pytest.importorskip("accelerate")
+    model, text = make(kind), tokens(2, 30)
+    expected = model(text).logits
+    hooked = accelerate.dispatch_model(model, device_map={"": "cpu"}, force_hooks=True)
+    assert "_old_forward" in vars(hooked)
+    patch(hooked)
+    assert off(hooked(text).logits, expected) < 1e-4
+    packed = hooked(text, position_ids=torch.arange(15).repeat(2)[None]).logits
+    assert off(packed[:, 15:], hooked(text[:, 15:]).logits) < 1e-4
+    unpatch(hooked)
+    assert torch.equal(hooked(text).logits, expected)
+
+
 def test_a_trainer_steps_as_before(kind, tmp_path):
     losses = []
     for patched in (False, True):

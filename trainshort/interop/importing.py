@@ -20,6 +20,7 @@ from trainshort.checkpoint import folders, load_model, manifest
 from trainshort.checkpoint.folders import STATE, State
 from trainshort.checkpoint.tensors import WHOLE
 from trainshort.config import DataConfig, RunConfig, TrainConfig, save_config
+from trainshort.data.hub import hub_answers
 from trainshort.data.tokenizer import FILE, Tokenizer, load_tokenizer
 from trainshort.errors import InputError
 from trainshort.files import new_folder, read_object, sha256, write_whole
@@ -171,10 +172,13 @@ def fetched(name: str, patterns: tuple[str, ...] = PATTERNS) -> Path:
         raise InputError(
             f"There is no {name} here, and the hub needs the hf extra: pip install 'trainshort[hf]'."
         ) from None
+    answers = hub_answers()  # if not: what an earlier download left here, in place of half a minute of retries
     try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+        return Path(snapshot_download(name, allow_patterns=list(patterns), local_files_only=not answers))
     except (HfHubHTTPError, OSError, ValueError) as error:
-        first = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
+        first = (
+            str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".") if answers else "it does not answer"
+        )
         raise InputError(
             f"There is no file or folder {name}, and the hub did not give a model ({first}). "
             "Check the name and the network."
