@@ -11,6 +11,12 @@ from trainshort.evaluate.changes import Change, changed, new_slopes
 from trainshort.positions.rotate import Stretch, stretched
 
 
+def command(*words):
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    return ended.value.code
+
+
 @pytest.mark.parametrize(
     ("kind", "theirs"), [("linear", "linear"), ("ntk", None), ("dynamic", "dynamic"), ("yarn", "yarn")]
 )
@@ -112,16 +118,16 @@ def test_a_change_that_is_none_is_one_sentence(option, text, said):
 
 def test_a_change_that_the_method_does_not_know_is_one_sentence(tmp_path, capsys):
     run = make_run(tmp_path, position="alibi")
-    assert main(["evaluate", str(run), "--lengths", "32", "--rotary", "yarn=2"]) == 2
+    assert command("evaluate", str(run), "--lengths", "32", "--rotary", "yarn=2") == 2
     assert "--rotary needs a model with rotary positions; this one has position='alibi'" in capsys.readouterr().err
-    assert main(["evaluate", str(run), "--lengths", "32", "--slopes", "ntk=2", "--scores", "2"]) == 2
+    assert command("evaluate", str(run), "--lengths", "32", "--slopes", "ntk=2", "--scores", "2") == 2
     assert "give one of --slopes and --scores, so that its effect is seen" in capsys.readouterr().err
-    assert main(["generate", str(run), "the cat", "--endless", "--slopes", "ntk=2"]) == 2
+    assert command("generate", str(run), "the cat", "--endless", "--slopes", "ntk=2") == 2
     assert "--slopes is for one text of a known length" in capsys.readouterr().err
 
 
 def test_evaluate_and_generate_take_them(tmp_path, capsys):
     run = make_run(tmp_path, position="rotary")
-    assert main(["evaluate", str(run), "--lengths", "32", "--max-tokens", "200", "--rotary", "yarn=2"]) == 0
+    assert command("evaluate", str(run), "--lengths", "32", "--max-tokens", "200", "--rotary", "yarn=2") == 0
     assert "rotary-yarn=2" in capsys.readouterr().out
-    assert main(["generate", str(run), "the cat", "--tokens", "3", "--rotary", "dynamic=1"]) == 0
+    assert command("generate", str(run), "the cat", "--tokens", "3", "--rotary", "dynamic=1") == 0
