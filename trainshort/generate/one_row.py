@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from trainshort.cache import Cache, LayerCache
+from trainshort.cache import Cache
 from trainshort.cache.ring import library, unavailable
 from trainshort.model import Block, TransformerLM
 from trainshort.vocabulary import Vocabulary
@@ -79,6 +79,8 @@ class RowModel:
         config = model.config
         self.model, self.shape, self.window = model, (config.key_heads, config.head_width), config.window
         self._weights = list(model.parameters())
+        slopes = model.position.linear_slopes()  # the method's own tensor: what changes it changes this
+        self._slopes = torch.zeros(config.heads) if slopes is None else slopes
         self._addresses = [weight.data_ptr() for weight in self._weights]
         vocabulary = model.vocabulary
         self.head = None
@@ -125,10 +127,18 @@ class RowModel:
     def scores(self, token: int, cache: Cache) -> Float[Tensor, "1 vocabulary"] | None:
         """Scores of the token after this one; None, and nothing done, where the cache only knows `attend`."""
         model, where = self.model, cache.length
-        model.position.check_length(where + 1)
-        caches = [cache.layer(index) for index in range(len(self._layers))]
-        if not self._prepare(caches):
-            return None
+        if model.position.longest is not None:
+            model.position.check_length(where + 1)
+        if len(cache.layers) < len(self._layers):
+            cache.layer(len(self._layers) - 1)
+        caches, (q, k, v) = cache.layers, self._parts
+        for made, layer in zip(self._layers, caches, strict=True):
+            call = layer.next_call(self._slopes, self.shape, self.window)
+            if call is None:
+                return None
+            if call.q != self._qkv.data_ptr():  # a new call, or one that read another row in between
+                call.reads(q, k, v, self._y)
+            made.token = ctypes.addressof(call)
         self._x.copy_(model.embed(torch.tensor([[token]]), torch.tensor([[where]])))
         done = 0
         while done < len(caches):
@@ -141,19 +151,6 @@ class RowModel:
             return model.vocabulary.log_scores(model.final_norm(self._x)[0] * scale)
         scores = self.head(self._x)[0]
         return scores if scale == 1 else scores * scale
-
-    def _prepare(self, caches: list[LayerCache]) -> bool:
-        """Let every layer's call read its part of the row; False where a cache has none."""
-        slopes, (q, k, v) = self.model.position.linear_slopes(), self._parts
-        if slopes is None:
-            slopes = torch.zeros(self.model.config.heads)
-        for made, layer in zip(self._layers, caches, strict=True):
-            call = layer.next_call(slopes, self.shape, self.window)
-            if call is None:
-                return False
-            call.reads(q, k, v, self._y)
-            made.token = ctypes.addressof(call)
-        return True
 
 
 def _addresses_of(calls: dict[str, "_Linear"]) -> _Layer:

@@ -84,7 +84,7 @@ class Sample:
             self.finished = "length"
 
     def take(self, scores: Float[Tensor, " vocabulary"]) -> Token:
-        """Choose the next token from the scores after the last one read."""
+        """Choose the next token from the scores after the last one read; with the text that can be shown by then."""
         scores = scores.float().cpu()
         token = sampling.draw(
             sampling.filtered(scores, self.config, self.seen), self.config.temperature, self.generator
@@ -94,19 +94,16 @@ class Sample:
         self.unread.append(token)
         if self.seen is not None:
             self.seen[token] = True
-        return Token(token, self._shown(token), logprob, self.number)
-
-    def _shown(self, token: int) -> str:
         if self.end is not None and token == self.end:
             self.finished = "end of text"
-            return self._end_of_text()
+            return Token(token, self._end_of_text(), logprob, self.number)
         text = self.stops.push(self._decode(token))
         if self.stops.stopped:
             self.finished = "stop text"
         elif self.config.tokens is not None and self.made >= self.config.tokens:
             self.finished = "length"
             text += self._end_of_text()
-        return text
+        return Token(token, text, logprob, self.number)
 
     def _decode(self, token: int) -> str:
         self.recent.append(token)
