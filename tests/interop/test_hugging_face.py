@@ -12,6 +12,7 @@ import foreign
 import pytest
 import torch
 from foreign import BY_HAND, HEADS, LAYERS, LENGTH, WIDTH, WORDS
+from safetensors.torch import save_file
 
 import trainshort
 from trainshort import InputError
@@ -220,6 +221,27 @@ def test_bad_folders_are_refused_in_a_sentence(change, sentence, tmp_path):
     with pytest.raises(InputError, match=sentence):
         import_model(ImportRequest(str(folder)), tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"], "nothing is left behind"
+
+
+WRONG_NUMBERS = {
+    "whole": (
+        lambda weight: weight.to(torch.int32),
+        "holds torch.int32 numbers, and weights are floating-point numbers",
+    ),
+    "true and false": (lambda weight: weight > 0, "holds torch.bool numbers, and weights are floating-point numbers"),
+    "nan": (lambda weight: weight / 0 * 0, "hold numbers that are not finite"),
+}
+
+
+@pytest.mark.parametrize(("change", "sentence"), WRONG_NUMBERS.values(), ids=WRONG_NUMBERS)
+def test_weights_of_another_dtype(change, sentence, tmp_path):
+    config, weights, _ = foreign.mpt()
+    folder = foreign.save(tmp_path / "theirs", config, weights)
+    name = "transformer.blocks.1.attn.Wqkv.weight"
+    save_file({**weights, name: change(weights[name])}, folder / "model.safetensors")
+    with pytest.raises(InputError, match=f"{name} {sentence}"):
+        import_model(ImportRequest(str(folder)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
