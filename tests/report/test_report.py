@@ -94,7 +94,7 @@ def test_numbers_equal_the_json(demo):
     """Every linked number of the headline's table is what its file gives, to the last digit in the title."""
     _, out, text = demo
     cells = re.findall(r'<a href="(data/[^"]+)" title="([0-9.]+)">([0-9.]+)</a>', text)
-    assert len(cells) == 4 * 7
+    assert len(cells) == 4 * 8
     values = {}
     for link, full, shown in cells:
         values.setdefault(link, []).append(float(full))
