@@ -81,3 +81,14 @@ def test_memory_is_bounded_and_the_state_goes_on_bit_by_bit(tmp_path):
     layer = made.caches[0].layer(0)
     assert layer.place["clock"].shape[2] == max(ring.count for ring in layer.rings)
     assert layer.place["clock"].shape[2] < 120
+
+
+@pytest.mark.parametrize("changes", [{}, {"plain_every": 2}, {"position": "fire", "position_settings": {}}], ids=str)
+def test_a_full_cache_goes_on_bit_by_bit(tmp_path, changes):
+    model = fox(**changes) if "position" not in changes else TransformerLM(fox().config.replace(**changes)).eval()
+    made = trainshort.stream(model, [1, 2, 3], tokens=12, stop_at_end=False)
+    for _ in range(6):
+        next(made)
+    save_state(made, tmp_path / "state")
+    rest = list(made)
+    assert list(load_state(tmp_path / "state", model)) == rest

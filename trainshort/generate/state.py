@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainshort import files
-from trainshort.cache import Cache
+from trainshort.cache import BoundedCache, Cache
 from trainshort.cache.facts import check, saved_tensor
 from trainshort.checkpoint.tensors import sha256_of
 from trainshort.config import Settings
@@ -28,7 +28,7 @@ from trainshort.errors import InputError
 from trainshort.generate.sample import REPLAYED, Sample, Token
 from trainshort.generate.settings import GenerateConfig
 from trainshort.generate.streaming import TokenStream
-from trainshort.model import TransformerLM
+from trainshort.model import Attention, TransformerLM
 from trainshort.positions import LayerInput
 
 FORMAT = 1
@@ -163,8 +163,8 @@ def _restore_cache(cache: Cache, model: TransformerLM, tensors: dict[str, Tensor
         }
         cache.layer(index).restore(stored, layer_facts, like, bias)
     check(len({layer.length for layer in cache.layers}) <= 1, "the length of a layer")
-    if model.position.reads_text() and cache.length:
-        _check_places(cache, model)
+    if model.position.reads_text() and cache.length and not isinstance(cache, BoundedCache):
+        _check_places(cache, model)  # a bounded cache keeps less of it, and has looked itself
 
 
 def _check_places(cache: Cache, model: TransformerLM) -> None:
@@ -173,9 +173,12 @@ def _check_places(cache: Cache, model: TransformerLM) -> None:
     position = deepcopy(model.position).to("meta")
     weight = next(model.parameters())
     x = torch.empty(1, cache.length, model.config.width, dtype=weight.dtype, device="meta")
+    where = torch.arange(cache.length, device="meta")[None]
     for index, layer in enumerate(cache.layers):
         wanted: dict[str, Tensor] = {}
-        position.text_bias(LayerInput(index, x, cache.length, wanted))
+        attention = model.layers[index].get_submodule("attention")
+        if not (isinstance(attention, Attention) and attention.plain):  # a plain layer asks for no bias
+            position.text_bias(LayerInput(index, x, cache.length, where, wanted))
         for name in wanted.keys() | layer.place.keys():
             check(name in wanted, f"'{name}', which the position method does not keep,")
             saved_tensor(layer.place, name, tuple(wanted[name].shape), wanted[name])
