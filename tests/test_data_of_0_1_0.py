@@ -73,7 +73,11 @@ def test_a_run_goes_on(place):
 
 
 def test_a_run_is_analyzed(place):
+    stored = place / RUN / "analysis" / "reach.json"
+    before = stored.read_text()
     command("analyze", RUN, "--only", "reach", "--samples", "8", "--lengths", "1x", "2x")
+    assert stored.read_text() != before
+    assert read_sealed(stored)
 
 
 @pytest.mark.parametrize("mode", ["full", "bounded", "window"])

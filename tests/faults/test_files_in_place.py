@@ -71,6 +71,7 @@ def ends_in_words(command: str, capsys) -> bool:
     finally:
         signal.alarm(0)
     told = capsys.readouterr().err
+    assert "Traceback" not in told
     assert ended.value.code in (0, None) or (ended.value.code == 2 and "trainshort: " in told), told
     return ended.value.code == 2
 
@@ -94,6 +95,7 @@ def test_every_kind_in_place_of_every_file(tmp_path, monkeypatch, capsys, comman
         refused += ends_in_words(COMMANDS[command], capsys)
         monkeypatch.chdir(tmp_path)
         shutil.rmtree(tmp_path / str(number))
+    assert refused >= 2 * len(KINDS)  # two files at least that it cannot do without
     print(f"\n{command}: {len(FILES) * len(KINDS)} damages, {refused} refused in words, 0 tracebacks, 0 hangs")
 
 
