@@ -64,8 +64,10 @@ def past_training(bins: list[Bin], trained: int) -> str:
     """`falls by 0.12 ± 0.05`, `rises by ...`, or that no change shows: only what the interval bears out is said."""
     before = [one for one in bins if trained / 2 <= one.middle <= trained]
     after = [one for one in bins if one.first >= trained]
-    if not before or not after:
+    if not after:
         return "was not read past it"
+    if not before:
+        return "has too few predictions before it to tell"
     near, far = functools.reduce(Bin.and_also, before), functools.reduce(Bin.and_also, after)
     change = far.mean - near.mean
     if near.error is None or far.error is None:

@@ -210,7 +210,8 @@ def sentences(headline: Headline) -> list[str]:
     times = f"{longest / length:.0f} times"
     best = min(headline.lines, key=lambda line: line.points[length])
     others = ", ".join(f"{line.name} {line.points[length]:.1f}" for line in headline.lines if line is not best)
-    first = f"Trained on {length:,} tokens at a time and read at {length:,}, {best.name} has the lowest perplexity, "
+    first = f"Trained on {length:,} tokens at a time and read at {length:,}, {best.name} has "
+    first += "the lowest perplexity, " if others else "perplexity "
     first += f"{best.points[length]:.1f}" + (f" ({others})." if others else ".")
     changes = [(line.name, line.points[max(line.points)] / line.points[length] - 1) for line in headline.lines]
     kept = [f"{name} ({change:+.1%})" for name, change in changes if change <= NO_WORSE]

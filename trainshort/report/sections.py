@@ -158,7 +158,7 @@ def origin(collection: Collection) -> list[tuple[str, str]]:
         ("Seeds", _several(sorted({config.train.seed for config in configs}))),
         (
             "Trained",
-            f"{len(configs)} models, {tokens:,} tokens, {sum(seconds) / 60:.1f} minutes of training in all"
+            f"{len(configs)} model{_s(len(configs))}, {tokens:,} tokens, {sum(seconds) / 60:.1f} minutes of training"
             if configs
             else "",
         ),
@@ -166,6 +166,10 @@ def origin(collection: Collection) -> list[tuple[str, str]]:
         ("To", max((str(record["time"]) for record in records if record.get("time")), default="")),
     ]
     return [(name, value) for name, value in rows if value]
+
+
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"
 
 
 def _unsealed(collection: Collection) -> str:

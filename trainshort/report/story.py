@@ -22,9 +22,10 @@ def about(headline: Headline) -> str:
     longest = max(headline.lengths)
     names = [line.name for line in headline.lines]
     count = "One small language model" if len(names) == 1 else f"{len(names)} small language models"
+    who = "it" if len(names) == 1 else "each"
     alike = "" if len(names) == 1 else ", alike but for how they know where in the text a word stands"
     return (
-        f"{count}{alike} ({', '.join(names)}), learned from pieces of {headline.length:,} tokens. Then each had to "
+        f"{count}{alike} ({', '.join(names)}), learned from pieces of {headline.length:,} tokens. Then {who} had to "
         f"read pieces of up to {longest:,}. A perplexity of 40 means: as unsure of the next token as if 40 were "
         "equally likely; lower is better, and a line that stays flat to the right is a model that copes with more "
         "text than it was trained on."
