@@ -7,9 +7,6 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "trainshort"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST_FILE, LONGEST_FUNCTION = 350, 45
-CALLED_BY_TORCH = ("attention/registered.py", "attention/operator.py")
-"""Hooks of a custom operator, whose parameters are torch's to type."""
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -49,7 +46,6 @@ def test_every_parameter_is_annotated():
     bare = [
         f"{name}({parameter.arg})"
         for name, node in functions()
-        if not name.startswith(CALLED_BY_TORCH)
         for parameter in parameters(node)
         if parameter.annotation is None and parameter.arg not in ("self", "cls")
     ]

@@ -167,15 +167,16 @@ def test_alibi_attention_is_the_one_liner():
 def test_learned_slopes_get_the_oracles_gradient():
     q, k, v = inputs(40, 40)
     grads = []
-    for backend in ("auto", "reference"):
+    for backend in ("auto", "windowed", "reference"):
         slopes = alibi.slopes(4).requires_grad_()
         out = attend(q, k, v, bias=LinearBias(slopes), backend=backend)
         grads.append(torch.autograd.grad(out.square().sum(), slopes)[0])
-    assert grads[1].abs().min() > 1e-4
-    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    assert grads[-1].abs().min() > 1e-4
+    for found in grads[:-1]:
+        torch.testing.assert_close(found, grads[-1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["windowed", "flex"])
+@pytest.mark.parametrize("name", ["flex"])
 def test_engines_that_cannot_train_slopes_say_so(name):
     q, k, v = inputs()
     with pytest.raises(InputError, match=f"'{name}' cannot do this: .*use '(compiled|sdpa)'"):

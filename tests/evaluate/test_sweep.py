@@ -10,8 +10,7 @@ from laboratory import random_tokens, tiny_model, tiny_target
 from trainshort.errors import InputError
 from trainshort.evaluate import sweep as sweep_module
 from trainshort.evaluate.memory import is_out_of_memory
-from trainshort.evaluate.scores import open_scores, whole_passes
-from trainshort.evaluate.sweep import Sweep, calibrate, measure, score
+from trainshort.evaluate.sweep import Sweep, calibrate, measure, open_scores, score, whole_passes
 from trainshort.evaluate.target import ModelTarget
 from trainshort.model import TransformerLM
 from trainshort.passes import Passes

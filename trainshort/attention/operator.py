@@ -8,6 +8,7 @@ them; the structs mirror kernels/attention/call.h.
 import ctypes
 import logging
 from functools import cache
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -233,14 +234,14 @@ _backward.register_fake(
 )
 
 
-def _keep_forward(ctx, inputs, output) -> None:
+def _keep_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, bias, documents, ctx.window, ctx.scale, _, ctx.compiled = inputs
     out, lse, first, dropped = output
     ctx.save_for_backward(q, k, v, bias, documents, out, lse, first)
     ctx.mark_non_differentiable(lse, first, dropped)
 
 
-def _differentiate(ctx, grad_out, *_):
+def _differentiate(ctx: Any, grad_out: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, bias, documents, *results = ctx.saved_tensors
     *grads, grad_bias = torch.ops.trainshort.attention_backward(
         grad_out, q, k, v, bias, documents, ctx.window, ctx.scale, *results, ctx.compiled
@@ -248,12 +249,12 @@ def _differentiate(ctx, grad_out, *_):
     return *grads, grad_bias.to(bias.dtype) if bias.dim() > 1 else None, None, None, None, None, None
 
 
-def _keep_backward(ctx, inputs, output) -> None:
+def _keep_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     grad_out, q, k, v, bias, documents, ctx.window, ctx.scale, *_ = inputs
     ctx.save_for_backward(grad_out, q, k, v, bias, documents)
 
 
-def _differentiate_again(ctx, *grads):
+def _differentiate_again(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     """Second derivatives come from the formula, whose every step torch can differentiate as often as one likes."""
     _announce_formula()
     *given, documents = ctx.saved_tensors
