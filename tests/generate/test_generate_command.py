@@ -117,12 +117,12 @@ def test_mistakes_are_one_sentence(capsys, run, arguments, message):
     assert err.count("\n") == 1
 
 
-def test_models_from_elsewhere_are_brought_in_first(capsys, tmp_path):
+def test_models_from_elsewhere_that_are_not_alibi_are_told_what_to_do(capsys, tmp_path):
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
     code, _, err = call(capsys, tmp_path / "gpt2", "x")
     assert code == 2
-    assert "is a Hugging Face model. Bring it in first: trainshort import" in err
+    assert "is a model of type 'gpt2', with learned positions; trainshort convert makes an ALiBi model of it" in err
     code, _, err = call(capsys, "hf/gpt2", "x")
     assert code == 2
     assert "There is no run folder hf/gpt2." in err
