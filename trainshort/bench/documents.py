@@ -19,7 +19,14 @@ from trainshort.bench.measurements import RATIO, BenchResult, Measurement, load
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("README.md", "docs/evaluation.md", "docs/generation.md", "docs/training.md", "docs/windows.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/evaluation.md",
+    "docs/generation.md",
+    "docs/interop.md",
+    "docs/training.md",
+    "docs/windows.md",
+)
 REGION = re.compile(r"(<!-- measured: (\S+) -->\n)(.*?)(<!-- end of measured -->)", re.DOTALL)
 VALUE = re.compile(r"(<!-- value: (\S+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 SHORT = (1024, 4096, 16_384, 32_768)
