@@ -22,7 +22,7 @@ from trainshort.errors import InputError
         ({"train": {"steps": "many"}}, r"Setting 'train\.steps' cannot be 'many': input should be a valid integer"),
         ({"train": {"steps": 0}}, r"Setting 'train\.steps' cannot be 0: input should be greater than or equal to 1"),
         ({"train": {"batch": 6, "micro_batch": 4}}, "In 'train': micro_batch 4 must divide batch 6"),
-        ({"optim": {"name": "adam"}}, r"Setting 'optim\.name' cannot be 'adam': input should be 'adamw' or 'nesterov'"),
+        ({"optim": {"name": "adam"}}, r"Setting 'optim\.name' cannot be 'adam': input should be 'adamw', 'nesterov'"),
         ({"format": 99}, f"has format 99, and this version of trainshort reads format {FORMAT}"),
     ],
 )

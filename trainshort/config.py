@@ -216,13 +216,13 @@ class OptimConfig(Settings):
 
     name: Literal["adamw", "nesterov", "muon"] = "adamw"
     """adamw, the paper's Nesterov momentum, or muon: orthogonal steps for the layers' matrices, AdamW for the rest."""
-    lr: float = Field(default=2e-3, gt=0)
+    lr: float = Field(default=2e-3, gt=0, allow_inf_nan=False)
     """Peak learning rate."""
-    min_lr: float = Field(default=0.0, ge=0)
+    min_lr: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Learning rate at the end of the schedule."""
     warmup: int = Field(default=50, ge=0)
     """Steps of linear warm-up."""
-    warmup_from: float = Field(default=0.0, ge=0)
+    warmup_from: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Learning rate at which the warm-up begins (the paper: 1e-7)."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the decay after the warm-up."""
@@ -230,12 +230,19 @@ class OptimConfig(Settings):
     """AdamW: decay of the two moments."""
     momentum: float = Field(default=0.99, ge=0, lt=1)
     """Nesterov and Muon: momentum (usual with Muon: 0.95)."""
-    weight_decay: float = Field(default=0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)
     """Decay of matrices; vectors (norms, biases, slopes) and the position method's own are not decayed."""
-    position_lr: float = Field(default=1.0, ge=0)
+    position_lr: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Learning rate of what the position method trains (T5's table, learned positions), as a multiple of lr."""
-    clip: float = Field(default=1.0, ge=0)
+    clip: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Largest gradient norm; 0 does not clip."""
+
+    @field_validator("betas")
+    @classmethod
+    def _decays(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"both are at least 0 and less than 1, got {betas[0]} and {betas[1]}")
+        return betas
 
 
 class TrainConfig(Settings):
@@ -249,7 +256,7 @@ class TrainConfig(Settings):
     """Sequences per forward pass of one process; smaller saves memory, not mathematics. Default: all at once."""
     steps: int = Field(default=600, ge=1)
     """Steps."""
-    seed: int = Field(default=1, ge=0)
+    seed: int = Field(default=1, ge=0, lt=2**63)
     """Seed of weights, order of data and dropout."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16 runs the matrix products in half precision (autocast) where the hardware is fast at it."""

@@ -46,9 +46,10 @@ class Analyze(OnText):
         from trainshort.evaluate.text import open_text
         from trainshort.passes import read_lengths
 
-        for option, number in (("--samples", self.samples), ("--batch-tokens", self.batch_tokens)):
-            if number < 1:
-                raise InputError(f"{option} must be at least 1, got {number}.")
+        least = (("--samples", self.samples, 1), ("--batch-tokens", self.batch_tokens, 1), ("--seed", self.seed, 0))
+        for option, number, smallest in least:
+            if number < smallest:
+                raise InputError(f"{option} must be at least {smallest}, got {number}.")
         for name in self.only:
             analyses.get(name)  # an unknown name should not wait for the model to load
         target = self.open()

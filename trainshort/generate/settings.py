@@ -28,7 +28,7 @@ class GenerateConfig(Settings):
     """Texts at which a sample ends; they are not shown."""
     stop_at_end: bool = True
     """Whether a sample ends at the tokenizer's end-of-text token."""
-    seed: int = Field(default=1, ge=0)
+    seed: int = Field(default=1, ge=0, lt=2**62)
     """Seed of the first sample; the next has the next number."""
     mode: Mode = "full"
     """What is remembered: full, everything; bounded, what can matter (ALiBi); window, the last tokens."""
