@@ -127,7 +127,7 @@ def backward_of_clock(
     # One key for each query head: a clock belongs to a query head.
     k, v = (x.repeat_interleave(call.group, dim=1) for x in (k, v))
     q[..., width], k[..., width + 1] = 1, 1
-    more = tuple(torch.zeros(x.shape, dtype=dtype) for x in (q, k, v))
+    more = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
     backward(replace(call, q=q, k=k, v=v, scale=call.factor), g, o, lse, first, more)
     grads[0].copy_(more[0][..., :width])
     for grad, wide_grad in zip(grads[1:], more[1:], strict=True):

@@ -96,7 +96,7 @@ class Generate:
             session = Session(stream, reach, self.save_state, self.save_every)
             return session.interact() if self.interactive else session.run()
 
-    def _changed(self, model: "TransformerLM", prompts: list[int], reach: "Reach") -> AbstractContextManager[None]:
+    def _changed(self, model: "TransformerLM", prompts: list[int], reach: "KnownGood") -> AbstractContextManager[None]:
         """Inside, the model runs with the change that the options ask for."""
         from trainshort.checkpoint import is_hugging_face
         from trainshort.config import load_config

@@ -23,10 +23,11 @@ def attention_calls(
     def record(layer: Attention, arguments: tuple[Any, ...]) -> None:
         x, position, step = arguments[:3]
         q, k, v = layer.project(x, position, step.where)
-        remembered = None if arguments[3] is None else dict(arguments[3].place)
-        bias = layer.bias(x, position, step, arguments[3])
-        if remembered is not None:  # the layer itself asks again, and must find its place as it was
-            arguments[3].place = remembered
+        cache = arguments[3]
+        remembered = {} if cache is None else dict(cache.place)
+        bias = layer.bias(x, position, step, cache)
+        if cache is not None:  # the layer itself asks again, and must find its place as it was
+            cache.place = remembered
         parts[layer].append(Call(q, k, v, bias, layer.window, step.documents))
 
     with ExitStack() as held, torch.no_grad():

@@ -172,7 +172,7 @@ def lacks(model: TransformerLM) -> str | None:
         "turned queries and keys": position.rotates(),
         "layers without positions": config.plain_every is not None,
         "scores that grow": config.score_growth != "none",
-        "factor of the scores": any(layer.attention.score_factor != 1 for layer in model.layers),
+        "factor of the scores": any(getattr(part, "score_factor", 1) != 1 for part in model.modules()),
         "bias that is not linear": not (position.linear_slopes() is not None or position.score_bias(1) is None),
     }
     return next((f"compiled layers have no {name}" for name, set_ in settings.items() if set_), None)

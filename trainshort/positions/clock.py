@@ -47,15 +47,14 @@ class Fox(PositionMethod):
 
     def _first_shifts(self, heads: int) -> Float[Tensor, " heads"]:
         """Where σ(b) = e^(−slope): b = −log(e^slope − 1)."""
-        first = self.settings.start or ("half" if self.settings.gate == "full" else "times")
-        match first:
+        match self.settings.start or ("half" if self.settings.gate == "full" else "times"):
             case "half":
                 return torch.zeros(heads)
             case "alibi":
                 slopes = alibi.slopes(heads).double()
             case "times":
-                ends = (math.log(end) for end in (self.settings.shortest, self.settings.longest))
-                slopes = torch.linspace(*ends, heads, dtype=torch.float64).neg().exp()
+                first, last = math.log(self.settings.shortest), math.log(self.settings.longest)
+                slopes = torch.linspace(first, last, heads, dtype=torch.float64).neg().exp()
         shifts = -torch.log(torch.expm1(slopes)).float()
         return -shifts if self.settings.turned else shifts
 
