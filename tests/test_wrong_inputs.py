@@ -174,6 +174,8 @@ WRONG = [
     ("report runs --out /proc/foo", "The folder /proc/foo cannot be made: no such file or directory."),
     ("report runs --out text.txt", "text.txt is a file, and a folder was expected there. Choose another"),
     # reproduce, demo
+    ("tune --tokens 5", "--tokens is what a trial is trained on, at least 10000; got 5."),
+    ("tune --methods alibbi", "Unknown position method 'alibbi'. Did you mean 'alibi'? Known:"),
     ("reproduce --scale laptops", "Unknown scale 'laptops'. Did you mean 'laptop'? Known: laptop, gpu,"),
     ("reproduce --only table55", "Unknown experiment 'table55'. Did you mean 'table5'? Known: demo,"),
     ("reproduce --only demo --methods alibbi", "Unknown position method 'alibbi'. Did you mean 'alibi'? Known: alibi,"),

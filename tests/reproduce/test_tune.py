@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from trainshort.bench.documents import RESULTS
 from trainshort.files import read_sealed
-from trainshort.recipes.scales import Variant
+from trainshort.recipes.scales import TUNED, Variant
 from trainshort.reproduce import tune
 from trainshort.runs import RunFolder
 
@@ -60,3 +61,12 @@ def test_a_trial_that_diverges_is_a_result(small, tmp_path, monkeypatch):
     tune.tune([wild], tmp_path / "tune", told.append)
     assert told[1].endswith("failed before")
     assert RunFolder(tmp_path / "tune" / wild.name).metrics.exists()
+
+
+def test_the_recipe_is_what_the_stored_search_chose():
+    stored = read_sealed(RESULTS / tune.FILE)
+    assert stored["tried"] == stored["planned"] == len(tune.trials())
+    assert stored["best"] == tune.best(stored["results"])
+    chosen = {method: tune.GRID[way] for method, way in stored["best"].items()}
+    own = {method: way if method in tune.WITH_TABLE else way.replace(position_lr=1.0) for method, way in chosen.items()}
+    assert own == TUNED

@@ -21,6 +21,8 @@ from typing import Any
 from trainshort.bench.documents import RESULTS, ROOT, table
 from trainshort.bench.measurements import RATIO
 from trainshort.files import read_sealed
+from trainshort.plots.figures import Figure, Series, color
+from trainshort.plots.pictures import draw
 from trainshort.recipes.experiments import method_name, published
 
 DOCUMENTS = ("README.md", "docs/reproduce.md")
@@ -78,6 +80,29 @@ def tune(values: dict[str, Any]) -> str:
     )
 
 
+def tune_picture(values: dict[str, Any]) -> Figure:
+    """The same as a figure: a line per method over the ways."""
+    methods = list(dict.fromkeys(one["method"] for one in values["results"]))
+    ways = list(values["grid"])
+    series = []
+    for method in methods:
+        found = {
+            one["way"]: math.exp(one["nll"] / one["count"]) for one in values["results"] if one["method"] == method
+        }
+        at = [number for number, way in enumerate(ways, 1) if way in found]
+        y = tuple(found[ways[number - 1]] for number in at)
+        series.append(Series(method_name(method), tuple(at), y, color(method)))
+    return Figure(
+        name="tune",
+        title="The search: validation perplexity of every trial",
+        alt="Validation perplexity of every method in every way that was tried; the numbers stand in the table.",
+        series=tuple(series),
+        x_label="",
+        y_label="perplexity at the training length",
+        ticks=tuple((number, way.replace(", ", "<br>")) for number, way in enumerate(ways, 1)),
+    )
+
+
 def paper_table(name: str) -> Callable[[dict[str, Any]], str]:
     """A table of the paper as obtained here, with the paper's numbers in brackets."""
 
@@ -132,6 +157,9 @@ def store(report: Path) -> None:
 if __name__ == "__main__":
     for folder in sys.argv[1:]:
         store(Path(folder))
+    if (RESULTS / "tune.json").exists():
+        draw([tune_picture(read_sealed(RESULTS / "tune.json"))], ROOT / "docs" / "tune")
+        (ROOT / "docs" / "tune.svg").unlink()
     for document in DOCUMENTS:
         place = ROOT / document
         place.write_text(written(place.read_text(encoding="utf-8")), encoding="utf-8")
