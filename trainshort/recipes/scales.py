@@ -107,7 +107,12 @@ LAPTOP_STEP = 768
 most here: with equally many tokens, ALiBi's perplexity went from 67.7 to 48.1 when they became a third as large."""
 LAPTOP_TOKENS = 1440 * LAPTOP_STEP
 """Tokens that every model of the laptop scale is trained on: 1.1 M, as many as in 0.1.0."""
-TUNED = {"alibi": Way(optimizer="muon", lr=1e-2)}
+TUNED = {
+    "alibi": Way(optimizer="muon", lr=0.012),
+    "rotary": Way(optimizer="muon", lr=0.024),
+    "t5": Way(optimizer="muon", lr=0.012, position_lr=5),
+    "sinusoidal": Way(optimizer="muon", lr=0.012),
+}
 """The way that `trainshort tune` chose for each method; one that was not searched is trained as ALiBi."""
 
 
