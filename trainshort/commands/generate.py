@@ -96,7 +96,9 @@ class Generate:
             session = Session(stream, reach, self.save_state, self.save_every)
             return session.interact() if self.interactive else session.run()
 
-    def _changed(self, model: "TransformerLM", prompts: list[int], reach: "KnownGood") -> AbstractContextManager[None]:
+    def _changed(
+        self, model: "TransformerLM", prompts: list[int], reach: "KnownGood | None"
+    ) -> AbstractContextManager[None]:
         """Inside, the model runs with the change that the options ask for."""
         from trainshort.checkpoint import is_hugging_face
         from trainshort.config import load_config
@@ -112,8 +114,12 @@ class Generate:
                 f"--{change.option} is for one text of a known length; it does not go with --endless, --interactive or "
                 "saved states."
             )
-        here = self.run_folder / "config.json"
-        trained_at = reach.length if is_hugging_face(self.run_folder) else load_config(here).train.length
+        if not is_hugging_face(self.run_folder):
+            trained_at = load_config(self.run_folder / "config.json").train.length
+        elif reach is not None:
+            trained_at = reach.length
+        else:
+            raise InputError(f"--{change.option} needs the training length, which {self.run_folder} does not tell.")
         return changed(model, change, trained_at, max(prompts) + tokens)
 
     def _check(self) -> None:
