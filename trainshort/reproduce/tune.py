@@ -43,7 +43,8 @@ PILOT = {
     "AdamW 1.2e-2, 480 steps of 6 x 128": 93.35,
 }
 """Validation perplexities of ALiBi that were seen before the grid had its last form, beside those of its first way.
-They settled the size of a step and that the grid has no AdamW, which is worse here at every rate tried."""
+They settled the size of a step and that the grid has no AdamW: of its three rates the best was 1.6 % behind Muon at
+the same batch, on ALiBi alone. The grid was changed four times while trials ran, and numbers had been seen each time."""
 WITH_TABLE = ("t5", "learned")
 """Methods with trained parameters of their own; for others a learning rate of tables means nothing."""
 
