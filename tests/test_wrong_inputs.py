@@ -104,9 +104,12 @@ WRONG = [
     (f"evaluate {RUN} --lengths 1x --stride 99", "the stride must be between 1 and the length 16, got 99; the length"),
     (
         f"evaluate {RUN} --lengths 1x --slopes max_bias=x",
-        "slopes are interpolate, max_bias=16 or window=512; got 'max_bias=x'.",
+        "slopes are interpolate, ntk=4, clamp=512, max_bias=16 or window=512; got 'max_bias=x'.",
     ),
-    (f"evaluate {RUN} --lengths 1x --slopes steep", "slopes are interpolate, max_bias=16 or window=512; got 'steep'."),
+    (
+        f"evaluate {RUN} --lengths 1x --slopes steep",
+        "slopes are interpolate, ntk=4, clamp=512, max_bias=16 or window=512; got 'steep'.",
+    ),
     (f"evaluate {RUN} --lengths 1x --precision float8", "precision is float32 or bfloat16, got 'float8'."),
     (f"evaluate {RUN} --lengths 1x --device gpu", "the device 'gpu' is not available here (torch knows no such kind)."),
     (

@@ -66,10 +66,12 @@ def test_attention_is_stored_with_its_origin(tmp_path, capsys):
     assert "memory of windowed, 2 of 3" in told.err
 
 
-def test_mpt_before_and_after_a_patch(tmp_path):
+@pytest.mark.parametrize("memory", ["none", pytest.param("all", marks=pytest.mark.slow)])
+def test_mpt_before_and_after_a_patch(memory, tmp_path):
+    """Memory is measured in four processes of their own, half a minute of starting: a slow test."""
     out = tmp_path / "p.json"
     run(
-        *["patch", "--quick", "--preset", "tiny", "--lengths", "64", "--rounds", "2", "--memory", "all", "--out"],
+        *["patch", "--quick", "--preset", "tiny", "--lengths", "64", "--rounds", "2", "--memory", memory, "--out"],
         str(out),
     )
     before, after = load(out).suites["patch"]
@@ -78,6 +80,9 @@ def test_mpt_before_and_after_a_patch(tmp_path):
     for work in ("forward", "step"):
         ratios = [a / b for a, b in zip(before.seconds[work], after.seconds[work], strict=True)]
         assert after.measured[f"{work} speed to mpt"].value == pytest.approx(np.median(ratios))
+        assert (f"{work} peak" in after.measured) == (memory == "all")
+        if memory == "none":
+            continue
         share = after.measured[f"{work} peak"].value / before.measured[f"{work} peak"].value
         assert after.measured[f"{work} peak to mpt"].value == pytest.approx(share)
 
@@ -188,7 +193,10 @@ def test_mistakes_are_explained(tmp_path, capsys):
     taken.write_text("{}")
     for words, message in (
         ("atention", r"Unknown suite 'atention'\. Did you mean 'attention'\? Known: attention, training"),
-        ("decode --lengths 64", r"--lengths concerns attention, training and evaluate, and only decode was chosen"),
+        (
+            "decode --lengths 64",
+            r"--lengths concerns attention, training, evaluate and patch, and only decode was chosen",
+        ),
         ("attention training --tokens 5", r"--tokens concerns decode, and only attention and training was chosen"),
         ("attention --rounds 0", r"--rounds must be at least 1, got 0"),
         ("attention --tolerance 1", r"--tolerance is a share of softmax mass"),

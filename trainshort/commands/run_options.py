@@ -45,7 +45,8 @@ class RunParser(Parser):
             return super()._find(word)
         except UsageError:
             owners = [owner for owner, method in methods.items() if name in method.settings.model_fields]
-            if self.position not in owners and (owners or name in MOVED):
+            of_a_method = head in ("", "model", "position_settings", "model.position_settings")
+            if of_a_method and self.position not in owners and (owners or name in MOVED):
                 raise InputError(not_chosen(name, self.position)) from None
             raise
 

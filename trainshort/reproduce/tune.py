@@ -44,7 +44,7 @@ PILOT = {
 }
 """Validation perplexities of ALiBi that were seen before the grid had its last form, beside those of its first way.
 They settled the size of a step and that the grid has no AdamW: of its three rates the best was 1.6 % behind Muon at
-the same batch, on ALiBi alone. The grid was changed four times while trials ran, and numbers had been seen each time."""
+the same batch, on ALiBi alone. The grid was changed four times while trials ran, each time with numbers seen."""
 WITH_TABLE = ("t5", "learned")
 """Methods with trained parameters of their own; for others a learning rate of tables means nothing."""
 
