@@ -26,8 +26,7 @@ def mpt_attention(
     if self.clip_qkv:
         mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
     q, k, v = (part.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=2))
-    if past_key_values is not None:
-        k, v = past_key_values.update(k, v, self.layer_idx)
+    k, v = remembered(past_key_values, k, v, self.layer_idx, attention_mask)
     dropout = self.attn_dropout_p if self.training else 0.0
     out, weights = attended(q, k, v, attention_mask, self.softmax_scale, dropout)
     return self.out_proj(out), weights
@@ -46,8 +45,7 @@ def bloom_attention(
     if not isinstance(attention_mask, Seen):
         return original(self, hidden_states, residual, alibi, attention_mask, layer_past, **kwargs)
     q, k, v = self._reshape(self.query_key_value(hidden_states))
-    if layer_past is not None:
-        k, v = layer_past.update(k, v, self.layer_idx)
+    k, v = remembered(layer_past, k, v, self.layer_idx, attention_mask)
     dropout = self.attention_dropout.p if self.training else 0.0
     out, weights = attended(q, k, v, attention_mask, self.inv_norm_factor, dropout)
     out = nn.functional.dropout(self.dense(out), self.hidden_dropout, self.training)
@@ -67,11 +65,17 @@ def falcon_attention(
     if not isinstance(attention_mask, Seen):
         return original(self, hidden_states, alibi, attention_mask, position_ids, layer_past, **kwargs)
     q, k, v = (part.transpose(1, 2) for part in self._split_heads(self.query_key_value(hidden_states)))
-    if layer_past is not None:
-        k, v = layer_past.update(k, v, self.layer_idx)
+    k, v = remembered(layer_past, k, v, self.layer_idx, attention_mask)
     dropout = self.attention_dropout.p if self.training else 0.0
     out, weights = attended(q, k, v, attention_mask, self.inv_norm_factor, dropout)
     return self.dense(out), weights
+
+
+def remembered(cache: Any, k: Tensor, v: Tensor, layer: int, seen: Seen) -> tuple[Tensor, Tensor]:
+    """The keys and values up to here, these put into the cache. Where nothing came before, they are these themselves:
+    the cache's are copies, and a training step, which asks for a cache by default, would keep them to its end."""
+    kept = (k, v) if cache is None else cache.update(k, v, layer)
+    return (k, v) if seen.total == k.shape[2] else kept
 
 
 def attended(
