@@ -139,10 +139,12 @@ class ModelConfig(Settings):
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"kv_heads {self.kv_heads} must divide heads {self.heads}")
         positioned, group = self.heads - self.plain_heads, self.heads // self.key_heads
-        if positioned < 1 or positioned % group:
+        if positioned < 1:
+            raise ValueError(f"plain_heads {self.plain_heads} leaves none of {self.heads} heads with positions")
+        if positioned % group:
             raise ValueError(
                 f"plain_heads {self.plain_heads} leaves {positioned} of {self.heads} heads with positions; "
-                f"leave a multiple of {group}, at least that"
+                f"leave a multiple of {group}, the heads that share a key"
             )
         if problem := self.position_settings.misfit(self.width, self.heads):
             raise ValueError(problem)

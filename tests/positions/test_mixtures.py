@@ -116,7 +116,7 @@ def test_learned_slopes_of_plain_heads_stay_zero():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"plain_heads": 4}, "plain_heads 4 leaves 0 of 4 heads with positions; leave a multiple of 1, at least that"),
+        ({"plain_heads": 4}, "plain_heads 4 leaves none of 4 heads with positions"),
         ({"plain_heads": 1, "kv_heads": 2}, "plain_heads 1 leaves 3 of 4 heads with positions; leave a multiple of 2"),
         ({"plain_every": 1}, "plain_every"),
         ({"score_growth_length": 0}, "score_growth_length"),

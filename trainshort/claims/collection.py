@@ -128,7 +128,8 @@ def collect(paths: Sequence[Path]) -> Collection:
             cost_path = path / COST_FILE
         benches += measurements.find(path)
     if not any(run.evaluations for run in runs.values()) and not costs and not benches:
-        where = f"no results in {', '.join(map(str, paths))}" if paths else "no folder was given"
+        named = ", ".join("this folder" if path == Path() else str(path) for path in paths)
+        where = f"no results in {named}" if paths else "no folder was given"
         raise InputError(
             f"There is nothing to report: {where}. Make some by `trainshort reproduce --scale laptop --only demo`, "
             "or evaluate your own runs by `trainshort evaluate RUN`."
