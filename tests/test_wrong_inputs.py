@@ -173,7 +173,6 @@ WRONG = [
     ("report", "RUN is missing: Run folders, or folders that hold some."),
     ("report nowhere", "There is no folder nowhere. Give run folders, or a folder that holds"),
     ("report empty", "There is nothing to report: no results in empty. Make some by"),
-    ("report .", "There is nothing to report: no results in this folder. Make some by"),
     ("report text.txt", "There is no folder text.txt. Give run folders, or a folder that holds"),
     ("report runs --out /proc/foo", "The folder /proc/foo cannot be made: no such file or directory."),
     ("report runs --out text.txt", "text.txt is a file, and a folder was expected there. Choose another"),

@@ -245,10 +245,13 @@ def test_own_runs_make_a_report_without_the_papers_tables(tmp_path):
     assert 'id="tables"' not in text
 
 
-def test_nothing_to_report_is_told(tmp_path):
+def test_nothing_to_report_is_told(tmp_path, monkeypatch):
     nothing = rf"There is nothing to report: no results in {tmp_path}\. Make some by `trainshort reproduce"
     with pytest.raises(InputError, match=nothing):
         Report((tmp_path,), tmp_path / "out").run()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"There is nothing to report: no results in this folder\. Make some"):
+        Report((Path(),), tmp_path / "out").run()
     with pytest.raises(InputError, match=r"There is nothing to report: no folder was given\."):
         Report(()).run()
     with pytest.raises(InputError, match="There is no folder"):
