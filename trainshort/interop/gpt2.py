@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from trainshort.interop.formats import Format, Model, Weights, convertible, line, model_config, number, real, require
+from trainshort.interop.btlm import BTLM
+from trainshort.interop.formats import Format, Model, Weights, convertible, model_config, number, real, require
 from trainshort.interop.formats import activation as known
 
 POSITIONS = "transformer.wpe.weight"
@@ -28,22 +29,10 @@ def read(theirs: dict[str, Any], weights: Weights) -> Model:
     return Model(config, number(theirs, "n_positions", "max_position_embeddings", default=1024), notes, means=means)
 
 
-_BLOCK = "transformer.h.{}."
-
 GPT2 = Format(
     name="gpt2",
     read=read,
-    lines={
-        "vocabulary.embedding": line("transformer.wte"),
-        "vocabulary.output": line("lm_head"),
-        "layers.{}.attention_norm": line(_BLOCK + "ln_1"),
-        "layers.{}.attention.qkv": line(_BLOCK + "attn.c_attn", turn="transposed"),
-        "layers.{}.attention.out": line(_BLOCK + "attn.c_proj", turn="transposed"),
-        "layers.{}.ffn_norm": line(_BLOCK + "ln_2"),
-        "layers.{}.ffn.wide": line(_BLOCK + "mlp.c_fc", turn="transposed"),
-        "layers.{}.ffn.narrow": line(_BLOCK + "mlp.c_proj", turn="transposed"),
-        "final_norm": line("transformer.ln_f"),
-    },
+    lines={name: one for name, one in BTLM.lines.items() if name != "layers.{}.ffn.gate"},  # BTLM took over GPT-2's
     superfluous=(POSITIONS, "*.attn.bias", "*.attn.masked_bias"),
     copies={"lm_head.weight": "transformer.wte.weight"},
     renamed=((r"^(?=wte\.|wpe\.|h\.|ln_f\.)", "transformer."),),  # of the body alone, as GPT-2 itself was saved

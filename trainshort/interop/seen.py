@@ -57,7 +57,7 @@ _seen: ContextVar[Seen | None] = ContextVar("seen", default=None)
 
 
 def outer_forward(original: Method, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    token = _packed.set(_packing(original, self, args, kwargs))
+    token = _packed.set(_packing(inspect.signature(original).bind(self, *args, **kwargs).arguments))
     try:
         return original(self, *args, **kwargs)
     finally:
@@ -75,7 +75,7 @@ def body_forward(original: Method, self: nn.Module, *args: Any, **kwargs: Any) -
     first = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
     if first is None:
         return original(self, *args, **kwargs)  # which says what is missing
-    packing = _packing(original, self, args, kwargs) or _packed.get()
+    packing = _packing(given) or _packed.get()
     cache, mask = given.get("past_key_values"), given.get("attention_mask")
     past = 0 if cache is None else int(cache.get_seq_length())
     asked = given.get("output_attentions")
@@ -94,9 +94,8 @@ def block_call(original: Method, self: nn.Module, *args: Any, **kwargs: Any) -> 
     return original(self, *args, **(kwargs if seen is None else kwargs | {"attention_mask": seen}))
 
 
-def _packing(original: Method, self: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """Those arguments by which transformers tells packed documents."""
-    given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+def _packing(given: dict[str, Any]) -> dict[str, Tensor]:
+    """Those arguments of a call by which transformers tells packed documents."""
     given = given | given.get("kwargs", {})
     return {name: given[name] for name in ("position_ids", "cu_seq_lens_q") if given.get(name) is not None}
 
