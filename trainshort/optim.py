@@ -111,10 +111,12 @@ def orthogonal(matrices: Float[Tensor, "n rows columns"]) -> Float[Tensor, "n ro
     x = matrices.mT if tall else matrices
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     one = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
-    gram, product = x @ x.mT, one.expand(len(x), -1, -1)
-    for _ in range(5):
+    gram = x @ x.mT
+    product = factor = torch.baddbmm(a * one + b * gram, gram, gram, alpha=c)
+    for _ in range(4):
+        gram = factor @ gram @ factor
         factor = torch.baddbmm(a * one + b * gram, gram, gram, alpha=c)
-        product, gram = factor @ product, factor @ gram @ factor
+        product = factor @ product
     x = product @ x
     return x.mT if tall else x
 

@@ -169,12 +169,13 @@ class _LinearNll(torch.autograd.Function):
             inside, wanted = hidden[rows], targets[rows, None]
             scored = wanted != IGNORED
             wanted = wanted.where(scored, 0)
-            # In place from here on: logits, then log-probabilities, then probabilities minus the truth.
+            # In place from here on, one exponential a logit: logits, e^(logit − largest), probabilities minus truth.
             logits = F.linear(inside, weight).float()
-            logits -= logits.logsumexp(-1, keepdim=True)
-            total -= (logits.gather(1, wanted) * scored).sum()
-            error = logits.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=logits.dtype))
-            error = (error.mul_(scored)).to(inside.dtype)
+            largest = logits.amax(-1, keepdim=True)
+            picked = logits.gather(1, wanted) - largest
+            mass = logits.sub_(largest).exp_().sum(-1, keepdim=True)
+            total += ((mass.log() - picked) * scored).sum()
+            error = logits.mul_(scored / mass).scatter_add_(1, wanted, -scored.to(logits.dtype)).to(inside.dtype)
             grad_hidden[rows] = error @ weight
             grad_weight += error.T @ inside
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))

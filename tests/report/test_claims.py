@@ -68,6 +68,14 @@ def test_order_fails_when_two_methods_change_places(tmp_path):
     assert found.obtained == "Sinusoidal 128, Rotary 256, T5 bias 2,048+, ALiBi 256"
 
 
+def test_two_methods_that_stop_together_are_not_ordered(tmp_path):
+    for position, last in (("alibi", 50.0), ("t5", 60.0), ("rotary", 90.0), ("sinusoidal", 90.0)):
+        make_run(tmp_path, position, {128: 50.0, 256: 50.0 if last < 90 else 70.0, 2048: last})
+    found = outcome(tmp_path, "extrapolation-order")
+    assert found.obtained == "Sinusoidal 128, Rotary 128, T5 bias 256, ALiBi 2,048+"
+    assert found.verdict == "cannot tell"
+
+
 def test_order_is_not_told_from_methods_that_were_not_read_far(tmp_path):
     """Table 5 reads only ALiBi past its length; where the others would have stopped, nobody knows."""
     for position in ("sinusoidal", "rotary", "t5"):
@@ -189,4 +197,4 @@ def test_sooner_is_read_from_checkpoints(tmp_path):
     (tmp_path / "cost.json").write_text(json.dumps({"format": 1, "entries": entries}))
     found = outcome(tmp_path, "sooner")
     assert found.verdict == "holds"
-    assert found.obtained == "+20.0% time saved (trained at 256 against 512)"
+    assert found.obtained == "+20.0% (+20.0% to +20.0%) time saved (trained at 256 against 512)"

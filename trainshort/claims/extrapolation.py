@@ -5,6 +5,7 @@ and is said at each claim (`rule`).
 """
 
 import math
+from itertools import pairwise
 
 from trainshort.claims.measured import Compared, Measured, View
 from trainshort.claims.verdicts import (
@@ -66,11 +67,31 @@ def usable(view: View, position: str) -> tuple[int, bool, Measured] | None:
     return longest, opened, base
 
 
+def bounds(view: View, position: str) -> tuple[float, float]:
+    """The longest length up to which a method is surely no worse than at its own, and the first at which it surely is;
+    lengths in between cannot be told from chance."""
+    good, bad = float(view.scale.length(BASE)), math.inf
+    runs = view.runs(Variant("wikitext103", position, BASE))
+    lengths = sorted(view.rows(runs[0], EvalProtocol(BASE))) if runs else []
+    for length in (one for one in lengths if one > good):
+        change = further(view, position, length / view.scale.length(BASE))
+        told = above(change, SLACK - 1) if change else "holds"  # a method that cannot be read there is worse there
+        if told == "holds":
+            return good, length
+        good = length if told == "does not hold" else good
+    return good, bad
+
+
 @claim(
     "extrapolation-order",
     "Sinusoidal positions stop being useful soonest, then rotary, then the T5 bias; ALiBi goes farthest.",
     "trained at 512, best at 512 + 20…50, + 200, + 600 and + 12,000 or more",
-    rule=Rule("c3964ae", "2026-11-16", seen=True, change="methods that were not read equally far are not compared"),
+    rule=Rule(
+        "THIS",
+        "2026-11-16",
+        seen=True,
+        change="methods that were not read equally far are not compared, nor differences within chance",
+    ),
 )
 def extrapolation_order(view: View) -> Outcome:
     found = {method: usable(view, method) for method in ORDER}
@@ -80,10 +101,17 @@ def extrapolation_order(view: View) -> Outcome:
     if any(one and one[1] and one[0] < max(reach) for one in found.values()):
         return missing("the four methods read equally far (`--only demo`)")  # a short one may yet go on
     text = ", ".join(f"{method_name(m)} {one[0]:,}{'+' if one[1] else ''}" for m, one in found.items() if one)
-    ordered = reach == sorted(reach) and reach[0] < reach[-1]
-    reason = f"Longest length at most {SLACK - 1:.0%} above the perplexity at its own; +: no longer one was tried."
+    reason = f"Longest length at most {SLACK - 1:.0%} above the perplexity at its own; +: no longer one was tried. "
+    reason += "One stops sooner than the next when it is surely worse at a length up to which the next surely is not."
+    told = every(_sooner(bounds(view, one), bounds(view, other)) for one, other in pairwise(ORDER))
     least = detectable(*(further(view, method, 2) for method in ORDER))
-    return Outcome(verdict(ordered), text, reason, sources(*(one[2] for one in found.values() if one)), least)
+    return Outcome(told, text, reason, sources(*(one[2] for one in found.values() if one)), least)
+
+
+def _sooner(one: tuple[float, float], other: tuple[float, float]) -> Verdict:
+    if one[1] <= other[0]:
+        return "holds"
+    return "does not hold" if other[1] <= one[0] else "cannot tell"
 
 
 @claim(

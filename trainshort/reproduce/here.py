@@ -19,10 +19,11 @@ from pathlib import Path
 
 from trainshort.errors import InputError
 from trainshort.reproduce.tasks import Task
-from trainshort.reproduce.work import work
+from trainshort.reproduce.work import evaluate_model, train_model, work
 
 MOST = 8
 """Models at a time, unless more are asked for: each is a process with about half a gigabyte for libraries alone."""
+Work = Callable[[Task, Path], None]
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
@@ -49,31 +50,39 @@ def run_here(tasks: list[Task], root: Path, done: Callable[[str], None], jobs: i
 
 
 def _run_side_by_side(tasks: list[Task], root: Path, done: Callable[[str], None], jobs: int) -> None:
-    """Work on `jobs` tasks at a time. A task that fails is named at the end; what the others made stays."""
+    """Work on `jobs` models at a time. One that fails is named at the end; what the others made stays.
+
+    Training and evaluating a model are two pieces of work, and evaluations wait for the last training to begin: with
+    five models on two cores, one core has a third model to train while the other evaluates the first four.
+    """
     prepare_data(tasks)
     context = multiprocessing.get_context("spawn")
     threads = max(1, cores() // jobs)
     # Long sequences take longest; begun last, one would keep a single core busy at the end.
-    waiting, failed = sorted(tasks, key=lambda task: -task.config.train.length), []
-    running: dict[Connection, tuple[str, BaseProcess]] = {}
+    longest_first = sorted(tasks, key=lambda task: -task.config.train.length)
+    waiting: list[tuple[Task, Work]] = [(task, train_model) for task in longest_first]
+    failed: list[str] = []
+    running: dict[Connection, tuple[Task, Work, BaseProcess]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                task = waiting.pop(0)
+                task, piece = waiting.pop(0)
                 ours, theirs = context.Pipe(duplex=False)
-                worker = context.Process(target=_worker, args=(task, root, threads, os.getpid(), theirs))
+                worker = context.Process(target=_worker, args=(piece, task, root, threads, os.getpid(), theirs))
                 worker.start()
                 theirs.close()  # so that its end shows here, however the worker ends
-                running[ours] = (task.name, worker)
+                running[ours] = (task, piece, worker)
             for ended in wait(list(running)):
-                name, worker = running.pop(ended)  # pyright: ignore[reportArgumentType]
+                task, piece, worker = running.pop(ended)  # pyright: ignore[reportArgumentType]
                 problem = _last_word(ended, worker)  # pyright: ignore[reportArgumentType]
-                if problem is None:
-                    done(name)
+                if problem is not None:
+                    failed.append(f"{task.name} ({problem})")
+                elif piece is train_model:
+                    waiting.append((task, evaluate_model))
                 else:
-                    failed.append(f"{name} ({problem})")
+                    done(task.name)
     finally:
-        _stop([worker for _, worker in running.values()])
+        _stop([worker for *_, worker in running.values()])
     if failed:
         raise InputError(f"{len(failed)} models failed: {'; '.join(failed)}. The same command runs what is missing.")
 
@@ -86,7 +95,7 @@ def prepare_data(tasks: list[Task]) -> None:
         open_or_prepare(data)
 
 
-def _worker(task: Task, root: Path, threads: int, parent: int, tell: Connection) -> None:
+def _worker(piece: Work, task: Task, root: Path, threads: int, parent: int, tell: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all; the command passes it on
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGTERM)
@@ -96,7 +105,7 @@ def _worker(task: Task, root: Path, threads: int, parent: int, tell: Connection)
 
     torch.set_num_threads(threads)
     try:
-        work(task, root)
+        piece(task, root)
         tell.send(None)
     except InputError as error:
         tell.send(str(error))

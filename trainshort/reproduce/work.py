@@ -16,11 +16,21 @@ TEMPERATURE, TOP_K, SEED = 0.8, 40, 1
 
 def work(task: Task, root: Path) -> str:
     """Train, evaluate, sample: whatever of it is missing. Interrupted at any moment, the next call goes on."""
+    train_model(task, root)
+    evaluate_model(task, root)
+    return task.name
+
+
+def train_model(task: Task, root: Path) -> None:
     from trainshort.train import train
 
+    if not tasks.trained(root / task.name, task):
+        train(task.config, root / task.name, resume=True, quiet=True)
+
+
+def evaluate_model(task: Task, root: Path) -> None:
+    """All that is wanted of a trained model: its evaluations, its learning curve, a text, the reach of its heads."""
     folder = root / task.name
-    if not tasks.trained(folder, task):
-        train(task.config, folder, resume=True, quiet=True)
     found = find(folder)
     for query, lengths in task.lengths.items():
         _evaluate(folder, query, tasks.missing(found, query, lengths))
@@ -36,7 +46,6 @@ def work(task: Task, root: Path) -> str:
         _write_sample(folder, sample)
     if task.sample and not (folder / tasks.REACH).exists():
         _reach(folder)
-    return task.name
 
 
 def _reach(folder: Path) -> None:
@@ -103,9 +112,3 @@ def _write_sample(run: Path, path: Path) -> None:
     }
     make_folder(path.parent)
     write_sealed(path, record)
-
-
-# ---- speed and memory: the paper's Table 1
-
-ROUNDS = 15
-"""A round varies by 5 to 10 % on a shared machine, and a claim of the paper is about 1 %."""
