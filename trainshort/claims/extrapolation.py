@@ -87,7 +87,7 @@ def bounds(view: View, position: str) -> tuple[float, float]:
     "Sinusoidal positions stop being useful soonest, then rotary, then the T5 bias; ALiBi goes farthest.",
     "trained at 512, best at 512 + 20…50, + 200, + 600 and + 12,000 or more",
     rule=Rule(
-        "THIS",
+        "a8d97b8",
         "2026-11-16",
         seen=True,
         change="methods that were not read equally far are not compared, nor differences within chance",

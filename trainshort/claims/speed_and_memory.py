@@ -102,7 +102,7 @@ def others_slower(view: View) -> Outcome:
     "Trained at 1,024, ALiBi reaches a perplexity at 2,048 about 11 % sooner than sinusoidal trained at 2,048.",
     "1.3B: 11 % sooner on the mean of five points, 26.2 against 29.3 GB",
     rule=Rule(
-        "THIS",
+        "a8d97b8",
         "2026-11-16",
         seen=True,
         change="where these two were not trained, 512 and 3,072 take their place; speeds are compared by rounds",
