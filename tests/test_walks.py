@@ -43,12 +43,12 @@ def test_a_token(mode):
     stream = trainshort.stream(model, list(range(50)), tokens=20, mode=mode)
     for _ in range(4):  # the first ones still build what the others use
         next(stream)
-    assert len(walk(lambda: next(stream))) <= {"bounded": 20, "full": 22}[mode]
+    assert len(walk(lambda: next(stream))) <= 20
 
 
 @pytest.mark.skipif(unavailable(False) is not None, reason="counts the compiled path")
 def test_one_attention():
-    """More than was aimed at (14 over 4 files): `auto` asks every engine how well it fits. It must not grow."""
+    """The second call of its kind: which engine is the best for it was found out by the first."""
     q, k, v = (torch.randn(1, 8, 300, 64) for _ in range(3))
     bias = LinearBias(alibi.slopes(8))
 
@@ -57,5 +57,5 @@ def test_one_attention():
 
     work()
     found = walk(work)
-    assert len(found) <= 39
-    assert len({file for file, _ in found}) <= 10
+    assert len(found) <= 14
+    assert len({file for file, _ in found}) <= 4

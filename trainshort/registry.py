@@ -40,6 +40,8 @@ class Registry(Generic[Entry]):
         self.kind = kind
         self.needs = needs
         self._entries: dict[str, Entry] = {}
+        self.changes = 0
+        """How often an entry came or went: for those who remember what they were answered."""
 
     def register(self, name: str) -> Callable[[Given], Given]:
         """Decorator that files a class or function under `name`; a name can be taken once only."""
@@ -50,6 +52,7 @@ class Registry(Generic[Entry]):
             if lacking := [method for method in self.needs if not callable(getattr(entry, method, None))]:
                 raise InputError(f"{self.kind} '{name}' lacks {' and '.join(f'{method}()' for method in lacking)}.")
             self._entries[name] = entry  # pyright: ignore[reportArgumentType]
+            self.changes += 1
             plugins.note(self, name)
             return entry
 
@@ -66,6 +69,7 @@ class Registry(Generic[Entry]):
     def forget(self, name: str) -> None:
         """Take a name back, where a plug-in that registered it failed later."""
         del self._entries[name]
+        self.changes += 1
 
     def names(self) -> list[str]:
         return list(self._entries)

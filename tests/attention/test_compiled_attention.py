@@ -88,6 +88,7 @@ def test_without_a_bias_it_serves_where_torchs_vectors_are_no_wider(monkeypatch)
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
     assert choose(Call(q, q, q)) is engines.get("compiled")
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr("trainshort.attention.op._chosen", {})
     assert choose(Call(q, q, q)) is engines.get("sdpa")
 
 
@@ -175,6 +176,7 @@ def test_it_says_why_it_cannot(change, reason):
 
 def test_without_the_kernel_sdpa_takes_over(monkeypatch):
     monkeypatch.setattr("trainshort.attention.operator.kernel_fault", lambda dtype: "there is no C compiler here")
+    monkeypatch.setattr("trainshort.attention.op._chosen", {})
     q = torch.randn(1, 2, 20, 8, requires_grad=True)
     call = Call(q, q, q, DistanceBias(torch.ones(2, 3, requires_grad=True)))
     assert engines.get("compiled").unsupported(call) == (

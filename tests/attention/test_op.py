@@ -14,7 +14,6 @@ from trainshort.attention.call import Call, check
 from trainshort.attention.compiled import table_by_distance
 from trainshort.attention.flex import _score_function
 from trainshort.attention.formula import written_bias
-from trainshort.attention.operator import _describe
 from trainshort.errors import InputError
 
 # flex compiles for each new shape, which takes seconds: it has a file of its own.
@@ -194,6 +193,7 @@ def test_dropout_drops_and_keeps_the_mean():
 def test_auto_takes_the_quick_engine_for_alibi_and_explains(caplog, monkeypatch):
     """Each engine that is chosen is told once, with those that were asked first and their reasons."""
     monkeypatch.setattr("trainshort.attention.op._announced", set())
+    monkeypatch.setattr("trainshort.attention.op._chosen", {})
     q, k, v = inputs()
     with caplog.at_level(logging.INFO, logger="trainshort.attention"):
         for _ in range(2):
@@ -244,7 +244,11 @@ def test_a_bias_that_nobody_knows_is_an_error_everywhere():
             InputError, match="bias must be LinearBias, DistanceBias, ClockBias, DenseBias or None, got StrangeBias"
         ):
             part()
-    for part in (lambda: _score_function(call.bias, 0), lambda: table_by_distance(call), lambda: _describe(call)):
+    for part in (
+        lambda: _score_function(call.bias, 0),
+        lambda: table_by_distance(call),
+        *(lambda engine=engine: engine.run(call) for engine in (engines.get("windowed"), engines.get("compiled"))),
+    ):
         with pytest.raises(InputError, match="got StrangeBias"):
             part()
 

@@ -9,9 +9,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from trainshort import alibi
 from trainshort.attention import LinearBias, attend
 from trainshort.attention.call import Call
-from trainshort.attention.flex import _score_function
+from trainshort.attention.flex import BLOCK, _score_function, proven_block_mask
 from trainshort.attention.formula import visible
-from trainshort.attention.windowed_flex import BLOCK, proven_block_mask
 
 
 def written_out(mask, q_len, k_len):

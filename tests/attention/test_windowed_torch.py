@@ -51,6 +51,8 @@ def test_far_from_the_start_the_error_stays_that_of_the_formula():
 def forgetful(monkeypatch):
     """A process that has no kernel and has not tried torch's yet."""
     monkeypatch.setattr("trainshort.attention.operator.kernel_fault", lambda dtype: "there is no C compiler here")
+    monkeypatch.setattr("trainshort.attention.operator.has_kernel", lambda width, dtype: False)
+    monkeypatch.setattr("trainshort.attention.op._chosen", {})
     windowed_torch.row_mask_fault.cache_clear()
     yield
     windowed_torch.row_mask_fault.cache_clear()

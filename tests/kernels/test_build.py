@@ -19,7 +19,7 @@ from trainshort.errors import InputError
 from trainshort.kernels import build
 
 CACHES = (
-    *(operator.unavailable, operator._library, windowed._announce_once),
+    *(operator.unavailable, operator.has_kernel, operator._library, windowed._announce_once),
     *(ring.unavailable, ring.library, build._private_folder, build._say_once),
 )
 LOADERS = {"attention": lambda: operator._library(False), "decode": ring.library}

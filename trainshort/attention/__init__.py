@@ -1,6 +1,6 @@
 """Attention engines behind one call, `attend`. Importing this package registers them all."""
 
-from trainshort.attention import compiled, flex, reference, sdpa, windowed
+from trainshort.attention import compiled, flex, formula, sdpa, windowed
 from trainshort.attention.call import Bias, Call, ClockBias, DenseBias, DistanceBias, LinearBias
 from trainshort.attention.formula import merge
 from trainshort.attention.op import Engine, Result, alibi_attention, attend, engines
@@ -19,8 +19,8 @@ __all__ = [
     "compiled",
     "engines",
     "flex",
+    "formula",
     "merge",
-    "reference",
     "sdpa",
     "windowed",
 ]

@@ -87,6 +87,17 @@ class Call:
         return self.q.shape[1] // self.k.shape[1]
 
     @property
+    def signature(self) -> tuple[object, ...]:
+        """All of it but the numbers in its tensors: calls of one signature are computed by one engine."""
+        bias = None if self.bias is None else self.bias.values
+        return (
+            *(self.q.shape, self.k.shape, self.q.dtype, self.q.device, torch.is_grad_enabled()),
+            *(self.q.requires_grad, self.k.requires_grad, self.v.requires_grad, type(self.bias)),
+            *(None if bias is None else (bias.shape, bias.dtype, bias.requires_grad), self.documents is None),
+            *(self.window, self.dropout, self.needs_lse, self.tolerance, self.scale),
+        )
+
+    @property
     def bias_needs_grad(self) -> bool:
         return self.bias is not None and self.bias.values.requires_grad and torch.is_grad_enabled()
 
@@ -106,17 +117,17 @@ class Call:
     @property
     def is_transformed(self) -> bool:
         """Whether torch.func is at work (grad, vmap, jvp, ...), or derivatives are taken in forward mode."""
-        return in_torch_func() or self.has_tangents
+        return tracer() == "func" or self.has_tangents
 
 
-def in_torch_func() -> bool:
-    """Whether torch.func is at work: grad, vmap, jvp and what is made of them."""
-    return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def is_exporting() -> bool:
-    """Whether a graph is being made for elsewhere, where nobody knows operators of ours."""
-    return torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None or torch.onnx.is_in_onnx_export()
+def tracer() -> str | None:
+    """Who looks at the operations rather than doing them: 'export' makes a graph for elsewhere, where nobody knows
+    operators of ours; 'func' is torch.func (grad, vmap, jvp, ...); 'compile' is torch.compile. None: nobody."""
+    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None or torch.onnx.is_in_onnx_export():
+        return "export"
+    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        return "func"
+    return "compile" if torch.compiler.is_compiling() else None
 
 
 def check(call: Call) -> None:
@@ -173,7 +184,7 @@ def _check_bias(call: Call) -> None:
             if slopes.shape != (heads,):
                 raise InputError(f"slopes must be one per query head, shape ({heads},); got {tuple(slopes.shape)}.")
             # An infinite slope would turn every row to NaN far from here. Read only where that costs no waiting.
-            if _may_be_read(slopes) and not slopes.isfinite().all():
+            if slopes.device.type == "cpu" and tracer() is None and not slopes.isfinite().all():
                 raise InputError(f"slopes must be finite, got {slopes.tolist()}.")
         case DistanceBias(table):
             if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < 1:
@@ -185,7 +196,7 @@ def _check_bias(call: Call) -> None:
                     f"a clock has one reading per text, query head and key, shape {shape}, in floats; got "
                     f"{tuple(clock.shape)} of {clock.dtype}."
                 )
-            if _may_be_read(clock) and not clock.isfinite().all():
+            if clock.device.type == "cpu" and tracer() is None and not clock.isfinite().all():
                 raise InputError("a clock must be finite everywhere; this one has readings that are not.")
         case DenseBias(values):
             shape = (heads, q_len, k_len)
@@ -199,9 +210,9 @@ def _check_bias(call: Call) -> None:
         raise InputError(f"the bias is on {call.bias.values.device}, but q on {call.q.device}; move it there.")
 
 
-def _may_be_read(values: Tensor) -> bool:
-    looked_at = torch.compiler.is_compiling() or is_exporting()
-    return values.device.type == "cpu" and not looked_at and not in_torch_func()
+def contiguous_rows(x: Tensor) -> Tensor:
+    """`x`, copied only where the numbers of a row do not lie side by side."""
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()  # the stride of a single number says nothing
 
 
 def unknown_bias(bias: object) -> InputError:

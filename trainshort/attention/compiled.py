@@ -46,7 +46,7 @@ class Compiled:
         out, lse, _, _ = torch.ops.trainshort.attention(
             call.q, call.k, call.v, bias, call.documents, call.window, call.factor, 0.0, True
         )
-        return Result(out, lse.to(wide(call.q)))
+        return Result(out, lse)
 
 
 def table_by_distance(call: Call) -> Float[Tensor, "heads k_len"]:

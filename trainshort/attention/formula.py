@@ -1,4 +1,7 @@
-"""What engines share: the formula itself, what a row may see, biases written out, and results put together."""
+"""Attention as the formula reads, nothing clever: the engine `reference`, which every other is measured against.
+
+And what engines share: what a row may see, biases written out, and results put together.
+"""
 
 import math
 
@@ -6,19 +9,25 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trainshort.attention.call import Call, ClockBias, DenseBias, DistanceBias, LinearBias, unknown_bias
+from trainshort.attention.call import Call, ClockBias, DenseBias, DistanceBias, LinearBias, tracer, unknown_bias
+from trainshort.attention.op import Result, engines
 
-FEW_KEYS = 16
+
+class Reference:
+    """The plain formula in float32 (float64 for float64 inputs); the oracle of the tests, any call, no hurry."""
+
+    def rank(self, call: Call) -> int:
+        """Derivatives of any order and direction, and graphs for elsewhere, need plain operations of torch."""
+        return 100 if tracer() == "export" or call.is_transformed else 1
+
+    def unsupported(self, call: Call) -> str | None:
+        return None
+
+    def run(self, call: Call) -> Result:
+        return Result(*formula(call))
 
 
-def is_short(call: Call) -> bool:
-    """Whether a call is best trained through by the formula itself, whichever the engine.
-
-    A kernel's backward pass recomputes the weights from a rounded log-sum-exp. Among a few keys that is most of its
-    error, and shows where the formula is exact: one key alone has weight 1 and passes no gradient to its query. So few
-    keys are no slower to compute plainly.
-    """
-    return call.needs_grad and call.k.shape[2] <= FEW_KEYS
+engines.register("reference")(Reference())
 
 
 def formula(call: Call) -> tuple[Tensor, Tensor]:
@@ -94,15 +103,6 @@ def document_reach(
     positions = torch.arange(length).expand(batch, length)
     first = torch.full((batch, len(names)), length).scatter_reduce(1, numbers, positions, "amin")
     return numbers.int().contiguous(), first.gather(1, numbers).int().contiguous()
-
-
-def contiguous_rows(x: Tensor) -> Tensor:
-    """`x`, copied only where the numbers of a row do not lie side by side."""
-    return x if has_contiguous_rows(x) else x.contiguous()
-
-
-def has_contiguous_rows(x: Tensor) -> bool:
-    return x.stride(3) == 1 or x.shape[3] == 1  # the stride of a single number says nothing
 
 
 def wide(x: Tensor) -> torch.dtype:

@@ -7,12 +7,12 @@ import logging
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
+import torch.autograd.forward_ad as forward_mode
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trainshort import alibi
-from trainshort.attention.call import SMALLEST, TOLERANCE, Bias, Call, LinearBias, check, check_tensors
-from trainshort.attention.formula import formula, is_short
+from trainshort.attention.call import SMALLEST, TOLERANCE, Bias, Call, LinearBias, check, check_tensors, tracer
 from trainshort.errors import InputError
 from trainshort.registry import Registry
 
@@ -25,7 +25,7 @@ class Result(NamedTuple):
     out: Tensor
     """In q's dtype."""
     lse: Float[Tensor, "batch heads q_len"] | None = None
-    """The rows' log-sum-exp, in float32; None unless the call needs it."""
+    """The rows' log-sum-exp, in float32 or wider; None unless the call needs it."""
     left_out: Float[Tensor, "batch heads"] | None = None
     """The largest softmax mass that any row of a head can have left out, at most call.tolerance; None: nothing."""
 
@@ -38,7 +38,10 @@ class Engine(Protocol):
     """
 
     def rank(self, call: Call) -> int:
-        """The higher, the sooner 'auto' takes it; 0, or no such method: by name only."""
+        """The higher, the sooner 'auto' takes it; 0, or no such method: by name only.
+
+        Asked once for all calls of one `Call.signature`, as `unsupported` is: they do not depend on numbers in tensors.
+        """
         ...
 
     def unsupported(self, call: Call) -> str | None:
@@ -50,6 +53,10 @@ class Engine(Protocol):
 
 engines: Registry[Engine] = Registry("attention engine", needs=("unsupported", "run"))
 _announced: set[str] = set()
+_chosen: dict[tuple[object, ...], Engine] = {}
+MOST_CHOSEN = 4096
+"""Choices that are remembered; a text that grows token by token asks for a new one each time."""
+FEW_KEYS = 16
 
 
 def attend(
@@ -83,14 +90,11 @@ def attend(
     allowed = 0.0 if 0 < tolerance < SMALLEST else tolerance
     call = Call(q, k, v, bias, window, documents, dropout, return_lse, allowed, scale)
     check(call)
-    engine = choose(call) if backend == "auto" else engines.get(backend)
-    if backend != "auto" and (reason := engine.unsupported(call)):
-        raise InputError(f"Attention engine '{backend}' cannot do this: {reason}.")
-    result = Result(*formula(call)) if is_short(call) else engine.run(call)
+    result = (choose(call) if backend == "auto" else _named(backend, call)).run(call)
     results = [result.out]
     if return_lse:
         assert result.lse is not None, "an engine that can has a log-sum-exp"
-        results.append(result.lse.detach())
+        results.append(result.lse.detach().to(torch.promote_types(q.dtype, torch.float32)))
     if return_certificate:
         nothing = q.new_zeros(q.shape[:2], dtype=torch.float32)
         results.append(nothing if result.left_out is None else result.left_out)
@@ -98,6 +102,34 @@ def attend(
 
 
 def choose(call: Call) -> Engine:
+    """The engine for a call under 'auto', remembered for all that are like it."""
+    if tracer() is not None or forward_mode._current_level >= 0:
+        return _best(call)
+    key = (engines.changes, call.signature)
+    if key not in _chosen:
+        if len(_chosen) >= MOST_CHOSEN:
+            _chosen.clear()
+        _chosen[key] = _best(call)
+    return _chosen[key]
+
+
+def _named(name: str, call: Call) -> Engine:
+    if reason := engines.get(name).unsupported(call):
+        raise InputError(f"Attention engine '{name}' cannot do this: {reason}.")
+    return _unless_short(name, call)
+
+
+def _unless_short(name: str, call: Call) -> Engine:
+    """The engine of this name; but the formula itself where one trains through a few keys.
+
+    A kernel's backward pass recomputes the weights from a rounded log-sum-exp. Among a few keys that is most of its
+    error, and shows where the formula is exact: one key alone has weight 1 and passes no gradient to its query. So few
+    keys are no slower to compute plainly.
+    """
+    return engines.get("reference" if call.needs_grad and call.k.shape[2] <= FEW_KEYS else name)
+
+
+def _best(call: Call) -> Engine:
     """The engine of the highest rank that can do it; said once in the log."""
     reasons = []
     ranks = {name: engine.rank(call) if hasattr(engine, "rank") else 0 for name, engine in engines.items()}
@@ -105,7 +137,7 @@ def choose(call: Call) -> Engine:
         reason = engines.get(name).unsupported(call)
         if reason is None:
             _announce(name, f" ({'; '.join(reasons)})" if reasons else "")
-            return engines.get(name)
+            return _unless_short(name, call)
         reasons.append(f"not {name}: {reason}")
     raise InputError(f"No attention engine can do this: {'; '.join(reasons)}.")
 

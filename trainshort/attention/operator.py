@@ -1,8 +1,8 @@
 """The kernel as an operator that torch knows: the call into C, its gradient, its shapes for torch.compile, and plain
 PyTorch in its place where it cannot be built. `windowed` and `compiled` are engines on it.
 
-Torch's operators take tensors and numbers only, so a `Call` is laid out in nine arguments and put together again behind
-them; the structs mirror kernels/attention/call.h.
+Torch's operators take tensors and numbers only, so a `Call` is laid out in nine arguments, which go into C as they are;
+the structs mirror kernels/attention/call.h.
 """
 
 import ctypes
@@ -15,8 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trainshort.attention import windowed_torch
-from trainshort.attention.call import Call, ClockBias, DistanceBias, LinearBias, unknown_bias
-from trainshort.attention.formula import contiguous_rows, document_reach, formula, has_contiguous_rows, wide
+from trainshort.attention.call import Call, ClockBias, DistanceBias, LinearBias, contiguous_rows
+from trainshort.attention.formula import document_reach, formula, wide
 from trainshort.attention.windowed_torch import PANEL
 from trainshort.kernels import build
 from trainshort.kernels.build import KernelBuildError
@@ -35,11 +35,6 @@ MOST_KEYS = 2**31 - 1
 
 class _Tensor(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "token"))]
-
-    @classmethod
-    def of(cls, x: Tensor) -> "_Tensor":
-        assert has_contiguous_rows(x), "rows must be contiguous"
-        return cls(x.data_ptr(), *x.stride()[:3])
 
 
 class _Call(ctypes.Structure):
@@ -99,40 +94,44 @@ def beyond(call: Call) -> str | None:
     return None
 
 
-def _describe(call: Call) -> tuple[_Call, list[Tensor]]:
-    """The struct, and the tensors that must live as long as it does: it holds bare addresses."""
-    q, k, v = (contiguous_rows(x) for x in (call.q, call.k, call.v))
-    batch, heads, q_len, dim = q.shape
-    k_len, keep = k.shape[2], [q, k, v]
-    given = _Call(q=_Tensor.of(q), k=_Tensor.of(k), v=_Tensor.of(v))
-    given.batches, given.heads, given.kv_heads = batch, heads, k.shape[1]
-    given.q_len, given.k_len, given.dim = q_len, k_len, dim
-    given.window, given.tolerance = min(call.window or k_len, k_len), call.tolerance
-    given.scale, given.dtype = call.factor, DTYPES[q.dtype]
+@cache
+def has_kernel(width: int, dtype: torch.dtype) -> bool:
+    """Whether heads this wide are computed in C; those wider than its scratch space, and machines without a kernel, get
+    plain PyTorch."""
+    return width <= WIDEST and unavailable(dtype == torch.float64) is None
+
+
+def _run(
+    entry: str,
+    bias: Tensor,
+    documents: Tensor | None,
+    window: int | None,
+    scale: float,
+    tolerance: float,
+    **tensors: Tensor,
+) -> None:
+    """Call into C, with q, k, v and whatever else is read or written under the struct's names. What the struct points
+    to lives until this returns: it holds bare addresses."""
+    q, k = tensors["q"], tensors["k"]
+    (batch, heads, q_len, dim), k_len = q.shape, k.shape[2]
+    given = _Call(batches=batch, heads=heads, kv_heads=k.shape[1], q_len=q_len, k_len=k_len, dim=dim)
+    given.window, given.scale, given.dtype = min(window or k_len, k_len), scale, DTYPES[q.dtype]
+    given.tolerance = 0.0 if bias.dim() == 2 else tolerance
     given.parallel = build.torch_threads()
     given.threads = torch.get_num_threads() if batch * heads * q_len * k_len * dim > SMALL else 1
-    match call.bias:
-        case LinearBias(slopes):
-            keep.append(slopes.float().contiguous())
-            given.slopes = keep[-1].data_ptr()
-        case DistanceBias(table):
-            padded = torch.nn.functional.pad(table.detach().to(wide(q)), (MARGIN, PANEL)).contiguous()
-            keep += [torch.zeros(heads), padded]
-            given.slopes, given.table = keep[-2].data_ptr(), padded.data_ptr()
-        case ClockBias(clock):
-            keep += [torch.zeros(heads), clock.detach().double().contiguous()]
-            given.slopes, given.clock = keep[-2].data_ptr(), keep[-1].data_ptr()
-        case unknown:
-            raise unknown_bias(unknown)
-    if call.documents is not None:
-        documents, reach = document_reach(call.documents)
-        given.documents, given.reach = documents.data_ptr(), reach.data_ptr()
-        keep += [documents, reach]
-    return given, keep
-
-
-def _run(name: str, given: _Call, dtype: torch.dtype) -> None:
-    if getattr(_library(dtype == torch.float64), name)(ctypes.byref(given)):
+    if bias.dim() == 1:
+        tensors["slopes"] = bias.float().contiguous()
+    else:
+        tensors["slopes"] = torch.zeros(heads)
+    if bias.dim() == 2:
+        tensors["table"] = torch.nn.functional.pad(bias.detach().to(wide(q)), (MARGIN, PANEL)).contiguous()
+    if bias.dim() == 3:
+        tensors["clock"] = bias.detach().double().contiguous()
+    if documents is not None:
+        tensors["documents"], tensors["reach"] = document_reach(documents)
+    for name, x in tensors.items():
+        setattr(given, name, (x.data_ptr(), *x.stride()[:3]) if x.dim() == 4 else x.data_ptr())
+    if getattr(_library(q.dtype == torch.float64), entry)(ctypes.byref(given)):
         raise MemoryError("attention ran out of memory for its scratch space")
 
 
@@ -152,15 +151,12 @@ def _forward(
     read, and the mass that may lie before it. The bias is slopes, or (heads, k_len) by distance: then nothing is
     skipped; or (batch, heads, k_len), a clock."""
     results = out, lse, first, dropped = _empty_results(q)
-    call = _call(q, k, v, bias, documents, window, scale, tolerance)
-    if not compiled:
-        windowed_torch.forward(call, *results)
-        return results
-    given, keep = _describe(call)
-    given.out, given.lse = _Tensor.of(out), lse.data_ptr()
-    given.first, given.dropped = first.data_ptr(), dropped.data_ptr()
-    _run("trainshort_forward", given, q.dtype)
-    del keep
+    q, k, v = (contiguous_rows(x) for x in (q, k, v))
+    if compiled and has_kernel(q.shape[3], q.dtype):
+        written = {"out": out, "lse": lse, "first": first, "dropped": dropped}
+        _run("trainshort_forward", bias, documents, window, scale, tolerance, q=q, k=k, v=v, **written)
+    else:
+        windowed_torch.forward(_call(q, k, v, bias, documents, window, scale, tolerance), *results)
     return results
 
 
@@ -184,27 +180,26 @@ def _backward(
     # The gradient of q is added up over stretches of keys, so it needs full precision in between.
     summed = grad_q.zero_() if q.dtype == wide(q) else torch.zeros(q.shape, dtype=wide(q))
     grad_bias = _empty_grad_bias(q, k, bias).zero_()
-    call, grads = _call(q, k, v, bias, documents, window, scale, 0.0), (summed, grad_k, grad_v)
-    if compiled:
-        inner, rows = torch.empty_like(lse, dtype=summed.dtype), contiguous_rows(grad_out)
-        given, keep = _describe(call)
-        given.out, given.grad_out = _Tensor.of(out), _Tensor.of(rows)
-        given.grad_q, given.grad_k, given.grad_v = (_Tensor.of(x) for x in grads)
-        given.lse, given.first, given.inner = lse.data_ptr(), first.data_ptr(), inner.data_ptr()
-        of_rows = q.new_zeros(q.shape[:3] if bias.dim() == 3 else (0,), dtype=torch.float64)
+    q, k, v, grad_out = (contiguous_rows(x) for x in (q, k, v, grad_out))
+    if compiled and has_kernel(q.shape[3], q.dtype):
+        written = {"grad_q": summed, "grad_k": grad_k, "grad_v": grad_v}
+        written["inner"] = torch.empty_like(lse, dtype=summed.dtype)
         match bias.dim():
             case 2:
-                given.grad_table = grad_bias.data_ptr()
+                written["grad_table"] = grad_bias
             case 3:
-                given.grad_keys, given.grad_rows = grad_bias.data_ptr(), of_rows.data_ptr()
-        _run("trainshort_backward", given, q.dtype)
+                written["grad_rows"] = q.new_zeros(q.shape[:3], dtype=torch.float64)
+                written["grad_keys"] = grad_bias
+        given = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out, "lse": lse, "first": first}
+        _run("trainshort_backward", bias, documents, window, scale, 0.0, **given, **written)
         if bias.dim() == 3:
-            grad_bias[..., k.shape[2] - q.shape[2] :] += of_rows
-        del keep
-    elif bias.dim() == 3:
-        grad_bias = windowed_torch.backward_of_clock(call, grad_out, out, lse, first, grads)
+            grad_bias[..., k.shape[2] - q.shape[2] :] += written["grad_rows"]
     else:
-        windowed_torch.backward(call, grad_out, out, lse, first, grads)
+        call, grads = _call(q, k, v, bias, documents, window, scale, 0.0), (summed, grad_k, grad_v)
+        if bias.dim() == 3:
+            grad_bias = windowed_torch.backward_of_clock(call, grad_out, out, lse, first, grads)
+        else:
+            windowed_torch.backward(call, grad_out, out, lse, first, grads)
     grad_q = grad_q if summed is grad_q else grad_q.copy_(summed)
     return grad_q, grad_k, grad_v, grad_bias if bias.dim() == 3 else grad_bias.sum(0)
 
@@ -219,7 +214,7 @@ def _call(
     scale: float,
     tolerance: float,
 ) -> Call:
-    """The call again, behind the operator's list of arguments."""
+    """The call again, for what is written in PyTorch."""
     kind = (LinearBias, DistanceBias, ClockBias)[bias.dim() - 1](bias)
     allowed = 0.0 if bias.dim() == 2 else tolerance
     return Call(q, k, v, kind, window, documents, tolerance=allowed, scale=scale)
@@ -302,4 +297,4 @@ def _empty_grad_bias(q: Tensor, k: Tensor, bias: Tensor) -> Float[Tensor, "batch
 def _like(x: Tensor) -> Tensor:
     """An empty tensor laid out like `x` where its rows are contiguous, so that adding gradients up is quick."""
     dense = torch.empty_like(x)
-    return dense if has_contiguous_rows(dense) else torch.empty_like(x, memory_format=torch.contiguous_format)
+    return dense if contiguous_rows(dense) is dense else torch.empty_like(x, memory_format=torch.contiguous_format)

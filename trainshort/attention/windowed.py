@@ -16,7 +16,6 @@ import torch
 from trainshort import clocks
 from trainshort.attention import operator, windowed_torch
 from trainshort.attention.call import Call, ClockBias, LinearBias, unknown_bias
-from trainshort.attention.formula import wide
 from trainshort.attention.op import Result, engines
 
 log = logging.getLogger("trainshort.attention")
@@ -25,46 +24,45 @@ log = logging.getLogger("trainshort.attention")
 class Windowed:
     """ALiBi and clocks on the CPU, skipping keys that provably cannot matter; cheaper than no positions at all."""
 
+    compiled = True
+
     def rank(self, call: Call) -> int:
         return 50
 
     def unsupported(self, call: Call) -> str | None:
         if not isinstance(call.bias, LinearBias | ClockBias):
             return "it computes linear biases (ALiBi) and clocks (FoX) only; use 'sdpa'"
-        return operator.beyond(call) or (None if self.is_compiled(call) else windowed_torch.fault())
-
-    def is_compiled(self, call: Call) -> bool:
-        """Heads wider than the kernel's scratch space, and machines without a kernel, get plain PyTorch."""
-        if call.q.shape[3] > operator.WIDEST:
-            return False
-        if fault := operator.kernel_fault(call.q.dtype):
+        if reason := operator.beyond(call):
+            return reason
+        fault = operator.kernel_fault(call.q.dtype) if self.compiled else None
+        if fault:
             _announce(fault)
-        return not fault
+        wide_heads = call.q.shape[3] > operator.WIDEST
+        return windowed_torch.fault() if fault or wide_heads or not self.compiled else None
 
     def run(self, call: Call) -> Result:
         match call.bias:
             case ClockBias(clock):
                 bias = clock
             case LinearBias(slopes):  # trained slopes are a clock's: its gradient is made on the way
-                trained = call.bias_needs_grad
+                trained = slopes.requires_grad and torch.is_grad_enabled()
                 bias = clocks.of_slopes(slopes, call.k.shape[2], len(call.q)) if trained else slopes.detach()
             case unknown:
                 raise unknown_bias(unknown)
         out, lse, _, dropped = torch.ops.trainshort.attention(
             *(call.q, call.k, call.v, bias, call.documents),
-            *(call.window, call.factor, call.tolerance, self.is_compiled(call)),
+            *(call.window, call.factor, call.tolerance, self.compiled),
         )
-        return Result(out, lse.to(wide(call.q)), dropped.amax(-1))
+        return Result(out, lse, dropped.amax(-1))
 
 
 class WindowedTorch(Windowed):
     """The windows of 'windowed' in plain PyTorch, which is what it takes itself where no kernel can be built."""
 
+    compiled = False
+
     def rank(self, call: Call) -> int:
         return 0  # by name only: for comparison
-
-    def is_compiled(self, call: Call) -> bool:
-        return False
 
 
 @torch.compiler.assume_constant_result  # torch.compile would trace the log

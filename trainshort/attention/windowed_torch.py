@@ -25,8 +25,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort import alibi, clocks
-from trainshort.attention.call import SMALLEST, Call, ClockBias, LinearBias
-from trainshort.attention.formula import contiguous_rows, document_reach, merge, visible, wide, written_bias
+from trainshort.attention.call import SMALLEST, Call, ClockBias, LinearBias, contiguous_rows
+from trainshort.attention.formula import document_reach, merge, visible, wide, written_bias
 
 PANEL = 24
 """Query rows that decide together which keys they read; the same number as in tile.h."""

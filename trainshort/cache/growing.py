@@ -72,7 +72,9 @@ class LayerCache:
                 "use a new Cache for another batch."
             )
         end = self.length + k.shape[2]
-        room = self._with_room_for(end, k)
+        room = self._room
+        if room is None or end > room.shape[3]:
+            room = self._make_room(end, k)
         room[0, :, :, self.length : end] = k
         room[1, :, :, self.length : end] = v
         self.length = end
@@ -85,12 +87,15 @@ class LayerCache:
         """
         kv_heads, dim = shape
         like = torch.empty(1, kv_heads, 0, dim)
-        room = like if self._room is None else self._room[0]
-        if dim % LANES or len(room) != 1 or room.dtype != like.dtype or room.device != like.device:
+        held = like if self._room is None else self._room[0]
+        if dim % LANES or len(held) != 1 or held.dtype != like.dtype or held.device != like.device:
             return None
+        room = self._room
+        if room is None or self.length == room.shape[3]:
+            room = self._make_room(self.length + 1, like)
         if self._call is None:
             self._call = RingCall.over_room(kv_heads, slopes, dim)
-        self._call.lay_over(self._with_room_for(self.length + 1, like), self.length)
+        self._call.lay_over(room, self.length)
         self._call.comes_after(self.length, window)
         return self._call
 
@@ -98,15 +103,15 @@ class LayerCache:
         """The token of `next_call` was read, with this key and value."""
         self.length += 1
 
-    def _with_room_for(self, length: int, like: Tensor) -> Tensor:
+    def _make_room(self, length: int, like: Tensor) -> Tensor:
+        """Room for `length` tokens and as many more."""
         capacity = 0 if self._room is None else self._room.shape[3]
-        if self._room is None or length > capacity:
-            batch, heads, _, dim = like.shape
-            grown = like.new_empty(2, batch, heads, max(length, 2 * capacity, SMALLEST), dim)
-            if self._room is not None:
-                grown[:, :, :, : self.length] = self._room[:, :, :, : self.length]
-            self._room = grown
-        return self._room
+        batch, heads, _, dim = like.shape
+        grown = like.new_empty(2, batch, heads, max(length, 2 * capacity, SMALLEST), dim)
+        if self._room is not None:
+            grown[:, :, :, : self.length] = self._room[:, :, :, : self.length]
+        self._room = grown
+        return grown
 
     @property
     def bytes(self) -> int:

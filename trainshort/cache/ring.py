@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trainshort.attention.formula import contiguous_rows
+from trainshort.attention.call import contiguous_rows
 from trainshort.kernels import build
 from trainshort.kernels.build import KernelBuildError
 

@@ -137,17 +137,35 @@ class TokenStream:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Ctrl-C waits for the end of this. Whatever stops it all the same leaves the stream marked as torn."""
+        """Inside, the first Ctrl-C waits until the end; the second comes through at once.
+
+        A cache that has read half a token is of no use to anybody: whatever stops it all the same leaves the stream
+        marked as torn. Python delivers signals to the main thread only; elsewhere there is nothing to hold back.
+        """
         if self.torn:
             raise InputError("this stream was stopped in the middle of a token; resume it from its last saved state.")
-        with whole_token(), torch.inference_mode():
-            self.torn = True
-            try:
+        main, waiting = threading.current_thread() is threading.main_thread(), False
+
+        def hold(number: int, frame: FrameType | None) -> None:
+            nonlocal waiting
+            if waiting:
+                raise KeyboardInterrupt
+            waiting = True
+
+        before = signal.signal(signal.SIGINT, hold) if main else None
+        self.torn = True
+        try:
+            with torch.inference_mode():
                 yield
-            except InputError:  # refused before anything was read
-                self.torn = False
-                raise
             self.torn = False
+        except InputError:  # refused before anything was read
+            self.torn = False
+            raise
+        finally:
+            if main:
+                signal.signal(signal.SIGINT, before)
+        if waiting:
+            raise KeyboardInterrupt
 
     @property
     def caches(self) -> list[Cache]:
@@ -190,30 +208,3 @@ def stream_batch(
     for prompt in prompts:
         made.add(prompt)
     return made
-
-
-@contextmanager
-def whole_token() -> Iterator[None]:
-    """Inside, the first Ctrl-C waits until the end; the second comes through at once.
-
-    A cache that has read half a token is of no use to anybody. Python delivers signals to the main thread only, so
-    elsewhere there is nothing to hold back.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    waiting = False
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        nonlocal waiting
-        if waiting:
-            raise KeyboardInterrupt
-        waiting = True
-
-    before = signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if waiting:
-        raise KeyboardInterrupt
