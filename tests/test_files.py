@@ -184,7 +184,7 @@ def test_a_sealed_result_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "x.json"
     files.write_sealed(path, RESULT)
     values = files.read_sealed(path)
-    assert files.is_sealed(values)
+    assert files.CHECKSUM in values
     assert {name: value for name, value in values.items() if name != files.CHECKSUM} == RESULT
 
 
@@ -204,4 +204,25 @@ def test_every_changed_digit_of_a_sealed_result_is_noticed(tmp_path):
 
 def test_a_result_without_a_checksum_is_read_and_marked(tmp_path):
     (tmp_path / "x.json").write_text(json.dumps(RESULT))
-    assert not files.is_sealed(files.read_sealed(tmp_path / "x.json"))
+    assert files.CHECKSUM not in files.read_sealed(tmp_path / "x.json")
+
+
+def test_a_place_for_a_folder_or_file_is_tried_and_nothing_is_left(tmp_path):
+    files.try_folder(tmp_path / "a" / "b")
+    files.try_file(tmp_path / "x.json")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "kept").mkdir()
+    files.try_folder(tmp_path / "kept")
+    assert (tmp_path / "kept").is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="a file is in the way"):
+        files.try_folder(tmp_path / "file" / "inside")
+    with pytest.raises(InputError, match=r"Cannot write .*inside: a file is in the way .* Choose another --out.$"):
+        files.try_file(tmp_path / "file" / "inside")
+
+
+@pytest.mark.parametrize(
+    "words", ['I/O error: No space left on device (os error 28) at path "/x/.tmp"', "No space left on device (28)"]
+)
+def test_what_the_system_told_safetensors_is_told_in_our_words(words):
+    assert files.reason(files.refused(Exception(words))) == "the disk is full"

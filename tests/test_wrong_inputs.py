@@ -72,6 +72,7 @@ WRONG = [
     (f"{TRAIN} --train.lr nan", "Unknown setting 'train.lr'. Did you mean 'optim.lr'? See"),
     (f"{TRAIN} --train.batch 0", "Setting 'train.batch' cannot be 0: input should be greater than or"),
     (f"{TRAIN} --out /proc/foo", "The folder /proc/foo cannot be made: no such file or directory."),
+    ("train demo-alibi --corpus text.txt --out /proc/foo", "The folder /proc/foo cannot be made: no such"),
     (f"{TRAIN} --out {RUN}", "runs/tiny already exists. Go on with it by --resume, or choose"),
     (f"{TRAIN} --parallel magic", "--train.parallel is one of ddp, fsdp, hsdp; got 'magic'."),
     (f"{TRAIN} --plugin nowhere.py", "nowhere.py. Give --plugin the path of a Python file."),
@@ -162,6 +163,7 @@ WRONG = [
         f"generate {RUN} the --save-state /proc/foo/a.state",
         "There is no folder /proc/foo to save the state in; make it first.",
     ),
+    (f"generate {RUN} the --save-state /proc/foo", "Cannot write /proc/foo: no such file or directory. Choose another"),
     (f"generate {RUN} the --save-every 5", "--save-every needs a file to save to: --save-state FILE."),
     (f"generate {RUN} the --samples 0", "--samples must be at least 1, got 0."),
     (
@@ -177,8 +179,6 @@ WRONG = [
     ("report runs --out /proc/foo", "The folder /proc/foo cannot be made: no such file or directory."),
     ("report runs --out text.txt", "text.txt is a file, and a folder was expected there. Choose another"),
     # reproduce, demo
-    ("tune --tokens 5", "--tokens is what a trial is trained on, at least 10000; got 5."),
-    ("tune --methods alibbi", "Unknown position method 'alibbi'. Did you mean 'alibi'? Known:"),
     ("reproduce --scale laptops", "Unknown scale 'laptops'. Did you mean 'laptop'? Known: laptop, gpu,"),
     ("reproduce --only table55", "Unknown experiment 'table55'. Did you mean 'table5'? Known: demo,"),
     ("reproduce --only demo --methods alibbi", "Unknown position method 'alibbi'. Did you mean 'alibi'? Known: alibi,"),
@@ -218,6 +218,7 @@ WRONG = [
         "bench attention --quick --out /proc/foo/a.json",
         "The folder /proc/foo cannot be made: no such file or directory.",
     ),
+    ("bench attention --out /proc/foo", "Cannot write /proc/foo: no such file or directory. Choose another --out."),
     ("bench evaluate --run runs/tinny", "There is no run at 'runs/tinny'. Give a run folder, or one of the"),
     # list, show
     ("list position", "Cannot list 'position'. Did you mean 'positions'? Choose: positions,"),

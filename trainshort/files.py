@@ -7,6 +7,7 @@
     with locked(path, busy)    one process at a time; a killed one holds nothing
     with new_folder(path)      a folder that is whole or not there
     make_folder(path)          an output folder that can be written to
+    try_folder(path)           whether it could be, said before the work; try_file(path) likewise
 
 `mend` is the second sentence of a message: what the user can do about this file. A file that is not there is told
 apart (`MissingFileError`), since some may be. No torch.
@@ -42,6 +43,7 @@ DIGITS = 400
 """Digits of a number in JSON; the largest float64 has 309."""
 
 RESTORE = "Restore it from a copy, or remove it."
+ANOTHER = "Choose another --out."
 CHOOSE = "Make room there, or choose another --out."
 
 _KINDS = {
@@ -76,11 +78,13 @@ def reason(error: OSError | ValueError) -> str:
 
 def refused(error: Exception) -> OSError:
     """What safetensors was told by the system, which it wraps in an error of its own: "… (os error 28)"."""
-    number = re.search(r"\((?:os error )?(\d+)\)$", str(error))
+    number = re.search(r"\((?:os error )?(\d+)\)", str(error))
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
 
 
 def _refuse(verb: str, path: Path, error: OSError | ValueError, mend: str) -> NoReturn:
+    if mend == CHOOSE and getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
+        mend = ANOTHER  # room would not help
     raise InputError(f"Cannot {verb} {path}: {reason(error)}. {mend}".rstrip()) from None
 
 
@@ -201,9 +205,9 @@ def replacing(path: Path, *, mend: str = CHOOSE) -> Iterator[Path]:
     try:
         partial.unlink(missing_ok=True)
         yield partial
-        sync_file(partial)
+        sync(partial)
         partial.replace(path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except BaseException as error:
         with suppress(OSError, ValueError):
             partial.unlink(missing_ok=True)
@@ -218,14 +222,8 @@ def write_whole(path: Path, content: str | bytes, *, mend: str = CHOOSE) -> None
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def sync_file(path: Path) -> None:
-    """Ask the kernel to bring a file's content to the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Ask the kernel to bring a folder's entries to the disk; a rename is durable only then."""
+def sync(path: Path) -> None:
+    """Ask the kernel to bring a file's content, or a folder's entries, to the disk; only then is a rename durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -233,7 +231,7 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def make_folder(path: Path, *, mend: str = "Choose another --out.") -> Path:
+def make_folder(path: Path, *, mend: str = ANOTHER) -> Path:
     """A folder that can be written to, made if it is not there."""
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -248,6 +246,27 @@ def make_folder(path: Path, *, mend: str = "Choose another --out.") -> Path:
     return path
 
 
+def try_folder(path: Path) -> None:
+    """Stop if no folder can be made there, before any work is done for it; nothing is left behind."""
+    missing = [one for one in (path, *path.parents) if not os.path.lexists(one)]
+    try:
+        make_folder(path)
+    finally:
+        for one in missing:
+            with suppress(OSError, ValueError):
+                one.rmdir()
+
+
+def try_file(path: Path, *, mend: str = ANOTHER) -> None:
+    """Stop if no file can be written there, in a folder that is there; nothing is left behind."""
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        partial.write_bytes(b"")
+        partial.unlink()
+    except (OSError, ValueError) as error:
+        _refuse("write", path, error, mend)
+
+
 def _useless(path: Path, error: OSError | ValueError, mend: str) -> InputError:
     can = "written to" if os.path.isdir(path) else "made"
     return InputError(f"The folder {path} cannot be {can}: {reason(error)}. {mend}")
@@ -260,7 +279,7 @@ def new_folder(path: Path, *, mend: str = CHOOSE) -> Iterator[Path]:
     A place that is taken is refused, an empty folder is not.
     """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise InputError(f"{path} is a file, and a new folder was expected there. Choose another --out.")
+        raise InputError(f"{path} is a file, and a new folder was expected there. {ANOTHER}")
     if path.exists() and any(path.iterdir()):
         raise InputError(f"{path} already exists and is not empty. Choose another --out.")
     partial = path.with_name(f".{path.name}{PARTIAL}")
@@ -269,13 +288,13 @@ def new_folder(path: Path, *, mend: str = CHOOSE) -> Iterator[Path]:
     try:
         partial.mkdir()
     except OSError as error:
-        raise _useless(path, error, "Choose another --out.") from None
+        raise _useless(path, error, ANOTHER) from None
     try:
         yield partial
         for inside in (partial, *partial.rglob("*")):
-            sync_folder(inside)
+            sync(inside)
         partial.rename(path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
@@ -324,13 +343,8 @@ def write_sealed(path: Path, values: dict[str, Any], *, mend: str = CHOOSE) -> N
 
 
 def read_sealed(path: Path, *, mend: str = RESTORE) -> dict[str, Any]:
-    """A stored result, its numbers the ones that were written. Those of 0.1.0 have no checksum: see `is_sealed`."""
+    """A stored result, its numbers the ones that were written. Those of 0.1.0 have no checksum."""
     values = read_object(path, mend=mend)
-    if is_sealed(values) and values[CHECKSUM] != checksum(values):
+    if CHECKSUM in values and values[CHECKSUM] != checksum(values):
         raise InputError(f"{path} was changed after it was written: its checksum is another. {mend}")
     return values
-
-
-def is_sealed(values: dict[str, Any]) -> bool:
-    """Whether a result carries a checksum; without one nothing can be said about its numbers."""
-    return CHECKSUM in values

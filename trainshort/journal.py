@@ -24,7 +24,7 @@ from trainshort.files import (
     parse_json,
     read_bytes,
     reason,
-    sync_file,
+    sync,
     write_whole,
 )
 
@@ -114,6 +114,6 @@ def sync_lines(path: Path) -> None:
     """Bring the lines appended so far to the disk."""
     try:
         if path.exists():
-            sync_file(path)
+            sync(path)
     except OSError as error:
         raise InputError(f"Cannot write {path}: {reason(error)}. {MEND}") from None

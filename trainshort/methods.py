@@ -14,6 +14,9 @@ from trainshort.errors import InputError
 from trainshort.registry import Registry, did_you_mean
 from trainshort.strict import Settings, explain
 
+PAPER = ("sinusoidal", "rotary", "t5", "alibi")
+"""The methods that the paper compares, in the order in which it found them to extrapolate."""
+
 
 class MethodSettings(Settings):
     """Base of a method's settings."""

@@ -30,7 +30,7 @@ import trainshort
 from trainshort import journal, plugins
 from trainshort.config import RunConfig, load_config
 from trainshort.errors import InputError
-from trainshort.files import PARTIAL, locked, make_folder, reason, write_whole
+from trainshort.files import PARTIAL, locked, make_folder, reason, try_folder, write_whole
 
 LOCK = "train.lock"
 
@@ -120,6 +120,7 @@ def refuse_existing(path: Path, *, resume: bool) -> None:
     """Stop if `path` is taken: by a run that is not to be resumed, or by something that is no run."""
     if path.exists() and not path.is_dir():
         raise InputError(f"{path} is a file, but a run needs a folder. Choose another --out.")
+    try_folder(path)
     try:
         entries = set(os.listdir(path)) if path.exists() else set()
     except OSError as error:

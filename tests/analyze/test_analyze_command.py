@@ -11,6 +11,7 @@ from laboratory import make_run, prose, save_hugging_face, tiny_model
 
 from trainshort import cli
 from trainshort.analyze import analyses, cost
+from trainshort.methods import PAPER
 from trainshort.positions import positions
 
 
@@ -60,6 +61,8 @@ def test_a_hugging_face_model_answers_what_needs_no_look_inside(tmp_path, monkey
         (["--only", "recall", "--lengths", "100000"], "needs at least twice as many"),
         (["--only", "recall", "--lengths", "far"], "got 'far'"),
         (["--samples", "0"], "must be at least 1"),
+        (["--methods", "alibbi"], "Unknown position method 'alibbi'. Did you mean 'alibi'?"),
+        (["--only", "recall", "--methods", "alibi"], "--methods says what cost measures; give --only cost with it."),
     ],
 )
 def test_mistakes_are_one_sentence_and_exit_2(run: Path, capsys, words: list[str], message: str):
@@ -104,7 +107,7 @@ def test_a_stopped_analysis_goes_on(run: Path, capsys, monkeypatch):
     assert "known from before; --again asks anew." in capsys.readouterr().out
     assert not set(first) & set(seen)
     rows = json.loads((run / "analysis" / "cost.json").read_text())["result"]["rows"]
-    assert len(rows) == 3 * len(positions.names())
+    assert [row["position"] for row in rows] == 3 * list(PAPER)  # the run's own is among them
     assert not list((run / "analysis").glob("*.partial"))
 
 
@@ -160,7 +163,7 @@ def test_a_costs_row_says_oom_and_numbers():
 
 @pytest.mark.slow
 def test_the_cost_of_every_method_at_each_length(run: Path):
-    assert analyze(run, "--only", "cost", "--lengths", "32,128") == 0
+    assert analyze(run, "--only", "cost", "--lengths", "32,128", "--methods", *positions.names()) == 0
     rows = json.loads((run / "analysis" / "cost.json").read_text())["result"]["rows"]
     assert {(row["position"], row["length"]) for row in rows} == set(product(positions.names(), (32, 128)))
     assert all(row[kind]["status"] == "measured" for row in rows for kind in ("training", "inference"))

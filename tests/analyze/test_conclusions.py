@@ -62,7 +62,7 @@ def test_probes_agree_or_the_sentence_says_that_they_do_not():
     )
     assert far_context.summary(far_rows(*all_near, (16, "replace"), (16, "cut")), 512) == (
         "at 512 tokens the model uses context farther away than 8 tokens, and the probes do not agree: "
-        "farther away than 16 only replace and cut notices"
+        "farther away than 16 only replace and cut notice"
     )
     assert far_context.summary(far_rows(*all_near), 512).endswith("uses context farther away than 8 tokens")
 

@@ -6,7 +6,7 @@ question. An analysis from outside registers itself in `analyses`, as the ones h
 
 from trainshort.analyze.lab import Analysis, Lab, analyses
 
-# Registration order is the order in which they are asked; what takes minutes is asked last.
-from trainshort.analyze import recall, reach, slopes, far_context, early_tokens, cost  # isort: skip
+# Registration order is the order in which they are asked: the quick ones first, what takes minutes last.
+from trainshort.analyze import reach, slopes, far_context, recall, early_tokens, cost  # isort: skip
 
 __all__ = ["Analysis", "Lab", "analyses", "cost", "early_tokens", "far_context", "reach", "recall", "slopes"]

@@ -4,6 +4,7 @@ Training speed, inference speed and peak memory for each method at each length, 
 random weights (the cost does not depend on them, with one exception: ALiBi's proven windows depend on the norms of
 queries and keys, so its speed is measured with the run's own weights). Every method and length is a process of its own,
 because a process never gives all its memory back: only so is the peak that of this method at this length.
+The paper's methods and the run's own are measured unless others are asked for: all of them would take an hour.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ from trainshort.bench.measure import Timing, alone
 from trainshort.bench.rig import OUT_OF_MEMORY
 from trainshort.config import ModelConfig, RunConfig, TrainConfig
 from trainshort.evaluate.target import RunTarget
-from trainshort.positions import positions
+from trainshort.methods import PAPER
 
 ROUNDS = 5
 """Steps that are timed, after one that warms up; their median counts."""
@@ -27,9 +28,15 @@ KINDS = ("training", "inference")
 def run(lab: Lab) -> dict[str, Any]:
     config = lab.model("the cost analysis").config
     lengths = sorted(lab.lengths or (lab.trained_at, 4 * lab.trained_at, 16 * lab.trained_at))
-    lab.meter.expect(len(positions.names()) * sum(lengths))
-    rows = [_row(lab, config, method, length) for length in lengths for method in positions.names()]
+    chosen = dict.fromkeys(lab.methods or (*PAPER, config.position))
+    lab.meter.expect(len(chosen) * sum(map(_tokens, lengths)))
+    rows = [_row(lab, config, method, length) for length in lengths for method in chosen]
     return {"summary": summary(rows), "batch_tokens": BATCH_TOKENS, "rows": rows}
+
+
+def _tokens(length: int) -> int:
+    """Tokens of one step, which its time goes by."""
+    return max(1, BATCH_TOKENS // length) * length
 
 
 def _row(lab: Lab, config: ModelConfig, method: str, length: int) -> dict[str, Any]:
@@ -38,7 +45,7 @@ def _row(lab: Lab, config: ModelConfig, method: str, length: int) -> dict[str, A
         weights = str(lab.target.checkpoint)
     model = config.replace(position=method).reaching(length)
     found = lab.notes.get(f"{method} {length}", lambda: measure(model, length, str(lab.target.device), weights))
-    lab.meter.advance(length, f"{method} at {length:,} tokens")
+    lab.meter.advance(_tokens(length), f"{method} at {length:,} tokens")
     return {"position": method, "length": length, "weights": "run" if weights else "random", **found}
 
 

@@ -92,9 +92,9 @@ def summary(rows: list[dict[str, Any]], length: int) -> str:
     if not farther:
         return told if used else f"{told}: no rise of the loss is at least {EFFECT} nats and surely above zero"
     ways = noticed[max(farther)]
-    which = (
-        "all probes notice again, but not nearer" if len(ways) == len(WAYS) else f"only {' and '.join(ways)} notices"
-    )
+    which = f"only {' and '.join(ways)} {'notices' if len(ways) == 1 else 'notice'}"
+    if len(ways) == len(WAYS):
+        which = "all probes notice again, but not nearer"
     return f"{told}, and the probes do not agree: farther away than {max(farther):,} {which}"
 
 

@@ -53,6 +53,8 @@ class Lab:
     samples: int = 64
     seed: int = 0
     batch_tokens: int = BATCH_TOKENS
+    methods: tuple[str, ...] = ()
+    """Position methods asked for, where several are compared; an analysis has its own when there are none."""
     meter: Meter = field(default_factory=Meter)
     """Where an analysis says how much it will read, and is told to have read it."""
     notes: "Notes" = field(default_factory=lambda: Notes(None))
@@ -217,6 +219,7 @@ def analyze(lab: Lab, text: Text, names: Sequence[str], console: Console, again:
 def _origin(lab: Lab, text: Text) -> dict[str, Any]:
     """What an answer depends on, and a digest of it."""
     settings = {"trained_at": lab.trained_at, "lengths": list(lab.lengths), "samples": lab.samples, "seed": lab.seed}
+    settings |= {"methods": list(lab.methods)} if lab.methods else {}
     target, corpus = lab.target.description(), text.description()
     depends = [FORMAT, target["weights"], corpus["sha256"], settings]
     digest = sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:8]

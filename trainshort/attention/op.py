@@ -200,3 +200,14 @@ def _padding_apart(mask: Tensor, documents: Tensor | None, shape: tuple[int, int
     if documents is None:
         return mask.long()
     return torch.where(mask, documents.amin() - 1, documents)
+
+
+def _refuse_script() -> None:
+    raise InputError(
+        "torch.jit.script reads Python of a kind that this function is not written in; use torch.jit.trace or "
+        "torch.export, which give a graph of torch's own operators."
+    )
+
+
+for _function in (attend, alibi_attention):  # torch.jit.script asks what it is given, and what that calls, for this
+    _function.__prepare_scriptable__ = _refuse_script  # pyright: ignore[reportFunctionMemberAccess]

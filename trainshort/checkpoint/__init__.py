@@ -26,7 +26,7 @@ from trainshort.checkpoint import folders, manifest, tensors
 from trainshort.checkpoint.folders import STATE, State, best, find, is_hugging_face, latest, read_state
 from trainshort.config import ModelConfig, RunConfig, load_config, save_config
 from trainshort.errors import InputError
-from trainshort.files import reason, sync_file, write_whole
+from trainshort.files import reason, sync, write_whole
 from trainshort.model import TransformerLM
 from trainshort.parallel import World
 from trainshort.terminal import say
@@ -117,7 +117,7 @@ def _digests(partial: Path, world: World) -> manifest.Digests:
     """sha256 of this rank's share of the files, which are brought to the disk on the way."""
     share = {}
     for name in manifest.files(partial)[world.rank :: world.size]:
-        sync_file(partial / name)
+        sync(partial / name)
         share[name] = manifest.digest(partial / name)
     return share
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from trainshort.checkpoint import manifest
 from trainshort.config import Settings
 from trainshort.errors import InputError
-from trainshort.files import read_bytes, read_object, read_sealed, reason, sync_folder
+from trainshort.files import read_bytes, read_object, read_sealed, reason, sync
 from trainshort.runs import RunFolder
 from trainshort.terminal import say
 
@@ -173,10 +173,10 @@ def publish(folder: Path) -> None:
     if folder.exists():
         raise InputError(f"{folder} already exists, and checkpoints are never overwritten.")
     for inside in (path for path in partial(folder).rglob("*") if path.is_dir()):
-        sync_folder(inside)
-    sync_folder(partial(folder))
+        sync(inside)
+    sync(partial(folder))
     partial(folder).rename(folder)
-    sync_folder(folder.parent)
+    sync(folder.parent)
 
 
 def retain(run: Path, keep: int) -> None:

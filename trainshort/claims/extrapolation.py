@@ -24,6 +24,7 @@ from trainshort.claims.verdicts import (
     verdict,
 )
 from trainshort.evaluate.results import interval
+from trainshort.methods import PAPER as ORDER
 from trainshort.recipes.experiments import EvalProtocol, method_name, queries
 from trainshort.recipes.scales import Variant
 
@@ -35,7 +36,6 @@ WORSE = 1.10
 """Clearly worse: ten per cent."""
 FLAT = 0.03
 """Flat: within three per cent (the paper's own ALiBi rows move by 1.8 and 2.6 per cent)."""
-ORDER = ("sinusoidal", "rotary", "t5", "alibi")
 
 
 def ppl(view: View, position: str, at: float, *, length: int = BASE, stride: int | None = None) -> Measured | None:

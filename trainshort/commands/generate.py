@@ -140,6 +140,8 @@ class Generate:
             raise InputError(f"--save-state {self.save_state} is a folder; name a file in it.")
         if self.save_state is not None and not self.save_state.absolute().parent.is_dir():
             raise InputError(f"There is no folder {self.save_state.parent} to save the state in; make it first.")
+        if self.save_state is not None:
+            files.try_file(self.save_state, mend="Choose another --save-state.")
 
     def _check_run(self) -> None:
         from trainshort.evaluate.target import looks_like_hub_name

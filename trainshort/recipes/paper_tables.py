@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from trainshort.methods import PAPER as METHODS
 from trainshort.recipes.experiments import Cell, EvalProtocol, Experiment, experiments, method_name, published
 from trainshort.recipes.scales import Variant
-
-METHODS = ("sinusoidal", "rotary", "t5", "alibi")
 
 DEMO_MULTIPLES = (1, 1.25, 1.5, 2, 4, 6, 8, 16)
 """Lengths at which the demo's models are read, as multiples of their own."""
