@@ -87,6 +87,13 @@ class RotarySettings(MethodSettings):
         return None
 
 
+class XposSettings(RotarySettings):
+    """xPos's angles and decay."""
+
+    scale_base: float = Field(default=512.0, gt=0)
+    """Tokens over which a pair shrinks by its factor once."""
+
+
 class FoxSettings(MethodSettings):
     """The Forgetting Transformer's gates."""
 
@@ -141,6 +148,7 @@ for _name, _summary, _settings in (
     ("sinusoidal", "fixed sines and cosines added to the embeddings; any length.", NoSettings),
     ("learned", "one trained vector per position added to the embeddings; ends with its table.", LearnedSettings),
     ("rotary", "queries and keys turn with their position, so that scores see only distances.", RotarySettings),
+    ("xpos", "xPos: rotary, and pairs shrink with distance, those that turn fast the most.", XposSettings),
     ("fox", "Forgetting Transformer: a gate at each token says how much of the past is kept.", FoxSettings),
     ("kerple", "KERPLE: a logarithm or power of the distance, trained for each head.", KerpleSettings),
     ("log-alibi", "ALiBi of the logarithm of the distance, slopes fixed.", NoSettings),

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainshort.attention import Bias, attend, engines
+from trainshort.attention import Bias, attend, attend_in_blocks, engines
 from trainshort.cache import Cache, LayerCache
 from trainshort.config import IGNORED, ModelConfig
 from trainshort.errors import InputError
@@ -187,6 +187,7 @@ class Attention(nn.Module):
         sees_all = self.window is None and (self.plain or config.plain_every is None)
         self.growth = ScoreGrowth(config) if sees_all and config.score_growth != "none" else None
         self.score_factor = 1.0  # another one at inference: evaluate/changes.py
+        self.blocks: int | None = None  # at inference too
         self.split = [config.heads, config.key_heads, config.key_heads]
         biases = config.has_biases("attention")
         self.qkv = nn.Linear(config.width, sum(self.split) * config.head_width, bias=biases)
@@ -243,7 +244,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, position: PositionMethod, step: Step, cache: LayerCache | None) -> Tensor:
         config = self.config
         q, k, v = self.project(x, position, step.where)
-        y = (attend if cache is None else cache.attend)(
+        call = attend if cache is None else cache.attend
+        if self.blocks is not None:
+            call = partial(attend_in_blocks if cache is None else cache.attend, blocks=self.blocks)
+        y = call(
             q,
             k,
             v,

@@ -5,6 +5,7 @@ import torch
 from laboratory import make_run, tiny_model
 
 from trainshort import alibi
+from trainshort.cache import Cache
 from trainshort.cli import main
 from trainshort.errors import InputError
 from trainshort.evaluate.changes import Change, changed, new_slopes
@@ -100,7 +101,11 @@ def test_scores_times_a_factor_are_queries_times_it():
 @pytest.mark.parametrize(
     ("option", "text", "said"),
     [
-        ("rotary", "steep", "rotary is linear=4, ntk=4, dynamic=1 or yarn=4, with a number of at least 1; got 'steep'"),
+        (
+            "rotary",
+            "steep",
+            "rotary is linear=4, ntk=4, dynamic=1, yarn=4 or blocks=256, with a number of at least 1; got 'steep'",
+        ),
         ("rotary", "yarn=0.5", "at least 1; got 'yarn=0.5'"),
         ("rotary", "yarn", "at least 1; got 'yarn'"),
         ("slopes", "clamp=1.5", "slopes are interpolate, ntk=4, clamp=512, max_bias=16 or window=512; got 'clamp=1.5'"),
@@ -119,7 +124,9 @@ def test_a_change_that_is_none_is_one_sentence(option, text, said):
 def test_a_change_that_the_method_does_not_know_is_one_sentence(tmp_path, capsys):
     run = make_run(tmp_path, position="alibi")
     assert command("evaluate", str(run), "--lengths", "32", "--rotary", "yarn=2") == 2
-    assert "--rotary needs a model with rotary positions; this one has position='alibi'" in capsys.readouterr().err
+    assert (
+        "--rotary needs a model with rotary or xpos positions; this one has position='alibi'" in capsys.readouterr().err
+    )
     assert command("evaluate", str(run), "--lengths", "32", "--slopes", "ntk=2", "--scores", "2") == 2
     assert "give one of --slopes and --scores, so that its effect is seen" in capsys.readouterr().err
     assert command("generate", str(run), "the cat", "--endless", "--slopes", "ntk=2") == 2
@@ -131,3 +138,34 @@ def test_evaluate_and_generate_take_them(tmp_path, capsys):
     assert command("evaluate", str(run), "--lengths", "32", "--max-tokens", "200", "--rotary", "yarn=2") == 0
     assert "rotary-yarn=2" in capsys.readouterr().out
     assert command("generate", str(run), "the cat", "--tokens", "3", "--rotary", "dynamic=1") == 0
+
+
+def test_blocks_are_a_mask_of_two_blocks():
+    """Against the formula in float64 with the mask written out, in one go, in chunks and token by token."""
+    model, tokens, size = tiny_model("xpos").double(), torch.randint(32, (1, 37)), 8
+    place = torch.arange(37)
+    seen = (place[:, None] >= place) & (place[:, None] // size - place // size <= 1)
+    layer = model.layers[0]
+    x = layer.attention_norm(model.embed(tokens, place[None]))
+    q, k, v = layer.attention.project(x, model.position, place[None])
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
+    expected = layer.attention.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    found = []
+    layer.attention.register_forward_hook(lambda *given: found.append(given[-1]))
+    with torch.no_grad(), changed(model, Change.read("rotary", f"blocks={size}"), 16, 37):
+        whole, cache = model(tokens), Cache()
+        torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-12)
+        parts = [model(part, cache=cache) for part in tokens.split([11, 1, 1, 20, 4], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-10)
+    assert (model(tokens) - whole).abs().max() > 1e-4
+
+
+def test_generate_takes_blocks_and_refuses_them_with_a_window(tmp_path, capsys):
+    run = make_run(tmp_path, position="xpos")
+    asked = ["generate", str(run), "the cat", "the cat sat on", "--tokens", "20", "--temperature", "0"]
+    assert command(*asked) == 0
+    before = capsys.readouterr().out
+    assert command(*asked, "--rotary", "blocks=2") == 0
+    assert capsys.readouterr().out != before
+    assert command(*asked, "--rotary", "blocks=2", "--mode", "window", "--window", "8") == 2
+    assert "--rotary blocks goes with --mode full" in capsys.readouterr().err

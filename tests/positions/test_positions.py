@@ -82,6 +82,40 @@ def test_rotary_angles_are_float32_in_a_bfloat16_model():
     assert (turned[:, :, 0] != turned[:, :, 1]).any()
 
 
+def test_xpos_scores_are_the_formula():
+    """q·k of each pair, turned by the distance and multiplied by ζ^(distance/512), in float64."""
+    dim, method = 8, make("xpos")
+    q, k = torch.randn(2, 1, 2, 1, dim, dtype=torch.float64)
+    i, j = 1700, 1100
+    turned_q, _ = method.rotate(q, q, where([i]))
+    _, turned_k = method.rotate(k, k, where([j]))
+    a, b = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (q, k))
+    pair = torch.arange(dim // 2).double()
+    zeta, angle = (2 * pair / dim + 0.4) / 1.4, (i - j) * 10_000 ** (-2 * pair / dim)
+    expected = ((a * b.conj() * torch.exp(1j * angle)).real * zeta ** ((i - j) / 512)).sum(-1)
+    torch.testing.assert_close((turned_q * turned_k).sum(-1), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_xpos_scores_are_those_of_x_transformers():
+    theirs = pytest.importorskip("x_transformers.x_transformers")
+    dim, length = 16, 600
+    q, k = torch.randn(2, 1, 2, length, dim)
+    freqs, scale = theirs.RotaryEmbedding(dim, use_xpos=True).forward_from_seq_len(length)
+    expected = theirs.apply_rotary_pos_emb(q, freqs, scale) @ theirs.apply_rotary_pos_emb(k, freqs, scale**-1).mT
+    turned_q, turned_k = make("xpos", width=32).rotate(q, k, torch.arange(length)[None])
+    torch.testing.assert_close((turned_q @ turned_k.mT).tril(), expected.tril(), rtol=0, atol=3e-4)
+
+
+def test_xpos_ends_where_float32_does():
+    method = make("xpos", width=128)
+    q = torch.randn(1, 2, 1, 64)
+    turned_q, turned_k = method.rotate(q, q, where([method.longest - 1]))
+    torch.testing.assert_close((turned_q * turned_k).sum(-1), q.square().sum(-1))
+    method.check_length(method.longest)
+    with pytest.raises(InputError, match=r"xpos leaves the range of float32 past 32,768 positions, but this input rea"):
+        method.check_length(32_769)
+
+
 def test_t5_buckets_in_small_integers():
     distance = torch.tensor([0, 1, 2, 3, 4, 5, 6, 8, 11, 12, 16, 20, 32, 99])
     assert buckets(distance, 8, 32).tolist() == [0, 1, 2, 3, 4, 4, 4, 5, 5, 6, 6, 7, 7, 7]

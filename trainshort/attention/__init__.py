@@ -3,7 +3,7 @@
 from trainshort.attention import compiled, flex, formula, sdpa, windowed
 from trainshort.attention.call import Bias, Call, ClockBias, DenseBias, DistanceBias, LinearBias
 from trainshort.attention.formula import merge
-from trainshort.attention.op import Engine, Result, alibi_attention, attend, engines
+from trainshort.attention.op import Engine, Result, alibi_attention, attend, attend_in_blocks, engines
 
 __all__ = [
     "Bias",
@@ -16,6 +16,7 @@ __all__ = [
     "Result",
     "alibi_attention",
     "attend",
+    "attend_in_blocks",
     "compiled",
     "engines",
     "flex",

@@ -4,7 +4,7 @@ The engines live beside it and register themselves; each says in words what it c
 """
 
 import logging
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.autograd.forward_ad as forward_mode
@@ -200,6 +200,26 @@ def _padding_apart(mask: Tensor, documents: Tensor | None, shape: tuple[int, int
     if documents is None:
         return mask.long()
     return torch.where(mask, documents.amin() - 1, documents)
+
+
+def attend_in_blocks(
+    q: Float[Tensor, "batch heads q_len dim"],
+    k: Float[Tensor, "batch kv_heads k_len dim"],
+    v: Float[Tensor, "batch kv_heads k_len dim"],
+    *,
+    blocks: int,
+    **options: Any,
+) -> Float[Tensor, "batch heads q_len dim"]:
+    """`attend` in which a query sees its own block of keys and the one before (xPos's blockwise causal attention).
+
+    blocks of 2:   query 0 1 | 2 3 | 4 5    first key 0 0 | 0 0 | 2 2
+    """
+    total, past, parts = k.shape[2], k.shape[2] - q.shape[2], []
+    for first in range(past - past % blocks, total, blocks):
+        rows = q[:, :, max(first, past) - past : first + blocks - past]
+        keys = slice(max(0, first - blocks), min(first + blocks, total))
+        parts.append(attend(rows, k[:, :, keys], v[:, :, keys], **options))
+    return torch.cat(parts, dim=2)
 
 
 def _refuse_script() -> None:

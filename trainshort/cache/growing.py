@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from trainshort.attention import Bias, attend
+from trainshort.attention import Bias, attend, attend_in_blocks
 from trainshort.cache.facts import Facts, check, saved_tensor
 from trainshort.cache.ring import LANES, RingCall
 from trainshort.errors import InputError
@@ -51,9 +51,13 @@ class LayerCache:
         q: Float[Tensor, "batch heads new dim"],
         k: Float[Tensor, "batch kv_heads new dim"],
         v: Float[Tensor, "batch kv_heads new dim"],
+        *,
+        blocks: int | None = None,
         **options: Any,
     ) -> Float[Tensor, "batch heads new dim"]:
         """Attention of the newest tokens over all that came before and themselves; `options` are `attend`'s."""
+        if blocks is not None:
+            return attend_in_blocks(q, *self.append(*detached(k, v)), blocks=blocks, **options)
         out, left_out = attend(q, *self.append(*detached(k, v)), **options, return_certificate=True)
         self.left_out = left_out.max() if self.left_out is None else torch.maximum(self.left_out, left_out.max())
         return out

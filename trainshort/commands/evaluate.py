@@ -72,7 +72,7 @@ class Evaluate(OnText):
     slopes: str | None = None
     """Other ALiBi slopes than trained: interpolate, ntk=4, clamp=512, max_bias=16, or window=512."""
     rotary: str | None = None
-    """Rotary positions that turn slower than trained: linear=4, ntk=4, dynamic=1, or yarn=4."""
+    """Rotary positions that turn slower than trained: linear=4, ntk=4, dynamic=1, yarn=4; or seen in blocks=256."""
     scores: str | None = None
     """Factor of every product of a query and a key, such as 1.2."""
     memory: float | None = None
@@ -95,6 +95,12 @@ class Evaluate(OnText):
             raise InputError(f"--memory is a number of gigabytes above 0, got {self.memory}.")
         change = Change.chosen(self.slopes, self.rotary, self.scores)
         target = self.open()
+        if change is not None and target.kind == "huggingface":
+            from trainshort.interop.changing import changed_elsewhere
+
+            target.change_by = changed_elsewhere
+            with target.at(change, target.trained_at or 1):
+                pass  # one that the model does not know is told before the text is read
         text = open_text(target, self.data, self.split, self.max_tokens)
         lengths = read_lengths(self.lengths, target.trained_at, len(text.tokens))
         plan = Sweep(text.tokens, lengths, self.stride, change, self.batch_tokens, self.memory)

@@ -57,7 +57,7 @@ class Generate:
     slopes: str | None = None
     """Other ALiBi slopes than trained: interpolate, ntk=4, clamp=512, or max_bias=16."""
     rotary: str | None = None
-    """Rotary positions that turn slower than trained: linear=4, ntk=4, dynamic=1, or yarn=4."""
+    """Rotary positions that turn slower than trained: linear=4, ntk=4, dynamic=1, yarn=4; or seen in blocks=256."""
     scores: str | None = None
     """Factor of every product of a query and a key, such as 1.2."""
     settings: Any = None
@@ -114,6 +114,10 @@ class Generate:
                 f"--{change.option} is for one text of a known length; it does not go with --endless, --interactive or "
                 "saved states."
             )
+        if change.kind == "blocks" and self.settings.get("mode", "full") != "full":
+            raise InputError(
+                "--rotary blocks goes with --mode full: blocks are counted from the beginning of the text."
+            )
         if not is_hugging_face(self.run_folder):
             trained_at = load_config(self.run_folder / "config.json").train.length
         elif reach is not None:
@@ -163,8 +167,9 @@ class Generate:
         model, source = load_here(ImportRequest(str(self.run_folder), tokenizer=self.tokenizer))
         if source.tokenizer is None:
             raise InputError(f"{self.run_folder} has no tokenizer.json. Give --tokenizer FILE.")
-        keep = f"trainshort import {self.run_folder} --out runs/{self.run_folder.resolve().name}"
-        say(f"{self.run_folder} is a Hugging Face model, imported for this once; to keep it: {keep}")
+        keep = f"; to keep it: trainshort import {self.run_folder} --out runs/{self.run_folder.resolve().name}"
+        keep = "" if model.position.rotates() else keep  # which import does not take
+        say(f"{self.run_folder} is a Hugging Face model, imported for this once{keep}")
         length = source.reading.model.length
         words = "the model was trained at that length, and what it is past it was not measured here."
         return model, source.tokenizer, KnownGood(length, words) if length else None

@@ -6,6 +6,7 @@
     --slopes max_bias=16    the slopes of another maximum bias: the flattest head becomes 2^-16 and looks farther
     --slopes window=512     the trained slopes under a sliding-window mask: ALiBi as a plain window
     --rotary linear=4       positions interpolated; ntk=4 another base; dynamic=1 one that grows with the input; yarn=4
+    --rotary blocks=256     a token sees its block of 256 and the one before (xPos: half the training length)
     --scores 1.2            every product of a query and a key is multiplied by this; any model
 
 The model is as before when the context ends.
@@ -27,13 +28,13 @@ from trainshort.positions.rotate import Rotary, Stretch
 
 KINDS = {
     "slopes": {"interpolate": None, "ntk": 1.0, "clamp": 1.0, "max_bias": 0.0, "window": 1.0},
-    "rotary": {"linear": 1.0, "ntk": 1.0, "dynamic": 1.0, "yarn": 1.0},
+    "rotary": {"linear": 1.0, "ntk": 1.0, "dynamic": 1.0, "yarn": 1.0, "blocks": 1.0},
 }
 """What each option knows, and the least number that goes with it (max_bias: above it); None: no number."""
-WHOLE = ("clamp", "window")
+WHOLE = ("clamp", "window", "blocks")
 EXAMPLES = {
     "slopes": "interpolate, ntk=4, clamp=512, max_bias=16 or window=512",
-    "rotary": "linear=4, ntk=4, dynamic=1 or yarn=4",
+    "rotary": "linear=4, ntk=4, dynamic=1, yarn=4 or blocks=256",
 }
 
 
@@ -134,32 +135,36 @@ def _slopes(held: ExitStack, model: TransformerLM, change: Change, lengths: tupl
     trained.data.copy_(new_slopes(before, change, *lengths))
     if change.kind == "window":
         for attention in _attentions(model):
-            _set(held, attention, "window", int(change.value))
+            set_until(held, attention, "window", int(change.value))
     if change.kind == "clamp":
         if not isinstance(model.position, Alibi):
             raise InputError(f"--slopes clamp knows ALiBi alone; this model has position='{model.config.position}'.")
-        _set(held, model.position, "clamp", int(change.value))
+        set_until(held, model.position, "clamp", int(change.value))
 
 
 def _rotation(held: ExitStack, model: TransformerLM, change: Change, lengths: tuple[int, int]) -> None:
     if not isinstance(model.position, Rotary):
         raise InputError(
-            f"--rotary needs a model with rotary positions; this one has position='{model.config.position}'."
+            f"--rotary needs a model with rotary or xpos positions; this one has position='{model.config.position}'."
         )
+    if change.kind == "blocks":
+        for attention in _attentions(model):
+            set_until(held, attention, "blocks", int(change.value))
+        return
     stretch = Stretch(change.kind, change.value, *lengths)  # pyright: ignore[reportArgumentType]  (checked by `read`)
-    _set(held, model.position, "stretch", stretch)
+    set_until(held, model.position, "stretch", stretch)
 
 
 def _scores(held: ExitStack, model: TransformerLM, change: Change, lengths: tuple[int, int]) -> None:
     for attention in _attentions(model):
-        _set(held, attention, "score_factor", change.value)
+        set_until(held, attention, "score_factor", change.value)
 
 
 def _attentions(model: TransformerLM) -> list[Attention]:
     return [module for module in model.modules() if isinstance(module, Attention)]
 
 
-def _set(held: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute until `held` ends."""
+def set_until(held: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute; it is what it was when `held` ends."""
     held.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)

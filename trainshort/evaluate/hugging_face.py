@@ -13,7 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,7 +85,10 @@ class HuggingFaceTarget(Target):
 
     @contextmanager
     def at(self, change: Change | None, length: int) -> Iterator[None]:
-        with super().at(change, length):
+        how = self.change_by
+        with super().at(None if how else change, length), ExitStack() as held:
+            if how is not None and change is not None:
+                held.enter_context(how(self.model, change, self.trained_at, length))
             config = self.model.config
             setting = TABLE_SETTINGS.get(config.model_type)
             if setting is None:

@@ -5,6 +5,7 @@ at, and its tokenizer. Nothing past this file asks which kind it is.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,6 +54,8 @@ class Target(ABC):
     module: nn.Module
     folder: Path
     """Where results go: the run folder, or one like it."""
+    change_by: Callable[[Any, Change, int | None, int], AbstractContextManager[None]] | None = None
+    """How a model that is not ours is changed at inference; given by whoever may know of interop."""
 
     @abstractmethod
     def token_nll(

@@ -74,6 +74,8 @@ class Format:
     """Patterns of other names that the same tensors had, and what they are called here."""
     position: str = "alibi"
     """How it knows where a token stands."""
+    halves: bool = False
+    """The rows of each head's q and k lie as a rotation in halves wants them; ours turns pairs side by side."""
 
 
 formats: Registry[Format] = Registry("model type")

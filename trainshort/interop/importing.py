@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainshort.checkpoint import folders, load_model, manifest
 from trainshort.checkpoint.folders import STATE, State
 from trainshort.checkpoint.tensors import WHOLE
-from trainshort.config import DataConfig, RunConfig, TrainConfig, save_config
+from trainshort.config import DataConfig, ModelConfig, RunConfig, TrainConfig, save_config
 from trainshort.data.hub import hub_answers
 from trainshort.data.tokenizer import FILE, Tokenizer, load_tokenizer
 from trainshort.errors import InputError
@@ -38,7 +39,7 @@ from trainshort.interop import (  # noqa: F401  (registers them)
     refact,
     weight_files,
 )
-from trainshort.interop.formats import Format, WeightMap, convertible, formats, plan
+from trainshort.interop.formats import Format, WeightMap, convertible, formats, plan, real, scaled_rotation, section
 from trainshort.model import TransformerLM
 from trainshort.registry import Registry
 from trainshort.runs import RunFolder
@@ -97,13 +98,38 @@ def write_run(source: Source, config: RunConfig, out: Path, more: Callable[[Path
 
 
 def load_here(request: ImportRequest) -> tuple[TransformerLM, Source]:
-    """The model in memory, for one use and without a run folder."""
-    source = open_source(request)
-    model = TransformerLM(source.reading.model.config)
+    """The model in memory, for one use and without a run folder; one of Llama's kind too, with its rotary positions."""
+    turns = _turns(Path(request.source).expanduser())
+    source = open_source(request) if turns is None else open_folder(Path(request.source), request, convertible)
+    config = source.reading.model.config
+    if turns is not None:
+        config = config.replace(position="rotary", position_settings={"base": turns})
+    model = TransformerLM(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.copy_(source.reading.tensor(name))
+            theirs = source.reading.tensor(name)
+            if turns is not None and ".attention.qkv." in name:
+                theirs = _in_pairs(theirs, config)
+            weight.copy_(theirs)
     return model.eval(), source
+
+
+def _turns(folder: Path) -> float | None:
+    """The base of its rotary positions, where a folder holds a model of Llama's kind; None for any other."""
+    settings = read_object(folder / "config.json") if (folder / "config.json").exists() else {}
+    kind = settings.get("model_type")
+    if kind not in convertible or not convertible.get(str(kind)).halves:
+        return None
+    if stretched := scaled_rotation(settings):
+        raise InputError(f"{folder}: {stretched[0].partition(';')[0]}, and only plain ones are known here.")
+    return real(section(settings, "rope_parameters") | settings, "rope_theta", default=10_000.0)
+
+
+def _in_pairs(qkv: Tensor, config: ModelConfig) -> Tensor:
+    """Rows of q and k from halves to pairs: 0 1 2 3 of a head become 0 2 1 3; v stays."""
+    turning = (config.heads + config.key_heads) * config.head_width
+    pairs = qkv[:turning].unflatten(0, (-1, 2, config.head_width // 2)).transpose(1, 2).flatten(0, 2)
+    return torch.cat([pairs, qkv[turning:]])
 
 
 def open_source(request: ImportRequest) -> Source:

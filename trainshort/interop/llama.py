@@ -1,6 +1,7 @@
 """Llama and its relatives (Mistral, Qwen2): rotary positions, RMSNorm, SwiGLU, grouped heads. Converted, not imported.
 
-Its q and k rows lie in the order that rotation in halves wants; without rotation any order common to both will do.
+Its q and k rows lie in the order that rotation in halves wants; without rotation any order common to both will do, and
+`generate`, which takes it with its rotation, lays them in pairs (importing.py).
 """
 
 from typing import Any
@@ -73,6 +74,7 @@ LLAMA = Format(
     superfluous=("*.rotary_emb.inv_freq",),
     copies={"lm_head.weight": "model.embed_tokens.weight"},
     position="rotary",
+    halves=True,
 )
 for _kind in ("llama", "mistral", "qwen2"):
     convertible.register(_kind)(LLAMA)

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from trainshort import alibi
@@ -39,10 +39,13 @@ class Alibi(PositionMethod):
         self.slopes.data.zero_()[:sloped].copy_(first)
 
     def score_bias(self, length: int) -> Bias:
-        if self.clamp is None:
-            return LinearBias(self.slopes)
-        distance = torch.arange(min(length, self.clamp + 1), device=self.slopes.device)
-        return DistanceBias(-self.slopes[:, None] * distance)  # whose last column holds for all that is farther
+        return LinearBias(self.slopes) if self.clamp is None else clamped(self.slopes, self.clamp, length)
+
+
+def clamped(slopes: Float[Tensor, " heads"], farthest: int, length: int) -> DistanceBias:
+    """ALiBi in which what is farther than `farthest` counts as that far."""
+    distance = torch.arange(min(length, farthest + 1), device=slopes.device)
+    return DistanceBias(-slopes[:, None] * distance)  # whose last column holds for all that is farther
 
 
 @positions.register("t5")

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort.config import ModelConfig
-from trainshort.methods import RotarySettings
+from trainshort.errors import InputError
+from trainshort.methods import RotarySettings, XposSettings
 from trainshort.positions.base import PositionMethod, positions
 
 
@@ -29,19 +30,70 @@ class Rotary(PositionMethod):
         self.stretch: Stretch | None = None
 
     def rotate(self, q: Tensor, k: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-        if where.stride(0) == 0:  # all rows of the batch stand at the same places: their angles are computed once
-            where = where[:1]
-        # Angles in float64 whatever the model's dtype: at position 16,384 a float32 angle is 1e-3 off.
-        exact = torch.float64 if q.device.type != "mps" else torch.float32
-        pair = torch.arange(0, self.dim, 2, dtype=exact, device=q.device)
+        cos, sin = self.angles(q, once(where))
+        wide = torch.promote_types(q.dtype, torch.float32)
+        cos, sin = cos.to(wide), sin.to(wide)
+        return _turn(q, cos, sin), _turn(k, cos, sin)
+
+    def angles(
+        self, q: Tensor, where: Int[Tensor, "batch length"]
+    ) -> tuple[Float[Tensor, "batch 1 length pairs"], Float[Tensor, "batch 1 length pairs"]]:
+        """Cosines and sines of all places and pairs, in float64 whatever the model's dtype: at position 16,384 a
+        float32 angle is 1e-3 off."""
+        pair = _pairs(self.dim, q)
         speed, size = self.base ** (-pair / self.dim), 1.0
         if self.stretch is not None:
             speed, size = stretched(self.stretch, self.base, self.dim)
-            speed = speed.to(exact).to(q.device)
-        angle = where.to(exact)[:, None, :, None] * speed
-        wide = torch.promote_types(q.dtype, torch.float32)
-        cos, sin = (size * angle.cos()).to(wide), (size * angle.sin()).to(wide)
-        return _turn(q, cos, sin), _turn(k, cos, sin)
+            speed = speed.to(pair)
+        angle = where.to(pair.dtype)[:, None, :, None] * speed
+        return size * angle.cos(), size * angle.sin()
+
+
+@positions.register("xpos")
+class XPos(Rotary):
+    """xPos: rotary, and pairs of queries and keys shrink with their distance, those that turn fast the most.
+
+    Pair n of a query at position i is multiplied by ζ^(i/512), of a key at j by ζ^(−j/512), ζ = (2n/dim + 0.4) / 1.4,
+    so its share of a score by ζ^((i − j)/512).
+    """
+
+    Settings = XposSettings
+
+    def __init__(self, config: ModelConfig, settings: XposSettings) -> None:
+        super().__init__(config, settings)
+        self.scale_base = settings.scale_base
+        # A cache keeps keys multiplied, whatever comes after them; past this one may leave float32.
+        self.longest = int(XPOS_POWERS * settings.scale_base)
+
+    def rotate(self, q: Tensor, k: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+        where, wide = once(where), torch.promote_types(q.dtype, torch.float32)
+        cos, sin = self.angles(q, where)
+        zeta = (_pairs(self.dim, q) / self.dim + 0.4) / 1.4
+        of_q = zeta ** (where.to(zeta.dtype)[:, None, :, None] / self.scale_base)
+        turned_q = _turn(q, (of_q * cos).to(wide), (of_q * sin).to(wide))
+        return turned_q, _turn(k, (cos / of_q).to(wide), (sin / of_q).to(wide))
+
+    def check_length(self, length: int) -> None:
+        if self.longest is not None and length > self.longest:
+            raise InputError(
+                f"xpos leaves the range of float32 past {self.longest:,} positions, but this input reaches {length:,}. "
+                "Use position='alibi', or train with a larger scale_base."
+            )
+
+
+XPOS_POWERS = 64
+"""0.4/1.4 to this power is 1e-35, and float32 ends at 1e-38."""
+
+
+def once(where: Int[Tensor, "batch length"]) -> Int[Tensor, "rows length"]:
+    """One row where all rows of a batch stand at the same places: their angles are computed once."""
+    return where[:1] if where.stride(0) == 0 else where
+
+
+def _pairs(dim: int, like: Tensor) -> Float[Tensor, " pairs"]:
+    """0, 2, 4, …: where each pair begins."""
+    exact = torch.float64 if like.device.type != "mps" else torch.float32
+    return torch.arange(0, dim, 2, dtype=exact, device=like.device)
 
 
 @dataclass(frozen=True)
