@@ -2,6 +2,7 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -34,6 +35,10 @@ SETTINGS = [
     {"width": 48, "ffn": 101, "vocabulary": 97},
     {"adaptive": AdaptiveConfig(cutoffs=(50, 120), factor=2)},
     {"width": 192, "heads": 4},
+    {"position": "fox"},
+    {"position": "fox", "position_settings": {"start": "alibi", "turned": True}, "kv_heads": 2},
+    {"position": "fox", "position_settings": {"gate": "bias_only"}, "window": 5},
+    {"position": "fox", "position_settings": {"gate": "fixed"}, "width": 64, "heads": 4},
 ]
 
 
@@ -127,6 +132,8 @@ LEFT_TO_TORCH = [
     ({"backend": "sdpa"}, "engine sdpa"),
     ({"position": "rotary"}, "turned queries and keys"),
     ({"position": "t5"}, "bias that is not linear"),
+    ({"position": "fire"}, "biases that look at the text"),
+    ({"position": "fox", "plain_heads": 2}, "heads without a clock beside others"),
 ]
 
 
@@ -143,10 +150,12 @@ def test_what_compiled_layers_lack_goes_through_torch(settings, named):
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2])
+@pytest.mark.parametrize("position", ["alibi", "fox"])
 @pytest.mark.parametrize("make_cache", [Cache, BoundedCache], ids=["full", "bounded"])
-def test_all_layers_in_one_call_are_the_model(make_cache, kv_heads):
+def test_all_layers_in_one_call_are_the_model(make_cache, position, kv_heads):
     """Tokens one by one, a stretch through the model in between, and one by one again, past several doublings."""
-    model = make_model(kv_heads=kv_heads)
+    model = make_model(kv_heads=kv_heads, position=position)
+    make_cache = partial(make_cache, clocked=True) if (position, make_cache) == ("fox", BoundedCache) else make_cache
     made = RowModel.of(model)
     assert made is not None
     tokens, cache, got = torch.randint(model.config.vocabulary, (1, 400)), make_cache(), []
@@ -161,12 +170,16 @@ def test_all_layers_in_one_call_are_the_model(make_cache, kv_heads):
     assert cache.length == 400
 
 
-def test_rings_that_grow_inside_the_one_call_keep_the_certificate():
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("position", ["alibi", "fox"])
+def test_rings_that_grow_inside_the_one_call_keep_the_certificate(position, kv_heads):
     """Sharper and sharper tokens, so that rings of every layer must grow while a token passes through."""
-    model = make_model(width=64, heads=4)
+    settings = {"start": "alibi"} if position == "fox" else {}
+    model = make_model(width=64, heads=4, kv_heads=kv_heads, position=position, position_settings=settings)
+    clocked = position == "fox"
     made, tokens = RowModel.of(model), torch.randint(model.config.vocabulary, (1, 600))
     assert made is not None
-    fast, slow = BoundedCache(tolerance=1e-4), BoundedCache(tolerance=1e-4, compiled=False)
+    fast, slow = (BoundedCache(tolerance=1e-4, clocked=clocked, compiled=compiled) for compiled in (True, False))
     with torch.inference_mode():
         for i in range(600):
             if i % 150 == 149:

@@ -4,12 +4,15 @@ Batch 1, float32; 8 heads of 64 unless the inputs were recorded. Contestants tak
 of the ratio within a round.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from trainshort.attention import LinearBias, attend
+from trainshort.attention import ClockBias, attend
+from trainshort.attention.windowed_torch import PANEL
 from trainshort.bench.measure import (
     Progress,
     Timing,
@@ -22,7 +25,7 @@ from trainshort.bench.measure import (
     peak_during,
 )
 from trainshort.bench.measurements import RATIO, Measure, Measurement
-from trainshort.bench.peers import LIMIT, PLAIN, Attend, chosen, contestant
+from trainshort.bench.peers import CLOCK, LIMIT, PLAIN, Attend, chosen, contestant
 from trainshort.bench.recorded import Inputs, make_inputs
 from trainshort.bench.suites import AttentionPlan, wants_memory
 from trainshort.evaluate.memory import resident
@@ -31,6 +34,10 @@ CHECKED = 64
 """Last rows that are compared with float64, because the oracle writes scores out."""
 WARM = 256
 """Tokens on which a process warms up before its memory is measured."""
+KEYS = 64
+"""Keys that the kernel reads or leaves out together; the same number as in tile.h."""
+EVERY = 17
+"""One panel in so many is asked what it needs."""
 
 
 def trials(plan: AttentionPlan, source: str, label: str) -> list[Trial]:
@@ -50,16 +57,18 @@ def measure(plan: AttentionPlan, source: str, label: str, length: int, progress:
     heads, dim = inputs.q.shape[1], inputs.q.shape[3]
     names = chosen(plan.engines, inputs, progress)
     functions = {name: contestant(name, heads, dim, plan.tolerance) for name in names}
+    given = {name: inputs.with_clock() if name == CLOCK else inputs for name in names}
     rounds = plan.rounds or (9 if length <= 4096 else 5 if length <= LIMIT else 3)
     warmup = 1 if length <= LIMIT else 0
     timings: dict[str, dict[str, Timing]] = {}
     for kind, backward in (("forward", False), ("forward + backward", True)):
         progress.note(f"{kind}, {rounds} rounds of {', '.join(names)}")
-        work = {name: passes(function, inputs, backward) for name, function in functions.items()}
+        work = {name: passes(function, given[name], backward) for name, function in functions.items()}
         timings[kind] = in_turns(work, rounds, warmup, progress)
     rate = matmul_rate(0.5)
     memory = _memory(names, plan, source, length, progress)
-    progress.note("error against float64")
+    progress.note("error against float64, and work against other bounds")
+    work_left = work(inputs, plan.tolerance) if "windowed" in names else {}
     rows = []
     for name, function in functions.items():
         measured: dict[str, Measure] = {}
@@ -67,9 +76,10 @@ def measure(plan: AttentionPlan, source: str, label: str, length: int, progress:
             measured[kind] = timings[kind][name].per(1)
             measured[short] = timings[kind][name].to(timings[kind][PLAIN])
         measured |= memory.get(name, {})
+        measured |= work_left if name == "windowed" else {}
         work_share = 100 * causal_flops(inputs) * 1e3 / measured["forward"].value / rate
         measured["of matmul rate"] = Measure(value=work_share, unit="%", better="higher")
-        measured["error"] = Measure(value=error(function, inputs, name == PLAIN), better="lower")
+        measured["error"] = Measure(value=error(function, given[name], name == PLAIN), better="lower")
         seconds = {kind: tuple(by_name[name].seconds) for kind, by_name in timings.items()}
         rows.append(
             Measurement(case={"inputs": label, "engine": name, "tokens": length}, measured=measured, seconds=seconds)
@@ -83,12 +93,17 @@ def passes(function: Attend, inputs: Inputs, backward: bool) -> Callable[[], obj
 
         def forward_only() -> object:
             with torch.no_grad():
-                return function(inputs.q, inputs.k, inputs.v, inputs.slopes)
+                return function(inputs.q, inputs.k, inputs.v, inputs.bias)
 
         return forward_only
 
     q, k, v = leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    return lambda: torch.autograd.grad(function(q, k, v, inputs.slopes), leaves, inputs.grad_out)
+    bias = inputs.bias
+    if isinstance(bias, ClockBias):
+        bias = ClockBias(bias.clock.detach().requires_grad_())
+        leaves.append(bias.clock)
+    # The plain one has no bias to give a gradient to.
+    return lambda: torch.autograd.grad(function(q, k, v, bias), leaves, inputs.grad_out, allow_unused=True)
 
 
 def causal_flops(inputs: Inputs) -> int:
@@ -100,11 +115,71 @@ def causal_flops(inputs: Inputs) -> int:
 def error(function: Attend, inputs: Inputs, plain: bool) -> float:
     """Root mean square against float64, on the last rows."""
     with torch.no_grad():
-        out = function(inputs.q, inputs.k, inputs.v, inputs.slopes)[:, :, -CHECKED:]
+        out = function(inputs.q, inputs.k, inputs.v, inputs.bias)[:, :, -CHECKED:]
         q, k, v = (x.double() for x in (inputs.q[:, :, -CHECKED:], inputs.k, inputs.v))
-        exact = attend(q, k, v, bias=None if plain else LinearBias(inputs.slopes), backend="reference")
+        exact = attend(q, k, v, bias=None if plain else inputs.bias, backend="reference")
         assert isinstance(exact, Tensor)
     return (out.double() - exact).square().mean().sqrt().item()
+
+
+def work(inputs: Inputs, tolerance: float) -> dict[str, Measure]:
+    """Shares of the causal work: what the kernel reads, what it would read by ACP's bound at the same tolerance, and
+    what that much of the mass needs, whoever finds it out."""
+    length, bias = inputs.q.shape[2], inputs.bias.values
+    scale, rows = 1 / math.sqrt(inputs.q.shape[3]), torch.arange(length)
+    first = torch.ops.trainshort.attention(inputs.q, inputs.k, inputs.v, bias, None, None, scale, tolerance, True)[2]
+    ours = (rows - first[0][:, rows // PANEL] + 1).double().sum() / _causal_pairs(inputs)
+    theirs, (needed, in_blocks) = acp_work(inputs, tolerance, scale), needed_work(inputs, tolerance)
+    shares = {"work": float(ours), "work by ACP": theirs, "work needed": needed, "work needed in blocks": in_blocks}
+    found = {name: Measure(value=100 * share, unit="%", better="lower") for name, share in shares.items()}
+    for name, other in (("work to ACP", theirs), ("work to needed", needed), ("work to needed in blocks", in_blocks)):
+        found[name] = Measure(value=float(ours) / other, unit=RATIO, better="lower")
+    return found
+
+
+def acp_work(inputs: Inputs, tolerance: float, scale: float) -> float:
+    """What adaptive computation pruning (Lin et al., COLM 2025) leaves, in blocks of our kernel's sizes. Keys are out
+    where c(first query of a block) − c(last key of a block) < −(2U + ln N) + ln tolerance, U = max‖q‖ · max‖k‖ · scale,
+    one number a head."""
+    bias = inputs.with_clock().bias
+    assert isinstance(bias, ClockBias)
+    clock, length = bias.clock[0], inputs.q.shape[2]
+    most = inputs.q[0].norm(dim=-1).amax(-1) * inputs.k[0].norm(dim=-1).amax(-1) * scale
+    threshold = -(2 * most.double() + math.log(length)) + math.log(tolerance)
+    last = torch.arange(0, length, KEYS).add(KEYS - 1).clamp(max=length - 1)
+    kept = clock[:, ::PANEL, None] - clock[:, None, last] >= threshold[:, None, None]
+    rows = torch.arange(length)
+    pairs = (rows[:, None] - torch.arange(0, length, KEYS) + 1).clamp(0, KEYS)  # of each row in each block of keys
+    by_panel = torch.zeros(kept.shape[1:], dtype=torch.int64).index_add_(0, rows // PANEL, pairs)
+    return float((kept * by_panel).double().sum() / _causal_pairs(inputs))
+
+
+@torch.no_grad()
+def needed_work(inputs: Inputs, tolerance: float) -> tuple[float, float]:
+    """The nearest keys that carry all but `tolerance` of a row's mass, in float64, on a sample of the kernel's panels:
+    row by row, and in blocks that a panel reads together, for its row that needs most."""
+    length, heads = inputs.q.shape[2], inputs.q.shape[1]
+    keys, totals = torch.arange(length), torch.zeros(3, dtype=torch.int64)
+    for start in range(0, length, EVERY * PANEL):
+        rows = torch.arange(start, min(start + PANEL, length))
+        scores = inputs.q[:, :, rows].double() @ inputs.k.double().transpose(-1, -2) / math.sqrt(inputs.q.shape[3])
+        scores = scores + _bias_of(inputs, rows)
+        masses = scores.masked_fill(keys > rows[:, None], -torch.inf).softmax(-1).cumsum(-1)
+        first = (masses <= tolerance).sum(-1)
+        together = first.amin(-1, keepdim=True) // KEYS * KEYS
+        totals += torch.stack([(rows + 1 - first).sum(), (rows + 1 - together).sum(), (rows + 1).sum() * heads])
+    return float(totals[0] / totals[2]), float(totals[1] / totals[2])
+
+
+def _bias_of(inputs: Inputs, rows: Tensor) -> Float[Tensor, "1 heads rows length"]:
+    bias = inputs.with_clock().bias
+    assert isinstance(bias, ClockBias)
+    return bias.clock[:, :, rows, None] - bias.clock[:, :, None]
+
+
+def _causal_pairs(inputs: Inputs) -> int:
+    heads, length = inputs.q.shape[1:3]
+    return heads * length * (length + 1) // 2
 
 
 def _memory(
@@ -132,8 +207,9 @@ def peak(source: str, length: int, name: str, tolerance: float) -> dict[str, flo
     """Peak of forward and backward in this process, and how much of it came on top of the inputs."""
     small = make_inputs(source, min(length, WARM))
     function = contestant(name, small.q.shape[1], small.q.shape[3], tolerance)
-    passes(function, small, True)()  # builds and loads what is loaded once
-    work = passes(function, make_inputs(source, length), True)
+    passes(function, small.with_clock() if name == CLOCK else small, True)()  # builds and loads what is loaded once
+    inputs = make_inputs(source, length)
+    work = passes(function, inputs.with_clock() if name == CLOCK else inputs, True)
     before = resident()
     most = peak_during(work)
     return {"peak": most, "own": max(0, most - before)}

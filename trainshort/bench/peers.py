@@ -1,6 +1,6 @@
 """Who takes part in the attention benchmark: our engines, plain causal attention, and other libraries' ALiBi.
 
-Each is a function of (q, k, v, slopes); all but the plain one compute the same, which a test checks. MPT also takes
+Each is a function of (q, k, v, bias); all but the plain one compute the same, which a test checks. MPT also takes
 part in decoding, called as its `generate` calls it, without generate's own work around it.
 """
 
@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainshort import alibi
-from trainshort.attention import LinearBias, attend
+from trainshort.attention import Call, ClockBias, LinearBias, attend
+from trainshort.attention.formula import visible, written_bias
 from trainshort.attention.operator import unavailable
 from trainshort.bench import training
 from trainshort.bench.measure import Progress, installed
@@ -26,6 +27,8 @@ from trainshort.interop.mpt import MPT
 from trainshort.model import TransformerLM
 
 PLAIN = "plain"
+CLOCK = "clock"
+"""`windowed` with the slopes told as a clock, whose gradient is made as well: what FoX and trained slopes pay."""
 LIMIT = 8192
 """Longest input that the slow ones get unless they are asked for by name."""
 SLOW = ("windowed-torch",)
@@ -34,7 +37,7 @@ WRITTEN = ("written-mask", "mpt", "x-transformers")
 COPIES = 6
 """Scores of all heads that they hold at once, forward and backward: 12 GB at 8,192 tokens and 8 heads."""
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, LinearBias | ClockBias], Tensor]
 
 
 def chosen(names: tuple[str, ...], inputs: Inputs, progress: Progress) -> list[str]:
@@ -47,13 +50,18 @@ def chosen(names: tuple[str, ...], inputs: Inputs, progress: Progress) -> list[s
         package = {"mpt": "transformers", "x-transformers": "x_transformers"}.get(name)
         if package and not installed(package):
             left_out[name] = f"{package} is not installed"
-        elif name == "windowed" and (reason := unavailable(False)):
+        elif name in ("windowed", CLOCK) and (reason := unavailable(False)):
             left_out[name] = reason
         elif name in (*SLOW, *WRITTEN) and not names and length > LIMIT:
             left_out[name] = f"slow beyond {LIMIT:,} tokens; --engines {name} measures it all the same"
         elif name in WRITTEN and room is not None and COPIES * 4 * heads * length**2 > room:
             left_out[name] = f"its {length:,} x {length:,} scores do not fit into the memory that is free"
-        elif name in WRITTEN[1:] and not torch.equal(inputs.slopes, alibi.slopes(heads)):
+        elif isinstance(inputs.bias, ClockBias):
+            if name == CLOCK:
+                left_out[name] = "the inputs have a clock already, and so has windowed"
+            elif name in WRITTEN[1:]:
+                left_out[name] = "it knows no clocks"
+        elif name in WRITTEN[1:] and not torch.equal(inputs.bias.slopes, alibi.slopes(heads)):
             left_out[name] = "it knows only the paper's slopes"
     for name, reason in left_out.items():
         progress.once(f"without {name}: {reason}")
@@ -64,9 +72,11 @@ def contestant(name: str, heads: int, dim: int, tolerance: float) -> Attend:
     """The function behind a name."""
     match name:
         case "plain":
-            return lambda q, k, v, slopes: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, is_causal=True)
         case "windowed" | "windowed-torch":
             return _ours(name, tolerance)
+        case "clock":
+            return _ours("windowed", tolerance)
         case "written-mask":
             return _written_mask
         case "mpt":
@@ -77,16 +87,22 @@ def contestant(name: str, heads: int, dim: int, tolerance: float) -> Attend:
 
 
 def _ours(engine: str, tolerance: float) -> Attend:
-    def run(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
-        out = attend(q, k, v, bias=LinearBias(slopes), backend=engine, tolerance=tolerance)
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: LinearBias | ClockBias) -> Tensor:
+        out = attend(q, k, v, bias=bias, backend=engine, tolerance=tolerance)
         assert isinstance(out, Tensor)
         return out
 
     return run
 
 
-def _written_mask(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=alibi.bias(slopes, q.shape[2], k.shape[2])[None])
+def _written_mask(q: Tensor, k: Tensor, v: Tensor, bias: LinearBias | ClockBias) -> Tensor:
+    if isinstance(bias, LinearBias):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=alibi.bias(bias.slopes, q.shape[2], k.shape[2])[None])
+    call, everything = Call(q, k, v, bias), slice(0, q.shape[2])
+    written = written_bias(call, everything, everything)
+    assert written is not None, "a clock is a bias"
+    mask = written.to(q.dtype).masked_fill(~visible(call, everything, everything), -torch.inf)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 def _mpt(heads: int, dim: int) -> Attend:
@@ -97,7 +113,7 @@ def _mpt(heads: int, dim: int) -> Attend:
     module = MptAttention(MptConfig(d_model=heads * dim, n_heads=heads), layer_idx=0)
     module.Wqkv, module.out_proj = torch.nn.Identity(), torch.nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
 
-    def run(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: LinearBias | ClockBias) -> Tensor:
         length = q.shape[2]
         joined = torch.cat([x.transpose(1, 2).flatten(2) for x in (q, k, v)], dim=-1)
         future = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
@@ -111,8 +127,8 @@ def _x_transformers(heads: int) -> Attend:
     from x_transformers.attend import Attend as Module
     from x_transformers.x_transformers import AlibiPositionalBias
 
-    bias, module = AlibiPositionalBias(heads=heads, total_heads=heads), Module(causal=True, flash=True)
-    return lambda q, k, v, slopes: module(q, k, v, attn_bias=bias(q.shape[2], k.shape[2]))[0]
+    theirs, module = AlibiPositionalBias(heads=heads, total_heads=heads), Module(causal=True, flash=True)
+    return lambda q, k, v, bias: module(q, k, v, attn_bias=theirs(q.shape[2], k.shape[2]))[0]
 
 
 # ---- MPT as the peer of decoding: our model with its weights, its tokens, its turns

@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trainshort import alibi
+from trainshort import alibi, clocks
+from trainshort.attention import ClockBias, LinearBias
 from trainshort.errors import InputError
 
 HEADS, DIM = 8, 64
@@ -24,8 +25,17 @@ class Inputs:
     q: Float[Tensor, "1 heads length dim"]
     k: Float[Tensor, "1 heads length dim"]
     v: Float[Tensor, "1 heads length dim"]
-    slopes: Float[Tensor, " heads"]
+    bias: LinearBias | ClockBias
     grad_out: Float[Tensor, "1 heads length dim"]
+
+    def with_clock(self) -> "Inputs":
+        """The same, with slopes told as a clock."""
+        match self.bias:
+            case LinearBias(slopes):
+                clock = clocks.of_slopes(slopes, self.q.shape[2])
+                return Inputs(self.q, self.k, self.v, ClockBias(clock), self.grad_out)
+            case ClockBias():
+                return self
 
 
 def make_inputs(source: str, length: int) -> Inputs:
@@ -36,7 +46,7 @@ def make_inputs(source: str, length: int) -> Inputs:
     q, k, v, grad_out = (torch.randn(1, HEADS, length, DIM, generator=generator) for _ in range(4))
     if source == "scaled":
         q *= torch.linspace(0.5, 3, HEADS)[:, None, None]
-    return Inputs(q, k, v, alibi.slopes(HEADS), grad_out)
+    return Inputs(q, k, v, LinearBias(alibi.slopes(HEADS)), grad_out)
 
 
 def _read(path: Path, length: int, generator: torch.Generator) -> Inputs:
@@ -55,13 +65,17 @@ def _read(path: Path, length: int, generator: torch.Generator) -> Inputs:
         held = tuple(recorded["q"].shape)
         raise InputError(f"{path} holds {held[-2]} tokens; asked for {length}. Give shorter --lengths.")
     q, k, v = (recorded[name][:1, :, :length].float().contiguous() for name in "qkv")
-    slopes = recorded.get("slopes", alibi.slopes(q.shape[1]))
-    return Inputs(q, k, v, slopes, torch.randn(q.shape, generator=generator))
+    bias: LinearBias | ClockBias = LinearBias(recorded.get("slopes", alibi.slopes(q.shape[1])))
+    if "clock" in recorded:
+        if recorded["clock"].shape != recorded["q"].shape[:3]:
+            raise InputError(f"{path}: its clock must have a reading for each head and token, as q, k and v do.")
+        bias = ClockBias(recorded["clock"][:1, :, :length].double().contiguous())
+    return Inputs(q, k, v, bias, torch.randn(q.shape, generator=generator))
 
 
 def record(run: Path, length: int, layer: int | None, path: Path) -> dict[str, object]:
     """Read the run's validation text through its model, repeated until it is `length` tokens, as one sequence; write
-    one layer's q, k, v and slopes (default: the middle one). Returns what was recorded."""
+    one layer's q, k, v and slopes or clock (default: the middle one). Returns what was recorded."""
     from safetensors.torch import save_file
 
     from trainshort.evaluate.recording import attention_calls
@@ -70,10 +84,9 @@ def record(run: Path, length: int, layer: int | None, path: Path) -> dict[str, o
 
     target = RunTarget(run)
     model = target.model
-    slopes = model.position.linear_slopes()
-    if slopes is None:
+    if not model.position.bounds_the_past():
         raise InputError(
-            f"{run} has {model.config.position} positions; attention is measured with ALiBi. Give such a run."
+            f"{run} has {model.config.position} positions; attention is measured with ALiBi or FoX. Give such a run."
         )
     index = model.config.layers // 2 if layer is None else layer
     if index >= model.config.layers:
@@ -83,7 +96,15 @@ def record(run: Path, length: int, layer: int | None, path: Path) -> dict[str, o
     call = attention_calls(model, tokens[None], CHUNK)[index]
     # Shared key heads are written out, since not every contestant can share them.
     found = {"q": call.q} | {name: getattr(call, name).repeat_interleave(call.group, dim=1) for name in "kv"}
-    save_file({name: x.float().contiguous() for name, x in found.items()} | {"slopes": slopes.clone()}, path)
+    tensors = {name: x.float().contiguous() for name, x in found.items()}
+    match call.bias:
+        case LinearBias(slopes):
+            tensors["slopes"] = slopes.detach().clone()
+        case ClockBias(clock):
+            tensors["clock"] = clock.contiguous()
+        case _:
+            raise InputError(f"layer {index} of {run} knows no positions; choose another --layer.")
+    save_file(tensors, path)
     return {
         "run": target.name,
         "weights": fingerprint(model),

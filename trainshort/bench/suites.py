@@ -11,7 +11,7 @@ from typing import Any
 from trainshort.errors import InputError
 from trainshort.registry import did_you_mean
 
-ENGINES = ("plain", "windowed", "windowed-torch", "written-mask", "mpt", "x-transformers")
+ENGINES = ("plain", "windowed", "clock", "windowed-torch", "written-mask", "mpt", "x-transformers")
 PARTS = ("context", "weights", "mpt", "endless")
 TRAINED = "trained"
 """The part of decode that reads a run's own text with its trained weights: measured when there is a --run."""
@@ -20,13 +20,14 @@ MEMORY = ("all", "longest", "none")
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Engines and other libraries by length: time, memory, share of the matrix-multiply rate, error."""
+    """Engines and other libraries by length: time, memory, work left of the causal one, share of the matrix-multiply
+    rate, error."""
 
     lengths: tuple[int, ...] = (1024, 4096, 8192, 16_384, 32_768)
     """Tokens at a time."""
     engines: tuple[str, ...] = ()
-    """windowed, windowed-torch, written-mask, mpt, x-transformers, beside plain. Default: all that are installed,
-    beyond 8,192 tokens only windowed."""
+    """windowed, clock (the same, slopes as a clock), windowed-torch, written-mask, mpt, x-transformers, beside plain.
+    Default: all that are installed, beyond 8,192 tokens only windowed and clock."""
     inputs: str = "normal"
     """normal, scaled (sharper heads), a .safetensors file of q, k, v, or a run folder to record from."""
     layer: int | None = None
@@ -46,7 +47,8 @@ class TrainingPlan:
 
     lengths: tuple[int, ...] = (512, 2048, 4096)
     methods: tuple[str, ...] = ("alibi", "none", "sinusoidal", "rotary", "t5")
-    """Position methods."""
+    """Position methods; in training also alibi-learned (trained slopes), alibi-ssmax (scores that
+    grow) and fox-alibi (gates that begin at ALiBi's slopes)."""
     preset: str = "small"
     """The model's shape, as `trainshort list presets` names them."""
     rounds: int = 5

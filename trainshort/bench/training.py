@@ -30,13 +30,23 @@ from trainshort.positions import positions
 from trainshort.presets import presets
 
 MPT = "mpt"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "alibi-learned": {"position": "alibi", "position_settings": {"learned_slopes": True}},
+    "alibi-ssmax": {"position": "alibi", "score_growth": "ssmax"},
+    "fox-alibi": {"position": "fox", "position_settings": {"start": "alibi"}},
+}
+"""Models that take more than a position method to name: trained slopes, scores that grow with length, and gates that
+begin at ALiBi's slopes (those of `fox` begin at a half, and forget so quickly that first steps have little to do)."""
+COMPARED = ("none", "alibi", MPT)
+"""Models that the others are compared with, where they took part."""
 COPIES = 2.5
 """Scores of all heads that MPT keeps per layer for its backward pass (measured at 2,048 tokens: 2.2)."""
 
 
 def trials(plan: TrainingPlan) -> list[Trial]:
     for name in plan.methods:
-        positions.get(name)
+        if name not in VARIANTS:
+            positions.get(name)
     return [
         Trial(
             f"training at {length:,} tokens, preset {plan.preset}",
@@ -72,14 +82,13 @@ def measure(plan: TrainingPlan, length: int, progress: Progress) -> list[Measure
 
 
 def _ratios(name: str, timings: dict[str, Timing], memory: dict[str, float]) -> dict[str, Measure]:
-    """To MPT and to no positions, where those took part."""
     found = {}
-    for other in ("none", MPT):
+    for other in COMPARED:
         if other in timings:
             found[f"speed to {other}"] = timings[name].speed_to(timings[other])
     if name in memory:
         found["peak"] = megabytes(memory[name])
-        for other in ("none", MPT):
+        for other in COMPARED:
             if other in memory:
                 found[f"peak to {other}"] = Measure(value=memory[name] / memory[other], unit=RATIO, better="lower")
     return found
@@ -105,7 +114,7 @@ def step_of(name: str, preset: str, length: int, batch_tokens: int) -> Callable[
     """One training step on random tokens, as a function without arguments."""
     config, batch = presets.get(preset)(), _tokens(length, batch_tokens) // length
     if name != MPT:
-        model = config.replace(position=name).reaching(length)
+        model = config.replace(**VARIANTS.get(name, {"position": name})).reaching(length)
         train = TrainConfig(length=length, batch=batch)
         return Rig(RunConfig(model=model, train=train, optim=OptimConfig(lr=1e-4, clip=0))).step
     torch.manual_seed(0)

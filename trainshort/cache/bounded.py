@@ -84,7 +84,7 @@ class BoundedCache(Cache):
         if self.clocked:
             from trainshort.cache.clocked import ClockedLayer
 
-            return ClockedLayer(self.tolerance)
+            return ClockedLayer(self.tolerance, self.compiled)
         return BoundedLayer(self.tolerance, self.compiled)
 
     @property
@@ -118,12 +118,8 @@ class BoundedLayer(LayerCache):
         self._dim = 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        q, (k, v), bias = q.detach(), detached(k, v), options["bias"]
-        if q.shape[0] != 1:
-            raise InputError(f"a bounded cache holds one sequence, but the input has {q.shape[0]}; use Rows.")
+        q, (k, v), bias = self._taken(q, k, v, options["bias"])
         slopes = self._slopes(bias, q.shape[1])
-        if not self.rings:
-            self._begin(slopes.tolist(), k)
         if q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.float32:
             call = self.next_call(slopes, (k.shape[1], k.shape[3]), options.get("window"))
             if call is not None:
@@ -133,6 +129,16 @@ class BoundedLayer(LayerCache):
         out = self._read(q, k, v, options)
         self.length += q.shape[2]
         return out
+
+    def _taken(self, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> tuple[Tensor, tuple[Tensor, Tensor], Any]:
+        """What `attend` was given, checked, with rings for it."""
+        q, (k, v) = q.detach(), detached(k, v)
+        if q.shape[0] != 1:
+            raise InputError(f"a bounded cache holds one sequence, but the input has {q.shape[0]}; use Rows.")
+        slopes = self._slopes(bias, q.shape[1])
+        if not self.rings:
+            self._begin(slopes.tolist(), k)
+        return q, (k, v), bias
 
     def _slopes(self, bias: Bias | None, heads: int) -> Float[Tensor, " heads"]:
         if not isinstance(bias, LinearBias):
@@ -169,7 +175,7 @@ class BoundedLayer(LayerCache):
                 self._grow(index, ring.wanted, ring.count + 1)
                 self._insert(index, k[0, index], v[0, index])
                 ring.wanted = 0
-        self.length += 1
+        super().took_token(k, v)
 
     # Any number of tokens, in PyTorch
 

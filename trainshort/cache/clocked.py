@@ -7,8 +7,8 @@ have had at most
 
 of a query's softmax; E is one number per head, added to as keys are forgotten. Rings are as long as the text makes
 them: a ring grows when forgetting its oldest key would break the promise for a query like the farthest-reaching so far.
-Readings of the clock are kept for the keys that are kept, so memory is bounded where the gates close. In PyTorch; there
-is no compiled step.
+Readings of the clock are kept for the keys that are kept, so memory is bounded where the gates close. Single tokens go
+through ring.c, which moves the clock on itself.
 """
 
 import math
@@ -23,30 +23,29 @@ from trainshort.attention import Bias, Call, ClockBias
 from trainshort.cache.bounded import MARGIN, BoundedLayer
 from trainshort.cache.facts import check
 from trainshort.cache.growing import PLACE
-from trainshort.cache.ring import ANYWHERE
+from trainshort.cache.ring import ANYWHERE, CLOCK
 from trainshort.errors import InputError
 
-CLOCK = "clock"
-"""Where in its place in the cache the method keeps its readings."""
+NAMES = {"weights": "weight", "began": "began"}
+"""What a saved state calls the numbers of all heads, and what a head calls its own."""
 
 
 class ClockedLayer(BoundedLayer):
     """Rings of one layer under a clock."""
 
-    def __init__(self, tolerance: float) -> None:
-        super().__init__(tolerance, use_compiled=False)
-        self.weights: list[float] = []  # E of each head
-        self.began: list[float] = []  # what each head's clock showed first
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        bias = options["bias"]
+        q, (k, v), bias = self._taken(q, k, v, options["bias"])
         if not self.length and isinstance(bias, ClockBias):
-            self.weights = [-math.inf] * q.shape[1]
-            self.began = bias.clock[0, :, 0].double().tolist()
-        out = super().attend(q, k, v, **options)
-        most = max(ring.count for ring in self.rings)
-        self.place[CLOCK] = bias.clock[..., -most:].clone()
+            for head, first in zip(self.heads, bias.clock[0, :, 0].tolist(), strict=True):
+                head.began = first
+        out = self._read(q, k, v, options)
+        self.length += q.shape[2]
+        self.place[CLOCK] = bias.clock[..., -self._clocked :].clone()
         return out
+
+    @property
+    def _clocked(self) -> int:
+        return max((ring.count for ring in self.rings), default=0)
 
     def _slopes(self, bias: Bias | None, heads: int) -> Float[Tensor, " heads"]:
         if not isinstance(bias, ClockBias | None):
@@ -64,10 +63,10 @@ class ClockedLayer(BoundedLayer):
     def _forgotten(
         self, number: int, call: Call, excess: Float[Tensor, " new"], distance: Int[Tensor, " new"]
     ) -> Float[Tensor, " new"]:
-        return torch.exp(excess + self._clock(number, call)[-len(excess) :] + self.weights[number])
+        return torch.exp(excess + self._clock(number, call)[-len(excess) :] + self.heads[number].weight)
 
     def _fallen(self, number: int, call: Call) -> Float[Tensor, " new"]:
-        return self.began[number] - self._clock(number, call)[-call.q.shape[2] :]
+        return self.heads[number].began - self._clock(number, call)[-call.q.shape[2] :]
 
     def _wanted(self, index: int, call: Call) -> int:
         """Keys to keep so that a query like the farthest-reaching so far, with a margin, loses no more than promised; a
@@ -79,7 +78,7 @@ class ClockedLayer(BoundedLayer):
             room = math.log(self.tolerance) - excess - MARGIN - float(clock[-1]) if self.tolerance > 0 else -math.inf
             if not math.isfinite(room):
                 return max(1, min(ANYWHERE, limit))
-            known = torch.tensor(self.weights[number], dtype=torch.float64, device=clock.device)
+            known = torch.tensor(self.heads[number].weight, dtype=torch.float64, device=clock.device)
             before = torch.logaddexp(known, (-clock).logcumsumexp(0))
             most = max(most, len(clock) - int((before <= room).sum()))
         if most > self.rings[index].capacity:
@@ -90,8 +89,9 @@ class ClockedLayer(BoundedLayer):
         super()._forget(index, call, gone)
         group = call.q.shape[1]
         for number in range(index * group, (index + 1) * group):
-            known = torch.tensor([self.weights[number]], dtype=torch.float64, device=call.k.device)
-            self.weights[number] = float(torch.cat([known, -self._clock(number, call)[:gone]]).logsumexp(0))
+            head = self.heads[number]
+            known = torch.tensor([head.weight], dtype=torch.float64, device=call.k.device)
+            head.weight = float(torch.cat([known, -self._clock(number, call)[:gone]]).logsumexp(0))
 
     @property
     def bytes(self) -> int:
@@ -101,15 +101,17 @@ class ClockedLayer(BoundedLayer):
         tensors, facts = super().save()
         if self.length:
             tensors[PLACE + CLOCK] = self.place[CLOCK].contiguous()
-        return tensors, facts | {"weights": self.weights, "began": self.began}
+        return tensors, facts | {name: [getattr(head, field) for head in self.heads] for name, field in NAMES.items()}
 
     def restore(self, tensors: Mapping[str, Tensor], facts: dict[str, Any], like: Tensor, bias: Bias | None) -> None:
         super().restore(tensors, facts, like, None)
         if not self.length:
             return
-        self.weights, self.began = list(facts["weights"]), list(facts["began"])
         heads, clock = len(self.heads), tensors.get(PLACE + CLOCK)
-        check(len(self.weights) == len(self.began) == heads, "the number of heads")
+        for name, field in NAMES.items():
+            check(len(facts[name]) == heads, "the number of heads")
+            for head, value in zip(self.heads, facts[name], strict=True):
+                setattr(head, field, value)
         check(clock is not None and clock.dtype == torch.float64 and clock.shape[:2] == (1, heads), "the clock")
         assert clock is not None
         check(clock.dim() == 3 and clock.shape[2] >= max(ring.count for ring in self.rings), "the clock")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainshort.attention import Bias, attend, attend_in_blocks
 from trainshort.cache.facts import Facts, check, saved_tensor
-from trainshort.cache.ring import LANES, RingCall
+from trainshort.cache.ring import LANES, Readings, RingCall
 from trainshort.errors import InputError
 
 SMALLEST = 64
@@ -45,6 +45,7 @@ class LayerCache:
         self.left_out: Float[Tensor, ""] | None = None
         """The largest share of any softmax that an engine proved it could leave out (the model's tolerance)."""
         self._call: RingCall | None = None
+        self._readings: Readings | None = None  # of a clock, once a token was read by compiled code
 
     def attend(
         self,
@@ -106,6 +107,19 @@ class LayerCache:
     def took_token(self, k: Float[Tensor, "1 kv_heads 1 dim"], v: Float[Tensor, "1 kv_heads 1 dim"]) -> None:
         """The token of `next_call` was read, with this key and value."""
         self.length += 1
+        if self._readings is not None:
+            self._readings.took_token(self.place, self._clocked)
+
+    def under_clock(self, call: RingCall, gates: Float[Tensor, " heads"], sign: float) -> None:
+        """The call's bias is a clock, moved on by these gates: log σ(sign · gate)."""
+        self._readings = self._readings or Readings()
+        self._readings.lay_under(call, self.place, self._clocked)
+        call.gates, call.sign = gates.data_ptr(), sign
+
+    @property
+    def _clocked(self) -> int:
+        """Newest keys whose readings of a clock are needed."""
+        return self.length
 
     def _make_room(self, length: int, like: Tensor) -> Tensor:
         """Room for `length` tokens and as many more."""

@@ -20,6 +20,10 @@ ANYWHERE = 2**62
 """A reach that no text has: the window of a model without one."""
 MANY = 1 << 18
 """Products below which one thread is quicker than two."""
+CLOCK = "clock"
+"""Where in its place in the cache a position method keeps the readings of its clock."""
+FIRST_READINGS = 64
+"""Readings that there is room for at first."""
 LANES = 8
 """Floats in a vector of the processor; rings hold keys and values in rows of whole vectors."""
 
@@ -35,11 +39,13 @@ class Ring(ctypes.Structure):
 
 
 class Head(ctypes.Structure):
-    """One query head's slope, the reach of its queries so far, and the mass that it can have left out."""
+    """One query head's slope, the reach of its queries so far, and the mass that it can have left out; of a clock also
+    the log of what its forgotten keys can weigh, and its first reading."""
 
     _fields_ = [
         *((name, ctypes.c_double) for name in ("slope", "excess", "mass")),
         ("above", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("weight", "began")),
     ]
 
 
@@ -54,7 +60,10 @@ class RingCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("rings", "heads")),
         *((name, ctypes.c_int64) for name in ("head_count", "ring_count", "dim", "length", "limit")),
         *((name, ctypes.c_double) for name in ("tolerance", "margin", "settled", "scale")),
-        ("scratch", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("scratch", "clock")),
+        *((name, ctypes.c_int64) for name in ("clock_stride", "held")),
+        ("gates", ctypes.c_void_p),
+        ("sign", ctypes.c_double),
         ("threads", ctypes.c_int32),
     ]
 
@@ -101,9 +110,40 @@ class RingCall(ctypes.Structure):
         self.threads = torch.get_num_threads() if keys * self.dim > MANY else 1
 
 
+class Readings:
+    """The readings of a layer's clock in the order of the text, with room for one more, which compiled code adds to.
+
+    A position method finds them in its place in the cache, and leaves others there when it has read by itself.
+    """
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0, 0, dtype=torch.float64)  # (heads, capacity)
+        self._held = 0
+        self._shown: Tensor | None = None
+
+    def lay_under(self, call: RingCall, place: dict[str, Tensor], keep: int) -> None:
+        """Give a call its clock; of the readings held so far at least the newest `keep` are kept."""
+        clock, room = place.get(CLOCK), self._room
+        if clock is not self._shown or clock is None:
+            self._held = 0 if clock is None else clock.shape[2]
+            self._room = torch.empty(call.head_count, 2 * self._held + FIRST_READINGS, dtype=torch.float64)
+            if clock is not None:
+                self._room[:, : self._held] = clock[0]
+        elif self._held == room.shape[1]:
+            self._room = torch.empty(len(room), 2 * keep + FIRST_READINGS, dtype=torch.float64)
+            self._room[:, :keep] = room[:, self._held - keep : self._held]
+            self._held = keep
+        call.clock, call.clock_stride, call.held = self._room.data_ptr(), self._room.shape[1], self._held
+
+    def took_token(self, place: dict[str, Tensor], keep: int) -> None:
+        """Compiled code added a reading: show the newest `keep`."""
+        self._held += 1
+        place[CLOCK] = self._shown = self._room[None, :, self._held - keep : self._held]
+
+
 def heads_of(slopes: list[float], excess: float) -> Any:
     """A ctypes array of heads that have read nothing."""
-    return (Head * len(slopes))(*(Head(slope, excess) for slope in slopes))
+    return (Head * len(slopes))(*(Head(slope, excess, weight=-math.inf) for slope in slopes))
 
 
 @cache

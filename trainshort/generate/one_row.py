@@ -2,7 +2,8 @@
 with one core.
 
 The transformer block is model.py's; step.c is its only other copy, for models whose queries and keys meet as they come,
-under a linear bias or none. All others, and caches that only know `attend`, go through the model itself.
+under a linear bias, a gated clock (FoX) or none. All others, and caches that only know `attend`, go through the model
+itself.
 """
 
 import ctypes
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from trainshort.cache import Cache
 from trainshort.cache.ring import library, unavailable
 from trainshort.model import Block, TransformerLM
+from trainshort.positions import Gate
 from trainshort.vocabulary import Vocabulary
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3}
@@ -67,9 +69,9 @@ class RowLinear:
 
 
 class _Layer(ctypes.Structure):
-    """One block: its four products, and its call on the cache."""
+    """One block: its four products, its call on the cache, and its gates, where a clock has some."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("qkv", "out", "wide", "narrow", "token")]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("qkv", "out", "wide", "narrow", "gate", "token")]
 
 
 class RowModel:
@@ -94,9 +96,14 @@ class RowModel:
             torch.empty(config.ffn_width),
         )
         self._qkv = torch.empty(width + 2 * keys)
+        self._gates = torch.empty(config.heads)
+        self._signs = [None if gate is None else gate.sign for gate in map(model.position.gate, range(config.layers))]
         self._parts = [part.view(1, -1, 1, config.head_width) for part in self._qkv.split([width, keys, keys])]
         assert library().trainshort_layer_size() == ctypes.sizeof(_Layer), "step.c and one_row.py disagree"
-        self._calls = [self._calls_of(block) for block in model.layers]  # pyright: ignore[reportArgumentType]
+        self._calls = [
+            self._calls_of(block, model.position.gate(index))  # pyright: ignore[reportArgumentType]
+            for index, block in enumerate(model.layers)
+        ]
         self._layers = (_Layer * config.layers)(*(_addresses_of(calls) for calls in self._calls))
 
     @classmethod
@@ -107,8 +114,12 @@ class RowModel:
         )
         return cls(model) if plain and lacks(model) is None and unavailable() is None else None
 
-    def _calls_of(self, block: Block) -> dict[str, "_Linear"]:
+    def _calls_of(self, block: Block, gate: Gate | None) -> dict[str, "_Linear"]:
         attention, ffn, x = block.attention, block.ffn, self._x
+        gates = {}
+        if gate is not None:
+            weight = torch.zeros(len(gate.shift), x.shape[2]) if gate.weight is None else gate.weight
+            gates["gate"] = RowLinear(weight, gate.shift, block.attention_norm).between(x, self._gates)
         qkv = RowLinear(attention.qkv.weight, attention.qkv.bias, block.attention_norm)
         out = RowLinear(attention.out.weight, attention.out.bias)
         wide = RowLinear(ffn.wide.weight, ffn.wide.bias, block.ffn_norm, ffn.activation)
@@ -118,6 +129,7 @@ class RowModel:
             "out": out.between(self._y, x, x),
             "wide": wide.between(x, self._wide),
             "narrow": narrow.between(self._wide, x, x),
+            **gates,
         }
 
     def current(self) -> bool:
@@ -132,12 +144,14 @@ class RowModel:
         if len(cache.layers) < len(self._layers):
             cache.layer(len(self._layers) - 1)
         caches, (q, k, v) = cache.layers, self._parts
-        for made, layer in zip(self._layers, caches, strict=True):
+        for made, layer, sign in zip(self._layers, caches, self._signs, strict=True):
             call = layer.next_call(self._slopes, self.shape, self.window)
             if call is None:
                 return None
             if call.q != self._qkv.data_ptr():  # a new call, or one that read another row in between
                 call.reads(q, k, v, self._y)
+            if sign is not None:
+                layer.under_clock(call, self._gates, sign)
             made.token = ctypes.addressof(call)
         self._x.copy_(model.embed(torch.tensor([[token]]), torch.tensor([[where]])))
         done = 0
@@ -168,7 +182,8 @@ def lacks(model: TransformerLM) -> str | None:
         "clip_qkv": config.clip_qkv is not None,
         "softmax_scale": config.softmax_scale is not None,
         f"engine {config.backend}": config.backend != "auto",
-        "biases that look at the text": position.reads_text(),
+        "biases that look at the text": position.reads_text() and position.gate(0) is None,
+        "heads without a clock beside others": position.reads_text() and config.plain_heads > 0,
         "turned queries and keys": position.rotates(),
         "layers without positions": config.plain_every is not None,
         "scores that grow": config.score_growth != "none",

@@ -5,10 +5,11 @@ from trainshort.positions import bias, embed, rotate
 
 # isort: split
 from trainshort.positions import clock, distance
-from trainshort.positions.base import LayerInput, PositionMethod, build_position, for_heads, positions
+from trainshort.positions.base import Gate, LayerInput, PositionMethod, build_position, for_heads, positions
 from trainshort.positions.growth import ScoreGrowth
 
 __all__ = [
+    "Gate",
     "LayerInput",
     "PositionMethod",
     "ScoreGrowth",

@@ -54,6 +54,14 @@ class LayerInput(NamedTuple):
     text; without a cache, of no effect."""
 
 
+class Gate(NamedTuple):
+    """A clock goes on by log σ(sign · (weight · x + shift)) at each token."""
+
+    weight: Float[Tensor, "heads width"] | None
+    shift: Float[Tensor, " heads"]
+    sign: float
+
+
 class PositionMethod(nn.Module):
     """Does nothing at each door; methods override the one they use."""
 
@@ -94,6 +102,10 @@ class PositionMethod(nn.Module):
     def text_bias(self, given: LayerInput) -> Bias | None:
         """Door 3, for a bias that looks at the text: asked in every layer, in place of `score_bias`."""
         return self.score_bias(given.length)
+
+    def gate(self, layer: int) -> "Gate | None":
+        """Of a clock: what moves it on in a layer, where that is a gate; compiled layers know no other clocks."""
+        return None
 
     def fill(self) -> None:
         """Give the tensors of `float32` their first values; asked again when a model built on the meta device gets its

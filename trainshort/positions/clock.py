@@ -11,7 +11,7 @@ from trainshort import alibi
 from trainshort.attention import ClockBias
 from trainshort.config import ModelConfig
 from trainshort.methods import FoxSettings
-from trainshort.positions.base import LayerInput, PositionMethod, positions
+from trainshort.positions.base import Gate, LayerInput, PositionMethod, positions
 
 
 @positions.register("fox")
@@ -58,11 +58,16 @@ class Fox(PositionMethod):
         shifts = -torch.log(torch.expm1(slopes)).float()
         return -shifts if self.settings.turned else shifts
 
+    def gate(self, layer: int) -> Gate:
+        weight = None if self.weight is None else self.weight[layer]
+        return Gate(weight, self.shift.view(-1, self.heads)[layer], -1.0 if self.settings.turned else 1.0)
+
     def text_bias(self, given: LayerInput) -> ClockBias:
-        gate = self.shift.view(-1, self.heads)[given.layer].expand(*given.x.shape[:2], -1)
-        if self.weight is not None:
-            gate = gate + F.linear(given.x, self.weight[given.layer].to(given.x.dtype)).float()
-        ticks = F.logsigmoid(-gate if self.settings.turned else gate).transpose(1, 2).double()  # batch heads new
+        weight, shift, sign = self.gate(given.layer)
+        gate = shift.expand(*given.x.shape[:2], -1)
+        if weight is not None:
+            gate = gate + F.linear(given.x, weight.to(given.x.dtype)).float()
+        ticks = F.logsigmoid(sign * gate).transpose(1, 2).double()  # batch heads new
         clock = ticks.cumsum(-1)
         if (before := given.place.get("clock")) is not None:
             clock = torch.cat([before, before[..., -1:] + clock], dim=-1)

@@ -6,6 +6,9 @@
  *     capacity 4, tokens 0 to 5 read, next = 2:   slot      0 1 2 3
  *                                                 token     4 5 2 3
  *                                                 distance  2 1 4 3     of the token 6 that comes now
+ *
+ * A key's bias is -slope * distance, or under a clock what it has gone since: clock[now] - clock[key]. Readings of a clock
+ * lie in the order of the text, so that of the key at some distance stands that far before the newest.
  */
 #include "ring.h"
 
@@ -15,7 +18,8 @@
 enum { RUN = 64 }; /* keys scored before their values are added up: both stay in the first-level cache */
 
 typedef struct {
-    float *query, *out; /* [padded] */
+    float *query, *out;  /* [padded] */
+    const double *clock; /* readings; that of the key at a distance is clock[-distance], the token's own clock[0]; or NULL */
     float top, sum;
 } Row;
 
@@ -69,8 +73,9 @@ static void add_keys(const Token *token, const Head *head, Row *row, const float
     for (int j = 0; j < RUN; j++) {
         scores[j] = -INFINITY;
         if (j >= count || distance - j >= token->limit) continue;
-        scores[j] = dot(row->query, keys + j * padded, padded) * (float)token->scale
-                    - (float)head->slope * (float)(distance - j);
+        const float bias = row->clock ? (float)(row->clock[0] - row->clock[j - distance])
+                                      : -(float)head->slope * (float)(distance - j);
+        scores[j] = dot(row->query, keys + j * padded, padded) * (float)token->scale + bias;
         if (scores[j] > top) top = scores[j];
     }
     const float shrink = expf(row->top - top);
@@ -86,7 +91,18 @@ static void add_keys(const Token *token, const Head *head, Row *row, const float
     add_values(row->out, shrink, scores, values, count, padded);
 }
 
+/* Moves a head's clock on by its gate; returns where the new reading stands. */
+static const double *tick(const Token *token, int64_t head) {
+    double *now = token->clock + head * token->clock_stride + token->held;
+    const double gate = token->sign * (double)token->gates[head];
+    const double fall = gate < 0 ? gate - log1p(exp(gate)) : -log1p(exp(-gate)); /* log sigmoid */
+    *now = (token->held ? now[-1] : 0) + fall;
+    if (!token->length) token->heads[head].began = *now;
+    return now;
+}
+
 static void begin_row(const Token *token, int64_t head, int64_t ring, Row *row, float *memory, int64_t padded) {
+    row->clock = token->clock ? tick(token, head) : NULL;
     memset(memory, 0, 2 * padded * sizeof(float));
     row->query = memory, row->out = memory + padded;
     memcpy(row->query, token->q + head * token->q_stride, token->dim * sizeof(float));
@@ -114,12 +130,33 @@ static void end_row(const Token *token, const Ring *ring, int64_t index, const R
     for (int64_t t = 0; t < token->dim; t++) out[t] = row->out[t] / row->sum;
     const double lse = (double)row->top + log((double)row->sum), reach = norm(row->query, token->dim) * token->scale;
     if (token->length > ring->count && ring->count + 1 < token->limit) {
-        const double mass =
-            exp(reach * ring->far - head->slope * (double)(ring->count + 1) - lse) / -expm1(-head->slope);
+        const double excess = reach * ring->far - lse;
+        const double mass = row->clock ? exp(excess + row->clock[0] + head->weight)
+                                       : exp(excess - head->slope * (double)(ring->count + 1)) / -expm1(-head->slope);
         raise_promise(&head->mass, mass);
         if (!(mass <= token->tolerance)) head->above++;
     }
-    if ((double)token->length * head->slope >= token->settled) raise_finite(&head->excess, reach * ring->peak - lse);
+    const double fallen = row->clock ? head->began - row->clock[0] : (double)token->length * head->slope;
+    if (fallen >= token->settled) raise_finite(&head->excess, reach * ring->peak - lse);
+}
+
+static double log_of_sum(double a, double b) {
+    const double top = a > b ? a : b;
+    return isfinite(top) ? top + log1p(exp(-fabs(a - b))) : top;
+}
+
+/* The same under a clock, as `_wanted` in clocked.py: where the oldest key of a full ring cannot be forgotten, all are
+ * kept, and a quarter more. */
+static int64_t wanted_by_clock(const Token *token, const Ring *ring, const Head *heads, const Row *rows, int64_t group) {
+    const int64_t limit = token->limit - 1;
+    int64_t most = ring->count;
+    for (int64_t i = 0; i < group; i++) {
+        const double room = log(token->tolerance) - heads[i].excess - token->margin - rows[i].clock[0];
+        if (!isfinite(room)) return larger_of(1, limit);
+        if (!(log_of_sum(heads[i].weight, -rows[i].clock[-ring->count]) <= room)) most = ring->count + 1;
+    }
+    if (most > ring->capacity) most += most / 4;
+    return larger_of(1, smaller_of(most, limit));
 }
 
 /* Keys that the heads of one ring need to keep; the same rule as `wanted` in bounded.py. */
@@ -135,10 +172,14 @@ static int64_t wanted(const Token *token, const Head *heads, int64_t group) {
     return most < (double)all ? smaller_of(all, (int64_t)ceil(most)) : all;
 }
 
-static void insert(const Token *token, Ring *ring, int64_t index, int64_t padded) {
+static void insert(const Token *token, Ring *ring, int64_t index, const Row *rows, int64_t padded) {
     float *key = ring->keys + ring->next * padded, *value = ring->values + ring->next * padded;
     if (ring->count == ring->capacity) {
+        const int64_t group = token->head_count / token->ring_count;
+        Head *heads = token->heads + index * group;
         raise_promise(&ring->far, norm(key, token->dim));
+        for (int64_t i = 0; token->clock && i < group; i++)
+            heads[i].weight = log_of_sum(heads[i].weight, -rows[i].clock[-ring->count]);
     } else {
         ring->count++;
     }
@@ -170,13 +211,14 @@ static void read_ring(void *context, int64_t item, void *unused) {
     for (int64_t i = 0; i < group; i++) end_row(token, ring, first + i, &rows[i]);
     ring->wanted = 0;
     if (ring->count == ring->capacity) {
-        const int64_t most = wanted(token, token->heads + first, group);
+        const int64_t most = token->clock ? wanted_by_clock(token, ring, token->heads + first, rows, group)
+                                          : wanted(token, token->heads + first, group);
         if (most > ring->capacity) {
             ring->wanted = most;
             return;
         }
     }
-    insert(token, ring, index, padded);
+    insert(token, ring, index, rows, padded);
 }
 
 void trainshort_token(const Token *token) {

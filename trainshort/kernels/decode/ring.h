@@ -14,6 +14,7 @@ typedef struct {
 typedef struct {
     double slope, excess, mass; /* excess: the most by which |q| K / sqrt(d) passed the log-sum-exp; mass: certificate */
     int64_t above;              /* queries whose mass was above the tolerance */
+    double weight, began;       /* of a clock: log of the sum of e^-reading over forgotten keys; its first reading */
 } Head;
 
 typedef struct {
@@ -25,6 +26,12 @@ typedef struct {
     int64_t head_count, ring_count, dim, length, limit;
     double tolerance, margin, settled, scale;
     float *scratch; /* per ring, scratch_size floats */
+    /* A bias clock[i] - clock[j] in place of slopes, or NULL: [heads] rows of `held` readings, oldest first, the newest
+     * that of the token before, and room for one more. Each token adds log sigmoid(sign * gate) to the newest. */
+    double *clock;
+    int64_t clock_stride, held;
+    const float *gates; /* [heads] */
+    double sign;
     int32_t threads;
 } Token;
 

@@ -4,6 +4,8 @@
  * All rows live in buffers that the structs point to; x is rewritten in place by every layer:
  *
  *     qkv = W norm(x)      y = attend(qkv)      x += W y      x += W act(W norm(x))
+ *
+ * and where the bias is a clock, gates = W norm(x) say how far it goes on.
  */
 #include "ring.h"
 #include "row.h"
@@ -12,6 +14,7 @@
 
 typedef struct {
     const Linear *qkv, *out, *wide, *narrow; /* threads 0: as many as the token takes */
+    const Linear *gate;                      /* of a clock, or NULL */
     const Token *token;
 } Layer;
 
@@ -33,6 +36,7 @@ int64_t trainshort_layers(const Layer *layers, int64_t first, int64_t count, int
     for (int64_t i = first; i < count; i++) {
         const Layer *layer = &layers[i];
         linear(layer->qkv, threads);
+        if (layer->gate) linear(layer->gate, threads);
         trainshort_token(layer->token);
         linear(layer->out, threads);
         linear(layer->wide, threads);
