@@ -63,12 +63,12 @@ def measure(plan: AttentionPlan, source: str, label: str, length: int, progress:
     timings: dict[str, dict[str, Timing]] = {}
     for kind, backward in (("forward", False), ("forward + backward", True)):
         progress.note(f"{kind}, {rounds} rounds of {', '.join(names)}")
-        work = {name: passes(function, given[name], backward) for name, function in functions.items()}
-        timings[kind] = in_turns(work, rounds, warmup, progress)
+        turns = {name: passes(function, given[name], backward) for name, function in functions.items()}
+        timings[kind] = in_turns(turns, rounds, warmup, progress)
     rate = matmul_rate(0.5)
     memory = _memory(names, plan, source, length, progress)
     progress.note("error against float64, and work against other bounds")
-    work_left = work(inputs, plan.tolerance) if "windowed" in names else {}
+    work_left = work(inputs, plan.tolerance) if "windowed" in names and plan.tolerance else {}
     rows = []
     for name, function in functions.items():
         measured: dict[str, Measure] = {}
