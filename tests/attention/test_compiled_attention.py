@@ -1,4 +1,4 @@
-"""The kernel without skipping: the same as the oracle, the gradient of a bias by distance included."""
+"""The kernel with a bias by distance: the same as the oracle, its gradient included; what it leaves out is proven."""
 
 import math
 
@@ -12,6 +12,7 @@ from trainshort import alibi
 from trainshort.attention import DenseBias, DistanceBias, LinearBias, attend, engines
 from trainshort.attention.call import Call
 from trainshort.attention.compiled import table_by_distance
+from trainshort.attention.formula import visible, written_bias
 from trainshort.attention.op import choose
 
 
@@ -183,3 +184,79 @@ def test_without_the_kernel_sdpa_takes_over(monkeypatch):
         "it needs the compiled kernel, and there is no C compiler here; use 'sdpa'"
     )
     assert choose(call) is engines.get("sdpa")
+
+
+TABLES = {
+    "power": lambda d, x: -(0.1 + x) * d ** (0.4 + x),
+    "away from a centre": lambda d, x: -(0.2 + x) * (d - 90).abs(),
+    "log": lambda d, x: -(2 + 6 * x) * torch.log1p(d),
+    "waves": lambda d, x: -0.3 * d + 25 * torch.cos(d / (20 + 60 * x)),
+    "late summit": lambda d, x: -0.5 * d + 60 * torch.exp(-((d - 300) ** 2) / 50) * x.round(),
+    "constant tail": lambda d, x: -(0.2 * d).clamp(max=5 + 40 * x),
+}
+
+
+@needs_kernel
+@given(
+    kind=st.sampled_from(sorted(TABLES)),
+    heads=st.sampled_from([(2, 2), (4, 2)]),
+    lengths=st.tuples(st.integers(193, 600), st.sampled_from([0, 70])),
+    loud=st.sampled_from([0.1, 1.0, 4.0]),
+    tolerance=st.sampled_from([1e-2, 1e-6]),
+    packed=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=40)
+def test_what_a_table_lets_it_leave_out_is_no_more_than_promised(kind, heads, lengths, loud, tolerance, packed, seed):
+    """The true mass before each panel's first key, in float64, is within the certificate, and that within the
+    tolerance; whatever the table's shape."""
+    torch.manual_seed(seed)
+    q_len, k_len = lengths[0], sum(lengths)
+    q, k, v = (torch.randn(1, h, n, 16) for h, n in ((heads[0], q_len), (heads[1], k_len), (heads[1], k_len)))
+    q = q * loud
+    table = TABLES[kind](torch.arange(float(k_len)), torch.rand(heads[0], 1))
+    documents = (torch.rand(1, k_len) < 0.01).cumsum(1) if packed else None
+    out, _, first, dropped = torch.ops.trainshort.attention(q, k, v, table, documents, None, 0.25, tolerance, True)
+    call = Call(q.double(), k.double(), v.double(), DistanceBias(table.double()), None, documents)
+    rows, keys = slice(0, q_len), slice(0, k_len)
+    scores = call.q @ call.k.repeat_interleave(call.group, 1).transpose(-1, -2) * call.factor
+    scores = scores + written_bias(call, rows, keys)
+    weights = scores.masked_fill(~visible(call, rows, keys), -math.inf).softmax(-1)
+    starts = first.long()[..., torch.arange(q_len) // 24]
+    lost = weights.cumsum(-1).gather(-1, (starts - 1).clamp(min=0)[..., None])[..., 0] * (starts > 0)
+    by_panel = torch.nn.functional.pad(lost, (0, -q_len % 24)).unflatten(2, (-1, 24)).amax(-1)
+    assert bool((by_panel <= dropped * (1 + 1e-5)).all())
+    assert float(dropped.max()) <= tolerance
+    bound = 2 * tolerance * float(v.norm(dim=-1).max()) + 1e-5
+    exact = weights @ call.v.repeat_interleave(call.group, 1)
+    assert float((out.double() - exact).norm(dim=-1).max()) <= bound
+
+
+@needs_kernel
+def test_tables_that_fall_skip_and_others_do_not():
+    q, k, v = torch.randn(3, 1, 2, 1000, 16)
+    distance, one = torch.arange(1000.0), torch.ones(2, 1)
+    read = {}
+    for kind, values in TABLES.items():
+        table = values(distance, one * 0.5)
+        first = torch.ops.trainshort.attention(q, k, v, table, None, None, 0.25, 1e-6, True)[2]
+        read[kind] = int(first.amax())
+    assert min(read[kind] for kind in ("power", "away from a centre", "waves", "late summit")) > 0
+    assert read["constant tail"] > 0  # e^-25 times a thousand keys
+    flat, plain = TABLES["constant tail"](distance, one * 0), -1.5 * torch.log1p(distance).expand(2, -1)
+    assert not torch.ops.trainshort.attention(q, k, v, flat, None, None, 0.25, 1e-6, True)[2].any()
+    assert not torch.ops.trainshort.attention(q, k, v, plain, None, None, 0.25, 1e-6, True)[2].any()
+    assert torch.ops.trainshort.attention(q, k, v, 4 * plain, None, None, 0.25, 1e-2, True)[2].any()
+
+
+@needs_kernel
+def test_gradients_where_a_table_skips():
+    torch.manual_seed(5)
+    tensors = [torch.randn(2, heads, 700, 16) for heads in (4, 2, 2)]
+    table, grad_out = TABLES["power"](torch.arange(700.0), torch.rand(4, 1)), torch.randn(2, 4, 700, 16)
+    ours = with_gradients("compiled", tensors, DistanceBias, table, grad_out)
+    exact = with_gradients("reference", [x.double() for x in tensors], DistanceBias, table.double(), grad_out)
+    _, left_out = attend(*tensors, bias=DistanceBias(table), backend="compiled", return_certificate=True)
+    assert 0 < float(left_out.max()) <= 1e-6
+    for o, e in zip(ours, exact, strict=True):
+        torch.testing.assert_close(o.double(), e, atol=2e-4, rtol=1e-4)

@@ -1,10 +1,13 @@
-"""The compiled kernel without skipping: no bias, or any bias by distance, trained or not.
+"""The compiled kernel for no bias and for any bias by distance, trained or not.
 
 Torch's fast kernel on the CPU takes a bias but gives it no gradient, so a trained one (T5's table, ALiBi with trained
 slopes) would be written out, with all scores, weights and their gradients. Here the bias is a row of numbers by
 distance, read and summed along the diagonals where the scores are: at 768 tokens a ninth of the time. Without a bias
 the same kernel takes between 0.38 and 0.89 of the time of torch's on a processor with AVX2 (docs/design.md), so
 position methods that differ in nothing else are also computed alike.
+
+It leaves keys out where a table by distance falls so far that this is proven (KERPLE's powers, BAM), and nowhere else:
+slopes and clocks that shall skip are `windowed`'s.
 """
 
 import torch
@@ -18,7 +21,7 @@ from trainshort.attention.op import Result, engines
 
 
 class Compiled:
-    """The compiled CPU kernel, skipping nothing: no bias, T5's table, ALiBi's slopes, clocks; trains the bias."""
+    """The compiled CPU kernel; skips only by tables that fall. No bias, T5, KERPLE, slopes, clocks; trains the bias."""
 
     def rank(self, call: Call) -> int:
         """Our kernel's vectors are those of AVX2. Where torch has wider ones, plain attention is left to it (not
@@ -43,10 +46,11 @@ class Compiled:
                 bias = clock
             case _:
                 bias = table_by_distance(call)
-        out, lse, _, _ = torch.ops.trainshort.attention(
-            call.q, call.k, call.v, bias, call.documents, call.window, call.factor, 0.0, True
+        allowed = call.tolerance if isinstance(call.bias, DistanceBias) else 0.0
+        out, lse, _, dropped = torch.ops.trainshort.attention(
+            call.q, call.k, call.v, bias, call.documents, call.window, call.factor, allowed, True
         )
-        return Result(out, lse)
+        return Result(out, lse, dropped.amax(-1))
 
 
 def table_by_distance(call: Call) -> Float[Tensor, "heads k_len"]:

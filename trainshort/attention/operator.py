@@ -42,7 +42,7 @@ class _Call(ctypes.Structure):
         *((name, _Tensor) for name in ("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v")),
         *(
             (name, ctypes.c_void_p)
-            for name in ("slopes", "table", "clock", "documents", "reach", "lse", "first", "dropped")
+            for name in ("slopes", "table", "ceiling", "clock", "documents", "reach", "lse", "first", "dropped")
         ),
         *((name, ctypes.c_void_p) for name in ("inner", "grad_table", "grad_rows", "grad_keys")),
         *((name, ctypes.c_int64) for name in ("batches", "heads", "kv_heads", "q_len", "k_len", "dim", "window")),
@@ -116,7 +116,7 @@ def _run(
     (batch, heads, q_len, dim), k_len = q.shape, k.shape[2]
     given = _Call(batches=batch, heads=heads, kv_heads=k.shape[1], q_len=q_len, k_len=k_len, dim=dim)
     given.window, given.scale, given.dtype = min(window or k_len, k_len), scale, DTYPES[q.dtype]
-    given.tolerance = 0.0 if bias.dim() == 2 else tolerance
+    given.tolerance = tolerance
     given.parallel = build.torch_threads()
     given.threads = torch.get_num_threads() if batch * heads * q_len * k_len * dim > SMALL else 1
     if bias.dim() == 1:
@@ -124,7 +124,10 @@ def _run(
     else:
         tensors["slopes"] = torch.zeros(heads)
     if bias.dim() == 2:
-        tensors["table"] = torch.nn.functional.pad(bias.detach().to(wide(q)), (MARGIN, PANEL)).contiguous()
+        table = bias.detach().to(wide(q))
+        tensors["table"] = torch.nn.functional.pad(table, (MARGIN, PANEL)).contiguous()
+        if tolerance > 0:
+            tensors["ceiling"] = table.flip(-1).cummax(-1).values.flip(-1).contiguous()
     if bias.dim() == 3:
         tensors["clock"] = bias.detach().double().contiguous()
     if documents is not None:
@@ -148,8 +151,8 @@ def _forward(
     compiled: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, log-sum-exp (float64: the backward pass makes weights of it), the first key each panel of query rows
-    read, and the mass that may lie before it. The bias is slopes, or (heads, k_len) by distance: then nothing is
-    skipped; or (batch, heads, k_len), a clock."""
+    read, and the mass that may lie before it. The bias is slopes, or (heads, k_len) by distance, or (batch, heads,
+    k_len), a clock."""
     results = out, lse, first, dropped = _empty_results(q)
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
     if compiled and has_kernel(q.shape[3], q.dtype):
@@ -216,8 +219,7 @@ def _call(
 ) -> Call:
     """The call again, for what is written in PyTorch."""
     kind = (LinearBias, DistanceBias, ClockBias)[bias.dim() - 1](bias)
-    allowed = 0.0 if bias.dim() == 2 else tolerance
-    return Call(q, k, v, kind, window, documents, tolerance=allowed, scale=scale)
+    return Call(q, k, v, kind, window, documents, tolerance=tolerance, scale=scale)
 
 
 _forward.register_fake(lambda q, *_: _empty_results(q))

@@ -14,6 +14,10 @@
  * norms lies above it: LEVELS norms between the smallest and the largest query norm are enough for all queries.
  * A clock takes the place of the slope: m(i - j) becomes clock[j] - clock[i], m(B - j) becomes clock[j] - clock[B]. It may
  * rise as well as fall; one that falls lets more be skipped.
+ * A table by distance has no such recursion, since its bias from a key to a boundary says nothing about a row. There every
+ * key before B counts with the largest value of the table that lies as far away or farther, ceiling[i - B + 1] in place of
+ * -m(i - B), and the tails are those of m = 0. The table itself may rise and fall; its value at the boundary would be no
+ * bound.
  * A key or value that is not finite makes every later tail infinite: rows that see it never skip it.
  */
 #ifndef TRAINSHORT_BOUND_H
@@ -30,6 +34,7 @@ typedef struct {
     real lowest, step; /* the tabulated query norms are lowest + level * step */
     real slope;
     const double *clock; /* in place of the slope, or NULL */
+    const real *ceiling; /* likewise, of a table */
     real slack;        /* covers the rounding of the bound itself, so that it stays a bound */
     real largest;      /* of the key norms, times scale */
     real *tail;        /* (key blocks + 1, centres, LEVELS) */
@@ -94,6 +99,11 @@ static double whole_way(const Call *c, const Bound *bound) {
     double way = 0;
     for (int64_t t = 1; t < c->k_len; t++) way += fabs(bound->clock[t] - bound->clock[t - 1]);
     return way;
+}
+
+/* Whether a table falls so far over half of the keys that the bound is worth finding: no question of soundness. */
+static int falls_enough(const Call *c, const real *ceiling) {
+    return ceiling[c->k_len / 2] + log((double)c->k_len) <= ceiling[0] + log(c->tolerance);
 }
 
 /* What the bound knows of one block's keys: the nearest centre, the bias of a query that stands on the boundary behind
@@ -186,7 +196,8 @@ static void build_bound(const Call *c, int64_t batch, int64_t head, Bound *bound
     memset(origin, 0, padded * sizeof(real));
     bound->slope = (real)c->slopes[head];
     bound->clock = head_bias(c, batch, head).clock;
-    bound->known = c->tolerance > 0 && blocks >= WORTH_IT;
+    bound->ceiling = c->ceiling ? c->ceiling + head * c->k_len : NULL;
+    bound->known = c->tolerance > 0 && blocks >= WORTH_IT && (!c->ceiling || falls_enough(c, bound->ceiling));
     bound->centres.count = 0;
     bound->largest = 0;
     if (bound->known) {

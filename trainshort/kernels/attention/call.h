@@ -20,6 +20,7 @@ typedef struct {
     Tensor q, k, v, out, grad_out, grad_q, grad_k, grad_v;
     const float *slopes;
     const real *table;        /* (heads, MARGIN + k_len + PANEL) bias by distance, in place of slopes, or NULL */
+    const real *ceiling;      /* (heads, k_len) the table's largest value at each distance or farther, or NULL */
     const double *clock;      /* (batch, heads, k_len) bias clock[i] - clock[j], in place of slopes, or NULL */
     const int32_t *documents; /* (batch, k_len) document of each key, or NULL */
     const int32_t *reach;     /* (batch, k_len) first key of the same document, or NULL */

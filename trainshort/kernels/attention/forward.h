@@ -111,6 +111,14 @@ static void walk_block(const Call *c, const Bound *bound, HeadBias bias, Walk *w
 
 /* The bias of each row on the boundary before a block. */
 static void fall_since(const Bound *bound, const Panel *place, int64_t block, vec *since) {
+    if (bound->ceiling) {
+        for (int i = 0; i < PANEL; i++) {
+            const int64_t nearest = smaller_of(place->lowest + i, place->highest) - block * KEYS + 1;
+            const real most = bound->ceiling[larger_of(nearest, 0)];
+            since[i / LANES][i % LANES] = most + (real)fabs(most) * (real)2.4e-6; /* sums with it are rounded at its size */
+        }
+        return;
+    }
     if (!bound->clock) {
         for (int w = 0; w < WIDE; w++) since[w] = -bound->slope * distances(place, block * KEYS, w);
         return;
