@@ -1,6 +1,7 @@
 """Functions of distance against their formulas in float64."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from trainshort.attention import DenseBias, DistanceBias
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
 from trainshort.positions import LayerInput, build_position
-from trainshort.positions.distance import converges
+from trainshort.positions.distance import converges, log_window
 
 LENGTH = 5000
 
@@ -118,3 +119,18 @@ def test_wrong_settings_are_told():
         make("kerple", form="square")
     with pytest.raises(InputError, match="width"):
         make("sandwich", width=7)
+
+
+def test_the_window_of_a_logarithm_is_long_enough_and_not_much_longer():
+    """Against the sum itself, to a million keys and the integral beyond; and as docs/methods.md has it."""
+    p, a, excess, tolerance = 3.0, 0.5, 5.0, 1e-6
+    window = math.ceil(log_window(p, a, excess, tolerance))
+    distance = torch.arange(window, 2_000_000, dtype=torch.float64)
+    beyond = (1 + a * 2_000_000) ** (1 - p) / (a * (p - 1))
+    mass = math.exp(excess) * (float((1 + a * distance).pow(-p).sum()) + beyond)
+    assert 0.99 * tolerance < mass <= tolerance
+    assert log_window(1.0, a, excess, tolerance) == math.inf
+    page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
+    for power in (1.5, 2, 3, 4):
+        numbers = " | ".join(f"{log_window(power, a, excess, share):.1e}" for share in (1e-6, 1e-2))
+        assert f"| {power} | {numbers} |" in page

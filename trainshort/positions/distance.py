@@ -153,3 +153,14 @@ def converges(table: Float[Tensor, "heads distances"]) -> Float[Tensor, " heads"
     """
     last = table.shape[1] - 1
     return (table[:, last // 2] - table[:, last]) / math.log(last / (last // 2))
+
+
+def log_window(p: float, a: float, excess: float, tolerance: float) -> float:
+    """Keys that a bias −p ln(1 + a d) needs, so that all farther ones carry at most `tolerance` of the mass, where no
+    score passes its row's log-sum-exp by more than `excess`; infinite where p ≤ 1, as the sum does not converge.
+
+    Σ_{d≥W} (1 + a d)^−p  ≤  (1 + a (W − 1))^(1−p) / (a (p − 1))        the integral above the sum
+    """
+    if p <= 1:
+        return math.inf
+    return 1 + (math.exp((excess - math.log(tolerance * a * (p - 1))) / (p - 1)) - 1) / a
