@@ -9,8 +9,7 @@ from trainshort.checkpoint import Snapshot, State, save
 from trainshort.checkpoint.tensors import model_tensors
 from trainshort.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from trainshort.data import prepare
-from trainshort.evaluate.query import find
-from trainshort.evaluate.results import Evaluation
+from trainshort.evaluate.results import Evaluation, find
 from trainshort.evaluate.target import ModelTarget
 from trainshort.model import TransformerLM
 from trainshort.parallel import join
@@ -102,7 +101,7 @@ def byte_tokenizer():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from trainshort.data.tokenizer.decoding import byte_alphabet
+    from trainshort.data.tokenizer.base import byte_alphabet
 
     letters = {letter: byte + 2 for byte, letter in byte_alphabet().items()}
     made = Tokenizer(models.BPE({"</s>": 0, "<s>": 1, **letters}, []))

@@ -28,26 +28,26 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
-    "demo": Command("trainshort.commands.demo:Demo", "four position methods past their length, in ten minutes"),
-    "analyze": Command("trainshort.commands.analyze:Analyze", "why a model is good so far: context, attention, cost"),
+    "demo": Command("trainshort.commands.reproduce:Demo", "four position methods past their length, in ten minutes"),
+    "analyze": Command("trainshort.commands.evaluate:Analyze", "why a model is good so far: context, attention, cost"),
     "bench": Command("trainshort.commands.bench:Bench", "speed and memory against peers, stored and compared"),
     "convert": Command("trainshort.commands.convert:Convert", "a model with other positions, made an ALiBi model"),
-    "doctor": Command("trainshort.commands.doctor:Doctor", "what a Hugging Face model with ALiBi gets wrong"),
+    "doctor": Command("trainshort.commands.interop:Doctor", "what a Hugging Face model with ALiBi gets wrong"),
     "evaluate": Command("trainshort.commands.evaluate:Evaluate", "how good a model is at each length"),
-    "export": Command("trainshort.commands.exports:Export", "a run for transformers, llama.cpp or CTranslate2"),
+    "export": Command("trainshort.commands.interop:Export", "a run for transformers, llama.cpp or CTranslate2"),
     "generate": Command("trainshort.commands.generate:Generate", "continue a text, at any length"),
-    "harness": Command("trainshort.commands.harness:Harness", "tasks of lm-evaluation-harness on a model"),
-    "import": Command("trainshort.commands.imports:Import", "a model from elsewhere, as a run folder"),
+    "harness": Command("trainshort.commands.interop:Harness", "tasks of lm-evaluation-harness on a model"),
+    "import": Command("trainshort.commands.interop:Import", "a model from elsewhere, as a run folder"),
     "list": Command(
         "trainshort.commands.names:List", "all that can be chosen by name: positions, engines, recipes and more"
     ),
-    "prepare": Command("trainshort.commands.prepare:Prepare", "turn text into tokens on disk"),
-    "report": Command("trainshort.commands.report:Report", "one page from stored results"),
+    "prepare": Command("trainshort.commands.train:Prepare", "turn text into tokens on disk"),
+    "report": Command("trainshort.commands.reproduce:Report", "one page from stored results"),
     "reproduce": Command("trainshort.commands.reproduce:Reproduce", "the paper's tables and figures, at a scale"),
     "show": Command("trainshort.commands.names:Show", "a recipe's settings"),
     "train": Command("trainshort.commands.train:Train", "train a model by a recipe, into a run folder"),
-    "tune": Command("trainshort.commands.tune:Tune", "the search behind the laptop's recipe"),
-    "verify": Command("trainshort.commands.exports:Verify", "whether an export computes what its run computes"),
+    "tune": Command("trainshort.commands.reproduce:Tune", "the search behind the laptop's recipe"),
+    "verify": Command("trainshort.commands.interop:Verify", "whether an export computes what its run computes"),
 }
 
 USAGE_ERROR = 2

@@ -16,7 +16,7 @@ import pytest
 from trainshort.config import DataConfig
 from trainshort.data import open_data, prepare
 from trainshort.data import pipeline as pipeline_module
-from trainshort.data.checksums import FILE as CHECKED_FILE
+from trainshort.data.meta import FILE as CHECKED_FILE
 from trainshort.data.meta import UNFINISHED_FILE
 from trainshort.errors import InputError
 

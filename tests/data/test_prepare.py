@@ -18,9 +18,9 @@ from trainshort.cli import main
 from trainshort.config import DataConfig, RunConfig, load_config
 from trainshort.data import load_tokenizer, open_data, open_or_prepare, prepare
 from trainshort.data import pipeline as pipeline_module
-from trainshort.data.checksums import FILE as CHECKED_FILE
 from trainshort.data.corpus import find_corpus
 from trainshort.data.document import SPLITS
+from trainshort.data.meta import FILE as CHECKED_FILE
 from trainshort.data.meta import token_type
 from trainshort.data.request import data_folder
 from trainshort.data.splits import splitter

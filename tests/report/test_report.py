@@ -16,7 +16,7 @@ from made_up import make_demo, make_run
 
 from trainshort.claims.collection import collect
 from trainshort.claims.measured import View
-from trainshort.commands.report import Report
+from trainshort.commands.reproduce import Report
 from trainshort.config import load_config
 from trainshort.errors import InputError
 from trainshort.evaluate.by_position import past_training, pooled

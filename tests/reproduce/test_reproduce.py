@@ -16,16 +16,14 @@ from tiny_paper import tiny_scale, two_methods
 from trainshort.claims.collection import COST_FILE, read_costs
 from trainshort.commands.reproduce import Reproduce
 from trainshort.errors import InputError
-from trainshort.evaluate.query import Query
+from trainshort.evaluate.results import Query
 from trainshort.recipes.experiments import choose
 from trainshort.recipes.scales import Variant, scales
 from trainshort.reproduce import tasks
-from trainshort.reproduce.cluster import Site, read_site, run_on_cluster
+from trainshort.reproduce.launchers import Site, read_site, run_on_cluster
 from trainshort.reproduce.plan import command, make_plan, paper_hours, told
-from trainshort.reproduce.rounds import measure_costs
-from trainshort.reproduce.runner import reproduce
-from trainshort.reproduce.tasks import assign
-from trainshort.reproduce.work import work
+from trainshort.reproduce.runner import measure_costs, reproduce
+from trainshort.reproduce.tasks import assign, work
 
 
 def quiet() -> Console:

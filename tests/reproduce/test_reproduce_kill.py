@@ -13,8 +13,7 @@ from tiny_paper import tiny_scale, two_methods
 
 from trainshort.journal import read_lines
 from trainshort.reproduce import tasks
-from trainshort.reproduce.tasks import assign
-from trainshort.reproduce.work import work
+from trainshort.reproduce.tasks import assign, work
 from trainshort.runs import RunFolder
 
 SCRIPT = """
@@ -24,7 +23,7 @@ sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
 from test_reproduce_kill import one_task
-from trainshort.reproduce.work import work
+from trainshort.reproduce.tasks import work
 work(one_task(Path(sys.argv[2]), int(sys.argv[4])), Path(sys.argv[3]))
 """
 

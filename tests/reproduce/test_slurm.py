@@ -18,9 +18,8 @@ from trainshort.errors import InputError
 from trainshort.journal import read_lines
 from trainshort.recipes.experiments import choose
 from trainshort.reproduce import tasks
-from trainshort.reproduce.cluster import Site, run_on_cluster
-from trainshort.reproduce.tasks import assign
-from trainshort.reproduce.work import work
+from trainshort.reproduce.launchers import Site, run_on_cluster
+from trainshort.reproduce.tasks import assign, work
 from trainshort.runs import RunFolder
 
 LAB = os.environ.get("TRAINSHORT_SLURM_LAB")

@@ -12,15 +12,14 @@ from tiny_paper import tiny_scale
 
 from trainshort.claims.collection import collect
 from trainshort.claims.measured import View
-from trainshort.evaluate.query import best_step, find, rows
+from trainshort.evaluate.results import best_step, find, rows
 from trainshort.files import write_sealed
 from trainshort.recipes.experiments import choose, choose_methods
 from trainshort.recipes.scales import Variant
 from trainshort.report.headline import find_headline
 from trainshort.report.writing import write_report
 from trainshort.reproduce import tasks
-from trainshort.reproduce.tasks import assign
-from trainshort.reproduce.work import work
+from trainshort.reproduce.tasks import assign, work
 from trainshort.train import train
 
 NAMES = ("demo", "table15", "table5")

@@ -26,8 +26,8 @@ from rich.table import Table
 from rich.text import Text as Styled
 
 from trainshort.errors import InputError
+from trainshort.evaluate.display import Meter
 from trainshort.evaluate.evidence import interval_of
-from trainshort.evaluate.meter import Meter
 from trainshort.evaluate.sweep import BATCH_TOKENS, score
 from trainshort.evaluate.target import ModelTarget, Target
 from trainshort.evaluate.text import Text

@@ -13,8 +13,7 @@ from trainshort.bench import measurements
 from trainshort.bench.measurements import BenchResult
 from trainshort.config import RunConfig, load_config
 from trainshort.errors import InputError
-from trainshort.evaluate.query import Query, Stored, find, rows
-from trainshort.evaluate.results import LengthScore
+from trainshort.evaluate.results import LengthScore, Query, Stored, find, rows
 from trainshort.files import read_sealed
 from trainshort.journal import read_lines
 from trainshort.recipes.scales import FIRST_LAPTOP, LENGTHS, SETUPS, Scale, Variant, scales

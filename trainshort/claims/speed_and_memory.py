@@ -17,7 +17,7 @@ from trainshort.claims.verdicts import (
     verdict,
 )
 from trainshort.recipes.experiments import EvalProtocol
-from trainshort.recipes.paper_tables import COST_LENGTHS
+from trainshort.recipes.paper import COST_LENGTHS
 from trainshort.recipes.scales import Variant
 
 NEEDS = "the costs of the four methods, measured in turns (`--only demo` or `table1`)"

@@ -1,4 +1,4 @@
-"""`trainshort reproduce`: the paper's tables and figures, at a scale one can afford."""
+"""`trainshort demo`, `reproduce`, `tune` and `report`: the paper's tables and figures, at a scale one can afford."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+from typing import Annotated
+
+from trainshort.commands.parser import Arg
 
 LAUNCHERS = ("local", "slurm")
 
@@ -55,7 +58,7 @@ class Reproduce:
         from trainshort.recipes.experiments import choose, choose_methods
         from trainshort.recipes.scales import scales
         from trainshort.registry import did_you_mean
-        from trainshort.reproduce.cluster import read_site
+        from trainshort.reproduce.launchers import read_site
 
         scale = scales.get(self.scale)
         chosen = choose(self.only.split(","))
@@ -103,3 +106,86 @@ def finish(root: Path, out: Path, console: "Console") -> None:
         console.print("Perplexity by position method:", highlight=False)
         console.print(table)
     console.print(f"Report: {page}", highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Train four position methods at 128 tokens and read them at up to 2,048, and one at 768; then write the report.
+
+    The same as `trainshort reproduce --scale laptop --only demo`: about ten minutes on two cores the first time,
+    seconds after that. Stopped in the middle, the same command goes on.
+
+    Examples:
+      trainshort demo
+      trainshort demo --methods alibi,none
+      trainshort demo --out /tmp/runs --report /tmp/report
+    """
+
+    methods: str = ""
+    """Position methods in place of the paper's four, such as alibi,none or your own."""
+    out: Path | None = None
+    """Folder of the runs. Default: runs/laptop."""
+    report: Path | None = None
+    """Folder of the report. Default: report/laptop."""
+
+    def run(self) -> None:
+
+        Reproduce(only="demo", methods=self.methods, out=self.out, report=self.report).run()
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write index.html, report.md and the figures from run folders. Nothing is computed; only JSON is read.
+
+    Examples:
+      trainshort report runs/laptop
+      trainshort report runs/mine runs/theirs --out report/comparison
+    """
+
+    runs: Annotated[tuple[Path, ...], Arg(metavar="RUN", positional=True)]
+    """Run folders, or folders that hold some."""
+    out: Path = Path("report")
+    """Folder to write."""
+
+    def run(self) -> None:
+        from trainshort.claims.collection import collect
+        from trainshort.report.writing import write_report
+
+        print(f"Report: {write_report(collect(self.runs), self.out)}")
+
+
+@dataclass(frozen=True)
+class Tune:
+    """Train every position method in every way of one grid; of each the best on the validation split is chosen.
+
+    The grid and its rule are in trainshort/reproduce/tune.py. What is done is kept: the same command goes on after a
+    kill. Less than an hour on one core.
+
+    Examples:
+      trainshort tune
+      trainshort tune --methods alibi,t5 --tokens 1228800
+    """
+
+    methods: str = ""
+    """Position methods, such as alibi,t5. Default: the paper's four."""
+    tokens: int | None = None
+    """Tokens that each trial is trained on. Default: 368,640, less than a third of the demo's."""
+    out: Path = Path("runs") / "tune"
+    """Folder of the trials and of tune.json."""
+
+    def run(self) -> None:
+        from rich.console import Console
+
+        from trainshort.errors import InputError
+        from trainshort.methods import methods as known
+        from trainshort.reproduce import tune
+
+        if self.tokens is not None and self.tokens < 10_000:
+            raise InputError(f"--tokens is what a trial is trained on, at least 10000; got {self.tokens}.")
+        chosen = [name.strip() for name in self.methods.split(",") if name.strip()] or list(tune.METHODS)
+        for name in chosen:
+            known.get(name)
+        console = Console()
+        made = tune.trials(chosen, self.tokens or tune.TOKENS)
+        path = tune.tune(made, self.out, lambda line: console.print(line, highlight=False, soft_wrap=True))
+        console.print(f"Results: {path}", highlight=False, soft_wrap=True)

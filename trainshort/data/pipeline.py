@@ -19,10 +19,10 @@ import numpy as np
 from trainshort import files
 from trainshort.config import DataConfig
 from trainshort.data import meta as layout
-from trainshort.data.checksums import FILE as CHECKED_FILE
 from trainshort.data.corpus import find_corpus
 from trainshort.data.document import SPLITS, Corpus, Errors
 from trainshort.data.ledger import ROOM, Note, Writer, read_note, write_note
+from trainshort.data.meta import FILE as CHECKED_FILE
 from trainshort.data.meta import DataRequest, Meta, Prepared, SplitMeta, bin_path, is_data, offsets_path, open_data
 from trainshort.data.request import data_folder, make_request, refuse_other, short_name
 from trainshort.data.splits import Splitter, splitter

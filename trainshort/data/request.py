@@ -5,10 +5,9 @@ from pathlib import Path
 
 from trainshort import files
 from trainshort.config import DataConfig
-from trainshort.data.checksums import Checked, content_sha256
 from trainshort.data.corpus import find_corpus
 from trainshort.data.document import Corpus
-from trainshort.data.meta import DataRequest
+from trainshort.data.meta import Checked, DataRequest, content_sha256
 from trainshort.data.tokenizer import tokenizer_name, tokenizers
 from trainshort.errors import InputError
 from trainshort.registry import did_you_mean

@@ -10,12 +10,11 @@ from rich.console import Console
 
 from trainshort.errors import InputError
 from trainshort.evaluate import card, results
-from trainshort.evaluate.meter import Meter
+from trainshort.evaluate.display import Meter, duration, result_table
 from trainshort.evaluate.results import Evaluation
 from trainshort.evaluate.sweep import Report, Sweep, calibrate, sweep
 from trainshort.evaluate.target import Target
 from trainshort.evaluate.text import Text
-from trainshort.evaluate.wording import duration, result_table
 from trainshort.passes import Passes
 from trainshort.runs import provenance
 

@@ -1,6 +1,6 @@
 """Text at any length, with a promise about memory and error.
 
-Reading order: settings.py and sampling.py (pure), sample.py (one text), modes.py (which cache), streaming.py
+Reading order: settings.py, sample.py (from scores to a token; one text), modes.py (which cache), streaming.py
 (`stream`), one_row.py (a token in compiled code), state.py (save and resume), session.py (the terminal).
 """
 

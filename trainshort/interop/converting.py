@@ -28,7 +28,7 @@ from trainshort.files import make_folder
 from trainshort.interop.formats import Model, Origin, WeightMap, convertible, shapes_of
 from trainshort.interop.importing import ImportRequest, Source, fetched, open_folder, write_run
 from trainshort.model import TransformerLM
-from trainshort.plots.pictures import draw
+from trainshort.plots.figures import draw
 from trainshort.positions import PositionMethod
 
 TO = "alibi"

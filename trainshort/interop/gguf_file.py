@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from trainshort.data.tokenizer import ByteTokenizer, Tokenizer, WordTokenizer
-from trainshort.data.tokenizer.decoding import byte_alphabet
+from trainshort.data.tokenizer.base import byte_alphabet
 from trainshort.errors import InputError
 from trainshort.interop.rewriting import NO_CLIPPED_SCALE, PLAIN_ALIBI, Need, Plain, unscaled, with_biases
 

@@ -7,8 +7,7 @@ import torch
 
 from trainshort.attention import DistanceBias, LinearBias
 from trainshort.config import ModelConfig
-from trainshort.plots.figures import OTHERS, Figure, Series, color
-from trainshort.plots.pictures import draw
+from trainshort.plots.figures import OTHERS, Figure, Series, color, draw
 from trainshort.positions import build_position
 
 PICTURE = Path(__file__).parents[2] / "docs" / "biases"

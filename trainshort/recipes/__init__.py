@@ -5,8 +5,8 @@ def my_recipe() -> RunConfig:
     \"\"\"One line that `trainshort list recipes` shows.\"\"\"
     return RunConfig(...)
 
-Reading order: scales (which text, which model, how long), experiments (what a table needs), paper_tables and
-paper_figures (the paper's), catalog (a recipe for each of their models).
+Reading order: scales (which text, which model, how long), experiments (what a table needs), paper (its
+tables and figures), catalog (a recipe for each of their models).
 """
 
 from collections.abc import Callable

@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any, Literal
 
 from trainshort.errors import InputError
-from trainshort.evaluate.query import Query
+from trainshort.evaluate.results import Query
 from trainshort.recipes.scales import Scale, Variant
 from trainshort.registry import Registry
 
@@ -126,7 +126,7 @@ class Experiment:
 
 experiments: Registry[Callable[[], Experiment]] = Registry("experiment")
 
-from trainshort.recipes import paper_figures, paper_tables  # noqa: E402, F401  (fills the registry)
+from trainshort.recipes import paper  # noqa: E402, F401  (fills the registry)
 
 
 def choose(names: Iterable[str]) -> list[Experiment]:

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainshort.claims.collection import Collection, Run
-from trainshort.evaluate.query import Stored
-from trainshort.evaluate.results import LengthScore, interval, perplexity
+from trainshort.evaluate.results import LengthScore, Stored, interval, perplexity
 from trainshort.plots.figures import Figure, Series, color
 from trainshort.recipes.experiments import method_name, published
 from trainshort.runs import run_name

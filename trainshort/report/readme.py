@@ -21,8 +21,7 @@ from typing import Any
 from trainshort.bench.documents import RESULTS, ROOT, table
 from trainshort.bench.measurements import RATIO
 from trainshort.files import read_sealed
-from trainshort.plots.figures import Figure, Series, color
-from trainshort.plots.pictures import draw
+from trainshort.plots.figures import Figure, Series, color, draw
 from trainshort.recipes.experiments import method_name, published
 
 DOCUMENTS = ("README.md", "docs/reproduce.md")

@@ -11,8 +11,7 @@ from trainshort.claims.collection import Collection
 from trainshort.claims.measured import View
 from trainshort.claims.verdicts import Claim, Outcome, judge
 from trainshort.files import make_folder, write_sealed, write_whole
-from trainshort.plots.figures import Figure
-from trainshort.plots.pictures import draw_all
+from trainshort.plots.figures import Figure, draw_all
 from trainshort.report import headline as first
 from trainshort.report import page, sections, story
 from trainshort.report.costs import cost_figures

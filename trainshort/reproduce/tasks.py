@@ -1,4 +1,4 @@
-"""From tables to work: one task per model, with everything that is wanted of it, and how far it is. No torch.
+"""From tables to work: one task per model, with everything that is wanted of it, how far it is, and its way to the end.
 
 Tables share models (Table 5's ALiBi at 512 is Figure 1's), and at the laptop the three test beds share a corpus; tasks
 are merged by run name, so nothing is trained or evaluated twice. What is done is read from the files alone: a run is
@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainshort.config import RunConfig
-from trainshort.evaluate.query import Query, Stored, find, rows
+from trainshort.evaluate.results import Query, Stored, best_step, find, rows
+from trainshort.files import make_folder, write_sealed
 from trainshort.recipes.experiments import Experiment, moments, queries, reseeded
 from trainshort.recipes.scales import Scale
-from trainshort.runs import RunFolder, read_metrics, run_name
+from trainshort.runs import RunFolder, provenance, read_metrics, run_name
 
 STEP_WEIGHT = 3
 SAMPLE = Path("samples") / "sample.json"
@@ -139,3 +140,108 @@ def last_step(folder: Path) -> int:
     """The last step that was logged."""
     records = read_metrics(RunFolder(folder))
     return records[-1]["step"] if records else 0
+
+
+WRITTEN, TIMES = 64, (1, 4, 16)
+"""Tokens written (at most half a training length), and where: they end at so many training lengths of text."""
+TEMPERATURE, TOP_K, SEED = 0.8, 40, 1
+
+
+def work(task: Task, root: Path) -> str:
+    """Train, evaluate, sample: whatever of it is missing. Interrupted at any moment, the next call goes on."""
+    train_model(task, root)
+    evaluate_model(task, root)
+    return task.name
+
+
+def train_model(task: Task, root: Path) -> None:
+    from trainshort.train import train
+
+    if not trained(root / task.name, task):
+        train(task.config, root / task.name, resume=True, quiet=True)
+
+
+def evaluate_model(task: Task, root: Path) -> None:
+    """All that is wanted of a trained model: its evaluations, its learning curve, a text, the reach of its heads."""
+    folder = root / task.name
+    found = find(folder)
+    for query, lengths in task.lengths.items():
+        _evaluate(folder, query, missing(found, query, lengths))
+    best = best_step(folder)
+    for checkpoint in checkpoints(folder) if task.curves else ():
+        step = step_of(checkpoint)
+        for query, lengths in task.curves.items():
+            at = replace(query, step=step)
+            # The best one is the run itself: its evaluations lie in one file, and must go on being the run's.
+            _evaluate(folder if step == best else checkpoint, at, missing(found, at, lengths))
+    sample = folder / SAMPLE
+    if task.sample and not sample.exists():
+        _write_sample(folder, sample)
+    if task.sample and not (folder / REACH).exists():
+        _reach(folder)
+
+
+def _reach(folder: Path) -> None:
+    """How far each head looks, by `trainshort analyze`."""
+    from rich.console import Console
+
+    from trainshort.analyze.lab import Lab, analyze
+    from trainshort.evaluate.target import RunTarget
+    from trainshort.evaluate.text import open_text
+
+    target = RunTarget(folder)
+    text = open_text(target, ())
+    lab = Lab(target, text.tokens, target.config.train.length)
+    analyze(lab, text, ["reach"], Console(quiet=True))
+
+
+def _evaluate(path: Path, query: Query, lengths: list[int]) -> None:
+    """Evaluate a run's best weights, or one checkpoint, at some lengths; the report draws them all."""
+    if not lengths:
+        return
+    from trainshort.evaluate.session import evaluate
+    from trainshort.evaluate.sweep import Sweep
+    from trainshort.evaluate.target import RunTarget, pick_device
+    from trainshort.evaluate.text import open_text
+
+    target = RunTarget(path, device=pick_device(None))
+    text = open_text(target, (), query.split, query.tokens)
+    evaluate(target, text, Sweep(text.tokens, lengths, query.stride), picture=False)
+
+
+def _write_sample(run: Path, path: Path) -> None:
+    """Continue the test text where so much of it was read that the last token written stands at 1, 4 and 16 times the
+    training length; each token with the model's own surprise at it."""
+    import numpy as np
+    import torch
+
+    from trainshort.data.of_run import open_own
+    from trainshort.evaluate.target import RunTarget
+    from trainshort.generate import stream
+
+    target = RunTarget(run)
+    text = open_own(run, target.config.data).split("test")
+    length, tokenizer = target.config.train.length, target.tokenizer()
+    count = max(1, min(WRITTEN, length // 2))
+    settings = {"temperature": TEMPERATURE, "top_k": min(TOP_K, target.vocabulary), "seed": SEED}
+    passages = []
+    for end in (times * length for times in TIMES if times * length <= len(text)):
+        prompt = np.asarray(text[: end - count]).astype(np.int64)
+        # Without a tokenizer nothing stops the stream early: an end of text is a token like any other here.
+        made = list(stream(target.model, prompt, tokens=count, **settings))
+        ids = [token.id for token in made]
+        read = [tokenizer.decode(ids[:number]) for number in range(count + 1)]
+        written = [
+            [after[len(before) :], -token.logprob] for before, after, token in zip(read, read[1:], made, strict=False)
+        ]
+        passages.append({"end": end, "given": tokenizer.decode(prompt[-count:]), "written": written})
+    record = {
+        "format": 2,
+        "run": run.name,
+        "trained_at": length,
+        "settings": settings,
+        "passages": passages,
+        "provenance": provenance(threads=torch.get_num_threads()),
+    }
+    make_folder(path.parent)
+    write_sealed(path, record)

@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from trainshort.data.tokenizer.base import END_OF_TEXT, cut, tokenizers
-from trainshort.data.tokenizer.decoding import byte_alphabet
+from trainshort.data.tokenizer.base import END_OF_TEXT, byte_alphabet, cut, tokenizers
 from trainshort.data.tokenizer.saved import SavedTokenizer
 from trainshort.errors import InputError
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from trainshort.data.tokenizer.base import Ids, Tokenizer, tokenizers
-from trainshort.data.tokenizer.decoding import ByteDecoder, Decoder, byte_alphabet
+from trainshort.data.tokenizer.base import ByteDecoder, Decoder, Ids, Tokenizer, byte_alphabet, tokenizers
 
 
 @tokenizers.register("bytes")

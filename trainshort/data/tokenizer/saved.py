@@ -10,8 +10,17 @@ from typing import Any
 import numpy as np
 
 from trainshort import files, plugins
-from trainshort.data.tokenizer.base import END_OF_TEXT, Ids, Tokenizer, cut, tokenizers
-from trainshort.data.tokenizer.decoding import ByteDecoder, Decoder, WholeDecoder, byte_alphabet
+from trainshort.data.tokenizer.base import (
+    END_OF_TEXT,
+    ByteDecoder,
+    Decoder,
+    Ids,
+    Tokenizer,
+    WholeDecoder,
+    byte_alphabet,
+    cut,
+    tokenizers,
+)
 from trainshort.errors import InputError
 
 FILE = "tokenizer.json"

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trainshort.data.tokenizer.base import Ids, Tokenizer, tokenizers
-from trainshort.data.tokenizer.decoding import Decoder, WordDecoder
+from trainshort.data.tokenizer.base import Decoder, Ids, Tokenizer, WordDecoder, tokenizers
 from trainshort.errors import InputError
 
 MOST_WORDS = 2_000_000

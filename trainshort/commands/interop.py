@@ -1,0 +1,209 @@
+"""`trainshort import`, `export`, `verify`, `doctor` and `harness`: models from elsewhere, and for elsewhere."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from trainshort.commands.parser import Arg
+
+if TYPE_CHECKING:
+    from trainshort.interop.verifying import Verification
+from typing import Any
+
+from trainshort.errors import InputError
+
+
+@dataclass(frozen=True)
+class Import:
+    """Make a run folder of an ALiBi model from elsewhere: evaluate it, analyze it, generate with it, train it on.
+
+    Reads the checkpoints of the paper's authors (fairseq), and MPT, BLOOM, Falcon-RW, replit-code, Baichuan-13B, BTLM,
+    Jais and Refact in safetensors. No code that comes with a model is executed.
+
+    Examples:
+      trainshort import alibi_wt103_L512.pt --dictionary dict.txt --out runs/authors-512
+      trainshort import ./mpt-7b --out runs/mpt-7b
+    """
+
+    source: Annotated[str, Arg(metavar="MODEL", positional=True)]
+    """A fairseq checkpoint file, a Hugging Face model's folder, or its name on the hub."""
+    out: Path
+    """The run folder to make; refused if it exists."""
+    dictionary: Path | None = None
+    """fairseq: the dict.txt of the model's data. Without it the run has no tokenizer."""
+    tokenizer: Path | None = None
+    """Another tokenizer.json than the model's own."""
+    trained_at: int | None = None
+    """The training length, for a model that does not tell it."""
+
+    def run(self) -> None:
+        from trainshort.interop.importing import ImportRequest, import_model
+
+        import_model(ImportRequest(self.source, self.dictionary, self.tokenizer, self.trained_at), self.out)
+        print(f'{self.out}: try trainshort generate {self.out} "Once upon a time"')
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a run for another program: weights, tokenizer, generation settings, model card; then verify it there.
+
+    hf-mpt and hf-bloom are transformers' own classes; hf is ours (import trainshort.hf) and carries every model. What a
+    target has no word for is rewritten where that is exact, and refused where it is not. The recipe `portable-128`
+    trains a model that hf-mpt, gguf and ctranslate2 take as it is.
+
+    Examples:
+      trainshort export runs/demo-alibi --to gguf --out exported/gguf
+      trainshort export runs/demo-alibi --to gguf --dtype q8_0 --out exported/small
+      trainshort export runs/mine --to hf-mpt --out exported/mpt
+    """
+
+    run_folder: Annotated[Path, Arg(metavar="RUN", positional=True)]
+    """A run folder, or one of its checkpoints."""
+    to: str
+    """hf-mpt, hf-bloom, hf, gguf or ctranslate2."""
+    out: Path
+    """The folder to make; refused if it exists."""
+    dtype: str | None = None
+    """gguf: f32, f16 or q8_0. Default: f32."""
+    verify: bool = True
+    """Load the export in its program and compare."""
+
+    def run(self) -> int:
+        from trainshort.interop.exporting import export
+        from trainshort.interop.verifying import verify
+
+        for note in export(self.run_folder, self.to, self.out, self.dtype):
+            print(f"trainshort: {note}.", file=sys.stderr)
+        print(f"Exported to {self.out}.")
+        return _told(verify(self.out)) if self.verify else 0
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Load an export in the program it was made for (transformers, llama.cpp, CTranslate2) and compare it with its run:
+    logits at 1, 2 and 8 times the training length, greedy text, tokens. Exits with 1 if something differs.
+
+    Examples:
+      trainshort verify exported/gguf
+      trainshort verify exported/gguf --run-folder runs/demo-alibi
+    """
+
+    folder: Annotated[Path, Arg(metavar="FOLDER", positional=True)]
+    """A folder that trainshort export made."""
+    run_folder: Path | None = None
+    """The run it was made of, if that has moved."""
+
+    def run(self) -> int:
+        from trainshort.interop.verifying import verify
+
+        return _told(verify(self.folder, self.run_folder))
+
+
+def _told(report: "Verification") -> int:
+    from rich.console import Console
+
+    Console().print(report.table())
+    for problem in report.problems:
+        print(f"Differs: {problem}.")
+    if not report.problems:
+        tokens = {True: "tokens of awkward strings equal", None: "it takes token numbers alone"}[report.tokenization]
+        print(f"Verified in {report.engine}: logits within their limits, greedy text equal, {tokens}.")
+    return 1 if report.problems else 0
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Examine a Hugging Face model with ALiBi (MPT, BLOOM, Falcon-RW) on a tiny copy of its class, number format and
+    settings: length limit, ignored settings, rounded, doubled or lost biases, packed documents that leak, memory of
+    length times length. Only the settings and the names of the tensors are read, and no code that comes with a model is
+    executed. Exits with 0 when it is healthy, with 1 when something is wrong.
+
+    trainshort.doctor(model) examines a loaded model, trainshort.patch(model) cures most of it.
+
+    Examples:
+      trainshort doctor ./mpt-7b
+      trainshort doctor bigscience/bloom-560m --json
+    """
+
+    model: Annotated[str, Arg(metavar="MODEL", positional=True)]
+    """The folder of a saved model, or its name on the hub."""
+    json: bool = False
+    """The findings as JSON."""
+
+    def run(self) -> int:
+        from trainshort.interop.doctor import doctor
+        from trainshort.terminal import printable
+
+        found = doctor(self.model)
+        print(found.to_json() if self.json else printable(str(found)))
+        return 0 if found.healthy else 1
+
+
+@dataclass(frozen=True)
+class Harness:
+    """Run tasks of lm-evaluation-harness on a run, or on any Hugging Face model; results go to RUN/harness.
+
+    Most tasks fetch their data from the Hugging Face hub. One of your own is a YAML file in a folder, and its data can
+    be files here (docs/interop.md has one); Python functions that a definition names are executed.
+
+    Examples:
+      trainshort harness runs/demo-alibi --tasks lambada_openai arc_easy --limit 200
+      trainshort harness runs/demo-alibi --tasks book --include tasks/
+      trainshort harness exported/hf --tasks book --include tasks/ --length 1024
+    """
+
+    target: Annotated[str, Arg(metavar="RUN", positional=True)]
+    """A run folder, one of its checkpoints, a Hugging Face model's folder, or its name on the hub."""
+    tasks: tuple[str, ...]
+    """Names of tasks, as lm_eval has them."""
+    include: Annotated[Path | None, Arg(metavar="FOLDER")] = None
+    """Folder with task definitions of your own."""
+    length: int | None = None
+    """Tokens that are read at once. Default: the training length."""
+    limit: int | None = None
+    """Samples of each task. Default: all."""
+    shots: int | None = None
+    """Examples before each question. Default: as the task says."""
+    batch: int = 8
+    """Sequences read at once."""
+    out: Path | None = None
+    """Folder for results. Default: the run folder; for Hugging Face models runs/NAME."""
+
+    def run(self) -> None:
+        from rich.console import Console
+        from rich.table import Table
+
+        from trainshort.evaluate.target import open_target, pick_device
+        from trainshort.files import make_folder
+        from trainshort.interop.harness import Asked, evaluate_tasks, save
+
+        for option, number in (("length", self.length), ("limit", self.limit), ("batch", self.batch)):
+            if number is not None and number < 1:
+                raise InputError(f"--{option} must be at least 1, got {number}.")
+        if self.shots is not None and self.shots < 0:
+            raise InputError(f"--shots must be at least 0, got {self.shots}.")
+        target = open_target(self.target, device=pick_device(None))
+        if self.out is not None:
+            target.folder = make_folder(self.out)
+        tasks = tuple(name for word in self.tasks for name in word.split(",") if name)
+        asked = Asked(tasks, self.include, self.length, self.limit, self.shots, self.batch)
+        result = evaluate_tasks(target, asked)
+        path = save(result, target)
+        table = Table("task", "metric", "value", "standard error", title=target.name)
+        for task, numbers in result["results"].items():
+            for row in _rows(numbers):
+                table.add_row(task, *row)
+        Console().print(table)
+        print(f"Written: {path}")
+
+
+def _rows(numbers: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Metric, value and standard error; the harness keeps them side by side, as acc,none and acc_stderr,none."""
+    rows = []
+    for name, value in numbers.items():
+        metric, _, kind = name.partition(",")
+        if isinstance(value, int | float) and not metric.endswith("_stderr") and kind:
+            error = numbers.get(f"{metric}_stderr,{kind}")
+            rows.append((metric, f"{value:.4g}", f"{error:.2g}" if isinstance(error, float) else ""))
+    return rows
