@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -19,7 +20,7 @@ WRONG = [
     ("trian demo-alibi", "Unknown command 'trian'. Did you mean 'train'? See trainshort --help."),
     ("--plugin mine.py list", "--plugin comes after the command: trainshort COMMAND --plugin FILE.py."),
     ("--halp", "Unknown command '--halp'. See trainshort --help."),
-    ("PREPARE text.txt", "Unknown command 'PREPARE'. See trainshort --help."),
+    ("PREPARE text.txt", "Unknown command 'PREPARE'. Did you mean 'prepare'? See"),
     # prepare
     ("prepare", "CORPUS is missing: Corpus name (see `trainshort list corpora`), file,"),
     ("prepare sotuu", "'sotuu' is neither a known corpus nor a file or folder. Did you mean"),
@@ -50,6 +51,12 @@ WRONG = [
     ),
     # train
     ("train", "Name a recipe first: trainshort train RECIPE [options]. trainshort"),
+    ("train ''", "No config at config.json. Is this a run folder? It should hold config.json."),
+    (
+        f"{TRAIN} --data.tokenizer wrds",
+        "--data.folder data/tiny is prepared data with a corpus and tokenizer of its own",
+    ),
+    (f"{TRAIN} --corpus text.txt", "leave out --data.corpus, or leave out --data.folder to have the text prepared."),
     ("train demo-alibbi", "Unknown recipe 'demo-alibbi'. Did you mean 'demo-alibi'? Known:"),
     ("train empty", "No config at empty/config.json. Is this a run folder? It should hold"),
     (f"{TRAIN} --model.position alibbi", "Unknown position method 'alibbi'. Did you mean 'alibi'? Known: alibi,"),
@@ -123,7 +130,7 @@ WRONG = [
     # analyze
     ("analyze", "RUN is missing: A run folder or checkpoint; a Hugging Face model for"),
     ("analyze runs/tinny", "There is no run or model at 'runs/tinny'. `ls runs` shows the runs"),
-    (f"analyze {RUN} --only recal", "Unknown analysis 'recal'. Did you mean 'recall'? Known: recall,"),
+    (f"analyze {RUN} --only recal", "Unknown analysis 'recal'. Did you mean 'recall'? Known: far-context,"),
     (f"analyze {RUN} --only", "--only needs a value: --only TEXT."),
     (f"analyze {RUN} --only reach --samples 0", "--samples must be at least 1, got 0."),
     (f"analyze {RUN} --only reach --lengths -4", "lengths are positive whole numbers (128,256), multiples of the"),
@@ -132,6 +139,7 @@ WRONG = [
         f"analyze {RUN} --only reach --out text.txt/inside",
         "The folder text.txt/inside cannot be made: a file is in the way",
     ),
+    (f"analyze {RUN} --only reach --trained-at 0", "--trained-at must be at least 1, got 0."),
     (f"analyze {RUN} --only recall --seed -1", "--seed must be at least 0, got -1."),
     (f"analyze {RUN} --only reach --seed x", "--seed is a whole number, got 'x'."),
     ("analyze hf --only reach", "Cannot load 'hf': the folder did not give a causal language model"),
@@ -150,10 +158,7 @@ WRONG = [
     (f"generate {RUN} the --top-k 0", "Setting 'top_k' cannot be 0: input should be greater than or equal to"),
     (f"generate {RUN} the --mode bounden", "--mode is one of full, bounded, window; got 'bounden'. Did you mean"),
     (f"generate {RUN} the --mode window", "mode 'window' and a window go together; give both, such as mode"),
-    (
-        f"generate {RUN} the --mode window --window 0",
-        "Setting 'window' cannot be 0: input should be greater than or equal",
-    ),
+    (f"generate {RUN} the --mode window --window 0", "Setting 'window' cannot be 0: input should be greater than"),
     (f"generate {RUN} the --tolerance 2", "Setting 'tolerance' cannot be 2.0: input should be less than 1."),
     (f"generate {RUN} the --prompt-file text.txt", "give the prompt as an argument or by --prompt-file, not both."),
     (f"generate {RUN} --prompt-file nowhere.txt", "There is no file nowhere.txt. Give a text file in UTF-8."),
@@ -165,6 +170,7 @@ WRONG = [
     ),
     (f"generate {RUN} the --save-state /proc/foo", "Cannot write /proc/foo: no such file or directory. Choose another"),
     (f"generate {RUN} the --save-every 5", "--save-every needs a file to save to: --save-state FILE."),
+    (f"generate {RUN} the --interactive --samples 2", "at most one prompt, not from standard input, no --samples."),
     (f"generate {RUN} the --samples 0", "--samples must be at least 1, got 0."),
     (
         f"generate {RUN} the --tokenizer hf/config.json",
@@ -175,6 +181,7 @@ WRONG = [
     ("report", "RUN is missing: Run folders, or folders that hold some."),
     ("report nowhere", "There is no folder nowhere. Give run folders, or a folder that holds"),
     ("report empty", "There is nothing to report: no results in empty. Make some by"),
+    ("report .", "There is nothing to report: no results in this folder. Make some by"),
     ("report text.txt", "There is no folder text.txt. Give run folders, or a folder that holds"),
     ("report runs --out /proc/foo", "The folder /proc/foo cannot be made: no such file or directory."),
     ("report runs --out text.txt", "text.txt is a file, and a folder was expected there. Choose another"),
@@ -194,6 +201,12 @@ WRONG = [
         "The site file text.txt: Expected '=' after a key in a key/value pair",
     ),
     ("reproduce --only demo --out /proc/foo", "The folder /proc/foo cannot be made: no such file or directory."),
+    ("reproduce --only ,", "--only names no experiment, got ','; trainshort list experiments shows all."),
+    ("reproduce --only demo --launcher slurm --site site.toml", "'partitoin'. Did you mean 'partition'?"),
+    (
+        "demo --report /proc/self/x",
+        "The folder /proc/self/x cannot be made: no such file or directory. Choose another --r",
+    ),
     ("reproduce table5", "'table5' is one word too many. See trainshort reproduce --help."),
     ("demo --methods rotery", "Unknown position method 'rotery'. Did you mean 'rotary'? Known:"),
     ("demo --out text.txt", "text.txt is a file, and a folder was expected there. Choose another"),
@@ -226,6 +239,7 @@ WRONG = [
     ("list positions --plugin text.txt", "text.txt is no Python file. Give --plugin the path of a Python file."),
     ("show", "RECIPE is missing: Name of the recipe; `trainshort list recipes`"),
     ("show demo-alibbi", "Unknown recipe 'demo-alibbi'. Did you mean 'demo-alibi'? Known:"),
+    ("show DEMO-ALIBI", "Unknown recipe 'DEMO-ALIBI'. Did you mean 'demo-alibi'?"),
     ("show runs/tinny", "Unknown recipe 'runs/tinny'. Known: demo-sinusoidal, demo-rotary,"),
     # import, export, verify
     ("import", "MODEL is missing: A fairseq checkpoint file, a Hugging Face model's"),
@@ -240,6 +254,7 @@ WRONG = [
     (f"export {RUN}", "--to is missing: hf-mpt, hf-bloom, hf, gguf or ctranslate2."),
     (f"export {RUN} --to gguff --out exported", "Unknown export target 'gguff'. Did you mean 'gguf'? Known: hf-mpt,"),
     (f"export {RUN} --to gguf --dtype q3 --out exported", "--to gguf writes f32, f16, q8_0, not 'q3'."),
+    (f"export {RUN} --to hf --out link", "link is a link, and a new folder was expected there. Choose another --out."),
     (f"export {RUN} --to hf --out text.txt", "text.txt is a file, and a new folder was expected there. Choose"),
     ("export runs/tinny --to hf --out exported", "There is no run at 'runs/tinny'. Give a run folder, or one of the"),
     (f"export {RUN} --to hf --out /proc/foo", "The folder /proc/foo cannot be made: no such file or directory. Choose"),
@@ -261,6 +276,7 @@ WRONG = [
     (f"harness {RUN}", "--tasks is missing: Names of tasks, as lm_eval has them."),
     (f"harness {RUN} --tasks boook --include nowhere", "--include is a folder of task definitions (YAML); nowhere is"),
     (f"harness {RUN} --tasks boook --limit 0", "--limit must be at least 1, got 0."),
+    (f"harness {RUN} --tasks ,", "--tasks names no task; give at least one, such as --tasks wikitext."),
     ("harness runs/tinny --tasks wikitext", "There is no run or model at 'runs/tinny'. `ls runs` shows the"),
     ("tune --tokens 5", "--tokens is what a trial is trained on, at least 10000; got 5."),
     ("tune --methods alibbi", "Unknown position method 'alibbi'. Did you mean 'alibi'?"),
@@ -288,6 +304,8 @@ def place(tmp_path_factory):
     (folder / "empty").mkdir()
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 1}))
+    (folder / "site.toml").write_text("partitoin = 'x'\n")
+    (folder / "link").symlink_to("nowhere")
     (folder / "nothing.txt").touch()
     (folder / "number.jsonl").write_text('{"text": "a"}\n{"text": 5}\n')
     (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
@@ -310,7 +328,7 @@ def test_it_is_exit_2_and_one_sentence_and_nothing_is_written(place, monkeypatch
     monkeypatch.chdir(place)
     before = written(place)
     with pytest.raises(SystemExit) as ended:
-        main(words.split())
+        main(shlex.split(words))
     told = capsys.readouterr()
     assert ended.value.code == 2, told.err
     lines = [line for line in told.err.splitlines() if not line.startswith("usage: trainshort ")]

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from trainshort import methods
-from trainshort.errors import InputError
+from trainshort.errors import ForeignConfigError, InputError
 from trainshort.files import MissingFileError, read_object, write_whole
 from trainshort.methods import MethodSettings, NoSettings
 from trainshort.strict import FIRST, MEANT, Settings
@@ -339,7 +339,7 @@ def load_config(path: Path) -> RunConfig:
     except MissingFileError:
         raise InputError(f"No config at {path}. Is this a run folder? It should hold config.json.") from None
     if "model_type" in values:
-        raise InputError(f"{path} is of a Hugging Face model. Bring it in first, by trainshort import.")
+        raise ForeignConfigError(f"{path} is of a Hugging Face model. Bring it in first, by trainshort import.")
     if values.get("format", FORMAT) != FORMAT:
         # Checked before the fields: another format may well have other fields, and those would be blamed first.
         values = {"format": values["format"]}

@@ -8,3 +8,7 @@ any other exception is a fault of ours and keeps its traceback.
 
 class InputError(ValueError):
     """A mistake in what was asked for, told in words the user can act on."""
+
+
+class ForeignConfigError(InputError):
+    """A config.json of a Hugging Face model, where one of ours was expected."""

@@ -6,8 +6,7 @@
     with replacing(path) as p  the same, for what writes its file itself (a picture, safetensors)
     with locked(path, busy)    one process at a time; a killed one holds nothing
     with new_folder(path)      a folder that is whole or not there
-    make_folder(path)          an output folder that can be written to
-    try_folder(path)           whether it could be, said before the work; try_file(path) likewise
+    make_folder(path)          an output folder that can be written to; try_folder, try_file: refused before the work
 
 `mend` is the second sentence of a message: what the user can do about this file. A file that is not there is told
 apart (`MissingFileError`), since some may be. No torch.
@@ -50,8 +49,7 @@ _KINDS = {
     stat.S_IFDIR: "it is a folder, and a file was expected",
     stat.S_IFIFO: "it is a named pipe, and a file was expected",
     stat.S_IFSOCK: "it is a socket, and a file was expected",
-    stat.S_IFCHR: "it is a device, and a file was expected",
-    stat.S_IFBLK: "it is a device, and a file was expected",
+    **dict.fromkeys((stat.S_IFCHR, stat.S_IFBLK), "it is a device, and a file was expected"),
 }
 EXHAUSTED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE)
 """What the machine may run out of anywhere, also where a library opens or imports a file of its own."""
@@ -238,7 +236,7 @@ def make_folder(path: Path, *, mend: str = ANOTHER) -> Path:
         if not os.access(path, os.W_OK | os.X_OK):
             raise OSError(errno.EROFS if os.access(path, os.X_OK) and os.geteuid() == 0 else errno.EACCES, "")
     except FileExistsError as error:
-        what = "a link to nothing" if path.is_symlink() and not path.exists() else "a file"
+        what = "a link that leads nowhere" if path.is_symlink() and not path.exists() else "a file"
         where = path if error.filename in (None, str(path)) else error.filename
         raise InputError(f"{where} is {what}, and a folder was expected there. {mend}") from None
     except (OSError, ValueError) as error:
@@ -258,9 +256,11 @@ def try_folder(path: Path) -> None:
 
 
 def try_file(path: Path, *, mend: str = ANOTHER) -> None:
-    """Stop if no file can be written there, in a folder that is there; nothing is left behind."""
+    """Stop if no file can be written there; nothing is left behind."""
     partial = path.with_name(path.name + PARTIAL)
     try:
+        if not path.parent.exists():
+            return try_folder(path.parent)
         partial.write_bytes(b"")
         partial.unlink()
     except (OSError, ValueError) as error:
@@ -279,7 +279,8 @@ def new_folder(path: Path, *, mend: str = CHOOSE) -> Iterator[Path]:
     A place that is taken is refused, an empty folder is not.
     """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise InputError(f"{path} is a file, and a new folder was expected there. {ANOTHER}")
+        what = "link" if path.is_symlink() else "file"
+        raise InputError(f"{path} is a {what}, and a new folder was expected there. {ANOTHER}")
     if path.exists() and any(path.iterdir()):
         raise InputError(f"{path} already exists and is not empty. Choose another --out.")
     partial = path.with_name(f".{path.name}{PARTIAL}")
@@ -326,8 +327,7 @@ def locked(path: Path, busy: str | None = None) -> Iterator[None]:
 # ---- results that carry their own checksum
 
 
-def seal(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with their checksum, by which a changed number is noticed."""
+def seal(values: dict[str, Any]) -> dict[str, Any]:  # by which a changed number is noticed
     return {**values, CHECKSUM: checksum(values)}
 
 

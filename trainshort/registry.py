@@ -26,7 +26,8 @@ SHOWN = 12
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence naming the closest known word, or nothing when none is close."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(name.lower(), known, n=1)
     return f" Did you mean '{close[0]}'?" if close else ""
 
 

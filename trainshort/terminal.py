@@ -15,6 +15,12 @@ def printable(text: str) -> str:
     return _OBEYED.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
+def first_sentence(error: Exception) -> str:
+    """What a library says of an error, as far as its first full stop, to stand in parentheses."""
+    line = re.sub(r"\s+", " ", str(error)).strip()
+    return re.split(r"\.(?: |$)", line, maxsplit=1)[0][:240] or type(error).__name__
+
+
 def say(message: str) -> None:
     """Tell the user something beside the result, on standard error."""
     print(f"trainshort: {printable(message)}", file=sys.stderr, flush=True)

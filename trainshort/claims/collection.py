@@ -12,7 +12,7 @@ from typing import Any
 from trainshort.bench import measurements
 from trainshort.bench.measurements import BenchResult
 from trainshort.config import RunConfig, load_config
-from trainshort.errors import InputError
+from trainshort.errors import ForeignConfigError, InputError
 from trainshort.evaluate.results import LengthScore, Query, Stored, find, rows
 from trainshort.files import read_sealed
 from trainshort.journal import read_lines
@@ -119,9 +119,14 @@ def collect(paths: Sequence[Path]) -> Collection:
         if not path.is_dir():
             raise InputError(f"There is no folder {path}. Give run folders, or a folder that holds some.")
         for folder in [path] if (path / "config.json").exists() else sorted(path.iterdir()):
-            if (folder / "config.json").exists():
+            if not (folder / "config.json").exists():
+                continue
+            try:
                 # Two folders of one name are two runs; a table looks for its models by the first.
                 runs[folder.name if folder.name not in runs else str(folder)] = _read_run(folder)
+            except ForeignConfigError:
+                if folder == path:  # it was named; one that lies beside the runs is none of them
+                    raise
         if (path / COST_FILE).exists():
             costs |= read_costs(path)
             cost_path = path / COST_FILE

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from trainshort.commands.parser import Arg, Option, Parser, of_class
 from trainshort.errors import InputError
-from trainshort.files import make_folder, try_file
+from trainshort.files import try_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,7 +86,7 @@ class Bench:
         out = self.out or Path("runs/bench") / f"{datetime.now():%Y-%m-%d-%H%M%S}.json"
         if out.exists():
             raise InputError(f"{out} already exists, and results are kept. Choose another --out.")
-        try_file(make_folder(out.parent) / out.name)
+        try_file(out)
         made = run(plans, self.quick, out, console, Progress())
         console.print(f"Results: {out}", markup=False, highlight=False, soft_wrap=True)
         return made

@@ -43,6 +43,8 @@ class OnText:
         """The model, with the folder that its results go to."""
         from trainshort.evaluate.target import open_target, pick_device
 
+        if self.trained_at is not None and self.trained_at < 1:
+            raise InputError(f"--trained-at must be at least 1, got {self.trained_at}.")
         target = open_target(
             self.target, device=pick_device(self.device), precision=self.precision, trained_at=self.trained_at
         )

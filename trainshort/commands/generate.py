@@ -139,7 +139,9 @@ class Generate:
         if self.resume_state and (self.samples > 1 or len(self.prompt) > 1):
             raise InputError("--resume-state goes on with the samples it saved; give at most one prompt, no --samples.")
         if self.interactive and (self.samples > 1 or len(self.prompt) > 1 or "-" in self.prompt):
-            raise InputError("--interactive is one conversation: at most one prompt, not from standard input.")
+            raise InputError(
+                "--interactive is one conversation: at most one prompt, not from standard input, no --samples."
+            )
         if self.save_state is not None and self.save_state.is_dir():
             raise InputError(f"--save-state {self.save_state} is a folder; name a file in it.")
         if self.save_state is not None and not self.save_state.absolute().parent.is_dir():

@@ -183,10 +183,12 @@ class Harness:
                 raise InputError(f"--{option} must be at least 1, got {number}.")
         if self.shots is not None and self.shots < 0:
             raise InputError(f"--shots must be at least 0, got {self.shots}.")
+        tasks = tuple(name for word in self.tasks for name in word.split(",") if name.strip())
+        if not tasks:
+            raise InputError("--tasks names no task; give at least one, such as --tasks wikitext.")
         target = open_target(self.target, device=pick_device(None))
         if self.out is not None:
             target.folder = make_folder(self.out)
-        tasks = tuple(name for word in self.tasks for name in word.split(",") if name)
         asked = Asked(tasks, self.include, self.length, self.limit, self.shots, self.batch)
         result = evaluate_tasks(target, asked)
         path = save(result, target)

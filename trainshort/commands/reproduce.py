@@ -53,7 +53,7 @@ class Reproduce:
         from rich.console import Console
 
         from trainshort.errors import InputError
-        from trainshort.files import make_folder
+        from trainshort.files import make_folder, try_folder
         from trainshort.methods import methods as known
         from trainshort.recipes.experiments import choose, choose_methods
         from trainshort.recipes.scales import scales
@@ -88,8 +88,9 @@ class Reproduce:
         assignment = assign(chosen, scale, range(1, self.seeds + 1))
         if scale.name == "paper" and self.launcher == "local":
             raise InputError("The paper's scale does not run on one machine. See --plan for the commands to start.")
-        make_folder(root)
+        try_folder(root)  # both, before either is made
         make_folder(page, mend="Choose another --report.")
+        make_folder(root)
         console = Console()
         reproduce(assignment, root, launcher=self.launcher, jobs=self.jobs, site=site, console=console)
         finish(root, page, console)

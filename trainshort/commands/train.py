@@ -86,12 +86,13 @@ class Train:
                 "Name a recipe first: trainshort train RECIPE [options]. trainshort list recipes shows all."
             )
         recipe = None if words[0].startswith("-") else words[0]
-        base, out = find_recipe(recipe) if recipe else (RunConfig(), Path("runs/RECIPE"))
+        base, out = find_recipe(recipe) if recipe is not None else (RunConfig(), Path("runs/RECIPE"))
         base = with_method(base, words)
         parser = RunParser("trainshort train", [*_own(out), *options(base)], cls.__doc__ or "")
         parser.position = base.model.position
         chosen = parser.parse(words)
         config = chosen_config(base, {name: value for name, value in chosen.items() if "." in name})
+        _refuse_another_text(config, base)
         return cls(config, chosen["out"], resume=chosen["resume"], quiet=chosen["quiet"])
 
     def run(self) -> None:
@@ -121,6 +122,16 @@ def find_recipe(name: str) -> tuple[RunConfig, Path]:
     if name not in recipes and (path.suffix == ".json" or path.exists()):
         return load_config(path), path.parent if path.name == "config.json" else Path("runs") / path.stem
     return recipes.get(name)(), Path("runs") / name
+
+
+def _refuse_another_text(config: RunConfig, base: RunConfig) -> None:
+    """Prepared data has its corpus and tokenizer; another one beside it would be passed over in silence."""
+    asked = [name for name in ("corpus", "tokenizer") if getattr(config.data, name) != getattr(base.data, name)]
+    if config.data.folder is not None and asked:
+        raise InputError(
+            f"--data.folder {config.data.folder} is prepared data with a corpus and tokenizer of its own; leave out "
+            f"--data.{asked[0]}, or leave out --data.folder to have the text prepared."
+        )
 
 
 def _own(out: Path) -> list[Option]:

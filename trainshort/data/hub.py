@@ -16,6 +16,7 @@ from urllib.request import Request, urlopen
 from trainshort.data.document import Corpus, Document, Errors, Grouping, Record, articles, as_lines, each, stretches
 from trainshort.data.text_files import Kind
 from trainshort.errors import InputError
+from trainshort.terminal import first_sentence
 
 STRETCH = 1 << 16
 """Characters of a document that is gathered from rows which are single lines."""
@@ -95,7 +96,7 @@ class HubCorpus:
         try:
             loaded = datasets.load_dataset(self.path, self.config, streaming=True, **self.options)
         except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
-            reason = str(error).strip().partition("\n")[0].rstrip(".")
+            reason = first_sentence(error)
             raise InputError(
                 f"'{self.name}' is no file or folder here or in $TRAINSHORT_DATA, and the hub could not serve it: "
                 f"{reason}. Check the name, or download the files and give their folder."
@@ -133,7 +134,7 @@ def _told(name: str, stream: Any) -> Iterator[Any]:
     try:
         yield from stream
     except Exception as error:  # of the network, of the files, of the libraries that read them
-        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        reason = first_sentence(error)
         raise InputError(f"'{name}' stopped coming from the hub ({reason}). The same command continues.") from None
 
 

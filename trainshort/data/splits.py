@@ -63,7 +63,8 @@ def _exact(name: str, missing: tuple[str, ...], hashes: Iterable[int]) -> Splitt
     ranked = sorted(set(hashes))
     if len(ranked) < 3:
         raise InputError(
-            f"'{name}' holds {len(ranked)} different documents, too few to split into train, valid and test. "
+            f"'{name}' holds {len(ranked)} different document{'' if len(ranked) == 1 else 's'}, too few to split into "
+            "train, valid and test. "
             "Give more text, or files named train, valid and test."
         )
     share = max(1, round(HELD_OUT * len(ranked)))

@@ -30,6 +30,7 @@ from trainshort.errors import InputError
 from trainshort.evaluate.changes import Change
 from trainshort.evaluate.target import PRECISIONS, Target, TextTokenizer
 from trainshort.files import read_object
+from trainshort.terminal import first_sentence
 from trainshort.vocabulary import SLICE_ELEMENTS
 
 LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -171,10 +172,10 @@ def _load(name: str, precision: str) -> Any:
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if _wants_code(error):
             raise InputError(_CODE.format(name=name, part="model")) from None
-        reason = re.sub(r"\s+", " ", str(error)).strip().removesuffix(".")
+        reason = first_sentence(error)
         where = "the folder" if Path(name).is_dir() else f"there is no folder '{name}' here, and the hub"
         raise InputError(
-            f"Cannot load '{name}': {where} did not give a causal language model ({reason[:240]}). "
+            f"Cannot load '{name}': {where} did not give a causal language model ({reason}). "
             "Give a run folder, a saved model's folder, or check the name and the network."
         ) from None
     model, found = loaded

@@ -24,6 +24,7 @@ from trainshort.interop.patch import patched_as
 from trainshort.interop.probes import PROBES, Finding
 from trainshort.interop.specimen import Specimen
 from trainshort.interop.weight_files import StoredWeights
+from trainshort.terminal import first_sentence
 
 SETTINGS = ("config.json", "*.index.json")
 """What is fetched of a model on the hub."""
@@ -123,10 +124,9 @@ def _stored(name: str) -> Specimen:
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]  # pyright: ignore[reportIndexIssue]
     except Exception as error:  # of its many checks of a config, each with an exception of its own
-        first = str(error).strip().partition("\n")[0].rstrip(".")[:200]
         raise InputError(
-            f"{name} is a model of type {kind!r}, for which transformers gives no class of its own ({first}). "
-            "`trainshort import` may know it."
+            f"{name} is a model of type {kind!r}, for which transformers gives no class of its own "
+            f"({first_sentence(error)}). `trainshort import` may know it."
         ) from None
     weights = frozenset(StoredWeights(folder)) if any(folder.glob("*.safetensors")) else frozenset()
     return Specimen(str(kind), model_class, config, dtype=config.dtype or torch.float32, weights=weights)

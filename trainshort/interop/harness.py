@@ -27,7 +27,7 @@ from trainshort.interop.exporting import tokenizer_config
 from trainshort.interop.gguf_file import is_bytes
 from trainshort.registry import did_you_mean
 from trainshort.runs import provenance
-from trainshort.terminal import say
+from trainshort.terminal import first_sentence, say
 
 FORMAT = 1
 KEPT = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
@@ -152,10 +152,10 @@ def _tasks(asked: Asked) -> Any:
 
 
 def _unloadable(asked: Asked, error: Exception) -> str:
-    first = " ".join(str(error).split())[:200].rstrip(".")
     return (
-        f"The data of {', '.join(asked.tasks)} cannot be loaded ({type(error).__name__}: {first}). Most tasks fetch "
-        "theirs from the hub; without a network define a task over files here and give its folder: --include FOLDER."
+        f"The data of {', '.join(asked.tasks)} cannot be loaded ({type(error).__name__}: {first_sentence(error)}). "
+        "Most tasks fetch theirs from the hub; without a network define a task over files here and give its folder: "
+        "--include FOLDER."
     )
 
 

@@ -43,6 +43,7 @@ from trainshort.interop.formats import Format, WeightMap, convertible, formats, 
 from trainshort.model import TransformerLM
 from trainshort.registry import Registry
 from trainshort.runs import RunFolder
+from trainshort.terminal import first_sentence
 
 NATIVE = ("mpt", "bloom", "falcon")
 """Formats that transformers can run without code from the hub."""
@@ -202,9 +203,7 @@ def fetched(name: str, patterns: tuple[str, ...] = PATTERNS) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns), local_files_only=not answers))
     except (HfHubHTTPError, OSError, ValueError) as error:
-        first = (
-            str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".") if answers else "it does not answer"
-        )
+        first = first_sentence(error) if answers else "it does not answer"
         raise InputError(
             f"There is no file or folder {name}, and the hub did not give a model ({first}). "
             "Check the name and the network."

@@ -131,7 +131,10 @@ from trainshort.recipes import paper  # noqa: E402, F401  (fills the registry)
 
 def choose(names: Iterable[str]) -> list[Experiment]:
     """Experiments by name, all of them when none is named; `table 5`, `Table5` and `figure 1` are understood."""
+    names = list(names)
     chosen = [_plain(name) for name in names if name.strip()]
+    if len(names) > 1 and not chosen:
+        raise InputError(f"--only names no experiment, got '{','.join(names)}'; trainshort list experiments shows all.")
     return [experiments.get(name)() for name in chosen or experiments.names()]
 
 

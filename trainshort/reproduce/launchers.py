@@ -201,7 +201,7 @@ def read_site(path: Path | None, gpus: int) -> Site:
         values = tomllib.loads(read_text(path, mend="Write one as docs/reproduce.md shows, or leave --site out."))
         return Site.read({"gpus": gpus, **values})
     except (tomllib.TOMLDecodeError, InputError) as error:
-        raise InputError(f"The site file {path}: {str(error).rstrip('.')}.") from None
+        raise InputError(f"The site file {path}: {error}{'' if str(error)[-1:] in '.?' else '.'}") from None
 
 
 @dataclass(frozen=True)
