@@ -74,8 +74,8 @@ def test_mpt_before_and_after_a_patch(memory, tmp_path):
         *["patch", "--quick", "--preset", "tiny", "--lengths", "64", "--rounds", "2", "--memory", memory, "--out"],
         str(out),
     )
-    before, after = load(out).suites["patch"]
-    assert (before.case["model"], after.case["model"]) == ("mpt", "patched")
+    before, after, bare = load(out).suites["patch"]
+    assert [row.case["model"] for row in (before, after, bare)] == ["mpt", "patched", "without attention"]
     assert after.measured["same greedy tokens"].value == 32
     for work in ("forward", "step"):
         ratios = [a / b for a, b in zip(before.seconds[work], after.seconds[work], strict=True)]

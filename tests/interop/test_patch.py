@@ -2,6 +2,7 @@
 
 import copy
 import io
+import weakref
 
 import pytest
 import torch
@@ -165,6 +166,30 @@ def test_gradients(pair, checkpointing):
         assert difference < 1e-4 or other.grad.norm() < 1e-7, name
 
 
+def test_one_wide_tensor_a_layer_is_kept_for_the_backward_pass(kind):
+    """Against the class, which keeps the activation's input and output; the gradients are the same to the bit."""
+    torch.manual_seed(0)
+    block = next(module for module in make(kind).modules() if type(module).__name__.endswith("MLP")).train()
+    narrow = block.down_proj if kind == "mpt" else block.dense_4h_to_h
+    given = torch.randn(1, 50, narrow.out_features)
+    other = {} if kind == "falcon" else {"residual": torch.zeros_like(given)}
+    kept, gradients = [], []
+    for method in (None, families.FAMILIES[kind].narrow):
+        alive: list[weakref.ref] = []
+        handle = narrow.register_forward_hook(
+            lambda module, inputs, out, alive=alive: alive.append(weakref.ref(inputs[0]))
+        )
+        x = given.clone().requires_grad_()
+        out = block(x, **other) if method is None else method(type(block).forward, block, x, **other)
+        kept.append(alive[0]() is not None)
+        out.sin().sum().backward()
+        gradients.append([x.grad, *(weight.grad.clone() for weight in block.parameters())])
+        block.zero_grad()
+        handle.remove()
+    assert kept == [True, False]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 def test_peft_on_top_and_below(kind):
     peft = pytest.importorskip("peft")
     model, text = make(kind), tokens(2, 30)
@@ -301,6 +326,7 @@ def test_the_report_says_what_was_changed():
         "  2 MptBlock: hands on what may be seen\n"
         "  MptModel: any length; no mask and no biases of length times length\n"
         "  MptForCausalLM: packed documents (position_ids, cu_seq_lens_q) are kept apart\n"
+        "  2 MptMLP: in training the activation's output is made again and not kept\n"
     )
     assert report.slopes == tuple(trainshort.alibi.slopes(6, 16).tolist())
 

@@ -1,10 +1,12 @@
 """Hugging Face's MPT before and after `patch`: the same weights, the same tokens, in turns.
 
-Reading a text once, one training step, the peak memory of each in a process of its own, and greedy text.
+Reading a text once, one training step, the peak memory of each in a process of its own, and greedy text. Beside them
+the same model without attention between its projections: no patch of attention can be quicker than that.
 """
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +25,11 @@ from trainshort.bench.measure import (
 from trainshort.bench.measurements import RATIO, Measure, Measurement
 from trainshort.bench.peers import GREEDY
 from trainshort.bench.suites import PatchPlan, wants_memory
-from trainshort.interop.patch import patch
+from trainshort.interop.patch import patch, put_in
 from trainshort.presets import presets
 
 MODELS = ("mpt", "patched")
+BARE = "without attention"
 WORK = ("forward", "step")
 
 
@@ -42,7 +45,7 @@ def trials(plan: PatchPlan) -> list[Trial]:
 def measure(plan: PatchPlan, length: int, progress: Progress) -> list[Measurement]:
     if not training.mpt_takes_part(presets.get(plan.preset)(), length, length, progress):
         return []
-    models = dict(zip(MODELS, pair(plan.preset, length), strict=True))
+    models = dict(zip((*MODELS, BARE), made(plan.preset, length), strict=True))
     same = same_greedy_tokens(models["mpt"], models["patched"], length)
     timings: dict[str, dict[str, Timing]] = {}
     for work in WORK:
@@ -57,7 +60,7 @@ def measure(plan: PatchPlan, length: int, progress: Progress) -> list[Measuremen
                 progress.note(f"memory of {name}, {work}")
                 asked = {"name": name, "work": work, "preset": plan.preset, "length": length}
                 memory[work, name] = alone("patch", **asked)["peak"]
-    return [_row(name, plan, length, timings, memory, same) for name in MODELS]
+    return [_row(name, plan, length, timings, memory, same) for name in models]
 
 
 def _row(
@@ -87,13 +90,20 @@ def _row(
     )
 
 
-def pair(preset: str, length: int) -> tuple[Any, Any]:
-    """MPT with random weights as it is, and a patched copy."""
+def made(preset: str, length: int) -> tuple[Any, Any, Any]:
+    """MPT with random weights as it is, a patched copy, and one whose attention hands on the values."""
     torch.manual_seed(0)
     theirs = training.mpt(presets.get(preset)(), length + GREEDY).eval()
-    copied = copy.deepcopy(theirs)
+    copied, bare = copy.deepcopy(theirs), copy.deepcopy(theirs)
     patch(copied)
-    return theirs, copied
+    put_in(bare)  # builds no mask and no biases
+    for block in bare.transformer.blocks:
+        block.attn.forward = partial(_values, block.attn)
+    return theirs, copied, bare
+
+
+def _values(attention: Any, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    return attention.out_proj(attention.Wqkv(hidden_states).chunk(3, dim=2)[2]), None
 
 
 def work_of(work: str, model: Any, length: int) -> Callable[[], object]:

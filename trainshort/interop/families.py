@@ -29,9 +29,11 @@ class Family:
     body: str
     block: str
     attention: str
+    ffn: str
     root: str
     """What all its whole models are derived from."""
     attend: Method
+    narrow: Method
     slopes: Callable[[Any], Float[Tensor, " heads"]]
     counts_tokens: bool
     quiet: Mapping[str, Any]
@@ -46,7 +48,7 @@ class Family:
     def part(self, module: nn.Module) -> str | None:
         """Which part of the family a module is."""
         names = {one.__name__ for one in type(module).__mro__ if one.__module__ == self.module}
-        for name in ("attention", "block", "body"):
+        for name in ("attention", "ffn", "block", "body"):
             if getattr(self, name) in names:
                 return name
         return "outer" if self.root in names else None
@@ -55,6 +57,8 @@ class Family:
         match part:
             case "attention":
                 return {"forward": self.attend}
+            case "ffn":
+                return {"forward": self.narrow}
             case "block":
                 return {"__call__": seen.block_call}
             case "body":
@@ -73,24 +77,27 @@ def _nothing(original: Method, self: nn.Module, *args: Any, **kwargs: Any) -> No
 
 FAMILIES = {
     "mpt": Family(
-        *("MptModel", "MptBlock", "MptAttention", "MptPreTrainedModel"),
+        *("MptModel", "MptBlock", "MptAttention", "MptMLP", "MptPreTrainedModel"),
         attend=patched.mpt_attention,
+        narrow=patched.mpt_ffn,
         slopes=lambda config: alibi.slopes(config.n_heads, config.attn_config.alibi_bias_max),
         counts_tokens=False,
         quiet={"build_mpt_alibi_tensor": _nothing},
         has_alibi=lambda config: bool(config.attn_config.alibi),
     ),
     "bloom": Family(
-        *("BloomModel", "BloomBlock", "BloomAttention", "BloomPreTrainedModel"),
+        *("BloomModel", "BloomBlock", "BloomAttention", "BloomMLP", "BloomPreTrainedModel"),
         attend=patched.bloom_attention,
+        narrow=patched.bloom_ffn,
         slopes=lambda config: alibi.slopes(config.n_head),
         counts_tokens=True,
         quiet={"build_alibi_tensor": _nothing},
         has_alibi=lambda config: True,
     ),
     "falcon": Family(
-        *("FalconModel", "FalconDecoderLayer", "FalconAttention", "FalconPreTrainedModel"),
+        *("FalconModel", "FalconDecoderLayer", "FalconAttention", "FalconMLP", "FalconPreTrainedModel"),
         attend=patched.falcon_attention,
+        narrow=patched.falcon_ffn,
         slopes=_falcon_slopes,
         counts_tokens=True,
         quiet={"use_alibi": property(lambda self: False)},

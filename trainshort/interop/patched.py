@@ -1,4 +1,5 @@
-"""Attention of the three families, by `attend`: each projects, splits and caches as its class does."""
+"""Attention of the three families, by `attend`: each projects, splits and caches as its class does. And their
+feed-forward layers, which keep one wide tensor for the backward pass where the classes keep two."""
 
 from typing import Any
 
@@ -70,6 +71,44 @@ def falcon_attention(
     dropout = self.attention_dropout.p if self.training else 0.0
     out, weights = attended(q, k, v, attention_mask, self.inv_norm_factor, dropout)
     return self.dense(out), weights
+
+
+def mpt_ffn(original: Method, self: Any, hidden_states: Tensor, residual: Tensor) -> Tensor:
+    out = narrowed(self.up_proj(hidden_states), self.act, self.down_proj)
+    return nn.functional.dropout(out, self.hidden_dropout, self.training) + residual
+
+
+def bloom_ffn(original: Method, self: Any, hidden_states: Tensor, residual: Tensor) -> Tensor:
+    if self.pretraining_tp > 1 and self.slow_but_exact:
+        return original(self, hidden_states, residual)
+    out = narrowed(self.dense_h_to_4h(hidden_states), self.gelu_impl, self.dense_4h_to_h)
+    return residual + nn.functional.dropout(out, self.hidden_dropout, self.training)
+
+
+def falcon_ffn(original: Method, self: Any, x: Tensor) -> Tensor:
+    return narrowed(self.dense_h_to_4h(x), self.act, self.dense_4h_to_h)
+
+
+def narrowed(wide: Tensor, activate: nn.Module, narrow: nn.Module) -> Tensor:
+    """`narrow(activate(wide))`, of which the backward pass finds `wide` and makes the activation's output again. Where
+    somebody else says what is kept (gradient checkpointing, offloading), it is his affair."""
+    active = activate(wide)
+    if not active.requires_grad or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return narrow(active)
+    before, place = wide.detach(), active.untyped_storage().data_ptr()
+
+    def pack(kept: Tensor) -> Tensor | tuple[int, ...]:
+        whole = kept.untyped_storage().data_ptr() == place and kept.numel() == before.numel() and kept.is_contiguous()
+        return tuple(kept.shape) if whole else kept
+
+    def unpack(kept: Tensor | tuple[int, ...]) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        with torch.no_grad():
+            return activate(before).view(kept)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return narrow(active)
 
 
 def remembered(cache: Any, k: Tensor, v: Tensor, layer: int, seen: Seen) -> tuple[Tensor, Tensor]:
