@@ -93,7 +93,8 @@ def narrowed(wide: Tensor, activate: nn.Module, narrow: nn.Module) -> Tensor:
     """`narrow(activate(wide))`, of which the backward pass finds `wide` and makes the activation's output again. Where
     somebody else says what is kept (gradient checkpointing, offloading), it is his affair."""
     active = activate(wide)
-    if not active.requires_grad or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+    others = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
+    if not active.requires_grad or others(False) is not None:
         return narrow(active)
     before, place = wide.detach(), active.untyped_storage().data_ptr()
 
