@@ -9,10 +9,12 @@ from hugging import LENGTH, WORDS, make, off, unrounded  # noqa: E402
 from tokenizers import Tokenizer, models  # noqa: E402
 
 from trainshort.cli import main  # noqa: E402
+from trainshort.config import ModelConfig  # noqa: E402
 from trainshort.errors import InputError  # noqa: E402
 from trainshort.evaluate.changes import Change, changed  # noqa: E402
 from trainshort.interop.changing import changed_elsewhere  # noqa: E402
 from trainshort.interop.importing import ImportRequest, load_here  # noqa: E402
+from trainshort.model import TransformerLM  # noqa: E402
 
 LONG = 4 * LENGTH
 
@@ -103,6 +105,18 @@ def test_llama_imported_for_generate_is_llama(tmp_path):
     change = Change.read("rotary", "yarn=4")
     with changed(ours, change, LENGTH, LONG), changed_elsewhere(model, change, LENGTH, LONG):
         assert off(ours(tokens()), model(tokens()).logits) < 1e-4
+
+
+@torch.no_grad()
+def test_our_own_class_of_transformers_is_changed_as_its_run():
+    hf = pytest.importorskip("trainshort.hf")
+    torch.manual_seed(0)
+    ours = TransformerLM(ModelConfig(vocabulary=WORDS, layers=1, width=32, heads=2, position="rotary"))
+    model, change = hf.TrainshortForCausalLM.of(ours), Change.read("rotary", "blocks=8")
+    with changed(ours, change, LENGTH, LONG):
+        expected = ours(tokens())
+    with changed_elsewhere(model, change, LENGTH, LONG):
+        assert torch.equal(model(tokens(), use_cache=False).logits, expected)
 
 
 @torch.no_grad()

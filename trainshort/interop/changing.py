@@ -14,10 +14,11 @@ from torch import nn
 
 from trainshort import alibi
 from trainshort.errors import InputError
-from trainshort.evaluate.changes import Change, new_slopes, set_until
+from trainshort.evaluate.changes import Change, changed, new_slopes, set_until
 from trainshort.interop.families import FAMILIES
 from trainshort.interop.patch import patched_as, put_in, unpatch
 from trainshort.interop.seen import SETTINGS
+from trainshort.model import TransformerLM
 
 
 @contextmanager
@@ -26,8 +27,12 @@ def changed_elsewhere(model: Any, change: Change, trained_at: int | None, length
     if trained_at is None:
         raise InputError(f"--{change.option} needs the length the model was trained at; give --trained-at.")
     apply: dict[str, Callable[..., None]] = {"slopes": _slopes, "rotary": _rotation, "scores": _scores}
+    ours = next((module for module in model.modules() if isinstance(module, TransformerLM)), None)
     with ExitStack() as held:
-        apply[change.option](held, model, change, (trained_at, length))
+        if ours is not None:  # a folder of `export --to hf`
+            held.enter_context(changed(ours, change, trained_at, length))
+        else:
+            apply[change.option](held, model, change, (trained_at, length))
         yield
 
 
