@@ -154,9 +154,9 @@ def test_tables_are_cut_and_continued():
     q = torch.randn(1, 2, 5, 8)
     table = torch.arange(6.0).reshape(2, 3)
     call = Call(q, q, q, DistanceBias(table))
-    assert table_by_distance(call).tolist() == [[0, 1, 2, 2, 2], [3, 4, 5, 5, 5]]
+    assert table_by_distance(call, call.bias.table).tolist() == [[0, 1, 2, 2, 2], [3, 4, 5, 5, 5]]
     call = Call(q[:, :, :2], q[:, :, :2], q[:, :, :2], DistanceBias(table))
-    assert table_by_distance(call).tolist() == [[0, 1], [3, 4]]
+    assert table_by_distance(call, call.bias.table).tolist() == [[0, 1], [3, 4]]
 
 
 @pytest.mark.parametrize(

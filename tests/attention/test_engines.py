@@ -33,9 +33,17 @@ def with_gradients(function, inputs, grad_out):
     return [out.detach(), *torch.autograd.grad(out, leaves, grad_out.to(out.dtype))]
 
 
-def written(bias, q_len, k_len, heads):
-    future = alibi.distances(q_len, k_len) < 0
+def written(bias, q_len, k_len, heads, causal=True):
+    distance = alibi.distances(q_len, k_len)
+    future = (distance < 0) & causal
     match bias:
+        case LinearBias(slopes, right) if not causal:
+            right = slopes if right is None else right
+            return -torch.where(distance >= 0, slopes[:, None, None] * distance, -right[:, None, None] * distance)
+        case DistanceBias(table, right) if not causal:
+            right = table if right is None else right
+            before, after = (t[:, d.clamp(0, t.shape[1] - 1)] for t, d in ((table, distance), (right, -distance)))
+            return torch.where(distance >= 0, before, after)
         case LinearBias(slopes):
             return alibi.bias(slopes, q_len, k_len)
         case DistanceBias(table):
@@ -66,23 +74,26 @@ def draw(shape, kind, dtype, generator):
         "linear": LinearBias(alibi.slopes(heads)),
         "distance": DistanceBias(randn(heads, 9)),
         "dense": DenseBias(randn(heads, q_len, k_len)),
+        "two slopes": LinearBias(alibi.slopes(heads), alibi.slopes(heads).flip(0)),
+        "two tables": DistanceBias(randn(heads, 9), randn(heads, 5)),
     }[kind]
     return (q, k, v), bias, grad_out
 
 
-def check_against_oracle(name, shape, kind, dtype, seed):
+def check_against_oracle(name, shape, kind, dtype, seed, causal=True):
     batch, kv_heads, group, q_len, past, dim = shape
     generator, sums = torch.Generator().manual_seed(seed), torch.zeros(2, 4, dtype=torch.float64)
     draws = math.ceil(NUMBERS / (batch * kv_heads * q_len * dim))
     for rows in (batch, batch * (draws - 1)) if draws > 1 else (batch,):  # one draw as it is, the others side by side
         inputs, bias, grad_out = draw((rows, *shape[1:]), kind, dtype, generator)
-        if engines.get(name).unsupported(Call(inputs[0].requires_grad_(), *inputs[1:], bias)):
+        if engines.get(name).unsupported(Call(inputs[0].requires_grad_(), *inputs[1:], bias, causal=causal)):
             return
-        values = written(bias, q_len, q_len + past, kv_heads * group)
+        values = written(bias, q_len, q_len + past, kv_heads * group, causal)
+        options = {"bias": bias, "causal": causal}
         wide = [x.double() for x in inputs]
-        exact = with_gradients(lambda *x, b=bias: attend(*x, bias=b, backend="reference"), wide, grad_out)
+        exact = with_gradients(lambda *x, o=options: attend(*x, **o, backend="reference"), wide, grad_out)
         plain = with_gradients(lambda *x, b=values: plain_formula(*x, b), inputs, grad_out)
-        ours = with_gradients(lambda *x, b=bias: attend(*x, bias=b, backend=name), inputs, grad_out)
+        ours = with_gradients(lambda *x, o=options: attend(*x, **o, backend=name), inputs, grad_out)
         assert {x.dtype for x in ours} == {dtype}
         for index, found in enumerate((plain, ours)):
             sums[index] += torch.stack([(x.double() - e).square().sum() for x, e in zip(found, exact, strict=True)])
@@ -91,15 +102,16 @@ def check_against_oracle(name, shape, kind, dtype, seed):
 
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+SHAPES = st.tuples(
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 3, 5]),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 300),
+    st.sampled_from([0, 0, 1, 17, 200]),
+    st.sampled_from([8, 16, 64]),
+)
 CASES = given(
-    shape=st.tuples(
-        st.integers(1, 3),
-        st.sampled_from([1, 2, 3, 5]),
-        st.sampled_from([1, 2, 4]),
-        st.integers(1, 300),
-        st.sampled_from([0, 0, 1, 17, 200]),
-        st.sampled_from([8, 16, 64]),
-    ),
+    shape=SHAPES,
     kind=st.sampled_from(["none", "linear", "linear", "distance", "dense"]),
     seed=st.integers(0, 1000),
 )
@@ -113,6 +125,19 @@ CASES = given(
 @settings(max_examples=12)
 def test_within_the_budget_of_the_oracle(name, dtype, shape, kind, seed):
     check_against_oracle(name, shape, kind, dtype, seed)
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ENGINES)
+@given(
+    shape=SHAPES,
+    kind=st.sampled_from(["none", "linear", "two slopes", "two tables", "dense"]),
+    seed=st.integers(0, 1000),
+)
+@example(shape=(1, 4, 1, 500, 0, 32), kind="two slopes", seed=1)
+@settings(max_examples=5)
+def test_both_sides_within_the_budget_of_the_oracle(name, dtype, shape, kind, seed):
+    check_against_oracle(name, shape, kind, dtype, seed, causal=False)
 
 
 @pytest.mark.slow

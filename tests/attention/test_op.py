@@ -245,8 +245,8 @@ def test_a_bias_that_nobody_knows_is_an_error_everywhere():
         ):
             part()
     for part in (
-        lambda: _score_function(call.bias, 0),
-        lambda: table_by_distance(call),
+        lambda: _score_function(call),
+        lambda: table_by_distance(call, q),
         *(lambda engine=engine: engine.run(call) for engine in (engines.get("windowed"), engines.get("compiled"))),
     ):
         with pytest.raises(InputError, match="got StrangeBias"):

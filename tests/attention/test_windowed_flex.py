@@ -32,19 +32,22 @@ def written_out(mask, q_len, k_len):
 
 @pytest.mark.parametrize("options", [{}, {"window": 200}, {"documents": 150}], ids=["plain", "window", "documents"])
 @pytest.mark.parametrize("lengths", [(600, 600), (300, 777), (1, 1000), (128, 256)])
-def test_blocks_left_out_carry_no_more_than_the_tolerance(lengths, options):
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both sides"])
+def test_blocks_left_out_carry_no_more_than_the_tolerance(lengths, options, causal):
     q_len, k_len = lengths
     tolerance = 1e-4
     q, k = torch.randn(2, 4, q_len, 16), torch.randn(2, 2, k_len, 16)
     slopes = torch.tensor([1.0, 0.25, 1 / 16, 0.0])
     if "documents" in options:
         options = {"documents": (torch.arange(k_len) // options["documents"]).expand(2, -1)}
-    call = Call(q, k, k, LinearBias(slopes), tolerance=tolerance, **options)
+    right = None if causal else slopes * torch.tensor([1, 0.5, 4, 1])
+    call = Call(q, k, k, LinearBias(slopes, right), tolerance=tolerance, causal=causal, **options)
     pairs = written_out(proven_block_mask(call), q_len, k_len)
     seen = visible(call, slice(0, q_len), slice(0, k_len)).expand_as(pairs)
     assert (seen | (pairs != 2)).all()  # full blocks are not masked, so they must be visible whole
     scores = q.double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2) / 4
-    scores = scores - slopes.double()[:, None, None] * alibi.distances(q_len, k_len)
+    distance, after = alibi.distances(q_len, k_len), (slopes if right is None else right).double()[:, None, None]
+    scores = scores - torch.where(distance >= 0, slopes.double()[:, None, None], -after) * distance
     weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
     assert (weights * (pairs == 0)).sum(-1).max() <= tolerance
     if not options:
@@ -86,6 +89,6 @@ def test_flex_attention_reads_only_those_blocks():
     poisoned = v.clone()
     poisoned[:, :, :512] = math.nan
     out = torch.compile(flex_attention, dynamic=False)(
-        call.q, k, poisoned, score_mod=_score_function(call.bias, 896), block_mask=mask
+        call.q, k, poisoned, score_mod=_score_function(call), block_mask=mask
     )
     torch.testing.assert_close(out, expected, rtol=0, atol=5e-6)

@@ -1,7 +1,7 @@
 """What one attention call is: queries, keys, values, a bias, what may be seen; checked before any engine sees it."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.autograd.forward_ad as forward_mode
@@ -13,9 +13,14 @@ from trainshort.errors import InputError
 
 @dataclass(frozen=True)
 class LinearBias:
-    """score(h, i, j) −= slopes[h] · (i − j); engines compute it on the fly."""
+    """score(h, i, j) −= slopes[h] · (i − j); engines compute it on the fly.
+
+    Without a causal mask, keys on the right lose right[h] · (j − i), and an infinite slope says that a head does not
+    see that side."""
 
     slopes: Float[Tensor, " heads"]
+    right: Float[Tensor, " heads"] | None = None
+    """None: as on the left."""
 
     @property
     def values(self) -> Tensor:
@@ -24,9 +29,12 @@ class LinearBias:
 
 @dataclass(frozen=True)
 class DistanceBias:
-    """score(h, i, j) += table[h, i − j]; distances past the table use its last column (T5)."""
+    """score(h, i, j) += table[h, i − j]; distances past the table use its last column (T5). Without a causal mask, keys
+    on the right have right[h, j − i]."""
 
     table: Float[Tensor, "heads distances"]
+    right: Float[Tensor, "heads distances"] | None = None
+    """None: as on the left."""
 
     @property
     def values(self) -> Tensor:
@@ -36,9 +44,12 @@ class DistanceBias:
 @dataclass(frozen=True)
 class ClockBias:
     """score(b, h, i, j) += clock[b, h, i] − clock[b, h, j], with a reading for every key (FoX; clocks.py). In float64:
-    a clock grows with the text, and its differences count."""
+    a clock grows with the text, and its differences count. Without a causal mask, keys on the right have
+    right[b, h, j] − right[b, h, i]: a clock that falls is a penalty on either side."""
 
     clock: Float[Tensor, "batch heads k_len"]
+    right: Float[Tensor, "batch heads k_len"] | None = None
+    """None: as on the left."""
 
     @property
     def values(self) -> Tensor:
@@ -76,6 +87,8 @@ class Call:
     tolerance: float = TOLERANCE
     scale: float | None = None
     """What products of queries and keys are multiplied with; None: 1/√dim."""
+    causal: bool = True
+    """False: keys on the right are seen too."""
 
     @property
     def factor(self) -> float:
@@ -89,17 +102,24 @@ class Call:
     @property
     def signature(self) -> tuple[object, ...]:
         """All of it but the numbers in its tensors: calls of one signature are computed by one engine."""
-        bias = None if self.bias is None else self.bias.values
+        bias, right = None if self.bias is None else self.bias.values, getattr(self.bias, "right", None)
         return (
             *(self.q.shape, self.k.shape, self.q.dtype, self.q.device, torch.is_grad_enabled()),
             *(self.q.requires_grad, self.k.requires_grad, self.v.requires_grad, type(self.bias)),
             *(None if bias is None else (bias.shape, bias.dtype, bias.requires_grad), self.documents is None),
-            *(self.window, self.dropout, self.needs_lse, self.tolerance, self.scale),
+            *(self.window, self.dropout, self.needs_lse, self.tolerance, self.scale, self.causal),
+            None if right is None else (right.shape, right.dtype, right.requires_grad),
         )
 
     @property
+    def bias_tensors(self) -> tuple[Tensor, ...]:
+        """The bias's own tensors: none, one, or one for each side."""
+        right = getattr(self.bias, "right", None)
+        return tuple(x for x in (None if self.bias is None else self.bias.values, right) if x is not None)
+
+    @property
     def bias_needs_grad(self) -> bool:
-        return self.bias is not None and self.bias.values.requires_grad and torch.is_grad_enabled()
+        return torch.is_grad_enabled() and any(x.requires_grad for x in self.bias_tensors)
 
     @property
     def needs_grad(self) -> bool:
@@ -111,7 +131,7 @@ class Call:
         """Whether somebody differentiates this in forward mode, which only plain operations of torch can follow."""
         if torch.compiler.is_compiling():
             return False
-        given = (self.q, self.k, self.v, *(() if self.bias is None else (self.bias.values,)))
+        given = (self.q, self.k, self.v, *self.bias_tensors)
         return any(forward_mode.unpack_dual(x).tangent is not None for x in given)
 
     @property
@@ -184,8 +204,10 @@ def _check_bias(call: Call) -> None:
             if slopes.shape != (heads,):
                 raise InputError(f"slopes must be one per query head, shape ({heads},); got {tuple(slopes.shape)}.")
             # An infinite slope would turn every row to NaN far from here. Read only where that costs no waiting.
-            if slopes.device.type == "cpu" and tracer() is None and not slopes.isfinite().all():
-                raise InputError(f"slopes must be finite, got {slopes.tolist()}.")
+            finite = slopes.isfinite() if call.causal else slopes > -math.inf
+            if slopes.device.type == "cpu" and tracer() is None and not finite.all():
+                blind = "" if call.causal else ", or inf where a head does not see that side"
+                raise InputError(f"slopes must be finite{blind}, got {slopes.tolist()}.")
         case DistanceBias(table):
             if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < 1:
                 raise InputError(f"a distance bias has shape (heads={heads}, distances); got {tuple(table.shape)}.")
@@ -208,6 +230,10 @@ def _check_bias(call: Call) -> None:
             raise unknown_bias(unknown)
     if call.bias.values.device != call.q.device:
         raise InputError(f"the bias is on {call.bias.values.device}, but q on {call.q.device}; move it there.")
+    if (right := getattr(call.bias, "right", None)) is not None:
+        if call.causal:
+            raise InputError("a bias for the right side needs causal=False; causal attention sees the left side only.")
+        _check_bias(replace(call, bias=type(call.bias)(right)))
 
 
 def contiguous_rows(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from trainshort.attention import operator
 from trainshort.attention.call import Call, ClockBias, DistanceBias, LinearBias, unknown_bias
 from trainshort.attention.formula import wide
 from trainshort.attention.op import Result, engines
+from trainshort.attention.sides import BLIND
 
 
 class Compiled:
@@ -41,26 +42,27 @@ class Compiled:
     def run(self, call: Call) -> Result:
         match call.bias:
             case None:
-                bias = torch.zeros(call.q.shape[1])
-            case ClockBias(clock):
-                bias = clock
+                values = [torch.zeros(call.q.shape[1])]
+            case ClockBias():
+                values = call.bias_tensors
             case _:
-                bias = table_by_distance(call)
+                values = [table_by_distance(call, side) for side in call.bias_tensors]
         allowed = call.tolerance if isinstance(call.bias, DistanceBias) else 0.0
         out, lse, _, dropped = torch.ops.trainshort.attention(
-            call.q, call.k, call.v, bias, call.documents, call.window, call.factor, allowed, True
+            *(call.q, call.k, call.v, values[0], call.documents, call.window, call.factor, allowed, True),
+            None if call.causal else values[-1],
         )
         return Result(out, lse, dropped.amax(-1))
 
 
-def table_by_distance(call: Call) -> Float[Tensor, "heads k_len"]:
-    """The bias at every distance that can occur."""
+def table_by_distance(call: Call, values: Tensor) -> Float[Tensor, "heads k_len"]:
+    """The bias of one side's slopes or table at every distance that can occur."""
     distance = torch.arange(call.k.shape[2])
     match call.bias:
-        case LinearBias(slopes):
-            return -slopes.to(wide(call.q))[:, None] * distance
-        case DistanceBias(table):
-            known = table[:, : len(distance)]
+        case LinearBias():
+            return -values.to(wide(call.q)).clamp(max=BLIND)[:, None] * distance
+        case DistanceBias():
+            known = values[:, : len(distance)]
             beyond = len(distance) - known.shape[1]
             return torch.cat([known, known[:, -1:].expand(-1, beyond)], dim=1) if beyond else known
         case unknown:

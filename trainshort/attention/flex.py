@@ -7,6 +7,7 @@ Forward only on the CPU (torch has no backward there), where it serves to test t
 Training on a GPU has not been run by us: no GPU was at hand.
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from trainshort import alibi, clocks
 from trainshort.attention.call import Bias, Call, ClockBias, DenseBias, DistanceBias, LinearBias, unknown_bias
+from trainshort.attention.formula import mirrored
 from trainshort.attention.op import Result, engines
+from trainshort.attention.sides import BLIND
 
 BLOCK = 128
 """FlexAttention's own block size."""
@@ -51,7 +54,7 @@ class Flex:
             call.q,
             call.k,
             call.v,
-            score_mod=_score_function(call.bias, call.k.shape[2] - call.q.shape[2]),
+            score_mod=_score_function(call),
             block_mask=mask,
             scale=call.factor,
             enable_gqa=call.group > 1,
@@ -77,22 +80,33 @@ def _compiled(device: str) -> Any:
     return torch.compile(flex_attention, dynamic=False if device == "cpu" else None)
 
 
-def _score_function(bias: Bias | None, past: int) -> Any:
+def _score_function(call: Call) -> Any:
+    """The bias as FlexAttention wants it: of the score at query i, counted from the first query, and key j."""
+    if call.bias is None:
+        return None
+    past, left = call.k.shape[2] - call.q.shape[2], _one_sided(call.bias, call.bias_tensors[0])
+    if call.causal:
+        return lambda score, b, h, i, j: score + left(b, h, i + past, j, i + past - j)
+    right = _one_sided(call.bias, mirrored(call))
+    return lambda score, b, h, i, j: (
+        score
+        + torch.where(i + past >= j, left(b, h, i + past, j, i + past - j), right(b, h, i + past, j, j - i - past))
+    )
+
+
+def _one_sided(bias: Bias, values: Tensor) -> Any:
+    """What one side's slopes, table or clock say of query i, key j and their distance towards that side."""
     match bias:
-        case None:
-            return None
-        case LinearBias(slopes):
-            slopes = slopes.float()
-            return lambda score, b, h, i, j: score - slopes[h] * (i + past - j)
-        case DistanceBias(table):
-            last = table.shape[1] - 1
-            return lambda score, b, h, i, j: score + table[h, (i + past - j).clamp(0, last)]
-        case ClockBias(clock):
-            high = clock.float()  # two floats for each reading; what is lost of the first is in the second
-            low = (clock.double() - high.double()).float()
-            return lambda score, b, h, i, j: (
-                score + ((high[b, h, i + past] - high[b, h, j]) + (low[b, h, i + past] - low[b, h, j]))
-            )
+        case LinearBias():
+            slopes = values.float().clamp(max=BLIND)
+            return lambda b, h, i, j, distance: -slopes[h] * distance
+        case DistanceBias():
+            last = values.shape[1] - 1
+            return lambda b, h, i, j, distance: values[h, distance.clamp(0, last)]
+        case ClockBias():
+            high = values.float()  # two floats for each reading; what is lost of the first is in the second
+            low = (values.double() - high.double()).float()
+            return lambda b, h, i, j, distance: (high[b, h, i] - high[b, h, j]) + (low[b, h, i] - low[b, h, j])
         case unknown:
             raise unknown_bias(unknown)
 
@@ -110,15 +124,18 @@ def proven_block_mask(call: Call) -> BlockMask:
     q_len, k_len = call.q.shape[2], call.k.shape[2]
     starts = torch.arange(k_len - q_len, k_len, BLOCK, device=call.q.device)
     ends = (starts + BLOCK).clamp(max=k_len)
-    first = torch.where(call.v.isfinite().all(), _proven_first(call, starts), 0)  # 0 · NaN is NaN at any distance
+    finite = call.v.isfinite().all()  # 0 · NaN is NaN at any distance
+    first = torch.where(finite, _by_block(_proven_first(call)).amin(-1), 0)
+    last = ends.expand_as(first) if call.causal else torch.where(finite, _by_block(_proven_last(call)).amax(-1), k_len)
     plain = call.window is None and call.documents is None
     if call.window is not None:
         first = torch.maximum(first, starts - call.window + 1)
-    begin = first.clamp(min=0) // BLOCK
-    end = (ends + BLOCK - 1) // BLOCK
-    # From here on rows differ in what they see.
-    masked = torch.maximum(begin, (starts + 1) // BLOCK) if plain else begin
-    count, indices = _listed(masked, end.expand_as(masked), k_len)
+        last = torch.minimum(last, ends + (0 if call.causal else call.window - 1))
+    begin, end = first.clamp(min=0) // BLOCK, (last + BLOCK - 1) // BLOCK
+    # Rows of a block differ in what they see: at the end of causal attention, or by windows and documents anywhere.
+    differ = torch.maximum(begin, (starts + 1) // BLOCK) if call.causal else end
+    masked = differ if plain else begin
+    count, indices = _listed(masked, end, k_len)
     full_count, full_indices = _listed(begin, masked, k_len)
     return BlockMask.from_kv_blocks(
         count,
@@ -126,30 +143,47 @@ def proven_block_mask(call: Call) -> BlockMask:
         full_count,
         full_indices,
         BLOCK_SIZE=BLOCK,
-        mask_mod=_mask_function(k_len - q_len, call.window, call.documents),
+        mask_mod=_mask_function(call),
         seq_lengths=(q_len, k_len),
         compute_q_blocks=call.needs_grad,
     )
 
 
-def _proven_first(call: Call, starts: Int[Tensor, " q_blocks"]) -> Int[Tensor, "batch heads q_blocks"]:
-    """The first key that each block of queries must read."""
+def _by_block(rows: Int[Tensor, "batch heads q_len"]) -> Int[Tensor, "batch heads q_blocks block"]:
+    """Rows by blocks of them; the last one is filled up with its last row."""
+    more = rows[..., -1:].expand(*rows.shape[:2], -rows.shape[2] % BLOCK)
+    return torch.cat([rows, more], dim=2).unflatten(2, (-1, BLOCK))
+
+
+def _proven_first(call: Call) -> Int[Tensor, "batch heads q_len"]:
+    """The first key that each query must read. Half the tolerance where there is a right side to be promised, too: both
+    bounds are against the same own key."""
+    tolerance = call.tolerance if call.causal else call.tolerance / 2
+    values = call.bias_tensors[0].detach()
     match call.bias:
-        case LinearBias(slopes):
-            return starts - alibi.proven_windows(call.q, call.k, slopes, call.tolerance, BLOCK, call.factor) + 1
-        case ClockBias(clock):
-            rows = clocks.proven_starts(alibi.most_excess(call.q, call.k, call.factor), clock.detach(), call.tolerance)
-            padded = torch.nn.functional.pad(rows, (0, -rows.shape[2] % BLOCK), value=call.k.shape[2])
-            return padded.unflatten(2, (-1, BLOCK)).amin(-1)
+        case LinearBias():
+            windows = alibi.proven_windows(call.q, call.k, values.clamp(max=BLIND), tolerance, 1, call.factor)
+            positions = torch.arange(call.k.shape[2] - call.q.shape[2], call.k.shape[2], device=call.q.device)
+            return torch.where(windows >= call.k.shape[2], 0, positions - windows + 1)
+        case ClockBias():
+            return clocks.proven_starts(alibi.most_excess(call.q, call.k, call.factor), values, tolerance)
         case unknown:
             raise unknown_bias(unknown)
+
+
+def _proven_last(call: Call) -> Int[Tensor, "batch heads q_len"]:
+    """Behind the last key that each query must read: the same on the text read backwards."""
+    past, values = call.k.shape[2] - call.q.shape[2], mirrored(call)
+    bias = ClockBias(values[..., past:].flip(-1)) if isinstance(call.bias, ClockBias) else LinearBias(values)
+    backwards = replace(call, q=call.q.flip(2), k=call.k[:, :, past:].flip(2), v=call.v[:, :, past:], bias=bias)
+    return call.k.shape[2] - _proven_first(backwards).flip(2)
 
 
 def whole_block_mask(call: Call) -> BlockMask:
     """Every block that any row may see."""
     q_len, k_len = call.q.shape[2], call.k.shape[2]
     return create_block_mask(
-        _mask_function(k_len - q_len, call.window, call.documents),
+        _mask_function(call),
         B=None if call.documents is None else call.q.shape[0],
         H=None,
         Q_LEN=q_len,
@@ -158,12 +192,14 @@ def whole_block_mask(call: Call) -> BlockMask:
     )
 
 
-def _mask_function(past: int, window: int | None, documents: Tensor | None) -> Any:
+def _mask_function(call: Call) -> Any:
+    past, window, documents, causal = call.k.shape[2] - call.q.shape[2], call.window, call.documents, call.causal
+
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         distance = i + past - j
-        visible = distance >= 0
+        visible = distance >= 0 if causal else distance < call.k.shape[2]  # all of them
         if window is not None:
-            visible = visible & (distance < window)
+            visible = visible & (distance < window) & (distance > -window)
         if documents is not None:
             visible = visible & (documents[b, i + past] == documents[b, j])
         return visible

@@ -63,18 +63,38 @@ def distance_between(call: Call, rows: slice, keys: slice) -> Int[Tensor, "rows 
 
 def written_bias(call: Call, rows: slice, keys: slice) -> Float[Tensor, "*batch heads rows keys"] | None:
     """The bias of some query rows on some keys, for engines that need it written out."""
+    bias = call.bias
+    if bias is None:
+        return None
+    if isinstance(bias, DenseBias):
+        return bias.values[..., rows, keys]
+    distance = distance_between(call, rows, keys)
+    left = _one_sided(call, call.bias_tensors[0], distance, rows, keys)
+    return (
+        left
+        if call.causal
+        else torch.where(distance < 0, _one_sided(call, mirrored(call), -distance, rows, keys), left)
+    )
+
+
+def mirrored(call: Call) -> Tensor:
+    """What the bias says of the right side, for a text read backwards, where a clock that falls would rise."""
+    right = call.bias_tensors[-1]
+    return -right if isinstance(call.bias, ClockBias) else right
+
+
+def _one_sided(call: Call, values: Tensor, distance: Int[Tensor, "rows keys"], rows: slice, keys: slice) -> Tensor:
+    """What one side's slopes, table or clock say of keys at a distance that counts towards that side."""
     match call.bias:
-        case None:
-            return None
-        case LinearBias(slopes):
-            return -slopes.float()[:, None, None] * distance_between(call, rows, keys)
-        case DistanceBias(table):
-            return table[:, distance_between(call, rows, keys).clamp(0, table.shape[1] - 1)]
-        case ClockBias(clock):
-            own = clock[..., call.k.shape[2] - call.q.shape[2] :]
-            return own[..., rows, None] - clock[..., None, keys]
-        case DenseBias(values):
-            return values[..., rows, keys]
+        case LinearBias():
+            slopes = values.float()[:, None, None]
+            # One's own key has none, also for a head that is blind on this side: infinity · 0 is not a number.
+            return -slopes * distance if call.causal else torch.where(distance == 0, 0.0, -slopes * distance)
+        case DistanceBias():
+            return values[:, distance.clamp(0, values.shape[1] - 1)]
+        case ClockBias():
+            own = values[..., call.k.shape[2] - call.q.shape[2] :]
+            return own[..., rows, None] - values[..., None, keys]
         case unknown:
             raise unknown_bias(unknown)
 
@@ -82,9 +102,9 @@ def written_bias(call: Call, rows: slice, keys: slice) -> Float[Tensor, "*batch 
 def visible(call: Call, rows: slice, keys: slice) -> Bool[Tensor, "one_or_batch 1 rows keys"]:
     """Which of some keys some query rows may see."""
     distance = distance_between(call, rows, keys)
-    seen = distance >= 0
+    seen = distance >= 0 if call.causal else torch.ones_like(distance, dtype=torch.bool)
     if call.window is not None:
-        seen = seen & (distance < call.window)
+        seen = seen & (distance.abs() < call.window)
     if call.documents is None:
         return seen[None, None]
     queries = call.documents[:, -call.q.shape[2] :][:, rows]

@@ -73,6 +73,7 @@ def attend(
     tolerance: float = TOLERANCE,
     return_lse: bool = False,
     return_certificate: bool = False,
+    causal: bool = True,
 ) -> Tensor | tuple[Tensor, ...]:
     """Causal attention; the last query is aligned with the last key.
 
@@ -85,10 +86,11 @@ def attend(
     comes too (natural log, float32, without gradient), so that results over ranges of keys can be put together by
     `merge`. `tolerance` is the softmax mass that an engine may leave out of a row where it proves that it is no more
     (0: nothing); with `return_certificate` the largest mass so left out, per batch entry and head, comes last.
-    `scale` multiplies the products of queries and keys; by default 1/√dim.
+    `scale` multiplies the products of queries and keys; by default 1/√dim. Without `causal` (an encoder) keys on the
+    right are seen as well: biases count the distance to either side, and a `window` n reaches n − 1 tokens each way.
     """
     allowed = 0.0 if 0 < tolerance < SMALLEST else tolerance
-    call = Call(q, k, v, bias, window, documents, dropout, return_lse, allowed, scale)
+    call = Call(q, k, v, bias, window, documents, dropout, return_lse, allowed, scale, causal)
     check(call)
     result = (choose(call) if backend == "auto" else _named(backend, call)).run(call)
     results = [result.out]
@@ -161,9 +163,11 @@ def alibi_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
     tolerance: float = TOLERANCE,
+    causal: bool = True,
 ) -> Float[Tensor, "batch heads q_len dim"]:
     """ALiBi attention for anybody's model: causal, fast, and off by no more than `tolerance` of any row's softmax mass
-    beside rounding (0: nothing is left out). Slopes default to the paper's for this many heads.
+    beside rounding (0: nothing is left out). Slopes default to the paper's for this many heads. Without `causal` it is
+    an encoder's, −slope · |i − j|.
 
     Fewer key than query heads share them (GQA). `key_padding_mask` is True where a key is padding, in front or behind,
     as in torch.nn.MultiheadAttention (Hugging Face's attention_mask is its opposite: pass `attention_mask == 0`); rows
@@ -175,9 +179,8 @@ def alibi_attention(
     if key_padding_mask is not None:
         documents = _padding_apart(key_padding_mask, documents, (k.shape[0], k.shape[2]))
     bias = LinearBias(alibi.slopes(q.shape[1]).to(q.device) if slopes is None else slopes)
-    out = attend(
-        *(q, k, v), bias=bias, window=window, documents=documents, dropout=dropout_p, scale=scale, tolerance=tolerance
-    )
+    allowed = {"window": window, "documents": documents, "tolerance": tolerance, "causal": causal}
+    out = attend(q, k, v, bias=bias, dropout=dropout_p, scale=scale, **allowed)
     assert isinstance(out, Tensor)
     return out
 

@@ -7,14 +7,15 @@ the structs mirror kernels/attention/call.h.
 
 import ctypes
 import logging
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trainshort.attention import windowed_torch
+from trainshort.attention import sides, windowed_torch
 from trainshort.attention.call import Call, ClockBias, DistanceBias, LinearBias, contiguous_rows
 from trainshort.attention.formula import document_reach, formula, wide
 from trainshort.attention.windowed_torch import PANEL
@@ -149,17 +150,21 @@ def _forward(
     scale: float,
     tolerance: float,
     compiled: bool,
+    right: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, log-sum-exp (float64: the backward pass makes weights of it), the first key each panel of query rows
     read, and the mass that may lie before it. The bias is slopes, or (heads, k_len) by distance, or (batch, heads,
-    k_len), a clock."""
+    k_len), a clock. With `right`, such a one for the keys after each row's own, it is attention to both sides, and the
+    panels of the right one follow those of the left."""
+    if right is not None:
+        return sides.forward(_call(q, k, v, bias, documents, window, scale, tolerance, right), compiled)
     results = out, lse, first, dropped = _empty_results(q)
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
     if compiled and has_kernel(q.shape[3], q.dtype):
         written = {"out": out, "lse": lse, "first": first, "dropped": dropped}
         _run("trainshort_forward", bias, documents, window, scale, tolerance, q=q, k=k, v=v, **written)
     else:
-        windowed_torch.forward(_call(q, k, v, bias, documents, window, scale, tolerance), *results)
+        windowed_torch.forward(_call(q, k, v, bias, documents, window, scale, tolerance, None), *results)
     return results
 
 
@@ -177,34 +182,46 @@ def _backward(
     lse: Tensor,
     first: Tensor,
     compiled: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and the bias (float64; slopes get none here: an empty tensor)."""
-    grad_q, grad_k, grad_v = (_like(x) for x in (q, k, v))
+    right: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, the bias and that of the right side (float64; slopes get none here: an empty tensor)."""
+    call = _call(q, k, v, bias, documents, window, scale, 0.0, right)
+    gradients = partial(_gradients, compiled=compiled)
+    if right is not None:
+        return sides.backward(call, grad_out, out, lse, first, gradients)
+    grad_q, grad_k, grad_v, keys, rows = gradients(call, grad_out, out, lse, first)
+    return grad_q, grad_k, grad_v, sides.of_bias(call, keys, rows), lse.new_empty(0)
+
+
+def _gradients(
+    call: Call, grad_out: Tensor, out: Tensor, lse: Tensor, first: Tensor, compiled: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of q, k and v of one causal call; of a table, for each batch entry, or of a clock where it stands for keys; and
+    of a clock where it stands for rows."""
+    bias = call.bias_tensors[0]
+    grad_q, grad_k, grad_v = (_like(x) for x in (call.q, call.k, call.v))
+    q, k, v, grad_out = (contiguous_rows(x) for x in (call.q, call.k, call.v, grad_out))
     # The gradient of q is added up over stretches of keys, so it needs full precision in between.
     summed = grad_q.zero_() if q.dtype == wide(q) else torch.zeros(q.shape, dtype=wide(q))
-    grad_bias = _empty_grad_bias(q, k, bias).zero_()
-    q, k, v, grad_out = (contiguous_rows(x) for x in (q, k, v, grad_out))
+    keys = _empty_grad_bias(q, k, bias).zero_()
+    rows = q.new_zeros(q.shape[:3] if bias.dim() == 3 else (0,), dtype=torch.float64)
     if compiled and has_kernel(q.shape[3], q.dtype):
         written = {"grad_q": summed, "grad_k": grad_k, "grad_v": grad_v}
         written["inner"] = torch.empty_like(lse, dtype=summed.dtype)
         match bias.dim():
             case 2:
-                written["grad_table"] = grad_bias
+                written["grad_table"] = keys
             case 3:
-                written["grad_rows"] = q.new_zeros(q.shape[:3], dtype=torch.float64)
-                written["grad_keys"] = grad_bias
+                written["grad_rows"], written["grad_keys"] = rows, keys
         given = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out, "lse": lse, "first": first}
-        _run("trainshort_backward", bias, documents, window, scale, 0.0, **given, **written)
-        if bias.dim() == 3:
-            grad_bias[..., k.shape[2] - q.shape[2] :] += written["grad_rows"]
+        _run("trainshort_backward", bias, call.documents, call.window, call.factor, 0.0, **given, **written)
     else:
-        call, grads = _call(q, k, v, bias, documents, window, scale, 0.0), (summed, grad_k, grad_v)
+        given = (replace(call, q=q, k=k, v=v), grad_out, out, lse, first, (summed, grad_k, grad_v))
         if bias.dim() == 3:
-            grad_bias = windowed_torch.backward_of_clock(call, grad_out, out, lse, first, grads)
+            keys, rows = windowed_torch.backward_of_clock(*given)
         else:
-            windowed_torch.backward(call, grad_out, out, lse, first, grads)
-    grad_q = grad_q if summed is grad_q else grad_q.copy_(summed)
-    return grad_q, grad_k, grad_v, grad_bias if bias.dim() == 3 else grad_bias.sum(0)
+            windowed_torch.backward(*given)
+    return grad_q if summed is grad_q else grad_q.copy_(summed), grad_k, grad_v, keys, rows
 
 
 def _call(
@@ -216,60 +233,73 @@ def _call(
     window: int | None,
     scale: float,
     tolerance: float,
+    right: Tensor | None,
 ) -> Call:
     """The call again, for what is written in PyTorch."""
-    kind = (LinearBias, DistanceBias, ClockBias)[bias.dim() - 1](bias)
-    return Call(q, k, v, kind, window, documents, tolerance=tolerance, scale=scale)
+    kind = (LinearBias, DistanceBias, ClockBias)[bias.dim() - 1](bias, right)
+    return Call(q, k, v, kind, window, documents, tolerance=tolerance, scale=scale, causal=right is None)
 
 
-_forward.register_fake(lambda q, *_: _empty_results(q))
-_backward.register_fake(
-    lambda grad_out, q, k, v, bias, *_: (
-        *(_like(x) for x in (q, k, v)),
-        _empty_grad_bias(q, k, bias) if bias.dim() == 3 else _empty_grad_bias(q, k, bias).sum(0),
-    )
-)
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, documents: Any, window: int | None, *rest: Any) -> Any:
+    out, lse, *panels = _empty_results(q)
+    if rest[3:] and rest[3] is not None and window != 1:
+        more = -(-(q.shape[2] - 1) // PANEL)
+        panels = [torch.cat([x, x.new_empty(*x.shape[:2], more)], dim=2) for x in panels]
+    return out, lse, *panels
+
+
+@_backward.register_fake
+def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *rest: Any) -> Any:
+    clock, right = bias.dim() == 3, rest[7] if rest[7:] else None
+    of_bias = _empty_grad_bias(q, k, bias) if clock else _empty_grad_bias(q, k, bias).sum(0)
+    of_right = torch.empty_like(of_bias) if right is not None and bias.dim() > 1 else of_bias.new_empty(0)
+    return *(_like(x) for x in (q, k, v)), of_bias, of_right
 
 
 def _keep_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, bias, documents, ctx.window, ctx.scale, _, ctx.compiled = inputs
+    q, k, v, bias, documents, ctx.window, ctx.scale, _, ctx.compiled, right = inputs
     out, lse, first, dropped = output
-    ctx.save_for_backward(q, k, v, bias, documents, out, lse, first)
+    ctx.save_for_backward(q, k, v, bias, documents, out, lse, first, right)
     ctx.mark_non_differentiable(lse, first, dropped)
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, bias, documents, *results = ctx.saved_tensors
-    *grads, grad_bias = torch.ops.trainshort.attention_backward(
-        grad_out, q, k, v, bias, documents, ctx.window, ctx.scale, *results, ctx.compiled
+    q, k, v, bias, documents, *results, right = ctx.saved_tensors
+    *grads, of_bias, of_right = torch.ops.trainshort.attention_backward(
+        grad_out, q, k, v, bias, documents, ctx.window, ctx.scale, *results, ctx.compiled, right
     )
-    return *grads, grad_bias.to(bias.dtype) if bias.dim() > 1 else None, None, None, None, None, None
+    trained = bias.dim() > 1
+    of_right = of_right.to(bias.dtype) if trained and right is not None else None
+    return *grads, of_bias.to(bias.dtype) if trained else None, None, None, None, None, None, of_right
 
 
 def _keep_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    grad_out, q, k, v, bias, documents, ctx.window, ctx.scale, *_ = inputs
-    ctx.save_for_backward(grad_out, q, k, v, bias, documents)
+    grad_out, q, k, v, bias, documents, ctx.window, ctx.scale, *_, right = inputs
+    ctx.save_for_backward(documents, grad_out, q, k, v, bias, right)
 
 
 def _differentiate_again(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     """Second derivatives come from the formula, whose every step torch can differentiate as often as one likes."""
     _announce_formula()
-    *given, documents = ctx.saved_tensors
+    documents, *given = ctx.saved_tensors
+    given = given if given[5] is not None else given[:5]
     with_bias = given[4].dim() > 1
     goes_on = torch.is_grad_enabled()
     with torch.enable_grad():
         # Each under a name of its own, since the incoming gradient may itself have come from the queries.
         leaves = [x.view_as(x) if goes_on and x.requires_grad else x.detach().requires_grad_() for x in given]
-        q, k, v, bias = leaves[1:]
-        out, _ = formula(_call(q, k, v, bias, documents, ctx.window, ctx.scale, 0.0))
+        q, k, v, bias = leaves[1:5]
+        right = leaves[5] if len(leaves) > 5 else None
+        out, _ = formula(_call(q, k, v, bias, documents, ctx.window, ctx.scale, 0.0, right))
         inputs = leaves[1:] if with_bias else leaves[1:4]
         first = torch.autograd.grad(out, inputs, leaves[0], create_graph=True)
         asked = [(x, g.to(x.dtype)) for x, g in zip(first, grads, strict=False) if g is not None]
         second = torch.autograd.grad(
             [x for x, _ in asked], leaves, [g for _, g in asked], create_graph=goes_on, allow_unused=True
         )
-    grad_bias = second[4] if with_bias else None
-    return *second[:4], grad_bias, None, None, None, None, None, None, None
+    of_bias = (*second[4:], None)[:2] if with_bias else (None, None)
+    return *second[:4], of_bias[0], *[None] * 7, of_bias[1]
 
 
 @cache

@@ -38,9 +38,9 @@ class Sdpa:
 
     def run(self, call: Call) -> Result:
         if call.bias is None and call.window is None and call.documents is None:
-            if call.q.shape[2] == call.k.shape[2]:
+            if call.causal and call.q.shape[2] == call.k.shape[2]:
                 return Result(*_attend(call, slice(None), slice(None), mask=None, causal=True))
-            if call.q.shape[2] == 1:
+            if not call.causal or call.q.shape[2] == 1:
                 return Result(*_attend(call, slice(None), slice(None), mask=None, causal=False))
         parts = [_chunk(call, rows) for rows in _chunks(call)]
         if len(parts) == 1:
@@ -62,9 +62,10 @@ def _chunks(call: Call) -> list[slice]:
 
 
 def _chunk(call: Call, rows: slice) -> tuple[Tensor, Tensor | None]:
-    past = call.k.shape[2] - call.q.shape[2]
-    first = 0 if call.window is None else max(0, past + rows.start - call.window + 1)
-    keys = slice(first, past + rows.stop)
+    k_len, past = call.k.shape[2], call.k.shape[2] - call.q.shape[2]
+    reach = k_len if call.window is None else call.window - 1
+    last = past + rows.stop if call.causal else min(k_len, past + rows.stop + reach)
+    keys = slice(max(0, past + rows.start - reach), last)
     seen = visible(call, rows, keys)
     bias = written_bias(call, rows, keys)
     if bias is None:

@@ -17,6 +17,7 @@ from trainshort import clocks
 from trainshort.attention import operator, windowed_torch
 from trainshort.attention.call import Call, ClockBias, LinearBias, unknown_bias
 from trainshort.attention.op import Result, engines
+from trainshort.attention.sides import BLIND
 
 log = logging.getLogger("trainshort.attention")
 
@@ -42,16 +43,20 @@ class Windowed:
 
     def run(self, call: Call) -> Result:
         match call.bias:
-            case ClockBias(clock):
-                bias = clock
-            case LinearBias(slopes):  # trained slopes are a clock's: its gradient is made on the way
-                trained = slopes.requires_grad and torch.is_grad_enabled()
-                bias = clocks.of_slopes(slopes, call.k.shape[2], len(call.q)) if trained else slopes.detach()
+            case ClockBias(clock, right):
+                left, right = clock, clock if right is None else right
+            case LinearBias(slopes, right):
+                both = (slopes, slopes if right is None else right)
+                if torch.is_grad_enabled() and any(x.requires_grad for x in both):
+                    # Trained slopes are a clock's: its gradient is made on the way.
+                    left, right = (clocks.of_slopes(x.clamp(max=BLIND), call.k.shape[2], len(call.q)) for x in both)
+                else:
+                    left, right = (x.detach() for x in both)
             case unknown:
                 raise unknown_bias(unknown)
         out, lse, _, dropped = torch.ops.trainshort.attention(
-            *(call.q, call.k, call.v, bias, call.documents),
-            *(call.window, call.factor, call.tolerance, self.compiled),
+            *(call.q, call.k, call.v, left, call.documents),
+            *(call.window, call.factor, call.tolerance, self.compiled, None if call.causal else right),
         )
         return Result(out, lse, dropped.amax(-1))
 

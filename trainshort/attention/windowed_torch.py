@@ -115,14 +115,14 @@ def backward_of_clock(
     lse: Tensor,
     first: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
-) -> Float[Tensor, "batch heads k_len"]:
-    """The same, and the gradient of the clock: at each token the sum of its row's score gradients minus that of its
-    column's. Torch's kernel does not give them away, so they are read off two more columns of queries and keys:
+) -> tuple[Float[Tensor, "batch heads k_len"], Float[Tensor, "batch heads q_len"]]:
+    """The same, and the gradient of the clock: where it stands for keys, minus the sum of a column of score gradients,
+    and where it stands for queries, the sum of a row. Torch's kernel does not give them away, so they are read off two
+    more columns of queries and keys:
 
         [q 1 0] · [k 0 1] = q · k          gradients of the ones: the sums over rows, and over columns
     """
     width, dtype = call.q.shape[3], grads[0].dtype
-    k_len, q_len = call.k.shape[2], call.q.shape[2]
     q, k, v, g, o = (torch.nn.functional.pad(x.to(dtype), (0, 2)) for x in (call.q, call.k, call.v, grad_out, out))
     # One key for each query head: a clock belongs to a query head.
     k, v = (x.repeat_interleave(call.group, dim=1) for x in (k, v))
@@ -133,7 +133,7 @@ def backward_of_clock(
     for grad, wide_grad in zip(grads[1:], more[1:], strict=True):
         grad.copy_(wide_grad[..., :width].unflatten(1, (-1, call.group)).sum(2))
     rows, columns = more[0][..., width + 1].double(), more[1][..., width].double()
-    return (torch.nn.functional.pad(rows, (k_len - q_len, 0)) - columns) / call.factor
+    return -columns / call.factor, rows / call.factor
 
 
 def first_keys(call: Call, tolerance: float) -> Int[Tensor, "batch heads panels"]:

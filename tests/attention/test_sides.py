@@ -1,0 +1,202 @@
+"""Attention to both sides: what an encoder asks of `attend`, for every engine that can."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from trainshort import alibi, alibi_attention
+from trainshort.attention import Call, ClockBias, DistanceBias, LinearBias, attend, engines
+from trainshort.errors import InputError
+
+ENGINES = [name for name in engines.names() if name != "flex"]
+both = pytest.mark.parametrize("name", ["windowed", "windowed-torch"])
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def run(name, q, k, v, **options):
+    if reason := engines.get(name).unsupported(Call(q, k, v, causal=False, **options)):
+        pytest.skip(f"{name}: {reason}")
+    return attend(q, k, v, causal=False, backend=name, **options)
+
+
+@pytest.mark.parametrize("heads", [8, 12])
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_formula_of_jina_bert_and_mosaic_bert(name, heads):
+    """Both add −m·|i − j| to q·k/√d before the softmax, m from the paper's rule with its filling for counts that are no
+    power of two (12 heads: those of 8, then every second of 16), the same on either side, and −∞ (there the smallest
+    float) on keys that are padding. Written out here in float64."""
+    batch, length, dim = 2, 150, 16
+    q, k, v = (randn(batch, heads, length, dim, seed=seed) for seed in range(3))
+    padding = torch.arange(length) >= torch.tensor([[length], [90]])
+    eight = [2.0 ** -(n + 1) for n in range(8)]
+    slopes = torch.tensor(eight + [2.0 ** (-0.5 * (n + 1)) for n in range(0, 8, 2)] if heads == 12 else eight)
+    place = torch.arange(length)
+    bias = -slopes.double()[:, None, None] * (place[None] - place[:, None]).abs()
+    scores = q.double() @ k.double().transpose(-1, -2) / math.sqrt(dim) + bias
+    expected = scores.masked_fill(padding[:, None, None], -math.inf).softmax(-1) @ v.double()
+    ours = run(name, q, k, v, bias=LinearBias(alibi.slopes(heads)), documents=padding.long())
+    real = ~padding[:, None, :, None].expand_as(ours)
+    torch.testing.assert_close(ours.double()[real], expected[real], rtol=0, atol=2e-6)
+    if name == "reference":
+        simple = alibi_attention(q, k, v, causal=False, key_padding_mask=padding)
+        torch.testing.assert_close(simple.double()[real], expected[real], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("bias", [None, LinearBias(torch.zeros(4))], ids=["none", "slope 0"])
+@pytest.mark.parametrize("name", ENGINES)
+def test_without_slopes_it_is_plain_full_attention(name, bias):
+    q, k, v = (randn(2, 4, 130, 16, seed=seed) for seed in range(3))
+    torch.testing.assert_close(run(name, q, k, v, bias=bias), F.scaled_dot_product_attention(q, k, v))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_head_that_sees_one_side(name):
+    """Infinite slopes: head 0 is causal, head 1 sees its own key and what follows, head 2 itself alone."""
+    infinite = math.inf
+    bias = LinearBias(torch.tensor([0.1, infinite, infinite, 0.2]), torch.tensor([infinite, 0.1, infinite, 0.3]))
+    q, k, v = (randn(1, 4, 200, 8, seed=seed).requires_grad_() for seed in range(3))
+    out = run(name, q, k, v, bias=bias)
+    causal = attend(*(x[:, :1] for x in (q, k, v)), bias=LinearBias(torch.tensor([0.1])), backend="reference")
+    torch.testing.assert_close(out[:, :1], causal, rtol=0, atol=1e-6)
+    backwards = attend(*(x[:, 1:2].flip(2) for x in (q, k, v)), bias=LinearBias(torch.tensor([0.1])))
+    torch.testing.assert_close(out[:, 1:2], backwards.flip(2), rtol=0, atol=1e-6)
+    torch.testing.assert_close(out[:, 2], v[:, 2], rtol=0, atol=1e-6)
+    before, after = (torch.autograd.grad(out[0, head, 100].sum(), v, retain_graph=True)[0][0, head] for head in (0, 1))
+    assert before[101:].eq(0).all()
+    assert before[:101].ne(0).any()
+    assert after[:100].eq(0).all()
+    assert after[100:].ne(0).any()
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 30}, {"documents": 70}, {"window": 9, "documents": 50}], ids=str)
+@pytest.mark.parametrize("kind", ["slopes", "table", "clock"])
+@pytest.mark.parametrize("name", ["windowed", "windowed-torch", "compiled", "sdpa"])
+def test_what_is_trained_and_what_is_hidden(name, kind, options):
+    """Outputs and all gradients, those of the biases of both sides too, with grouped heads and a past."""
+    q, grad_out = randn(2, 4, 120, 16), randn(2, 4, 120, 16, seed=1)
+    k, v = (randn(2, 2, 150, 16, seed=seed) for seed in (2, 3))
+    options = dict(options)
+    if "documents" in options:
+        options["documents"] = (torch.arange(150) // options["documents"]).expand(2, -1)
+    forget = F.logsigmoid(randn(2, 4, 150, seed=4)).double().cumsum(-1)
+    make, first, second = {
+        "slopes": (LinearBias, alibi.slopes(4), alibi.slopes(4).flip(0)),
+        "table": (DistanceBias, randn(4, 9), randn(4, 6, seed=5)),
+        "clock": (ClockBias, forget, 0.3 * forget),
+    }[kind]
+
+    def gradients(backend, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        biases = [x.clone().requires_grad_() for x in (first, second)]
+        out = attend(*leaves, bias=make(*biases), causal=False, backend=backend, tolerance=0.0, **options)
+        return [out, *torch.autograd.grad(out, [*leaves, *biases], grad_out.to(dtype))]
+
+    if reason := engines.get(name).unsupported(Call(q, k, v, make(first, second), causal=False, **options)):
+        pytest.skip(reason)
+    for ours, exact in zip(gradients(name, torch.float32), gradients("reference", torch.float64), strict=True):
+        scale = max(1.0, exact.abs().max().item())
+        torch.testing.assert_close(ours.double() / scale, exact.double() / scale, rtol=0, atol=5e-6)
+
+
+@both
+def test_the_certificate_covers_what_both_sides_left_out(name):
+    """In float64 the mass left out of a row shows in its log-sum-exp: 1 − e^(ours − exact)."""
+    q, k, v = (randn(1, 4, 900, 8, seed=seed, dtype=torch.float64) for seed in range(3))
+    bias = LinearBias(torch.tensor([0.5, 0.05, 0.02, 0.2]), torch.tensor([0.1, 0.2, 0.02, math.inf]))
+    call = Call(q, k, v, bias, tolerance=1e-2, causal=False)
+    left_out = engines.get(name).run(call).left_out
+    _, lse, first, _ = torch.ops.trainshort.attention(
+        q, k, v, bias.slopes, None, None, call.factor, 1e-2, name == "windowed", bias.right
+    )
+    exact = (q @ k.transpose(-1, -2) * call.factor + two_sided(bias, 900)).logsumexp(-1)
+    mass = -torch.expm1(lse - exact)
+    rounding = 1e-12 if name == "windowed" else 2e-7  # torch's kernel takes a short exponential in any precision
+    assert (mass.amax(-1) <= left_out + rounding).all()
+    assert (left_out <= 1e-2).all()
+    assert (mass.amax(-1) > 1e-9).any(), "something must have been skipped"
+    halves = first[..., : -(-900 // 24)], first[..., -(-900 // 24) :]
+    assert all((half > 0).any() for half in halves), "on either side"
+
+
+def two_sided(bias, length):
+    distance = alibi.distances(length, length).double()
+    left, right = (x.double()[:, None, None] for x in (bias.slopes, bias.right))
+    return torch.where(distance == 0, 0.0, -torch.where(distance > 0, left * distance, -right * distance))
+
+
+@both
+def test_torch_knows_the_operator_with_two_sides(name):
+    q, k, v = (randn(2, 4, 50, 16, seed=seed).requires_grad_() for seed in range(3))
+    documents = (torch.arange(50) // 20).expand(2, -1)
+    clock = (-torch.rand(2, 4, 50, dtype=torch.float64)).cumsum(-1)
+    for bias, right in ((alibi.slopes(4), alibi.slopes(4).flip(0)), (clock, 2 * clock)):
+        settings = (20, 0.25)
+        arguments = (q, k, v, bias, documents, *settings, 1e-6, name == "windowed", right)
+        torch.library.opcheck(torch.ops.trainshort.attention.default, arguments)
+        results = [x.detach() for x in torch.ops.trainshort.attention(*arguments)[:3]]
+        leaves = [x.detach() for x in (q, k, v)]
+        arguments = (randn(2, 4, 50, 16), *leaves, bias, documents, *settings, *results, name == "windowed", right)
+        torch.library.opcheck(torch.ops.trainshort.attention_backward.default, arguments)
+
+
+@both
+def test_first_and_second_derivatives(name):
+    leaves = [randn(1, heads, 20, 4, seed=heads, dtype=torch.float64).requires_grad_() for heads in (2, 1)]
+    slopes = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in ([0.3, 0.1], [0.05, 0.2])]
+
+    def function(q, k, left, right):
+        return attend(q, k, k, bias=LinearBias(left, right), causal=False, backend=name)
+
+    assert torch.autograd.gradcheck(function, (*leaves, *slopes), atol=1e-5)
+    assert torch.autograd.gradgradcheck(function, (*leaves, *slopes), atol=1e-5, fast_mode=True)
+
+
+def test_compiled_by_torch():
+    q, k, v = (randn(1, 4, 64, 16, seed=seed).requires_grad_() for seed in range(3))
+
+    def function(q, k, v):
+        return attend(q, k, v, bias=LinearBias(alibi.slopes(4)), causal=False)
+
+    ours = torch.compile(function, fullgraph=True)(q, k, v)
+    torch.testing.assert_close(ours, function(q, k, v), rtol=0, atol=1e-6)
+    grads = (torch.autograd.grad(out.sum(), (q, k, v)) for out in (ours, function(q, k, v)))
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["slopes", "clock", "table"])
+def test_flex(kind):
+    q, k, v = (randn(1, 2, 400, 16, seed=seed) for seed in range(3))
+    clock = F.logsigmoid(randn(1, 2, 400, seed=4)).double().cumsum(-1)
+    bias = {
+        "slopes": LinearBias(torch.tensor([0.5, math.inf]), torch.tensor([0.3, 0.2])),
+        "clock": ClockBias(clock, 0.5 * clock),
+        "table": DistanceBias(randn(2, 9), randn(2, 6, seed=5)),
+    }[kind]
+    expected = attend(q, k, v, bias=bias, causal=False, backend="reference")
+    torch.testing.assert_close(run("flex", q, k, v, bias=bias), expected, rtol=0, atol=5e-6)
+
+
+def test_what_is_refused():
+    q, k, v = (randn(1, 2, 30, 8, seed=seed) for seed in range(3))
+    slopes, infinite = torch.tensor([0.1, 0.2]), torch.tensor([0.1, math.inf])
+    with pytest.raises(InputError, match="a bias for the right side needs causal=False"):
+        attend(q, k, v, bias=LinearBias(slopes, slopes))
+    with pytest.raises(InputError, match="slopes must be finite, got"):
+        attend(q, k, v, bias=LinearBias(infinite))
+    with pytest.raises(InputError, match="slopes must be finite, or inf where a head does not see that side, got"):
+        attend(q, k, v, bias=LinearBias(slopes, -infinite), causal=False)
+    with pytest.raises(InputError, match=r"one per query head, shape \(2,\); got \(3,\)"):
+        attend(q, k, v, bias=LinearBias(slopes, torch.ones(3)), causal=False)
+    again = torch.arange(30)[None] // 10 % 2
+    with pytest.raises(InputError, match="read both sides only of documents that lie in one piece; use backend='sdpa'"):
+        attend(q, k, v, bias=LinearBias(slopes), causal=False, documents=again)
+    ours = attend(q, k, v, bias=LinearBias(slopes), causal=False, documents=again, backend="sdpa")
+    exact = attend(q, k, v, bias=LinearBias(slopes), causal=False, documents=again, backend="reference")
+    torch.testing.assert_close(ours, exact, rtol=0, atol=1e-6)

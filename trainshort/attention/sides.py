@@ -1,0 +1,159 @@
+"""Attention to both sides, made of two causal calls: to the left as it stands, to the right on the text read backwards.
+
+A query's own key belongs to the left. So on the right query i stands on key i + 1, the first that it sees there:
+
+    tokens 0 1 2 3       left    queries 0 1 2 3  keys 0 1 2 3        right   queries 2 1 0  keys 3 2 1
+
+There every distance is short by one, the same for all keys of a row: that leaves the part's weights as they are, and
+moves its log-sum-exp by minus one slope (`_shift`). The two parts are merged by log-sum-exp. Backward, each part gets
+the merged output and log-sum-exp, shifted back: its score gradients dS = P (dO·V − dO·O) need nothing else of the other
+part. So the operator of causal attention computes both sides, each with its own proof (docs/windows.md).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from trainshort.attention.call import Call, ClockBias, DistanceBias, LinearBias, unknown_bias
+from trainshort.attention.formula import merge, mirrored, wide
+from trainshort.attention.windowed_torch import PANEL
+from trainshort.errors import InputError
+
+BLIND = 1e9
+"""A slope in place of an infinite one: no product of queries and keys makes up for it, and 0 times it is 0."""
+
+
+def left(call: Call) -> Call:
+    """The call over a row's own key and those before it."""
+    match call.bias:
+        case LinearBias(slopes):
+            bias = LinearBias(slopes.clamp(max=BLIND))
+        case DistanceBias(values) | ClockBias(values):
+            bias = type(call.bias)(values)
+        case unknown:
+            raise unknown_bias(unknown)
+    return replace(call, bias=bias, causal=True)
+
+
+def right(call: Call) -> Call | None:
+    """The call over the keys after each row's own, read backwards; None where no row sees any."""
+    q_len, past = call.q.shape[2], call.k.shape[2] - call.q.shape[2]
+    if q_len == 1 or call.window == 1:
+        return None
+    values = mirrored(call)
+    match call.bias:
+        case LinearBias():
+            bias = LinearBias(values.clamp(max=BLIND))
+        case DistanceBias():
+            bias = DistanceBias(values[:, 1:q_len])
+        case ClockBias():
+            bias = ClockBias(values[..., past + 1 :].flip(-1))
+        case unknown:
+            raise unknown_bias(unknown)
+    q, k, v = call.q[:, :, :-1], call.k[:, :, past + 1 :], call.v[:, :, past + 1 :]
+    return replace(
+        call,
+        **{name: x.flip(2) for name, x in (("q", q), ("k", k), ("v", v))},
+        bias=bias,
+        window=None if call.window is None else call.window - 1,
+        documents=None if call.documents is None else call.documents[:, past + 1 :].flip(1),
+        causal=True,
+    )
+
+
+def _shift(call: Call) -> Float[Tensor, "one_or_batch heads rows"]:
+    """What each row's own place on the right, short by one, adds to its scores there."""
+    past = call.k.shape[2] - call.q.shape[2]
+    values = mirrored(call).double()
+    match call.bias:
+        case LinearBias():
+            return -values.clamp(max=BLIND)[None, :, None]
+        case DistanceBias():
+            return values.new_zeros(1, len(values), 1)
+        case ClockBias():
+            return values[..., past:-1] - values[..., past + 1 :]
+        case unknown:
+            raise unknown_bias(unknown)
+
+
+def _ends(call: Call) -> Bool[Tensor, "one_or_batch 1 rows"]:
+    """Rows that are the last of their document: they see nothing on the right, where they stand on another's key."""
+    if call.documents is None:
+        return torch.zeros(1, 1, 1, dtype=torch.bool)
+    own = call.documents[:, -call.q.shape[2] :]
+    return (own[:, :-1] != own[:, 1:])[:, None]
+
+
+def in_pieces(documents: Int[Tensor, "batch k_len"]) -> bool:
+    """Whether a document is interrupted by another: then a row's neighbour does not tell what it sees."""
+    pieces = (documents[:, 1:] != documents[:, :-1]).sum(1) + 1
+    return any(len(row.unique()) < count for row, count in zip(documents, pieces.tolist(), strict=True))
+
+
+def forward(call: Call, compiled: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both sides by the operator's causal calls: output, log-sum-exp, and what it tells of each panel of rows, those of
+    the right side after those of the left."""
+    if call.documents is not None and in_pieces(call.documents):
+        raise InputError(
+            "Attention engines 'windowed' and 'compiled' read both sides only of documents that lie in one piece; use "
+            "backend='sdpa' where another document interrupts one."
+        )
+    out, lse, first, dropped = _causal(left(call), compiled)
+    if (mirror := right(call)) is None:
+        return out, lse, first, dropped
+    right_out, right_lse, right_first, right_dropped = _causal(mirror, compiled)
+    ends, rows, dtype = _ends(call), slice(0, -1), wide(out)
+    found = right_out.flip(2).to(dtype).masked_fill(ends[..., None], 0)
+    weight = (right_lse.flip(2) + _shift(call)).masked_fill(ends, -math.inf)
+    both = merge(out[:, :, rows].to(dtype), lse[:, :, rows], found, weight)
+    for into, merged in zip((out, lse), both, strict=True):
+        into[:, :, rows] = merged
+    return out, lse, torch.cat([first, right_first], dim=2), torch.cat([dropped, right_dropped], dim=2)
+
+
+def _causal(call: Call, compiled: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.ops.trainshort.attention(
+        *(call.q, call.k, call.v, call.bias_tensors[0], call.documents),
+        *(call.window, call.factor, call.tolerance, compiled),
+    )
+
+
+def backward(
+    call: Call,
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    first: Tensor,
+    gradients: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, and of the bias on the left and on the right, by the operator's causal `gradients`."""
+    q_len, past = call.q.shape[2], call.k.shape[2] - call.q.shape[2]
+    panels, values = -(-q_len // PANEL), call.bias_tensors[-1]
+    grad_q, grad_k, grad_v, keys, rows = gradients(left(call), grad_out, out, lse, first[..., :panels].contiguous())
+    of_left, of_right = of_bias(call, keys, rows), torch.zeros_like(values, dtype=torch.float64)
+    if (mirror := right(call)) is not None:
+        # Where a row sees nothing on the right, a log-sum-exp so large that no key has a weight.
+        whole = (lse[:, :, :-1] - _shift(call)).masked_fill(_ends(call), BLIND).flip(2).contiguous()
+        others = (x[:, :, :-1].flip(2) for x in (grad_out, out))
+        more_q, more_k, more_v, keys, rows = gradients(mirror, *others, whole, first[..., panels:].contiguous())
+        grad_q[:, :, :-1] += more_q.flip(2)
+        grad_k[:, :, past + 1 :] += more_k.flip(2)
+        grad_v[:, :, past + 1 :] += more_v.flip(2)
+        if values.dim() == 2:
+            of_right[:, 1:q_len] = keys.sum(0)
+        elif values.dim() == 3:  # its readings count with the other sign there (`mirrored`)
+            of_right[..., past + 1 :] -= keys.flip(2)
+            of_right[..., past:-1] -= rows.flip(2)
+    return grad_q, grad_k, grad_v, of_left, of_right if values.dim() > 1 else of_right.new_empty(0)
+
+
+def of_bias(call: Call, keys: Tensor, rows: Tensor) -> Tensor:
+    """The gradient of one side's bias, from where it stands for keys and, if it is a clock, where it does for rows."""
+    if call.bias_tensors[0].dim() < 3:
+        return keys.sum(0)
+    keys[..., call.k.shape[2] - call.q.shape[2] :] += rows
+    return keys
