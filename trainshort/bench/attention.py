@@ -1,4 +1,4 @@
-"""Attention with proven windows against plain causal attention without positions: time, memory, error, by length.
+"""Attention with proven windows against plain attention without positions: time, memory, error, by length.
 
 Batch 1, float32; 8 heads of 64 unless the inputs were recorded. Contestants take turns; ratios are medians over rounds
 of the ratio within a round.
@@ -55,8 +55,9 @@ def trials(plan: AttentionPlan, source: str, label: str) -> list[Trial]:
 def measure(plan: AttentionPlan, source: str, label: str, length: int, progress: Progress) -> list[Measurement]:
     inputs = make_inputs(source, length)
     heads, dim = inputs.q.shape[1], inputs.q.shape[3]
-    names = chosen(plan.engines, inputs, progress)
-    functions = {name: contestant(name, heads, dim, plan.tolerance) for name in names}
+    causal = plan.sides == "left"
+    names = chosen(plan.engines, inputs, progress, causal)
+    functions = {name: contestant(name, heads, dim, plan.tolerance, causal) for name in names}
     given = {name: inputs.with_clock() if name == CLOCK else inputs for name in names}
     rounds = plan.rounds or (9 if length <= 4096 else 5 if length <= LIMIT else 3)
     warmup = 1 if length <= LIMIT else 0
@@ -68,7 +69,7 @@ def measure(plan: AttentionPlan, source: str, label: str, length: int, progress:
     rate = matmul_rate(0.5)
     memory = _memory(names, plan, source, length, progress)
     progress.note("error against float64, and work against other bounds")
-    work_left = work(inputs, plan.tolerance) if "windowed" in names and plan.tolerance else {}
+    work_left = work(inputs, plan.tolerance) if "windowed" in names and plan.tolerance and causal else {}
     rows = []
     for name, function in functions.items():
         measured: dict[str, Measure] = {}
@@ -77,12 +78,16 @@ def measure(plan: AttentionPlan, source: str, label: str, length: int, progress:
             measured[short] = timings[kind][name].to(timings[kind][PLAIN])
         measured |= memory.get(name, {})
         measured |= work_left if name == "windowed" else {}
-        work_share = 100 * causal_flops(inputs) * 1e3 / measured["forward"].value / rate
+        work_share = 100 * flops(inputs, causal) * 1e3 / measured["forward"].value / rate
         measured["of matmul rate"] = Measure(value=work_share, unit="%", better="higher")
-        measured["error"] = Measure(value=error(function, given[name], name == PLAIN), better="lower")
+        measured["error"] = Measure(value=error(function, given[name], name == PLAIN, causal), better="lower")
         seconds = {kind: tuple(by_name[name].seconds) for kind, by_name in timings.items()}
         rows.append(
-            Measurement(case={"inputs": label, "engine": name, "tokens": length}, measured=measured, seconds=seconds)
+            Measurement(
+                case={"inputs": label, "engine": name, "tokens": length} | ({} if causal else {"sides": "both"}),
+                measured=measured,
+                seconds=seconds,
+            )
         )
     return rows
 
@@ -106,18 +111,20 @@ def passes(function: Attend, inputs: Inputs, backward: bool) -> Callable[[], obj
     return lambda: torch.autograd.grad(function(q, k, v, bias), leaves, inputs.grad_out, allow_unused=True)
 
 
-def causal_flops(inputs: Inputs) -> int:
-    """Of a forward pass that skips nothing: two products over half the square. Skipping can pass 100 % of the rate."""
+def flops(inputs: Inputs, causal: bool) -> int:
+    """Of a forward pass that skips nothing: two products over the square, or half of it. Skipping can pass 100 % of the
+    rate."""
     _, heads, length, dim = inputs.q.shape
-    return 2 * heads * length**2 * dim
+    return (2 if causal else 4) * heads * length**2 * dim
 
 
-def error(function: Attend, inputs: Inputs, plain: bool) -> float:
+def error(function: Attend, inputs: Inputs, plain: bool, causal: bool) -> float:
     """Root mean square against float64, on the last rows."""
     with torch.no_grad():
         out = function(inputs.q, inputs.k, inputs.v, inputs.bias)[:, :, -CHECKED:]
         q, k, v = (x.double() for x in (inputs.q[:, :, -CHECKED:], inputs.k, inputs.v))
-        exact = attend(q, k, v, bias=None if plain else inputs.bias, backend="reference")
+        bias = None if plain else inputs.bias
+        exact = attend(q, k, v, bias=bias, backend="reference", causal=causal)
         assert isinstance(exact, Tensor)
     return (out.double() - exact).square().mean().sqrt().item()
 
@@ -191,7 +198,8 @@ def _memory(
     found: dict[str, dict[str, float]] = {}
     for number, name in enumerate(names, start=1):
         progress.note(f"memory of {name}, {number} of {len(names)}")
-        found[name] = alone("attention", source=source, length=length, name=name, tolerance=plan.tolerance)
+        settings = {"tolerance": plan.tolerance, "causal": plan.sides == "left"}
+        found[name] = alone("attention", source=source, length=length, name=name, **settings)
     plain = found[PLAIN]["peak"]
     return {
         name: {
@@ -203,10 +211,10 @@ def _memory(
     }
 
 
-def peak(source: str, length: int, name: str, tolerance: float) -> dict[str, float]:
+def peak(source: str, length: int, name: str, tolerance: float, causal: bool = True) -> dict[str, float]:
     """Peak of forward and backward in this process, and how much of it came on top of the inputs."""
     small = make_inputs(source, min(length, WARM))
-    function = contestant(name, small.q.shape[1], small.q.shape[3], tolerance)
+    function = contestant(name, small.q.shape[1], small.q.shape[3], tolerance, causal)
     passes(function, small.with_clock() if name == CLOCK else small, True)()  # builds and loads what is loaded once
     inputs = make_inputs(source, length)
     work = passes(function, inputs.with_clock() if name == CLOCK else inputs, True)

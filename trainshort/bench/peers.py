@@ -1,4 +1,4 @@
-"""Who takes part in the attention benchmark: our engines, plain causal attention, and other libraries' ALiBi.
+"""Who takes part in the attention benchmark: our engines, plain attention, and other libraries' ALiBi.
 
 Each is a function of (q, k, v, bias); all but the plain one compute the same, which a test checks. MPT also takes
 part in decoding, called as its `generate` calls it, without generate's own work around it.
@@ -40,7 +40,7 @@ COPIES = 6
 Attend = Callable[[Tensor, Tensor, Tensor, LinearBias | ClockBias], Tensor]
 
 
-def chosen(names: tuple[str, ...], inputs: Inputs, progress: Progress) -> list[str]:
+def chosen(names: tuple[str, ...], inputs: Inputs, progress: Progress, causal: bool = True) -> list[str]:
     """Names of those that run on these inputs: the asked ones (none: all that fit), the plain one always."""
     kept = [name for name in ENGINES if name == PLAIN or not names or name in names]
     heads, length = inputs.q.shape[1:3]
@@ -48,7 +48,9 @@ def chosen(names: tuple[str, ...], inputs: Inputs, progress: Progress) -> list[s
     left_out: dict[str, str] = {}
     for name in kept:
         package = {"mpt": "transformers", "x-transformers": "x_transformers"}.get(name)
-        if package and not installed(package):
+        if name in WRITTEN and not causal:
+            left_out[name] = "it is causal"
+        elif package and not installed(package):
             left_out[name] = f"{package} is not installed"
         elif name in ("windowed", CLOCK) and (reason := unavailable(False)):
             left_out[name] = reason
@@ -68,15 +70,15 @@ def chosen(names: tuple[str, ...], inputs: Inputs, progress: Progress) -> list[s
     return [name for name in kept if name not in left_out]
 
 
-def contestant(name: str, heads: int, dim: int, tolerance: float) -> Attend:
+def contestant(name: str, heads: int, dim: int, tolerance: float, causal: bool = True) -> Attend:
     """The function behind a name."""
     match name:
         case "plain":
-            return lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         case "windowed" | "windowed-torch":
-            return _ours(name, tolerance)
+            return _ours(name, tolerance, causal)
         case "clock":
-            return _ours("windowed", tolerance)
+            return _ours("windowed", tolerance, causal)
         case "written-mask":
             return _written_mask
         case "mpt":
@@ -86,9 +88,9 @@ def contestant(name: str, heads: int, dim: int, tolerance: float) -> Attend:
     raise ValueError(name)
 
 
-def _ours(engine: str, tolerance: float) -> Attend:
+def _ours(engine: str, tolerance: float, causal: bool) -> Attend:
     def run(q: Tensor, k: Tensor, v: Tensor, bias: LinearBias | ClockBias) -> Tensor:
-        out = attend(q, k, v, bias=bias, backend=engine, tolerance=tolerance)
+        out = attend(q, k, v, bias=bias, backend=engine, tolerance=tolerance, causal=causal)
         assert isinstance(out, Tensor)
         return out
 

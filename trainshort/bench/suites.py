@@ -16,6 +16,7 @@ PARTS = ("context", "weights", "mpt", "endless")
 TRAINED = "trained"
 """The part of decode that reads a run's own text with its trained weights: measured when there is a --run."""
 MEMORY = ("all", "longest", "none")
+SIDES = ("left", "both")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class AttentionPlan:
     """normal, scaled (sharper heads), a .safetensors file of q, k, v, or a run folder to record from."""
     layer: int | None = None
     """The recorded layer of a run folder, counted from 0. Default: the middle one."""
+    sides: str = "left"
+    """left (causal), or both: an encoder's attention against plain attention without a mask."""
     tolerance: float = 1e-6
     """Softmax mass that may be left out."""
     rounds: int | None = None
@@ -189,7 +192,7 @@ def _check(plan: Plan) -> None:
                 raise InputError(f"--{name} must be at least {least}, got {one}.")
     if not 0 <= getattr(plan, "tolerance", 0) < 1:
         raise InputError("--tolerance is a share of softmax mass, at least 0 and less than 1.")
-    for option, known in (("engines", ENGINES), ("parts", (*PARTS, TRAINED)), ("memory", MEMORY)):
+    for option, known in (("engines", ENGINES), ("parts", (*PARTS, TRAINED)), ("memory", MEMORY), ("sides", SIDES)):
         given = getattr(plan, option, ())
         for one in (given,) if isinstance(given, str) else given:
             if one not in known:
