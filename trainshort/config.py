@@ -43,6 +43,8 @@ class ModelConfig(Settings):
 
     vocabulary: int = Field(default=0, ge=0)
     """Number of token types; 0 takes it from the data."""
+    causal: bool = True
+    """Whether a token sees only what came before; else it is an encoder, trained as a masked language model."""
     layers: int = Field(default=4, ge=1)
     """Transformer blocks."""
     width: int = Field(default=128, ge=1)

@@ -18,6 +18,7 @@ from trainshort.data import Prepared
 from trainshort.data.stream import BatchStream
 from trainshort.errors import InputError
 from trainshort.evaluate.memory import total
+from trainshort.masking import mask_token
 from trainshort.methods import methods
 from trainshort.model import TransformerLM
 from trainshort.parallel import Replica, World
@@ -77,6 +78,7 @@ def resolve(config: RunConfig, vocabulary: int, world: World, *, spare: bool = F
 
     `spare`: the model may have room for more tokens than the data has, as models from elsewhere often do.
     """
+    vocabulary += 0 if config.model.causal else 1  # the mask token
     fits = config.model.vocabulary in (0, vocabulary) or (spare and config.model.vocabulary > vocabulary)
     if not fits:
         raise InputError(
@@ -136,6 +138,7 @@ def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared
         vocabulary=config.model.vocabulary,
         bos=prepared.meta.bos,
         ends=config.data.ends,
+        mask=mask_token(config.model),
     )
     half = settings.precision == "bfloat16"
     if half and (reason := parallel.no_bfloat16(world.device)):

@@ -18,6 +18,7 @@ from trainshort.attention import Bias, attend, attend_in_blocks, engines
 from trainshort.cache import Cache, LayerCache
 from trainshort.config import IGNORED, ModelConfig
 from trainshort.errors import InputError
+from trainshort.masking import refuse_encoder
 from trainshort.positions import LayerInput, PositionMethod, ScoreGrowth, build_position, for_heads
 from trainshort.vocabulary import build_vocabulary
 
@@ -46,7 +47,7 @@ class Step(NamedTuple):
 
 
 class TransformerLM(nn.Module):
-    """A causal language model.
+    """A causal language model, or an encoder (`causal=False`).
 
     model = TransformerLM(presets.get("small")())
     model(tokens)                    # logits
@@ -60,6 +61,8 @@ class TransformerLM(nn.Module):
             raise InputError("a model needs a vocabulary; set model.vocabulary, or let the data give it.")
         if config.backend != "auto":
             engines.get(config.backend)  # an unknown engine should not wait for the first batch to be noticed
+        if not config.causal and config.score_growth != "none":
+            raise InputError("score_growth counts the tokens that came before; an encoder sees all: leave it off.")
         self.config = config
         self.checkpoint_activations = False
         self.vocabulary = build_vocabulary(config)
@@ -83,7 +86,8 @@ class TransformerLM(nn.Module):
         documents: Int[Tensor, "batch length"] | None = None,
         cache: Cache | None = None,
     ) -> Tensor | Loss:
-        """Logits of the next token at each position, or with targets the loss; IGNORED targets are not scored.
+        """Logits of the next token at each position (of an encoder: of the token there), or with targets the loss;
+        IGNORED targets are not scored.
 
         One `forward` for both, because DDP and FSDP hook exactly this call.
         """
@@ -147,6 +151,8 @@ class TransformerLM(nn.Module):
             raise InputError(
                 f"tokens must have shape (batch, length) with at least one token; got {tuple(tokens.shape)}."
             )
+        if cache is not None:
+            refuse_encoder(self.config, "A cache")
         if documents is not None and (documents.shape != tokens.shape or cache is not None):
             raise InputError("documents must number every token, shape (batch, length), and do not go with a cache.")
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -257,6 +263,7 @@ class Attention(nn.Module):
             dropout=config.attention_dropout if self.training else 0.0,
             backend=config.backend,
             tolerance=config.tolerance,
+            **({} if config.causal else {"causal": False}),
         )
         assert isinstance(y, Tensor)
         return self.out(y.transpose(1, 2).flatten(2))

@@ -32,6 +32,7 @@ from trainshort.job import (
     restore,
     with_plugins,
 )
+from trainshort.masking import hide, rounds_of
 from trainshort.model import Loss
 from trainshort.parallel import World
 from trainshort.passes import Passes, fill
@@ -254,10 +255,15 @@ def _validate(job: Job) -> tuple[float, int]:
     nll, count = 0.0, 0
     for first in range(0, len(batches), world.size):
         mine = first + world.rank
-        inputs, wanted = fill(job.valid, batches[min(mine, len(batches) - 1)], job.bos)
+        batch = batches[min(mine, len(batches) - 1)]
+        inputs, wanted = fill(job.valid, batch, job.bos)
+        if job.stream.mask is not None:  # one of the rounds of masking.py
+            inputs, wanted = hide(
+                wanted, rounds_of([one.start for one in batch], wanted.shape[1]) == 0, job.stream.mask
+            )
         loss = _loss(job, Batch(inputs, wanted, None), slice(None))
         if mine < len(batches):
-            nll, count = nll + float(loss.total), count + wanted.size
+            nll, count = nll + float(loss.total), count + int((wanted != IGNORED).sum())
     job.replica.model.train()
     nll, counted = world.total([nll, float(count)])
     return nll, int(counted)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from trainshort.commands.parser import Arg
 from trainshort.errors import InputError
@@ -39,6 +39,9 @@ class OnText:
     again: bool = False
     """Measure anew what was measured before for the same model, text and settings."""
 
+    encoders: ClassVar[bool] = False
+    """Whether it makes sense for a model that sees both sides."""
+
     def open(self) -> "Target":
         """The model, with the folder that its results go to."""
         from trainshort.evaluate.target import open_target, pick_device
@@ -46,7 +49,11 @@ class OnText:
         if self.trained_at is not None and self.trained_at < 1:
             raise InputError(f"--trained-at must be at least 1, got {self.trained_at}.")
         target = open_target(
-            self.target, device=pick_device(self.device), precision=self.precision, trained_at=self.trained_at
+            self.target,
+            device=pick_device(self.device),
+            precision=self.precision,
+            trained_at=self.trained_at,
+            encoders=self.encoders,
         )
         if self.out is not None:
             target.folder = make_folder(self.out)
@@ -69,6 +76,7 @@ class Evaluate(OnText):
       trainshort evaluate gpt2 --data book.txt --lengths 256 1024
     """
 
+    encoders: ClassVar[bool] = True
     stride: int | None = None
     """Tokens that each pass scores; it re-reads the rest of the length. Default: the length, without overlap."""
     slopes: str | None = None

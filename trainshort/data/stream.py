@@ -15,6 +15,7 @@ from jaxtyping import Int32, Int64, Integer
 
 from trainshort.config import IGNORED
 from trainshort.errors import InputError
+from trainshort.masking import drawn, hide
 
 
 class _QuietWithoutJax(logging.Filter):
@@ -33,7 +34,7 @@ logging.getLogger("absl").removeFilter(_quiet)
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of a step. Targets are the inputs shifted by one."""
+    """One rank's share of a step. Targets are the inputs shifted by one, or what is hidden of them."""
 
     inputs: Int64[np.ndarray, "batch length"]
     targets: Int64[np.ndarray, "batch length"]
@@ -73,6 +74,8 @@ class BatchStream:
     vocabulary: int | None = None
     bos: int = 0
     ends: str = "kept"
+    mask: int | None = None
+    """An encoder's mask token: tokens that it hides are predicted (masking.py), not each one from those before it."""
 
     def __post_init__(self) -> None:
         self._first = 0 if self.ends == "kept" else 1
@@ -96,12 +99,29 @@ class BatchStream:
         self._check_range(rows, firsts - 1)
         inputs, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
         targets[firsts[:, None] + np.arange(self.length) >= len(self.tokens)] = IGNORED
+        if self.mask is not None:
+            return self._masked(step, firsts, targets)
         if self.packing == "blocks":
             return Batch(inputs, targets, None)
         numbers = np.stack([self._document_numbers(first) for first in firsts])
         targets[numbers[:, 1:] != numbers[:, :-1]] = IGNORED
         # Counted from the row's first document, so that they fit whatever the corpus holds.
         return Batch(inputs, targets, (numbers[:, :-1] - numbers[:, :1]).astype(np.int32))
+
+    def _masked(
+        self, step: int, firsts: Int64[np.ndarray, " batch"], tokens: Int64[np.ndarray, "batch length"]
+    ) -> Batch:
+        """Blocks with some tokens hidden. What fills the last block up is a document of its own: nobody sees it."""
+        assert self.mask is not None
+        begin = step * self.batch_size + self.rank * len(firsts)
+        beyond = tokens == IGNORED
+        hidden = drawn(self.seed, range(begin, begin + len(firsts)), self.length) & ~beyond
+        inputs, targets = hide(np.where(beyond, self.bos, tokens), hidden, self.mask)
+        if self.packing == "blocks":
+            return Batch(inputs, targets, beyond.astype(np.int32) if beyond.any() else None)
+        numbers = np.stack([self._document_numbers(first)[1:] for first in firsts])
+        numbers = np.where(beyond, numbers[:, -1:] + 1, numbers) - numbers[:, :1]
+        return Batch(inputs, targets, numbers.astype(np.int32))
 
     def _row(self, first: int) -> Int64[np.ndarray, " positions"]:
         """The token before a block, and the block; what is not there is `bos`."""

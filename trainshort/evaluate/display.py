@@ -16,7 +16,7 @@ from trainshort.evaluate.results import Evaluation, LengthScore, interval, perpl
 def result_table(evaluation: Evaluation, lengths: Sequence[int] | None = None) -> Table:
     """One line per length; the training length is marked."""
     table = Table(title=_title(evaluation), title_justify="left", box=None, pad_edge=False)
-    for name in ("length", "perplexity", "95 %", "per word", "bits/byte", "tokens/s", "memory"):
+    for name in ("length", evaluation.measure, "95 %", "per word", "bits/byte", "tokens/s", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in evaluation.rows:
         if lengths is None or row.length in lengths:
@@ -28,6 +28,7 @@ def _title(evaluation: Evaluation) -> str:
     corpus, protocol = evaluation.corpus, evaluation.protocol
     split = f" ({corpus['split']})" if corpus["split"] else ""
     how = f"stride {protocol['stride']}" if protocol["stride"] else "non-overlapping"
+    how += f", each token scored while {masked} are masked" if (masked := protocol.get("masked")) else ""
     slopes = f", slopes {protocol['slopes']}" if protocol["slopes"] else ""
     return f"{evaluation.target['name']} on {corpus['name']}{split}: {corpus['tokens']:,} targets, {how}{slopes}"
 

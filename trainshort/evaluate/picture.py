@@ -45,10 +45,10 @@ def lengths_figure(evaluations: Sequence[Evaluation]) -> Figure:
     return Figure(
         name="lengths",
         title=f"{first.corpus['name']}, {first.corpus['tokens']:,} tokens ({first.corpus['tokenizer']})",
-        alt="Perplexity against the number of tokens read at once.",
+        alt=f"{first.measure.capitalize()} against the number of tokens read at once.",
         series=tuple(series),
         x_label="tokens read at once (log scale)",
-        y_label="perplexity per token (log scale)",
+        y_label=f"{first.measure} per token (log scale)",
         x_log=True,
         y_log=True,
         ticks=spaced([row.length for one in evaluations for row in one.rows]),

@@ -109,13 +109,19 @@ class Evaluation(Settings):
         others = [one for one in self.rows if one.length != row.length]
         return self.model_copy(update={"rows": tuple(sorted([*others, row], key=lambda one: one.length))})
 
+    @property
+    def measure(self) -> str:
+        """What e to the mean loss is: of an encoder, each of whose losses has seen the text on both sides, no
+        probability of the text."""
+        return "pseudo-perplexity" if self.protocol.get("masked") else "perplexity"
+
     def word_perplexity(self, row: LengthScore) -> float | None:
         """Perplexity per word and line end, so that tokenizers compare."""
-        words = self.corpus.get("words")
+        words = None if self.protocol.get("masked") else self.corpus.get("words")
         return perplexity(row.nll / words) if words and row.status == "scored" else None
 
     def bits_per_byte(self, row: LengthScore) -> float | None:
-        size = self.corpus.get("bytes")
+        size = None if self.protocol.get("masked") else self.corpus.get("bytes")
         return row.nll / math.log(2) / size if size and row.status == "scored" else None
 
 

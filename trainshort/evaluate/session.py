@@ -15,6 +15,7 @@ from trainshort.evaluate.results import Evaluation
 from trainshort.evaluate.sweep import Report, Sweep, calibrate, sweep
 from trainshort.evaluate.target import Target
 from trainshort.evaluate.text import Text
+from trainshort.masking import ROUNDS
 from trainshort.passes import Passes
 from trainshort.runs import provenance
 
@@ -31,6 +32,7 @@ def new_evaluation(target: Target, text: Text, plan: Sweep, precision: str) -> E
             "before": target.bos,
             "precision": precision,
             "device": target.device.type,
+            **({} if target.mask is None else {"masked": f"1 in {ROUNDS}"}),
         },
         provenance=provenance(threads=torch.get_num_threads()),
     )
@@ -71,6 +73,8 @@ def evaluate(
     on `console` (default: nowhere); cost and progress go to standard error beside it."""
     console = console or Console(quiet=True)
     notes = Console(stderr=True, quiet=console.quiet)
+    if target.mask is not None and plan.stride is not None:
+        raise InputError("an encoder is evaluated in blocks that do not overlap; leave out --stride.")
     for length in plan.lengths:
         plan.passes(length)  # refuses impossible lengths before anything is computed
     if plan.change is not None:

@@ -23,6 +23,7 @@ from trainshort.evaluate.memory import Peak, is_out_of_memory, limited
 from trainshort.evaluate.results import Evaluation, LengthScore, save, summarize
 from trainshort.evaluate.target import Target
 from trainshort.files import locked, make_folder, open_file, reason
+from trainshort.masking import ROUNDS, hide, rounds_of
 from trainshort.passes import Pass, Passes, fill
 
 BATCH_TOKENS = 16_384
@@ -78,9 +79,23 @@ def score(
 
 def score_batch(target: Target, tokens: np.ndarray, batch: Sequence[Pass]) -> np.ndarray:
     """Losses of what each pass of a batch scores, (passes, scored)."""
+    if target.mask is not None:
+        return score_masked(target, tokens, batch)
     inputs, targets = (torch.from_numpy(x).to(target.device) for x in fill(tokens, batch, target.bos))
     first = batch[0].first - batch[0].start
     return target.token_nll(inputs, targets, first).float().cpu().numpy()
+
+
+def score_masked(target: Target, tokens: np.ndarray, batch: Sequence[Pass]) -> np.ndarray:
+    """Losses of an encoder: of each token in the round that hides it."""
+    assert target.mask is not None
+    whole = np.stack([tokens[one.start : one.stop] for one in batch])
+    rounds = rounds_of([one.start for one in batch], whole.shape[1])
+    losses = np.zeros(whole.shape, dtype=np.float32)
+    for number in range(ROUNDS):
+        inputs, wanted = (torch.from_numpy(x).to(target.device) for x in hide(whole, rounds == number, target.mask))
+        losses += target.token_nll(inputs, wanted, 0).float().cpu().numpy()  # 0 for what is not hidden
+    return losses
 
 
 def measure(target: Target, plan: Sweep, length: int, path: Path, report: Report | None = None) -> LengthScore:

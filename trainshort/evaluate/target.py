@@ -21,6 +21,7 @@ from trainshort.config import RunConfig, load_config
 from trainshort.data.of_run import run_tokenizer
 from trainshort.errors import InputError
 from trainshort.evaluate.changes import Change, changed
+from trainshort.masking import mask_token, refuse_encoder
 from trainshort.model import TransformerLM
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -51,6 +52,8 @@ class Target(ABC):
     vocabulary: int
     bos: int
     """Fed to the model as the token before the first."""
+    mask: int | None = None
+    """An encoder's mask token; None: a causal model."""
     module: nn.Module
     folder: Path
     """Where results go: the run folder, or one like it."""
@@ -110,7 +113,8 @@ class ModelTarget(Target):
         self.bos = bos
         self.folder = Path("runs") / name
         self.longest = model.position.longest
-        self.vocabulary = model.config.vocabulary
+        self.mask = mask_token(model.config)
+        self.vocabulary = model.config.vocabulary - (0 if self.mask is None else 1)
 
     def token_nll(self, tokens: Tensor, targets: Tensor, first: int) -> Tensor:
         return self.model.token_nll(tokens, targets, first)
@@ -128,9 +132,11 @@ class ModelTarget(Target):
 class RunTarget(ModelTarget):
     """The best checkpoint of a run folder, or one checkpoint by its own folder."""
 
-    def __init__(self, path: Path, *, device: str = "cpu", precision: str = "float32") -> None:
+    def __init__(self, path: Path, *, device: str = "cpu", precision: str = "float32", encoders: bool = False) -> None:
         self.checkpoint = find(path)
         self.config: RunConfig = load_config(self.checkpoint / "config.json")
+        if not encoders:
+            refuse_encoder(self.config.model, "This")
         self.step = read_state(self.checkpoint).step
         folder = self.checkpoint.parent.parent
         self.kind = "run" if path.resolve() == folder.resolve() else "checkpoint"
@@ -162,7 +168,14 @@ def pick_device(name: str | None) -> str:
     return name
 
 
-def open_target(name: str, *, device: str = "cpu", precision: str = "float32", trained_at: int | None = None) -> Target:
+def open_target(
+    name: str,
+    *,
+    device: str = "cpu",
+    precision: str = "float32",
+    trained_at: int | None = None,
+    encoders: bool = False,
+) -> Target:
     """The model that `name` means: a folder of ours, a folder of Hugging Face's, or a name on its hub."""
     if precision not in PRECISIONS:
         raise InputError(f"precision is {' or '.join(PRECISIONS)}, got '{precision}'.")
@@ -170,7 +183,7 @@ def open_target(name: str, *, device: str = "cpu", precision: str = "float32", t
     if path.is_file():
         raise InputError(f"{path} is a file. Give a run folder, one of its checkpoints, or a Hugging Face model.")
     if path.is_dir() and not is_hugging_face(path):
-        target: Target = RunTarget(path, device=device, precision=precision)
+        target: Target = RunTarget(path, device=device, precision=precision, encoders=encoders)
     elif path.is_dir() or looks_like_hub_name(name):
         from trainshort.evaluate.hugging_face import HuggingFaceTarget
 

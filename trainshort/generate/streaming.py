@@ -26,6 +26,7 @@ from trainshort.generate.modes import describe, new_cache
 from trainshort.generate.one_row import RowModel
 from trainshort.generate.sample import Sample, Token
 from trainshort.generate.settings import GenerateConfig
+from trainshort.masking import refuse_encoder
 from trainshort.model import TransformerLM
 
 Prompt = str | Sequence[int] | np.ndarray | Tensor
@@ -35,6 +36,7 @@ class TokenStream:
     """Iterates over tokens of one or several samples, in turn; ends when all have ended."""
 
     def __init__(self, model: TransformerLM, config: GenerateConfig, tokenizer: Tokenizer | None = None) -> None:
+        refuse_encoder(model.config, "Generating text")
         if config.stop and tokenizer is None:
             raise InputError("stop texts need a tokenizer, because they are looked for in the text; give one.")
         if tokenizer is not None and tokenizer.vocabulary > model.config.vocabulary:

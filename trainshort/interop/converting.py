@@ -27,6 +27,7 @@ from trainshort.evaluate.text import Text
 from trainshort.files import make_folder
 from trainshort.interop.formats import Model, Origin, WeightMap, convertible, shapes_of
 from trainshort.interop.importing import ImportRequest, Source, fetched, open_folder, write_run
+from trainshort.masking import refuse_encoder
 from trainshort.model import TransformerLM
 from trainshort.plots.figures import draw
 from trainshort.positions import PositionMethod
@@ -66,6 +67,7 @@ def _own(path: Path) -> Patient:
     """A run of ours with other positions than ALiBi."""
     checkpoint = find(path)
     config = load_config(checkpoint / "config.json")
+    refuse_encoder(config.model, "Converting")
     if config.model.position == TO:
         raise InputError(f"{path} has ALiBi already. Train it on as it is: trainshort train {path} --resume.")
     model = load_model(checkpoint)

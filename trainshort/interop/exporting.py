@@ -28,6 +28,7 @@ from trainshort.evaluate import card
 from trainshort.files import new_folder, write_whole
 from trainshort.interop import ctranslate, gguf_file, native, weight_files
 from trainshort.interop.rewriting import Need, Plain, refuse_misfit
+from trainshort.masking import refuse_encoder
 from trainshort.registry import Registry
 
 RECORD = "trainshort.json"
@@ -68,6 +69,7 @@ targets: Registry[Destination] = Registry("export target")
 def open_run(path: Path, dtype: str = "f32") -> Exported:
     checkpoint = find(path)
     config = load_config(checkpoint / "config.json")
+    refuse_encoder(config.model, "Exporting")
     model = load_model(checkpoint)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
     reach = card.load(checkpoint.parent.parent)

@@ -73,6 +73,8 @@ class PositionMethod(nn.Module):
     keeps_clock: ClassVar[bool] = False
     """Whether the bias is a ClockBias whose readings lie in the cache's place under "clock". A bounded
     cache drops those of keys that it forgot."""
+    one_sided: ClassVar[bool] = False
+    """Whether it means something only where a token sees nothing after it."""
     longest: int | None = None
     """Longest input the method can read; None: any."""
 
@@ -161,8 +163,8 @@ def for_heads(bias: Bias | None, config: ModelConfig) -> Bias | None:
     match bias:
         case LinearBias(slopes):
             return LinearBias(slopes * keeps)
-        case DistanceBias(table):
-            return DistanceBias(table * keeps[:, None])
+        case DistanceBias(table, right):
+            return DistanceBias(table * keeps[:, None], None if right is None else right * keeps[:, None])
         case ClockBias(clock):
             return ClockBias(clock * keeps[:, None])
         case DenseBias(values):
@@ -204,4 +206,6 @@ def build_position(config: ModelConfig) -> PositionMethod:
             f"{config.position} adds its positions to the embeddings, before any head or layer; plain_heads and "
             "plain_every need a method that works inside the layers, such as alibi or rotary."
         )
+    if method.one_sided and not config.causal:
+        raise InputError(f"{config.position} is defined for causal models; an encoder can use alibi, t5 or rotary.")
     return method(config, settings_of(config.position, config.position_settings))

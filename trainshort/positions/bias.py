@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from trainshort import alibi
 from trainshort.attention import Bias, DistanceBias, LinearBias
 from trainshort.config import ModelConfig
+from trainshort.errors import InputError
 from trainshort.methods import AlibiSettings, T5Settings
 from trainshort.positions.base import PositionMethod, positions
 
@@ -57,13 +58,18 @@ class T5(PositionMethod):
     def __init__(self, config: ModelConfig, settings: T5Settings) -> None:
         super().__init__(config, settings)
         self.table = nn.Parameter(torch.zeros(config.heads, settings.buckets))
-        self.buckets, self.max_distance = settings.buckets, settings.max_distance
+        self.buckets, self.max_distance, self.causal = settings.buckets, settings.max_distance, config.causal
+        if not config.causal and settings.buckets % 2:
+            raise InputError(f"an encoder's T5 has half of its buckets on each side; {settings.buckets} is odd.")
         nn.init.normal_(self.table, std=0.02)
 
     def score_bias(self, length: int) -> Bias:
         # Every distance from max_distance on shares the last bucket, which is what DistanceBias does past its table.
         distance = torch.arange(self.max_distance + 1, device=self.table.device)
-        return DistanceBias(self.table[:, buckets(distance, self.buckets, self.max_distance)])
+        if self.causal:
+            return DistanceBias(self.table[:, buckets(distance, self.buckets, self.max_distance)])
+        each = buckets(distance, self.buckets // 2, self.max_distance)
+        return DistanceBias(self.table[:, each], self.table[:, self.buckets // 2 + each])
 
 
 def buckets(distance: Int[Tensor, " n"], count: int, max_distance: int) -> Int[Tensor, " n"]:

@@ -121,6 +121,7 @@ class Fire(PositionMethod):
     """
 
     Settings = FireSettings
+    one_sided = True
 
     def __init__(self, config: ModelConfig, settings: FireSettings) -> None:
         super().__init__(config, settings)

@@ -50,6 +50,19 @@ for _position in BESIDE:
     _add(scales.get("laptop"), Variant("wikitext103", _position, DEMO_LENGTH))
 
 
+def _add_encoder(position: str) -> None:
+    def recipe() -> RunConfig:
+        config = scales.get("laptop").config(Variant("wikitext103", position, DEMO_LENGTH))
+        return config.replace(model={"causal": False}, train={"valid_tokens": 65_536})
+
+    recipe.__doc__ = f"A masked language model with {method_name(position)}, on the demo's text and length."
+    recipes.register(f"laptop-mlm-{position}")(recipe)
+
+
+for _position in ("alibi", "sinusoidal", "rotary"):
+    _add_encoder(_position)
+
+
 @recipes.register("portable-128")
 def portable() -> RunConfig:
     """The preset of this name, trained as the demo: transformers, llama.cpp and CTranslate2 take it as it is."""
