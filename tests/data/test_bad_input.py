@@ -16,8 +16,8 @@ from corpus_files import part, texts, write_parquet
 from trainshort.config import DataConfig
 from trainshort.data import open_data, prepare
 from trainshort.data.corpus import find_corpus
+from trainshort.data.document import splitter
 from trainshort.data.ledger import Note, write_note
-from trainshort.data.splits import splitter
 from trainshort.data.text_files import file_corpus
 from trainshort.errors import InputError
 

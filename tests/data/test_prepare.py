@@ -19,11 +19,10 @@ from trainshort.config import DataConfig, RunConfig, load_config
 from trainshort.data import load_tokenizer, open_data, open_or_prepare, prepare
 from trainshort.data import pipeline as pipeline_module
 from trainshort.data.corpus import find_corpus
-from trainshort.data.document import SPLITS
+from trainshort.data.document import SPLITS, splitter
 from trainshort.data.meta import FILE as CHECKED_FILE
 from trainshort.data.meta import token_type
 from trainshort.data.request import data_folder
-from trainshort.data.splits import splitter
 from trainshort.errors import InputError
 from trainshort.train import train
 

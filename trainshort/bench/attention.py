@@ -14,9 +14,9 @@ from torch import Tensor
 from trainshort.attention import ClockBias, attend
 from trainshort.attention.windowed_torch import PANEL
 from trainshort.bench.measure import (
+    Benchmark,
     Progress,
     Timing,
-    Trial,
     alone,
     can_measure_memory,
     in_turns,
@@ -40,11 +40,11 @@ EVERY = 17
 """One panel in so many is asked what it needs."""
 
 
-def trials(plan: AttentionPlan, source: str, label: str) -> list[Trial]:
+def benchmarks(plan: AttentionPlan, source: str, label: str) -> list[Benchmark]:
     """One per length. `source` is what `make_inputs` reads, `label` what the rows call it."""
     make_inputs(source, max(plan.lengths))  # inputs that are too short should not be noticed after an hour
     return [
-        Trial(
+        Benchmark(
             f"attention at {length:,} tokens, {label} inputs",
             lambda progress, length=length: measure(plan, source, label, length, progress),
         )

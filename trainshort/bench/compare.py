@@ -17,7 +17,7 @@ SINGLE = 0.02
 
 
 @dataclass(frozen=True)
-class Change:
+class Difference:
     """One measure of one case, then and now."""
 
     suite: str
@@ -51,7 +51,7 @@ class Change:
 class Comparison:
     """All changes, and what only one side has."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[Difference, ...]
     only_old: tuple[str, ...]
     only_new: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -86,9 +86,9 @@ def compare(old: BenchResult, new: BenchResult) -> Comparison:
     return Comparison(tuple(changes), tuple(only_old), tuple(only_new), tuple(_warnings(old, new)))
 
 
-def _changes(suite: str, old: Measurement, new: Measurement) -> list[Change]:
+def _changes(suite: str, old: Measurement, new: Measurement) -> list[Difference]:
     shared = [name for name in new.measured if name in old.measured]
-    return [Change(suite, new.name, name, old.measured[name], new.measured[name]) for name in shared]
+    return [Difference(suite, new.name, name, old.measured[name], new.measured[name]) for name in shared]
 
 
 def _warnings(old: BenchResult, new: BenchResult) -> list[str]:

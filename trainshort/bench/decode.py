@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from trainshort.bench import peers
-from trainshort.bench.measure import MEGABYTE, Progress, Trial, in_turns, megabytes
+from trainshort.bench.measure import MEGABYTE, Benchmark, Progress, in_turns, megabytes
 from trainshort.bench.measurements import RATIO, Measure, Measurement, median_of
 from trainshort.bench.suites import TRAINED, DecodePlan
 from trainshort.cache import BoundedCache, Cache
@@ -41,15 +41,15 @@ SETTLED = 8192
 """Tokens after which the rings of these models have their final size."""
 
 
-def trials(plan: DecodePlan) -> list[Trial]:
+def benchmarks(plan: DecodePlan) -> list[Benchmark]:
     """One per part."""
     shortest, prompt = min(plan.contexts), max(plan.prompts)
     known = {
-        "context": Trial("time per token and cache memory by context", lambda p: by_context(plan, p)),
-        "weights": Trial(f"against reading the weights once, context {shortest:,}", lambda p: by_weights(plan, p)),
-        "mpt": Trial(f"against MPT, context {prompt:,}", lambda p: against_mpt(plan, p)),
-        TRAINED: Trial(f"what a bounded cache keeps of the text of {plan.run}", lambda p: kept(plan, p)),
-        "endless": Trial(f"endless, 1 layer, width 32: {plan.tokens:,} tokens", lambda p: endless(plan, p)),
+        "context": Benchmark("time per token and cache memory by context", lambda p: by_context(plan, p)),
+        "weights": Benchmark(f"against reading the weights once, context {shortest:,}", lambda p: by_weights(plan, p)),
+        "mpt": Benchmark(f"against MPT, context {prompt:,}", lambda p: against_mpt(plan, p)),
+        TRAINED: Benchmark(f"what a bounded cache keeps of the text of {plan.run}", lambda p: kept(plan, p)),
+        "endless": Benchmark(f"endless, 1 layer, width 32: {plan.tokens:,} tokens", lambda p: endless(plan, p)),
     }
     if plan.run is not None:
         find(Path(plan.run))

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from trainshort.bench.measure import (
+    Benchmark,
     Progress,
-    Trial,
     alone,
     can_measure_memory,
     in_turns,
@@ -32,7 +32,7 @@ from trainshort.positions import positions
 from trainshort.presets import presets
 
 
-def trials(plan: EvaluatePlan) -> list[Trial]:
+def benchmarks(plan: EvaluatePlan) -> list[Benchmark]:
     """One per position method, or the one run."""
     if plan.run is not None:
         find(Path(plan.run))
@@ -42,7 +42,7 @@ def trials(plan: EvaluatePlan) -> list[Trial]:
         for name in methods:
             positions.get(name)
     return [
-        Trial(
+        Benchmark(
             f"scoring {max(plan.lengths):,} tokens, {plan.run or f'{method}, preset {plan.preset}'}",
             lambda progress, method=method: measure(plan, method, progress),
         )

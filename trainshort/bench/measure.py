@@ -61,7 +61,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Trial:
+class Benchmark:
     """One measurement that is told, stored and shown by itself."""
 
     title: str
@@ -215,30 +215,32 @@ def _best(work: Callable[[], object], seconds: float) -> float:
 
 
 def run(plans: Mapping[str, Plan], quick: bool, out: Path, console: Console, progress: Progress) -> BenchResult:
-    """Measure what the plans ask for. The file is written after every trial, so that a kill loses one trial."""
+    """Measure what the plans ask for. The file is written after every benchmark, so that a kill loses one benchmark."""
     with tempfile.TemporaryDirectory() as scratch:
         settings = described(plans, quick)
-        suites = {name: _trials(name, plan, Path(scratch), settings[name], progress) for name, plan in plans.items()}
+        suites = {
+            name: _benchmarks(name, plan, Path(scratch), settings[name], progress) for name, plan in plans.items()
+        }
         bench = BenchResult(made=describe(), settings=settings)
         measurements.save(bench, out)
         progress.line(f"measuring {', '.join(suites)}; results go to {out}")
-        for name, trials in suites.items():
-            for number, trial in enumerate(trials, start=1):
-                progress.begin(name, number, len(trials), trial.title)
-                rows = trial.run(progress)
+        for name, benchmarks in suites.items():
+            for number, benchmark in enumerate(benchmarks, start=1):
+                progress.begin(name, number, len(benchmarks), benchmark.title)
+                rows = benchmark.run(progress)
                 bench = bench.with_rows(name, rows)
                 measurements.save(bench, out)
-                print_rows(rows, trial.title[:1].upper() + trial.title[1:], console)
+                print_rows(rows, benchmark.title[:1].upper() + benchmark.title[1:], console)
         bench = bench.replace(finished=True)
         measurements.save(bench, out)
     return bench
 
 
-def _trials(name: str, plan: Plan, scratch: Path, stored: dict[str, Any], progress: Progress) -> list[Trial]:
-    """A suite's trials; what is wrong with its inputs is told before the first of any suite."""
+def _benchmarks(name: str, plan: Plan, scratch: Path, stored: dict[str, Any], progress: Progress) -> list[Benchmark]:
+    """A suite's benchmarks; what is wrong with its inputs is told before the first of any suite."""
     module = importlib.import_module(f"trainshort.bench.{name}")
     if not isinstance(plan, AttentionPlan):
-        return module.trials(plan)
+        return module.benchmarks(plan)
     source, label = plan.inputs, plan.inputs
     if Path(source).is_dir():
         from trainshort.bench.recorded import record
@@ -249,4 +251,4 @@ def _trials(name: str, plan: Plan, scratch: Path, stored: dict[str, Any], progre
         source, label = str(path), "recorded"
     elif source not in ("normal", "scaled"):
         label = "recorded"
-    return module.trials(plan, source, label)
+    return module.benchmarks(plan, source, label)

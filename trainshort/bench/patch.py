@@ -13,9 +13,9 @@ import torch
 
 from trainshort.bench import training
 from trainshort.bench.measure import (
+    Benchmark,
     Progress,
     Timing,
-    Trial,
     alone,
     can_measure_memory,
     in_turns,
@@ -33,9 +33,9 @@ BARE = "without attention"
 WORK = ("forward", "step")
 
 
-def trials(plan: PatchPlan) -> list[Trial]:
+def benchmarks(plan: PatchPlan) -> list[Benchmark]:
     return [
-        Trial(
+        Benchmark(
             f"patch at {length:,} tokens, preset {plan.preset}", lambda progress, n=length: measure(plan, n, progress)
         )
         for length in plan.lengths

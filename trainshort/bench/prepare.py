@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trainshort.bench.measure import Progress, Trial
+from trainshort.bench.measure import Benchmark, Progress
 from trainshort.bench.measurements import Measurement, median_of
 from trainshort.bench.suites import PreparePlan
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 THREADS = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
 
-def trials(plan: PreparePlan) -> list[Trial]:
-    return [Trial("text into tokens, one core", lambda progress: measure(plan, progress))]
+def benchmarks(plan: PreparePlan) -> list[Benchmark]:
+    return [Benchmark("text into tokens, one core", lambda progress: measure(plan, progress))]
 
 
 def measure(plan: PreparePlan, progress: Progress) -> list[Measurement]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from trainshort.bench.measure import (
+    Benchmark,
     Progress,
     Timing,
-    Trial,
     alone,
     can_measure_memory,
     in_turns,
@@ -43,12 +43,12 @@ COPIES = 2.5
 """Scores of all heads that MPT keeps per layer for its backward pass (measured at 2,048 tokens: 2.2)."""
 
 
-def trials(plan: TrainingPlan) -> list[Trial]:
+def benchmarks(plan: TrainingPlan) -> list[Benchmark]:
     for name in plan.methods:
         if name not in VARIANTS:
             positions.get(name)
     return [
-        Trial(
+        Benchmark(
             f"training at {length:,} tokens, preset {plan.preset}",
             lambda progress, length=length: measure(plan, length, progress),
         )

@@ -43,10 +43,10 @@ class Prepare:
 
     def run(self) -> int:
         from trainshort.data import open_data, prepare
+        from trainshort.data.ledger import Stages
         from trainshort.data.meta import is_data
         from trainshort.data.pipeline import describe
         from trainshort.data.request import data_folder
-        from trainshort.data.stages import Stages
 
         config = DataConfig.read(
             {"corpus": self.corpus, "tokenizer": self.tokenizer, "vocabulary": self.vocabulary, "folder": self.out}

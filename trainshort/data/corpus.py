@@ -17,9 +17,8 @@ from io import StringIO
 from pathlib import Path
 
 from trainshort import files
-from trainshort.data.document import Corpus
+from trainshort.data.document import HELD_OUT, Corpus
 from trainshort.data.hub import HubCorpus, MixedCorpus
-from trainshort.data.splits import HELD_OUT
 from trainshort.data.text_files import SUFFIXES, FileCorpus, Kind, TextFile, file_corpus, folder_corpus, select, suffix
 from trainshort.errors import InputError
 from trainshort.registry import Registry, did_you_mean

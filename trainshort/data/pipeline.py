@@ -1,7 +1,7 @@
 """`prepare`: from a corpus to a folder of tokens.
 
-One process reads the corpus forward and cuts it into pieces; workers encode them; the pieces' tokens are appended in
-order. So memory does not depend on the size of the corpus, the result does not depend on the number of workers, and a
+One process reads the corpus forward and cuts it into portions; workers encode them; their tokens are appended in order.
+So memory does not depend on the size of the corpus, the result does not depend on the number of workers, and a
 killed preparation continues from its last note (ledger.py).
 """
 
@@ -20,16 +20,14 @@ from trainshort import files
 from trainshort.config import DataConfig
 from trainshort.data import meta as layout
 from trainshort.data.corpus import find_corpus
-from trainshort.data.document import SPLITS, Corpus, Errors
-from trainshort.data.ledger import ROOM, Note, Writer, read_note, write_note
+from trainshort.data.document import SPLITS, Corpus, Errors, Splitter, splitter
+from trainshort.data.ledger import ROOM, Note, Stages, Writer, read_note, write_note
 from trainshort.data.meta import FILE as CHECKED_FILE
 from trainshort.data.meta import DataRequest, Meta, Prepared, SplitMeta, bin_path, is_data, offsets_path, open_data
 from trainshort.data.request import data_folder, make_request, refuse_other, short_name
-from trainshort.data.splits import Splitter, splitter
-from trainshort.data.stages import Stages
 from trainshort.data.tokenizer import FILE as TOKENIZER_FILE
 from trainshort.data.tokenizer import Tokenizer, load_tokenizer, tokenizers
-from trainshort.data.workers import Piece, Pool
+from trainshort.data.workers import Pool, Portion
 from trainshort.errors import InputError
 
 PIECE_CHARACTERS = 1 << 20
@@ -197,11 +195,11 @@ def _encode(job: Preparation, note: Note) -> tuple[float, int]:
     job.progress.stage("encoding", job.corpus.size, note.done)
     try:
         with Pool(job.folder, job.workers) as pool:
-            for piece, parts in pool.map(pieces(job.corpus, rule, note.cursor, job.errors)):
+            for portion, parts in pool.map(portions(job.corpus, rule, note.cursor, job.errors)):
                 writer.append(parts)
                 encoded += sum(part.bytes for part in parts.values())
-                job.progress.at(piece.done)
-                last = (piece.cursor, piece.done)
+                job.progress.at(portion.done)
+                last = (portion.cursor, portion.done)
                 if time.perf_counter() - committed > COMMIT_SECONDS:
                     writer.commit(*last)
                     committed = time.perf_counter()
@@ -211,7 +209,7 @@ def _encode(job: Preparation, note: Note) -> tuple[float, int]:
     return time.perf_counter() - started, encoded
 
 
-def pieces(corpus: Corpus, rule: Splitter, cursor: Any, errors: Errors) -> Iterator[Piece]:
+def portions(corpus: Corpus, rule: Splitter, cursor: Any, errors: Errors) -> Iterator[Portion]:
     """Documents in portions of about a million characters, each with its split."""
     documents: list[tuple[str, str]] = []
     length, document = 0, None
@@ -219,10 +217,10 @@ def pieces(corpus: Corpus, rule: Splitter, cursor: Any, errors: Errors) -> Itera
         documents.append((rule.split(document), document.text))
         length += len(document.text)
         if length >= PIECE_CHARACTERS:
-            yield Piece(documents, document.cursor, document.done)
+            yield Portion(documents, document.cursor, document.done)
             documents, length = [], 0
     if document is not None and documents:
-        yield Piece(documents, document.cursor, document.done)
+        yield Portion(documents, document.cursor, document.done)
 
 
 def _finish(job: Preparation) -> Prepared:

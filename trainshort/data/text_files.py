@@ -1,7 +1,7 @@
 """Text in files: one file, a folder or a glob of `.txt`, `.md`, WikiText's `.tokens`, `.raw`, or `.jsonl`, `.parquet`.
 
 A folder whose files are named train..., valid..., test... keeps those splits; otherwise the text counts as unsplit (see
-splits.py).
+document.py).
 """
 
 import hashlib

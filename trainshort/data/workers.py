@@ -1,4 +1,4 @@
-"""Encodes pieces of text in several processes and gives the results back in order.
+"""Encodes portions of text in several processes and gives the results back in order.
 
 The workers are plain child processes that talk over their standard input and output. When the parent is killed their
 input ends and they leave; `multiprocessing` would leave them behind, and would run a user's unguarded script again.
@@ -25,7 +25,7 @@ from trainshort.errors import InputError
 
 
 @dataclass(frozen=True)
-class Piece:
+class Portion:
     """Some documents in a row, the unit of work; `cursor` is where the corpus goes on after them."""
 
     documents: list[tuple[str, str]]
@@ -36,7 +36,7 @@ class Piece:
 
 @dataclass
 class Encoded:
-    """One split's share of a piece."""
+    """One split's share of a portion."""
 
     tokens: bytes
     lengths: list[int]
@@ -45,8 +45,8 @@ class Encoded:
     bytes: int
 
 
-def encode_piece(tokenizer: Tokenizer, documents: list[tuple[str, str]]) -> dict[str, Encoded]:
-    """The tokens of a piece by split, in the type that goes to disk."""
+def encode_portion(tokenizer: Tokenizer, documents: list[tuple[str, str]]) -> dict[str, Encoded]:
+    """The tokens of a portion by split, in the type that goes to disk."""
     kind = np.dtype(token_type(tokenizer.vocabulary)).newbyteorder("<")
     by_split: dict[str, list[str]] = {}
     for split, text in documents:
@@ -64,7 +64,7 @@ def encode_piece(tokenizer: Tokenizer, documents: list[tuple[str, str]]) -> dict
 
 
 class Worker:
-    """One child process; `encode` sends it a piece and waits for the answer."""
+    """One child process; `encode` sends it a portion and waits for the answer."""
 
     def __init__(self, folder: Path) -> None:
         package = str(Path(__file__).parents[2])
@@ -101,7 +101,7 @@ class Worker:
 
 
 class Pool:
-    """Workers that share the pieces. With one worker the work is done right here."""
+    """Workers that share the portions. With one worker the work is done right here."""
 
     def __init__(self, folder: Path, workers: int) -> None:
         self._tokenizer = load_tokenizer(folder) if workers == 1 else None
@@ -111,20 +111,20 @@ class Pool:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(max_workers=max(1, workers))
 
-    def map(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, dict[str, Encoded]]]:
-        """Every piece with its tokens, in order; two pieces a worker are in memory at a time."""
+    def map(self, portions: Iterable[Portion]) -> Iterator[tuple[Portion, dict[str, Encoded]]]:
+        """Every portion with its tokens, in order; two portions a worker are in memory at a time."""
         if self._tokenizer is not None:
-            for piece in pieces:
-                yield piece, encode_piece(self._tokenizer, piece.documents)
+            for portion in portions:
+                yield portion, encode_portion(self._tokenizer, portion.documents)
             return
-        waiting: deque[tuple[Piece, Future[dict[str, Encoded]]]] = deque()
-        for piece in pieces:
-            waiting.append((piece, self._threads.submit(self._encode, piece.documents)))
+        waiting: deque[tuple[Portion, Future[dict[str, Encoded]]]] = deque()
+        for portion in portions:
+            waiting.append((portion, self._threads.submit(self._encode, portion.documents)))
             if len(waiting) >= 2 * len(self._workers):
                 first, result = waiting.popleft()
                 yield first, result.result()
-        for piece, result in waiting:
-            yield piece, result.result()
+        for portion, result in waiting:
+            yield portion, result.result()
 
     def _encode(self, documents: list[tuple[str, str]]) -> dict[str, Encoded]:
         worker = self._idle.get()
@@ -146,7 +146,7 @@ class Pool:
 
 
 def serve() -> None:
-    """A worker's life: read pieces, write their tokens, leave when the input ends."""
+    """A worker's life: read portions, write their tokens, leave when the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     requests: BinaryIO = sys.stdin.buffer
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
@@ -155,7 +155,7 @@ def serve() -> None:
     while True:
         try:
             documents = pickle.load(requests)
-            pickle.dump(encode_piece(tokenizer, documents), answers, protocol=5)
+            pickle.dump(encode_portion(tokenizer, documents), answers, protocol=5)
             answers.flush()
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             os._exit(0)  # the parent is gone, and so is the pipe into which Python would still flush

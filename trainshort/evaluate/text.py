@@ -17,9 +17,9 @@ import numpy as np
 
 from trainshort.data import Prepared, open_data
 from trainshort.data.corpus import find_corpus
+from trainshort.data.document import splitter
 from trainshort.data.meta import is_data, token_type
 from trainshort.data.of_run import open_own
-from trainshort.data.splits import splitter
 from trainshort.errors import InputError
 from trainshort.evaluate.target import RunTarget, Target, TextTokenizer
 from trainshort.files import read_text

@@ -21,14 +21,6 @@ from trainshort.registry import Registry
 
 Quantity = Literal["perplexity", "train speed", "read speed", "train memory", "learning curve"]
 
-UNITS: dict[Quantity, str] = {
-    "perplexity": "perplexity",
-    "train speed": "tokens/s, training",
-    "read speed": "tokens/s, reading",
-    "train memory": "GB, training",
-    "learning curve": "perplexity over training",
-}
-
 NAMES = {"alibi": "ALiBi", "sinusoidal": "Sinusoidal", "rotary": "Rotary", "t5": "T5 bias", "none": "None"}
 
 
