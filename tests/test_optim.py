@@ -82,7 +82,7 @@ def test_matrices_decay_and_vectors_do_not(name):
 
 
 def test_muon_turns_a_momentum_into_the_nearest_orthogonal_matrix():
-    """Five steps bring singular values of 0.01 to 1 near 1, and leave the directions; U·Vᵀ from an exact SVD."""
+    """Three steps bring singular values of 0.01 to 1 near 1, and leave the directions; U·Vᵀ from an exact SVD."""
     generator = torch.Generator().manual_seed(1)
     for rows, columns in ((6, 6), (6, 20), (20, 6)):
         u, _, vt = torch.linalg.svd(torch.randn(2, rows, columns, generator=generator), full_matrices=False)
@@ -106,11 +106,12 @@ class WithTable(nn.Module):
 @pytest.mark.parametrize("name", ["adamw", "nesterov", "muon"])
 def test_a_position_table_is_not_decayed_and_has_a_rate_of_its_own(name):
     model = WithTable()
-    optimizer = optim.build(model, OptimConfig(name=name, weight_decay=0.5, position_lr=3.0))
+    optimizer = optim.build(model, OptimConfig(name=name, weight_decay=0.5, position_lr=3.0, embedding_lr=0.5))
     optim.step(optimizer, model.parameters(), 0.1)  # no gradients
     assert torch.equal(model.position["table"], torch.ones(2, 3))
     rates = {id(one): group["lr"] for group in optimizer.param_groups for one in group["params"]}
     assert rates[id(model.position["table"])] == pytest.approx(0.3)
+    assert rates[id(model.vocabulary.weight)] == pytest.approx(0.05)
     assert rates[id(model.layers[0].weight)] == 0.1
     kept = {key.rpartition(".")[0]: key.rpartition(".")[2] for key in optim.state_tensors(optimizer, model)}
     assert kept["layers.0.weight"] == ("exp_avg_sq" if name == "adamw" else "momentum_buffer")

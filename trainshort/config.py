@@ -238,6 +238,8 @@ class OptimConfig(Settings):
     """Decay of matrices; vectors (norms, biases, slopes) and the position method's own are not decayed."""
     position_lr: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Learning rate of what the position method trains (T5's table, learned positions), as a multiple of lr."""
+    embedding_lr: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """Learning rate of the vocabulary's matrices, as a multiple of lr."""
     clip: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Largest gradient norm; 0 does not clip."""
 

@@ -84,7 +84,9 @@ def test_runs_differ_in_position_and_length_alone_and_see_equally_many_tokens(sc
     chosen = scales.get(scale)
     configs = [chosen.config(variant) for name in TABLES for variant in choose([name])[0].variants(chosen)]
     assert len({c.train.steps * c.train.batch * c.train.length for c in configs}) == 1
-    alike = {"warmup": 0} | ({"name": "adamw", "lr": 1.0, "position_lr": 1.0} if scale == "laptop" else {})
+    alike = {"warmup": 0} | (
+        {"name": "adamw", "lr": 1.0, "position_lr": 1.0, "embedding_lr": 1.0} if scale == "laptop" else {}
+    )
     assert (
         len({c.optim.replace(**alike).model_dump_json() for c in configs}) == 1
     )  # what tune searches is each method's

@@ -18,9 +18,7 @@ def test_every_method_has_the_same_trials_with_equally_many_tokens():
     assert all(one == list(tune.GRID) for one in ways.values())
     assert len({one.config.train.steps * one.config.train.batch * one.config.train.length for one in made}) == 1
     runs = {method: {one.name for one in made if one.method == method} for method in tune.METHODS}
-    assert len(runs["t5"]) == len(tune.GRID)
-    without = {(way.optimizer, way.lr) for way in tune.GRID.values()}
-    assert all(len(runs[method]) == len(without) for method in ("alibi", "rotary", "sinusoidal"))
+    assert all(len(one) == len(tune.GRID) for one in runs.values())
 
 
 @pytest.fixture

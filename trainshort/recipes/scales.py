@@ -94,12 +94,12 @@ class Way(Settings):
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = Field(gt=0)
     position_lr: float = Field(default=1.0, gt=0)
+    embedding_lr: float = Field(default=1.0, gt=0)
 
     def optim(self, steps: int) -> OptimConfig:
-        """The settings of a run of so many steps; a tenth of them is warm-up."""
-        return OptimConfig(
-            name=self.optimizer, lr=self.lr, position_lr=self.position_lr, warmup=steps // 10, momentum=0.95
-        )
+        """The settings of a run of so many steps; a tenth of them is warm-up, then the rate falls on a line to 0."""
+        rates = {"lr": self.lr, "position_lr": self.position_lr, "embedding_lr": self.embedding_lr}
+        return OptimConfig(name=self.optimizer, **rates, warmup=steps // 10, schedule="linear", momentum=0.95)
 
 
 LAPTOP_STEP = 768
@@ -144,7 +144,7 @@ def first_laptop(variant: Variant) -> RunConfig:
     """The recipe of 0.1.0, whose runs a report still reads."""
     length = variant.length // 4
     return laptop(variant).replace(
-        optim={"name": "adamw", "lr": 2e-3, "position_lr": 1.0, "warmup": 50, "momentum": 0.99},
+        optim=OptimConfig(lr=2e-3, warmup=50).model_dump(),
         train={
             "batch": max(1, 3072 // length),
             "steps": 360,

@@ -75,7 +75,7 @@ def tune(values: dict[str, Any]) -> str:
     pilot = "; ".join(f"{way}: {value:.1f}" for way, value in values["pilot"].items())
     return (
         f"{table(head, rows)}\n{tokens:,} tokens each, one seed.{done} {_origin(values, 'tune')}\n\n"
-        f"Seen before, of ALiBi alone: {pilot}.\n"
+        f"Seen before this grid was written: {pilot}.\n"
     )
 
 
