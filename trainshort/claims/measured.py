@@ -121,7 +121,8 @@ class View:
         if quantity == "train memory":
             memory = entry["train_memory"]
             return None if memory is None else Measured((memory / 1e9,), (path,))
-        return Measured((entry["tokens"] / statistics.median(entry[RATES[quantity]]),), (path,))
+        seconds = entry[RATES[quantity]]
+        return Measured((entry["tokens"] / statistics.median(seconds),), (path,)) if seconds else None
 
     def speeds(self, one: Variant, other: Variant, quantity: str = "train speed") -> Compared | None:
         """How much faster the first is than the second, round by round: whatever else the machine did fell on both.
@@ -131,10 +132,22 @@ class View:
         if path is None or entries[0] is None or entries[1] is None or session(entries[0]) != session(entries[1]):
             return None
         first, second = (
-            [seconds / entry["tokens"] for seconds in entry[RATES[quantity]]] for entry in entries if entry
+            [seconds / entry["tokens"] for seconds in entry[RATES[quantity]] or ()] for entry in entries if entry
         )
+        if not first or not second:
+            return None
         change, low, high = middle([b / a - 1 for a, b in zip(first, second, strict=True)])
         return Compared(change, low, high, (path,))
+
+    def memories(self, one: Variant, other: Variant) -> Compared | None:
+        """How much more memory the first takes to train. The interval goes from the least difference of two weighings
+        to the greatest; in 0.1.0 there was one of each."""
+        entries, path = [self._costs_of(one), self._costs_of(other)], self.collection.cost_path
+        peaks = [entry.get("train_memories") or [entry["train_memory"]] for entry in entries if entry]
+        if path is None or len(peaks) < 2 or None in (*peaks[0], *peaks[1]):
+            return None
+        low, high = min(peaks[0]) / max(peaks[1]) - 1, max(peaks[0]) / min(peaks[1]) - 1
+        return Compared(statistics.median(peaks[0]) / statistics.median(peaks[1]) - 1, low, high, (path,))
 
     def perplexities(self, one: tuple[Variant, EvalProtocol], other: tuple[Variant, EvalProtocol]) -> Compared | None:
         """How much higher the first's perplexity is. The interval is the wider of two: over stretches of the text,

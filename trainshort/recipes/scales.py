@@ -132,7 +132,7 @@ def laptop(variant: Variant, way: Way | None = None, tokens: int = LAPTOP_TOKENS
             steps=steps,
             seed=variant.seed,
             log_every=20,
-            valid_every=max(1, steps // 8),
+            valid_every=max(1, steps // 4),
             valid_tokens=16_384,
             save_every=max(1, steps // 8),
             keep=8,

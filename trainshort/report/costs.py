@@ -17,8 +17,10 @@ def cost_figures(collection: Collection) -> list[Figure]:
     if not collection.costs or collection.cost_path is None:
         return []
     entries = list(collection.costs.values())
-    wanted = (("cost-train", "Training speed", "train speed"), ("cost-read", "Reading speed", "read speed"))
-    made = [_speed(entries, *one) or _rates(entries, *one) for one in wanted]
+    made = []
+    for one in (("cost-train", "Training speed", "train speed"), ("cost-read", "Reading speed", "read speed")):
+        if timed := [entry for entry in entries if entry[RATES[one[-1]]]]:
+            made.append(_speed(timed, *one) or _rates(timed, *one))
     return [_sourced(figure, collection) for figure in (*made, _memory(entries)) if figure]
 
 

@@ -74,21 +74,20 @@ def run_here(tasks: list[Task], root: Path, done: Callable[[str], None], jobs: i
 def _run_side_by_side(tasks: list[Task], root: Path, done: Callable[[str], None], jobs: int) -> None:
     """Work on `jobs` models at a time. One that fails is named at the end; what the others made stays.
 
-    Training and evaluating a model are two pieces of work, and evaluations wait for the last training to begin: with
-    five models on two cores, one core has a third model to train while the other evaluates the first four.
+    Training and evaluating a model are two pieces of work, and evaluations wait for the last training of their seed to
+    begin: with five models on two cores, one core has a third model to train while the other evaluates the first four.
+    A seed is done before the next is begun, so that a command that is stopped has whole ones.
     """
     prepare_data(tasks)
     context = multiprocessing.get_context("spawn")
     threads = max(1, cores() // jobs)
-    # Long sequences take longest; begun last, one would keep a single core busy at the end.
-    longest_first = sorted(tasks, key=lambda task: -task.config.train.length)
-    waiting: list[tuple[Task, Work]] = [(task, train_model) for task in longest_first]
+    waiting: list[tuple[Task, Work]] = [(task, train_model) for task in tasks]
     failed: list[str] = []
     running: dict[Connection, tuple[Task, Work, BaseProcess]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                task, piece = waiting.pop(0)
+                task, piece = waiting.pop(waiting.index(min(waiting, key=_turn)))
                 ours, theirs = context.Pipe(duplex=False)
                 worker = context.Process(target=_worker, args=(piece, task, root, threads, os.getpid(), theirs))
                 worker.start()
@@ -107,6 +106,12 @@ def _run_side_by_side(tasks: list[Task], root: Path, done: Callable[[str], None]
         _stop([worker for *_, worker in running.values()])
     if failed:
         raise InputError(f"{len(failed)} models failed: {'; '.join(failed)}. The same command runs what is missing.")
+
+
+def _turn(waiting: tuple[Task, Work]) -> tuple[int, bool, int]:
+    """What is done first is least. Long sequences take longest; begun last, one would keep a single core busy."""
+    task, piece = waiting
+    return task.config.train.seed, piece is evaluate_model, -task.config.train.length
 
 
 def prepare_data(tasks: list[Task]) -> None:

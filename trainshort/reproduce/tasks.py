@@ -21,7 +21,7 @@ STEP_WEIGHT = 3
 SAMPLE = Path("samples") / "sample.json"
 REACH = Path("analysis") / "reach.json"
 SAMPLED = "demo"
-"""The experiment whose models also write a text."""
+"""The experiment whose models also write a text; those of its shortest length, which are read far beyond it."""
 
 
 @dataclass
@@ -48,6 +48,8 @@ class Assignment:
     """Configurations whose speed is measured, by run name."""
     weighed: frozenset[str] = frozenset()
     """Those of them whose memory is measured too."""
+    read: frozenset[str] = frozenset()
+    """Those of them that are timed while reading, too."""
 
 
 def assign(chosen: Sequence[Experiment], scale: Scale, seeds: Iterable[int] = (1,)) -> Assignment:
@@ -61,16 +63,22 @@ def assign(chosen: Sequence[Experiment], scale: Scale, seeds: Iterable[int] = (1
         for variant in experiment.measured_apart(scale):
             config = scale.config(variant)
             costs[run_name(config)] = config
-    cells = (cell for experiment in chosen for cell in experiment.cells if cell.quantity == "train memory")
-    weighed = frozenset(run_name(scale.config(cell.variant)) for cell in cells if cell.variant)
-    return Assignment(scale, list(tasks.values()), costs, weighed)
+    weighed, read = (_asked(chosen, scale, quantity) for quantity in ("train memory", "read speed"))
+    return Assignment(scale, list(tasks.values()), costs, weighed, read)
+
+
+def _asked(chosen: Sequence[Experiment], scale: Scale, quantity: str) -> frozenset[str]:
+    """The configurations of which a cell wants this cost."""
+    cells = (cell for one in chosen for cell in one.cells if cell.apart and cell.quantity == quantity)
+    return frozenset(run_name(scale.config(cell.variant)) for cell in cells if cell.variant)
 
 
 def _add(experiment: Experiment, scale: Scale, tasks: dict[str, Task]) -> None:
-    for variant in experiment.variants(scale):
+    variants = experiment.variants(scale)
+    for variant in variants:
         config = scale.config(variant)
         task = tasks.setdefault(run_name(config), Task(run_name(config), config))
-        task.sample |= experiment.name == SAMPLED
+        task.sample |= experiment.name == SAMPLED and variant.length == min(one.length for one in variants)
         for reading in experiment.readings(scale, variant):
             for query in queries(scale, reading):
                 task.lengths.setdefault(query, set()).add(scale.length(reading.length))

@@ -36,7 +36,7 @@ GRID: dict[str, Way] = {
     "Muon 2.4e-2": Way(optimizer="muon", lr=2.4e-2, position_lr=5),
     "Muon 2.4e-2, embeddings x 0.3": Way(optimizer="muon", lr=2.4e-2, position_lr=5, embedding_lr=0.3),
 }
-"""Ways to train, by name; the rate of position tables is five times the others'. It means nothing where there is none."""
+"""Ways to train, by name; the rate of position tables is five times the others', and means nothing without one."""
 PILOT = {
     "ALiBi, Muon 1e-2, 360 steps of 8 x 128": 56.17,
     "ALiBi, AdamW 8e-3, 360 steps of 8 x 128": 57.10,
@@ -55,7 +55,7 @@ PILOT = {
     "sinusoidal, Muon 2.4e-2": 70.50,
     "sinusoidal, Muon 1.2e-2, 1440 steps of 6 x 128": 46.8,
 }
-"""Validation perplexities that were seen before this grid was written, all of one seed; where no steps are named, 480 of
+"""Validation perplexities seen before this grid was written, all of one seed; where no steps are named, 480 of
 6 x 128, cosine decay. On ALiBi's were decided the size of a step and that AdamW is left out (1.6 % behind Muon at the
 same batch); on T5's the rate of tables; on sinusoidal's distance from the others that the rate of embeddings, which
 grow beyond the sinusoids added to them, should be searched. The grid before this one was changed four times while its
