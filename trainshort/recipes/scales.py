@@ -109,7 +109,7 @@ LAPTOP_TOKENS = 1440 * LAPTOP_STEP
 """Tokens that every model of the laptop scale is trained on: 1.1 M, as many as in 0.1.0."""
 TUNED = {
     "alibi": Way(optimizer="muon", lr=0.012),
-    "rotary": Way(optimizer="muon", lr=0.024),
+    "rotary": Way(optimizer="muon", lr=0.012),
     "t5": Way(optimizer="muon", lr=0.012, position_lr=5),
     "sinusoidal": Way(optimizer="muon", lr=0.012),
 }
