@@ -257,7 +257,7 @@ scales.register("laptop")(
         summary="two CPU cores, 4 layers of width 128, the embedded corpus, lengths divided by 4",
         shrink=4,
         lengths=(256, 512, 1024, 2048, 3072),
-        left_out={"table5": (2048,), "fig4": (2048,), "fig8": (2048,)},
+        left_out={"table5": (256, 2048), "fig4": (2048,), "fig8": (2048,)},
         stride_one=32,
         sliding_tokens=4096,
         eval_tokens=32_768,
