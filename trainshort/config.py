@@ -316,10 +316,8 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _whole_matrices(self) -> Self:
         if self.optim.name == "muon" and self.train.parallel != "ddp":
-            raise ValueError(
-                f"optim.name muon needs whole matrices, and train.parallel {self.train.parallel} shares them out; "
-                "use ddp, or adamw"
-            )
+            shared = f"train.parallel {self.train.parallel} shares them out"
+            raise ValueError(f"optim.name muon needs whole matrices, and {shared}; use ddp, or adamw")
         return self
 
     @model_validator(mode="after")
