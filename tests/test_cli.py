@@ -1,12 +1,14 @@
 """The command line: quick help without torch, names, and mistakes told in one sentence."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import trainshort
 from trainshort.cli import COMMANDS, main
 from trainshort.commands.names import KINDS
 
@@ -74,6 +76,10 @@ def test_list_alone_shows_every_registry(capsys):
     assert list(lines) == list(KINDS)
     assert "alibi" in lines["positions"]
     assert all(lines.values())
+    package = Path(trainshort.__file__).parent
+    made = [name for path in package.rglob("*.py") for name in re.findall(r"(?m)^(\w+): Registry\[", path.read_text())]
+    made.remove("positions")  # the classes of what `methods` holds
+    assert sorted(made) == sorted(place.partition(":")[2] for place in KINDS.values())
 
 
 def test_positions_are_listed_without_torch():

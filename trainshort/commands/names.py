@@ -21,6 +21,8 @@ KINDS = {
     "scales": "trainshort.recipes.scales:scales",
     "claims": "trainshort.claims.verdicts:claims",
     "formats": "trainshort.interop.importing:formats",
+    "convertible": "trainshort.interop.importing:convertible",
+    "exports": "trainshort.interop.exporting:targets",
 }
 """Every registry, and where it is full. Only the one that is asked for is imported: positions need no torch."""
 
@@ -41,7 +43,8 @@ class List:
     """
 
     kind: Annotated[str, Arg(positional=True)] = ""
-    """positions, engines, corpora, tokenizers, analyses, presets, recipes, experiments, scales, claims or formats."""
+    """positions, engines, corpora, tokenizers, analyses, presets, recipes, experiments, scales, claims, formats (that
+    `import` reads), convertible or exports."""
 
     def run(self) -> None:
         kind = OLD.get(self.kind, self.kind)

@@ -55,6 +55,7 @@ class Exported:
 class Destination:
     """Where a model can go."""
 
+    summary: str
     needs: tuple[Need, ...]
     rewrite: Callable[[Plain], Plain]
     write: Callable[[Path, Exported], None]
@@ -224,10 +225,19 @@ def _same(model: Plain) -> Plain:
 
 _as_mpt = _write_native(native.mpt_config, native.mpt_tensors)
 _as_bloom = _write_native(native.bloom_config, native.bloom_tensors)
-targets.register("hf-mpt")(Destination(native.MPT_NEEDS, native.as_mpt, _as_mpt))
-targets.register("hf-bloom")(Destination(native.BLOOM_NEEDS, native.as_bloom, _as_bloom))
-targets.register("hf")(Destination((), _same, _write_own))
+targets.register("hf-mpt")(Destination("transformers, as an MPT", native.MPT_NEEDS, native.as_mpt, _as_mpt))
+targets.register("hf-bloom")(Destination("transformers, as a BLOOM", native.BLOOM_NEEDS, native.as_bloom, _as_bloom))
+targets.register("hf")(Destination("transformers, by trainshort's own class; any model", (), _same, _write_own))
 targets.register("gguf")(
-    Destination(gguf_file.NEEDS, gguf_file.rewritten, _write_gguf, gguf_file.TYPES, gguf_file.tokenizer_misfit)
+    Destination(
+        "llama.cpp, as an MPT or a BLOOM (GGUF)",
+        gguf_file.NEEDS,
+        gguf_file.rewritten,
+        _write_gguf,
+        gguf_file.TYPES,
+        gguf_file.tokenizer_misfit,
+    )
 )
-targets.register("ctranslate2")(Destination(ctranslate.NEEDS, ctranslate.rewritten, _write_ctranslate))
+targets.register("ctranslate2")(
+    Destination("CTranslate2, as its own decoder", ctranslate.NEEDS, ctranslate.rewritten, _write_ctranslate)
+)
