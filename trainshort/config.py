@@ -148,6 +148,8 @@ class ModelConfig(Settings):
                 f"plain_heads {self.plain_heads} leaves {positioned} of {self.heads} heads with positions; "
                 f"leave a multiple of {group}, the heads that share a key"
             )
+        if self.plain_every is not None and self.plain_every > self.layers:
+            raise ValueError(f"plain_every {self.plain_every} leaves all of {self.layers} layers with positions")
         if problem := self.position_settings.misfit(self.width, self.heads):
             raise ValueError(problem)
         return self

@@ -108,6 +108,11 @@ class FoxSettings(MethodSettings):
     turned: bool = False
     """Gates are sigma(-w.x - b): CABLE's sign."""
 
+    def misfit(self, width: int, heads: int) -> str | None:
+        if self.shortest > self.longest:
+            return f"decay times go from shortest to longest; got {self.shortest:g} and {self.longest:g}"
+        return None
+
 
 class KerpleSettings(MethodSettings):
     """KERPLE's kernel."""

@@ -119,6 +119,11 @@ def test_learned_slopes_of_plain_heads_stay_zero():
         ({"plain_heads": 4}, "plain_heads 4 leaves none of 4 heads with positions"),
         ({"plain_heads": 1, "kv_heads": 2}, "plain_heads 1 leaves 3 of 4 heads with positions; leave a multiple of 2"),
         ({"plain_every": 1}, "plain_every"),
+        ({"plain_every": 5}, "plain_every 5 leaves all of 2 layers with positions"),
+        (
+            {"position": "fox", "position_settings": {"shortest": 300}},
+            "decay times go from shortest to longest; got 300 and 256",
+        ),
         ({"score_growth_length": 0}, "score_growth_length"),
         ({"position": "sinusoidal", "plain_every": 2}, "sinusoidal adds its positions to the embeddings, before any"),
     ],

@@ -69,6 +69,8 @@ def _read(path: Path, length: int, generator: torch.Generator) -> Inputs:
     if "clock" in recorded:
         if recorded["clock"].shape != recorded["q"].shape[:3]:
             raise InputError(f"{path}: its clock must have a reading for each head and token, as q, k and v do.")
+        if not recorded["clock"].isfinite().all():
+            raise InputError(f"{path}: its clock must be finite everywhere; this one has readings that are not.")
         bias = ClockBias(recorded["clock"][:1, :, :length].double().contiguous())
     return Inputs(q, k, v, bias, torch.randn(q.shape, generator=generator))
 
