@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainshort import alibi
-from trainshort.attention import ClockBias
+from trainshort.attention import ClockBias, attend
 from trainshort.cache import Cache, Rows
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
@@ -46,6 +46,20 @@ def test_the_bias_is_the_sum_of_log_gates_between(settings):
         for j in range(i + 1):
             expected = log_gate[:, j + 1 : i + 1].sum(1)
             torch.testing.assert_close(bias.clock[:, :, i] - bias.clock[:, :, j], expected, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_bias_is_x_transformers_data_dependent_alibi():
+    theirs = pytest.importorskip("x_transformers.x_transformers").DataDependentAlibi(16, 4)
+    method, x = make(), torch.randn(2, 30, 16)
+    method.weight[1].copy_(theirs.to_forget_gates[0].weight)
+    method.shift.view(2, 4)[1].copy_(theirs.to_forget_gates[0].bias)
+    q, k, v = torch.randn(3, 2, 4, 30, 8)
+    bias = method.text_bias(LayerInput(1, x, 30, torch.arange(30).expand(2, 30), {}))
+    future = torch.ones(30, 30).triu(1).bool()
+    mask = theirs(x).masked_fill(future, -torch.inf)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(attend(q, k, v, bias=bias), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_first_gates_are_halves_slopes_or_times():

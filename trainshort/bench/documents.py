@@ -137,6 +137,43 @@ def to_plain(row: Measurement) -> str:
     return f"{cell(row, 'to plain')} and {cell(row, 'both to plain')}"
 
 
+def clock(bench: BenchResult) -> str:
+    """ALiBi's slopes as they are and as a clock, to plain attention and to each other."""
+    rows = {str(row.case["engine"]): row for row in bench.suites["attention"]}
+    made = []
+    for name in ("windowed", "clock"):
+        ratio = rows[name].measured["forward + backward"].value / rows["windowed"].measured["forward + backward"].value
+        made.append([name, *to_plain(rows[name]).split(" and "), f"{ratio:.2f} {RATIO}"])
+    return table("8,192 tokens, random normal | forward, to plain | with backward, to plain | to windowed", made)
+
+
+def bounds(*benches: BenchResult) -> str:
+    """What the kernel reads of recorded inputs, beside what ACP's bound leaves and what the mass needs."""
+    names = ("both to plain", "work", "work by ACP", "work needed", "work needed in blocks", "work to ACP")
+    rows = [
+        [MODELS[name], f"{tokens:,}", *(shown(row, measure) for measure in (*names, *TO_NEEDED))]
+        for name, bench in zip(MODELS, benches, strict=True)
+        for tokens, row in windowed(bench).items()
+    ]
+    head = "model | tokens | time, to plain | read | ACP would read | needed by rows | needed in blocks"
+    return table(f"{head} | to ACP | to rows' need | to blocks' need", rows)
+
+
+def shown(row: Measurement, name: str) -> str:
+    """A share of the causal work, or a ratio."""
+    measure = row.measured[name]
+    return f"{measure.value:.2f} {measure.unit}"
+
+
+def switches(bench: BenchResult) -> str:
+    """Training with a clock, with trained slopes and with a temperature, to ALiBi: time and memory."""
+    rows = [
+        [str(row.case["model"]), f"{1 / row.measured['speed to alibi'].value:.2f} {RATIO}", cell(row, "peak to alibi")]
+        for row in bench.suites["training"]
+    ]
+    return table("2,048 tokens, 6 layers of width 512 | time of a step, to ALiBi | peak memory, to ALiBi", rows)
+
+
 def growth(bench: BenchResult) -> str:
     """The time per token at 32,768 tokens to that at 8,192, forward and with backward."""
     rows = windowed(bench)
@@ -192,6 +229,13 @@ def patched(bench: BenchResult) -> str:
     return table(f"{head} | same greedy tokens, of 32", rows)
 
 
+MODELS = {
+    "attention-alibi-8x64": "ALiBi, 8 heads of 64",
+    "attention-fox-8x64": "FoX, gates from a half",
+    "attention-fox-alibi-8x64": "FoX, gates from ALiBi's slopes",
+}
+"""Recorded models that bounds are compared on, by their stored results."""
+TO_NEEDED = ("work to needed", "work to needed in blocks")
 TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "attention": ("attention", attention),
     "attention-short": ("attention", lambda bench: attention(bench, SHORT)),
@@ -202,6 +246,9 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "peers": ("attention-peers", peers),
     "decode": ("decode", decode),
     "patch": ("patch", patched),
+    "clock": ("attention-clock", clock),
+    "bounds": (" ".join(MODELS), bounds),
+    "switches": ("training-clocks", switches),
 }
 """The stored results of each table, and who writes it."""
 VALUES: dict[str, tuple[str, Callable[[BenchResult], str]]] = {
