@@ -31,7 +31,7 @@ COMMANDS: dict[str, Command] = {
     "demo": Command("trainshort.commands.reproduce:Demo", "four position methods past their length, in ten minutes"),
     "analyze": Command("trainshort.commands.evaluate:Analyze", "why a model is good so far: context, attention, cost"),
     "bench": Command("trainshort.commands.bench:Bench", "speed and memory against peers, stored and compared"),
-    "convert": Command("trainshort.commands.convert:Convert", "a model with other positions, made an ALiBi model"),
+    "convert": Command("trainshort.commands.interop:Convert", "a model with other positions, made an ALiBi model"),
     "doctor": Command("trainshort.commands.interop:Doctor", "what a Hugging Face model with ALiBi gets wrong"),
     "evaluate": Command("trainshort.commands.evaluate:Evaluate", "how good a model is at each length"),
     "export": Command("trainshort.commands.interop:Export", "a run for transformers, llama.cpp or CTranslate2"),

@@ -27,8 +27,8 @@ from trainshort.analyze.far_context import WAYS, spoil
 from trainshort.analyze.lab import SCORED, Analysis, Lab, analyses, compare, new_table, probe_ends, probes, titled
 from trainshort.attention import Call, ClockBias, LinearBias
 from trainshort.attention.formula import visible, written_bias
+from trainshort.bench.recorded import attention_calls
 from trainshort.evaluate.evidence import shows
-from trainshort.evaluate.recording import attention_calls
 
 MASS = 0.99
 ROW_ELEMENTS = 1 << 24

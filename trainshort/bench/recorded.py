@@ -3,17 +3,21 @@
 How much proven windows skip depends on the sizes of queries and keys, so a trained model's own are the honest input.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort import alibi, clocks
-from trainshort.attention import ClockBias, LinearBias
+from trainshort.attention import Call, ClockBias, LinearBias
+from trainshort.cache import Cache
 from trainshort.errors import InputError
+from trainshort.model import Attention, TransformerLM
 
 HEADS, DIM = 8, 64
 CHUNK = 4096
@@ -80,7 +84,6 @@ def record(run: Path, length: int, layer: int | None, path: Path) -> dict[str, o
     one layer's q, k, v and slopes or clock (default: the middle one). Returns what was recorded."""
     from safetensors.torch import save_file
 
-    from trainshort.evaluate.recording import attention_calls
     from trainshort.evaluate.target import RunTarget, fingerprint
     from trainshort.evaluate.text import open_text
 
@@ -116,3 +119,37 @@ def record(run: Path, length: int, layer: int | None, path: Path) -> dict[str, o
         "heads": model.config.heads,
         "dim": model.config.head_width,
     }
+
+
+def attention_calls(
+    model: TransformerLM, tokens: Int[Tensor, "batch length"], chunk: int | None = None
+) -> tuple[Call, ...]:
+    """One call per layer, from the first to the last. `chunk` tokens are read at a time where a long text would take
+    too much memory at once; the calls are those of the whole text all the same (their bias is the last chunk's)."""
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    parts: dict[Attention, list[Call]] = {layer: [] for layer in layers}
+
+    def record(layer: Attention, arguments: tuple[Any, ...]) -> None:
+        x, position, step = arguments[:3]
+        q, k, v = layer.project(x, position, step.where)
+        cache = arguments[3]
+        remembered = {} if cache is None else dict(cache.place)
+        bias = layer.bias(x, position, step, cache)
+        if cache is not None:  # the layer itself asks again, and must find its place as it was
+            cache.place = remembered
+        parts[layer].append(Call(q, k, v, bias, layer.window, step.documents))
+
+    with ExitStack() as held, torch.no_grad():
+        for layer in layers:
+            held.callback(layer.register_forward_pre_hook(record).remove)
+        cache = None if chunk is None else Cache()
+        for part in tokens.split(chunk or tokens.shape[1], dim=1):
+            model.hidden(part, cache=cache)
+    return tuple(_joined(parts[layer]) for layer in layers)
+
+
+def _joined(calls: list[Call]) -> Call:
+    if len(calls) == 1:
+        return calls[0]
+    q, k, v = (torch.cat([getattr(call, name) for call in calls], dim=2) for name in "qkv")
+    return Call(q, k, v, calls[-1].bias, calls[-1].window)

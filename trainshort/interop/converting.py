@@ -1,7 +1,7 @@
 """Surgery: a model with learned, sinusoidal, rotary or other positions becomes one with ALiBi.
 
 Its positions are dropped and slopes set; every other weight stays what it is. What it had learned to do with the old
-positions is wrong then, which a short training mends (commands/convert.py); `Recovery` measures what was lost and won.
+positions is wrong then, which a short training mends (commands/interop.py); `Recovery` measures what was lost and won.
 
 Positions that were added to the embeddings leave their mean there: the layers were trained with it, and a vector that
 is added to every row of the embeddings moves all logits alike, also where the output is the same matrix.
