@@ -316,14 +316,10 @@ class RunConfig(Settings):
     train: TrainConfig = TrainConfig()
 
     @model_validator(mode="after")
-    def _whole_matrices(self) -> Self:
+    def _fits_together(self) -> Self:
         if self.optim.name == "muon" and self.train.parallel != "ddp":
             shared = f"train.parallel {self.train.parallel} shares them out"
             raise ValueError(f"optim.name muon needs whole matrices, and {shared}; use ddp, or adamw")
-        return self
-
-    @model_validator(mode="after")
-    def _same_format(self) -> Self:
         if self.format != FORMAT:
             raise ValueError(
                 f"this config has format {self.format}, and this version of trainshort reads format {FORMAT}; "
