@@ -28,7 +28,7 @@ BY_ROUNDS = Rule(
     change="one rule for all methods, by paired rounds, at every length that was measured",
 )
 BY_WEIGHINGS = Rule(
-    "36d23a9", "2026-11-17", seen=True, change="each is weighed several times, and their spread is the noise"
+    "1d2079f", "2026-11-17", seen=True, change="each is weighed several times, and their spread is the noise"
 )
 LENGTHS = (BASE, *COST_LENGTHS)
 """Training lengths at which speeds are compared, in the paper's numbers; those that were measured count."""
