@@ -248,6 +248,20 @@ def test_no_number_of_a_state_is_believed_before_it_fits_the_tensors(tmp_path, m
                 list(load_state(path, model))  # what is taken must be safe to go on with
 
 
+def test_a_length_that_all_layers_agree_on_is_not_believed_either(tmp_path):
+    """Of a bounded cache, which could have forgotten all that is not there; but its rings never came round."""
+    model, path = make_model(max_bias=6.0), tmp_path / "state"
+    made = trainshort.stream(model, list(range(90)), tokens=3, mode="bounded")
+    next(made)
+    save_state(made, path)
+    values = json.loads(state._read(path)[0])
+    for layer in values["samples"][0]["layers"]:
+        layer["length"] = 10**8
+    forge(path, values)
+    with pytest.raises(InputError, match="cannot be resumed: the length of a layer does not fit"):
+        load_state(path, model)
+
+
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_no_tensor_of_a_state_is_believed_before_it_fits_the_model(tmp_path, mode):
     model, path = make_model(), tmp_path / "state"

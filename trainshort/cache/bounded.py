@@ -314,6 +314,8 @@ class BoundedLayer(LayerCache):
         for index, ring in enumerate(saved.rings):
             stored = saved_tensor(tensors, f"ring{index}", (2, ring.capacity, self._stored[index].shape[2]), like)
             check(ring.count <= saved.length and ring.next in ring.places, "the count of a ring")
+            # Until a ring has grown it holds all there was, as far as it has room.
+            check(bool(saved.grown) or ring.count == min(saved.length, ring.capacity), "the length of a layer")
             self.rings[index] = Ring(**ring.model_dump())
             self._place(index, stored)
         for index, head in enumerate(saved.heads):
