@@ -1,12 +1,44 @@
-"""The paper's tables with the numbers obtained here beside them."""
+"""The paper's tables with the numbers obtained here beside them.
 
+The JSON files behind a report are copied beside it (`Sources`), so that every link works anywhere. Their names are made
+here and never taken from a run: a number, and what is left of the name when only plain letters stay.
+"""
+
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainshort.claims.measured import Measured, View
+from trainshort.files import make_folder, read_bytes, write_whole
 from trainshort.plots.figures import OTHERS, Figure, Series, color
 from trainshort.recipes.experiments import Cell, Experiment, experiments, with_methods
-from trainshort.report.sources import Sources
+
+FOLDER = "data"
+
+
+class Sources:
+    """Files behind the page, each copied once."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.links: dict[Path, str] = {}
+        folder = out / FOLDER
+        if folder.exists():
+            for old in folder.glob("[0-9][0-9][0-9]-*.json"):
+                old.unlink()
+        make_folder(folder)
+
+    def link(self, path: Path) -> str:
+        """A relative address of the copy of a file: data/003-alibi-128-valid.json"""
+        if path not in self.links:
+            near = f"{path.parent.parent.name}-{path.stem}" if path.parent.name == "eval" else path.stem
+            plain = re.sub(r"[^A-Za-z0-9.]+", "-", near).strip("-.")[:80] or "result"
+            name = f"{len(self.links) + 1:03d}-{plain}.json"
+            write_whole(self.out / FOLDER / name, read_bytes(path))
+            self.links[path] = f"{FOLDER}/{name}"
+        return self.links[path]
+
 
 MOST_ROWS = 12
 """Longer tables are folded in the page."""

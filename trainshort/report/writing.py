@@ -16,10 +16,9 @@ from trainshort.report import headline as first
 from trainshort.report import page, sections, story
 from trainshort.report.costs import cost_figures
 from trainshort.report.samples import samples
-from trainshort.report.sources import Sources
 from trainshort.report.speed import speed
+from trainshort.report.tables import Sources, paper_figures, paper_tables
 from trainshort.report.tables import Table as PaperTable
-from trainshort.report.tables import paper_figures, paper_tables
 
 
 def write_report(collection: Collection, out: Path) -> Path:
