@@ -76,6 +76,17 @@ def attention(bench: BenchResult, lengths: tuple[int, ...] | None = None) -> str
     return table(head if lengths else f"{head} | peak of the process | memory of its own", rows)
 
 
+def both_sides(bench: BenchResult) -> str:
+    """Windowed against plain attention by length, both to both sides."""
+    return table(
+        "tokens | forward | forward + backward | peak of the process",
+        [
+            [f"{tokens:,}", *(cell(row, name) for name in ("to plain", "both to plain", "peak to plain"))]
+            for tokens, row in windowed(bench).items()
+        ],
+    )
+
+
 def training(bench: BenchResult) -> str:
     """Position methods and MPT by length."""
     names = ("speed", "speed to mpt", "speed to none", "peak", "peak to mpt", "of matmul rate")
@@ -251,6 +262,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "training": ("training", training),
     "evaluate": ("evaluate", evaluation),
     "kept": ("decode-trained", kept),
+    "both-sides": ("attention-both", both_sides),
     "recorded": ("attention-recorded-demo attention-recorded attention-recorded-100", recorded),
     "peers": ("attention-peers", peers),
     "decode": ("decode", decode),

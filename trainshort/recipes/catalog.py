@@ -56,7 +56,7 @@ def _add_encoder(position: str) -> None:
         return config.replace(model={"causal": False}, train={"valid_tokens": 65_536})
 
     recipe.__doc__ = f"A masked language model with {method_name(position)}, on the demo's text and length."
-    recipes.register(f"laptop-mlm-{position}")(recipe)
+    recipes.register(f"laptop-mlm-{position}-{recipe().train.length}")(recipe)
 
 
 for _position in ("alibi", "sinusoidal", "rotary"):

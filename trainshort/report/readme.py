@@ -20,11 +20,12 @@ from typing import Any
 
 from trainshort.bench.documents import RESULTS, ROOT, table
 from trainshort.bench.measurements import RATIO
-from trainshort.files import read_sealed
+from trainshort.evaluate.results import Evaluation, LengthScore, interval, perplexity
+from trainshort.files import CHECKSUM, read_sealed
 from trainshort.plots.figures import Figure, Series, color, draw
 from trainshort.recipes.experiments import method_name, published
 
-DOCUMENTS = ("README.md", "docs/reproduce.md")
+DOCUMENTS = ("README.md", "docs/reproduce.md", "docs/evaluation.md")
 REGION = re.compile(r"(<!-- obtained: (\S+) -->\n)(.*?)(<!-- end of obtained -->)", re.DOTALL)
 PAPER = (512, 8512)
 """Lengths of the paper's Table 2 that stand beside the demo's first and last."""
@@ -102,6 +103,37 @@ def tune_picture(values: dict[str, Any]) -> Figure:
     )
 
 
+def encoders(values: dict[str, Any]) -> str:
+    """Pseudo-perplexity of the masked language models by length, ALiBi's and whatever is stored beside it."""
+    beside = sorted(path for path in RESULTS.glob("mlm-*.json") if path.stem != "mlm-alibi")
+    found = [Evaluation.read(one) for one in (values, *map(_unsealed, beside))]
+    rows = []
+    for row in found[0].scored:
+        others = [one.row(row.length) for one in found]
+        cells = [_told(other) if other is not None and other.status == "scored" else "" for other in others]
+        rows.append([f"{row.length:,} ({row.length / (found[0].trained_at or 1):.0f} {RATIO})", *cells])
+    head = " | ".join(["tokens read at once", *(method_name(str(one.target["position"])) for one in found)])
+    corpus, step = found[0].corpus, found[0].target["step"]
+    where = (
+        f"Pseudo-perplexity on {corpus['tokens']:,} tokens of the {corpus['split']} split of {corpus['name']}, with "
+        f"95 % intervals over that text, after {step:,} steps; one seed."
+    )
+    return f"{table(head, rows)}\n{where} {_origin(values, 'mlm-alibi')}\n"
+
+
+def _unsealed(path: Path) -> dict[str, Any]:
+    values = read_sealed(path)
+    values.pop(CHECKSUM, None)
+    return values
+
+
+def _told(row: LengthScore) -> str:
+    bounds = interval(row)
+    return f"{row.perplexity:.1f}" + (
+        f" ({perplexity(bounds[0]):.1f} to {perplexity(bounds[1]):.1f})" if bounds else ""
+    )
+
+
 def paper_table(name: str) -> Callable[[dict[str, Any]], str]:
     """A table of the paper as obtained here, with the paper's numbers in brackets."""
 
@@ -123,6 +155,7 @@ def _origin(values: dict[str, Any], name: str) -> str:
 REGIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "demo": ("demo", demo),
     "tune": ("tune", tune),
+    "encoders": ("mlm-alibi", encoders),
     "table5": ("tables", paper_table("table5")),
     "table6": ("tables", paper_table("table6")),
 }
@@ -136,7 +169,7 @@ def written(text: str) -> str:
         path = RESULTS / f"{file}.json"
         if not path.exists():
             return match[0]
-        values = read_sealed(path)
+        values = _unsealed(path)
         if match[2].startswith("table") and match[2] not in {one["name"] for one in values["tables"]}:
             return match[0]
         return f"{match[1]}\n{make(values)}\n{match[4]}"
