@@ -138,7 +138,7 @@ def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared
         vocabulary=config.model.vocabulary,
         bos=prepared.meta.bos,
         ends=config.data.ends,
-        mask=mask_token(config.model),
+        mask=None if config.model.causal else mask_token(config.model),
     )
     half = settings.precision == "bfloat16"
     if half and (reason := parallel.no_bfloat16(world.device)):

@@ -9,6 +9,7 @@ and all lengths are asked the same questions.
 """
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 from jaxtyping import Bool, Int64, Integer
@@ -20,18 +21,17 @@ ROUNDS = 7
 """One token in so many is hidden."""
 
 
-def mask_token(model: ModelConfig) -> int | None:
-    """What stands in place of a hidden token; None: the model is causal, and predicts the next one."""
-    return None if model.causal else model.vocabulary - 1
+def mask_token(model: ModelConfig) -> int:
+    """What stands in place of a hidden token in an encoder: one more than the data has."""
+    return model.vocabulary - 1
 
 
-def refuse_encoder(model: ModelConfig, what: str) -> None:
+def refuse_encoder(what: str) -> NoReturn:
     """One sentence for whatever needs the past alone."""
-    if not model.causal:
-        raise InputError(
-            f"{what} needs a causal model, and this one is an encoder (model.causal is false), where every token sees "
-            "both sides; it can be trained and evaluated."
-        )
+    raise InputError(
+        f"{what} needs a causal model, and this one is an encoder (model.causal is false), where every token sees both "
+        "sides; it can be trained and evaluated."
+    )
 
 
 def hide(

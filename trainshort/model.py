@@ -151,8 +151,8 @@ class TransformerLM(nn.Module):
             raise InputError(
                 f"tokens must have shape (batch, length) with at least one token; got {tuple(tokens.shape)}."
             )
-        if cache is not None:
-            refuse_encoder(self.config, "A cache")
+        if cache is not None and not self.config.causal:
+            refuse_encoder("A cache")
         if documents is not None and (documents.shape != tokens.shape or cache is not None):
             raise InputError("documents must number every token, shape (batch, length), and do not go with a cache.")
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling():

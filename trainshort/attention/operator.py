@@ -190,7 +190,7 @@ def _backward(
     if right is not None:
         return sides.backward(call, grad_out, out, lse, first, gradients)
     grad_q, grad_k, grad_v, keys, rows = gradients(call, grad_out, out, lse, first)
-    return grad_q, grad_k, grad_v, sides.of_bias(call, keys, rows), lse.new_empty(0)
+    return grad_q, grad_k, grad_v, windowed_torch.of_bias(call, keys, rows), lse.new_empty(0)
 
 
 def _gradients(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainshort.attention.call import Call, ClockBias, DistanceBias, LinearBias, unknown_bias
 from trainshort.attention.formula import merge, mirrored, wide
-from trainshort.attention.windowed_torch import PANEL
+from trainshort.attention.windowed_torch import PANEL, of_bias
 from trainshort.errors import InputError
 
 BLIND = 1e9
@@ -149,11 +149,3 @@ def backward(
             of_right[..., past + 1 :] -= keys.flip(2)
             of_right[..., past:-1] -= rows.flip(2)
     return grad_q, grad_k, grad_v, of_left, of_right if values.dim() > 1 else of_right.new_empty(0)
-
-
-def of_bias(call: Call, keys: Tensor, rows: Tensor) -> Tensor:
-    """The gradient of one side's bias, from where it stands for keys and, if it is a clock, where it does for rows."""
-    if call.bias_tensors[0].dim() < 3:
-        return keys.sum(0)
-    keys[..., call.k.shape[2] - call.q.shape[2] :] += rows
-    return keys

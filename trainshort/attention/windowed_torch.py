@@ -136,6 +136,14 @@ def backward_of_clock(
     return -columns / call.factor, rows / call.factor
 
 
+def of_bias(call: Call, keys: Tensor, rows: Tensor) -> Tensor:
+    """The gradient of one side's bias, from where it stands for keys and, if it is a clock, where it does for rows."""
+    if call.bias_tensors[0].dim() < 3:
+        return keys.sum(0)
+    keys[..., call.k.shape[2] - call.q.shape[2] :] += rows
+    return keys
+
+
 def first_keys(call: Call, tolerance: float) -> Int[Tensor, "batch heads panels"]:
     """The first key that each panel of query rows reads: whatever is latest of proof, sliding window and documents."""
     batch, heads, q_len, _ = call.q.shape

@@ -113,7 +113,7 @@ class ModelTarget(Target):
         self.bos = bos
         self.folder = Path("runs") / name
         self.longest = model.position.longest
-        self.mask = mask_token(model.config)
+        self.mask = None if model.config.causal else mask_token(model.config)
         self.vocabulary = model.config.vocabulary - (0 if self.mask is None else 1)
 
     def token_nll(self, tokens: Tensor, targets: Tensor, first: int) -> Tensor:
@@ -135,8 +135,8 @@ class RunTarget(ModelTarget):
     def __init__(self, path: Path, *, device: str = "cpu", precision: str = "float32", encoders: bool = False) -> None:
         self.checkpoint = find(path)
         self.config: RunConfig = load_config(self.checkpoint / "config.json")
-        if not encoders:
-            refuse_encoder(self.config.model, "This")
+        if not encoders and not self.config.model.causal:
+            refuse_encoder("This")
         self.step = read_state(self.checkpoint).step
         folder = self.checkpoint.parent.parent
         self.kind = "run" if path.resolve() == folder.resolve() else "checkpoint"

@@ -36,7 +36,8 @@ class TokenStream:
     """Iterates over tokens of one or several samples, in turn; ends when all have ended."""
 
     def __init__(self, model: TransformerLM, config: GenerateConfig, tokenizer: Tokenizer | None = None) -> None:
-        refuse_encoder(model.config, "Generating text")
+        if not model.config.causal:
+            refuse_encoder("Generating text")
         if config.stop and tokenizer is None:
             raise InputError("stop texts need a tokenizer, because they are looked for in the text; give one.")
         if tokenizer is not None and tokenizer.vocabulary > model.config.vocabulary:

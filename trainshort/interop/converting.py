@@ -67,7 +67,8 @@ def _own(path: Path) -> Patient:
     """A run of ours with other positions than ALiBi."""
     checkpoint = find(path)
     config = load_config(checkpoint / "config.json")
-    refuse_encoder(config.model, "Converting")
+    if not config.model.causal:
+        refuse_encoder("Converting")
     if config.model.position == TO:
         raise InputError(f"{path} has ALiBi already. Train it on as it is: trainshort train {path} --resume.")
     model = load_model(checkpoint)

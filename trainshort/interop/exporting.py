@@ -70,7 +70,8 @@ targets: Registry[Destination] = Registry("export target")
 def open_run(path: Path, dtype: str = "f32") -> Exported:
     checkpoint = find(path)
     config = load_config(checkpoint / "config.json")
-    refuse_encoder(config.model, "Exporting")
+    if not config.model.causal:
+        refuse_encoder("Exporting")
     model = load_model(checkpoint)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
     reach = card.load(checkpoint.parent.parent)
