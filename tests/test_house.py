@@ -1,6 +1,7 @@
 """The budgets of the house, measured: how long files and functions are, what is annotated, what a word means."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,3 +77,15 @@ def meanings() -> dict[str, set[str]]:
 
 def test_no_word_has_more_than_two_meanings():
     assert {word: things for word, things in meanings().items() if len(things) > 2} == {}
+
+
+def test_no_model_or_tokenizer_is_loaded_without_refusing_its_code():
+    """Left out, transformers asks at the terminal, and a "y" runs the folder's code."""
+    loading = {
+        f"{path.relative_to(PACKAGE)}:{number}"
+        for path in FILES
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if re.search(r"Auto\w+\.from_pretrained\(", line) and not line.startswith("    model = ")  # a docstring's
+        if not re.search(r"trust_remote_code=False|\*\*s(afely|ettings)", line)
+    }
+    assert loading == set()

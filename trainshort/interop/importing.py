@@ -251,7 +251,8 @@ def _parity(source: Source, run: Path) -> dict[str, Any] | str:
         return "not measured: transformers is not installed"
     folder = source.files[0].parent
     try:
-        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
+        safely = {"trust_remote_code": False, "use_safetensors": True}  # a folder brings numbers, never code
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **safely).eval()
     except (OSError, ValueError, TypeError, RuntimeError) as error:  # its own checks of a config are stricter
         return f"not measured: transformers refuses it ({type(error).__name__})"
     tokens = torch.arange(min(model.length or PROBE, PROBE))[None] % model.config.vocabulary
