@@ -160,13 +160,13 @@ def clock(bench: BenchResult) -> str:
 
 def bounds(*benches: BenchResult) -> str:
     """What the kernel reads of recorded inputs, beside what ACP's bound leaves and what the mass needs."""
-    names = ("both to plain", "work", "work by ACP", "work needed", "work needed in blocks", "work to ACP")
+    names = ("work", "work by ACP", "work needed", "work needed in blocks", "work to ACP")
     rows = [
         [MODELS[name], f"{tokens:,}", *(shown(row, measure) for measure in (*names, *TO_NEEDED))]
         for name, bench in zip(MODELS, benches, strict=True)
         for tokens, row in windowed(bench).items()
     ]
-    head = "model | tokens | time, to plain | read | ACP would read | needed by rows | needed in blocks"
+    head = "model | tokens | read | ACP would read | needed by rows | needed in blocks"
     return table(f"{head} | to ACP | to rows' need | to blocks' need", rows)
 
 

@@ -38,7 +38,8 @@ class AttentionPlan:
     tolerance: float = 1e-6
     """Softmax mass that may be left out."""
     rounds: int | None = None
-    """Turns of each contestant. Default of attention: 9 up to 4,096 tokens, 5 at 8,192, 3 beyond."""
+    """Turns of each contestant; 0 of attention: no times, only the work that is read. Default of attention: 9 up to
+    4,096 tokens, 5 at 8,192, 3 beyond."""
     memory: str = "all"
     """all, longest (only at the longest length) or none. Each number is a process of its own, which takes some
     seconds."""
@@ -187,7 +188,8 @@ def _check(plan: Plan) -> None:
     """Refuse what cannot be measured before the first hour of measuring."""
     for name, value in asdict(plan).items():
         for one in value if isinstance(value, tuple) else (value,):
-            least = 0 if name == "layer" else 2 if name == "contexts" else 1
+            untimed = name == "rounds" and isinstance(plan, AttentionPlan)
+            least = 0 if name == "layer" or untimed else 2 if name == "contexts" else 1
             if isinstance(one, int) and one < least:
                 raise InputError(f"--{name} must be at least {least}, got {one}.")
     if not 0 <= getattr(plan, "tolerance", 0) < 1:
