@@ -148,16 +148,6 @@ def to_plain(row: Measurement) -> str:
     return f"{cell(row, 'to plain')} and {cell(row, 'both to plain')}"
 
 
-def clock(bench: BenchResult) -> str:
-    """ALiBi's slopes as they are and as a clock, to plain attention and to each other."""
-    rows = {str(row.case["engine"]): row for row in bench.suites["attention"]}
-    made = []
-    for name in ("windowed", "clock"):
-        ratio = rows[name].measured["forward + backward"].value / rows["windowed"].measured["forward + backward"].value
-        made.append([name, *to_plain(rows[name]).split(" and "), f"{ratio:.2f} {RATIO}"])
-    return table("8,192 tokens, random normal | forward, to plain | with backward, to plain | to windowed", made)
-
-
 def bounds(*benches: BenchResult) -> str:
     """What the kernel reads of recorded inputs, beside what ACP's bound leaves and what the mass needs."""
     names = ("work", "work by ACP", "work needed", "work needed in blocks", "work to ACP")
@@ -174,15 +164,6 @@ def shown(row: Measurement, name: str) -> str:
     """A share of the causal work, or a ratio."""
     measure = row.measured[name]
     return f"{measure.value:.2f} {measure.unit}"
-
-
-def switches(bench: BenchResult) -> str:
-    """Training with a clock, with trained slopes and with a temperature, to ALiBi: time and memory."""
-    rows = [
-        [str(row.case["model"]), f"{1 / row.measured['speed to alibi'].value:.2f} {RATIO}", cell(row, "peak to alibi")]
-        for row in bench.suites["training"]
-    ]
-    return table("2,048 tokens, 6 layers of width 512 | time of a step, to ALiBi | peak memory, to ALiBi", rows)
 
 
 def growth(bench: BenchResult) -> str:
@@ -267,9 +248,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "peers": ("attention-peers", peers),
     "decode": ("decode", decode),
     "patch": ("patch", patched),
-    "clock": ("attention-clock", clock),
     "bounds": (" ".join(MODELS), bounds),
-    "switches": ("training-clocks", switches),
 }
 """The stored results of each table, and who writes it."""
 VALUES: dict[str, tuple[str, Callable[[BenchResult], str]]] = {

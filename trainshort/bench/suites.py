@@ -194,6 +194,8 @@ def _check(plan: Plan) -> None:
                 raise InputError(f"--{name} must be at least {least}, got {one}.")
     if not 0 <= getattr(plan, "tolerance", 0) < 1:
         raise InputError("--tolerance is a share of softmax mass, at least 0 and less than 1.")
+    if isinstance(plan, AttentionPlan) and plan.rounds == 0 and (plan.sides == "both" or not plan.tolerance):
+        raise InputError("--rounds 0 counts causal work at a tolerance; give one above 0, and leave --sides both out.")
     for option, known in (("engines", ENGINES), ("parts", (*PARTS, TRAINED)), ("memory", MEMORY), ("sides", SIDES)):
         given = getattr(plan, option, ())
         for one in (given,) if isinstance(given, str) else given:
