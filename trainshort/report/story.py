@@ -65,9 +65,11 @@ def _savings(view: View) -> str:
     if speed is not None:
         within = speed.low <= 0 <= speed.high
         parts.append("no faster than this machine can tell" if within else f"{1 + speed.change:.2f} times as fast")
-    memory = [view.cost(one, "train memory") for one in (SHORT, LONG)]
-    if memory[0] and memory[1]:
-        parts.append(f"took {1e3 * memory[0].value:,.0f} MB instead of {1e3 * memory[1].value:,.0f}")
+    memory, more = [view.cost(one, "train memory") for one in (SHORT, LONG)], view.memories(SHORT, LONG)
+    if memory[0] and memory[1] and more:
+        took = f"took {1e3 * memory[0].value:,.0f} MB instead of {1e3 * memory[1].value:,.0f}"
+        within = len({more.low, more.high}) > 1 and more.low <= 0 <= more.high
+        parts.append(f"{took}, which two weighings of one model may differ by" if within else took)
     return " and ".join(parts)
 
 
@@ -83,17 +85,18 @@ def trust(headline: Headline, collection: Collection, judged: list[tuple[Claim, 
         "a little."
     ]
     trained = {run.metrics[-1]["tokens"] for run in collection.runs.values() if run.metrics}
-    if collection.scale and len(trained) == 1:
+    if collection.scale and trained and max(trained) < 1.01 * min(trained):  # pieces at a text's end may be shorter
+        amount = " to ".join(f"{count:,}" for count in sorted({min(trained), max(trained)}))
         told.append(
-            f"Every model was trained on {trained.pop():,} tokens, in the way that was best for its method on the "
-            "validation split, out of the same grid of ways for all (trainshort tune)."
+            f"Every model was trained on {amount} tokens, in the way that was best for its method on the validation "
+            "split, out of the same grid of ways for all (trainshort tune)."
         )
     if judged:
         counts = Counter(outcome.verdict for claim, outcome in judged if not claim.oddity)
         told.append(
             f"Of {sum(counts.values())} claims of the paper {counts['holds']} hold here, {counts['does not hold']} do "
-            f"not, {counts['cannot tell']} cannot be told from chance, and "
-            f"{counts['not testable at this scale']} were not tried."
+            f"not, {counts['cannot tell']} cannot be told from chance; not tried: "
+            f"{counts['not testable at this scale']}."
         )
     told.append("Small models on little text: compare the shapes of lines with the paper's, not the values.")
     return told

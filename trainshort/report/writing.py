@@ -88,8 +88,8 @@ def _tally(judged: list[tuple[Claim, Outcome]]) -> str:
     """`7 hold, 1 does not, 3 cannot be tested at this scale.`"""
     counts = Counter(outcome.verdict for claim, outcome in judged if not claim.oddity)
     return (
-        f"{counts['holds']} hold, {counts['does not hold']} do not, of {counts['cannot tell']} these runs cannot tell, "
-        f"{counts['not testable at this scale']} cannot be tested with what was run."
+        f"{counts['holds']} hold, {counts['does not hold']} do not, {counts['cannot tell']} cannot be told from "
+        f"chance; not tested with what was run: {counts['not testable at this scale']}."
     )
 
 
