@@ -115,11 +115,12 @@ def orthogonal(matrices: Float[Tensor, "n rows columns"]) -> Float[Tensor, "n ro
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     one = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
     gram = x @ x.mT
-    product = factor = None
-    for a, b, c in TURNS:
-        gram = gram if factor is None else factor @ gram @ factor
+    (a, b, c), *others = TURNS
+    product = factor = torch.baddbmm(a * one + b * gram, gram, gram, alpha=c)
+    for a, b, c in others:
+        gram = factor @ gram @ factor
         factor = torch.baddbmm(a * one + b * gram, gram, gram, alpha=c)
-        product = factor if product is None else factor @ product
+        product = factor @ product
     x = product @ x
     return x.mT if tall else x
 

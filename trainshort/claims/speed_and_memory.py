@@ -137,7 +137,8 @@ def _sooner(view: View, short: Variant, long: Variant) -> Outcome | None:
     if fewer is None:
         return Outcome("does not hold", f"ALiBi never gets there (trained at {lengths})", reason, found)
     # As many tokens sooner, each of them faster: 1 − (share of the tokens) / (how many times as fast).
-    saved = Compared(*(1 - (1 - fewer) / (1 + one) for one in (speed.change, speed.low, speed.high)), found)
+    shares = [1 - (1 - fewer) / (1 + one) for one in (speed.change, speed.low, speed.high)]
+    saved = Compared(shares[0], shares[1], shares[2], found)
     return Outcome(above(saved, 0), f"{saved} time saved (trained at {lengths})", reason, found, detectable(saved))
 
 

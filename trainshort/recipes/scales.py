@@ -98,8 +98,15 @@ class Way(Settings):
 
     def optim(self, steps: int) -> OptimConfig:
         """The settings of a run of so many steps; a tenth of them is warm-up, then the rate falls on a line to 0."""
-        rates = {"lr": self.lr, "position_lr": self.position_lr, "embedding_lr": self.embedding_lr}
-        return OptimConfig(name=self.optimizer, **rates, warmup=steps // 10, schedule="linear", momentum=0.95)
+        return OptimConfig(
+            name=self.optimizer,
+            lr=self.lr,
+            position_lr=self.position_lr,
+            embedding_lr=self.embedding_lr,
+            warmup=steps // 10,
+            schedule="linear",
+            momentum=0.95,
+        )
 
 
 LAPTOP_STEP = 768
