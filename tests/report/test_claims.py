@@ -97,6 +97,10 @@ def test_costs_fail(tmp_path):
     path.write_text(json.dumps(costs))
     found = verdicts(tmp_path)
     assert (found["same-speed"], found["same-memory"], found["others-slower"]) == ("does not hold",) * 3
+    for entry in costs["entries"].values():  # two weighings of one model differ by more than the two models
+        entry["train_memories"] = [500, 600]
+    path.write_text(json.dumps(costs))
+    assert verdicts(tmp_path)["same-memory"] == "cannot tell"
 
 
 @pytest.mark.parametrize(("slower", "expected"), [(1.04, "cannot tell"), (1.5, "does not hold")])

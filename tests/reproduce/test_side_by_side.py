@@ -14,7 +14,7 @@ from tiny_paper import tiny_scale, two_methods
 from trainshort.errors import InputError
 from trainshort.journal import read_lines
 from trainshort.reproduce import tasks
-from trainshort.reproduce.launchers import run_here
+from trainshort.reproduce.launchers import _turn, evaluate_model, run_here, train_model
 from trainshort.reproduce.tasks import assign
 from trainshort.runs import RunFolder
 
@@ -44,6 +44,14 @@ def test_all_are_done_and_a_failed_one_is_named(tmp_path):
         run_here([good, bad], tmp_path, done.append, jobs=2)
     assert done == [good.name]
     assert tasks.finished(tmp_path, good)
+
+
+def test_a_seed_is_done_before_the_next_and_its_longest_model_is_trained_first(tmp_path):
+    model = two_tasks(tmp_path)[0]
+    settings = [{"seed": 1, "length": 64}, {"seed": 1, "length": 128}, {"seed": 2, "length": 256}]
+    short, long, later = (replace(model, config=model.config.replace(train=one)) for one in settings)
+    waiting = [(later, train_model), (short, evaluate_model), (short, train_model), (long, train_model)]
+    assert sorted(waiting, key=_turn) == [waiting[3], waiting[2], waiting[1], waiting[0]]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "killed"])
