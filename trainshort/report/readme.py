@@ -27,6 +27,8 @@ from trainshort.recipes.experiments import method_name, published
 
 DOCUMENTS = ("README.md", "docs/reproduce.md", "docs/evaluation.md")
 REGION = re.compile(r"(<!-- obtained: (\S+) -->\n)(.*?)(<!-- end of obtained -->)", re.DOTALL)
+BESIDE = "read tokens/s"
+"""A column that documents leave out: evaluations are timed while other models train beside them."""
 PAPER = (512, 8512)
 """Lengths of the paper's Table 2 that stand beside the demo's first and last."""
 
@@ -141,7 +143,8 @@ def paper_table(name: str) -> Callable[[dict[str, Any]], str]:
         one = next(one for one in values["tables"] if one["name"] == name)
         rows = [[row, *(f"{here} ({paper})" if here else "" for here, paper in cells)] for row, cells in one["rows"]]
         rows = [row for row in [["", *one["columns"]], *rows] if any(row[1:])]
-        columns = [number for number in range(len(rows[0])) if any(row[number] for row in rows[1:])]
+        filled = [number for number in range(len(rows[0])) if any(row[number] for row in rows[1:])]
+        columns = [number for number in filled if rows[0][number] != BESIDE]
         head, *kept = [[row[number] for number in columns] for row in rows]
         return f"{table(' | '.join(head), kept)}\n{one['note']} {_origin(values, 'tables')}\n"
 
