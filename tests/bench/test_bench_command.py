@@ -66,6 +66,14 @@ def test_attention_is_stored_with_its_origin(tmp_path, capsys):
     assert "memory of windowed, 2 of 3" in told.err
 
 
+def test_work_is_counted_without_a_clock(tmp_path):
+    out = tmp_path / "w.json"
+    run("attention", "--lengths", "300", "--measure", "work", "--out", str(out))
+    (row,) = load(out).suites["attention"]
+    assert not row.seconds
+    assert 0 < row.measured["work needed"].value <= row.measured["work"].value <= 100
+
+
 @pytest.mark.parametrize("memory", ["none", pytest.param("all", marks=pytest.mark.slow)])
 def test_mpt_before_and_after_a_patch(memory, tmp_path):
     """Memory is measured in four processes of their own, half a minute of starting: a slow test."""
@@ -205,6 +213,7 @@ def test_mistakes_are_explained(tmp_path, capsys):
         ("decode --run nowhere", r"There is no run at 'nowhere'"),
         ("decode --parts contexts", r"--parts knows no 'contexts'\. Did you mean 'context'"),
         ("attention --memory some", r"--memory knows no 'some'"),
+        ("attention --measure wrok", r"--measure knows no 'wrok'\. Did you mean 'work'"),
         ("training --preset smal", r"Unknown preset 'smal'\. Did you mean 'small'"),
         ("training --methods alibbi", r"Unknown position method 'alibbi'\. Did you mean 'alibi'"),
         ("evaluate --lengths 64 100", r"--lengths of evaluate must divide the longest"),

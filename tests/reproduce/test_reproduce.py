@@ -22,7 +22,8 @@ from trainshort.recipes.scales import Variant, scales
 from trainshort.reproduce import tasks
 from trainshort.reproduce.launchers import Site, read_site, run_on_cluster
 from trainshort.reproduce.plan import command, make_plan, paper_hours, told
-from trainshort.reproduce.runner import measure_costs, reproduce
+from trainshort.reproduce.rounds import measure_costs
+from trainshort.reproduce.runner import reproduce
 from trainshort.reproduce.tasks import assign, work
 
 

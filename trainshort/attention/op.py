@@ -108,11 +108,12 @@ def choose(call: Call) -> Engine:
     if tracer() is not None or forward_mode._current_level >= 0:
         return _best(call)
     key = (engines.changes, call.signature)
-    if key not in _chosen:
+    engine = _chosen.get(key)  # one look: another thread may clear the memory at any time
+    if engine is None:
         if len(_chosen) >= MOST_CHOSEN:
             _chosen.clear()
-        _chosen[key] = _best(call)
-    return _chosen[key]
+        engine = _chosen[key] = _best(call)
+    return engine
 
 
 def _named(name: str, call: Call) -> Engine:

@@ -56,7 +56,7 @@ def measure(plan: AttentionPlan, source: str, label: str, length: int, progress:
     inputs = make_inputs(source, length)
     heads, dim = inputs.q.shape[1], inputs.q.shape[3]
     causal = plan.sides == "left"
-    if plan.rounds == 0:  # what depends on the inputs alone, on however busy a machine
+    if plan.measure == "work":  # what depends on the inputs alone, on however busy a machine
         case: dict[str, str | int] = {"inputs": label, "engine": "windowed", "tokens": length}
         return [Measurement(case=case, measured=work(inputs, plan.tolerance))]
     names = chosen(plan.engines, inputs, progress, causal)

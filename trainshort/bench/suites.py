@@ -15,8 +15,14 @@ ENGINES = ("plain", "windowed", "clock", "windowed-torch", "written-mask", "mpt"
 PARTS = ("context", "weights", "mpt", "endless")
 TRAINED = "trained"
 """The part of decode that reads a run's own text with its trained weights: measured when there is a --run."""
-MEMORY = ("all", "longest", "none")
-SIDES = ("left", "both")
+WORDS = {
+    "engines": ENGINES,
+    "parts": (*PARTS, TRAINED),
+    "memory": ("all", "longest", "none"),
+    "sides": ("left", "both"),
+    "measure": ("all", "work"),
+}
+"""What options that take words know."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +44,12 @@ class AttentionPlan:
     tolerance: float = 1e-6
     """Softmax mass that may be left out."""
     rounds: int | None = None
-    """Turns of each contestant; 0 of attention: no times, only the work that is read. Default of attention: 9 up to
-    4,096 tokens, 5 at 8,192, 3 beyond."""
+    """Turns of each contestant. Default of attention: 9 up to 4,096 tokens, 5 at 8,192, 3 beyond."""
     memory: str = "all"
     """all, longest (only at the longest length) or none. Each number is a process of its own, which takes some
     seconds."""
+    measure: str = "all"
+    """all, or work: nothing is timed, only what is read of the causal work is counted, on however busy a machine."""
 
 
 @dataclass(frozen=True)
@@ -188,15 +195,14 @@ def _check(plan: Plan) -> None:
     """Refuse what cannot be measured before the first hour of measuring."""
     for name, value in asdict(plan).items():
         for one in value if isinstance(value, tuple) else (value,):
-            untimed = name == "rounds" and isinstance(plan, AttentionPlan)
-            least = 0 if name == "layer" or untimed else 2 if name == "contexts" else 1
+            least = 0 if name == "layer" else 2 if name == "contexts" else 1
             if isinstance(one, int) and one < least:
                 raise InputError(f"--{name} must be at least {least}, got {one}.")
     if not 0 <= getattr(plan, "tolerance", 0) < 1:
         raise InputError("--tolerance is a share of softmax mass, at least 0 and less than 1.")
-    if isinstance(plan, AttentionPlan) and plan.rounds == 0 and (plan.sides == "both" or not plan.tolerance):
-        raise InputError("--rounds 0 counts causal work at a tolerance; give one above 0, and leave --sides both out.")
-    for option, known in (("engines", ENGINES), ("parts", (*PARTS, TRAINED)), ("memory", MEMORY), ("sides", SIDES)):
+    if isinstance(plan, AttentionPlan) and plan.measure == "work" and (plan.sides == "both" or not plan.tolerance):
+        raise InputError("--measure work counts causal work at a tolerance; give one above 0, leave --sides both out.")
+    for option, known in WORDS.items():
         given = getattr(plan, option, ())
         for one in (given,) if isinstance(given, str) else given:
             if one not in known:

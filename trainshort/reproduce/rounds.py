@@ -1,0 +1,90 @@
+"""Table 1's speeds and memories.
+
+Speeds are taken in rounds, one step of each configuration after the other, so that whatever else the machine does
+falls on all of them alike, and two of them are compared round by round. Memory is the peak above what the program had
+before the model was built, each configuration in a process of its own, since a process does not forget what it once
+held; it is taken several times, since peaks differ a little, and several processes run side by side, since they may.
+"""
+
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from trainshort.bench.measure import Timing, alone, in_turns
+from trainshort.bench.rig import Rig
+from trainshort.claims.collection import COST_FORMAT, read_costs
+from trainshort.config import RunConfig
+from trainshort.evaluate.target import pick_device
+from trainshort.files import write_sealed
+from trainshort.reproduce.launchers import cores
+from trainshort.runs import provenance
+
+TOGETHER = 1024
+"""Configurations of up to so many tokens a sequence take turns with each other; longer ones with those of their length,
+or a single long step would fill a round."""
+SECONDS = 12.0
+LEAST, MOST = 9, 41
+"""Rounds: as many as fit into the seconds. With 9 a median is between the second and the eighth, 96 times in 100."""
+WEIGHINGS = 2
+
+
+def measure_costs(
+    configs: dict[str, RunConfig],
+    path: Path,
+    weighed: Collection[str] | None = None,
+    read: Collection[str] | None = None,
+) -> None:
+    """Measure all, if `path` does not hold all yet: only what took turns with each other can be compared. Memory only
+    of those in `weighed`, speed of reading only of those in `read`; None: of all."""
+    entries = read_costs(path.parent)
+    if not configs.keys() - entries.keys():
+        return
+    origin, device = provenance(threads=torch.get_num_threads()), pick_device(None)
+    groups: dict[int, dict[str, RunConfig]] = {}
+    for name, config in configs.items():
+        length = config.train.length
+        groups.setdefault(TOGETHER if length <= TOGETHER else length, {})[name] = config
+    memories = _memories({name: one for name, one in configs.items() if weighed is None or name in weighed}, device)
+    for length, group in sorted(groups.items()):
+        rigs = {name: Rig(config, device) for name, config in group.items()}
+        timings = _in_rounds(rigs, [name for name in rigs if read is None or name in read])
+        for name, config in group.items():
+            entries[name] = {
+                "position": config.model.position,
+                "length": config.train.length,
+                "batch": config.train.batch,
+                "vocabulary": config.data.vocabulary,
+                "train_seconds": timings[f"train {name}"].seconds,
+                "read_seconds": timings[f"read {name}"].seconds if f"read {name}" in timings else None,
+                "tokens": config.train.batch * config.train.length,
+                "train_memory": max(memories[name]) if memories.get(name) else None,
+                "train_memories": memories.get(name),
+                "session": f"{origin['time']}, up to {length}",
+                "provenance": origin,
+            }
+    write_sealed(path, {"format": COST_FORMAT, "entries": entries})
+
+
+def _in_rounds(rigs: dict[str, Rig], read: list[str]) -> dict[str, Timing]:
+    work = {f"train {name}": rig.step for name, rig in rigs.items()}
+    work |= {f"read {name}": rigs[name].infer for name in read}
+    once = in_turns(work, 1)
+    rounds = round(SECONDS / sum(timing.best for timing in once.values()))
+    return in_turns(work, max(LEAST, min(MOST, rounds)), warmup=0)
+
+
+def _memories(configs: dict[str, RunConfig], device: str) -> dict[str, list[int]]:
+    """Peaks of training, `WEIGHINGS` of each; empty where the device does not tell."""
+
+    def weigh(config: RunConfig) -> int | None:
+        return alone("rig", config=config.model_dump(mode="json"), device=device)["training"].get("above")
+
+    names = [name for name in configs for _ in range(WEIGHINGS)]
+    with ThreadPoolExecutor(cores() if device == "cpu" else 1) as several:
+        found = list(several.map(weigh, [configs[name] for name in names]))
+    return {
+        name: [peak for other, peak in zip(names, found, strict=True) if other == name and peak is not None]
+        for name in configs
+    }
