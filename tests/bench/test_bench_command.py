@@ -68,7 +68,7 @@ def test_attention_is_stored_with_its_origin(tmp_path, capsys):
 
 def test_work_is_counted_without_a_clock(tmp_path):
     out = tmp_path / "w.json"
-    run("attention", "--lengths", "300", "--measure", "work", "--out", str(out))
+    run("attention", "--lengths", "1024", "--measure", "work", "--out", str(out))
     (row,) = load(out).suites["attention"]
     assert not row.seconds
     assert 0 < row.measured["work needed"].value <= row.measured["work"].value <= 100
