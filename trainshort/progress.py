@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trainshort.runs import perplexity
+from trainshort.terminal import new_console
 
 PLAIN_SECONDS = 10.0
 """Time between two lines when the output is not a terminal."""
@@ -38,7 +39,7 @@ class Display:
     ) -> None:
         self.steps = steps
         self.quiet = quiet
-        self.console = console or Console(stderr=True)
+        self.console = console or new_console(stderr=True)
         self.next_line = 0.0
         self.began, self.first = time.monotonic(), step
         self.board = _board(board, step) if board else None

@@ -36,6 +36,7 @@ from trainshort.model import TransformerLM
 from trainshort.passes import Passes
 from trainshort.registry import Registry
 from trainshort.runs import provenance
+from trainshort.terminal import new_console
 
 SCORED = 32
 """Tokens at the end of a probe whose losses are measured."""
@@ -188,11 +189,11 @@ def analyze(lab: Lab, text: Text, names: Sequence[str], console: Console, again:
     not fit this model is passed over in words; one that was asked for by name is an error."""
     written = []
     origin = _origin(lab, text)
-    notes = Console(stderr=True, quiet=console.quiet)
+    notes = new_console(stderr=True, quiet=console.quiet)
     asked = names or sorted(analyses.names(), key=lambda name: analyses.get(name).slow)
     for number, name in enumerate(asked, start=1):
         chosen, path = analyses.get(name), lab.target.folder / "analysis" / f"{name}.json"
-        console.print(f"\n[bold]{name}[/] ({number} of {len(asked)}): {chosen.question}", highlight=False)
+        console.print(f"\n[bold]{name}[/] ({number} of {len(asked)}): {chosen.question}", highlight=False, markup=True)
         result = None if again else _stored(path, origin)
         if result is not None:
             console.print("known from before; --again asks anew.", highlight=False)

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from trainshort.bench.measurements import BenchResult, Measure, Measurement
 from trainshort.runs import flatten
+from trainshort.terminal import new_console
 
 SINGLE = 0.02
 """Spread that is allowed to a value measured once, such as peak memory."""
@@ -124,7 +125,7 @@ PLAIN_WIDTH = 150
 
 
 def wide_console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    return new_console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
 
 
 def number(measure: Measure, *, unit: bool = False) -> str:

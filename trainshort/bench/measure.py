@@ -23,6 +23,7 @@ from trainshort.bench.measurements import RATIO, BenchResult, Measure, Measureme
 from trainshort.bench.suites import AttentionPlan, Plan, described
 from trainshort.evaluate.memory import Peak, total
 from trainshort.runs import provenance
+from trainshort.terminal import new_console
 
 MEGABYTE = 2**20
 PATIENCE = 10.0
@@ -33,7 +34,7 @@ class Progress:
     """Says on standard error what is being measured, and how far it is."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True)
+        self.console = console or new_console(stderr=True)
         self.told = time.monotonic()
         self.said: set[str] = set()
 

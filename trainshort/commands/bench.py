@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from trainshort.commands.parser import Arg, Option, Parser, of_class
 from trainshort.errors import InputError
 from trainshort.files import try_file
+from trainshort.terminal import say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,8 +57,6 @@ class Bench:
         return cls(**{one.field: values.pop(one.field) for one in own}, options=values)
 
     def run(self) -> None:
-        from rich.console import Console
-
         from trainshort.bench.compare import compare, print_comparison, wide_console
         from trainshort.bench.measurements import load
 
@@ -72,7 +71,7 @@ class Bench:
         if old is not None:
             comparison = compare(old, new)
             for warning in comparison.warnings:
-                Console(stderr=True).print(f"trainshort: {warning}", markup=False, highlight=False, soft_wrap=True)
+                say(warning)
             print_comparison(comparison, console)
 
     def _measure(self, options: dict[str, Any], console: "Console") -> "measurements.BenchResult":

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from trainshort.commands.parser import Arg
 from trainshort.errors import InputError
 from trainshort.files import make_folder
+from trainshort.terminal import new_console
 
 if TYPE_CHECKING:
     from trainshort.evaluate.target import Target
@@ -91,7 +92,6 @@ class Evaluate(OnText):
     """Only say what it would cost."""
 
     def run(self) -> None:
-        from rich.console import Console
 
         from trainshort.evaluate.changes import Change
         from trainshort.evaluate.session import evaluate
@@ -121,7 +121,7 @@ class Evaluate(OnText):
             precision=self.precision,
             again=self.again,
             dry_run=self.dry_run,
-            console=Console(),
+            console=new_console(),
         )
 
 
@@ -160,7 +160,6 @@ class Analyze(OnText):
     """Seed of shuffles and random probes."""
 
     def run(self) -> None:
-        from rich.console import Console
 
         from trainshort.analyze.lab import Lab, analyses, analyze
         from trainshort.evaluate.text import open_text
@@ -184,4 +183,4 @@ class Analyze(OnText):
         lengths = tuple(read_lengths(self.lengths, target.trained_at, len(text.tokens))) if self.lengths else ()
         thoroughly = (self.samples, self.seed, self.batch_tokens, self.methods)
         lab = Lab(target, text.tokens, target.trained_at, lengths, *thoroughly)
-        analyze(lab, text, self.only, Console(), self.again)
+        analyze(lab, text, self.only, new_console(), self.again)

@@ -1,6 +1,5 @@
 """`trainshort import`, `export`, `verify`, `convert`, `doctor` and `harness`: models from and for elsewhere."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +13,7 @@ from typing import Any
 from trainshort.commands.parser import REQUIRED, Option, Parser, of_settings
 from trainshort.config import DataConfig, OptimConfig, RunConfig, TrainConfig
 from trainshort.errors import InputError
+from trainshort.terminal import new_console, printable, say, tell
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Import:
         from trainshort.interop.importing import ImportRequest, import_model
 
         import_model(ImportRequest(self.source, self.dictionary, self.tokenizer, self.trained_at), self.out)
-        print(f'{self.out}: try trainshort generate {self.out} "Once upon a time"')
+        tell(f'{self.out}: try trainshort generate {self.out} "Once upon a time"')
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Export:
         from trainshort.interop.verifying import verify
 
         for note in export(self.run_folder, self.to, self.out, self.dtype):
-            print(f"trainshort: {note}.", file=sys.stderr)
-        print(f"Exported to {self.out}.")
+            say(f"{note}.")
+        tell(f"Exported to {self.out}.")
         return _told(verify(self.out)) if self.verify else 0
 
 
@@ -103,14 +103,13 @@ class Verify:
 
 
 def _told(report: "Verification") -> int:
-    from rich.console import Console
 
-    Console().print(report.table())
+    new_console().print(report.table())
     for problem in report.problems:
-        print(f"Differs: {problem}.")
+        tell(f"Differs: {problem}.")
     if not report.problems:
         tokens = {True: "tokens of awkward strings equal", None: "it takes token numbers alone"}[report.tokenization]
-        print(f"Verified in {report.engine}: logits within their limits, greedy text equal, {tokens}.")
+        tell(f"Verified in {report.engine}: logits within their limits, greedy text equal, {tokens}.")
     return 1 if report.problems else 0
 
 
@@ -135,7 +134,6 @@ class Doctor:
 
     def run(self) -> int:
         from trainshort.interop.doctor import doctor
-        from trainshort.terminal import printable
 
         found = doctor(self.model)
         print(found.to_json() if self.json else printable(str(found)))
@@ -173,7 +171,6 @@ class Harness:
     """Folder for results. Default: the run folder; for Hugging Face models runs/NAME."""
 
     def run(self) -> None:
-        from rich.console import Console
         from rich.table import Table
 
         from trainshort.evaluate.target import open_target, pick_device
@@ -198,8 +195,8 @@ class Harness:
         for task, numbers in result["results"].items():
             for row in _rows(numbers):
                 table.add_row(task, *row)
-        Console().print(table)
-        print(f"Written: {path}")
+        new_console().print(table)
+        tell(f"Written: {path}")
 
 
 def _rows(numbers: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -255,13 +252,11 @@ class Convert:
         return cls(Parser("trainshort convert", [*_own(), *made], cls.__doc__ or "").parse(words))
 
     def run(self) -> None:
-        from rich.console import Console
 
         from trainshort.evaluate.target import RunTarget
         from trainshort.evaluate.text import open_text
         from trainshort.interop.converting import STAGES, Recovery
         from trainshort.interrupt import StopRequest
-        from trainshort.terminal import say
         from trainshort.train import train
 
         before, config = self._begun()
@@ -275,8 +270,8 @@ class Convert:
                 say(f"Measuring the model {STAGES[stage]}, at {len(stages.plan.lengths)} lengths.")
             stages.measure(stage, name, first.bos)
         written = stages.finish()
-        Console().print(stages.table())
-        print("Written: " + ", ".join(map(str, written)))
+        new_console().print(stages.table())
+        tell("Written: " + ", ".join(map(str, written)))
 
     def _begun(self) -> tuple[str, RunConfig]:
         """The run folder with the converted model in it: where the model can be read as it was, and the settings."""
@@ -286,7 +281,6 @@ class Convert:
         from trainshort.interop.converting import convert, open_patient, refuse_target
         from trainshort.interop.importing import ImportRequest
         from trainshort.runs import RunFolder, refuse_existing
-        from trainshort.terminal import say
 
         refuse_target(self.to)
         find_corpus(self.settings["data.corpus"])  # a text that is not there is told before anything is read

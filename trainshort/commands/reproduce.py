@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 from typing import Annotated
 
 from trainshort.commands.parser import Arg
+from trainshort.terminal import new_console, tell
 
 LAUNCHERS = ("local", "slurm")
 
@@ -50,7 +51,6 @@ class Reproduce:
     """Folder of the report. Default: report/<scale>."""
 
     def run(self) -> None:
-        from rich.console import Console
 
         from trainshort.errors import InputError
         from trainshort.files import make_folder, try_folder
@@ -80,7 +80,7 @@ class Reproduce:
         if self.plan:
             from trainshort.reproduce.plan import make_plan, told
 
-            print(told(make_plan(chosen, scale, root, self.seeds), scale))
+            tell(told(make_plan(chosen, scale, root, self.seeds), scale))
             return
         from trainshort.reproduce.runner import reproduce
         from trainshort.reproduce.tasks import assign
@@ -91,7 +91,7 @@ class Reproduce:
         try_folder(root)  # both, before either is made
         make_folder(page, mend="Choose another --report.")
         make_folder(root)
-        console = Console()
+        console = new_console()
         reproduce(assignment, root, launcher=self.launcher, jobs=self.jobs, site=site, console=console)
         finish(root, page, console)
 
@@ -152,7 +152,7 @@ class Report:
         from trainshort.claims.collection import collect
         from trainshort.report.writing import write_report
 
-        print(f"Report: {write_report(collect(self.runs), self.out)}")
+        tell(f"Report: {write_report(collect(self.runs), self.out)}")
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,6 @@ class Tune:
     """Folder of the trials and of tune.json."""
 
     def run(self) -> None:
-        from rich.console import Console
 
         from trainshort.errors import InputError
         from trainshort.methods import methods as known
@@ -186,7 +185,7 @@ class Tune:
         chosen = [name.strip() for name in self.methods.split(",") if name.strip()] or list(tune.METHODS)
         for name in chosen:
             known.get(name)
-        console = Console()
+        console = new_console()
         made = tune.trials(chosen, self.tokens or tune.TOKENS)
         path = tune.tune(made, self.out, lambda line: console.print(line, highlight=False, soft_wrap=True))
         console.print(f"Results: {path}", highlight=False, soft_wrap=True)

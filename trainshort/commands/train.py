@@ -12,6 +12,7 @@ from trainshort.commands.parser import Arg, Option, Parser, UsageError, of_setti
 from trainshort.config import DataConfig, RunConfig, load_config
 from trainshort.errors import InputError
 from trainshort.methods import MOVED, methods, not_chosen
+from trainshort.terminal import tell
 
 SECTIONS = ("model", "data", "optim", "train")
 
@@ -166,7 +167,7 @@ class Train:
         if result.valid_nll is not None and result.valid_count:
             loss = result.valid_nll / result.valid_count
             told = f" Validation loss {loss:.4f}, perplexity {perplexity(loss):.4g}."
-        print(f"{result.run}: {result.steps} steps, {result.tokens:,} tokens.{told} Best: {result.best}")
+        tell(f"{result.run}: {result.steps} steps, {result.tokens:,} tokens.{told} Best: {result.best}")
 
 
 def find_recipe(name: str) -> tuple[RunConfig, Path]:

@@ -22,6 +22,7 @@ from trainshort.data.document import Document
 from trainshort.data.meta import OFFSET_TYPE, UNFINISHED_FILE, DataRequest, SplitMeta, bin_path, offsets_path
 from trainshort.data.workers import Encoded
 from trainshort.errors import InputError
+from trainshort.terminal import new_console, printable
 
 ROOM = "Free some space, and run the same command to continue."
 
@@ -120,12 +121,11 @@ class Stages:
         if not (self.wanted and sys.stderr.isatty()):
             yield self
             return
-        from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
         from rich.progress import Progress as Bar
 
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-        with Bar(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as self._bar:
+        with Bar(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=new_console(stderr=True)) as self._bar:
             yield self
         self._bar = None
 
@@ -148,7 +148,7 @@ class Stages:
 
     def say(self, line: str) -> None:
         if self.wanted:
-            print(line, file=sys.stderr, flush=True)
+            print(printable(line), file=sys.stderr, flush=True)
 
     @property
     def seconds(self) -> float:

@@ -15,7 +15,6 @@ be written, everything is read.
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,6 +29,7 @@ from trainshort.config import Settings
 from trainshort.data.tokenizer import FILE as TOKENIZER_FILE
 from trainshort.data.tokenizer import Tokenizer, load_tokenizer
 from trainshort.errors import InputError
+from trainshort.terminal import say
 
 FILE = "checked.json"
 SETTLED = 0.02
@@ -194,7 +194,7 @@ class Prepared:
         """Compare all files with their checksums; what did not change since it was found whole is not read."""
         checked, expected = Checked(self.folder), self._checksums()
         if sum(file_size(path) for path in expected) > WORTH_SAYING and not checked.known:
-            print(f"Checking {self.folder} once, as it is new here ...", file=sys.stderr, flush=True)
+            say(f"checking {self.folder} once, as it is new here ...")
         for path, checksum in expected.items():
             if not checked.same(path.name, [path], checksum):
                 raise _damaged(path)

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from trainshort.evaluate.results import Evaluation, LengthScore, interval, perplexity
+from trainshort.terminal import new_console
 
 
 def result_table(evaluation: Evaluation, lengths: Sequence[int] | None = None) -> Table:
@@ -76,7 +77,7 @@ class Meter(AbstractContextManager["Meter"]):
     """Counts work that is done against work that is expected, in any unit, and says so on `console`."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True, quiet=True)
+        self.console = console or new_console(stderr=True, quiet=True)
         self.total, self.done, self.what = 0.0, 0.0, "starting"
         self.began = self.told = time.monotonic()
         self._bar: Progress | None = None

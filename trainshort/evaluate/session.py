@@ -18,6 +18,7 @@ from trainshort.evaluate.text import Text
 from trainshort.masking import ROUNDS
 from trainshort.passes import Passes
 from trainshort.runs import provenance
+from trainshort.terminal import new_console
 
 
 def new_evaluation(target: Target, text: Text, plan: Sweep, precision: str) -> Evaluation:
@@ -71,8 +72,8 @@ def evaluate(
 ) -> Evaluation:
     """Measure all lengths of a plan; returns the evaluation, which then lies in the target's folder. Results are shown
     on `console` (default: nowhere); cost and progress go to standard error beside it."""
-    console = console or Console(quiet=True)
-    notes = Console(stderr=True, quiet=console.quiet)
+    console = console or new_console(quiet=True)
+    notes = new_console(stderr=True, quiet=console.quiet)
     if target.mask is not None and plan.stride is not None:
         raise InputError("an encoder is evaluated in blocks that do not overlap; leave out --stride.")
     for length in plan.lengths:

@@ -13,16 +13,11 @@ from trainshort.errors import InputError
 from trainshort.generate.sample import Token
 from trainshort.generate.state import save_state
 from trainshort.generate.streaming import TokenStream
-from trainshort.terminal import printable, say
+from trainshort.terminal import say, shown
 
 STOPPED = 130
 EVERY = 0.2
 """Seconds between two updates: quick enough to follow, too slow to cost anything."""
-
-
-def shown(text: str) -> str:
-    """A model's text as standard output gets it: as it is, but harmless at a terminal."""
-    return printable(text) if sys.stdout.isatty() else text
 
 
 class LiveLine:

@@ -16,6 +16,7 @@ from trainshort.files import make_folder, write_sealed
 from trainshort.recipes.experiments import Experiment, moments, queries, reseeded
 from trainshort.recipes.scales import Scale
 from trainshort.runs import RunFolder, provenance, read_metrics, run_name
+from trainshort.terminal import new_console
 
 STEP_WEIGHT = 3
 SAMPLE = Path("samples") / "sample.json"
@@ -191,7 +192,6 @@ def evaluate_model(task: Task, root: Path) -> None:
 
 def _reach(folder: Path) -> None:
     """How far each head looks, by `trainshort analyze`."""
-    from rich.console import Console
 
     from trainshort.analyze.lab import Lab, analyze
     from trainshort.evaluate.target import RunTarget
@@ -200,7 +200,7 @@ def _reach(folder: Path) -> None:
     target = RunTarget(folder)
     text = open_text(target, ())
     lab = Lab(target, text.tokens, target.config.train.length)
-    analyze(lab, text, ["reach"], Console(quiet=True))
+    analyze(lab, text, ["reach"], new_console(quiet=True))
 
 
 def _evaluate(path: Path, query: Query, lengths: list[int]) -> None:
