@@ -42,6 +42,10 @@ class Cook:
     """With its lid."""
     wrapper: Annotated[str | None, Arg(name="foil")] = None
     """Something around it."""
+    herbs: Annotated[tuple[str, ...], Arg(names=True)] = ()
+    """By name."""
+    rest: int = 0
+    """Minutes afterwards."""
 
 
 PARSER = Parser("cook", of_class(Cook), Cook.__doc__ or "")
@@ -86,6 +90,20 @@ def test_a_mistake_is_one_sentence_after_the_usage(line, told):
         parse(line)
     assert str(caught.value) == told
     assert caught.value.usage == "usage: cook DISH [EXTRAS ...] [options]"
+
+
+def test_commas_may_stand_between_names_and_numbers():
+    assert parse("soup --herbs dill,sage mint --sizes 1,2 3") == Cook(
+        "soup", sizes=(1, 2, 3), herbs=("dill", "sage", "mint")
+    )
+    assert parse("soup,bread") == Cook("soup,bread")  # only where names or numbers are expected
+    for empty in ("--herbs ,", "--sizes ,"):
+        with pytest.raises(UsageError, match="names nothing, got ','"):
+            parse(f"soup {empty}")
+
+
+def test_a_default_of_zero_is_shown():
+    assert "Minutes afterwards. Default: 0." in PARSER.help()
 
 
 def test_a_word_too_many_is_told():

@@ -195,7 +195,7 @@ def _check(plan: Plan) -> None:
     """Refuse what cannot be measured before the first hour of measuring."""
     for name, value in asdict(plan).items():
         for one in value if isinstance(value, tuple) else (value,):
-            least = 0 if name == "layer" else 2 if name == "contexts" else 1
+            least = {"layer": 0, "contexts": 2, "vocabularies": 257}.get(name, 1)  # a vocabulary: the bytes and an end
             if isinstance(one, int) and one < least:
                 raise InputError(f"--{name} must be at least {least}, got {one}.")
     if not 0 <= getattr(plan, "tolerance", 0) < 1:

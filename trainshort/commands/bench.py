@@ -115,7 +115,7 @@ def suite_options() -> list[Option]:
             text = f"Of {listed(list(suites))}: {text[:1].lower()}{text[1:]}"
         if len({one.default for one in alike}) == 1 and default not in (None, ()) and "Default" not in text:
             text += f" Default: {' '.join(map(str, default)) if isinstance(default, tuple) else default}."
-        made.append(replace(alike[0], help=text, default=None))
+        made.append(replace(alike[0], help=text, default=None, names=alike[0].count is None))
     return made
 
 

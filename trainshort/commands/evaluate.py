@@ -146,7 +146,7 @@ class Analyze(OnText):
 
     target: Annotated[str, Arg(metavar="RUN", positional=True)]
     """A run folder or checkpoint; a Hugging Face model for early-tokens, far-context and recall."""
-    only: tuple[str, ...] = ()
+    only: Annotated[tuple[str, ...], Arg(names=True)] = ()
     """Analyses by name. Default: all that fit the model."""
     lengths: tuple[str, ...] = ()
     """Lengths or distances, as in evaluate. Default: up to 8x, recall 32x, cost 16x, as far as the text goes."""
@@ -154,7 +154,7 @@ class Analyze(OnText):
     """Probes per measurement; more take longer and narrow the intervals."""
     max_tokens: int | None = 32_768
     """Tokens of the text that are used."""
-    methods: tuple[str, ...] = ()
+    methods: Annotated[tuple[str, ...], Arg(names=True)] = ()
     """Of cost: the position methods to measure. Default: the paper's four and the run's own."""
     seed: int = 0
     """Seed of shuffles and random probes."""

@@ -155,7 +155,7 @@ class Harness:
 
     target: Annotated[str, Arg(metavar="RUN", positional=True)]
     """A run folder, one of its checkpoints, a Hugging Face model's folder, or its name on the hub."""
-    tasks: tuple[str, ...]
+    tasks: Annotated[tuple[str, ...], Arg(names=True)]
     """Names of tasks, as lm_eval has them."""
     include: Annotated[Path | None, Arg(metavar="FOLDER")] = None
     """Folder with task definitions of your own."""
@@ -182,13 +182,10 @@ class Harness:
                 raise InputError(f"--{option} must be at least 1, got {number}.")
         if self.shots is not None and self.shots < 0:
             raise InputError(f"--shots must be at least 0, got {self.shots}.")
-        tasks = tuple(name for word in self.tasks for name in word.split(",") if name.strip())
-        if not tasks:
-            raise InputError("--tasks names no task; give at least one, such as --tasks wikitext.")
         target = open_target(self.target, device=pick_device(None))
         if self.out is not None:
             target.folder = make_folder(self.out)
-        asked = Asked(tasks, self.include, self.length, self.limit, self.shots, self.batch)
+        asked = Asked(self.tasks, self.include, self.length, self.limit, self.shots, self.batch)
         result = evaluate_tasks(target, asked)
         path = save(result, target)
         table = Table("task", "metric", "value", "standard error", title=target.name)

@@ -39,6 +39,8 @@ class Arg:
     positional: bool = False
     help: str | None = None
     """In place of the text under the field, where a setting has said it already."""
+    names: bool = False
+    """It takes names, which may also be written with commas between them: `alibi,none`."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Option:
     field: str = ""
     metavar: str | None = None
     positional: bool = False
+    names: bool = False
 
     @property
     def plain(self) -> Any:
@@ -70,13 +73,18 @@ class Option:
         return 1 if parts is None else None if parts[-1] is Ellipsis or get_origin(self.plain) is list else len(parts)
 
     @property
+    def kind_of_one(self) -> Any:
+        """The type of one of its words."""
+        return get_args(self.plain)[0] if get_origin(self.plain) in (tuple, list) else self.plain
+
+    @property
     def shown(self) -> str:
         """What stands for its value: N, PATH, a|b."""
         if self.metavar:
             return self.metavar
         if self.positional:
             return self.name.upper()
-        one = get_args(self.plain)[0] if get_origin(self.plain) in (tuple, list) else self.plain
+        one = self.kind_of_one
         if get_origin(one) is Literal:
             return "|".join(map(str, get_args(one)))
         return SHOWN.get(one, "VALUE")
@@ -99,7 +107,7 @@ def of_class(kind: type) -> list[Option]:
         default = REQUIRED if default is MISSING else default
         name = (extra.name or field.name).replace("_", "-")
         text = extra.help or texts.get(field.name, "")
-        found.append(Option(name, annotation, text, default, field.name, extra.metavar, extra.positional))
+        found.append(Option(name, annotation, text, default, field.name, extra.metavar, extra.positional, extra.names))
     return found
 
 
@@ -202,6 +210,11 @@ class Parser:
         name = option.shown if option.positional else f"--{option.name}"
         if words == ["None"] and NoneType in _alternatives(option.kind):
             return None
+        if option.names or (option.count is None and option.kind_of_one in (int, float)):
+            apart = [part.strip() for word in words for part in word.split(",") if part.strip()]
+            if not apart:
+                raise self.error(f"{name} names nothing, got '{' '.join(words)}': {option.help}".rstrip(".") + ".")
+            words = words if option.count else apart
         parts = get_args(option.plain) if get_origin(option.plain) in (tuple, list) else (option.plain,)
         kinds = [parts[0]] * len(words) if option.count is None else list(parts)
         made = tuple(self._one(name, kind, word) for kind, word in zip(kinds, words, strict=True))
@@ -214,6 +227,8 @@ class Parser:
                 close = did_you_mean(word, choices)
                 raise self.error(f"{name} is one of {', '.join(choices)}; got '{word}'.{close}")
             return choices[word]
+        if kind is Path and not word:
+            raise self.error(f"{name} is a path, got an empty word.")
         for one in _alternatives(kind):
             try:
                 return one(word) if one in SHOWN else word
@@ -301,7 +316,7 @@ def _described(option: Option) -> str:
     default, text = option.default, option.help
     if option.flag and default is True:
         return f"Turn this off: {text[:1].lower()}{text[1:]}"
-    if default in (REQUIRED, None, (), "", False) or "Default:" in text:
+    if default in (REQUIRED, None, (), "") or default is False or "Default:" in text:
         return text
     shown = " ".join(map(str, default)) if isinstance(default, tuple | list) else str(default)
     return f"{text.rstrip()} Default: {shown}."

@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.console import Console
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from trainshort.commands.parser import Arg
 from trainshort.terminal import new_console, tell
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LAUNCHERS = ("local", "slurm")
 
@@ -33,7 +32,7 @@ class Reproduce:
     """laptop (two cores, minutes), gpu (one GPU, hours) or paper (8 to 128 GPUs, days)."""
     only: str = ""
     """Tables and figures by name, such as demo,table5,fig1. Default: all."""
-    methods: str = ""
+    methods: Annotated[str, Arg(names=True)] = ""
     """Position methods in place of the paper's, such as alibi,mine: in the demo and in tables that compare some."""
     seeds: int = 1
     """Train every model with so many seeds; the report gives mean and spread."""
@@ -122,7 +121,7 @@ class Demo:
       trainshort demo --out /tmp/runs --report /tmp/report
     """
 
-    methods: str = ""
+    methods: Annotated[str, Arg(names=True)] = ""
     """Position methods in place of the paper's four, such as alibi,none or your own."""
     out: Path | None = None
     """Folder of the runs. Default: runs/laptop."""
@@ -167,7 +166,7 @@ class Tune:
       trainshort tune --methods alibi,t5 --tokens 1228800
     """
 
-    methods: str = ""
+    methods: Annotated[str, Arg(names=True)] = ""
     """Position methods, such as alibi,t5. Default: the paper's four."""
     tokens: int | None = None
     """Tokens that each trial is trained on. Default: 368,640, less than a third of the demo's."""
