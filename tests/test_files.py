@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -226,3 +227,23 @@ def test_a_place_for_a_folder_or_file_is_tried_and_nothing_is_left(tmp_path):
 )
 def test_what_the_system_told_safetensors_is_told_in_our_words(words):
     assert files.reason(files.refused(Exception(words))) == "the disk is full"
+
+
+@pytest.mark.parametrize("what", ["a file", "a folder"])
+def test_content_then_name_then_folder_are_brought_to_the_disk(tmp_path, monkeypatch, what):
+    """In that order: a name before its content, or one that only memory has, does not outlive a power cut."""
+    place, done, fsync = tmp_path / "place", [], os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced = Path(f"/proc/self/fd/{descriptor}").readlink()
+        done.append((synced.name, place.exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    if what == "a file":
+        files.write_whole(place, "content")
+        assert done == [("place.partial", False), (tmp_path.name, True)]
+        return
+    with files.new_folder(place) as partial:
+        (partial / "inside").write_text("content")
+    assert done == [(".place.partial", False), ("inside", False), (tmp_path.name, True)]
