@@ -263,6 +263,17 @@ def test_nothing_to_report_is_told(tmp_path, monkeypatch):
         Report((tmp_path / "runs",), tmp_path / "file").run()
 
 
+def test_a_run_whose_config_is_a_link_to_nothing_is_not_left_out(tmp_path):
+    for name in ("whole", "broken"):
+        make_run(tmp_path / "runs", "alibi", {128: 50.0, 256: 49.0}, name=name)
+    config = tmp_path / "runs" / "broken" / "config.json"
+    for target, reason in (("nowhere", "it is a link to nothing"), ("config.json", "a link that leads back to itself")):
+        config.unlink()
+        config.symlink_to(target)
+        with pytest.raises(InputError, match=f"{config}: .*{reason}"):
+            Report((tmp_path / "runs",), tmp_path / "out").run()
+
+
 def browse(page, *options: str) -> subprocess.CompletedProcess:
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:

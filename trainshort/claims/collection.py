@@ -6,6 +6,7 @@ Only files are read, and each number keeps the path of the file it came from.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from os.path import lexists
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,8 @@ def collect(paths: Sequence[Path]) -> Collection:
     for path in paths:
         if not path.is_dir():
             raise InputError(f"There is no folder {path}. Give run folders, or a folder that holds some.")
-        for folder in [path] if (path / "config.json").exists() else sorted(path.iterdir()):
-            if not (folder / "config.json").exists():
+        for folder in [path] if lexists(path / "config.json") else sorted(path.iterdir()):
+            if not lexists(folder / "config.json"):
                 continue
             try:
                 # Two folders of one name are two runs; a table looks for its models by the first.
