@@ -174,6 +174,10 @@ def test_a_run_without_a_checkpoint_is_told_to_be_trained(run: Path, tmp_path):
     (tmp_path / "config.json").write_text((run / "config.json").read_text())
     with pytest.raises(InputError, match=r"has no checkpoint yet\. Train it first"):
         open_target(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(InputError, match=r"config\.json") as told:
+        open_target(str(tmp_path))
+    assert "Train it first" not in str(told.value)
 
 
 def test_a_hub_name_without_a_network_is_one_sentence(tmp_path, monkeypatch):

@@ -131,6 +131,6 @@ def test_the_window_of_a_logarithm_is_long_enough_and_not_much_longer():
     assert 0.99 * tolerance < mass <= tolerance
     assert log_window(1.0, a, excess, tolerance) == math.inf
     page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
-    for power in (1.5, 2, 3, 4):
+    for power in (1.5, 2.0, 3.0, 4.0):
         numbers = " | ".join(f"{log_window(power, a, excess, share):.1e}" for share in (1e-6, 1e-2))
-        assert f"| {power} | {numbers} |" in page
+        assert f"| {power:g} | {numbers} |" in page

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from trainshort.checkpoint import manifest
-from trainshort.config import Settings
+from trainshort.config import Settings, load_config
 from trainshort.errors import InputError
 from trainshort.files import read_bytes, read_object, read_sealed, reason, sync
 from trainshort.runs import RunFolder
@@ -145,6 +145,7 @@ def find(path: Path) -> Path:
     if not found and not RunFolder(path).config.exists():
         raise InputError(f"There is no run at '{path}'. Give a run folder, or one of the folders in its checkpoints/.")
     if not found:
+        load_config(RunFolder(path).config)  # what is no run's says so itself
         raise InputError(f"{path} has no checkpoint yet. Train it first, or resume it.")
     folder = best(path)
     if folder is None:

@@ -78,7 +78,9 @@ def trust(headline: Headline, collection: Collection, judged: list[tuple[Claim, 
     corpus = headline.lines[0].stored[0].evaluation.corpus
     seeds = len({run.config.train.seed for run in collection.runs.values()})
     test = corpus["split"] == "test"
-    chosen = "which took no part in training or in choosing settings" if test else "as in the paper"
+    chosen = (
+        "which took no part in training or in choosing settings" if test else "which may have served to choose settings"
+    )
     told = [
         f"Perplexities are of {corpus['tokens']:,} tokens of the {corpus['split']} split of {corpus['name']}, "
         f"{chosen}. Bands are 95 % intervals over that text. {_count(seeds, 'seed')}: another would move every line "
