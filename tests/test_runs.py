@@ -37,6 +37,9 @@ def test_a_folder_that_is_no_run_is_refused_even_with_resume(tmp_path):
     with pytest.raises(InputError, match=r"holds files but no config\.json, so it is not a run"):
         start(tmp_path, resume=True)
     assert sorted(os.listdir(tmp_path)) == ["thesis.tex"]
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(InputError, match=r"config\.json"):
+        runs.refuse_existing(tmp_path, resume=True)
     with pytest.raises(InputError, match=r"is a file, but a run needs a folder"):
         start(tmp_path / "thesis.tex")
 

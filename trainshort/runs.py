@@ -130,6 +130,8 @@ def refuse_existing(path: Path, *, resume: bool) -> None:
         raise InputError(f"{path} already exists. Go on with it by --resume, or choose another --out.")
     if started and not RunFolder(path).config.exists():
         raise InputError(f"{path} holds files but no config.json, so it is not a run. Choose another --out.")
+    if started:
+        load_config(RunFolder(path).config)  # one that cannot be read is told before data is prepared for it
 
 
 def _refuse_another_run(stored: RunConfig, asked: RunConfig, path: Path, *, begun: bool) -> None:

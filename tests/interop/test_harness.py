@@ -106,6 +106,9 @@ def test_bad_requests(place, monkeypatch):
     Path("book.json").unlink()
     with pytest.raises(InputError, match=r"The data of book cannot be loaded .* --include FOLDER"):
         command(["harness", "run", "--tasks", "book", "--include", "tasks"])
+    Path("tasks/torn.yaml").write_text("task: [torn\n")
+    with pytest.raises(InputError, match=r"torn\.yaml is not YAML: .* Mend it"):
+        command(["harness", "run", "--tasks", "torn", "--include", "tasks"])
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(InputError, match=r"The harness needs a package: pip install 'trainshort\[harness\]'"):
         command(["harness", "run", "--tasks", "book"])

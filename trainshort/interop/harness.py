@@ -22,7 +22,7 @@ from trainshort.data.tokenizer.base import byte_alphabet
 from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import HuggingFaceTarget
 from trainshort.evaluate.target import RunTarget, Target
-from trainshort.files import make_folder, write_sealed
+from trainshort.files import make_folder, read_text, write_sealed
 from trainshort.interop.exporting import tokenizer_config
 from trainshort.interop.gguf_file import is_bytes
 from trainshort.registry import did_you_mean
@@ -140,6 +140,7 @@ def _tasks(asked: Asked) -> Any:
         own = TaskManager(include_path=str(asked.include), include_defaults=False)
         if all(task in own.all_tasks for task in asked.tasks):
             return own
+        _check_syntax(asked.include)
     say("Reading the harness's own task definitions, which takes a while.")
     every = TaskManager(include_path=None if asked.include is None else str(asked.include))
     for task in asked.tasks:
@@ -149,6 +150,17 @@ def _tasks(asked: Asked) -> Any:
                 f"Unknown task '{task}'.{close} `lm_eval ls tasks` names all; give your own by --include FOLDER."
             )
     return every
+
+
+def _check_syntax(include: Path) -> None:
+    """The harness passes over definitions that it cannot read; name the first."""
+    import yaml
+
+    for path in sorted(include.rglob("*.yaml")):
+        try:
+            yaml.compose(read_text(path))
+        except yaml.YAMLError as error:
+            raise InputError(f"{path} is not YAML: {first_sentence(error)}. Mend it, or take it away.") from None
 
 
 def _unloadable(asked: Asked, error: Exception) -> str:
