@@ -103,8 +103,7 @@ def open_run(path: Path, config: RunConfig, *, resume: bool) -> Iterator[RunFold
     the first start and all restarts.
     """
     folder = RunFolder(path)
-    refuse_existing(path, resume=resume)
-    stored = load_config(folder.config) if folder.config.exists() else None
+    stored = refuse_existing(path, resume=resume)
     if stored:
         plugins.require(stored.plugins, str(path))
         _refuse_another_run(stored, config, path, begun=folder.sessions.exists())
@@ -116,8 +115,9 @@ def open_run(path: Path, config: RunConfig, *, resume: bool) -> Iterator[RunFold
         yield folder
 
 
-def refuse_existing(path: Path, *, resume: bool) -> None:
-    """Stop if `path` is taken: by a run that is not to be resumed, or by something that is no run."""
+def refuse_existing(path: Path, *, resume: bool) -> RunConfig | None:
+    """Stop if `path` is taken: by a run that is not to be resumed, or by something that is no run. What a run to resume
+    was started with, since a config.json that cannot be read is told before data is prepared for it."""
     if path.exists() and not path.is_dir():
         raise InputError(f"{path} is a file, but a run needs a folder. Choose another --out.")
     try_folder(path)
@@ -130,8 +130,7 @@ def refuse_existing(path: Path, *, resume: bool) -> None:
         raise InputError(f"{path} already exists. Go on with it by --resume, or choose another --out.")
     if started and not RunFolder(path).config.exists():
         raise InputError(f"{path} holds files but no config.json, so it is not a run. Choose another --out.")
-    if started:
-        load_config(RunFolder(path).config)  # one that cannot be read is told before data is prepared for it
+    return load_config(RunFolder(path).config) if started else None
 
 
 def _refuse_another_run(stored: RunConfig, asked: RunConfig, path: Path, *, begun: bool) -> None:

@@ -151,9 +151,7 @@ def acp_work(inputs: Inputs, tolerance: float, scale: float) -> float:
     """What adaptive computation pruning (Lin et al., COLM 2025) leaves, in blocks of our kernel's sizes. Keys are out
     where c(first query of a block) − c(last key of a block) < −(2U + ln N) + ln tolerance, U = max‖q‖ · max‖k‖ · scale,
     one number a head."""
-    bias = inputs.with_clock().bias
-    assert isinstance(bias, ClockBias)
-    clock, length = bias.clock[0], inputs.q.shape[2]
+    clock, length = _clock(inputs)[0], inputs.q.shape[2]
     most = inputs.q[0].norm(dim=-1).amax(-1) * inputs.k[0].norm(dim=-1).amax(-1) * scale
     threshold = -(2 * most.double() + math.log(length)) + math.log(tolerance)
     last = torch.arange(0, length, KEYS).add(KEYS - 1).clamp(max=length - 1)
@@ -170,10 +168,10 @@ def needed_work(inputs: Inputs, tolerance: float) -> tuple[float, float]:
     row by row, and in blocks that a panel reads together, for its row that needs most."""
     length, heads = inputs.q.shape[2], inputs.q.shape[1]
     keys, totals = torch.arange(length), torch.zeros(3, dtype=torch.int64)
+    all_keys, clock = inputs.k.double().transpose(-1, -2) / math.sqrt(inputs.q.shape[3]), _clock(inputs)
     for start in range(0, length, EVERY * PANEL):
         rows = torch.arange(start, min(start + PANEL, length))
-        scores = inputs.q[:, :, rows].double() @ inputs.k.double().transpose(-1, -2) / math.sqrt(inputs.q.shape[3])
-        scores = scores + _bias_of(inputs, rows)
+        scores = inputs.q[:, :, rows].double() @ all_keys + clock[:, :, rows, None] - clock[:, :, None]
         masses = scores.masked_fill(keys > rows[:, None], -torch.inf).softmax(-1).cumsum(-1)
         first = (masses <= tolerance).sum(-1)
         together = first.amin(-1, keepdim=True) // KEYS * KEYS
@@ -181,10 +179,10 @@ def needed_work(inputs: Inputs, tolerance: float) -> tuple[float, float]:
     return float(totals[0] / totals[2]), float(totals[1] / totals[2])
 
 
-def _bias_of(inputs: Inputs, rows: Tensor) -> Float[Tensor, "1 heads rows length"]:
+def _clock(inputs: Inputs) -> Float[Tensor, "1 heads length"]:
     bias = inputs.with_clock().bias
     assert isinstance(bias, ClockBias)
-    return bias.clock[:, :, rows, None] - bias.clock[:, :, None]
+    return bias.clock
 
 
 def _causal_pairs(inputs: Inputs) -> int:
