@@ -224,6 +224,8 @@ def test_a_pickle_is_refused_and_nothing_in_it_runs(tmp_path, monkeypatch):
 
 
 def test_load_model_says_what_it_wants(tmp_path):
+    with pytest.raises(InputError, match="There is no run at"):
+        checkpoint.load_model(str(tmp_path / "nowhere"))  # a path may be a string, as load_tokenizer's
     with pytest.raises(InputError, match=r"There is no run at '.*nowhere'\. Give a run folder"):
         checkpoint.load_model(tmp_path / "nowhere")
     with pytest.raises(

@@ -11,7 +11,8 @@ from trainshort.checkpoint import load_model
 from trainshort.cli import main
 from trainshort.config import load_config
 from trainshort.evaluate.results import load
-from trainshort.files import CHECKSUM, read_sealed
+from trainshort.files import read_checked as read_result
+from trainshort.files import read_sealed
 from trainshort.journal import read_checked
 from trainshort.model import TransformerLM
 from trainshort.runs import run_name
@@ -58,7 +59,7 @@ def test_a_run_is_loaded_and_evaluated_to_the_same_losses(place):
 
 def test_stored_results_are_read_and_marked_as_unsealed(place):
     (stored,) = (place / RUN / "eval").glob("*.json")
-    assert CHECKSUM not in read_sealed(stored)
+    assert not read_result(stored)[1]
     assert {checksum for _, checksum in read_checked(place / RUN / "metrics.jsonl")} == {None}
     before = load(stored).rows
     command("evaluate", RUN, "--lengths", "1x", "2x")

@@ -1,10 +1,12 @@
 """Whatever lies where a file of ours should be, reading it says so in one sentence, and never waits."""
 
+import hashlib
 import json
 import os
 import stat
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -184,9 +186,8 @@ RESULT = {"loss": 1.25, "n": 3, "name": "é\u2028", "none": None, "deep": {"b": 
 def test_a_sealed_result_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "x.json"
     files.write_sealed(path, RESULT)
-    values = files.read_sealed(path)
-    assert files.CHECKSUM in values
-    assert {name: value for name, value in values.items() if name != files.CHECKSUM} == RESULT
+    assert files.read_sealed(path) == RESULT
+    assert files.read_checked(path) == (RESULT, True)
 
 
 def test_every_changed_digit_of_a_sealed_result_is_noticed(tmp_path):
@@ -203,9 +204,36 @@ def test_every_changed_digit_of_a_sealed_result_is_noticed(tmp_path):
             files.read_sealed(path)
 
 
-def test_a_result_without_a_checksum_is_read_and_marked(tmp_path):
-    (tmp_path / "x.json").write_text(json.dumps(RESULT))
-    assert files.CHECKSUM not in files.read_sealed(tmp_path / "x.json")
+def test_every_changed_byte_of_a_sealed_result_is_noticed_also_in_the_names_of_its_fields(tmp_path):
+    """A result that lost its checksum is not one of 0.1.0, which had none."""
+    path = tmp_path / "x.json"
+    files.write_sealed(path, RESULT)
+    content = path.read_bytes()
+    for at in range(len(content)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with suppress(InputError):
+            assert files.read_checked(path) == (RESULT, True), content[at - 5 : at + 5]  # space, or rounding
+
+
+@pytest.mark.parametrize("gone", [{"checksum"}, {"sealed"}])
+def test_a_result_that_lost_a_field_of_its_seal_is_refused(tmp_path, gone):
+    path = tmp_path / "x.json"
+    files.write_sealed(path, RESULT)
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in stored.items() if name not in gone}))
+    with pytest.raises(
+        InputError, match=r"x\.json was changed after it was written: its checksum is another, or gone\."
+    ):
+        files.read_sealed(path)
+
+
+def test_a_result_of_the_first_version_has_no_checksum_and_one_of_later_days_may_say_so_only_by_having_it(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(RESULT))
+    assert files.read_checked(path) == (RESULT, False)
+    text = json.dumps(RESULT, sort_keys=True)
+    path.write_text(json.dumps(RESULT | {"checksum": hashlib.sha256(text.encode()).hexdigest()}))
+    assert files.read_checked(path) == (RESULT, True)
 
 
 def test_a_place_for_a_folder_or_file_is_tried_and_nothing_is_left(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+from contextlib import suppress
 
 import pytest
 
@@ -63,8 +64,19 @@ def test_lines_of_the_first_version_have_no_checksum_and_are_covered_by_the_next
 def test_a_line_without_its_checksum_after_one_that_has_it_is_refused(path):
     with path.open("a") as file:
         file.write('{"step": 5}\n')
-    with pytest.raises(InputError, match="line 5, has no checksum, though the line before it has one"):
+    with pytest.raises(InputError, match="line 5, has no checksum, though it or the line before it had one"):
         journal.read_lines(path)
+
+
+@pytest.mark.parametrize("lines", [1, 4])
+def test_every_changed_byte_is_noticed_also_in_the_names_of_the_fields(path, lines):
+    """Of a file with one line too, which no other covers: without its checksum it is not taken for one of 0.1.0."""
+    journal.keep_lines(path, lines)
+    content, whole = path.read_bytes(), journal.read_lines(path)
+    for at in range(len(content) - 1):  # without the last newline, the last line counts as torn by a kill
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with suppress(InputError):
+            assert journal.read_lines(path) == whole, content[at - 5 : at + 5]  # a digit that float64 does not hold
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,33 @@ def test_lines_missing_before_the_checkpoint_are_told_and_the_file_is_left(tmp_p
     assert folder.metrics.read_bytes() == b""
 
 
+def test_metrics_that_end_before_the_last_checkpoint_are_told_to_whoever_reads_them(tmp_path):
+    folder = start(tmp_path / "run")
+    numbers = {"tokens": 1, "seconds": 1.0}
+    for step in (10, 20, 30):
+        journal.append(folder.metrics, {"step": step, **numbers})
+        if step < 30:
+            (folder.checkpoints / f"step-{step:09d}").mkdir()
+            state = {"step": step, "metrics": journal.last_checksum(folder.metrics)}
+            (folder.checkpoints / f"step-{step:09d}" / "state.json").write_text(json.dumps(state))
+    whole = folder.metrics.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    assert [record["step"] for record in runs.read_metrics(folder)] == [10, 20, 30]
+    folder.metrics.write_bytes(b"".join(lines[:2]))  # what came after the checkpoint may have gone with a kill
+    assert [record["step"] for record in runs.read_metrics(folder)] == [10, 20]
+    for cut in (lines[0] + lines[1][:-1], lines[0], b""):
+        folder.metrics.write_bytes(cut)
+        with pytest.raises(InputError, match=r"metrics\.jsonl ends before step 20, at which the run was saved"):
+            runs.read_metrics(folder)
+    folder.metrics.unlink()  # as the message says
+    assert runs.read_metrics(folder) == []
+    journal.append(folder.metrics, {"step": 30, **numbers})
+    assert [record["step"] for record in runs.read_metrics(folder)] == [30]
+    folder.metrics.write_bytes(lines[0])
+    (folder.checkpoints / "step-000000020").rename(folder.checkpoints / "step-000000020.damaged")  # set aside
+    assert [record["step"] for record in runs.read_metrics(folder)] == [10]
+
+
 def test_tolerance_up_to_rounding_is_harmless_and_beyond_it_is_another_run(tmp_path):
     start(tmp_path / "run")
     start(tmp_path / "run", CONFIG.replace(model={"tolerance": 0}), resume=True)

@@ -356,7 +356,7 @@ def test_another_thread_count_is_told(config, tmp_path, capfd):
 def test_when_all_checkpoints_are_damaged_the_run_does_not_start_over(config, tmp_path):
     train(config.replace(train={"keep": 1, "valid_every": 0}), tmp_path / "run", quiet=True)
     (last(tmp_path / "run") / "state.json").write_text("{}")
-    with pytest.raises(InputError, match=r"None of the 1 checkpoints in .* is whole\. Restore one"):
+    with pytest.raises(InputError, match=r"None of the 1 checkpoints in .* is whole \(step-\d+: .*\)\. Restore one"):
         train(config.replace(train={"keep": 1, "valid_every": 0}), tmp_path / "run", resume=True, quiet=True)
 
 

@@ -5,7 +5,7 @@ Reading order: docs/core.md. The names below are the public ones, each with an e
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 if TYPE_CHECKING:
     from trainshort import alibi, presets

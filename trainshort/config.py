@@ -207,7 +207,7 @@ class DataConfig(Settings):
     """Corpus name, file, folder or glob; `trainshort list corpora` names the built-in ones."""
     tokenizer: str = "bpe"
     """bytes, words, bpe, or the path of a saved tokenizer.json."""
-    vocabulary: int = Field(default=2048, ge=2)
+    vocabulary: int = Field(default=2048, ge=2, le=1 << 24)
     """Size of a vocabulary that is built here (bpe, words)."""
     folder: Path | None = None
     """A prepared data folder. Default: data/<corpus>-<tokenizer><vocabulary>, prepared when it is missing."""
@@ -345,4 +345,4 @@ def load_config(path: Path) -> RunConfig:
         values = {"format": values["format"]}
     elif "format" in values and isinstance(data := values.get("data"), dict):  # written by a run, with all it knew
         values["data"] = MEANT | data
-    return RunConfig.read(values)
+    return RunConfig.read(values, origin=path)

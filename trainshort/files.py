@@ -31,8 +31,8 @@ from trainshort.errors import InputError
 PARTIAL = ".partial"
 """Suffix of a file that is still being written; a leftover of it means nothing."""
 
-CHECKSUM = "checksum"
-"""The field of a stored result that holds the sha256 of all others."""
+CHECKSUM, SEALED = "checksum", "sealed"
+"""Fields of a stored result: the sha256 of all others, and that there is one, so that a damaged name is noticed too."""
 
 LIMIT = 256 * 2**20
 """Bytes of the largest file that is read whole: twenty times the largest tokenizer.json of the hub."""
@@ -97,7 +97,7 @@ def open_file(path: Path, *, mend: str = RESTORE) -> BufferedReader:
     except FileNotFoundError:
         if path.is_symlink():
             raise InputError(f"Cannot read {path}: it is a link to nothing. {mend}") from None
-        raise MissingFileError(f"There is no file {path}. {mend}") from None
+        raise MissingFileError(f"There is no file {path}. {mend.replace(', or remove it.', '.')}") from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         _refuse("read", path, error, mend)
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
@@ -165,12 +165,8 @@ def _whole_number(digits: str) -> int:
 def _shallow(values: Any) -> bool:
     level = [values]
     for _ in range(DEPTH):
-        level = [
-            child
-            for one in level
-            if isinstance(one, dict | list)
-            for child in (one.values() if isinstance(one, dict) else one)
-        ]
+        lists = [list(one.values()) if isinstance(one, dict) else one for one in level]
+        level = [child for one in lists if isinstance(one, list) for child in one]
         if not level:
             return True
     return False
@@ -327,24 +323,27 @@ def locked(path: Path, busy: str | None = None) -> Iterator[None]:
 # ---- results that carry their own checksum
 
 
-def seal(values: dict[str, Any]) -> dict[str, Any]:  # by which a changed number is noticed
-    return {**values, CHECKSUM: checksum(values)}
-
-
-def checksum(values: dict[str, Any]) -> str:
-    """sha256 over the values without their checksum, in the one form in which JSON gives them back."""
-    kept = {name: value for name, value in values.items() if name != CHECKSUM}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+def _checksum(values: dict[str, Any]) -> str:  # in the one form in which JSON gives them back
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def write_sealed(path: Path, values: dict[str, Any], *, mend: str = CHOOSE) -> None:
     """Store a result: whole, and with its checksum."""
-    write_whole(path, json.dumps(seal(values), indent=1) + "\n", mend=mend)
+    kept = {name: value for name, value in values.items() if name != CHECKSUM} | {SEALED: True}
+    write_whole(path, json.dumps(kept | {CHECKSUM: _checksum(kept)}, indent=1) + "\n", mend=mend)
 
 
 def read_sealed(path: Path, *, mend: str = RESTORE) -> dict[str, Any]:
-    """A stored result, its numbers the ones that were written. Those of 0.1.0 have no checksum."""
+    """A stored result, its numbers the ones that were written."""
+    return read_checked(path, mend=mend)[0]
+
+
+def read_checked(path: Path, *, mend: str = RESTORE) -> tuple[dict[str, Any], bool]:
+    """A stored result, and whether its checksum says that it is as it was written; those of 0.1.0 have none."""
     values = read_object(path, mend=mend)
-    if CHECKSUM in values and values[CHECKSUM] != checksum(values):
-        raise InputError(f"{path} was changed after it was written: its checksum is another. {mend}")
-    return values
+    found = values.pop(CHECKSUM, None)
+    sealed = found is not None or SEALED in values
+    if sealed and found != _checksum(values):
+        raise InputError(f"{path} was changed after it was written: its checksum is another, or gone. {mend}")
+    values.pop(SEALED, None)
+    return values, sealed

@@ -186,20 +186,31 @@ def _tidy(folder: RunFolder) -> list[str]:
     Returns that checkpoint's name, or nothing when the run has none yet.
     """
     folders.sweep(folder.path)
-    present = folders.present(folder.path)
-    latest = checkpoint.latest(folder.path)
-    if present and latest is None:
-        raise InputError(
-            f"None of the {len(present)} checkpoints in {folder.path} is whole. Restore one from a copy, "
-            f"or remove {folder.checkpoints} to start from the beginning."
-        )
-    if latest is None:
+    if not folders.present(folder.path):
         runs.cut_metrics(folder, 0)
         return []
+    latest = _last_whole(folder)
     folders.set_aside(folder.path, latest)
     state = checkpoint.read_state(latest)
     runs.cut_metrics(folder, state.step, state.metrics)
     return [latest.name]
+
+
+def _last_whole(folder: RunFolder, say: folders.Say = say) -> Path:
+    anew = f", or remove {folder.checkpoints} to start from the beginning"
+    return folders.whole_one(folder.path, folders.latest, otherwise=anew, say=say)
+
+
+def refuse_unresumable(config: RunConfig, folder: RunFolder) -> None:
+    """Stop, before anything is written, at a run that has no whole checkpoint left or has done more than is asked."""
+    if not folders.present(folder.path):
+        return
+    done = checkpoint.read_state(_last_whole(folder, say=lambda line: None)).step  # `_tidy` tells what is damaged
+    if done > config.train.steps:
+        raise InputError(
+            f"{folder.path} has done {done:,} steps already, and train.steps={config.train.steps:,} asks for fewer. "
+            "Ask for more, or choose another --out for a new run."
+        )
 
 
 def refuse_other_data(job: Job, data: str) -> None:

@@ -1,8 +1,8 @@
 """Records that are added line by line (metrics.jsonl, sessions.jsonl), each with a checksum over itself and the line
 before it. No torch.
 
-    {"step": 10, "loss": 5.1, "checksum": "9f2c..."}    sha256 of "" and this record
-    {"step": 20, "loss": 4.7, "checksum": "03ab..."}    sha256 of the line above and this record
+    {"step": 10, "loss": 5.1, "sealed": true, "checksum": "9f2c..."}    sha256 of "" and this record
+    {"step": 20, "loss": 4.7, "sealed": true, "checksum": "03ab..."}    sha256 of the line above and this record
 
 So a changed number, a line taken out and a line put in are noticed wherever they are; lines missing at the end are
 noticed by whoever noted the last checksum (a checkpoint's state.json). A last line without its newline was torn by a
@@ -19,6 +19,7 @@ from typing import Any
 from trainshort.errors import InputError
 from trainshort.files import (
     CHECKSUM,
+    SEALED,
     MissingFileError,
     open_file,
     parse_json,
@@ -51,10 +52,11 @@ def read_checked(path: Path) -> list[tuple[dict[str, Any], str | None]]:
         if not isinstance(record, dict):
             raise InputError(f"{name}, holds no JSON object. {RESTORE}")
         found = record.pop(CHECKSUM, None)
-        if found is None and records and records[-1][1]:
-            raise InputError(f"{name}, has no checksum, though the line before it has one. {RESTORE}")
+        if found is None and (SEALED in record or (records and records[-1][1])):
+            raise InputError(f"{name}, has no checksum, though it or the line before it had one. {RESTORE}")
         if found is not None and found != _checksum(before, record):
             raise InputError(f"{name}, or the line before it was changed after it was written. {RESTORE}")
+        record.pop(SEALED, None)
         records.append((record, found))
         before = line
     return records
@@ -75,7 +77,7 @@ def _checksum(before: bytes, record: dict[str, Any]) -> str:
 def append(path: Path, record: dict[str, Any]) -> None:
     """Add one line; the file ends with a whole one (`keep_lines`)."""
     # Through JSON, so that what is written and what is read back have the same checksum.
-    record = json.loads(json.dumps(record, allow_nan=False))
+    record = json.loads(json.dumps({**record, SEALED: True}, allow_nan=False))
     try:
         line = json.dumps({**record, CHECKSUM: _checksum(_last_line(path), record)})
         with path.open("a", encoding="utf-8") as file:

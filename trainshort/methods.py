@@ -80,11 +80,19 @@ class RotarySettings(MethodSettings):
 
     base: float = Field(default=10_000.0, gt=1)
     """Wavelengths grow up to this many radians."""
+    share: float = Field(default=1.0, gt=0, le=1)
+    """Share of each head that turns, its first numbers; the others stay as they are (GPT-NeoX: 0.25)."""
 
     def misfit(self, width: int, heads: int) -> str | None:
         if width // heads % 2:
             return f"rotary turns pairs, so width / heads must be even; got {width} / {heads}"
+        if self.turning(width // heads) < 2 or self.turning(width // heads) % 2:
+            return f"rotary turns pairs, so share · width / heads must be even; got {self.share:g} · {width} / {heads}"
         return None
+
+    def turning(self, head_width: int) -> int:
+        """Numbers of a head that turn."""
+        return int(self.share * head_width)
 
 
 class XposSettings(RotarySettings):

@@ -192,7 +192,8 @@ class Attention(nn.Module):
         self.window = None if self.plain else config.window
         sees_all = self.window is None and (self.plain or config.plain_every is None)
         self.growth = ScoreGrowth(config) if sees_all and config.score_growth != "none" else None
-        self.score_factor = 1.0  # another one at inference: evaluate/changes.py
+        scale = config.softmax_scale
+        self.score_factor = 1.0 if scale is None else scale * config.head_width**0.5  # evaluate/changes.py has others
         self.blocks: int | None = None  # at inference too
         self.split = [config.heads, config.key_heads, config.key_heads]
         biases = config.has_biases("attention")
@@ -214,13 +215,11 @@ class Attention(nn.Module):
         if config.clip_qkv is not None:
             flat = flat.clamp(-config.clip_qkv, config.clip_qkv)
         q, k, v = flat.unflatten(-1, (-1, config.head_width)).transpose(1, 2).split(self.split, dim=1)
-        if config.softmax_scale is not None:
+        if self.score_factor != 1:
             # Here and not by attend's `scale`: what bounds a cache, and what is analyzed, are these queries.
-            q = q * (config.softmax_scale * config.head_width**0.5)
+            q = q * self.score_factor
         if self.growth is not None:
             q = self.growth(q, where)
-        if self.score_factor != 1:
-            q = q * self.score_factor
         return *self._rotated(q, k, position, where), v
 
     def _rotated(self, q: Tensor, k: Tensor, position: PositionMethod, where: Tensor) -> tuple[Tensor, Tensor]:

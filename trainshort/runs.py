@@ -17,9 +17,10 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -30,7 +31,7 @@ import trainshort
 from trainshort import journal, plugins
 from trainshort.config import RunConfig, load_config
 from trainshort.errors import InputError
-from trainshort.files import PARTIAL, locked, make_folder, reason, try_folder, write_whole
+from trainshort.files import PARTIAL, locked, make_folder, read_object, reason, try_folder, write_whole
 
 LOCK = "train.lock"
 
@@ -63,6 +64,10 @@ RECORDED = ("torch", "numpy", "safetensors", "tokenizers", "pydantic", "grain")
 """Packages whose versions can move a result."""
 
 
+Line = tuple[dict[str, Any], str | None]
+"""A record of metrics.jsonl and its checksum."""
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """Paths inside one run folder."""
@@ -93,6 +98,26 @@ class RunFolder:
     @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
+
+
+def present(run: Path) -> list[Path]:
+    """The run's checkpoints by step, whole or not; not those that were set aside (trainshort.checkpoint.folders)."""
+    checkpoints = RunFolder(run).checkpoints
+    try:
+        entries = list(checkpoints.iterdir()) if checkpoints.is_dir() else []
+    except OSError as error:
+        raise InputError(f"{checkpoints} cannot be listed: {reason(error)}.") from None
+    return sorted(path for path in entries if re.fullmatch(r"step-\d{9}", path.name))
+
+
+def saved_states(run: Path) -> list[dict[str, Any]]:
+    """What its checkpoints tell of themselves, the newest last, without torch and not verified; those that tell nothing
+    are left out: whoever loads them says why."""
+    states = []
+    for checkpoint in present(run):
+        with suppress(InputError):
+            states.append(read_object(checkpoint / "state.json"))
+    return states
 
 
 @contextmanager
@@ -183,7 +208,12 @@ def cut_metrics(folder: RunFolder, step: int, last: str | None = None) -> None:
     `last` is the checksum of the last line at that moment. Lines that went missing since are not passed over: only a
     file that is gone altogether, or was begun anew after that step, is taken as it is.
     """
-    records = journal.read_checked(folder.metrics)
+    kept = _until(folder, journal.read_checked(folder.metrics), step, last)
+    journal.keep_lines(folder.metrics, len(kept))
+
+
+def _until(folder: RunFolder, records: list[Line], step: int, last: str | None) -> list[Line]:
+    """The lines up to `step`, the last of them the one that was noted there."""
     kept = [(record, checksum) for record, checksum in records if _number(folder, record, "step") <= step]
     begun_anew = not kept and (records or not folder.metrics.exists())
     if last and not begun_anew and last not in (checksum for _, checksum in kept[-1:]):
@@ -191,16 +221,21 @@ def cut_metrics(folder: RunFolder, step: int, last: str | None = None) -> None:
             f"{folder.metrics} ends before step {step}, at which the run was saved: lines are missing. "
             "Restore it from a copy, or remove it to go on without what was logged so far."
         )
-    journal.keep_lines(folder.metrics, len(kept))
+    return kept
 
 
 def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, each with the numbers it must have."""
-    records = journal.read_lines(folder.metrics)
-    for record in records:
+    """The lines of metrics.jsonl, each with the numbers it must have, and none missing that was there when the run was
+    saved last."""
+    states = saved_states(folder.path)  # first: whoever is training may log and save while this is read
+    records = journal.read_checked(folder.metrics)
+    for record, _ in records:
         for name in LOGGED:
             _number(folder, record, name)
-    return records
+    for saved in states[-1:]:
+        if isinstance(step := saved.get("step"), int):
+            _until(folder, records, step, saved.get("metrics"))
+    return [record for record, _ in records]
 
 
 def _number(folder: RunFolder, record: dict[str, Any], name: str) -> float:

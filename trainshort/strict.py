@@ -3,6 +3,7 @@
 Everything that can be set in this package, by a config, a command line or a plug-in, is a class of this kind.
 """
 
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -17,8 +18,8 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
     @classmethod
-    def read(cls, values: dict[str, Any]) -> Self:
-        """Validate plain data; a mistake becomes one sentence that names the setting.
+    def read(cls, values: dict[str, Any], *, origin: Path | None = None) -> Self:
+        """Validate plain data; a mistake becomes one sentence that names the setting, and the file it came from.
 
         >>> TrainConfig.read({"stepz": 3})
         InputError: Unknown setting 'stepz'. Did you mean 'steps'?
@@ -26,7 +27,7 @@ class Settings(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise InputError(explain(cls, error)) from None
+            raise InputError(f"In {origin}: {explain(cls, error)}" if origin else explain(cls, error)) from None
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some settings changed, validated again. Sections are given as dicts and merged."""
@@ -84,6 +85,8 @@ def explain(cls: type[BaseModel], error: ValidationError, prefix: str = "") -> s
         close = did_you_mean(key, _fields_at(cls, first["loc"][:-1]))
         return f"Unknown setting '{where}'.{close.replace(chr(39), chr(39) + section + '.', 1) if section else close}"
     reason = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "model_type":
+        reason = "it is a group of settings"
     if not where:
         return reason + "."
     if first["type"] == "value_error":

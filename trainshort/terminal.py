@@ -2,7 +2,8 @@
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,16 @@ def first_sentence(error: Exception) -> str:
 def say(message: str) -> None:
     """Tell the user something beside the result, on standard error."""
     print(f"trainshort: {printable(message)}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def waiting(what: str | None) -> Iterator[None]:
+    """Show at a terminal what is waited for, until it is over: nothing of it stays, so a refusal is one sentence."""
+    if what is None or not sys.stderr.isatty():
+        yield
+        return
+    with new_console(stderr=True).status(printable(what)):
+        yield
 
 
 def shown(text: str) -> str:

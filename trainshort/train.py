@@ -28,6 +28,7 @@ from trainshort.job import (
     build,
     refuse_other_data,
     refuse_oversized,
+    refuse_unresumable,
     resolve,
     restore,
     with_plugins,
@@ -75,6 +76,7 @@ def _train(
 ) -> TrainResult:
     """All of a session except joining and leaving the other ranks, which must outlive everything made here."""
     world.on_main(lambda: runs.refuse_existing(run, resume=resume))  # before the data's preparation is waited for
+    world.on_main(lambda: refuse_unresumable(config, RunFolder(run)))
     config = with_plugins(config, run)
     refuse_oversized(config.model)
     prepared = world.first("data", lambda: open_or_prepare(config.data, progress=not quiet))

@@ -9,7 +9,7 @@ from laboratory import random_tokens, tiny_target
 
 from trainshort.analyze import early_tokens, far_context, recall
 from trainshort.analyze import slopes as slopes_analysis
-from trainshort.analyze.lab import SCORED, Lab, compare, probe_ends, probes
+from trainshort.analyze.lab import SCORED, Lab, analyses, compare, probe_ends, probes
 from trainshort.errors import InputError
 from trainshort.evaluate.changes import Change, changed, new_slopes
 from trainshort.evaluate.results import summarize
@@ -113,7 +113,20 @@ def test_spoiling_changes_the_far_part_only():
 
 def test_near_distances_double():
     assert far_context.near_distances(128, 1024) == [16, 32, 64, 128, 256, 512]
-    assert far_context.near_distances(16, 16) == [2, 4, 8]
+    assert far_context.near_distances(16, 40) == [2, 4, 8]
+    assert far_context.near_distances(16, 32) == []
+
+
+@pytest.mark.parametrize("length", range(34, 80))
+def test_every_way_of_spoiling_leaves_the_near_part_and_something_far(length: int):
+    one = Lab(tiny_target(), random_tokens(400), trained_at=16, samples=4, lengths=(length,))
+    rows = probes(one, probe_ends(one, length), length)
+    _, distances = far_context.scope(one)
+    for near in distances:
+        for way in far_context.WAYS:
+            spoiled = far_context.spoil(rows, near, way, one)
+            assert SCORED + near <= spoiled.shape[1] <= length + 1
+            assert (spoiled[:, -SCORED - near :] == rows[:, -SCORED - near :]).all()
 
 
 def test_recall_is_found_up_to_the_distance_the_model_sees():
@@ -173,7 +186,7 @@ def test_a_model_that_looks_200_back_gains_by_context():
     assert last["from_context"] > 2.5
     assert last["context_interval"][0] > 2
     assert f"{last['from_context']:+.4f} comes from longer context" in result["summary"]
-    assert "nothing that can be told from zero comes from fewer early tokens" in result["summary"]
+    assert f"{last['from_early']:+.4f} comes from fewer early tokens" in result["summary"], "the two add up"
 
 
 def test_other_slopes_are_measured_on_the_same_targets():
@@ -184,6 +197,29 @@ def test_other_slopes_are_measured_on_the_same_targets():
     assert losses["window=64", 64] == pytest.approx(losses["trained", 64], abs=1e-4)
     assert losses["interpolate", 128] != pytest.approx(losses["trained", 128], abs=1e-4)
     assert losses["max_bias=16", 64] != pytest.approx(losses["trained", 64], abs=1e-4)
+
+
+def test_contexts_shorter_than_what_is_scored_have_the_same_targets_too():
+    """At a context of 16 there are 16 targets; of longer ones the last 16 count, not 32."""
+    one = Lab(tiny_target(), random_tokens(2000), trained_at=16, lengths=(16, 64), samples=4)
+    result = slopes_analysis.run(one)
+    losses = {(row["slopes"], row["context"]): row["loss"] for row in result["rows"]}
+    rows = probes(one, probe_ends(one, 64), 64)
+    assert result["scored"] == 4 * 16
+    assert losses["trained", 64] == pytest.approx(one.score(rows, 16).mean())
+
+
+def test_an_analysis_that_does_not_fit_is_told_before_any_begins():
+    target = tiny_target("rotary")
+    one = lab(target, random_tokens(2000))
+    with pytest.raises(
+        InputError, match="the slopes analysis needs a model with ALiBi's slopes; this one has position="
+    ):
+        analyses.get("slopes").fits(one)
+    for text, told in ((60, "recall wants a distance of at least 32 tokens"), (40, "there is nothing to spoil")):
+        name = "recall" if text == 60 else "far-context"
+        with pytest.raises(InputError, match=told):
+            analyses.get(name).fits(Lab(target, random_tokens(text), trained_at=16))
 
 
 def test_slopes_change_only_inside():
@@ -218,9 +254,9 @@ def test_slopes_by_name():
 def test_lengths_must_fit_the_text_twice():
     one = lab(tiny_target(), random_tokens(300))
     assert one.multiples(1, 2, 4) == [64, 128]
-    with pytest.raises(InputError, match="needs at least twice as many"):
+    with pytest.raises(InputError, match="an analysis at length 256 needs at least twice that length"):
         lab(tiny_target(), random_tokens(300), lengths=(64, 256)).multiples(1)
-    with pytest.raises(InputError, match="the model reads up to 16"):
+    with pytest.raises(InputError, match="reads up to 16 tokens, so it cannot be analyzed at length 64"):
         lab(tiny_target("learned"), random_tokens(300)).multiples(1, 2)
 
 

@@ -58,7 +58,7 @@ def test_a_hugging_face_model_answers_what_needs_no_look_inside(tmp_path, monkey
     ("words", "message"),
     [
         (["--only", "recal"], "Unknown analysis 'recal'. Did you mean 'recall'?"),
-        (["--only", "recall", "--lengths", "100000"], "needs at least twice as many"),
+        (["--only", "recall", "--lengths", "100000"], "length 100,000 needs at least twice that length"),
         (["--only", "recall", "--lengths", "far"], "got 'far'"),
         (["--samples", "0"], "must be at least 1"),
         (["--methods", "alibbi"], "Unknown position method 'alibbi'. Did you mean 'alibi'?"),

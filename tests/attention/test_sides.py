@@ -63,7 +63,8 @@ def test_a_head_that_sees_one_side(name):
     out = run(name, q, k, v, bias=bias)
     causal = attend(*(x[:, :1] for x in (q, k, v)), bias=LinearBias(torch.tensor([0.1])), backend="reference")
     torch.testing.assert_close(out[:, :1], causal, rtol=0, atol=1e-6)
-    backwards = attend(*(x[:, 1:2].flip(2) for x in (q, k, v)), bias=LinearBias(torch.tensor([0.1])))
+    mirrored = (x[:, 1:2].flip(2) for x in (q, k, v))
+    backwards = attend(*mirrored, bias=LinearBias(torch.tensor([0.1])), backend=name)
     torch.testing.assert_close(out[:, 1:2], backwards.flip(2), rtol=0, atol=1e-6)
     torch.testing.assert_close(out[:, 2], v[:, 2], rtol=0, atol=1e-6)
     before, after = (torch.autograd.grad(out[0, head, 100].sum(), v, retain_graph=True)[0][0, head] for head in (0, 1))
@@ -194,9 +195,65 @@ def test_what_is_refused():
         attend(q, k, v, bias=LinearBias(slopes, -infinite), causal=False)
     with pytest.raises(InputError, match=r"one per query head, shape \(2,\); got \(3,\)"):
         attend(q, k, v, bias=LinearBias(slopes, torch.ones(3)), causal=False)
-    again = torch.arange(30)[None] // 10 % 2
-    with pytest.raises(InputError, match="read both sides only of documents that lie in one piece; use backend='sdpa'"):
-        attend(q, k, v, bias=LinearBias(slopes), causal=False, documents=again)
-    ours = attend(q, k, v, bias=LinearBias(slopes), causal=False, documents=again, backend="sdpa")
-    exact = attend(q, k, v, bias=LinearBias(slopes), causal=False, documents=again, backend="reference")
-    torch.testing.assert_close(ours, exact, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["windowed", "windowed-torch", "compiled"])
+def test_a_document_that_another_interrupts_is_refused_by_engines_that_cannot(name):
+    q, k, v = (randn(1, 2, 30, 8, seed=seed) for seed in range(3))
+    given = {"bias": LinearBias(torch.tensor([0.1, 0.2])), "documents": torch.arange(30)[None] // 10 % 2}
+    said = f"Attention engine '{name}' cannot do this: it reads both sides only of documents that lie in one piece; use"
+    with pytest.raises(InputError, match=f"{said} 'sdpa'."):
+        attend(q, k, v, **given, causal=False, backend=name)
+    attend(q, k, v, **given, backend=name)  # of the left alone it is none of anybody's business
+
+
+@pytest.mark.parametrize("kind", ["slopes", "clock", "table", "none"])
+def test_auto_reads_documents_in_pieces_by_another_engine(kind):
+    """Whatever was chosen for the same shapes before: with whole documents, the kernel."""
+    q, k, v = (randn(2, 2, 40, 8, seed=seed).requires_grad_() for seed in range(3))
+    bias = {
+        "slopes": LinearBias(torch.tensor([0.1, 0.2])),
+        "clock": ClockBias(F.logsigmoid(randn(2, 2, 40, seed=4)).double().cumsum(-1)),
+        "table": DistanceBias(randn(2, 9)),
+        "none": None,
+    }[kind]
+    whole = torch.arange(40).expand(2, -1) // 10
+    broken = torch.stack([whole[0], whole[0] % 2])
+    for documents in (whole, broken, whole):
+        given = {"bias": bias, "documents": documents, "causal": False}
+        ours, exact = (attend(q, k, v, **given, backend=name) for name in ("auto", "reference"))
+        torch.testing.assert_close(ours, exact, rtol=0, atol=2e-6)
+        grads = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (ours, exact))
+        for one, other in zip(*grads, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+def test_a_graph_meets_documents_in_pieces():
+    q, k, v = (randn(1, 2, 40, 8, seed=seed) for seed in range(3))
+    broken = torch.arange(40)[None] // 10 % 2
+
+    def function(documents):
+        return attend(q, k, v, bias=LinearBias(torch.tensor([0.1, 0.2])), documents=documents, causal=False)
+
+    with pytest.raises(
+        InputError, match="kernel cannot do this: it reads both sides only of documents that lie in one"
+    ):
+        torch.compile(function)(broken)
+
+
+@pytest.mark.parametrize("documents", [None, torch.arange(40)[None] // 20])
+def test_padding_in_several_places(documents):
+    """In front, between documents and behind: those are whole, so proven windows read them."""
+    q, k, v = (randn(1, 2, 40, 8, seed=seed) for seed in range(3))
+    mask = torch.zeros(1, 40, dtype=torch.bool)
+    mask[:, :3] = mask[:, 35:] = True
+    if documents is not None:
+        mask[:, 18:22] = True
+    ours = alibi_attention(q, k, v, key_padding_mask=mask, documents=documents, causal=False)
+    scores = q @ k.transpose(-1, -2) / 8**0.5
+    far = (torch.arange(40)[:, None] - torch.arange(40)).abs()
+    scores = scores - alibi.slopes(2)[:, None, None] * far
+    apart = torch.zeros(1, 40, dtype=torch.long) if documents is None else documents
+    seen = ~mask[:, None, None] & (apart[:, None, :, None] == apart[:, None, None, :])
+    exact = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
+    torch.testing.assert_close(ours[:, :, ~mask[0]], exact[:, :, ~mask[0]], rtol=0, atol=2e-6)

@@ -312,7 +312,7 @@ def test_a_meta_that_cannot_be_used_is_told(text: Path, tmp_path: Path) -> None:
     (out / "meta.json").write_text(json.dumps(meta | {"vocabulary": 255}))
     with pytest.raises(InputError, match=r"meta\.json was changed after it was written: its checksum is another"):
         open_data(out)
-    del meta["checksum"]  # as 0.1.0 wrote it
+    del meta["checksum"], meta["sealed"]  # as 0.1.0 wrote it
     (out / "meta.json").write_text(json.dumps(meta))
     open_data(out)
     (out / "meta.json").write_text(json.dumps(meta | {"format": 7}))
@@ -364,8 +364,8 @@ def test_a_folder_tells_what_was_read_and_what_was_not(text: Path, tmp_path: Pat
     assert re.search(r"Read 3 files, \d+ documents, 0\.2 MB in ", first)
     formats = ".txt, .md, .tokens, .raw, .jsonl, .parquet"
     assert second == (
-        "Passed over 6: .git (hidden), .hidden.txt (hidden), gone.txt (no file, or a link to none), "
-        f"old.zip (an archive; unpack it first), p.png (not one of {formats}), empty.txt (empty)."
+        "Passed over 6: .git, .hidden.txt (hidden); gone.txt (no file, or a link to none); "
+        f"old.zip (an archive, unpack it first); p.png (not one of {formats}); empty.txt (empty)."
     )
 
 

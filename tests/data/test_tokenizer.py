@@ -101,7 +101,7 @@ def test_bpe_is_the_same_whatever_the_order_of_threads() -> None:
 
 
 def test_a_sample_is_spread_evenly_and_never_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainshort.data.tokenizer.bpe.PART", 1)
+    monkeypatch.setattr("trainshort.data.tokenizer.built.PART", 1)
     letters = [f"{letter} x" for letter in "abcdefghij"]  # two parts of one and two characters
     assert list(sample(letters, 1.0)) == [part for letter in "abcdefghij" for part in (letter, " x")]
     assert list(sample(["a", "b", "c", "d", "e", "f", "g", "h"], 0.4)) == ["a", "d", "f"]
@@ -109,7 +109,7 @@ def test_a_sample_is_spread_evenly_and_never_empty(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_sample_ends_when_it_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainshort.data.tokenizer.bpe.SAMPLE_BYTES", 30)
+    monkeypatch.setattr("trainshort.data.tokenizer.built.SAMPLE_BYTES", 30)
     assert len("".join(sample(["ten chars."] * 100, 1.0))) == 30
     assert len("".join(sample(["ten chars."] * 1000, 0.5))) == 60
 
@@ -125,7 +125,7 @@ def test_words_are_counted_sorted_and_padded_as_fairseq_does() -> None:
 
 
 def test_words_that_are_too_many_lose_the_rarest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainshort.data.tokenizer.words.MOST_WORDS", 10)
+    monkeypatch.setattr("trainshort.data.tokenizer.built.MOST_WORDS", 10)
     text = [" ".join(f"rare{n}" for n in range(start, start + 6)) + " often often" for start in range(0, 60, 6)]
     tokenizer = count_words(text, 1000)
     assert tokenizer.words[4] == "often"

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from laboratory import make_run, prose, save_hugging_face
 
-from trainshort.config import DataConfig
+from trainshort.config import DataConfig, ModelConfig
 from trainshort.data import prepare
+from trainshort.data.tokenizer import count_words
 from trainshort.errors import InputError
-from trainshort.evaluate.target import RunTarget, open_target
+from trainshort.evaluate.target import ModelTarget, RunTarget, open_target
 from trainshort.evaluate.text import open_text
+from trainshort.model import TransformerLM
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +66,21 @@ def test_several_files_are_separated_by_the_end_token(run: RunTarget, tmp_path):
     text = open_text(run, (str(tmp_path / "a.txt"), str(tmp_path / "b.txt")))
     assert bytes(text.tokens.tolist()) == b"aaa\0bbb"
     assert (text.words, text.bytes) == (2, 6)
+
+
+def test_words_end_their_lines_whatever_they_are_called(tmp_path):
+    """A word tokenizer that came as a file has the file's name; its end token is a line end, which the text has."""
+    words = count_words(["a b c a b a"], 8)
+    words.name = "mine"
+    target = ModelTarget(TransformerLM(ModelConfig(vocabulary=8, layers=1, width=8, heads=2)), trained_at=8)
+    target.tokenizer = lambda: words
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text("a b\nc\n")
+    files = [str(tmp_path / f"{name}.txt") for name in ("one", "two")]
+    text = open_text(target, files)
+    assert text.tokens.tolist() == [*words.encode("a b\nc\n")] * 2, "no end token between the files"
+    cut = open_text(target, files, max_tokens=5)
+    assert (cut.words, cut.bytes) == (3, len("a b\nc\n")), "its line ends are the text's own"
 
 
 def test_a_hugging_face_model_reads_with_its_own_tokenizer(model, tmp_path):

@@ -241,6 +241,16 @@ def test_a_pickle_is_never_opened(tmp_path):
     assert not mark.exists()
 
 
+def test_a_model_without_a_tokenizer_is_told_as_that(tmp_path):
+    """transformers makes a GPT-2 tokenizer out of no files, which turns every text into nothing."""
+    folder = tmp_path / "bare"
+    save_hugging_face(folder, "gpt2")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(InputError, match="bare comes without a tokenizer, which reading plain text needs"):
+        open_target(str(folder)).tokenizer()
+
+
 def test_damaged_and_missing_weights_are_told(tmp_path):
     folder = tmp_path / "model"
     save_hugging_face(folder, "llama")

@@ -13,6 +13,7 @@ from trainshort import Cache
 from trainshort.cache import BoundedCache, WindowCache
 from trainshort.cache.ring import unavailable
 from trainshort.config import AdaptiveConfig
+from trainshort.evaluate.changes import Change, changed
 from trainshort.generate import one_row
 from trainshort.generate.one_row import RowModel
 
@@ -39,6 +40,12 @@ SETTINGS = [
     {"position": "fox", "position_settings": {"start": "alibi", "turned": True}, "kv_heads": 2},
     {"position": "fox", "position_settings": {"gate": "bias_only"}, "window": 5},
     {"position": "fox", "position_settings": {"gate": "fixed"}, "width": 64, "heads": 4},
+    {"softmax_scale": 0.2},
+    *({"position": name, "plain_heads": 2} for name in ("alibi", "fox")),
+    {"position": "fox", "position_settings": {"turned": True}, "plain_heads": 3, "kv_heads": 2},
+    *({"position": name, "plain_every": 2, "window": 5} for name in ("alibi", "fox", "none")),
+    *({"position": name, "score_growth": "ssmax"} for name in ("alibi", "fox")),
+    {"position": "fox", "score_growth": "llama4", "score_growth_length": 3, "softmax_scale": 0.2, "plain_heads": 2},
 ]
 
 
@@ -128,12 +135,10 @@ LEFT_TO_TORCH = [
     ({"parallel_blocks": True}, "parallel blocks"),
     ({"activation": "silu"}, "the activation silu"),
     ({"clip_qkv": 0.5}, "clip_qkv"),
-    ({"softmax_scale": 0.2}, "softmax_scale"),
     ({"backend": "sdpa"}, "engine sdpa"),
     ({"position": "rotary"}, "turned queries and keys"),
     ({"position": "t5"}, "bias that is not linear"),
     ({"position": "fire"}, "biases that look at the text"),
-    ({"position": "fox", "plain_heads": 2}, "heads without a clock beside others"),
 ]
 
 
@@ -149,12 +154,15 @@ def test_what_compiled_layers_lack_goes_through_torch(settings, named):
         read.append(token.id)
 
 
-@pytest.mark.parametrize("kv_heads", [6, 2])
+MIXED = [{"kv_heads": 6}, {"kv_heads": 2}, {"plain_heads": 3, "kv_heads": 2}, {"score_growth": "ssmax"}]
+
+
+@pytest.mark.parametrize("changes", MIXED, ids=str)
 @pytest.mark.parametrize("position", ["alibi", "fox"])
 @pytest.mark.parametrize("make_cache", [Cache, BoundedCache], ids=["full", "bounded"])
-def test_all_layers_in_one_call_are_the_model(make_cache, position, kv_heads):
+def test_all_layers_in_one_call_are_the_model(make_cache, position, changes):
     """Tokens one by one, a stretch through the model in between, and one by one again, past several doublings."""
-    model = make_model(kv_heads=kv_heads, position=position)
+    model = make_model(**changes, position=position)
     make_cache = partial(make_cache, clocked=True) if (position, make_cache) == ("fox", BoundedCache) else make_cache
     made = RowModel.of(model)
     assert made is not None
@@ -170,12 +178,14 @@ def test_all_layers_in_one_call_are_the_model(make_cache, position, kv_heads):
     assert cache.length == 400
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(
+    "changes", [{"kv_heads": 4}, {"kv_heads": 2}, {"plain_heads": 1}, {"score_growth": "ssmax"}], ids=str
+)
 @pytest.mark.parametrize("position", ["alibi", "fox"])
-def test_rings_that_grow_inside_the_one_call_keep_the_certificate(position, kv_heads):
+def test_rings_that_grow_inside_the_one_call_keep_the_certificate(position, changes):
     """Sharper and sharper tokens, so that rings of every layer must grow while a token passes through."""
     settings = {"start": "alibi"} if position == "fox" else {}
-    model = make_model(width=64, heads=4, kv_heads=kv_heads, position=position, position_settings=settings)
+    model = make_model(width=64, heads=4, position=position, position_settings=settings, **changes)
     clocked = position == "fox"
     made, tokens = RowModel.of(model), torch.randint(model.config.vocabulary, (1, 600))
     assert made is not None
@@ -191,6 +201,17 @@ def test_rings_that_grow_inside_the_one_call_keep_the_certificate(position, kv_h
     assert fast.windows == slow.windows
     assert fast.certificate.grown == slow.certificate.grown > 0
     assert fast.certificate.mass == pytest.approx(slow.certificate.mass, rel=1e-3)
+
+
+@pytest.mark.parametrize(("option", "text"), [("slopes", "window=4"), ("slopes", "ntk=4"), ("scores", "1.7")])
+@pytest.mark.parametrize("mode", ["full", "bounded"])
+def test_a_change_at_inference_reaches_the_compiled_step(option, text, mode):
+    model, read = make_model(), [1, 2, 3]
+    with changed(model, Change.read(option, text), 16, 32):
+        assert RowModel.of(model) is not None
+        for token in trainshort.stream(model, read.copy(), tokens=12, temperature=0, mode=mode):
+            assert token.logprob == pytest.approx(float(logprobs(model, read, [token.id])), abs=1e-5)
+            read.append(token.id)
 
 
 def test_a_cache_that_only_attends_is_left_to_the_model():

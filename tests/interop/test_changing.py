@@ -1,5 +1,7 @@
 """Changes at inference for Hugging Face models: against transformers' own rope scaling, and against our imports."""
 
+import json
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 from hugging import LENGTH, WORDS, make, off, unrounded  # noqa: E402
 from tokenizers import Tokenizer, models  # noqa: E402
 
+from trainshort.cache import Cache  # noqa: E402
 from trainshort.cli import main  # noqa: E402
 from trainshort.config import ModelConfig  # noqa: E402
 from trainshort.errors import InputError  # noqa: E402
@@ -29,7 +32,7 @@ def turning(kind, **rope):
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     settings = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0} | rope}
     if kind == "gpt_neox":
-        settings["rope_parameters"]["partial_rotary_factor"] = 0.5
+        settings["rope_parameters"].setdefault("partial_rotary_factor", 0.5)
     else:
         shape["num_key_value_heads"] = 1
     config = transformers.AutoConfig.for_model(
@@ -96,15 +99,40 @@ def test_falcons_maximum_bias_keeps_its_root(monkeypatch):
 
 
 @torch.no_grad()
-def test_llama_imported_for_generate_is_llama(tmp_path):
-    model = turning("llama")
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "gpt_neox"])
+def test_a_rotary_model_imported_for_generate_is_itself_under_every_change(kind, tmp_path):
+    model = turning(kind)
     model.save_pretrained(tmp_path)
     ours, source = load_here(ImportRequest(str(tmp_path)))
-    assert source.kind == "llama"
-    assert off(ours(tokens()), model(tokens()).logits) < 1e-4
-    change = Change.read("rotary", "yarn=4")
-    with changed(ours, change, LENGTH, LONG), changed_elsewhere(model, change, LENGTH, LONG):
-        assert off(ours(tokens()), model(tokens()).logits) < 1e-4
+    assert source.kind == kind
+    plain = model(tokens()).logits
+    assert off(ours(tokens()), plain) < 1e-4
+    for option, text in [("rotary", x) for x in ("linear=4", "ntk=4", "dynamic=2", "yarn=4")] + [("scores", "1.5")]:
+        change = Change.read(option, text)
+        with changed(ours, change, LENGTH, LONG), changed_elsewhere(model, change, LENGTH, LONG):
+            expected = model(tokens()).logits
+            assert off(ours(tokens()), expected) < 1e-4
+            assert off(expected, plain) > 0.01
+            cache = Cache()
+            parts = [ours(part, cache=cache) for part in tokens().split([50, 1, LONG - 51], dim=1)]
+            assert off(torch.cat(parts, 1), expected) < 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", [{}, {"rotary_pct": 0.5, "rotary_emb_base": 500}])
+def test_gpt_neox_as_its_older_configs_say_it(how, tmp_path):
+    """Without rope_parameters: transformers' defaults, or the names of before."""
+    model = turning(
+        "gpt_neox", partial_rotary_factor=how.get("rotary_pct", 0.25), rope_theta=how.get("rotary_emb_base", 1e4)
+    )
+    model.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    for name in ("rope_parameters", "rope_theta", "partial_rotary_factor", "rotary_pct", "rotary_emb_base"):
+        settings.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps(settings | how))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ours, _ = load_here(ImportRequest(str(tmp_path)))
+    assert off(ours(tokens()), theirs(tokens()).logits) < 1e-4
 
 
 @torch.no_grad()
@@ -158,18 +186,19 @@ def command(*words):
     return ended.value.code
 
 
-def test_evaluate_and_generate_change_a_hugging_face_folder(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+def test_evaluate_and_generate_change_a_hugging_face_folder(kind, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     letters = {chr(97 + n): n for n in range(26)} | {" ": 26, "[UNK]": 27}
-    turning("llama").save_pretrained(tmp_path / "llama")
-    Tokenizer(models.BPE(letters, [], unk_token="[UNK]")).save(str(tmp_path / "llama" / "tokenizer.json"))
+    turning(kind).save_pretrained(tmp_path / "model")
+    Tokenizer(models.BPE(letters, [], unk_token="[UNK]")).save(str(tmp_path / "model" / "tokenizer.json"))
     (tmp_path / "text.txt").write_text("the cat sat on the mat and the dog did not " * 10)
-    asked = ["evaluate", "llama", "--data", "text.txt", "--lengths", "1x", "2x", "--max-tokens", "256"]
+    asked = ["evaluate", "model", "--data", "text.txt", "--lengths", "1x", "2x", "--max-tokens", "256"]
     assert command(*asked, "--rotary", "yarn=2") == 0
     assert "rotary-yarn=2" in capsys.readouterr().out
     assert command(*asked, "--slopes", "ntk=2") == 2
     assert "--slopes needs a model with ALiBi positions" in capsys.readouterr().err
-    making = ["generate", "llama", "the cat", "--tokens", "40", "--temperature", "0"]
+    making = ["generate", "model", "the cat", "--tokens", "40", "--temperature", "0"]
     assert command(*making) == 0
     plain = capsys.readouterr().out
     assert command(*making, "--rotary", "linear=8") == 0

@@ -200,6 +200,22 @@ def test_bad_requests(tmp_path, monkeypatch):
     assert not Path("out").exists()
 
 
+def test_a_text_that_cannot_be_trained_on_leaves_no_run_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    saved(Path("gpt2"), "gpt2")
+    Path("one.txt").write_text("only one line")
+    Path("some.txt").write_text(prose(400))
+    capsys.readouterr()  # what saving the model said
+    for corpus, more, told in (
+        ("one.txt", [], "'one.txt' holds 1 different document, too few to split into train, valid and test."),
+        ("some.txt", ["--length", "100000"], "but one sequence of length 100000 needs 100000"),
+    ):
+        with pytest.raises(InputError, match=told):
+            command(["convert", "gpt2", "--to", "alibi", "--out", "out", "--corpus", corpus, "--quiet", *more])
+        assert capsys.readouterr() == ("", "")
+        assert not Path("out").exists()
+
+
 def test_stretched_rotation_is_told(tmp_path):
     saved(tmp_path / "theirs", "llama")
     setting(rope_scaling={"rope_type": "yarn", "factor": 4.0})(tmp_path / "theirs")

@@ -15,6 +15,7 @@ from trainshort.checkpoint import load_model
 from trainshort.cli import run as command
 from trainshort.data.tokenizer import WordTokenizer
 from trainshort.evaluate import card
+from trainshort.evaluate.hugging_face import HuggingFaceTarget
 from trainshort.interop.exporting import export
 from trainshort.interop.importing import ImportRequest, import_model
 from trainshort.interop.verifying import verify
@@ -45,12 +46,21 @@ def test_round_trips_are_equal_to_the_bit(to, settings, tmp_path):
     assert first == second
 
 
+@pytest.mark.parametrize("to", ["hf", "hf-mpt"])
+def test_evaluate_and_harness_know_the_training_length_of_an_export(to, tmp_path):
+    """An MPT's config has room for 16 times as much, and our class has no table that would tell."""
+    export(make_run(tmp_path / "run", biases=False), to, tmp_path / "out")
+    assert HuggingFaceTarget(str(tmp_path / "out")).trained_at == 32
+
+
 GELU = {"biases": False}
 TANH = {"activation": "gelu_tanh", "embedding_norm": True}
 EXPORTS = [
     ("hf-mpt", GELU),
     ("hf-mpt", {**GELU, "kv_heads": 2, "ffn": 80, "embedding_scale": True, "logit_scale": 0.5}),
     ("hf-mpt", {**GELU, "tie_embeddings": False, "clip_qkv": 0.4, "softmax_scale": 0.1, "norm_eps": 1e-3}),
+    ("hf-mpt", {**GELU, "embedding_norm": True, "embedding_scale": True}),
+    ("hf-mpt", {**GELU, "embedding_norm": True, "tie_embeddings": False, "logit_scale": 0.5}),
     ("hf-bloom", TANH),
     ("hf-bloom", {**TANH, "biases": False, "kv_heads": 1, "softmax_scale": 0.1, "ffn": 100}),
     ("gguf", {}),
@@ -58,6 +68,8 @@ EXPORTS = [
     ("gguf", {"clip_qkv": 0.5, "embedding_scale": True, "ffn": 96}),
     ("gguf", {"softmax_scale": 0.2, "logit_scale": 0.5}),
     ("gguf", {**TANH, "biases": False}),
+    ("gguf", {**TANH, "max_bias": 12.0}),
+    ("gguf", {**TANH, "clip_qkv": 0.5, "embedding_scale": True}),
     ("ctranslate2", {}),
     ("ctranslate2", {"activation": "relu", "embedding_scale": True, "final_norm": False, "kv_heads": 2}),
     ("ctranslate2", {**TANH, "biases": False, "ffn": 100, "softmax_scale": 0.2, "tie_embeddings": False}),

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
@@ -190,6 +191,40 @@ def test_one_wide_tensor_a_layer_is_kept_for_the_backward_pass(kind):
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+class Largest(TorchDispatchMode):
+    """Numbers of the largest tensor that is as wide as a feed-forward layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.numbers = width, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dim() > 1 and out.shape[-1] == self.width:
+            self.numbers = max(self.numbers, out.numel())
+        return out
+
+
+@torch.no_grad()
+def test_feed_forward_layers_go_in_slices_without_gradients(kind):
+    """Two rows of unlike texts, a length that is no whole number of slices; and whoever watches a layer sees all."""
+    model = make(kind)
+    text, wide = tokens(2, 700), 4 * model.config.hidden_size
+    patch(model)
+    with Largest(wide) as largest:
+        sliced = model(text).logits
+    assert 0 < largest.numbers <= 512 * wide
+    with torch.enable_grad():
+        whole = model(text).logits
+    assert off(sliced, whole) < 1e-5
+    sizes = []
+    name = {"mpt": "up_proj"}.get(kind, "dense_h_to_4h")
+    layers = [part for at, part in model.named_modules() if at.endswith(name)]
+    handles = [layer.register_forward_hook(lambda _, __, out: sizes.append(out.shape)) for layer in layers]
+    assert torch.equal(model(text).logits, whole)
+    assert sizes == [(2, 700, wide)] * len(handles)
+
+
 def test_peft_on_top_and_below(kind):
     peft = pytest.importorskip("peft")
     model, text = make(kind), tokens(2, 30)
@@ -326,7 +361,8 @@ def test_the_report_says_what_was_changed():
         "  2 MptBlock: hands on what may be seen\n"
         "  MptModel: any length; no mask and no biases of length times length\n"
         "  MptForCausalLM: packed documents (position_ids, cu_seq_lens_q) are kept apart\n"
-        "  2 MptMLP: in training the activation's output is made again and not kept\n"
+        "  2 MptMLP: in training the activation's output is made again and not kept; without gradients 512 tokens at a "
+        "time\n"
     )
     assert report.slopes == tuple(trainshort.alibi.slopes(6, 16).tolist())
 

@@ -10,7 +10,7 @@ from trainshort import alibi
 from trainshort.attention import DenseBias, DistanceBias
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.positions import LayerInput, build_position
+from trainshort.positions import LayerInput, PositionMethod, build_position, picture, positions
 from trainshort.positions.distance import converges, log_window
 
 LENGTH = 5000
@@ -134,3 +134,15 @@ def test_the_window_of_a_logarithm_is_long_enough_and_not_much_longer():
     for power in (1.5, 2.0, 3.0, 4.0):
         numbers = " | ".join(f"{log_window(power, a, excess, share):.1e}" for share in (1e-6, 1e-2))
         assert f"| {power:g} | {numbers} |" in page
+
+
+def test_every_method_that_works_inside_the_layers_is_in_a_picture():
+    """And is drawn as it is: ALiBi's lines are its slopes, a vector under rotation begins as itself."""
+    drawn = {settings["position"] for panels in picture.PICTURES.values() for settings in panels.values()}
+    assert drawn == {name for name, method in positions.items() if method.embed is PositionMethod.embed} - {"none"}
+    for name in picture.PICTURES:
+        assert (picture.FOLDER / f"{name}.png").exists()
+    lines = picture.figure("alibi", {"position": "alibi"}).series
+    assert [line.y[-1] for line in lines] == pytest.approx([-1023 * 0.5**head for head in picture.SHOWN])
+    (rotary,) = picture.figure("rotary", {"position": "rotary"}).series
+    assert rotary.y[0] == pytest.approx(1)

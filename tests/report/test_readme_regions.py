@@ -4,12 +4,17 @@ import json
 import math
 
 import pytest
-from made_up import make_demo, make_run
+from made_up import LAPTOP, ORIGIN, make_demo, make_run
 
 from trainshort.claims.collection import collect
-from trainshort.files import seal
+from trainshort.claims.measured import View
+from trainshort.files import write_sealed
+from trainshort.plots.plotly import specification
+from trainshort.recipes.scales import Variant
 from trainshort.report import readme
+from trainshort.report.tables import paper_figures
 from trainshort.report.writing import write_report
+from trainshort.runs import run_name
 
 
 @pytest.mark.parametrize("name", readme.DOCUMENTS)
@@ -47,9 +52,24 @@ def test_tables_are_stored_only_with_several_seeds(stored):
     region = "<!-- obtained: table5 -->\n<!-- end of obtained -->\n"
     assert not (stored / "tables.json").exists()
     assert readme.written(region) == region
-    make_run(stored / "runs", "alibi", {128: 52.0, 256: 50.0}, seed=2)
+    make_run(stored / "runs", "alibi", {128: 52.0, 256: 50.0, 512: 49.0}, seed=2)
+    make_run(stored / "runs", "sinusoidal", {128: 80.0}, seed=2)
     readme.store(write_report(collect([stored / "runs"]), stored / "report").parent)
-    assert "| ALiBi, L = 512 | 51.00 ± 1.41 (19.73) |" in readme.written(region)
+    written = readme.written(region)
+    assert "| ALiBi, L = 512 | 51.00 ± 1.41 (19.73) |" in written
+    assert "2 seeds." in written
+    differences = [line for line in written.splitlines() if line.startswith("| ALiBi, L = 512 | 512 |")]
+    assert any("Sinusoidal, L = L_valid | cannot tell, " in line for line in differences)
+    assert (stored / "docs" / "table5-figure.png").stat().st_size > 10_000
+
+
+def test_a_stored_table_keeps_the_number_of_each_seed(stored):
+    make_run(stored / "runs", "alibi", {128: 52.0}, seed=2)
+    readme.store(write_report(collect([stored / "runs"]), stored / "report").parent)
+    tables = json.loads((stored / "tables.json").read_text())["tables"]
+    table = next(one for one in tables if one["name"] == "table5")
+    cells = next(cells for row, cells in table["rows"] if row == "ALiBi, L = 512")
+    assert [round(value, 6) for value in cells[table["columns"].index("512")]["values"]] == [50.0, 52.0]
 
 
 def test_the_search_shows_every_trial_and_the_chosen(stored):
@@ -59,8 +79,31 @@ def test_the_search_shows_every_trial_and_the_chosen(stored):
     ]
     values = {"grid": {"a": {}, "b": {}}, "results": results, "best": {"alibi": "b", "t5": "a"}, "pilot": {"c": 60.0}}
     values |= {"tried": 3, "planned": 4, "provenance": {"commit": "0123abc"}}
-    (stored / "tune.json").write_text(json.dumps(seal(values)))
+    write_sealed(stored / "tune.json", values)
     text = readme.written("<!-- obtained: tune -->\n<!-- end of obtained -->\n")
     assert "| a | 50.0 | **45.0** |" in text
     assert "| b | **40.0** | not run |" in text
     assert "3 of 4 trials were run." in text
+
+
+def test_perplexity_is_drawn_against_training_speed_with_the_seeds_spread(tmp_path):
+    """Table 6: a row is one point, as far right as its model trains fast."""
+    entries = {}
+    for position, length, seconds, values in (
+        ("sinusoidal", 3072, 2.0, (60.0, 62.0)),
+        ("rotary", 3072, 4.0, (50.0, 51.0)),
+        ("alibi", 512, 1.0, (40.0, 43.0)),
+    ):
+        for seed, value in enumerate(values, 1):
+            make_run(tmp_path, position, {768: value}, length=length, seed=seed)
+        config = LAPTOP.config(Variant("wikitext103", position, length))
+        common = {"position": position, "length": length, "tokens": 3000, "train_memory": 10**6, "provenance": ORIGIN}
+        entries[run_name(config)] = {**common, "train_seconds": [seconds] * 3, "read_seconds": [seconds] * 3}
+    (tmp_path / "cost.json").write_text(json.dumps({"format": 1, "entries": entries}))
+    view = View(collect([tmp_path]), LAPTOP)
+    figure = next(one for one in paper_figures(view) if one.name == "table6-figure")
+    points = {one.name: (one.x, one.y, one.low) for one in figure.series}
+    assert points["Sinusoidal, L = 3072"][:2] == (pytest.approx((1500.0,)), pytest.approx((61.0,)))
+    assert points["Rotary, L = 3072"][:2] == (pytest.approx((750.0,)), pytest.approx((50.5,)))
+    assert points["ALiBi, L = 512 read at 3072"][2] == pytest.approx((41.5 - 3 / math.sqrt(2),))
+    assert specification(figure)["data"][0]["error_y"]["array"] == pytest.approx([math.sqrt(2)])

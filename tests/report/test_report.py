@@ -19,7 +19,7 @@ from trainshort.claims.measured import View
 from trainshort.commands.reproduce import Report
 from trainshort.config import load_config
 from trainshort.errors import InputError
-from trainshort.evaluate.by_position import past_training, pooled
+from trainshort.evaluate.evidence import past_training, pooled
 from trainshort.evaluate.results import load, save, summarize
 from trainshort.files import write_sealed
 from trainshort.passes import Passes

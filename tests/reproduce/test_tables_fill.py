@@ -169,6 +169,18 @@ def test_weights_that_are_no_longer_the_best_do_not_answer(scale, together, tmp_
     assert numbers(tmp_path, scale) == together
 
 
+def test_a_checkpoint_that_was_set_aside_is_none_of_the_run(scale, trained):
+    """It has files of the same names, and may claim the lowest loss."""
+    task = task_of(scale, "table15")
+    work(task, trained)
+    checkpoints = trained / task.name / "checkpoints"
+    state = json.loads((checkpoints / "step-000000004" / "state.json").read_text())
+    aside = shutil.copytree(checkpoints / "step-000000004", checkpoints / "step-000000005.damaged")
+    (aside / "state.json").write_text(json.dumps(state | {"step": 5, "valid_nll": 0.0}))
+    assert best_step(trained / task.name) == 4
+    assert tasks.finished(trained, task)
+
+
 def test_a_method_that_the_paper_has_not_gets_its_rows_and_its_curve(scale, tmp_path):
     """No name but the paper's may be needed anywhere: not for a table, a figure, a colour or a sample."""
     chosen = choose_methods(choose(["demo", "table5"]), ["alibi", "none"], named=True)

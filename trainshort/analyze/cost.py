@@ -25,10 +25,18 @@ BATCH_TOKENS = 4096
 KINDS = ("training", "inference")
 
 
-def run(lab: Lab) -> dict[str, Any]:
+def scope(lab: Lab) -> tuple[ModelConfig, list[int], list[str]]:
+    """The model's settings, the lengths, and the methods, each of which must go with these settings."""
     config = lab.model("the cost analysis").config
     lengths = sorted(lab.lengths or (lab.trained_at, 4 * lab.trained_at, 16 * lab.trained_at))
-    chosen = dict.fromkeys(lab.methods or (*PAPER, config.position))
+    chosen = list(dict.fromkeys(lab.methods or (*PAPER, config.position)))
+    for method in chosen:
+        config.replace(position=method).reaching(lengths[-1])
+    return config, lengths, chosen
+
+
+def run(lab: Lab) -> dict[str, Any]:
+    config, lengths, chosen = scope(lab)
     lab.meter.expect(len(chosen) * sum(map(_tokens, lengths)))
     rows = [_row(lab, config, method, length) for length in lengths for method in chosen]
     return {"summary": summary(rows), "batch_tokens": BATCH_TOKENS, "rows": rows}
@@ -109,4 +117,6 @@ def _cell(found: dict[str, Any], name: str, unit: float) -> str:
     return "" if found[name] is None else f"{found[name] / unit:,.0f}"
 
 
-analyses.register("cost")(Analysis("what does each position method cost at each length?", run, table, slow=True))
+analyses.register("cost")(
+    Analysis("what does each position method cost at each length?", run, table, slow=True, fits=scope)
+)

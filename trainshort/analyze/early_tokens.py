@@ -23,7 +23,7 @@ import numpy as np
 from rich.console import Group
 
 from trainshort.analyze.lab import Analysis, Lab, analyses, compare, new_table, titled
-from trainshort.evaluate.evidence import Interval, interval_of, shows
+from trainshort.evaluate.evidence import Interval, costs, interval_of, shows
 from trainshort.evaluate.results import block_sums
 from trainshort.passes import Passes
 from trainshort.runs import perplexity
@@ -32,8 +32,13 @@ PER_SAMPLE = 8
 """Targets measured for each sample that the other analyses take: here a sample is one token, there it is a stretch."""
 
 
+def scope(lab: Lab) -> list[int]:
+    """The lengths of the blocks."""
+    return lab.multiples(1, 2, 4, 8)
+
+
 def run(lab: Lab) -> dict[str, Any]:
-    lengths = lab.multiples(1, 2, 4, 8)
+    lengths = scope(lab)
     count = min(len(lab.tokens), lab.samples * PER_SAMPLE)
     # Drawn, not every n-th: a fixed step would meet the same few positions of every block.
     chosen = np.sort(lab.rng().choice(len(lab.tokens), size=count, replace=False))
@@ -112,6 +117,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
         if not shows(first["curse"], first["curse_interval"]):
             return f"at {first['length']:,} tokens no early-token curse shows"
         return f"at {first['length']:,} tokens the early-token curse is {first['curse']:.4f} nats"
+    if costs(last["gain"], last["gain_interval"]):
+        return f"reading at {last['length']:,} tokens is {-last['gain']:.4f} nats worse than at {first['length']:,}"
     if not shows(last["gain"], last["gain_interval"]):
         return f"reading at {last['length']:,} tokens gains nothing over {first['length']:,} that can be told from none"
     early = _part("fewer early tokens", last["from_early"], last["early_interval"])
@@ -129,7 +136,7 @@ def _noticed(row: dict[str, Any]) -> bool:
 
 
 def _part(name: str, effect: float, interval: Interval | None) -> str:
-    if shows(effect, interval):
+    if shows(effect, interval) or costs(effect, interval):
         return f"{effect:+.4f} comes from {name}"
     return f"nothing that can be told from zero comes from {name}"
 
@@ -154,4 +161,4 @@ def table(result: dict[str, Any]) -> Group:
     return titled(title, shown)
 
 
-analyses.register("early-tokens")(Analysis("longer context, or only fewer early tokens?", run, table))
+analyses.register("early-tokens")(Analysis("longer context, or only fewer early tokens?", run, table, fits=scope))

@@ -25,16 +25,28 @@ from trainshort.analyze.lab import (
     probes,
     titled,
 )
+from trainshort.errors import InputError
 from trainshort.evaluate.evidence import EFFECT, shows, unbroken
 
 WAYS = ("shuffle", "replace", "cut")
 
 
-def run(lab: Lab) -> dict[str, Any]:
+def scope(lab: Lab) -> tuple[int, list[int]]:
+    """The length of the context, and the distances beyond which it is spoiled."""
     length = max(lab.multiples(8, 4, 2, 1))
+    distances = near_distances(lab.trained_at, length)
+    if not distances:
+        raise InputError(
+            f"far-context scores the last {SCORED} tokens and spoils what lies {first_distance(lab.trained_at):,} and "
+            f"more before them; at length {length:,} there is nothing to spoil. Give longer --lengths or a longer text."
+        )
+    return length, distances
+
+
+def run(lab: Lab) -> dict[str, Any]:
+    length, distances = scope(lab)
     ends = probe_ends(lab, length)
     whole = probes(lab, ends, length)
-    distances = near_distances(lab.trained_at, length)
     lab.meter.expect(len(ends) * (length + sum(2 * length + near + SCORED - 1 for near in distances)))
     losses = lab.score(whole, SCORED)
     rows = []
@@ -53,12 +65,17 @@ def run(lab: Lab) -> dict[str, Any]:
 
 
 def near_distances(trained_at: int, length: int) -> list[int]:
-    """Doublings from an eighth of the training length up to what leaves something to spoil.
+    """Doublings from an eighth of the training length up to half the length, as far as something is left to spoil.
 
     trained at 128, length 1024:   16 32 64 128 256 512
+    trained at 16, length 40:      2 4 8
     """
-    first = max(1, trained_at // 8)
-    return [first * 2**k for k in range(20) if first * 2**k <= (length - SCORED) // 2 + SCORED // 2] or [first]
+    first = first_distance(trained_at)
+    return [first * 2**k for k in range(20) if first * 2**k <= min(length // 2, length - SCORED)]
+
+
+def first_distance(trained_at: int) -> int:
+    return max(1, trained_at // 8)
 
 
 def spoil(rows: np.ndarray, near: int, way: str, lab: Lab) -> np.ndarray:
@@ -107,4 +124,4 @@ def table(result: dict[str, Any]) -> Group:
     return titled(title, shown)
 
 
-analyses.register("far-context")(Analysis("does context farther than d tokens matter?", run, table))
+analyses.register("far-context")(Analysis("does context farther than d tokens matter?", run, table, fits=scope))

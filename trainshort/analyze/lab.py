@@ -69,13 +69,18 @@ class Lab:
         wanted = self.lengths or tuple(self.trained_at * factor for factor in factors)
         longest = min(len(self.tokens) // 2, self.target.longest or len(self.tokens))
         fitting = sorted({length for length in wanted if length <= longest})
-        if not fitting or (self.lengths and len(fitting) < len(set(wanted))):
+        if fitting and (not self.lengths or len(fitting) == len(set(wanted))):
+            return fitting
+        needed = max(wanted) if self.lengths else min(wanted)
+        if self.target.longest is not None and needed > self.target.longest:
             raise InputError(
-                f"the text has {len(self.tokens):,} tokens and the model reads "
-                f"{'any length' if self.target.longest is None else f'up to {self.target.longest:,}'}; an analysis at "
-                f"length {max(wanted):,} needs at least twice as many. Give a longer text or shorter --lengths."
+                f"{self.target.name} reads up to {self.target.longest:,} tokens, so it cannot be analyzed at "
+                f"length {needed:,}. Give shorter --lengths."
             )
-        return fitting
+        raise InputError(
+            f"the text has {len(self.tokens):,} tokens; an analysis at length {needed:,} needs at least twice that "
+            "length. Give a longer text or shorter --lengths."
+        )
 
     def score(self, rows: np.ndarray, scored: int) -> np.ndarray:
         """Losses of the last `scored` tokens of each row, (rows, scored); a row's first token is context only."""
@@ -118,6 +123,9 @@ class Analysis:
     table: Callable[[dict[str, Any]], Group]
     slow: bool = False
     """Whether it takes minutes; such questions are asked last."""
+    fits: Callable[[Lab], object] = lambda lab: None
+    """Raises `InputError` where model, text or lengths do not allow the question. Of all questions that are asked by
+    name this is called before the first is begun."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__doc__", self.question)  # what `trainshort list analyses` shows
@@ -190,6 +198,8 @@ def analyze(lab: Lab, text: Text, names: Sequence[str], console: Console, again:
     written = []
     origin = _origin(lab, text)
     notes = new_console(stderr=True, quiet=console.quiet)
+    for name in names:
+        analyses.get(name).fits(lab)
     asked = names or sorted(analyses.names(), key=lambda name: analyses.get(name).slow)
     for number, name in enumerate(asked, start=1):
         chosen, path = analyses.get(name), lab.target.folder / "analysis" / f"{name}.json"
@@ -198,9 +208,10 @@ def analyze(lab: Lab, text: Text, names: Sequence[str], console: Console, again:
         if result is not None:
             console.print("known from before; --again asks anew.", highlight=False)
         else:
-            make_folder(path.parent)
             partial = path.with_suffix(f".{origin['digest']}.partial")
             try:
+                chosen.fits(lab)
+                make_folder(path.parent)
                 with Meter(notes) as meter:
                     result = chosen.run(replace(lab, meter=meter, notes=Notes(partial)))
             except InputError as error:

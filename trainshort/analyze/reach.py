@@ -29,15 +29,20 @@ from trainshort.attention import Call, ClockBias, LinearBias
 from trainshort.attention.formula import visible, written_bias
 from trainshort.bench.recorded import attention_calls
 from trainshort.evaluate.evidence import shows
+from trainshort.model import TransformerLM
 
 MASS = 0.99
 ROW_ELEMENTS = 1 << 24
 """Attention weights computed at once: 64 MB in float32."""
 
 
+def scope(lab: Lab) -> tuple[TransformerLM, int]:
+    """The model, which must be one to look inside, and the length of the text it looks at."""
+    return lab.model("the reach analysis"), max(lab.multiples(8, 4, 2, 1))
+
+
 def run(lab: Lab) -> dict[str, Any]:
-    model = lab.model("the reach analysis")
-    length = max(lab.multiples(8, 4, 2, 1))
+    model, length = scope(lab)
     tokens = torch.from_numpy(lab.tokens[:length].astype("int64"))[None].to(lab.target.device)
     ends = probe_ends(lab, length)
     lab.meter.expect(length * model.config.layers + len(ends) * (3 * length + lab.trained_at))
@@ -153,4 +158,4 @@ def table(result: dict[str, Any]) -> Group:
     return titled(title, shown)
 
 
-analyses.register("reach")(Analysis("how far does each head look, and how far could it?", run, table))
+analyses.register("reach")(Analysis("how far does each head look, and how far could it?", run, table, fits=scope))

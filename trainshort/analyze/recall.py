@@ -16,16 +16,37 @@ import numpy as np
 from rich.console import Group
 
 from trainshort.analyze.lab import Analysis, Lab, analyses, compare, interval_text, new_table, titled
+from trainshort.errors import InputError
 from trainshort.evaluate.evidence import shows, span
 
 CUE, VALUE = 8, 8
 """Tokens that are given of the repeated stretch, and tokens that are then scored."""
+LEAST = 2 * (CUE + VALUE)
+"""The shortest distance at which the stretch and its repetition are apart."""
 KINDS = ("copy", "recall")
+
+
+def scope(lab: Lab) -> list[int]:
+    """The distances: those that leave room for text between the two stretches, and for the whole row in the text."""
+    asked = lab.multiples(1, 2, 4, 8, 16, 32)
+    room = min(len(lab.tokens) - 1, lab.target.longest or len(lab.tokens))
+    if lab.lengths and _length(lab, asked[-1]) > room:
+        raise InputError(
+            f"recall at {asked[-1]:,} tokens reads {_length(lab, asked[-1]):,} at once, more than the {room:,} that "
+            "text and model allow. Give a longer text or shorter --lengths."
+        )
+    distances = [d for d in asked if d >= LEAST and _length(lab, d) <= room]
+    if not distances:
+        raise InputError(
+            f"recall wants a distance of at least {LEAST} tokens, and none of {', '.join(map(str, asked))} is one that "
+            "fits. Give longer --lengths or a longer text."
+        )
+    return distances
 
 
 def run(lab: Lab) -> dict[str, Any]:
     rows = []
-    distances = [d for d in lab.multiples(1, 2, 4, 8, 16, 32) if d >= 2 * (CUE + VALUE)]
+    distances = scope(lab)
     lab.meter.expect(4 * lab.samples * sum(_length(lab, distance) - 1 for distance in distances))
     for distance in distances:
         for kind in KINDS:
@@ -91,4 +112,4 @@ def table(result: dict[str, Any]) -> Group:
     return titled(title, shown)
 
 
-analyses.register("recall")(Analysis("is something that stood d tokens ago still found?", run, table))
+analyses.register("recall")(Analysis("is something that stood d tokens ago still found?", run, table, fits=scope))

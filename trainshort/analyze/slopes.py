@@ -21,8 +21,10 @@ from trainshort.analyze.lab import (
     probes,
     titled,
 )
+from trainshort.errors import InputError
 from trainshort.evaluate.changes import Change, changed
 from trainshort.evaluate.evidence import interval_of, shows
+from trainshort.model import TransformerLM
 
 TRAINED = "trained"
 
@@ -31,17 +33,26 @@ def variants(trained_at: int) -> list[str]:
     return [TRAINED, "interpolate", "max_bias=16", f"window={trained_at}"]
 
 
-def run(lab: Lab) -> dict[str, Any]:
+def scope(lab: Lab) -> tuple[TransformerLM, list[int]]:
+    """The model, which must have slopes, and the lengths of its context."""
     model = lab.model("the slopes analysis")
-    lengths = lab.multiples(1, 2, 4, 8)
-    ends = probe_ends(lab, lengths[-1])
+    if model.position.linear_slopes() is None:
+        raise InputError(
+            f"the slopes analysis needs a model with ALiBi's slopes; this one has position='{model.config.position}'."
+        )
+    return model, lab.multiples(1, 2, 4, 8)
+
+
+def run(lab: Lab) -> dict[str, Any]:
+    model, lengths = scope(lab)
+    ends, scored = probe_ends(lab, lengths[-1]), min(SCORED, lengths[0])
     lab.meter.expect(len(variants(lab.trained_at)) * len(ends) * sum(lengths))
     losses: dict[tuple[str, int], np.ndarray] = {}
     for variant in variants(lab.trained_at):
         for length in lengths:
             change = None if variant == TRAINED else Change.read("slopes", variant)
             with nullcontext() if change is None else changed(model, change, lab.trained_at, length):
-                losses[variant, length] = lab.score(probes(lab, ends, length), SCORED)
+                losses[variant, length] = lab.score(probes(lab, ends, length), scored)
     base = losses[TRAINED, lengths[0]]
     found = [_row(variant, length, base, here) for (variant, length), here in losses.items()]
     return {"summary": summary(found, lengths[0]), "probes": len(ends), "scored": int(base.size), "rows": found}
@@ -80,4 +91,4 @@ def table(result: dict[str, Any]) -> Group:
     return titled(title, shown)
 
 
-analyses.register("slopes")(Analysis("do other slopes use context beyond the training length?", run, table))
+analyses.register("slopes")(Analysis("do other slopes use context beyond the training length?", run, table, fits=scope))

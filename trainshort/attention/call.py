@@ -101,7 +101,8 @@ class Call:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """All of it but the numbers in its tensors: calls of one signature are computed by one engine."""
+        """All of it but the numbers in its tensors, and whether documents are in pieces: calls of one signature are
+        computed by one engine."""
         bias, right = None if self.bias is None else self.bias.values, getattr(self.bias, "right", None)
         return (
             *(self.q.shape, self.k.shape, self.q.dtype, self.q.device, torch.is_grad_enabled()),
@@ -109,7 +110,21 @@ class Call:
             *(None if bias is None else (bias.shape, bias.dtype, bias.requires_grad), self.documents is None),
             *(self.window, self.dropout, self.needs_lse, self.tolerance, self.scale, self.causal),
             None if right is None else (right.shape, right.dtype, right.requires_grad),
+            None if self.causal else self.in_pieces,
         )
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether both sides are seen and a document is interrupted by another: then a row's neighbour does not tell
+        what it sees. Not asked where an answer would have to be waited for (devices, graphs).
+
+            documents 7 7 3 3: no      7 3 3 7: yes
+        """
+        if self.causal or self.documents is None or self.documents.device.type != "cpu" or tracer() is not None:
+            return False
+        rows, in_order = self.documents, self.documents.sort(dim=1).values
+        changes, kinds = ((x[:, 1:] != x[:, :-1]).sum(1) for x in (rows, in_order))
+        return bool((changes > kinds).any())
 
     @property
     def bias_tensors(self) -> tuple[Tensor, ...]:

@@ -195,15 +195,21 @@ def _cast_by_autocast(*tensors: Tensor) -> list[Tensor]:
 
 
 def _padding_apart(mask: Tensor, documents: Tensor | None, shape: tuple[int, int]) -> Int[Tensor, "batch k_len"]:
-    """Padding as a document of its own: nobody else sees it, distances stay true, and no row is left without a key."""
+    """Padding as documents of its own: nobody else sees it, distances stay true, and no row is left without a key.
+
+    mask 1 1 0 0 0 1   ->   documents 1 1 0 0 0 2
+    """
     if mask.dtype != torch.bool or mask.shape != shape:
         raise InputError(
             f"key_padding_mask must be boolean, True where a key is padding, of shape (batch, k_len) = {shape}; got "
             f"{mask.dtype} of shape {tuple(mask.shape)}. From a mask that is 1 for tokens, pass `mask == 0`."
         )
+    begins = mask.clone()
+    begins[:, 1:] &= ~mask[:, :-1]
+    runs = begins.cumsum(1)  # each of its own: a document in one piece is what every engine can do
     if documents is None:
-        return mask.long()
-    return torch.where(mask, documents.amin() - 1, documents)
+        return torch.where(mask, runs, 0)
+    return torch.where(mask, documents.amin() - runs, documents)
 
 
 def attend_in_blocks(

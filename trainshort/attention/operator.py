@@ -90,6 +90,8 @@ def beyond(call: Call) -> str | None:
         return f"it does not compute in {call.q.dtype}; use float32, bfloat16, float16 or float64"
     if call.k.shape[2] > MOST_KEYS:
         return f"it counts at most {MOST_KEYS:,} keys, these are {call.k.shape[2]:,}; use 'sdpa'"
+    if call.in_pieces:
+        return sides.IN_PIECES
     if call.is_transformed:
         return "torch.func and forward-mode derivatives do not reach into its kernel; use 'reference'"
     return None

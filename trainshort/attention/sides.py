@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from trainshort.attention.call import Call, ClockBias, DistanceBias, LinearBias, unknown_bias
@@ -23,6 +23,7 @@ from trainshort.attention.formula import merge, mirrored, wide
 from trainshort.attention.windowed_torch import PANEL, of_bias
 from trainshort.errors import InputError
 
+IN_PIECES = "it reads both sides only of documents that lie in one piece; use 'sdpa'"
 BLIND = 1e9
 """A slope in place of an infinite one: no product of queries and keys makes up for it, and 0 times it is 0."""
 
@@ -88,20 +89,11 @@ def _ends(call: Call) -> Bool[Tensor, "one_or_batch 1 rows"]:
     return (own[:, :-1] != own[:, 1:])[:, None]
 
 
-def in_pieces(documents: Int[Tensor, "batch k_len"]) -> bool:
-    """Whether a document is interrupted by another: then a row's neighbour does not tell what it sees."""
-    pieces = (documents[:, 1:] != documents[:, :-1]).sum(1) + 1
-    return any(len(row.unique()) < count for row, count in zip(documents, pieces.tolist(), strict=True))
-
-
 def forward(call: Call, compiled: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both sides by the operator's causal calls: output, log-sum-exp, and what it tells of each panel of rows, those of
     the right side after those of the left."""
-    if call.documents is not None and in_pieces(call.documents):
-        raise InputError(
-            "Attention engines 'windowed' and 'compiled' read both sides only of documents that lie in one piece; use "
-            "backend='sdpa' where another document interrupts one."
-        )
+    if call.in_pieces:  # of a graph, which was made before there were documents
+        raise InputError(f"The compiled attention kernel cannot do this: {IN_PIECES}.")
     out, lse, first, dropped = _causal(left(call), compiled)
     if (mirror := right(call)) is None:
         return out, lse, first, dropped

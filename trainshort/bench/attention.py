@@ -34,8 +34,8 @@ CHECKED = 64
 """Last rows that are compared with float64, because the oracle writes scores out."""
 WARM = 256
 """Tokens on which a process warms up before its memory is measured."""
-KEYS = 64
-"""Keys that the kernel reads or leaves out together; the same number as in tile.h."""
+KEYS = 4
+"""Keys that the kernel reads or leaves out together; the same number as STEP in tile.h."""
 EVERY = 17
 """One panel in so many is asked what it needs."""
 

@@ -24,6 +24,7 @@ DOCUMENTS = (
     "docs/evaluation.md",
     "docs/generation.md",
     "docs/interop.md",
+    "docs/methods.md",
     "docs/training.md",
     "docs/windows.md",
 )
@@ -221,6 +222,45 @@ def patched(bench: BenchResult) -> str:
     return table(f"{head} | same greedy tokens, of 32", rows)
 
 
+def field_training(bench: BenchResult) -> str:
+    """A training step of models of the field, to ALiBi's of the same shape."""
+    rows = []
+    for row in bench.suites["training"]:
+        name = str(row.case["model"])
+        if name in FIELD:
+            time = f"{1 / row.measured['speed to alibi'].value:.3f} {RATIO}"
+            rows.append([FIELD[name], f"{row.case['tokens']:,}", time, cell(row, "peak to alibi", digits=3)])
+    return table("6 layers of width 512 | length | time of a step, to ALiBi | peak memory, to ALiBi", rows)
+
+
+def clocks(*benches: BenchResult) -> str:
+    """Attention under a clock, to plain attention without positions, and to ALiBi's where both were measured."""
+    rows = []
+    for name, bench in zip(CLOCKS, benches, strict=True):
+        by_slopes = windowed(bench)
+        for row in bench.suites["attention"]:
+            tokens, engine = int(row.case["tokens"]), str(row.case["engine"])
+            if engine == ("clock" if name == EVEN else "windowed"):
+                both, other = (one.measured["forward + backward"].value for one in (row, by_slopes[tokens]))
+                to_slopes = f"{both / other:.2f} {RATIO}" if engine == "clock" else ""
+                shown = (cell(row, "to plain"), cell(row, "both to plain"), to_slopes)
+                rows.append([CLOCKS[name], f"{tokens:,}", *shown])
+    head = "8 heads of 64 | tokens | forward, to plain | forward + backward, to plain"
+    return table(f"{head} | forward + backward, to the same slopes without a clock", rows)
+
+
+FIELD = {
+    "alibi-learned": "ALiBi, slopes trained",
+    "alibi-ssmax": "ALiBi, scores that grow (SSMax)",
+    "fox-alibi": "FoX, gates from ALiBi's slopes",
+}
+EVEN = "attention-clock"
+CLOCKS = {
+    EVEN: "ALiBi's slopes as a clock, random inputs",
+    "attention-fox-times": "FoX, gates from a half, recorded",
+    "attention-fox-alibi-times": "FoX, gates from ALiBi's slopes, recorded",
+}
+"""Times under clocks, by their stored results."""
 MODELS = {
     "attention-alibi-8x64": "ALiBi, 8 heads of 64",
     "attention-fox-8x64": "FoX, gates from a half",
@@ -249,6 +289,8 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "decode": ("decode", decode),
     "patch": ("patch", patched),
     "bounds": (" ".join(MODELS), bounds),
+    "field-training": ("training-field", field_training),
+    "clocks": (" ".join(CLOCKS), clocks),
 }
 """The stored results of each table, and who writes it."""
 VALUES: dict[str, tuple[str, Callable[[BenchResult], str]]] = {
@@ -264,6 +306,9 @@ def written(text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         names, make = TABLES[match[2]]
+        if missing := [name for name in names.split() if not (RESULTS / f"{name}.json").exists()]:
+            lacking = ", ".join(f"`benchmarks/results/{name}.json`" for name in missing)
+            return f"{match[1]}\nNo such result is stored: {lacking}.\n\n{match[4]}"
         benches = [stored(name) for name in names.split()]
         origins = "".join(origin(bench, name) for bench, name in zip(benches, names.split(), strict=True))
         return f"{match[1]}\n{make(*benches)}{origins}\n{match[4]}"

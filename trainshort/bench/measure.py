@@ -245,7 +245,9 @@ def _benchmarks(name: str, plan: Plan, scratch: Path, stored: dict[str, Any], pr
     source, label = plan.inputs, plan.inputs
     if Path(source).is_dir():
         from trainshort.bench.recorded import record
+        from trainshort.checkpoint import find
 
+        find(Path(source))  # what is no run is told before the first line of progress
         progress.line(f"recording queries, keys and values of {source}, {max(plan.lengths):,} tokens")
         path = scratch / "recorded.safetensors"
         stored["recorded"] = record(Path(source), max(plan.lengths), plan.layer, path)

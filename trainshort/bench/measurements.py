@@ -21,7 +21,7 @@ from pydantic import Field, FiniteFloat
 
 from trainshort.config import Settings
 from trainshort.errors import InputError
-from trainshort.files import CHECKSUM, MissingFileError, make_folder, read_json, read_sealed, write_sealed
+from trainshort.files import MissingFileError, make_folder, read_json, read_sealed, write_sealed
 
 FORMAT = 1
 RATIO = "×"  # noqa: RUF001  (the sign that readers know)
@@ -116,7 +116,6 @@ def load(path: Path) -> BenchResult:
         raise InputError(
             f"{path} is a benchmark result of format {values['format']!r}; this version reads {FORMAT}. Measure again."
         )
-    values.pop(CHECKSUM, None)
     try:
         return BenchResult.read(values)
     except InputError as error:

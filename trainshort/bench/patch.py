@@ -1,7 +1,8 @@
 """Hugging Face's MPT before and after `patch`: the same weights, the same tokens, in turns.
 
 Reading a text once, one training step, the peak memory of each in a process of its own, and greedy text. Beside them
-the same model without attention between its projections: no patch of attention can be quicker than that.
+the same model without attention between its projections, which no patch of attention can be quicker than, and its
+linear layers alone: the matrix products that every model with these weights has to make.
 """
 
 import copy
@@ -30,6 +31,7 @@ from trainshort.presets import presets
 
 MODELS = ("mpt", "patched")
 BARE = "without attention"
+PRODUCTS = "linear layers alone"
 WORK = ("forward", "step")
 
 
@@ -50,9 +52,9 @@ def measure(plan: PatchPlan, length: int, progress: Progress) -> list[Measuremen
     timings: dict[str, dict[str, Timing]] = {}
     for work in WORK:
         progress.note(f"{plan.rounds} rounds of {work}")
-        timings[work] = in_turns(
-            {name: work_of(work, model, length) for name, model in models.items()}, plan.rounds, 1, progress
-        )
+        asked = {name: work_of(work, model, length) for name, model in models.items()}
+        asked[PRODUCTS] = products(work, models["mpt"], length)
+        timings[work] = in_turns(asked, plan.rounds, 1, progress)
     memory = {}
     if wants_memory(plan, length) and can_measure_memory(progress):
         for work in WORK:
@@ -60,7 +62,7 @@ def measure(plan: PatchPlan, length: int, progress: Progress) -> list[Measuremen
                 progress.note(f"memory of {name}, {work}")
                 asked = {"name": name, "work": work, "preset": plan.preset, "length": length}
                 memory[work, name] = alone("patch", **asked)["peak"]
-    return [_row(name, plan, length, timings, memory, same) for name in models]
+    return [_row(name, plan, length, timings, memory, same) for name in (*models, PRODUCTS)]
 
 
 def _row(
@@ -118,6 +120,24 @@ def work_of(work: str, model: Any, length: int) -> Callable[[], object]:
         model.eval()(tokens)
 
     return forward
+
+
+def products(work: str, model: Any, length: int) -> Callable[[], object]:
+    """The linear layers of a model, each on random numbers of its width; of a step, their backward passes too."""
+    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    inputs = {width: torch.randn(1, length, width) for width in {layer.in_features for layer in layers}}
+
+    @torch.inference_mode()
+    def forward() -> None:
+        for layer in layers:
+            layer(inputs[layer.in_features])
+
+    def step() -> None:
+        for layer in layers:
+            out = layer(inputs[layer.in_features].requires_grad_())
+            torch.autograd.grad(out, [inputs[layer.in_features], layer.weight], torch.ones_like(out))
+
+    return step if work == "step" else forward
 
 
 def same_greedy_tokens(theirs: Any, patched: Any, prompt: int) -> int:

@@ -207,7 +207,7 @@ def _check(plan: Plan) -> None:
         for one in (given,) if isinstance(given, str) else given:
             if one not in known:
                 raise InputError(f"--{option} knows no '{one}'.{did_you_mean(one, known)} Known: {', '.join(known)}.")
-    if isinstance(plan, EvaluatePlan | TrainingPlan) and plan.preset:
+    if isinstance(plan, EvaluatePlan | TrainingPlan):
         _check_model(plan)
     if isinstance(plan, DecodePlan | PatchPlan):
         _check_preset(plan.preset)

@@ -54,8 +54,9 @@ class RingCall(ctypes.Structure):
 
     It points into `rings`, `heads` and a scratch space, and keeps them alive."""
 
+    factors: int | None
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "factors", "out")),
         *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride")),
         *((name, ctypes.c_void_p) for name in ("rings", "heads")),
         *((name, ctypes.c_int64) for name in ("head_count", "ring_count", "dim", "length", "limit")),
@@ -95,6 +96,7 @@ class RingCall(ctypes.Structure):
         q, k, v = (contiguous_rows(x) for x in (q, k, v))
         out = q.new_empty(1, 1, q.shape[1], q.shape[3])
         self.reads(q, k, v, out)
+        self.factors = None  # these queries have theirs
         library().trainshort_token(ctypes.byref(self))
         return out.transpose(1, 2)
 

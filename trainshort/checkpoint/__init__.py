@@ -139,12 +139,13 @@ def restore(folder: Path, parts: Parts, *, sharded: bool = False) -> State:
     return state
 
 
-def load_model(path: Path, *, device: str = "cpu") -> TransformerLM:
+def load_model(path: Path | str, *, device: str = "cpu") -> TransformerLM:
     """The model of a run (its best checkpoint by validation loss, else its last) or of one checkpoint, ready to use.
 
     Nothing is loaded before every byte of the checkpoint has been verified. How far a run's model is good is said on
     standard error, where that was measured.
     """
+    path = Path(path)
     folder = find(path)
     size = sum(file.stat().st_size for file in folder.rglob("*.safetensors") if file.is_file())
     if size > LARGE:
@@ -152,7 +153,8 @@ def load_model(path: Path, *, device: str = "cpu") -> TransformerLM:
     if problem := manifest.damage(folder):
         raise InputError(f"{folder} is damaged: {problem}. Use another checkpoint of the run.")
     config = load_config(folder / CONFIG)
-    plugins.require(config.plugins, str(path))
+    run = folder.parent.parent if folder.parent.name == "checkpoints" else path  # whose config.json the reader knows
+    plugins.require(config.plugins, str(run))
     _refuse_larger(folder, config.model)
     model = TransformerLM(config.model)
     tensors.read(folder / "model", tensors.model_tensors(model), sharded=False)

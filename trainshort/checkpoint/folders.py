@@ -9,7 +9,6 @@ checkpoints/
 """
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,7 +17,7 @@ from trainshort.checkpoint import manifest
 from trainshort.config import Settings, load_config
 from trainshort.errors import InputError
 from trainshort.files import read_bytes, read_object, read_sealed, reason, sync
-from trainshort.runs import RunFolder
+from trainshort.runs import RunFolder, present
 from trainshort.terminal import say
 
 STATE = "state.json"
@@ -62,16 +61,6 @@ def name(step: int) -> str:
 def partial(folder: Path) -> Path:
     """Where a checkpoint is written before it gets its name."""
     return folder.with_name(f".partial-{folder.name}")
-
-
-def present(run: Path) -> list[Path]:
-    """The run's checkpoints by step, whole or not."""
-    checkpoints = RunFolder(run).checkpoints
-    try:
-        entries = list(checkpoints.iterdir()) if checkpoints.is_dir() else []
-    except OSError as error:
-        raise InputError(f"{checkpoints} cannot be listed: {reason(error)}.") from None
-    return sorted(path for path in entries if re.fullmatch(r"step-\d{9}", path.name))
 
 
 def read_state(folder: Path) -> State:
@@ -147,9 +136,22 @@ def find(path: Path) -> Path:
     if not found:
         load_config(RunFolder(path).config)  # what is no run's says so itself
         raise InputError(f"{path} has no checkpoint yet. Train it first, or resume it.")
-    folder = best(path)
+    return whole_one(path, best)
+
+
+def whole_one(run: Path, choose: Callable[[Path, Say], Path | None], *, otherwise: str = "", say: Say = say) -> Path:
+    """The checkpoint that `choose` (best, latest) takes of a run that has some. What it passed over is told when one
+    is left; when none is, that is one sentence."""
+    told: list[str] = []
+    folder = choose(run, told.append)
     if folder is None:
-        raise InputError(f"None of the {len(found)} checkpoints in {path} is whole. Restore one from a copy.")
+        there = present(run)
+        raise InputError(
+            f"None of the {len(there)} checkpoints in {run} is whole ({there[-1].name}: {manifest.damage(there[-1])}). "
+            f"Restore one from a copy{otherwise}."
+        )
+    for line in told:
+        say(line)
     return folder
 
 

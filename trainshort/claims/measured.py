@@ -49,6 +49,11 @@ class Compared:
         """Half the interval: a difference smaller than this could not have been told from none."""
         return (self.high - self.low) / 2
 
+    @property
+    def told(self) -> bool:
+        """Whether chance alone would hardly have given a difference of this sign."""
+        return self.low > 0 or self.high < 0
+
     def __str__(self) -> str:
         return f"{self.change:+.1%} ({self.low:+.1%} to {self.high:+.1%})"
 

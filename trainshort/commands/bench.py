@@ -35,7 +35,7 @@ class Bench:
       trainshort bench --against old.json --results new.json
     """
 
-    suites: Annotated[tuple[str, ...], Arg(positional=True)] = ()
+    suites: Annotated[tuple[str, ...], Arg(metavar="SUITE", positional=True, names=True)] = ()
     """attention, training, evaluate, decode, patch, prepare. Default: all."""
     quick: bool = False
     """Small sizes and few rounds, to see that everything runs; not numbers to quote."""

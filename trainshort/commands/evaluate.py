@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from trainshort.commands.parser import Arg
+from trainshort.commands.parser import Arg, at_least
 from trainshort.errors import InputError
 from trainshort.files import make_folder
 from trainshort.terminal import new_console
@@ -47,8 +47,7 @@ class OnText:
         """The model, with the folder that its results go to."""
         from trainshort.evaluate.target import open_target, pick_device
 
-        if self.trained_at is not None and self.trained_at < 1:
-            raise InputError(f"--trained-at must be at least 1, got {self.trained_at}.")
+        at_least(1, trained_at=self.trained_at)
         target = open_target(
             self.target,
             device=pick_device(self.device),
@@ -99,8 +98,7 @@ class Evaluate(OnText):
         from trainshort.evaluate.text import open_text
         from trainshort.passes import read_lengths
 
-        if self.batch_tokens < 1:
-            raise InputError(f"--batch-tokens must be at least 1, got {self.batch_tokens}.")
+        at_least(1, batch_tokens=self.batch_tokens)
         if self.memory is not None and not self.memory > 0:
             raise InputError(f"--memory is a number of gigabytes above 0, got {self.memory}.")
         change = Change.chosen(self.slopes, self.rotary, self.scores)
@@ -166,10 +164,8 @@ class Analyze(OnText):
         from trainshort.methods import methods
         from trainshort.passes import read_lengths
 
-        least = (("--samples", self.samples, 1), ("--batch-tokens", self.batch_tokens, 1), ("--seed", self.seed, 0))
-        for option, number, smallest in least:
-            if number < smallest:
-                raise InputError(f"{option} must be at least {smallest}, got {number}.")
+        at_least(1, samples=self.samples, batch_tokens=self.batch_tokens)
+        at_least(0, seed=self.seed)
         for name in self.only:
             analyses.get(name)  # an unknown name should not wait for the model to load
         for name in self.methods:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from trainshort import files
-from trainshort.commands.parser import Arg, Parser, of_class, of_settings
+from trainshort.commands.parser import Arg, Parser, at_least, of_class, of_settings
 from trainshort.errors import InputError
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ class Generate:
 
     def run(self) -> int:
         self._check()
-        from trainshort.checkpoint import is_hugging_face, load_model
+        from trainshort.checkpoint import find, is_hugging_face, load_model
+        from trainshort.evaluate.changes import Change
         from trainshort.generate.session import Session
         from trainshort.generate.settings import GenerateConfig
 
@@ -87,14 +88,26 @@ class Generate:
         self._check_run()
         if self.resume_state is None:
             GenerateConfig.read(self.settings)  # a wrong one is told before the model is loaded
+        Change.chosen(self.slopes, self.rotary, self.scores)
         if is_hugging_face(self.run_folder):
             model, tokenizer, reach = self._brought_in()
         else:
-            model, tokenizer, reach = load_model(self.run_folder), self._tokenizer(), self._reach()
+            checkpoint = find(self.run_folder)
+            tokenizer, reach = self._tokenizer(), self._reach()
+            model = load_model(checkpoint)
         with self._changed(model, [len(tokenizer.encode(prompt)) for prompt in prompts], reach):
             stream = self._stream(model, tokenizer, prompts)
+            self._tell_reach()
             session = Session(stream, reach, self.save_state, self.save_every)
             return session.interact() if self.interactive else session.run()
+
+    def _tell_reach(self) -> None:
+        """How far the run's model is good, where that was measured: when nothing is left to refuse."""
+        from trainshort.checkpoint.folders import extrapolation
+        from trainshort.terminal import say
+
+        if line := extrapolation(self.run_folder):
+            say(f"{self.run_folder}: {line}.")
 
     def _changed(
         self, model: "TransformerLM", prompts: list[int], reach: "KnownGood | None"
@@ -127,9 +140,8 @@ class Generate:
         return changed(model, change, trained_at, max(prompts) + tokens)
 
     def _check(self) -> None:
-        for option, number, least in (("--samples", self.samples, 1), ("--save-every", self.save_every, 0)):
-            if number < least:
-                raise InputError(f"{option} must be at least {least}, got {number}.")
+        at_least(1, samples=self.samples)
+        at_least(0, save_every=self.save_every)
         if self.save_every and self.save_state is None:
             raise InputError("--save-every needs a file to save to: --save-state FILE.")
         if self.endless and (self.interactive or not {"tokens", "stop"}.isdisjoint(self.settings)):

@@ -1,5 +1,6 @@
 """`trainshort import`, `export`, `verify`, `convert`, `doctor` and `harness`: models from and for elsewhere."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     from trainshort.interop.verifying import Verification
 from typing import Any
 
-from trainshort.commands.parser import REQUIRED, Option, Parser, of_settings
+from trainshort.commands.parser import REQUIRED, Option, Parser, at_least, of_settings
 from trainshort.config import DataConfig, OptimConfig, RunConfig, TrainConfig
 from trainshort.errors import InputError
 from trainshort.terminal import new_console, printable, say, tell
@@ -42,6 +43,7 @@ class Import:
     def run(self) -> None:
         from trainshort.interop.importing import ImportRequest, import_model
 
+        at_least(1, trained_at=self.trained_at)
         import_model(ImportRequest(self.source, self.dictionary, self.tokenizer, self.trained_at), self.out)
         tell(f'{self.out}: try trainshort generate {self.out} "Once upon a time"')
 
@@ -177,11 +179,8 @@ class Harness:
         from trainshort.files import make_folder
         from trainshort.interop.harness import Asked, evaluate_tasks, save
 
-        for option, number in (("length", self.length), ("limit", self.limit), ("batch", self.batch)):
-            if number is not None and number < 1:
-                raise InputError(f"--{option} must be at least 1, got {number}.")
-        if self.shots is not None and self.shots < 0:
-            raise InputError(f"--shots must be at least 0, got {self.shots}.")
+        at_least(1, length=self.length, limit=self.limit, batch=self.batch)
+        at_least(0, shots=self.shots)
         target = open_target(self.target, device=pick_device(None))
         if self.out is not None:
             target.folder = make_folder(self.out)
@@ -274,12 +273,12 @@ class Convert:
         """The run folder with the converted model in it: where the model can be read as it was, and the settings."""
         from trainshort.data.corpus import find_corpus
         from trainshort.data.tokenizer import FILE
-        from trainshort.errors import InputError
         from trainshort.interop.converting import convert, open_patient, refuse_target
         from trainshort.interop.importing import ImportRequest
         from trainshort.runs import RunFolder, refuse_existing
 
         refuse_target(self.to)
+        at_least(1, length=self.length, max_tokens=self.max_tokens)
         find_corpus(self.settings["data.corpus"])  # a text that is not there is told before anything is read
         refuse_existing(self.out, resume=self.resume)
         request = ImportRequest(self.source, tokenizer=self.tokenizer, trained_at=self.length)
@@ -291,9 +290,23 @@ class Convert:
         config = self._config(model.config, tokenizer, length)
         if not RunFolder(self.out).config.exists():
             convert(patient, request, config, self.out)
+            self._refuse_unfit_text(config)
         for note in model.notes:
             say(note[0].upper() + note[1:] + ".")
         return patient.before, config
+
+    def _refuse_unfit_text(self, config: RunConfig) -> None:
+        """Prepare the text with the tokenizer that lies in the run folder by now. One that cannot be trained on is told
+        before anything is measured, and takes the new folder away again."""
+        from trainshort.data import open_or_prepare
+        from trainshort.data.stream import BatchStream
+
+        try:
+            tokens = open_or_prepare(config.data, progress=not self.quiet).split("train")
+            BatchStream(tokens, length=config.train.length, batch_size=1, seed=0, ends=config.data.ends)
+        except InputError:
+            shutil.rmtree(self.out)
+            raise
 
     def _config(self, model: Any, tokenizer: str, length: int) -> RunConfig:
         from trainshort.commands.train import chosen_config

@@ -142,6 +142,13 @@ def _is_group(annotation: Any) -> bool:
     return any(isinstance(part, type) and issubclass(part, BaseModel) for part in _alternatives(annotation))
 
 
+def at_least(least: int, **numbers: float | None) -> None:
+    """Refuse the first of these options, by their fields, that is given and smaller."""
+    for name, number in numbers.items():
+        if number is not None and number < least:
+            raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {number}.")
+
+
 class UsageError(InputError):
     """A command line that cannot be read; the usage line is shown before the sentence."""
 
@@ -210,6 +217,8 @@ class Parser:
         name = option.shown if option.positional else f"--{option.name}"
         if words == ["None"] and NoneType in _alternatives(option.kind):
             return None
+        if option.positional and words == [""] and option.plain is str:
+            raise self.error(f"{name} is empty: {option.help}".rstrip(".") + ".")
         if option.names or (option.count is None and option.kind_of_one in (int, float)):
             apart = [part.strip() for word in words for part in word.split(",") if part.strip()]
             if not apart:

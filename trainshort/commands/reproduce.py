@@ -30,7 +30,7 @@ class Reproduce:
 
     scale: str = "laptop"
     """laptop (two cores, minutes), gpu (one GPU, hours) or paper (8 to 128 GPUs, days)."""
-    only: str = ""
+    only: Annotated[str, Arg(names=True)] = ""
     """Tables and figures by name, such as demo,table5,fig1. Default: all."""
     methods: Annotated[str, Arg(names=True)] = ""
     """Position methods in place of the paper's, such as alibi,mine: in the demo and in tables that compare some."""

@@ -139,7 +139,7 @@ class Train:
     @classmethod
     def parse(cls, words: list[str]) -> "Train":
         """The recipe comes first, since its values are the defaults that the other words change."""
-        if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
+        if not words or not words[0] or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
             raise InputError(
                 "Name a recipe first: trainshort train RECIPE [options]. trainshort list recipes shows all."
             )
@@ -177,7 +177,10 @@ def find_recipe(name: str) -> tuple[RunConfig, Path]:
     path = Path(name)
     if name not in recipes and path.is_dir():
         return load_config(path / "config.json"), path
-    if name not in recipes and (path.suffix == ".json" or path.exists()):
+    if name not in recipes and path.suffix != ".json" and path.exists():
+        mend = f"To train on a text: trainshort train demo-alibi --data.corpus {name}."
+        raise InputError(f"{name} is a file, and neither a recipe nor a run folder nor a config.json. {mend}")
+    if name not in recipes and path.suffix == ".json":
         return load_config(path), path.parent if path.name == "config.json" else Path("runs") / path.stem
     return recipes.get(name)(), Path("runs") / name
 

@@ -45,9 +45,7 @@ def read_note(folder: Path) -> Note | None:
     """The note of an unfinished preparation, if there is one."""
     again = f"Delete the folder {folder} and prepare it again."
     try:
-        values = files.read_sealed(folder / UNFINISHED_FILE, mend=again)
-        values.pop(files.CHECKSUM, None)
-        return Note.read(values)
+        return Note.read(files.read_sealed(folder / UNFINISHED_FILE, mend=again))
     except files.MissingFileError:
         return None
 

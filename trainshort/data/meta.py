@@ -255,10 +255,10 @@ def _read_meta(folder: Path) -> Meta:
         raise InputError(
             f"{folder} is not a prepared data folder (it has no {META_FILE}). See trainshort prepare --help."
         ) from None
-    values.pop(files.CHECKSUM, None)
     if (found := values.get("format")) != FORMAT:
         raise InputError(
-            f"{path} has format {found}, and this version of trainshort reads format {FORMAT}; prepare it again."
+            f"{path} has {'no format' if found is None else f'format {found}'}, and this version of trainshort reads "
+            f"format {FORMAT}. {_AGAIN}"
         )
     return Meta.read(values)
 

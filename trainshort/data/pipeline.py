@@ -8,7 +8,7 @@ killed preparation continues from its last note (ledger.py).
 import errno
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from trainshort.data.tokenizer import FILE as TOKENIZER_FILE
 from trainshort.data.tokenizer import Tokenizer, load_tokenizer, tokenizers
 from trainshort.data.workers import Pool, Portion
 from trainshort.errors import InputError
+from trainshort.terminal import waiting
 
 PIECE_CHARACTERS = 1 << 20
 COMMIT_SECONDS = 1.0
@@ -70,9 +71,10 @@ def prepare(
         return _open_same(folder, config)
     corpus = find_corpus(config.corpus)
     shown = Stages(progress)
+    with waiting(f"asking the hub for '{corpus.name}'" if corpus.streamed and progress else None):
+        _ = corpus.splits  # a hub that does not answer is told before a folder is made
     if corpus.streamed:
         shown.say(f"Reading '{corpus.name}' from the hub, as it is encoded ...")
-    _ = corpus.splits  # a hub that does not answer is told before a folder is made
     if workers is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = cores if corpus.size is None else min(cores, max(1, corpus.size // WORTH_A_WORKER))
@@ -99,9 +101,12 @@ def open_or_prepare(config: DataConfig, **options: Any) -> Prepared:
             "give the folder that this makes."
         )
     if not is_data(config.folder) and not (config.folder / layout.UNFINISHED_FILE).exists():
+        make = f"Make it by `trainshort prepare {config.corpus} --out {config.folder}`"
+        if config.folder.is_dir() and any(config.folder.iterdir()):  # where prepare would not write
+            make = "Name one that `trainshort prepare` made"
         raise InputError(
-            f"data.folder {config.folder} is not a prepared data folder (it has no {layout.META_FILE}). Make it by "
-            f"`trainshort prepare {config.corpus} --out {config.folder}`, or leave data.folder out."
+            f"data.folder {config.folder} is not a prepared data folder (it has no {layout.META_FILE}). {make}, or "
+            "leave data.folder out."
         )
     return open_data(config.folder)
 
@@ -274,9 +279,22 @@ def _report(job: Preparation, prepared: Prepared, encoded: int, seconds: float) 
         f"{describe(prepared)}. Read {read} in {job.progress.seconds:.1f} s, encoded at {rate:.1f} MB/s by {processes}."
     )
     if others := job.corpus.passed_over:
-        named = ", ".join(f"{name} ({why})" for name, why in others[:NAMED_OTHERS])
-        more = f" and {len(others) - NAMED_OTHERS:,} more" if len(others) > NAMED_OTHERS else ""
-        job.progress.say(f"Passed over {len(others):,}: {named}{more}.")
+        job.progress.say(f"Passed over {len(others):,}: {_by_reason(others)}.")
+
+
+def _by_reason(others: Sequence[tuple[str, str]]) -> str:
+    """Names of what was not read, each reason once.
+
+    a.gz, b.gz (an archive, unpack it first); .git (hidden)
+    """
+    found: dict[str, list[str]] = {}
+    for name, why in others:
+        found.setdefault(why, []).append(name)
+    return "; ".join(
+        f"{', '.join(names[:NAMED_OTHERS])}{f' and {len(names) - NAMED_OTHERS:,} more' * (len(names) > NAMED_OTHERS)}"
+        f" ({why})"
+        for why, names in found.items()
+    )
 
 
 def describe(prepared: Prepared) -> str:

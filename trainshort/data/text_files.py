@@ -158,7 +158,7 @@ def suffix(path: Path) -> str:
 def _unread(path: Path) -> str | None:
     """Why a file is not read, or None when it is."""
     if suffix(path) in ARCHIVES:
-        return "an archive; unpack it first"
+        return "an archive, unpack it first"
     if suffix(path) not in SUFFIXES:
         return f"not one of {', '.join(SUFFIXES)}"
     return None if path.is_file() else "no file, or a link to none"

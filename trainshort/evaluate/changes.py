@@ -157,7 +157,7 @@ def _rotation(held: ExitStack, model: TransformerLM, change: Change, lengths: tu
 
 def _scores(held: ExitStack, model: TransformerLM, change: Change, lengths: tuple[int, int]) -> None:
     for attention in _attentions(model):
-        set_until(held, attention, "score_factor", change.value)
+        set_until(held, attention, "score_factor", attention.score_factor * change.value)
 
 
 def _attentions(model: TransformerLM) -> list[Attention]:

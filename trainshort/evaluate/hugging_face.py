@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -53,7 +53,8 @@ class HuggingFaceTarget(Target):
         self.module = self.model = _load(self._source, precision).to(device).eval()
         config = self.model.config.get_text_config()
         declared = next((size for key in LENGTH_NAMES if isinstance(size := getattr(config, key, None), int)), None)
-        self.trained_at = declared
+        own = getattr(config, "trained_at", None)  # our exports say it; the others are what a table has room for
+        self.trained_at = own if isinstance(own, int) else declared
         self.longest = _table_length(self.model, declared)
         self.vocabulary = config.vocab_size
         self.folder = Path("runs") / re.sub(r"[^\w.]+", "-", Path(name).name if Path(name).is_dir() else name)
@@ -122,11 +123,12 @@ class HuggingFaceTarget(Target):
             return None
 
     def tokenizer(self) -> TextTokenizer:
-        if self._tokenizer is None:
+        found = self._tokenizer
+        if found is None or not set(found.get_vocab()) - set(found.all_special_tokens):  # it makes one of no files, too
             raise InputError(
                 f"{self.name} comes without a tokenizer, which reading plain text needs. Save one with it."
             )
-        return HuggingFaceTokenizer(self.name, self._tokenizer)
+        return HuggingFaceTokenizer(self.name, found)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -137,6 +139,8 @@ class HuggingFaceTarget(Target):
 
 class HuggingFaceTokenizer:
     """A transformers tokenizer; text becomes tokens with nothing added."""
+
+    ends_lines: ClassVar[bool] = False
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         self.name = name

@@ -18,9 +18,9 @@ import numpy as np
 from trainshort.config import Settings
 from trainshort.errors import InputError
 from trainshort.evaluate.evidence import Interval, interval_of
-from trainshort.files import CHECKSUM, MissingFileError, make_folder, read_object, read_sealed, write_sealed
+from trainshort.files import MissingFileError, make_folder, read_checked, write_sealed
 from trainshort.passes import Passes, position_edges
-from trainshort.runs import perplexity
+from trainshort.runs import perplexity, saved_states
 
 FORMAT = 1
 BLOCKS = 100
@@ -200,12 +200,11 @@ def load_checked(path: Path) -> tuple[Evaluation, bool]:
     """The evaluation, and whether its numbers were verified; those of 0.1.0 have no checksum."""
     mend = "Remove it and evaluate again."
     try:
-        values = read_sealed(path, mend=mend)
+        values, sealed = read_checked(path, mend=mend)
     except MissingFileError:
         raise InputError(f"There is no evaluation at {path}. Make one by: trainshort evaluate RUN") from None
     if values.get("format") != FORMAT:
         raise InputError(f"{path} is not an evaluation of format {FORMAT}. {mend}")
-    sealed = values.pop(CHECKSUM, None) is not None
     try:
         return Evaluation.read(values), sealed
     except InputError as error:
@@ -274,9 +273,8 @@ def rows(stored: Iterable[Stored], query: Query) -> dict[int, tuple[LengthScore,
 def best_step(folder: Path) -> int | None:
     """Step of the checkpoint with the lowest validation loss, as its state.json has it; None when none tells."""
     losses: dict[int, float] = {}
-    for path in folder.glob("checkpoints/step-*/state.json"):
+    for state in saved_states(folder):
         try:
-            state = read_object(path)
             losses[int(state["step"])] = state["valid_nll"] / state["valid_count"]
         except (ValueError, KeyError, TypeError, ZeroDivisionError):
             continue  # not validated, or damaged: whoever loads it says so

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from trainshort.errors import InputError
 from trainshort.evaluate import card, results
-from trainshort.evaluate.display import Meter, duration, result_table
+from trainshort.evaluate.display import Meter, draw, duration, result_table
 from trainshort.evaluate.results import Evaluation
 from trainshort.evaluate.sweep import Report, Sweep, calibrate, sweep
 from trainshort.evaluate.target import Target
@@ -147,8 +147,6 @@ def finish(evaluation: Evaluation, target: Target, path: Path, console: Console,
         raise InputError("nothing was evaluated; give at least one length.")
     written = [path]
     if picture:
-        from trainshort.evaluate.picture import draw
-
         written += draw([evaluation, *siblings(evaluation, path)], path.with_suffix(""))
     made = card.make(evaluation, str(path.relative_to(target.folder))) if target.kind != "checkpoint" else None
     if made and card.save(made, target.folder):

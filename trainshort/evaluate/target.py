@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from trainshort.errors import InputError
 from trainshort.evaluate.changes import Change, changed
 from trainshort.masking import mask_token, refuse_encoder
 from trainshort.model import TransformerLM
+from trainshort.terminal import first_sentence
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -34,6 +35,8 @@ class TextTokenizer(Protocol):
     vocabulary: int
     end: int | None
     """The token between documents."""
+    ends_lines: ClassVar[bool]
+    """Whether that token stands for a line end, which the text really has."""
 
     def encode(self, text: str) -> np.ndarray: ...
     def decode(self, ids: Any) -> str: ...
@@ -163,8 +166,9 @@ def pick_device(name: str | None) -> str:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        why = "torch knows no such kind" if "device string" in str(error) else str(error).partition(".")[0]
-        raise InputError(f"the device '{name}' is not available here ({why}). Choose cpu, cuda or cuda:N.") from None
+        why = "torch knows no such kind" if "device string" in str(error) else first_sentence(error)
+        others = "cpu, cuda or cuda:N" if torch.cuda.is_available() else "cpu"
+        raise InputError(f"the device '{name}' is not available here ({why}). Choose {others}.") from None
     return name
 
 

@@ -83,8 +83,8 @@ def open_text(target: Target, data: Sequence[str], split: str = "valid", max_tok
 def cut(text: Text, count: int, tokenizer: TextTokenizer) -> Text:
     """The first `count` tokens; their words and bytes are counted in what they spell, end tokens left out."""
     kept = np.asarray(text.tokens[:count])
-    if text.tokenizer == "words":
-        pieces = [tokenizer.decode(kept)]  # its end token is a line end, which the text really has
+    if tokenizer.ends_lines:
+        pieces = [tokenizer.decode(kept)]
     else:
         ends = np.flatnonzero(kept == text.end) if text.end is not None else np.empty(0, dtype=int)
         parts = np.split(kept, ends)
@@ -148,10 +148,10 @@ def _read(path: Path) -> str:
 
 
 def _encoded(name: str, split: str | None, documents: list[str], tokenizer: TextTokenizer) -> Text:
-    """Documents as tokens, the end token between two of them. The word tokenizer ends every line by itself."""
+    """Documents as tokens, the end token between two of them, unless the tokenizer ends every line by itself."""
     parts: list[np.ndarray] = []
     for index, document in enumerate(documents):
-        if index and tokenizer.end is not None and tokenizer.name != "words":
+        if index and tokenizer.end is not None and not tokenizer.ends_lines:
             parts.append(np.array([tokenizer.end], dtype=np.int64))
         parts.append(tokenizer.encode(document))
     tokens = np.concatenate(parts).astype(token_type(tokenizer.vocabulary))

@@ -1,21 +1,24 @@
 """One token through the layers in compiled code: reading the weights is all that a token costs, and torch reads them
 with one core.
 
-The transformer block is model.py's; step.c is its only other copy, for models whose queries and keys meet as they come,
-under a linear bias, a gated clock (FoX) or none. All others, and caches that only know `attend`, go through the model
-itself.
+The transformer block is model.py's; step.c is its only other copy, for models whose queries and keys meet as they come
+but for a factor, under a linear bias, a gated clock (FoX) or none. All others, and caches that only know `attend`, go
+through the model itself.
 """
 
 import ctypes
+import math
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from trainshort.attention import LinearBias
 from trainshort.cache import Cache
 from trainshort.cache.ring import library, unavailable
-from trainshort.model import Block, TransformerLM
-from trainshort.positions import Gate
+from trainshort.model import Attention, Block, TransformerLM
+from trainshort.positions import Gate, for_heads
 from trainshort.vocabulary import Vocabulary
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3}
@@ -74,15 +77,44 @@ class _Layer(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("qkv", "out", "wide", "narrow", "gate", "token")]
 
 
+class _AttentionOfRow(NamedTuple):
+    """What the compiled step asks of one layer's attention, beside its products."""
+
+    attention: Attention
+    slopes: Float[Tensor, " heads"]
+    gate: Gate | None
+    gates: Float[Tensor, " heads"]
+    """What the gate says to a token; of plain heads, that their clocks stand still."""
+    factors: Float[Tensor, " heads"]
+
+    @classmethod
+    def of(cls, model: TransformerLM, index: int) -> "_AttentionOfRow":
+        config, attention = model.config, model.layers[index].attention
+        assert isinstance(attention, Attention)
+        slopes, gate = model.position.linear_slopes(), None if attention.plain else model.position.gate(index)
+        none = torch.zeros(config.heads)
+        if slopes is not None:  # the method's own tensor: what changes it changes this
+            bias = for_heads(LinearBias(slopes), config)
+            slopes = none if attention.plain or bias is None else bias.values
+        open_ = torch.full((config.heads,), math.inf * (1 if gate is None else gate.sign))
+        return cls(attention, none if slopes is None else slopes, gate, open_, torch.empty(config.heads))
+
+    def factors_at(self, where: int) -> int:
+        """The address of what the queries of a token at this place are multiplied by."""
+        self.factors.fill_(self.attention.score_factor)
+        if self.attention.growth is not None:
+            self.factors.mul_(self.attention.growth.factor(torch.tensor([[where]])).flatten())
+        return self.factors.data_ptr()
+
+
 class RowModel:
     """Reads one token at a time, for one sequence, with the model's own weights where they lie in memory."""
 
     def __init__(self, model: TransformerLM) -> None:
         config = model.config
-        self.model, self.shape, self.window = model, (config.key_heads, config.head_width), config.window
+        self.model, self.shape = model, (config.key_heads, config.head_width)
         self._weights = list(model.parameters())
-        slopes = model.position.linear_slopes()  # the method's own tensor: what changes it changes this
-        self._slopes = torch.zeros(config.heads) if slopes is None else slopes
+        self._attentions = [_AttentionOfRow.of(model, index) for index in range(config.layers)]
         self._addresses = [weight.data_ptr() for weight in self._weights]
         vocabulary = model.vocabulary
         self.head = None
@@ -96,13 +128,11 @@ class RowModel:
             torch.empty(config.ffn_width),
         )
         self._qkv = torch.empty(width + 2 * keys)
-        self._gates = torch.empty(config.heads)
-        self._signs = [None if gate is None else gate.sign for gate in map(model.position.gate, range(config.layers))]
         self._parts = [part.view(1, -1, 1, config.head_width) for part in self._qkv.split([width, keys, keys])]
         assert library().trainshort_layer_size() == ctypes.sizeof(_Layer), "step.c and one_row.py disagree"
         self._calls = [
-            self._calls_of(block, model.position.gate(index))  # pyright: ignore[reportArgumentType]
-            for index, block in enumerate(model.layers)
+            self._calls_of(block, own)  # pyright: ignore[reportArgumentType]
+            for block, own in zip(model.layers, self._attentions, strict=True)
         ]
         self._layers = (_Layer * config.layers)(*(_addresses_of(calls) for calls in self._calls))
 
@@ -114,12 +144,13 @@ class RowModel:
         )
         return cls(model) if plain and lacks(model) is None and unavailable() is None else None
 
-    def _calls_of(self, block: Block, gate: Gate | None) -> dict[str, "_Linear"]:
+    def _calls_of(self, block: Block, own: "_AttentionOfRow") -> dict[str, "_Linear"]:
         attention, ffn, x = block.attention, block.ffn, self._x
         gates = {}
-        if gate is not None:
-            weight = torch.zeros(len(gate.shift), x.shape[2]) if gate.weight is None else gate.weight
-            gates["gate"] = RowLinear(weight, gate.shift, block.attention_norm).between(x, self._gates)
+        if own.gate is not None:
+            shift, given = own.gate.shift, own.gate.weight
+            weight = torch.zeros(len(shift), x.shape[2]) if given is None else given
+            gates["gate"] = RowLinear(weight, shift, block.attention_norm).between(x, own.gates)
         qkv = RowLinear(attention.qkv.weight, attention.qkv.bias, block.attention_norm)
         out = RowLinear(attention.out.weight, attention.out.bias)
         wide = RowLinear(ffn.wide.weight, ffn.wide.bias, block.ffn_norm, ffn.activation)
@@ -144,14 +175,16 @@ class RowModel:
         if len(cache.layers) < len(self._layers):
             cache.layer(len(self._layers) - 1)
         caches, (q, k, v) = cache.layers, self._parts
-        for made, layer, sign in zip(self._layers, caches, self._signs, strict=True):
-            call = layer.next_call(self._slopes, self.shape, self.window)
+        for made, layer, own in zip(self._layers, caches, self._attentions, strict=True):
+            call = layer.next_call(own.slopes, self.shape, own.attention.window)
             if call is None:
                 return None
             if call.q != self._qkv.data_ptr():  # a new call, or one that read another row in between
                 call.reads(q, k, v, self._y)
-            if sign is not None:
-                layer.under_clock(call, self._gates, sign)
+            plain = own.attention.growth is None and own.attention.score_factor == 1
+            call.factors = None if plain else own.factors_at(where)
+            if own.gate is not None:
+                layer.under_clock(call, own.gates, own.gate.sign)
             made.token = ctypes.addressof(call)
         self._x.copy_(model.embed(torch.tensor([[token]]), torch.tensor([[where]])))
         done = 0
@@ -180,14 +213,9 @@ def lacks(model: TransformerLM) -> str | None:
         "parallel blocks": config.parallel_blocks,
         f"the activation {config.activation}": config.activation not in ACTIVATIONS,
         "clip_qkv": config.clip_qkv is not None,
-        "softmax_scale": config.softmax_scale is not None,
         f"engine {config.backend}": config.backend != "auto",
         "biases that look at the text": position.reads_text() and position.gate(0) is None,
-        "heads without a clock beside others": position.reads_text() and config.plain_heads > 0,
         "turned queries and keys": position.rotates(),
-        "layers without positions": config.plain_every is not None,
-        "scores that grow": config.score_growth != "none",
-        "factor of the scores": any(getattr(part, "score_factor", 1) != 1 for part in model.modules()),
         "bias that is not linear": not (position.linear_slopes() is not None or position.score_bias(1) is None),
     }
     return next((f"compiled layers have no {name}" for name, set_ in settings.items() if set_), None)

@@ -18,7 +18,7 @@ from trainshort.config import RunConfig, load_config
 from trainshort.data.of_run import run_tokenizer
 from trainshort.errors import InputError
 from trainshort.evaluate import card, results
-from trainshort.evaluate.picture import lengths_figure
+from trainshort.evaluate.display import lengths_figure
 from trainshort.evaluate.results import Evaluation
 from trainshort.evaluate.session import new_evaluation
 from trainshort.evaluate.sweep import Sweep, sweep

@@ -19,7 +19,7 @@ import torch
 from trainshort.data.tokenizer import ByteTokenizer, Tokenizer, WordTokenizer
 from trainshort.data.tokenizer.base import byte_alphabet
 from trainshort.errors import InputError
-from trainshort.interop.rewriting import NO_CLIPPED_SCALE, PLAIN_ALIBI, Need, Plain, unscaled, with_biases
+from trainshort.interop.rewriting import NO_CLIPPED_SCALE, PLAIN_ALIBI, Need, Plain, normed_table, unscaled, with_biases
 
 FILE = "model.gguf"
 TYPES = ("f32", "f16", "q8_0")
@@ -29,16 +29,6 @@ NEEDS = (
     Need(lambda c: c.activation != "relu", "activation relu", "train with gelu or gelu_tanh"),
     Need(lambda c: c.activation != "silu", "activation silu", "train with gelu or gelu_tanh"),
     Need(lambda c: c.final_norm, "final_norm=False", "train with final_norm=True"),
-    Need(
-        lambda c: c.position_settings.max_bias == 8 or not c.embedding_norm,
-        "max_bias {config.position_settings.max_bias} and embedding_norm",
-        "llama.cpp's bloom follows 8 alone",
-    ),
-    Need(
-        lambda c: c.clip_qkv is None or not c.embedding_norm,
-        "clip_qkv and embedding_norm",
-        "llama.cpp's bloom does not clip",
-    ),
 )
 NAMES = {
     "vocabulary.embedding": "token_embd",
@@ -55,7 +45,11 @@ NAMES = {
 
 
 def rewritten(model: Plain) -> Plain:
+    """llama.cpp's bloom has a norm after the embeddings, but the usual slopes alone and no clipping; its mpt has those,
+    and no such norm."""
     model = unscaled(model)
+    if model.max_bias != 8 or model.config.clip_qkv is not None:
+        return normed_table(model)
     return with_biases(model) if model.config.embedding_norm else model
 
 

@@ -1,4 +1,5 @@
-"""GPT-NeoX and Pythia: rotary positions, attention and feed-forward layers side by side. Converted, not imported."""
+"""GPT-NeoX and Pythia: rotary positions, attention and feed-forward layers side by side. Converted, not imported;
+`generate` takes it with its rotation, of the first part of each head (importing.py)."""
 
 from typing import Any
 
@@ -52,5 +53,6 @@ GPT_NEOX = Format(
     superfluous=("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq"),
     copies={"embed_out.weight": "gpt_neox.embed_in.weight"},
     position="rotary",
+    halves=True,
 )
 convertible.register("gpt_neox")(GPT_NEOX)

@@ -7,6 +7,7 @@ functions beside it, and those are executed: take task folders only from people 
 
 import importlib
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from trainshort.interop.exporting import tokenizer_config
 from trainshort.interop.gguf_file import is_bytes
 from trainshort.registry import did_you_mean
 from trainshort.runs import provenance
-from trainshort.terminal import first_sentence, say
+from trainshort.terminal import first_sentence, waiting
 
 FORMAT = 1
 KEPT = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
@@ -141,8 +142,8 @@ def _tasks(asked: Asked) -> Any:
         if all(task in own.all_tasks for task in asked.tasks):
             return own
         _check_syntax(asked.include)
-    say("Reading the harness's own task definitions, which takes a while.")
-    every = TaskManager(include_path=None if asked.include is None else str(asked.include))
+    with waiting("reading the harness's own task definitions, which takes a while"):
+        every = TaskManager(include_path=None if asked.include is None else str(asked.include))
     for task in asked.tasks:
         if task not in every.all_tasks:
             close = did_you_mean(task, every.all_tasks)
@@ -173,14 +174,21 @@ def _unloadable(asked: Asked, error: Exception) -> str:
 
 @contextmanager
 def _no_waiting() -> Iterator[None]:
-    """Without a network the hub is not asked again and again; what was fetched before is still found."""
+    """Without a network the hub is not asked again and again; what was fetched before is still found. Where there is no
+    terminal, bars are not shown either: they would stand before a refusal."""
     settings: list[Any] = [importlib.import_module(name) for name in ("huggingface_hub.constants", "datasets.config")]
     before = [one.HF_HUB_OFFLINE for one in settings]
     offline = not hub_answers()
+    bars: Any = importlib.import_module("datasets.utils")
+    quiet = not (sys.stderr.isatty() or bars.are_progress_bars_disabled())
     try:
+        if quiet:
+            bars.disable_progress_bars()
         for one in settings:
             one.HF_HUB_OFFLINE = one.HF_HUB_OFFLINE or offline
         yield
     finally:
         for one, value in zip(settings, before, strict=True):
             one.HF_HUB_OFFLINE = value
+        if quiet:
+            bars.enable_progress_bars()

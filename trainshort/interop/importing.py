@@ -40,6 +40,7 @@ from trainshort.interop import (  # noqa: F401  (registers them)
     weight_files,
 )
 from trainshort.interop.formats import Format, WeightMap, convertible, formats, plan, real, scaled_rotation, section
+from trainshort.methods import RotarySettings
 from trainshort.model import TransformerLM
 from trainshort.registry import Registry
 from trainshort.runs import RunFolder
@@ -99,38 +100,45 @@ def write_run(source: Source, config: RunConfig, out: Path, more: Callable[[Path
 
 
 def load_here(request: ImportRequest) -> tuple[TransformerLM, Source]:
-    """The model in memory, for one use and without a run folder; one of Llama's kind too, with its rotary positions."""
+    """The model in memory, for one use and without a run folder; also one that turns in halves, with its rotary
+    positions."""
     turns = _turns(Path(request.source).expanduser())
     source = open_source(request) if turns is None else open_folder(Path(request.source), request, convertible)
     config = source.reading.model.config
     if turns is not None:
-        config = config.replace(position="rotary", position_settings={"base": turns})
+        config = config.replace(position="rotary", position_settings=turns)
     model = TransformerLM(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             theirs = source.reading.tensor(name)
             if turns is not None and ".attention.qkv." in name:
-                theirs = _in_pairs(theirs, config)
+                theirs = _in_pairs(theirs, config, turns.turning(config.head_width))
             weight.copy_(theirs)
     return model.eval(), source
 
 
-def _turns(folder: Path) -> float | None:
-    """The base of its rotary positions, where a folder holds a model of Llama's kind; None for any other."""
+def _turns(folder: Path) -> RotarySettings | None:
+    """Its rotary positions, where a folder holds a model that turns in halves (Llama, GPT-NeoX); None for any other."""
     settings = read_object(folder / "config.json") if (folder / "config.json").exists() else {}
     kind = settings.get("model_type")
     if kind not in convertible or not convertible.get(str(kind)).halves:
         return None
     if stretched := scaled_rotation(settings):
         raise InputError(f"{folder}: {stretched[0].partition(';')[0]}, and only plain ones are known here.")
-    return real(section(settings, "rope_parameters") | settings, "rope_theta", default=10_000.0)
+    given = section(settings, "rope_parameters") | settings
+    share = {"gpt_neox": 0.25}.get(str(kind), 1.0)  # transformers' own default where a config is silent
+    return RotarySettings(
+        base=real(given, "rope_theta", "rotary_emb_base", default=10_000.0),
+        share=real(given, "partial_rotary_factor", "rotary_pct", default=share),
+    )
 
 
-def _in_pairs(qkv: Tensor, config: ModelConfig) -> Tensor:
-    """Rows of q and k from halves to pairs: 0 1 2 3 of a head become 0 2 1 3; v stays."""
-    turning = (config.heads + config.key_heads) * config.head_width
-    pairs = qkv[:turning].unflatten(0, (-1, 2, config.head_width // 2)).transpose(1, 2).flatten(0, 2)
-    return torch.cat([pairs, qkv[turning:]])
+def _in_pairs(qkv: Tensor, config: ModelConfig, turning: int) -> Tensor:
+    """Rows of q and k from halves to pairs: 0 1 2 3 of a head become 0 2 1 3; what does not turn stays, and v."""
+    turned = (config.heads + config.key_heads) * config.head_width
+    heads = qkv[:turned].unflatten(0, (-1, config.head_width))
+    pairs = heads[:, :turning].unflatten(1, (2, turning // 2)).transpose(1, 2).flatten(1, 2)
+    return torch.cat([torch.cat([pairs, heads[:, turning:]], dim=1).flatten(0, 1), qkv[turned:]])
 
 
 def open_source(request: ImportRequest) -> Source:

@@ -9,7 +9,16 @@ from trainshort.config import ModelConfig
 from trainshort.interop.bloom import BLOOM
 from trainshort.interop.formats import Format, turned_back
 from trainshort.interop.mpt import MPT
-from trainshort.interop.rewriting import PLAIN_ALIBI, Need, Plain, unscaled, whole_heads, wide_ffn, with_biases
+from trainshort.interop.rewriting import (
+    PLAIN_ALIBI,
+    Need,
+    Plain,
+    normed_table,
+    unscaled,
+    whole_heads,
+    wide_ffn,
+    with_biases,
+)
 
 REACH = 16
 """Times the training length that an MPT is given room for; its class fails past max_seq_len."""
@@ -32,7 +41,6 @@ MPT_NEEDS = (
     *PLAIN_ALIBI,
     Need(_no_biases, "biases", "train with biases=False, as the recipe portable-128 does"),
     Need(lambda c: c.activation == "gelu", "activation {config.activation}", "train with gelu"),
-    Need(lambda c: not c.embedding_norm, "embedding_norm", "train with embedding_norm=False"),
     *_COMMON,
 )
 BLOOM_NEEDS = (
@@ -45,7 +53,7 @@ BLOOM_NEEDS = (
 
 
 def as_mpt(model: Plain) -> Plain:
-    return unscaled(wide_ffn(whole_heads(model), 4 * model.config.width), scores=False)
+    return normed_table(unscaled(wide_ffn(whole_heads(model), 4 * model.config.width), scores=False))
 
 
 def as_bloom(model: Plain) -> Plain:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from trainshort.attention.call import TOLERANCE
 from trainshort.errors import InputError
 from trainshort.interop.families import FAMILIES, Family, original_class, put_around, take_back
+from trainshort.interop.patched import ROWS
 from trainshort.interop.seen import SETTINGS, PatchSettings
 
 TOKENS = 10
@@ -136,7 +137,10 @@ def _changes(name: str, body: Any, parts: list[tuple[nn.Module, str]], tolerance
     ]
     if any(part == "outer" for _, part in parts):
         changes.append(f"{called('outer')}: packed documents (position_ids, cu_seq_lens_q) are kept apart")
-    changes.append(f"{called('ffn')}: in training the activation's output is made again and not kept")
+    changes.append(
+        f"{called('ffn')}: in training the activation's output is made again and not kept; without gradients {ROWS} "
+        "tokens at a time"
+    )
     return tuple(changes)
 
 

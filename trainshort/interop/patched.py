@@ -1,5 +1,6 @@
 """Attention of the three families, by `attend`: each projects, splits and caches as its class does. And their
-feed-forward layers, which keep one wide tensor for the backward pass where the classes keep two."""
+feed-forward layers, which keep one wide tensor for the backward pass where the classes keep two, and make none as long
+as the text where there is no backward pass."""
 
 from typing import Any
 
@@ -11,6 +12,10 @@ from trainshort.alibi import distances
 from trainshort.attention import LinearBias, attend
 from trainshort.interop.seen import Method, Seen
 from trainshort.positions.bias import clamped
+
+ROWS = 512
+"""Tokens that a feed-forward layer takes at once without gradients: its wide tensors then stay in the cache, and large
+models still read their weights seldom."""
 
 
 def mpt_attention(
@@ -74,19 +79,34 @@ def falcon_attention(
 
 
 def mpt_ffn(original: Method, self: Any, hidden_states: Tensor, residual: Tensor) -> Tensor:
-    out = narrowed(self.up_proj(hidden_states), self.act, self.down_proj)
+    out = fed_forward(hidden_states, self.up_proj, self.act, self.down_proj)
     return nn.functional.dropout(out, self.hidden_dropout, self.training) + residual
 
 
 def bloom_ffn(original: Method, self: Any, hidden_states: Tensor, residual: Tensor) -> Tensor:
     if self.pretraining_tp > 1 and self.slow_but_exact:
         return original(self, hidden_states, residual)
-    out = narrowed(self.dense_h_to_4h(hidden_states), self.gelu_impl, self.dense_4h_to_h)
+    out = fed_forward(hidden_states, self.dense_h_to_4h, self.gelu_impl, self.dense_4h_to_h)
     return residual + nn.functional.dropout(out, self.hidden_dropout, self.training)
 
 
 def falcon_ffn(original: Method, self: Any, x: Tensor) -> Tensor:
-    return narrowed(self.dense_h_to_4h(x), self.act, self.dense_4h_to_h)
+    return fed_forward(x, self.dense_h_to_4h, self.act, self.dense_4h_to_h)
+
+
+def fed_forward(
+    x: Float[Tensor, "batch length width"], widen: nn.Module, activate: nn.Module, narrow: nn.Module
+) -> Float[Tensor, "batch length width"]:
+    """A feed-forward layer: whole where gradients are wanted, or somebody watches its parts, else a slice of the tokens
+    after the other, which computes the same of each token."""
+    rows = x.flatten(0, -2)
+    if torch.is_grad_enabled() or x.device.type != "cpu" or len(rows) <= ROWS or _watched(widen, activate, narrow):
+        return narrowed(widen(x), activate, narrow)
+    return torch.cat([narrow(activate(widen(part))) for part in rows.split(ROWS)]).view_as(x)
+
+
+def _watched(*parts: nn.Module) -> bool:
+    return any(one._forward_hooks or one._forward_pre_hooks for part in parts for one in part.modules())
 
 
 def narrowed(wide: Tensor, activate: nn.Module, narrow: nn.Module) -> Tensor:

@@ -3,11 +3,12 @@
 grouped heads       each key and value head repeated for the query heads that share it
 a narrow ffn        filled up with rows and columns of zeros, since every activation here maps 0 to 0
 factors             of embeddings into the table, of logits into an output matrix of its own, of scores into q
+an embedding norm   its output, which depends on the token alone, as the table; the output matrix is one of its own
 missing biases      zeros
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -135,6 +136,22 @@ def unscaled(model: Plain, *, scores: bool = True) -> Plain:
                     made[name] = rows
         model = model.changed("softmax_scale folded into the queries", made, softmax_scale=None)
     return model
+
+
+def normed_table(model: Plain) -> Plain:
+    """No norm after the embeddings: a token's row is always the same, so the table can hold what the norm makes of it.
+    The matrix that gives the logits stays what it was. Factors of embeddings come before the norm (`unscaled`)."""
+    config = model.config
+    if not config.embedding_norm:
+        return model
+    assert (config.embedding_factor, config.embedding_scale) == (1, False)
+    weights = dict(model.weights)
+    weight, bias = weights.pop("embedding_norm.weight"), weights.pop("embedding_norm.bias", None)
+    table = weights["vocabulary.embedding.weight"]
+    made = {"vocabulary.output.weight": weights.get("vocabulary.output.weight", table)}
+    made["vocabulary.embedding.weight"] = torch.layer_norm(table, weight.shape, weight, bias, config.norm_eps)
+    plain = {"embedding_norm": False, "tie_embeddings": False}
+    return replace(model, weights=weights).changed("the embedding norm folded into a table of its own", made, **plain)
 
 
 def with_biases(model: Plain) -> Plain:

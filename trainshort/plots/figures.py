@@ -190,7 +190,10 @@ def _lines(axes: "Axes", figure: Figure) -> None:
         if len(series.x) == 1:
             style |= {"marker": "D", "markersize": 8, "linestyle": "none"}
         at.plot(series.x, series.y, color=series.color, label=_label(series.name), **style)
-        if series.low:
+        if series.low and len(series.x) == 1:
+            reach = [[series.y[0] - series.low[0]], [series.high[0] - series.y[0]]]
+            at.errorbar(series.x, series.y, yerr=reach, color=series.color, capsize=4, linestyle="none")
+        elif series.low:
             at.fill_between(series.x, series.low, series.high, color=series.color, alpha=0.13, linewidth=0)
     for one in [axes, right] if right else [axes]:
         if figure.y_log:

@@ -94,6 +94,9 @@ def _lines(series: Series) -> list[dict[str, Any]]:
     }
     if len(series.x) == 1:
         trace |= {"mode": "markers", "marker": {"symbol": "diamond", "size": 12, "color": series.color}}
+    if series.low and len(series.x) == 1:
+        above, below = series.high[0] - series.y[0], series.y[0] - series.low[0]
+        trace["error_y"] = {"array": [above], "arrayminus": [below], "color": series.color}
     if not series.low or len(series.x) == 1:
         return [trace]
     band = {

@@ -55,7 +55,7 @@ class LayerInput(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """A clock goes on by log σ(sign · (weight · x + shift)) at each token."""
+    """A clock goes on by log σ(sign · (weight · x + shift)) at each token; those of plain heads, the last, stand."""
 
     weight: Float[Tensor, "heads width"] | None
     shift: Float[Tensor, " heads"]

@@ -30,7 +30,7 @@ class Fox(PositionMethod):
     def __init__(self, config: ModelConfig, settings: FoxSettings) -> None:
         super().__init__(config, settings)
         self.settings = settings
-        self.heads = config.heads
+        self.heads, self.plain_heads = config.heads, config.plain_heads
         shift = torch.empty(config.layers * config.heads)  # not a matrix, which would be decayed
         if settings.gate == "fixed":
             self.register_buffer("shift", shift, persistent=False)
@@ -43,7 +43,8 @@ class Fox(PositionMethod):
         self.fill()
 
     def fill(self) -> None:
-        self.shift.data.view(-1, self.heads).copy_(self._first_shifts(self.heads))
+        gated = self.heads - self.plain_heads
+        self.shift.data.zero_().view(-1, self.heads)[:, :gated].copy_(self._first_shifts(gated))
 
     def _first_shifts(self, heads: int) -> Float[Tensor, " heads"]:
         """Where σ(b) = e^(−slope): b = −log(e^slope − 1)."""
@@ -59,8 +60,9 @@ class Fox(PositionMethod):
         return -shifts if self.settings.turned else shifts
 
     def gate(self, layer: int) -> Gate:
-        weight = None if self.weight is None else self.weight[layer]
-        return Gate(weight, self.shift.view(-1, self.heads)[layer], -1.0 if self.settings.turned else 1.0)
+        gated = self.heads - self.plain_heads
+        weight = None if self.weight is None else self.weight[layer, :gated]
+        return Gate(weight, self.shift.view(-1, self.heads)[layer, :gated], -1.0 if self.settings.turned else 1.0)
 
     def text_bias(self, given: LayerInput) -> ClockBias:
         weight, shift, sign = self.gate(given.layer)
@@ -68,7 +70,7 @@ class Fox(PositionMethod):
         if weight is not None:
             gate = gate + F.linear(given.x, weight.to(given.x.dtype)).float()
         ticks = F.logsigmoid(sign * gate).transpose(1, 2).double()  # batch heads new
-        clock = ticks.cumsum(-1)
+        clock = F.pad(ticks.cumsum(-1), (0, 0, 0, self.plain_heads))
         if (before := given.place.get("clock")) is not None:
             clock = torch.cat([before, before[..., -1:] + clock], dim=-1)
         given.place["clock"] = clock

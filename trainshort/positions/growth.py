@@ -28,11 +28,12 @@ class ScoreGrowth(nn.Module):
     def forward(
         self, q: Float[Tensor, "batch heads length dim"], where: Int[Tensor, "batch length"]
     ) -> Float[Tensor, "batch heads length dim"]:
-        seen = (where[:1] if where.stride(0) == 0 else where).float() + 1
-        factor = self._factor(seen)[..., None]
+        factor = self.factor(where[:1] if where.stride(0) == 0 else where)[..., None]
         return (q.to(torch.promote_types(q.dtype, torch.float32)) * factor).to(q.dtype)
 
-    def _factor(self, seen: Float[Tensor, "batch length"]) -> Float[Tensor, "batch heads length"]:
+    def factor(self, where: Int[Tensor, "batch length"]) -> Float[Tensor, "batch one_or_heads length"]:
+        """Of tokens at these places of their documents."""
+        seen = where.float() + 1
         if self.s is not None:
             return self.s.float()[:, None] * seen.log()[:, None]
         return (1 + 0.1 * torch.log1p(torch.floor(seen / self.length)))[:, None]

@@ -1,41 +1,89 @@
-"""`python -m trainshort.positions.picture`: docs/biases.png, what methods add to a score at each distance, drawn from
+"""`python -m trainshort.positions.picture`: docs/biases*.png, what methods add to a score at each distance, drawn from
 the methods themselves at their first values."""
 
+import math
 from pathlib import Path
+from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from trainshort.attention import DistanceBias, LinearBias
+from trainshort.attention import ClockBias, DenseBias, DistanceBias, LinearBias
 from trainshort.config import ModelConfig
 from trainshort.plots.figures import OTHERS, Figure, Series, color, draw
-from trainshort.positions import build_position
+from trainshort.positions import LayerInput, PositionMethod, build_position
+from trainshort.positions.distance import Bam
 
-PICTURE = Path(__file__).parents[2] / "docs" / "biases"
-HEADS, SHOWN, FARTHEST = 8, (1, 4, 8), 1024
-METHODS = ("alibi", "log-alibi", "sandwich", "kerple")
+FOLDER = Path(__file__).parents[2] / "docs"
+HEADS, SHOWN, FARTHEST, WIDTH = 8, (1, 4, 8), 1024, 512
+PLACES = (*range(0, 32, 4), *range(32, FARTHEST, 16), FARTHEST - 1)
+PICTURES: dict[str, dict[str, dict[str, Any]]] = {
+    "biases": {
+        "alibi": {"position": "alibi"},
+        "log-alibi": {"position": "log-alibi"},
+        "sandwich": {"position": "sandwich"},
+        "t5": {"position": "t5"},
+    },
+    "biases-trained": {
+        "kerple (log)": {"position": "kerple"},
+        "kerple (power)": {"position": "kerple", "position_settings": {"form": "power"}},
+        "bam, exponents 0.5, 0.8, 1": {"position": "bam"},
+        "fire, of the last query": {"position": "fire"},
+    },
+    "biases-text": {
+        "fox, gates from 0.5": {"position": "fox"},
+        "fox, gates from slopes": {"position": "fox", "position_settings": {"start": "alibi"}},
+        "rotary": {"position": "rotary"},
+        "xpos": {"position": "xpos"},
+    },
+}
+"""Every method but those that add to the embeddings or do nothing, by picture and panel."""
 
 
-def table(name: str, length: int = FARTHEST) -> torch.Tensor:
-    """A method's bias at each distance, a row for each head."""
+@torch.no_grad()
+def by_distance(method: PositionMethod, length: int = FARTHEST) -> Float[Tensor, "lines distances"]:
+    """What a method adds to the scores of the last query, a line for each head: nearest key first. One that looks at
+    the text reads random numbers. One that turns has one line: the product of two equal vectors of length 1."""
+    torch.manual_seed(1)
+    if method.rotates():
+        same = torch.full((1, 1, length, WIDTH // HEADS), (WIDTH / HEADS) ** -0.5)
+        q, k = method.rotate(same, same, torch.arange(length)[None])
+        return (k[0, 0] @ q[0, 0, -1]).flip(0)[None]
+    x, where = torch.randn(1, length, WIDTH), torch.arange(length)[None]
+    bias = method.text_bias(LayerInput(0, x, length, where, {}))
+    match bias:
+        case LinearBias(slopes):
+            return -slopes[:, None] * torch.arange(length)
+        case DistanceBias(table):
+            return table[:, torch.arange(length).clamp(max=table.shape[1] - 1)]
+        case ClockBias(clock):
+            return (clock[0, :, -1:] - clock[0]).flip(1)
+        case DenseBias(values):
+            return values.reshape(-1, length, length)[:, -1].flip(1)
+        case _:
+            raise ValueError(f"{method.name} adds nothing")
+
+
+def figure(title: str, settings: dict[str, Any]) -> Figure:
     torch.manual_seed(1)  # KERPLE's first values are drawn
-    bias = build_position(ModelConfig(heads=HEADS, position=name)).score_bias(length)
-    if isinstance(bias, LinearBias):
-        return -bias.slopes[:, None] * torch.arange(length)
-    assert isinstance(bias, DistanceBias)
-    return bias.table.detach()
-
-
-def figure(name: str) -> Figure:
-    rows, places = table(name), tuple(range(0, FARTHEST, 4))
-    colors = (color(name), *OTHERS)
+    config = ModelConfig.read({"heads": HEADS, "width": WIDTH, "layers": 1, "vocabulary": 2} | settings)
+    method = build_position(config)
+    if isinstance(method, Bam):  # which begins as ALiBi: what training can make of it
+        method.power.data[[head - 1 for head in SHOWN]] = torch.tensor([0.5, 0.8, 1.0])
+        method.scale.data.fill_(math.log(1 / 16))
+    rows, colors = by_distance(method), (color(config.position), *OTHERS)
+    names = [f"head {head} of {HEADS}" for head in SHOWN] if len(rows) > 1 else ["equal vectors"]
     series = tuple(
-        Series(f"head {head} of {HEADS}", places, tuple(rows[head - 1, list(places)].tolist()), colors[index])
-        for index, head in enumerate(SHOWN)
+        Series(name, PLACES, tuple(rows[head - 1, list(PLACES)].tolist()), colors[index])
+        for index, (name, head) in enumerate(zip(names, SHOWN, strict=False))
     )
-    alt = f"{name}: bias by distance of heads {', '.join(map(str, SHOWN))}"
-    return Figure(name, name, alt, series, x_label="distance", y_label="bias (nats)")
+    label = "bias (nats)" if len(rows) > 1 else "product"
+    return Figure(config.position, title, f"{title}: {label} by distance", series, x_label="distance", y_label=label)
 
 
 if __name__ == "__main__":
-    draw([figure(name) for name in METHODS], PICTURE, size=(16.0, 3.6))
-    PICTURE.with_suffix(".svg").unlink()
+    for picture, panels in PICTURES.items():
+        path = FOLDER / picture
+        draw([figure(title, settings) for title, settings in panels.items()], path, size=(16.0, 3.6))
+        path.with_suffix(".svg").unlink()

@@ -18,7 +18,8 @@ from trainshort.positions.base import PositionMethod, positions
 class Rotary(PositionMethod):
     """Pairs of each query and key turn with their position, so that scores see only distances; values stay.
 
-    Interleaved pairs (x0, x1), (x2, x3), …; pair i turns by position / base^(2i/dim), over the whole head.
+    Interleaved pairs (x0, x1), (x2, x3), …; pair i turns by position / base^(2i/dim), over the whole head or the first
+    share of it.
     """
 
     Settings = RotarySettings
@@ -26,7 +27,7 @@ class Rotary(PositionMethod):
     def __init__(self, config: ModelConfig, settings: RotarySettings) -> None:
         super().__init__(config, settings)
         self.base = settings.base
-        self.dim = config.head_width
+        self.dim = settings.turning(config.head_width)
         self.stretch: Stretch | None = None
 
     def rotate(self, q: Tensor, k: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,6 +144,10 @@ def _pair_of(turns: float, length: int, base: float, dim: int) -> float:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    even, odd = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
-    return turned.flatten(-2).to(x.dtype)
+    """The first pairs of each row, as many as there are angles, turned."""
+    turning, dim = x, 2 * cos.shape[-1]
+    if dim < x.shape[-1]:
+        turning = x[..., :dim]
+    even, odd = turning.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2).to(x.dtype)
+    return turned if dim == x.shape[-1] else torch.cat([turned, x[..., dim:]], dim=-1)

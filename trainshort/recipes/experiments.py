@@ -85,7 +85,8 @@ class Experiment:
     name: str
     title: str
     cells: tuple[Cell, ...]
-    kind: Literal["table", "lines", "bars"] = "table"
+    kind: Literal["table", "lines", "bars", "by speed"] = "table"
+    """How it is drawn beside its table; by speed: each row's perplexity against its training speed."""
     axes: tuple[str, str] = ("", "")
     """Labels of a figure's two axes."""
 
@@ -123,10 +124,7 @@ from trainshort.recipes import paper  # noqa: E402, F401  (fills the registry)
 
 def choose(names: Iterable[str]) -> list[Experiment]:
     """Experiments by name, all of them when none is named; `table 5`, `Table5` and `figure 1` are understood."""
-    names = list(names)
     chosen = [_plain(name) for name in names if name.strip()]
-    if len(names) > 1 and not chosen:
-        raise InputError(f"--only names no experiment, got '{','.join(names)}'; trainshort list experiments shows all.")
     return [experiments.get(name)() for name in chosen or experiments.names()]
 
 

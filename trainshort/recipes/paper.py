@@ -13,6 +13,8 @@ DEMO_MULTIPLES = (1, 1.25, 1.5, 2, 4, 6, 8, 16)
 """Lengths at which the demo's models are read, as multiples of their own."""
 COST_LENGTHS = (2048, 16_384)
 """Lengths at which the methods' costs differ, in the paper's numbers: 512 and 4,096 tokens at the laptop."""
+LENGTH, PERPLEXITY, SPEED = "tokens read at once", "perplexity", "tokens/s, training"
+"""What figures have on their axes."""
 
 
 def label(variant: Variant, read: int | None = None) -> str:
@@ -132,9 +134,8 @@ def triangle(name: str, setup: str) -> Iterator[Cell]:
 @experiments.register("table5")
 def table5() -> Experiment:
     """ALiBi by training length and reading length, and the other methods at their own length."""
-    return Experiment(
-        "table5", "ALiBi trained at one length and read at longer ones", tuple(triangle("table5", "wikitext103"))
-    )
+    title = "ALiBi trained at one length and read at longer ones"
+    return Experiment("table5", title, tuple(triangle("table5", "wikitext103")), "lines", (LENGTH, PERPLEXITY))
 
 
 @experiments.register("table6")
@@ -150,7 +151,7 @@ def table6() -> Experiment:
             Cell(row, "valid", numbers["valid"], "perplexity", variant, EvalProtocol(at, split="valid")),
             Cell(row, "test", numbers["test"], "perplexity", variant, EvalProtocol(at, split="test")),
         ]
-    return Experiment("table6", "Validation and test, without overlap", tuple(cells))
+    return Experiment("table6", "Validation and test, without overlap", tuple(cells), "by speed", (SPEED, PERPLEXITY))
 
 
 def valid_and_test(name: str, setup: str, stride: int | None) -> Iterator[Cell]:
@@ -239,9 +240,6 @@ for _name, _method in (("table13", "sinusoidal"), ("table14", "t5"), ("table15",
     _sliding_table(_name, _method)
 
 
-LENGTH, PERPLEXITY = "tokens read at once", "perplexity"
-
-
 @experiments.register("fig1")
 def fig1() -> Experiment:
     """Perplexity against length: four methods, trained at 512 and at 1024."""
@@ -310,7 +308,7 @@ def fig7() -> Experiment:
         for length, speed in points:
             variant = Variant("wikitext103", method, length)
             cells.append(Cell(method_name(method), f"{length:,}", speed, "train speed", variant, x=length))
-    return Experiment("fig7", "Training speed", tuple(cells), "lines", ("training length", "tokens/s, training"))
+    return Experiment("fig7", "Training speed", tuple(cells), "lines", ("training length", SPEED))
 
 
 @experiments.register("fig8")
@@ -322,7 +320,8 @@ def fig8() -> Experiment:
             variant, reading = Variant("wikitext103", method, int(length)), EvalProtocol(3072)
             cells.append(Cell(label(variant), "perplexity at 3072", value, "perplexity", variant, reading, speed))
             cells.append(Cell(label(variant), "train tokens/s", speed, "train speed", variant))
-    return Experiment("fig8", "Training speed and perplexity at 3072", tuple(cells))
+    title = "Training speed and perplexity at 3072"
+    return Experiment("fig8", title, tuple(cells), "by speed", (SPEED, PERPLEXITY))
 
 
 @experiments.register("fig9")

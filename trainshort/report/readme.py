@@ -1,8 +1,9 @@
 """`python -m trainshort.report.readme [report/laptop]`: what README and docs say of the demo, the search, the tables.
 
 Given a report's folder, its results are stored first. Of one seed: headline.json as benchmarks/results/demo.json, and
-the first figure as docs/headline.png; of several: tables.json beside it. Then each region of a document between two
-such lines is written from what is stored, and a test says when they differ; where nothing is stored it is left.
+the first figure as docs/headline.png; of several: tables.json beside it, and the pictures of its tables. Then each
+region of a document between two such lines is written from what is stored, and a test says when they differ; where
+nothing is stored it is left.
 
     <!-- obtained: demo -->
     <!-- end of obtained -->
@@ -21,7 +22,7 @@ from typing import Any
 from trainshort.bench.documents import RESULTS, ROOT, table
 from trainshort.bench.measurements import RATIO
 from trainshort.evaluate.results import Evaluation, LengthScore, interval, perplexity
-from trainshort.files import CHECKSUM, read_sealed
+from trainshort.files import read_sealed
 from trainshort.plots.figures import Figure, Series, color, draw
 from trainshort.recipes.experiments import method_name, published
 
@@ -108,7 +109,7 @@ def tune_picture(values: dict[str, Any]) -> Figure:
 def encoders(values: dict[str, Any]) -> str:
     """Pseudo-perplexity of the masked language models by length, ALiBi's and whatever is stored beside it."""
     beside = sorted(path for path in RESULTS.glob("mlm-*.json") if path.stem != "mlm-alibi")
-    found = [Evaluation.read(one) for one in (values, *map(_unsealed, beside))]
+    found = [Evaluation.read(one) for one in (values, *map(read_sealed, beside))]
     rows = []
     for row in found[0].scored:
         others = [one.row(row.length) for one in found]
@@ -123,12 +124,6 @@ def encoders(values: dict[str, Any]) -> str:
     return f"{table(head, rows)}\n{where} {_origin(values, 'mlm-alibi')}\n"
 
 
-def _unsealed(path: Path) -> dict[str, Any]:
-    values = read_sealed(path)
-    values.pop(CHECKSUM, None)
-    return values
-
-
 def _told(row: LengthScore) -> str:
     bounds = interval(row)
     return f"{row.perplexity:.1f}" + (
@@ -137,16 +132,22 @@ def _told(row: LengthScore) -> str:
 
 
 def paper_table(name: str) -> Callable[[dict[str, Any]], str]:
-    """A table of the paper as obtained here, with the paper's numbers in brackets."""
+    """A table of the paper as obtained here, with the paper's numbers in brackets; then what of it can be told."""
 
     def written_table(values: dict[str, Any]) -> str:
         one = next(one for one in values["tables"] if one["name"] == name)
-        rows = [[row, *(f"{here} ({paper})" if here else "" for here, paper in cells)] for row, cells in one["rows"]]
+        rows = [
+            [row, *(f"{cell['here']} ({cell['paper']})" if cell["here"] else "" for cell in cells)]
+            for row, cells in one["rows"]
+        ]
         rows = [row for row in [["", *one["columns"]], *rows] if any(row[1:])]
         filled = [number for number in range(len(rows[0])) if any(row[number] for row in rows[1:])]
         columns = [number for number in filled if rows[0][number] != BESIDE]
         head, *kept = [[row[number] for number in columns] for row in rows]
-        return f"{table(' | '.join(head), kept)}\n{one['note']} {_origin(values, 'tables')}\n"
+        told = [[each[key] for key in ("row", "column", "other", "told")] for each in one["differences"]]
+        where = f"{values['seeds']} seeds. {one['note']} {_origin(values, 'tables')}"
+        against = f"\n{table('ALiBi | column | to | difference (95 %)', told)}" if told else ""
+        return f"{table(' | '.join(head), kept)}\n{where}\n{against}"
 
     return written_table
 
@@ -172,7 +173,7 @@ def written(text: str) -> str:
         path = RESULTS / f"{file}.json"
         if not path.exists():
             return match[0]
-        values = _unsealed(path)
+        values = read_sealed(path)
         if match[2].startswith("table") and match[2] not in {one["name"] for one in values["tables"]}:
             return match[0]
         return f"{match[1]}\n{make(values)}\n{match[4]}"
@@ -184,6 +185,8 @@ def store(report: Path) -> None:
     """Keep what a report found in the repository: with one seed it is the demo's, with several it is of the tables."""
     if read_sealed(report / "tables.json")["seeds"] > 1:
         shutil.copyfile(report / "tables.json", RESULTS / "tables.json")
+        for picture in report.glob("table*-figure.png"):
+            shutil.copyfile(picture, ROOT / "docs" / picture.name)
         return
     shutil.copyfile(report / "headline.json", RESULTS / "demo.json")
     shutil.copyfile(report / "headline.png", ROOT / "docs" / "headline.png")

@@ -4,7 +4,7 @@ from typing import Any
 
 from trainshort.claims.collection import Collection, Run
 from trainshort.claims.measured import View
-from trainshort.evaluate.by_position import ENOUGH, bounds, past_training, pooled
+from trainshort.evaluate.evidence import ENOUGH, bounds, past_training, pooled
 from trainshort.evaluate.results import LengthScore
 from trainshort.files import read_sealed
 from trainshort.plots.figures import Figure, Series, color

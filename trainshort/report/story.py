@@ -54,8 +54,8 @@ def short_against_long(view: View) -> list[str]:
 
 
 def _verdict(change: Compared) -> str:
-    if change.low <= 0 <= change.high:
-        return f"too close to tell ({change})"
+    if not change.told:
+        return f"cannot tell ({change})"
     return f"ALiBi is {'worse' if change.change > 0 else 'better'} by {abs(change.change):.0%}"
 
 

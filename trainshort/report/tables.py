@@ -4,17 +4,20 @@ The JSON files behind a report are copied beside it (`Sources`), so that every l
 here and never taken from a run: a number, and what is left of the name when only plain letters stay.
 """
 
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainshort.claims.measured import Measured, View
 from trainshort.files import make_folder, read_bytes, write_whole
-from trainshort.plots.figures import OTHERS, Figure, Series, color
+from trainshort.plots.figures import OTHERS, Figure, Series, color, spaced
 from trainshort.recipes.experiments import Cell, Experiment, experiments, with_methods
 
 FOLDER = "data"
+OURS = "alibi"
+"""The method whose perplexities the paper holds against the others'."""
 
 
 class Sources:
@@ -54,6 +57,18 @@ class Shown:
     paper: str
     link: str = ""
     title: str = ""
+    values: tuple[float, ...] = ()
+    """What it is the mean of: one number a seed."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How much more perplexity ALiBi has in one cell than another method that read the same in the same column."""
+
+    row: str
+    column: str
+    other: str
+    told: str
 
 
 Rows = tuple[tuple[str, tuple[Shown, ...]], ...]
@@ -71,6 +86,7 @@ class Table:
     """Cells that have a number here."""
     folded: bool
     note: str
+    differences: tuple[Standing, ...] = ()
 
 
 def paper_tables(view: View, sources: Sources) -> list[Table]:
@@ -97,7 +113,31 @@ def _table(experiment: Experiment, view: View, sources: Sources) -> Table:
     count = sum(bool(one.link) for one in found.values())
     if len(columns) > 12:
         columns, filled = _without(columns, filled, lambda one: bool(one.link))
-    return Table(experiment.name, experiment.title, columns, filled, count, len(filled) > MOST_ROWS, _note(view))
+    return Table(
+        name=experiment.name,
+        title=experiment.title,
+        columns=columns,
+        rows=filled,
+        count=count,
+        folded=len(filled) > MOST_ROWS,
+        note=_note(view),
+        differences=tuple(_differences(experiment, view)),
+    )
+
+
+def _differences(experiment: Experiment, view: View) -> Iterator[Standing]:
+    """Told by the one rule about noise: the wider interval of two, over stretches of the text and over the seeds."""
+    cells = [cell for cell in experiment.cells if cell.quantity == "perplexity" and cell.variant and cell.reading]
+    for ours, other in itertools.product(cells, cells):
+        if ours.variant is None or other.variant is None or ours.reading is None or other.reading is None:
+            continue
+        alike = (ours.column, ours.reading) == (other.column, other.reading)
+        if not alike or ours.variant.position != OURS or other.variant.position == OURS:
+            continue
+        change = view.perplexities((ours.variant, ours.reading), (other.variant, other.reading))
+        if change is not None:
+            told = str(change) if change.told else f"cannot tell, {change}"
+            yield Standing(ours.row, ours.column, other.row, told)
 
 
 def _without(columns: tuple[str, ...], rows: Rows, wanted: Callable[[Shown], bool]) -> tuple[tuple[str, ...], Rows]:
@@ -129,65 +169,109 @@ def _shown(cell: Cell, measured: Measured | None, sources: Sources) -> Shown:
         return Shown(measured.status, paper, link)
     spread = "" if measured.spread is None else f" ± {number(measured.spread, cell.quantity)}"
     title = f"{measured.value!r} over {len(measured.values)} seed{'s' if len(measured.values) > 1 else ''}"
-    return Shown(number(measured.value, cell.quantity) + spread, paper, link, title)
+    return Shown(number(measured.value, cell.quantity) + spread, paper, link, title, measured.values)
 
 
 def paper_figures(view: View) -> list[Figure]:
-    """Figures of the paper that are lines, where enough points were obtained here to see one."""
+    """Tables and figures of the paper that can be drawn, where enough points were obtained here to see something."""
     made = [_figure(_with_ours(build(), view), view) for _, build in experiments.items()]
     return [figure for figure in made if figure]
 
 
+@dataclass(frozen=True)
+class Point:
+    """A place in a figure, how far the seeds lie from it (standard deviation; 0 with one), and the file behind it."""
+
+    x: float
+    y: float
+    spread: float
+    source: Path
+
+
 def _figure(experiment: Experiment, view: View) -> Figure | None:
-    if experiment.kind != "lines":
+    if experiment.kind not in POINTS:
         return None
     series: list[Series] = []
-    sources = []
+    sources: list[Path] = []
     for index, row in enumerate(dict.fromkeys(cell.row for cell in experiment.cells)):
         cells = [cell for cell in experiment.cells if cell.row == row]
-        points = _curve(cells, view) if cells[0].quantity == "learning curve" else _points(cells, view)
+        curve = cells[0].quantity == "learning curve"
+        points = sorted((_curve if curve else POINTS[experiment.kind])(cells, view), key=lambda point: point.x)
         if not points:
             continue
         variant = cells[0].variant
-        position = variant.position if variant else ""
-        sources += [path for *_, path in points]
-        x, y, _ = zip(*sorted(points), strict=True)
-        own = color(position)
+        own = color(variant.position if variant else "")
         taken = own in {one.color for one in series}  # a method's second line needs another colour
-        series.append(Series(row, x, y, OTHERS[index % len(OTHERS)] if taken else own))
-    counts = [len(one.y) for one in series]
-    if max(counts, default=0) < LEAST_POINTS or sum(counts) < 2 * LEAST_POINTS - 1:
+        series.append(_series(row, points, OTHERS[index % len(OTHERS)] if taken else own))
+        sources += [point.source for point in points]
+    if not _enough([len(one.y) for one in series], experiment.kind):
         return None
     names = _and_more([one.name for one in series])
+    number = experiment.name.replace("fig", "Figure ").replace("table", "Table ")
+    band = any(one.low for one in series)
+    by_length = experiment.kind == "lines" and experiment.cells[0].quantity != "learning curve"
+    places = [x for one in series for x in one.x if not isinstance(x, str)]  # bars have names there
     return Figure(
-        name=experiment.name,
-        title=f"{experiment.name.replace('fig', 'Figure ')}: {experiment.title}",
+        name=experiment.name if experiment.name.startswith("fig") else f"{experiment.name}-figure",
+        title=f"{number}: {experiment.title}",
         alt=f"{experiment.title}: {experiment.axes[1]} against {experiment.axes[0]} for {names}.",
         series=tuple(series),
         x_label=experiment.axes[0],
         y_label=experiment.axes[1],
-        x_log=True,
+        x_log=experiment.kind == "lines",
         y_log=experiment.axes[1] == "perplexity",
+        ticks=spaced(places) if by_length else (),
+        note="Bands and bars: one standard deviation over the seeds." if band else "",
         sources=tuple(dict.fromkeys(sources)),
     )
 
 
-def _points(cells: list[Cell], view: View) -> list:
-    found = []
+def _series(name: str, points: list[Point], shade: str) -> Series:
+    low = tuple(point.y - point.spread for point in points)
+    high = tuple(point.y + point.spread for point in points)
+    seeds = any(point.spread for point in points)
+    x, y = tuple(point.x for point in points), tuple(point.y for point in points)
+    return Series(name, x, y, shade, low if seeds else (), high if seeds else ())
+
+
+def _enough(counts: list[int], kind: str) -> bool:
+    """Whether there is something to see: a line and some points of another, or a few single points."""
+    if kind == "by speed":
+        return len(counts) >= LEAST_POINTS
+    return max(counts, default=0) >= LEAST_POINTS and sum(counts) >= 2 * LEAST_POINTS - 1
+
+
+def _by_length(cells: list[Cell], view: View) -> list[Point]:
+    found = {}
     for cell in cells:
         measured = view.cell(cell)
         if measured and measured.values and cell.x is not None:
-            found.append((view.scale.length(round(cell.x)), measured.value, measured.sources[0]))
-    return list({point[0]: point for point in found}.values())
+            at = view.scale.length(round(cell.x))
+            found[at] = Point(at, measured.value, measured.spread or 0.0, measured.sources[0])
+    return list(found.values())
 
 
-def _curve(cells: list[Cell], view: View) -> list:
+def _by_speed(cells: list[Cell], view: View) -> list[Point]:
+    """A row's last perplexity against its training speed: what a model is worth, and what it takes to have it."""
+    speeds = [view.cell(cell) for cell in cells if cell.quantity == "train speed"]
+    scores = [view.cell(cell) for cell in cells if cell.quantity == "perplexity"]
+    if not speeds or not scores or speeds[0] is None or scores[-1] is None or not scores[-1].values:
+        return []
+    return [Point(speeds[0].value, scores[-1].value, scores[-1].spread or 0.0, scores[-1].sources[0])]
+
+
+POINTS = {"lines": _by_length, "by speed": _by_speed}
+"""How the points of a row are found, for each kind of experiment that is drawn here."""
+
+
+def _curve(cells: list[Cell], view: View) -> list[Point]:
     """Training time in minutes, from tokens and measured speed; without a speed, millions of tokens would mislead."""
     variant, reading = cells[0].variant, cells[0].reading
     speed = view.cost(variant, "train speed") if variant else None
     if variant is None or reading is None or speed is None:
         return []
-    return [(tokens / speed.value / 60, value, path) for tokens, value, path in view.curve(variant, reading)]
+    points = view.curve(variant, reading)
+    return [Point(tokens / speed.value / 60, value, 0.0, path) for tokens, value, path in points]
 
 
 def _and_more(names: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from trainshort.report import page, sections, story
 from trainshort.report.costs import cost_figures
 from trainshort.report.samples import samples
 from trainshort.report.speed import speed
-from trainshort.report.tables import Sources, paper_figures, paper_tables
+from trainshort.report.tables import Shown, Sources, paper_figures, paper_tables
 from trainshort.report.tables import Table as PaperTable
 
 
@@ -104,7 +105,7 @@ def _rules(claims: list[Claim]) -> str:
 
 
 def _stored_tables(collection: Collection, tables: list[PaperTable]) -> dict[str, Any]:
-    """The tables as data: per cell what was obtained and what the paper has, as printed."""
+    """The tables as data: per cell what was obtained and what the paper has, as printed, and each seed's number."""
     records = [one.evaluation.provenance for run in collection.runs.values() for one in run.evaluations]
     return {
         "format": 1,
@@ -114,13 +115,18 @@ def _stored_tables(collection: Collection, tables: list[PaperTable]) -> dict[str
                 "name": one.name,
                 "title": one.title,
                 "columns": one.columns,
-                "rows": [[row, [[cell.here, cell.paper] for cell in cells]] for row, cells in one.rows],
+                "rows": [[row, [_stored_cell(cell) for cell in cells]] for row, cells in one.rows],
                 "note": one.note,
+                "differences": [asdict(difference) for difference in one.differences],
             }
             for one in tables
         ],
         "provenance": records[-1] if records else {},
     }
+
+
+def _stored_cell(cell: Shown) -> dict[str, Any]:
+    return {"here": cell.here, "paper": cell.paper, "values": cell.values}
 
 
 def _write_claims(judged: list[tuple[Claim, Outcome]], path: Path, scale: str) -> None:

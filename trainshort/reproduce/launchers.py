@@ -21,6 +21,7 @@ A job that Slurm requeues, for whatever reason, is started again with the same t
 """
 
 import ctypes
+import logging
 import multiprocessing
 import os
 import re
@@ -235,6 +236,8 @@ def run_on_cluster(tasks: list[Task], root: Path, done: Callable[[str], None], s
         from submitit.core.utils import FailedJobError
     except ImportError:
         raise InputError("The slurm launcher needs a package: pip install 'trainshort[scale]'.") from None
+    # On a cluster that keeps no accounts it warns at every look, on standard output; `_queued` asks the queue instead.
+    logging.getLogger("submitit").setLevel(logging.ERROR)
     try:
         executor = submitit.AutoExecutor(folder=root / "jobs", cluster=kind)
         executor.update_parameters(name="trainshort", **site.parameters())

@@ -15,7 +15,7 @@ from trainshort.evaluate.results import Query, Stored, best_step, find, rows
 from trainshort.files import make_folder, write_sealed
 from trainshort.recipes.experiments import Experiment, moments, queries, reseeded
 from trainshort.recipes.scales import Scale
-from trainshort.runs import RunFolder, provenance, read_metrics, run_name
+from trainshort.runs import RunFolder, present, provenance, read_metrics, run_name
 from trainshort.terminal import new_console
 
 STEP_WEIGHT = 3
@@ -101,7 +101,7 @@ def trained(folder: Path, task: Task) -> bool:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoints that are whole, oldest first."""
-    return sorted(path.parent for path in folder.glob("checkpoints/step-*/manifest.json"))
+    return [path for path in present(folder) if (path / "manifest.json").exists()]
 
 
 def missing(found: list[Stored], query: Query, lengths: set[int]) -> list[int]:

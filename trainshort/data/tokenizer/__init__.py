@@ -1,11 +1,17 @@
 """Text to token numbers and back: `bytes`, `words`, `bpe`, a plug-in's, or any saved `tokenizer.json`.
 
-A kind of tokenizer is one file here (or a plug-in) with one decorator, `@tokenizers.register("name")`.
+A kind of tokenizer is one class, here (`built.py`) or in a plug-in, with one decorator, `@tokenizers.register("name")`.
 """
 
 from trainshort.data.tokenizer.base import END_OF_TEXT, Tokenizer, cut, tokenizers
-from trainshort.data.tokenizer.bpe import BytePairTokenizer, sample, train_bpe
-from trainshort.data.tokenizer.bytes import ByteTokenizer
+from trainshort.data.tokenizer.built import (
+    BytePairTokenizer,
+    ByteTokenizer,
+    WordTokenizer,
+    count_words,
+    sample,
+    train_bpe,
+)
 from trainshort.data.tokenizer.saved import (
     FILE,
     SavedTokenizer,
@@ -14,7 +20,6 @@ from trainshort.data.tokenizer.saved import (
     save_tokenizer,
     tokenizer_name,
 )
-from trainshort.data.tokenizer.words import WordTokenizer, count_words
 
 __all__ = [
     "END_OF_TEXT",

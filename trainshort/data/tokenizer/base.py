@@ -186,3 +186,8 @@ def byte_alphabet() -> dict[int, str]:
     alphabet = {byte: chr(byte) for byte in printable}
     others = (byte for byte in range(256) if byte not in alphabet)
     return alphabet | {byte: chr(256 + rank) for rank, byte in enumerate(list(others))}
+
+
+def byte_numbers() -> dict[str, int]:
+    """The same, the other way."""
+    return {letter: byte for byte, letter in byte_alphabet().items()}

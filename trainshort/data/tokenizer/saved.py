@@ -17,7 +17,7 @@ from trainshort.data.tokenizer.base import (
     Ids,
     Tokenizer,
     WholeDecoder,
-    byte_alphabet,
+    byte_numbers,
     cut,
     tokenizers,
 )
@@ -108,7 +108,7 @@ class SavedTokenizer(Tokenizer):
 
     @cached_property
     def _bytes(self) -> dict[str, int]:
-        return {letter: byte for byte, letter in byte_alphabet().items()}
+        return byte_numbers()
 
     def to_json(self) -> str:
         return self.library.to_str()

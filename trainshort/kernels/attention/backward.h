@@ -74,9 +74,9 @@ static void take_rows(const Call *c, int64_t batch, int64_t head, int64_t row, R
     }
 }
 
-/* Whether a panel read a block of keys in the forward. */
-INLINE int has_read(const Rows *rows, int p, int64_t start) {
-    return start >= rows->first[p] && visible_keys(&rows->place[p], start);
+/* How many keys of a block, from `from` on, a panel met in the forward, rounded up to a multiple of four. */
+INLINE int keys_met(const Rows *rows, int p, int64_t start, int64_t from) {
+    return (int)blocks_of(larger_of(0, start + visible_keys(&rows->place[p], start) - from), 4) * 4;
 }
 
 /* Weights P and score gradients dS of one panel on one block of keys. */
@@ -122,16 +122,17 @@ static void add_ticks(int keys, const real *slants, vec *rows, double *columns) 
 
 static void rows_meet_block(const Call *c, int64_t batch, int64_t head, Rows *rows, const Segment *own, int64_t start) {
     const int padded = padded_dim(c);
-    const int64_t size = padded * PANEL, offset = (start - own->start) * padded;
-    const real *k = own->k + offset, *v = own->v + offset;
+    const int64_t size = padded * PANEL;
     real *tilts = own->tilts ? own->tilts + head % (c->heads / c->kv_heads) * table_size(c) : NULL;
     for (int p = 0; p < rows->count; p++) {
-        if (!has_read(rows, p, start)) continue;
-        const int keys = (int)blocks_of(visible_keys(&rows->place[p], start), 4) * 4;
+        const int64_t from = larger_of(start, rows->first[p]), offset = (from - own->start) * padded;
+        const int keys = keys_met(rows, p, start, from);
+        if (!keys) continue;
+        const real *k = own->k + offset, *v = own->v + offset;
         const real *weights = rows->weights + p * KEYS * PANEL, *slants = rows->slants + p * KEYS * PANEL;
-        panel_slants(c, batch, head_bias(c, batch, head), rows, p, k, v, start, keys);
-        if (tilts) add_tilts(&rows->place[p], start, keys, slants, tilts);
-        if (own->ticks) add_ticks(keys, slants, rows->ticks[p], own->ticks + (start - own->start));
+        panel_slants(c, batch, head_bias(c, batch, head), rows, p, k, v, from, keys);
+        if (tilts) add_tilts(&rows->place[p], from, keys, slants, tilts);
+        if (own->ticks) add_ticks(keys, slants, rows->ticks[p], own->ticks + (from - own->start));
         panel_add(rows->grad_q + p * size, k, padded, padded, keys, slants);
         rows_add(own->grad_v + offset, rows->grad + p * size, padded, keys, weights);
         rows_add(own->grad_k + offset, rows->q + p * size, padded, keys, slants);

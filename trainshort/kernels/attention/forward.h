@@ -1,5 +1,12 @@
 /* Forward: each panel walks its keys from the nearest block outwards, with a running softmax, and stops as soon as the
  * bound on everything further out, against the row's real denominator so far, is within the tolerance for every row.
+ *
+ * Before a block is read the bound is asked about all keys before it. Where they may be left out, the block is the
+ * panel's last, and its own keys are asked one after another, from the far end: only those are read that must be. In a
+ * steep head the block of the diagonal is read in two parts, since nothing can be left out before every row has met its
+ * own key.
+ *
+ *     blocks of 4 keys, rows 9 to 10:    read 8 9 10 | 4 5 6 7: before 4 all may go; so may 4 and 5 | read 6 7, stop
  */
 #ifndef TRAINSHORT_FORWARD_H
 #define TRAINSHORT_FORWARD_H
@@ -17,7 +24,8 @@ typedef struct {
     vec top[WIDE], sum[WIDE]; /* running maximum and sum of e^(score - top) */
     real *queries, *out;      /* [dim][query] */
     real *shifts;             /* [centre][query] the bound's q.c */
-    Levels norms[WIDE];       /* the queries' norms, among the bound's levels */
+    vec norm[WIDE];           /* the queries' norms, rounded up */
+    Places places[WIDE];      /* and where they lie among the bound's centres */
     int hurdle;               /* centre whose keys were too heavy to stop, the last time */
     int64_t first;            /* first key read so far */
     real dropped;
@@ -41,7 +49,8 @@ static void begin_walk(const Call *c, const Bound *bound, Walk *walk, const real
             square += q * q;
         }
         for (int i = 0; i < LANES; i++) square[i] = (real)sqrt(square[i]);
-        walk->norms[w] = levels_of(bound, square * (1 + rounding(c->dim)));
+        walk->norm[w] = square * (1 + rounding(c->dim));
+        walk->places[w] = places_of(bound, walk->place.lowest - position(c, 0) + w * LANES);
     }
     panel_dots(walk->queries, bound->centres.rows, padded, padded, count, walk->shifts);
     for (int i = 0; i < count * PANEL; i++) /* lanes of padding must never hold a panel up */
@@ -92,59 +101,56 @@ static void add_only_visible(const Call *c, Walk *walk, int64_t batch, const rea
         }
 }
 
-static void walk_block(const Call *c, const Bound *bound, HeadBias bias, Walk *walk, int64_t batch, int64_t block,
-                       const real *k, const real *v, real *scores) {
-    const int padded = padded_dim(c);
-    const int64_t start = block * KEYS;
-    const int keys = visible_keys(&walk->place, start);
-    const int hiding = needs_hiding(c, &walk->place, start, keys);
-    panel_dots(walk->queries, k, padded, padded, keys, scores);
-    add_bias(&walk->place, (real)c->scale, bias, start, keys, scores);
-    if (hiding) hide(c, &walk->place, batch, start, keys, scores);
+/* Takes the keys from `from` up to `behind`, all of one block, into the running softmax; `k` and `v` are the block's. */
+static void walk_keys(const Call *c, const Bound *bound, HeadBias bias, Walk *walk, int64_t batch, int64_t from,
+                      int64_t behind, const real *k, const real *v, real *scores) {
+    const int padded = padded_dim(c), keys = (int)(behind - from);
+    const int64_t offset = from % KEYS * padded;
+    const int hiding = needs_hiding(c, &walk->place, from, keys);
+    panel_dots(walk->queries, k + offset, padded, padded, keys, scores);
+    add_bias(&walk->place, (real)c->scale, bias, from, keys, scores);
+    if (hiding) hide(c, &walk->place, batch, from, keys, scores);
     soften(walk, padded, keys, scores);
-    if (hiding && bound->faulty[block])
-        add_only_visible(c, walk, batch, v, start, keys, scores);
+    if (hiding && bound->faulty[from / KEYS])
+        add_only_visible(c, walk, batch, v + offset, from, keys, scores);
     else
-        panel_add(walk->out, v, padded, padded, keys, scores);
-    walk->first = start;
+        panel_add(walk->out, v + offset, padded, padded, keys, scores);
+    walk->first = from;
 }
 
-/* The bias of each row on the boundary before a block. */
-static void fall_since(const Bound *bound, const Panel *place, int64_t block, vec *since) {
+/* The bias of each row on a boundary: the most that a key before it can have, where the bias is a table. */
+static void fall_since(const Bound *bound, const Panel *place, int64_t boundary, vec *since) {
     if (bound->ceiling) {
         for (int i = 0; i < PANEL; i++) {
-            const int64_t nearest = smaller_of(place->lowest + i, place->highest) - block * KEYS + 1;
+            const int64_t nearest = smaller_of(place->lowest + i, place->highest) - boundary + 1;
             const real most = bound->ceiling[larger_of(nearest, 0)];
             since[i / LANES][i % LANES] = most + (real)fabs(most) * (real)2.4e-6; /* sums with it are rounded at its size */
         }
         return;
     }
     if (!bound->clock) {
-        for (int w = 0; w < WIDE; w++) since[w] = -bound->slope * distances(place, block * KEYS, w);
+        for (int w = 0; w < WIDE; w++) since[w] = -bound->slope * distances(place, boundary, w);
         return;
     }
     for (int i = 0; i < PANEL; i++)
         since[i / LANES][i % LANES] =
-            (real)(bound->clock[smaller_of(place->lowest + i, place->highest)] - bound->clock[block * KEYS]);
+            (real)(bound->clock[smaller_of(place->lowest + i, place->highest)] - bound->clock[boundary]);
 }
 
-/* Whether every row may leave out all keys before `block`; then `dropped` is the most that any row leaves out. Begins
- * with the centre that was in the way the last time: where it still is, the question costs next to nothing. */
-static int may_stop(const Call *c, const Bound *bound, Walk *walk, int64_t block) {
-    if (!bound->known) return 0;
-    vec since[WIDE];
-    fall_since(bound, &walk->place, block, since);
-    const int count = bound->centres.count;
-    const real *tails = bound->tail + block * count * LEVELS;
-    vec fall[WIDE], mass[WIDE], most = {0};
+/* Whether every row may leave out all keys before `block`; then `mass` is the most that each row leaves out. Begins with
+ * the centre that was in the way the last time: where it still is, the question costs next to nothing. */
+static int may_stop(const Call *c, const Bound *bound, Walk *walk, int64_t block, const vec *since, vec *mass) {
+    const int count = bound->centres.count, cells = cells_of(c);
+    const real *tails = bound->tail + block * count * cells;
+    vec fall[WIDE];
     for (int w = 0; w < WIDE; w++) {
-        mass[w] = spread(count * (real)FLT_MIN); /* what exp_below_zero rounds to 0 is still something */
+        mass[w] = spread((count + KEYS) * (real)FLT_MIN); /* what exp_below_zero rounds to 0 is still something */
         fall[w] = bound->slack + since[w] - walk->top[w];
     }
     for (int i = 0; i < count; i++) {
         const int n = (walk->hurdle + i) % count;
         for (int w = 0; w < WIDE; w++) {
-            const vec excess = tail_at(tails + n * LEVELS, &walk->norms[w]) + load(walk->shifts + n * PANEL + w * LANES) + fall[w];
+            const vec excess = tail_at(bound, tails + n * cells, &walk->places[w]) + load(walk->shifts + n * PANEL + w * LANES) + fall[w];
             mass[w] += exp_below_zero(excess);
             const ivec small = (excess <= 0) & (mass[w] <= (real)c->tolerance * walk->sum[w]);
             if (any(~small)) {
@@ -153,10 +159,61 @@ static int may_stop(const Call *c, const Bound *bound, Walk *walk, int64_t block
             }
         }
     }
-    for (int w = 0; w < WIDE; w++) most = larger(mass[w] / walk->sum[w], most);
-    walk->dropped = (real)FLT_MIN; /* at least: where something is left out, nobody shall read 0 */
-    for (int w = 0; w < LANES; w++) walk->dropped = most[w] > walk->dropped ? most[w] : walk->dropped;
     return 1;
+}
+
+/* Adds to `mass` the most that the keys from `from` on can weigh, STEP of them; 0 where that is too much for some row. */
+static int may_leave(const Call *c, const Bound *bound, const Walk *walk, int64_t from, const vec *since, vec *mass) {
+    const int64_t start = from / KEYS * KEYS;
+    ivec small = spread(0) == 0;
+    for (int64_t key = from; key < from + STEP; key++) {
+        const real *shift = walk->shifts + bound->nearest[key] * PANEL;
+        const real rise = bound->clock ? (real)(bound->clock[start] - bound->clock[smaller_of(key, c->k_len - 1)])
+                                       : bound->slope * (real)(key - start);
+        vec own[WIDE];
+        if (bound->ceiling) fall_since(bound, &walk->place, key + 1, own);
+        for (int w = 0; w < WIDE; w++) {
+            const vec bias = bound->ceiling ? own[w] : since[w] + rise;
+            const vec score = load(shift + w * LANES) + walk->norm[w] * bound->reach[key] + bias;
+            const vec excess = score + (bound->slack - walk->top[w]);
+            mass[w] += exp_below_zero(excess);
+            small &= (excess <= 0) & (mass[w] <= (real)c->tolerance * walk->sum[w]);
+        }
+    }
+    return !any(~small);
+}
+
+/* The first key before `behind` in its block that the panel must read: `behind` itself when there is none, the block's
+ * first when the walk goes on. Where it ends, `dropped` is the most that any row leaves out. */
+static int64_t first_needed(const Call *c, const Bound *bound, Walk *walk, int64_t block, int64_t behind) {
+    vec since[WIDE], mass[WIDE], most = {0};
+    const int64_t start = block * KEYS;
+    if (!bound->known) return start;
+    fall_since(bound, &walk->place, start, since);
+    if (!may_stop(c, bound, walk, block, since, mass)) return start;
+    int64_t key = start;
+    for (int w = 0; w < WIDE; w++) most = larger(mass[w] / walk->sum[w], most);
+    while (!bound->faulty[block] && key < behind && may_leave(c, bound, walk, key, since, mass)) {
+        for (int w = 0; w < WIDE; w++) most = larger(mass[w] / walk->sum[w], most);
+        key += STEP;
+    }
+    walk->dropped = key ? (real)FLT_MIN : 0; /* at least: where something is left out, nobody shall read 0 */
+    for (int i = 0; key && i < LANES; i++) walk->dropped = most[i] > walk->dropped ? most[i] : walk->dropped;
+    walk->done = 1;
+    return key;
+}
+
+static void walk_block(const Call *c, const Bound *bound, HeadBias bias, Walk *walk, int64_t batch, int64_t block,
+                       const real *k, const real *v, real *scores) {
+    const int64_t start = block * KEYS, own = larger_of(start, walk->place.lowest / STEP * STEP);
+    int64_t behind = start + visible_keys(&walk->place, start);
+    if (own < behind && bound->known && bound->steep) {
+        walk_keys(c, bound, bias, walk, batch, own, behind, k, v, scores);
+        behind = own;
+    }
+    const int64_t from = behind > start ? first_needed(c, bound, walk, block, behind) : start;
+    if (from < behind) walk_keys(c, bound, bias, walk, batch, from, behind, k, v, scores);
+    walk->done |= start <= walk->place.reach;
 }
 
 static void end_walk(const Call *c, Walk *walk, int64_t batch, int64_t head, int64_t row, real *line) {
@@ -203,7 +260,6 @@ static void forward_rows(void *context, int64_t item, void *scratch) {
             Walk *walk = &walks[p];
             if (walk->done || !visible_keys(&walk->place, block * KEYS)) continue;
             walk_block(c, bound, bias, walk, batch, block, k, v, scores);
-            walk->done = block * KEYS <= walk->place.reach || may_stop(c, bound, walk, block);
             walking -= walk->done;
         }
     }

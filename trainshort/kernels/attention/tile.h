@@ -20,6 +20,7 @@ enum {
     PANEL = 24, /* query rows in lanes */
     WIDE = PANEL / LANES,
     KEYS = 64, /* keys in a block */
+    STEP = 4,  /* keys that a panel reads or leaves out together */
     CHAIN = 32,
     PAD = 16,  /* in scratch, dims are padded with zeros to a multiple of this */
 };

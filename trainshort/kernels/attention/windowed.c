@@ -20,18 +20,29 @@ static size_t align(size_t bytes) { return (bytes + 63) / 64 * 64; }
 /* All heads' bounds in one allocation; NULL when there is no memory. */
 static Bound *allocate_bounds(const Call *c) {
     const int64_t heads = c->batches * c->heads, blocks = key_blocks(c);
-    const size_t centres = most_centres(c), rows = align(centres * padded_dim(c) * sizeof(real));
-    const size_t tail = align((blocks + 1) * centres * LEVELS * sizeof(real)), halves = align(centres * sizeof(real));
-    const size_t each = tail + rows + halves + align(blocks), head = align(heads * sizeof(Bound));
+    const size_t centres = most_centres(c), row = padded_dim(c) * sizeof(real);
+    const size_t tail = align((blocks + 1) * centres * cells_of(c) * sizeof(real));
+    const size_t products = centres * QUERY_CENTRES * sizeof(real), rows = panels_of(c) * PANEL;
+    const size_t keys = centres * (row + sizeof(real)), queries = QUERY_CENTRES * (row + sizeof(real));
+    const size_t reach = blocks * KEYS * sizeof(real), nearest = blocks * KEYS;
+    const size_t each = align(tail + products + keys + queries + rows * sizeof(real) + reach + nearest + rows + blocks);
+    const size_t head = align(heads * sizeof(Bound));
     char *memory = NULL;
     if (posix_memalign((void **)&memory, 64, head + heads * each)) return NULL;
     Bound *bounds = (Bound *)memory;
     for (int64_t i = 0; i < heads; i++) {
         char *own = memory + head + i * each;
         bounds[i].tail = (real *)own;
-        bounds[i].centres.rows = (real *)(own + tail);
-        bounds[i].centres.halves = (real *)(own + tail + rows);
-        bounds[i].faulty = (uint8_t *)(own + tail + rows + halves);
+        bounds[i].products = (real *)(own += tail);
+        bounds[i].centres.rows = (real *)(own += products);
+        bounds[i].centres.halves = (real *)(own + centres * row);
+        bounds[i].queries.rows = (real *)(own += keys);
+        bounds[i].queries.halves = (real *)(own + QUERY_CENTRES * row);
+        bounds[i].apart = (real *)(own += queries);
+        bounds[i].reach = (real *)(own += rows * sizeof(real));
+        bounds[i].nearest = (uint8_t *)(own += reach);
+        bounds[i].own = (uint8_t *)(own += nearest);
+        bounds[i].faulty = (uint8_t *)(own + rows);
     }
     return bounds;
 }

@@ -106,6 +106,7 @@ static void begin_row(const Token *token, int64_t head, int64_t ring, Row *row, 
     memset(memory, 0, 2 * padded * sizeof(float));
     row->query = memory, row->out = memory + padded;
     memcpy(row->query, token->q + head * token->q_stride, token->dim * sizeof(float));
+    for (int64_t t = 0; token->factors && t < token->dim; t++) row->query[t] *= token->factors[head];
     memcpy(row->out, token->v + ring * token->v_stride, token->dim * sizeof(float));
     const float *own = token->k + ring * token->k_stride;
     double score = 0;

@@ -19,6 +19,7 @@ typedef struct {
 
 typedef struct {
     const float *q, *k, *v; /* [heads or rings][dim], strides below */
+    const float *factors;   /* [heads] of the queries, where scores grow with what is seen; or NULL */
     float *out;             /* [heads][dim] */
     int64_t q_stride, k_stride, v_stride;
     Ring *rings;

@@ -83,6 +83,11 @@ INLINE vec pick_of_eight(const real *table, ivec index) {
 #endif
 }
 
+/* The same for a table of sixteen. */
+INLINE vec pick_of_sixteen(const real *table, ivec index) {
+    return choose(index > 7, pick_of_eight(table + 8, index & 7), pick_of_eight(table, index & 7));
+}
+
 /* e^x for x <= 0, to about one unit in the last place; 0 below the smallest normal number; NaN stays NaN.
  *
  * x = n ln 2 + f with n whole and |f| <= ln 2 / 2: adding 1.5 * 2^MANTISSA rounds to a whole number and leaves it in
@@ -99,6 +104,24 @@ INLINE vec exp_below_zero(vec x) {
     vec y = spread(coefficients[degree]);
     for (int i = degree - 1; i >= 0; i--) y = y * f + coefficients[i];
     return (vec)(~tiny & (ivec)(y * (vec)power));
+}
+
+/* log x for a normal x >= 1, to 1e-7 of it or 1e-7, whichever is more.
+ *
+ * x = 2^n m with m between sqrt(1/2) and sqrt(2), and log m = 2 artanh(s) = 2 (s + s^3/3 + s^5/5 ...), s = (m - 1)/(m + 1):
+ * |s| < 0.172, so six terms leave 1e-11. */
+INLINE vec log_above_zero(vec x) {
+    const ivec bits = (ivec)x, one = (ivec)spread(1);
+    vec m = (vec)((bits & (((whole)1 << MANTISSA) - 1)) | one);
+    const ivec large = m > (real)1.4142135;
+    m = choose(large, m / 2, m);
+    vec n;
+    for (int w = 0; w < LANES; w++) n[w] = (real)((bits[w] >> MANTISSA) - EXPONENT_BIAS);
+    n = choose(large, n + 1, n);
+    const vec s = (m - 1) / (m + 1), square = s * s;
+    vec sum = spread((real)1 / 11);
+    for (int odd = 9; odd > 0; odd -= 2) sum = sum * square + (real)1 / odd;
+    return n * (real)0.6931471805599453 + 2 * s * sum;
 }
 
 #endif

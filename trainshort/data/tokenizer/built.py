@@ -1,13 +1,136 @@
-"""`words`: words between white space by falling frequency, as fairseq counts WikiText for the paper."""
+"""The tokenizers that are built by name: `bpe`, `bytes` and `words`.
+
+bpe      byte-level sub-words, trained here on a sample that is spread evenly over the whole training text
+bytes    every byte of UTF-8 is a token; nothing is built and nothing is lost
+words    words between white space by falling frequency, as fairseq counts WikiText for the paper
+"""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from trainshort.data.tokenizer.base import Decoder, Ids, Tokenizer, WordDecoder, tokenizers
+from trainshort.data.tokenizer.base import (
+    END_OF_TEXT,
+    ByteDecoder,
+    Decoder,
+    Ids,
+    Tokenizer,
+    WordDecoder,
+    byte_alphabet,
+    byte_numbers,
+    cut,
+    tokenizers,
+)
+from trainshort.data.tokenizer.saved import SavedTokenizer
 from trainshort.errors import InputError
+
+SAMPLE_BYTES = 1 << 25
+"""BPE is trained on about this much text; more changes few merges and costs time and memory."""
+PART = 4096
+"""Characters of which a sample consists at least; also given to the trainer at a time, so that its threads share."""
+
+
+@tokenizers.register("bpe")
+class BytePairTokenizer(SavedTokenizer):
+    """A byte-level BPE of ours: any text can be encoded, and decoding gives it back exactly."""
+
+    summary = "byte-level sub-words, trained on a sample of the text"
+    sized = True
+
+    @classmethod
+    def build(cls, texts: Iterable[str], vocabulary: int, size: int | None) -> "BytePairTokenizer":
+        # A stream's beginning has to do: reading all of it for a sample would download all of it twice.
+        share = min(1.0, SAMPLE_BYTES / size) if size else 1.0
+        return train_bpe(sample(texts, share), vocabulary)
+
+    @classmethod
+    def recognize(cls, layout: dict[str, Any], library: Any) -> "BytePairTokenizer | None":
+        """The end token comes first, then the bytes."""
+        numbers = layout["model"].get("vocab")
+        ours = layout["model"].get("type") == "BPE" and isinstance(numbers, dict) and numbers.get(END_OF_TEXT) == 0
+        return cls(library, "bpe") if ours else None
+
+
+def sample(texts: Iterable[str], share: float) -> Iterator[str]:
+    """A share of the texts in small parts, spread evenly; ends when it is much more than was wanted.
+
+    Parts of equal length, share 0.4:   taken, -, -, taken, -, taken, -, -, taken ...
+    """
+    seen = taken = 0
+    for text in texts:
+        for part in cut(text, PART):
+            if taken <= share * seen:
+                yield part
+                taken += len(part)
+            seen += len(part)
+        if taken >= SAMPLE_BYTES * (1 if share == 1 else 2):
+            return
+
+
+def train_bpe(texts: Iterable[str], vocabulary: int) -> BytePairTokenizer:
+    """A byte-level BPE: any text can be encoded, and decoding gives it back exactly."""
+    least = len(byte_alphabet()) + 1
+    if vocabulary < least:
+        raise InputError(f"bpe needs a vocabulary of at least {least} (the bytes and an end token), not {vocabulary}.")
+    from tokenizers import models, trainers
+
+    saved = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(byte_alphabet().values()),
+        show_progress=False,
+    )
+    saved.train_from_iterator((part for text in texts for part in cut(text, PART)), trainer)
+    return BytePairTokenizer(saved, "bpe")
+
+
+@tokenizers.register("bytes")
+class ByteTokenizer(Tokenizer):
+    """A token is a byte of UTF-8. A document ends with byte 0, which text does not contain."""
+
+    name = "bytes"
+    summary = "a token is a byte of UTF-8; 256 of them"
+    vocabulary = 256
+    end = 0
+
+    @classmethod
+    def build(cls, texts: Iterable[str], vocabulary: int, size: int | None) -> "ByteTokenizer":
+        return cls()
+
+    @classmethod
+    def recognize(cls, layout: dict[str, Any], library: Any) -> "ByteTokenizer | None":
+        model = layout["model"]
+        same = model.get("type") == "BPE" and not model["merges"] and model["vocab"] == byte_numbers()
+        return cls() if same else None
+
+    def encode(self, text: str) -> Ids:
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(self.checked(ids)).decode(errors="replace")
+
+    def decoder(self) -> Decoder:
+        return ByteDecoder(lambda token: bytes([token]))
+
+    def to_json(self) -> str:
+        from tokenizers import models
+
+        return _byte_level(models.BPE(byte_numbers(), [])).to_str()
+
+
+def _byte_level(model: Any) -> Any:
+    """The library's tokenizer around a model whose letters stand for bytes."""
+    from tokenizers import Tokenizer as Saved
+    from tokenizers import decoders, pre_tokenizers
+
+    saved = Saved(model)
+    saved.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    saved.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    return saved
+
 
 MOST_WORDS = 2_000_000
 """Different words that are counted at once; beyond, the rarest are forgotten, so that memory stays bounded."""
