@@ -1,6 +1,6 @@
 """Attention of the three families, by `attend`: each projects, splits and caches as its class does. And their
 feed-forward layers, which keep one wide tensor for the backward pass where the classes keep two, and make none as long
-as the text where there is no backward pass."""
+as the text where there is no backward pass. Products without gradients are oneDNN's."""
 
 from typing import Any
 
@@ -16,6 +16,8 @@ from trainshort.positions.bias import clamped
 ROWS = 512
 """Tokens that a feed-forward layer takes at once without gradients: its wide tensors then stay in the cache, and large
 models still read their weights seldom."""
+FEWEST = 8
+"""Rows from which on oneDNN is the quicker one; it puts the weights in another order at every call."""
 
 
 def mpt_attention(
@@ -29,14 +31,14 @@ def mpt_attention(
 ) -> tuple[Tensor, Tensor | None]:
     if not isinstance(attention_mask, Seen):  # a block that is called by itself is what it was
         return original(self, hidden_states, position_bias, past_key_values, attention_mask, **kwargs)
-    mixed = self.Wqkv(hidden_states)
+    mixed = product(self.Wqkv, hidden_states)
     if self.clip_qkv:
         mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
     q, k, v = (part.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=2))
     k, v = remembered(past_key_values, k, v, self.layer_idx, attention_mask)
     dropout = self.attn_dropout_p if self.training else 0.0
     out, weights = attended(q, k, v, attention_mask, self.softmax_scale, dropout)
-    return self.out_proj(out), weights
+    return product(self.out_proj, out), weights
 
 
 def bloom_attention(
@@ -51,11 +53,11 @@ def bloom_attention(
 ) -> tuple[Tensor, Tensor | None]:
     if not isinstance(attention_mask, Seen):
         return original(self, hidden_states, residual, alibi, attention_mask, layer_past, **kwargs)
-    q, k, v = self._reshape(self.query_key_value(hidden_states))
+    q, k, v = self._reshape(product(self.query_key_value, hidden_states))
     k, v = remembered(layer_past, k, v, self.layer_idx, attention_mask)
     dropout = self.attention_dropout.p if self.training else 0.0
     out, weights = attended(q, k, v, attention_mask, self.inv_norm_factor, dropout)
-    out = nn.functional.dropout(self.dense(out), self.hidden_dropout, self.training)
+    out = nn.functional.dropout(product(self.dense, out), self.hidden_dropout, self.training)
     return out + residual, weights
 
 
@@ -71,11 +73,11 @@ def falcon_attention(
 ) -> tuple[Tensor, Tensor | None]:
     if not isinstance(attention_mask, Seen):
         return original(self, hidden_states, alibi, attention_mask, position_ids, layer_past, **kwargs)
-    q, k, v = (part.transpose(1, 2) for part in self._split_heads(self.query_key_value(hidden_states)))
+    q, k, v = (part.transpose(1, 2) for part in self._split_heads(product(self.query_key_value, hidden_states)))
     k, v = remembered(layer_past, k, v, self.layer_idx, attention_mask)
     dropout = self.attention_dropout.p if self.training else 0.0
     out, weights = attended(q, k, v, attention_mask, self.inv_norm_factor, dropout)
-    return self.dense(out), weights
+    return product(self.dense, out), weights
 
 
 def mpt_ffn(original: Method, self: Any, hidden_states: Tensor, residual: Tensor) -> Tensor:
@@ -102,7 +104,27 @@ def fed_forward(
     rows = x.flatten(0, -2)
     if torch.is_grad_enabled() or x.device.type != "cpu" or len(rows) <= ROWS or _watched(widen, activate, narrow):
         return narrowed(widen(x), activate, narrow)
-    return torch.cat([narrow(activate(widen(part))) for part in rows.split(ROWS)]).view_as(x)
+    return torch.cat([product(narrow, activate(product(widen, part))) for part in rows.split(ROWS)]).view_as(x)
+
+
+def product(layer: nn.Module, x: Float[Tensor, "*rows inner"]) -> Float[Tensor, "*rows outer"]:
+    """A linear layer of `x`, by oneDNN where nobody wants gradients.
+
+    torch leaves float32 to MKL, which does not use the widest vectors of AMD's processors. oneDNN, which torch brings
+    along, does, and was about twice as quick there. Whatever is not a plain layer of float32 on a processor, or is
+    watched or traced, is called as it is.
+    """
+    weight = layer.weight
+    plain = type(layer) is nn.Linear or type(layer).__qualname__ == "FalconLinear"
+    if not plain or type(x) is not Tensor or type(weight) is not nn.Parameter or "forward" in vars(layer):
+        return layer(x)
+    numbers = x.device.type == weight.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
+    followed = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
+    few = x.numel() < FEWEST * x.shape[-1]
+    offered = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    if few or not offered or not numbers or followed or _watched(layer) or nn.modules.module._has_any_global_hook():
+        return layer(x)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, layer.bias, "none", [], "")
 
 
 def _watched(*parts: nn.Module) -> bool:
