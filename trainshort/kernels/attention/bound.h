@@ -104,7 +104,7 @@ static void find_queries(const Call *c, int64_t batch, int64_t head, Bound *boun
     const int padded = padded_dim(c), most = most_query_centres(c);
     const Crowd crowd = {&c->q, batch, head, c->q_len};
     const int clustered =
-        most == QUERY_CENTRES && find_centres(c, &crowd, most, &bound->queries, scratch) < (real)CLUSTERED;
+        !bound->steep && most == QUERY_CENTRES && find_centres(c, &crowd, most, &bound->queries, scratch) < (real)CLUSTERED;
     const int count = clustered ? most : NO_QUERY_CENTRES, zeros = clustered ? 1 : count;
     bound->queries.count = count;
     memset(bound->queries.rows, 0, zeros * padded * sizeof(real));

@@ -18,13 +18,14 @@ enum {
     MOST_CENTRES = 72, /* at most 256: a key notes its own in a byte */
     KEYS_EACH = 64,    /* keys to a centre: finding the nearest one must cost little beside the attention itself */
     SAMPLES_EACH = 12, /* sampled keys to a centre */
-    ENOUGH_FALL = 4,   /* nats over a block of keys from which on a head's window is so short that few centres do */
+    ENOUGH_FALL = 10,  /* nats over a block of keys from which on a head's window is so short that few centres do */
     FEW_CENTRES = 16,
     FEWEST_CENTRES = 4,
     QUERY_CENTRES = 16,     /* of the queries */
     NO_QUERY_CENTRES = 4,   /* zeros in their place (a tile's height) where there are fewer keys or dims than */
     ENOUGH_KEYS = 2048,
     ENOUGH_DIMS = 48,       /* narrow heads gain a hundredth, and the tails would take more memory than the output */
+    ENOUGH_WITH_CLOCK = 16, /* with a clock of the text a tenth */
 };
 
 #define CLUSTERED 1.15 /* what `find_centres` gives of queries whose centres are worth their cost: 0.7 to 1.06 in trained
@@ -48,7 +49,8 @@ INLINE int most_centres(const Call *c) {
 }
 
 INLINE int most_query_centres(const Call *c) {
-    return c->k_len < ENOUGH_KEYS || c->dim < ENOUGH_DIMS ? NO_QUERY_CENTRES : QUERY_CENTRES;
+    const int dims = c->clock ? ENOUGH_WITH_CLOCK : ENOUGH_DIMS;
+    return c->k_len < ENOUGH_KEYS || c->dim < dims ? NO_QUERY_CENTRES : QUERY_CENTRES;
 }
 
 INLINE int samples_of(int centres) { return (int)(blocks_of(centres * SAMPLES_EACH, PANEL) * PANEL); }
