@@ -82,7 +82,7 @@ def test_mpt_before_and_after_a_patch(memory, tmp_path):
         *["patch", "--quick", "--preset", "tiny", "--lengths", "64", "--rounds", "2", "--memory", memory, "--out"],
         str(out),
     )
-    before, after, bare = rows = load(out).suites["patch"]
+    before, after, _ = rows = load(out).suites["patch"]
     names = ["mpt", "patched", "without attention"]
     assert [row.case["model"] for row in rows] == names
     assert all(len(row.seconds[work]) == 2 for row in rows for work in ("forward", "step"))

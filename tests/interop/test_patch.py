@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 from hugging import LENGTH, WORDS, make, off, right, unrounded  # noqa: E402
 
 import trainshort  # noqa: E402
-from trainshort import InputError, patch, unpatch  # noqa: E402
+from trainshort import InputError, patch, products, unpatch  # noqa: E402
 from trainshort.interop import families  # noqa: E402
 
 KINDS = {
@@ -205,57 +205,8 @@ class Largest(TorchDispatchMode):
         return out
 
 
-class OneDNN(TorchDispatchMode):
-    """Counts oneDNN's products."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += func is torch.ops.mkldnn._linear_pointwise.default
-        return func(*args, **(kwargs or {}))
-
-
-def products_of(model, text) -> int:
-    with OneDNN() as counted:
-        model(text)
-    return counted.calls
-
-
 @torch.no_grad()
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-def test_products_without_gradients_are_onednn_s_and_nobody_is_passed_over(kind):
-    model, text = make(kind), tokens(2, 30)
-    layers = [part for at, part in model.named_modules() if isinstance(part, torch.nn.Linear) and "lm_head" not in at]
-    expected = model(text).logits
-    assert products_of(model, text) == 0
-    patch(model)
-    attention = len(layers) // 2  # a short text's feed-forward layers go whole, through the layers themselves
-    assert products_of(model, text) == attention
-    assert off(model(text).logits, expected) < 1e-5
-    assert products_of(model, text[:, :2]) == 0  # four rows
-    with torch.enable_grad():
-        assert products_of(model, text) == 0
-    with torch.autocast("cpu", torch.bfloat16):
-        assert products_of(model, text) == 0
-    with torch.backends.mkldnn.flags(enabled=False):
-        assert products_of(model, text) == 0
-    seen = []
-    layer = layers[0]
-    handle = layer.register_forward_hook(lambda _, __, out: seen.append(out.shape))
-    assert products_of(model, text) == attention - 1
-    assert len(seen) == 1
-    handle.remove()
-    layer.forward = lambda x: seen.append(x.shape) or torch.nn.Linear.forward(layer, x)
-    assert products_of(model, text) == attention - 1
-    assert len(seen) == 2
-    del layer.forward
-    assert products_of(copy.deepcopy(model).double(), text) == 0
-
-
-@torch.no_grad()
-def test_feed_forward_layers_go_in_slices_without_gradients(kind):
+def test_feed_forward_layers_go_in_slices_without_gradients(kind, monkeypatch):
     """Two rows of unlike texts, a length that is no whole number of slices; and whoever watches a layer sees all."""
     model = make(kind)
     text, wide = tokens(2, 700), 4 * model.config.hidden_size
@@ -263,16 +214,17 @@ def test_feed_forward_layers_go_in_slices_without_gradients(kind):
     with Largest(wide) as largest:
         sliced = model(text).logits
     assert 0 < largest.numbers <= 512 * wide
-    by_mkl = torch.backends.mkldnn.flags  # attention's products without gradients would else be oneDNN's
-    with torch.enable_grad(), by_mkl(enabled=False):
+    monkeypatch.setattr(
+        products, "is_quicker", lambda: False
+    )  # a layer with hooks is called, and would be rounded apart
+    with torch.enable_grad():
         whole = model(text).logits
     assert off(sliced, whole) < 1e-5
     sizes = []
     name = {"mpt": "up_proj"}.get(kind, "dense_h_to_4h")
     layers = [part for at, part in model.named_modules() if at.endswith(name)]
     handles = [layer.register_forward_hook(lambda _, __, out: sizes.append(out.shape)) for layer in layers]
-    with by_mkl(enabled=False):
-        assert torch.equal(model(text).logits, whole)
+    assert torch.equal(model(text).logits, whole)
     assert sizes == [(2, 700, wide)] * len(handles)
 
 
@@ -404,7 +356,8 @@ def test_the_body_alone(kind):
         model()
 
 
-def test_the_report_says_what_was_changed():
+def test_the_report_says_what_was_changed(monkeypatch):
+    monkeypatch.setattr("trainshort.interop.patch.is_quicker", lambda: True)
     report = patch(make("mpt", alibi_bias_max=16), tolerance=0)
     assert str(report).startswith(
         "MptForCausalLM, patched:\n"
@@ -414,7 +367,7 @@ def test_the_report_says_what_was_changed():
         "  MptForCausalLM: packed documents (position_ids, cu_seq_lens_q) are kept apart\n"
         "  2 MptMLP: in training the activation's output is made again and not kept; without gradients 512 tokens at a "
         "time\n"
-        "  linear layers of these, without gradients: oneDNN's products of float32 on a processor, not MKL's\n"
+        "  linear layers of these: oneDNN's products, which are quicker than MKL's on this processor\n"
     )
     assert report.slopes == tuple(trainshort.alibi.slopes(6, 16).tolist())
 

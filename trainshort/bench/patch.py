@@ -26,8 +26,8 @@ from trainshort.bench.measurements import RATIO, Measure, Measurement
 from trainshort.bench.peers import GREEDY
 from trainshort.bench.suites import PatchPlan, wants_memory
 from trainshort.interop.patch import patch, put_in
-from trainshort.interop.patched import product
 from trainshort.presets import presets
+from trainshort.products import product
 
 MODELS = ("mpt", "patched")
 BARE = "without attention"

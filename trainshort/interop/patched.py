@@ -1,6 +1,6 @@
 """Attention of the three families, by `attend`: each projects, splits and caches as its class does. And their
 feed-forward layers, which keep one wide tensor for the backward pass where the classes keep two, and make none as long
-as the text where there is no backward pass. Products without gradients are oneDNN's."""
+as the text where there is no backward pass."""
 
 from typing import Any
 
@@ -12,12 +12,11 @@ from trainshort.alibi import distances
 from trainshort.attention import LinearBias, attend
 from trainshort.interop.seen import Method, Seen
 from trainshort.positions.bias import clamped
+from trainshort.products import product, watched
 
 ROWS = 512
 """Tokens that a feed-forward layer takes at once without gradients: its wide tensors then stay in the cache, and large
 models still read their weights seldom."""
-FEWEST = 8
-"""Rows from which on oneDNN is the quicker one; it puts the weights in another order at every call."""
 
 
 def mpt_attention(
@@ -102,33 +101,9 @@ def fed_forward(
     """A feed-forward layer: whole where gradients are wanted, or somebody watches its parts, else a slice of the tokens
     after the other, which computes the same of each token."""
     rows = x.flatten(0, -2)
-    if torch.is_grad_enabled() or x.device.type != "cpu" or len(rows) <= ROWS or _watched(widen, activate, narrow):
-        return narrowed(widen(x), activate, narrow)
+    if torch.is_grad_enabled() or x.device.type != "cpu" or len(rows) <= ROWS or watched(widen, activate, narrow):
+        return narrowed(product(widen, x), activate, narrow)
     return torch.cat([product(narrow, activate(product(widen, part))) for part in rows.split(ROWS)]).view_as(x)
-
-
-def product(layer: nn.Module, x: Float[Tensor, "*rows inner"]) -> Float[Tensor, "*rows outer"]:
-    """A linear layer of `x`, by oneDNN where nobody wants gradients.
-
-    torch leaves float32 to MKL, which does not use the widest vectors of AMD's processors. oneDNN, which torch brings
-    along, does, and was about twice as quick there. Whatever is not a plain layer of float32 on a processor, or is
-    watched or traced, is called as it is.
-    """
-    weight = layer.weight
-    plain = type(layer) is nn.Linear or type(layer).__qualname__ == "FalconLinear"
-    if not plain or type(x) is not Tensor or type(weight) is not nn.Parameter or "forward" in vars(layer):
-        return layer(x)
-    numbers = x.device.type == weight.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
-    followed = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
-    few = x.numel() < FEWEST * x.shape[-1]
-    offered = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    if few or not offered or not numbers or followed or _watched(layer) or nn.modules.module._has_any_global_hook():
-        return layer(x)
-    return torch.ops.mkldnn._linear_pointwise(x, weight, layer.bias, "none", [], "")
-
-
-def _watched(*parts: nn.Module) -> bool:
-    return any(one._forward_hooks or one._forward_pre_hooks for part in parts for one in part.modules())
 
 
 def narrowed(wide: Tensor, activate: nn.Module, narrow: nn.Module) -> Tensor:
@@ -137,7 +112,7 @@ def narrowed(wide: Tensor, activate: nn.Module, narrow: nn.Module) -> Tensor:
     active = activate(wide)
     others = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
     if not active.requires_grad or others(False) is not None:
-        return narrow(active)
+        return product(narrow, active)
     before, place = wide.detach(), active.untyped_storage().data_ptr()
 
     def pack(kept: Tensor) -> Tensor | tuple[int, ...]:
@@ -151,7 +126,7 @@ def narrowed(wide: Tensor, activate: nn.Module, narrow: nn.Module) -> Tensor:
             return activate(before).view(kept)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        return narrow(active)
+        return product(narrow, active)
 
 
 def remembered(cache: Any, k: Tensor, v: Tensor, layer: int, seen: Seen) -> tuple[Tensor, Tensor]:
