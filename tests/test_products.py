@@ -1,4 +1,4 @@
-"""oneDNN's products: those of torch's `linear` to rounding, with its gradients, and only where nobody would miss them."""
+"""oneDNN's products: torch's `linear` to rounding, with its gradients, and only where nobody would miss it."""
 
 import copy
 
