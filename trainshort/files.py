@@ -48,12 +48,12 @@ CHOOSE = "Make room there, or choose another --out."
 _KINDS = {
     stat.S_IFDIR: "it is a folder, and a file was expected",
     stat.S_IFIFO: "it is a named pipe, and a file was expected",
-    stat.S_IFSOCK: "it is a socket, and a file was expected",
     **dict.fromkeys((stat.S_IFCHR, stat.S_IFBLK), "it is a device, and a file was expected"),
 }
 EXHAUSTED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE)
 """What the machine may run out of anywhere, also where a library opens or imports a file of its own."""
 _REASONS = {
+    errno.ENXIO: "it is a socket, and a file was expected",  # which open(2) does not open
     errno.ELOOP: "it is a link that leads back to itself",
     errno.ENOSPC: "the disk is full",
     errno.EROFS: "the file system is read-only",

@@ -134,6 +134,7 @@ IN_PLACE = {
 CONTENTS = {
     "null": "null",
     "list": "[]",
+    "other fields": '{"a": 1}',
     "nothing": "",
     "nested": "[" * 100_000,
     "nested objects": '{"a":' * 100_000,
