@@ -274,6 +274,18 @@ def test_a_run_whose_config_is_a_link_to_nothing_is_not_left_out(tmp_path):
             Report((tmp_path / "runs",), tmp_path / "out").run()
 
 
+@pytest.mark.parametrize(
+    "content", ["", "null", '{"result": {"rows": []}, "format": 2}', '{"trained_at": 1e999}', "{}"]
+)
+@pytest.mark.parametrize("file", ["analysis/reach.json", "samples/sample.json"])
+def test_a_damaged_result_beside_the_evaluations_is_told_and_not_left_out(tmp_path, file, content):
+    folder = make_run(tmp_path / "runs", "alibi", {128: 50.0, 256: 49.0})
+    (folder / file).parent.mkdir(exist_ok=True)
+    (folder / file).write_text(content)
+    with pytest.raises(InputError, match=rf"{file}.* Remove it"):
+        Report((tmp_path / "runs",), tmp_path / "out").run()
+
+
 def browse(page, *options: str) -> subprocess.CompletedProcess:
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainshort.claims.collection import Collection
-from trainshort.files import read_sealed
+from trainshort.claims.collection import Collection, stored
 from trainshort.recipes.experiments import NAMES, method_name
 
 SHADES = (1.0, 2.0, 4.0, 6.0)
@@ -51,30 +50,29 @@ class WrittenText:
 
 
 def samples(collection: Collection) -> list[WrittenText]:
-    """Of every run that wrote something; a file that cannot be read is left out."""
+    """Of every run that wrote something."""
     found = []
     for run in collection.runs.values():
         path = run.path / "samples" / "sample.json"
-        try:
-            values = read_sealed(path)
-            length = int(values["trained_at"])
-            name = method_name(run.config.model.position)
-            found.append(WrittenText(name, length, tuple(_passages(values, length)), path))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
+        written = stored(path, _written, "Remove it; trainshort demo and reproduce write it again.")
+        if written is not None:
+            found.append(WrittenText(method_name(run.config.model.position), *written, path))
     order = list(NAMES.values())
     return sorted(
         found, key=lambda sample: (order.index(sample.name) if sample.name in order else 99, sample.trained_at)
     )
 
 
-def _passages(values: dict[str, Any], length: int) -> list[Passage]:
+def _written(values: dict[str, Any]) -> tuple[int, tuple[Passage, ...]]:
+    """The training length, and what was written."""
+    length = int(values["trained_at"])
     if values["format"] == 1:  # 0.1.0 wrote one text, from the training length on to four times that
         ends = {"within": length, "past": 4 * length}
-        return [Passage(at, str(values["prompt"]), (Piece(str(values[key]), None),)) for key, at in ends.items()]
-    return [
+        prompt = str(values["prompt"])
+        return length, tuple(Passage(at, prompt, (Piece(str(values[key]), None),)) for key, at in ends.items())
+    return length, tuple(
         Passage(
             int(one["end"]), str(one["given"]), tuple(Piece(str(text), float(nats)) for text, nats in one["written"])
         )
         for one in values["passages"]
-    ]
+    )

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from trainshort.claims.collection import Collection, Run
+from trainshort.claims.collection import Collection, Run, stored
 from trainshort.claims.measured import View
 from trainshort.evaluate.evidence import ENOUGH, bounds, past_training, pooled
 from trainshort.evaluate.results import LengthScore
-from trainshort.files import read_sealed
 from trainshort.plots.figures import Figure, Series, color
 from trainshort.recipes.experiments import EvalProtocol, method_name, queries
 from trainshort.report.headline import Curve, Headline
@@ -98,6 +97,16 @@ def early_figure(headline: Headline, collection: Collection, view: View | None) 
     )
 
 
+def _reach(values: dict[str, Any]) -> tuple[list[float], list[float], float, int]:
+    """Measured and proven windows in order, the share of attention that they hold, and the tokens that were read."""
+    result = values["result"]
+    windows = sorted(float(row["window"]) for row in result["rows"])
+    proven = sorted(float(row["proven"]) for row in result["rows"] if row["proven"] is not None)
+    if not windows:
+        raise LookupError("no head was measured")
+    return windows, proven, float(result["mass"]), int(result["length"])
+
+
 def reach_figure(headline: Headline, collection: Collection) -> Figure | None:
     """The window that holds most of each head's attention, heads from the nearest-looking to the farthest."""
     series, sources, told = [], [], []
@@ -105,13 +114,10 @@ def reach_figure(headline: Headline, collection: Collection) -> Figure | None:
     runs = _headline_runs(headline, collection)
     for run in runs:
         path = run.path / "analysis" / "reach.json"
-        try:
-            result = read_sealed(path)["result"]
-            windows = sorted(float(row["window"]) for row in result["rows"])
-            proven = sorted(float(row["proven"]) for row in result["rows"] if row["proven"] is not None)
-            share, length = float(result["mass"]), int(result["length"])
-        except (ValueError, KeyError, TypeError):
+        reach = stored(path, _reach, "Remove it and analyze again.")
+        if reach is None:
             continue
+        windows, proven, share, length = reach
         name, shade = _name(run, runs), color(run.config.model.position)
         heads = tuple(range(1, len(windows) + 1))
         series.append(Series(name, heads, tuple(windows), shade))
