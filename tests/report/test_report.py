@@ -148,6 +148,20 @@ def test_tables_show_the_paper_beside_ours(demo):
     assert re.search(r"\| 512 \| \[52\.00\]\(data/[^)]+\) \(20\.05\) \|", markdown)
 
 
+def test_speeds_say_of_which_weights_they_are(demo):
+    _, out, text = demo
+    cost = text[text.index('id="cost"') : text.index('id="tables"')]
+    assert "with random weights and tokens" in cost
+    markdown = (out / "report.md").read_text()
+    for name, told in (
+        ("table1", "train speed, read speed, train memory."),
+        ("table6", "train speed.\n"),
+        ("table5", ""),
+    ):
+        table = markdown[markdown.index(f"## {name}:") :].partition("|---")[0]
+        assert (f"Of random weights and tokens here: {told}" in table) == bool(told), name
+
+
 def test_claims_are_stored_with_their_scale(demo):
     _, out, text = demo
     rows = json.loads((out / "claims.json").read_text())

@@ -50,7 +50,7 @@ def short_against_long(view: View) -> list[str]:
         f"trained at {at:,} on as many tokens {long.value:.1f}: {_verdict(change)}."
     )
     savings = _savings(view)
-    return [told + (f" Training short was {savings}." if savings else "")]
+    return [told + (f" Training short was {savings} (with random weights)." if savings else "")]
 
 
 def _verdict(change: Compared) -> str:
