@@ -18,6 +18,7 @@ from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import HuggingFaceTarget
 from trainshort.evaluate.sweep import Sweep, measure, score
 from trainshort.evaluate.target import RunTarget, fingerprint, looks_like_hub_name, open_target, pick_device
+from trainshort.interop.doctor import doctor
 from trainshort.passes import Passes
 
 
@@ -223,6 +224,17 @@ def test_code_beside_a_model_is_never_run(tmp_path, monkeypatch, part):
     with pytest.raises(InputError, match=f"needs Python code of its own for its {part}, and trainshort never runs"):
         open_target(str(folder)).tokenizer()
     assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("value", ["kernels-community/flash-mla", {"": "someone/kernel@main:attend"}], ids=str)
+def test_a_repository_that_a_config_names_is_not_fetched_and_run(tmp_path, key, value):
+    save_hugging_face(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    for loads in (lambda: open_target(str(tmp_path)), lambda: doctor(tmp_path)):
+        with pytest.raises(InputError, match=r"code of its own for its attention \(.*/.*\), and trainshort never runs"):
+            loads()
 
 
 def test_a_pickle_is_never_opened(tmp_path):

@@ -163,17 +163,17 @@ class HuggingFaceTokenizer:
 
 
 def _load(name: str, precision: str) -> Any:
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     if Path(name).is_dir() or not sys.stderr.isatty():
         logging.disable_progress_bar()
     _refuse_pickles(name)
     _know_our_own(name)
-    settings = {"dtype": PRECISIONS[precision], "use_safetensors": True, "trust_remote_code": False}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **settings)
+        loaded: Any = load_causal(name, dtype=PRECISIONS[precision], output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, InputError):
+            raise
         if _wants_code(error):
             raise InputError(_CODE.format(name=name, part="model")) from None
         reason = first_sentence(error)
@@ -186,6 +186,22 @@ def _load(name: str, precision: str) -> Any:
     if missing := sorted(found["missing_keys"]):
         raise InputError(f"'{name}' lacks weights ({missing[0]} and {len(missing) - 1} more); save the model anew.")
     return model
+
+
+def load_causal(source: str | Path, **settings: Any) -> Any:
+    """A model of transformers' own classes, with the numbers of a folder or of the hub and nothing else of theirs."""
+    from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+    refuse_kernels(str(source), PreTrainedConfig.get_config_dict(source)[0])
+    return AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, use_safetensors=True, **settings)
+
+
+def refuse_kernels(name: str, settings: Any) -> None:
+    """Stop if a config.json names a repository, owner/name, that transformers would fetch attention from and run."""
+    for key, value in settings.items() if isinstance(settings, dict) else ():
+        if key.strip("_").startswith(("attn_implementation", "experts_implementation")) and "/" in str(value):
+            raise InputError(_CODE.format(name=name, part=f"attention ({value})"))
+        refuse_kernels(name, value)
 
 
 def _know_our_own(name: str) -> None:
