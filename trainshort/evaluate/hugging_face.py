@@ -163,10 +163,6 @@ class HuggingFaceTokenizer:
 
 
 def _load(name: str, precision: str) -> Any:
-    from transformers.utils import logging
-
-    if Path(name).is_dir() or not sys.stderr.isatty():
-        logging.disable_progress_bar()
     _refuse_pickles(name)
     _know_our_own(name)
     try:
@@ -191,7 +187,10 @@ def _load(name: str, precision: str) -> Any:
 def load_causal(source: str | Path, **settings: Any) -> Any:
     """A model of transformers' own classes, with the numbers of a folder or of the hub and nothing else of theirs."""
     from transformers import AutoModelForCausalLM, PreTrainedConfig
+    from transformers.utils import logging
 
+    if Path(source).is_dir() or not sys.stderr.isatty():
+        logging.disable_progress_bar()
     refuse_kernels(str(source), PreTrainedConfig.get_config_dict(source)[0])
     return AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, use_safetensors=True, **settings)
 

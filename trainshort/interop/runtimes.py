@@ -55,9 +55,7 @@ class Transformers(Runtime):
 
     def __init__(self, folder: Path, longest: int) -> None:
         from transformers import AutoTokenizer
-        from transformers.utils import logging
 
-        logging.disable_progress_bar()
         if read_object(folder / "config.json", mend=MEND).get("model_type") == "trainshort":
             import trainshort.hf  # noqa: F401  (registers the class)
         self.model: Any = load_causal(folder, dtype=torch.float32).eval()
