@@ -155,7 +155,7 @@ def test_a_run_is_recorded_as_its_model_computes(tmp_path):
     config = load_config(folder / "config.json")
     text = open_data(Path(config.data.folder or "")).split("valid")
     length = len(text) + 50
-    told = recorded.record(folder, length, 0, tmp_path / "r.safetensors")
+    told = recorded.record(*recorded.recordable(folder, 0), length, tmp_path / "r.safetensors")
     assert (told["layer"], told["heads"], told["dim"]) == (0, 4, 8)
     found = load_file(tmp_path / "r.safetensors")
     model = load_model(folder)

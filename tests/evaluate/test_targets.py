@@ -263,16 +263,33 @@ def test_a_model_without_a_tokenizer_is_told_as_that(tmp_path):
         open_target(str(folder)).tokenizer()
 
 
-def test_damaged_and_missing_weights_are_told(tmp_path):
+def test_damaged_and_missing_weights_are_told(tmp_path, capfd):
     folder = tmp_path / "model"
     save_hugging_face(folder, "llama")
     weights = load_file(folder / "model.safetensors")
     save_file({k: v for k, v in weights.items() if "layers.1" not in k}, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(InputError, match=r"lacks weights \(model.layers.1"):
+    capfd.readouterr()
+    with pytest.raises(InputError, match=r"^'.*' lacks weights \(model.layers.1"):
         open_target(str(folder))
+    assert capfd.readouterr() == ("", "")  # transformers would show a table
     (folder / "model.safetensors").write_bytes(b"nothing of the kind")
     with pytest.raises(InputError, match="did not give a causal language model"):
         open_target(str(folder))
+
+
+def test_an_encoder_of_transformers_is_no_causal_model(tmp_path):
+    """Which loads it as one, and the losses would be of tokens that it sees."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for decoder in (False, True):
+        BertForMaskedLM(BertConfig(**sizes, intermediate_size=32, is_decoder=decoder)).save_pretrained(tmp_path)
+        if decoder:
+            assert open_target(str(tmp_path)).vocabulary == 64
+            continue
+        with pytest.raises(InputError, match=r"\(BertLMHeadModel\) sees the tokens it should predict"):
+            open_target(str(tmp_path))
 
 
 def test_devices(monkeypatch):

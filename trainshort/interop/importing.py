@@ -258,7 +258,7 @@ def _parity(source: Source, run: Path) -> dict[str, Any] | str:
     if find_spec("transformers") is None:
         return "not measured: transformers is not installed"
     try:
-        theirs = load_causal(source.files[0].parent, dtype=torch.float32).eval()
+        theirs = load_causal(source.files[0].parent, torch.float32).eval()
     except (OSError, ValueError, TypeError, RuntimeError) as error:  # its own checks of a config are stricter
         return f"not measured: transformers refuses it ({type(error).__name__})"
     tokens = torch.arange(min(model.length or PROBE, PROBE))[None] % model.config.vocabulary

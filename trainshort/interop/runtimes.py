@@ -58,7 +58,7 @@ class Transformers(Runtime):
 
         if read_object(folder / "config.json", mend=MEND).get("model_type") == "trainshort":
             import trainshort.hf  # noqa: F401  (registers the class)
-        self.model: Any = load_causal(folder, dtype=torch.float32).eval()
+        self.model: Any = load_causal(folder, torch.float32).eval()
         if hasattr(self.model.config, "max_seq_len"):
             self.model.config.max_seq_len = max(self.model.config.max_seq_len, longest)
         has = (folder / "tokenizer_config.json").exists()
