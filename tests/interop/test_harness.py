@@ -104,10 +104,10 @@ def test_bad_requests(place, monkeypatch):
     with pytest.raises(InputError, match="There is no run"):
         command(["harness", "runs/none", "--tasks", "book"])
     Path("book.json").unlink()
-    with pytest.raises(InputError, match=r"The data of book cannot be loaded .* --include FOLDER"):
+    with pytest.raises(InputError, match=r"The data of book cannot be loaded .* Mend its definition in tasks\."):
         command(["harness", "run", "--tasks", "book", "--include", "tasks"])
     Path("tasks/torn.yaml").write_text("task: [torn\n")
-    with pytest.raises(InputError, match=r"torn\.yaml is not YAML: .* Mend it"):
+    with pytest.raises(InputError, match=r"torn\.yaml, line 2, is not YAML \(.*\)\. Mend it"):
         command(["harness", "run", "--tasks", "torn", "--include", "tasks"])
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(InputError, match=r"The harness needs a package: pip install 'trainshort\[harness\]'"):
