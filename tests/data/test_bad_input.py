@@ -58,6 +58,8 @@ def test_records_that_are_not_as_expected_are_told(tmp_path: Path) -> None:
     refused(str(tmp_path / "c.jsonl"), r"c\.jsonl, line 1, is not JSON \(.*\)\. Write one object per line")
     write_parquet(tmp_path / "d.parquet", ["x"], column="content")
     refused(str(tmp_path / "d.parquet"), r"d\.parquet should have a column 'text'; its columns are content")
+    write_parquet(tmp_path / "e.parquet", [1, 2])
+    refused(str(tmp_path / "e.parquet"), r"e\.parquet should hold text in its column 'text'; it holds int64\.")
     (tmp_path / "e.parquet").write_text("no parquet")
     refused(str(tmp_path / "e.parquet"), r"e\.parquet is not a readable parquet file")
     (tmp_path / "hub").mkdir()

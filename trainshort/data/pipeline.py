@@ -161,6 +161,8 @@ def _settled(job: Preparation, note: Note) -> Note:
 
 def _settle(job: Preparation, note: Note) -> Note:
     """Decide the splits and the tokenizer, and write both down."""
+    if not job.corpus.streamed and not any(one.text.strip() for one in job.corpus.documents(errors=job.errors)):
+        raise InputError(f"'{job.corpus.name}' holds nothing but white space. Give files with text in them.")
     rule = splitter(job.corpus, job.errors)
     tokenizer = _tokenizer(job, rule)
     files.write_whole(job.folder / TOKENIZER_FILE, tokenizer.to_json(), mend=ROOM)
