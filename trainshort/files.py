@@ -230,7 +230,7 @@ def make_folder(path: Path, *, mend: str = ANOTHER) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK | os.X_OK):
-            raise OSError(errno.EROFS if os.access(path, os.X_OK) and os.geteuid() == 0 else errno.EACCES, "")
+            raise OSError(errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES, "")
     except FileExistsError as error:
         what = "a link that leads nowhere" if path.is_symlink() and not path.exists() else "a file"
         where = path if error.filename in (None, str(path)) else error.filename
