@@ -64,7 +64,7 @@ def evaluate_tasks(target: Target, asked: Asked) -> dict[str, Any]:
     with _no_waiting(), _heard() as told:
         try:
             tasks: Any = manager.load(list(asked.tasks))["tasks"]
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError, TemplateError) as error:
+        except Exception as error:  # a definition, and the functions it names, can fail in any way they like
             raise InputError(_unloadable(asked, RuntimeError(told[-1]) if told else error)) from None
     try:
         found: Any = run(
