@@ -6,8 +6,8 @@ from trainshort.claims.collection import Collection, Run, stored
 from trainshort.claims.measured import View
 from trainshort.evaluate.evidence import ENOUGH, bounds, past_training, pooled
 from trainshort.evaluate.results import LengthScore
-from trainshort.plots.figures import Figure, Series, color
-from trainshort.recipes.experiments import EvalProtocol, method_name, queries
+from trainshort.plots.figures import Figure, Series
+from trainshort.recipes.experiments import EvalProtocol, queries
 from trainshort.report.headline import Curve, Headline
 
 
@@ -49,15 +49,10 @@ def _scored(line: Curve) -> list[LengthScore]:
     return line.stored[0].evaluation.scored
 
 
-def _headline_runs(headline: Headline, collection: Collection) -> list[Run]:
-    """The first run of each of the headline's lines."""
-    folders = [line.sources[0].parent.parent for line in headline.lines]
-    return [run for folder in folders for run in collection.runs.values() if run.path == folder]
-
-
-def _name(run: Run, runs: list[Run]) -> str:
-    same = [one for one in runs if one.config.model.position == run.config.model.position]
-    return method_name(run.config.model.position) if len(same) == 1 else run.name
+def _headline_runs(headline: Headline, collection: Collection) -> list[tuple[Curve, Run]]:
+    """The headline's lines, each with the first of its runs."""
+    runs = {run.path: run for run in collection.runs.values()}
+    return [(line, runs[folder]) for line in headline.lines if (folder := line.sources[0].parent.parent) in runs]
 
 
 def early_figure(headline: Headline, collection: Collection, view: View | None) -> Figure | None:
@@ -67,15 +62,14 @@ def early_figure(headline: Headline, collection: Collection, view: View | None) 
     stride, tokens = view.scale.stride_one, view.scale.sliding_tokens
     sliding, plain = queries(view.scale, EvalProtocol(1, stride=1))
     series, sources = [], []
-    for run in _headline_runs(headline, collection):
+    for line, run in _headline_runs(headline, collection):
         for kind, query in (("", plain), (", sliding", sliding)):
             found = [one for at, one in run.rows(query).items() if at >= headline.length and one[0].status == "scored"]
             rows = [row for row, _ in found]
             if len(rows) < 2:
                 continue
             x, y = tuple(row.length for row in rows), tuple(row.perplexity for row in rows)
-            name = method_name(run.config.model.position) + kind
-            series.append(Series(name, x, y, color(run.config.model.position), faint=not kind))
+            series.append(Series(line.name + kind, x, y, line.shade, faint=not kind))
             sources += dict.fromkeys(path for _, path in found)
     if not series:
         return None
@@ -111,14 +105,13 @@ def reach_figure(headline: Headline, collection: Collection) -> Figure | None:
     """The window that holds most of each head's attention, heads from the nearest-looking to the farthest."""
     series, sources, told = [], [], []
     share, length = 0.99, 0
-    runs = _headline_runs(headline, collection)
-    for run in runs:
+    for line, run in _headline_runs(headline, collection):
         path = run.path / "analysis" / "reach.json"
         reach = stored(path, _reach, "Remove it and analyze again.")
         if reach is None:
             continue
         windows, proven, share, length = reach
-        name, shade = _name(run, runs), color(run.config.model.position)
+        name, shade = line.name, line.shade
         heads = tuple(range(1, len(windows) + 1))
         series.append(Series(name, heads, tuple(windows), shade))
         if proven:
