@@ -185,8 +185,8 @@ def _load(name: str, precision: str) -> Any:
 
 
 def load_causal(source: str | Path, dtype: torch.dtype) -> Any:
-    """A model of transformers' own classes, with the numbers of a folder or of the hub and nothing else of theirs. Every
-    weight must be there: those that are not, transformers makes up, and shows a table."""
+    """A model of transformers' own classes, with the numbers of a folder or of the hub and nothing else of theirs.
+    Every weight must be there: those that are not, transformers makes up, and shows a table."""
     from transformers import AutoModelForCausalLM, PreTrainedConfig
     from transformers.utils import logging
 
