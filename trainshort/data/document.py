@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol
 
 from trainshort.errors import InputError
 
@@ -50,7 +50,6 @@ class Document:
     done: int
 
 
-@runtime_checkable
 class Corpus(Protocol):
     """A text that can be read from any document on, as often as needed, always in the same order."""
 
