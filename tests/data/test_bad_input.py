@@ -82,6 +82,14 @@ def test_missing_and_empty_inputs_are_told(tmp_path: Path) -> None:
         file_corpus("x", [tmp_path / "gone.txt"])
 
 
+def test_what_cannot_be_prepared_leaves_no_folder_above_its_own(tmp_path: Path) -> None:
+    (tmp_path / "blank.txt").write_text(" \n\n" * 50)
+    config = DataConfig(corpus=str(tmp_path / "blank.txt"), tokenizer="bytes", folder=tmp_path / "new" / "data")
+    with pytest.raises(InputError, match="holds nothing but white space"):
+        prepare(config, progress=False)
+    assert not (tmp_path / "new").exists()
+
+
 def test_two_documents_cannot_be_split(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"holds 2 different documents, too few to split into train, valid and test"):
         splitter(part(tmp_path, "a", 2), "strict")

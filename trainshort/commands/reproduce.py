@@ -50,7 +50,6 @@ class Reproduce:
     """Folder of the report. Default: report/<scale>."""
 
     def run(self) -> None:
-
         from trainshort.errors import InputError
         from trainshort.files import make_folder, try_folder
         from trainshort.methods import methods as known

@@ -79,7 +79,7 @@ def prepare(
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = cores if corpus.size is None else min(cores, max(1, corpus.size // WORTH_A_WORKER))
     job = Preparation(config, corpus, make_request(config, corpus), folder, errors, workers, shown)
-    with _readable_disk_errors(folder), files.locked(files.make_folder(folder)):  # others wait
+    with files.none_left_empty(folder), _readable_disk_errors(folder), files.locked(files.make_folder(folder)):
         if is_data(folder):  # another process was quicker, as under torchrun
             return _open_same(folder, config)
         note = _begin(job, resume)
