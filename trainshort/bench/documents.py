@@ -262,9 +262,12 @@ CLOCKS = {
 }
 """Times under clocks, by their stored results."""
 MODELS = {
-    "attention-alibi-8x64": "ALiBi, 8 heads of 64",
-    "attention-fox-8x64": "FoX, gates from a half",
-    "attention-fox-alibi-8x64": "FoX, gates from ALiBi's slopes",
+    "attention-demo-alibi": "demo: ALiBi",
+    "attention-demo-fox-alibi": "demo: FoX, gates from ALiBi's slopes",
+    "attention-demo-fox": "demo: FoX, gates from a half",
+    "attention-alibi-8x64": "8 heads of 64: ALiBi",
+    "attention-fox-alibi-8x64": "8 heads of 64: FoX, gates from ALiBi's slopes",
+    "attention-fox-8x64": "8 heads of 64: FoX, gates from a half",
 }
 """Recorded models that bounds are compared on, by their stored results."""
 TO_NEEDED = ("work to needed", "work to needed in blocks")
