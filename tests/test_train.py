@@ -17,10 +17,10 @@ from trainshort.config import DataConfig, RunConfig
 from trainshort.data import open_or_prepare, prepare
 from trainshort.data.stream import BatchStream
 from trainshort.errors import InputError
-from trainshort.interrupt import Interrupted
 from trainshort.job import resolve
 from trainshort.model import TransformerLM
 from trainshort.parallel import World
+from trainshort.terminal import Interrupted
 from trainshort.train import NotFiniteError, train
 
 LINEAR = {"name": "nesterov", "lr": 0.01, "warmup": 0, "schedule": "constant"}

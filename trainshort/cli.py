@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from trainshort import __version__
 from trainshort.errors import InputError
 from trainshort.files import EXHAUSTED, reason
-from trainshort.interrupt import handlers_kept
 from trainshort.registry import did_you_mean
-from trainshort.terminal import say
+from trainshort.terminal import handlers_kept, say
 
 
 @dataclass(frozen=True)

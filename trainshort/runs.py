@@ -14,7 +14,6 @@ stopped ten times equals that of a run that never was, apart from times.
 
 import hashlib
 import json
-import math
 import os
 import platform
 import re
@@ -295,8 +294,3 @@ def _cpu() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
-
-
-def perplexity(loss: float) -> float:
-    """e to the loss; infinity where that is larger than any float."""
-    return math.exp(loss) if loss < 700 else math.inf

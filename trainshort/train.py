@@ -21,7 +21,6 @@ from trainshort.config import IGNORED, RunConfig
 from trainshort.data import of_run, open_or_prepare, really
 from trainshort.data.stream import Batch
 from trainshort.errors import InputError
-from trainshort.interrupt import Interrupted, StopRequest
 from trainshort.job import (
     Job,
     begin_session,
@@ -37,8 +36,8 @@ from trainshort.masking import hide, rounds_of
 from trainshort.model import Loss
 from trainshort.parallel import World
 from trainshort.passes import Passes, fill
-from trainshort.progress import Display
 from trainshort.runs import RunFolder
+from trainshort.terminal import Display, Interrupted, StopRequest
 
 
 class NotFiniteError(InputError):
@@ -91,12 +90,19 @@ def _train(
         world.on_main(lambda: of_run.keep(run, prepared))
         state = restore(job)
         world.on_main(lambda: begin_session(job, state, data))
-        board = job.folder.tensorboard if config.train.tensorboard and world.main else None
+        board = _board(job.folder.tensorboard, state.step) if config.train.tensorboard and world.main else None
         display = Display(state.step, config.train.steps, quiet=quiet or not world.main, board=board)
         with stop or StopRequest() as told, display:
             state = _steps(job, state, display, told)
         best = world.first_says(checkpoint.best(run) if world.main else None)
     return TrainResult(run, state.step, state.tokens, state.seconds, state.valid_nll, state.valid_count, best)
+
+
+def _board(folder: Path, step: int) -> Any:
+    """A TensorBoard writer that goes on after `step`, and hides what an earlier session wrote past it."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=step + 1)
 
 
 def _steps(job: Job, state: State, display: Display, stop: StopRequest) -> State:

@@ -164,7 +164,7 @@ def is_hugging_face(folder: Path) -> bool:
 
 
 def extrapolation(run: Path) -> str | None:
-    """How far the model is good, in the words of the run's card (trainshort.evaluate.card); None without one."""
+    """How far the model is good, in the words of the run's card (trainshort.evaluate.evidence); None without one."""
     try:
         return read_sealed(run / "extrapolation.json").get("summary")
     except InputError:
