@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainshort import checkpoint, journal, optim, parallel, plugins, runs
+from trainshort import checkpoint, journal, optim, parallel, registry, runs
 from trainshort.attention import engines
 from trainshort.checkpoint import Parts, Snapshot, State, folders, tensors
 from trainshort.config import ModelConfig, RunConfig
@@ -64,13 +64,13 @@ class Job:
 def with_plugins(config: RunConfig, run: Path) -> RunConfig:
     """The settings with the plug-ins they need; a method or engine that nobody knows is refused here, before any work
     is done for it."""
-    plugins.require(config.plugins, str(run))
+    registry.require_plugins(config.plugins, str(run))
     methods.get(config.model.position)
     if config.model.backend != "auto":
         engines.get(config.model.backend)
     chosen = [("position method", config.model.position), ("attention engine", config.model.backend)]
     chosen += [("corpus", config.data.corpus), ("tokenizer", config.data.tokenizer)]
-    return config.replace(plugins=[{"name": p.name, "sha256": p.sha256} for p in plugins.origins(chosen)])
+    return config.replace(plugins=[{"name": p.name, "sha256": p.sha256} for p in registry.origins(chosen)])
 
 
 def resolve(config: RunConfig, vocabulary: int, world: World, *, spare: bool = False) -> RunConfig:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import trainshort
-from trainshort import journal, plugins
+from trainshort import journal, registry
 from trainshort.config import RunConfig, load_config
 from trainshort.errors import InputError
 from trainshort.files import PARTIAL, locked, make_folder, read_object, reason, try_folder, write_whole
@@ -129,7 +129,7 @@ def open_run(path: Path, config: RunConfig, *, resume: bool) -> Iterator[RunFold
     folder = RunFolder(path)
     stored = refuse_existing(path, resume=resume)
     if stored:
-        plugins.require(stored.plugins, str(path))
+        registry.require_plugins(stored.plugins, str(path))
         _refuse_another_run(stored, config, path, begun=folder.sessions.exists())
     make_folder(folder.path)
     with locked(folder.path / LOCK, f"Another process is training in {path}. Wait for it, or stop it first."):

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainshort import plugins
+from trainshort import registry
 from trainshort.checkpoint import folders, manifest, tensors
 from trainshort.checkpoint.folders import STATE, State, best, find, is_hugging_face, latest, read_state
 from trainshort.config import ModelConfig, RunConfig, load_config, save_config
@@ -154,7 +154,7 @@ def load_model(path: Path | str, *, device: str = "cpu") -> TransformerLM:
         raise InputError(f"{folder} is damaged: {problem}. Use another checkpoint of the run.")
     config = load_config(folder / CONFIG)
     run = folder.parent.parent if folder.parent.name == "checkpoints" else path  # whose config.json the reader knows
-    plugins.require(config.plugins, str(run))
+    registry.require_plugins(config.plugins, str(run))
     _refuse_larger(folder, config.model)
     model = TransformerLM(config.model)
     tensors.read(folder / "model", tensors.model_tensors(model), sharded=False)

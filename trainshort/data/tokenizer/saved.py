@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trainshort import files, plugins
+from trainshort import files, registry
 from trainshort.data.tokenizer.base import (
     END_OF_TEXT,
     ByteDecoder,
@@ -146,7 +146,7 @@ def parse_tokenizer(text: str, path: Path) -> Tokenizer:
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
         raise InputError(f"{path} is not a tokenizer.json that the tokenizers library reads ({error}).") from None
-    plugins.load_named()
+    registry.load_plugins()
     kinds = reversed([kind for _, kind in tokenizers.items()])  # a plug-in's before the one it may be made from
     recognized = (kind.recognize(layout, library) for kind in kinds)
     return next((one for one in recognized if one is not None), None) or SavedTokenizer(library, tokenizer_name(path))
