@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainshort.checkpoint import Snapshot, State, save
-from trainshort.checkpoint.tensors import model_tensors
+from trainshort.checkpoint import Snapshot, State, model_tensors, save
 from trainshort.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from trainshort.data import prepare
 from trainshort.evaluate.results import Evaluation, find

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import trainshort
 from trainshort import registry
 from trainshort.cache import Cache
-from trainshort.checkpoint.tensors import sha256_of
+from trainshort.checkpoint import sha256_of
 from trainshort.commands.train import Train
 from trainshort.config import ModelConfig, RunConfig, load_config
 from trainshort.errors import InputError

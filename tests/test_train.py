@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from trainshort import checkpoint, journal
-from trainshort.checkpoint import folders, tensors
+from trainshort.checkpoint import folders
 from trainshort.config import DataConfig, RunConfig
 from trainshort.data import open_or_prepare, prepare
 from trainshort.data.stream import BatchStream
@@ -62,7 +62,7 @@ def config(corpus):
 
 
 def weights(folder) -> dict[str, torch.Tensor]:
-    return tensors.model_tensors(checkpoint.load_model(folder))
+    return checkpoint.model_tensors(checkpoint.load_model(folder))
 
 
 def assert_same(a, b) -> None:

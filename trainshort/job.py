@@ -12,7 +12,7 @@ import torch
 
 from trainshort import checkpoint, journal, optim, parallel, registry, runs
 from trainshort.attention import engines
-from trainshort.checkpoint import Parts, Snapshot, State, folders, tensors
+from trainshort.checkpoint import Parts, Snapshot, State, folders
 from trainshort.config import ModelConfig, RunConfig
 from trainshort.data import Prepared
 from trainshort.data.stream import BatchStream
@@ -53,7 +53,7 @@ class Job:
     def parts(self) -> Parts:
         """The tensors of a checkpoint."""
         return {
-            "model": tensors.model_tensors(self.replica.model),
+            "model": checkpoint.model_tensors(self.replica.model),
             "optimizer": optim.state_tensors(self.optimizer, self.replica.model),
         }
 

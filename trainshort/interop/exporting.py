@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 import trainshort
-from trainshort.checkpoint import find, load_model
-from trainshort.checkpoint.tensors import sha256_of
+from trainshort.checkpoint import find, load_model, sha256_of
 from trainshort.config import ModelConfig, load_config
 from trainshort.data.tokenizer import END_OF_TEXT, Tokenizer, WordTokenizer, load_tokenizer
 from trainshort.data.tokenizer import FILE as TOKENIZER
