@@ -76,7 +76,7 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
 def test_only_safetensors_and_json_are_written(tmp_path):
     folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
     assert {name.rpartition(".")[2] for name in folders.files_of(folder)} == {"json", "safetensors"}
-    assert (folder / "folders.json").exists()
+    assert (folder / "manifest.json").exists()
 
 
 def test_a_checkpoint_is_never_overwritten(tmp_path):
@@ -156,14 +156,14 @@ def test_missing_added_and_foreign_files_are_damage(tmp_path):
     (folder / "model" / "more.pt").unlink()
     (folder / "state.json").unlink()
     assert folders.damage(folder) == "state.json is missing"
-    (folder / "folders.json").unlink()
-    assert folders.damage(folder) == "folders.json is missing"
+    (folder / "manifest.json").unlink()
+    assert folders.damage(folder) == "manifest.json is missing"
 
 
 def test_every_bit_of_the_manifest_counts(tmp_path):
     """Each single flip in it is noticed, though most would leave it readable JSON."""
     folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
-    path = folder / "folders.json"
+    path = folder / "manifest.json"
     whole = path.read_bytes()
     for position in range(len(whole)):
         for bit in range(8):
@@ -311,7 +311,7 @@ def test_a_single_value_in_place_of_a_tensor_is_not_spread_over_it(tmp_path):
         checkpoint.restore(folder, {"model": snapshot(1).parts["model"]})
 
 
-@pytest.mark.parametrize("name", ["folders.json", "state.json", "config.json", "model/whole.safetensors"])
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "config.json", "model/whole.safetensors"])
 @pytest.mark.parametrize("kind", ["fifo", "folder", "dangling link", "looping link"])
 def test_a_checkpoint_that_cannot_be_opened_is_passed_over(tmp_path, name, kind, capsys):
     first = checkpoint.save(tmp_path, snapshot(1, 2.0), ALONE)

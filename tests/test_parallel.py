@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainshort import checkpoint, journal
+from trainshort import checkpoint, runs
 from trainshort.checkpoint import folders
 from trainshort.config import DataConfig, RunConfig
 from trainshort.data import prepare
@@ -126,7 +126,7 @@ def together(folder) -> Path:
 
 def assert_close(a: Path, b: Path) -> None:
     """The same losses, validation and weights, to rounding."""
-    first, second = journal.read_lines(a / "metrics.jsonl"), journal.read_lines(b / "metrics.jsonl")
+    first, second = runs.read_lines(a / "metrics.jsonl"), runs.read_lines(b / "metrics.jsonl")
     assert [line["step"] for line in first] == [line["step"] for line in second]
     for one, two in zip(first, second, strict=True):
         for name in ("nll", "grad_norm", "valid_nll"):
@@ -148,7 +148,7 @@ def test_two_processes_equal_one(together, model, strategy):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_bfloat16_on_two_ranks_is_near_float32_and_stores_float32(together, strategy):
     exact, half = (
-        journal.read_lines(path / "metrics.jsonl") for path in (alone(together, "tied"), together / f"half-{strategy}")
+        runs.read_lines(path / "metrics.jsonl") for path in (alone(together, "tied"), together / f"half-{strategy}")
     )
     assert half[-1]["valid_nll"] == pytest.approx(exact[-1]["valid_nll"], rel=0.02)
     assert half[-1]["valid_nll"] != exact[-1]["valid_nll"]
@@ -178,7 +178,7 @@ def test_one_process_goes_on_where_two_stopped_and_back(together):
     for name in ("two then one", "one then two", "fsdp twice"):
         assert_close(alone(together, "tied"), together / name)
     ranks = {
-        name: [s["ranks"] for s in journal.read_lines(together / name / "sessions.jsonl")]
+        name: [s["ranks"] for s in runs.read_lines(together / name / "sessions.jsonl")]
         for name in ("two then one", "one then two", "fsdp twice")
     }
     assert ranks == {"two then one": [2, 1], "one then two": [1, 2], "fsdp twice": [2, 2]}

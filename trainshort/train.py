@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainshort import checkpoint, journal, optim, parallel, runs
+from trainshort import checkpoint, optim, parallel, runs
 from trainshort.checkpoint import State, folders
 from trainshort.config import IGNORED, RunConfig
 from trainshort.data import of_run, open_or_prepare, really
@@ -226,7 +226,7 @@ def _record(state: State, *, lr: float, grad_norm: float, window: float) -> dict
 
 def _log(job: Job, display: Display, record: dict[str, Any]) -> None:
     """Write a line of metrics.jsonl, then show it."""
-    job.world.on_main(lambda: journal.append(job.folder.metrics, record))
+    job.world.on_main(lambda: runs.append_line(job.folder.metrics, record))
     display.show(record)
 
 
@@ -279,8 +279,8 @@ def _validate(job: Job) -> tuple[float, int]:
 
 def _save(job: Job, state: State) -> Path:
     """A checkpoint, with the metrics up to it on the disk before it; then the old ones go."""
-    job.world.on_main(lambda: journal.sync_lines(job.folder.metrics))
-    last = job.world.first_says(journal.last_checksum(job.folder.metrics) if job.world.main else None)
+    job.world.on_main(lambda: runs.sync_lines(job.folder.metrics))
+    last = job.world.first_says(runs.last_checksum(job.folder.metrics) if job.world.main else None)
     saved = checkpoint.save(job.folder.path, job.snapshot(state.model_copy(update={"metrics": last})), job.world)
     if job.world.main:
         folders.retain(job.folder.path, job.config.train.keep)

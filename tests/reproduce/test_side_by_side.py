@@ -12,12 +12,11 @@ import pytest
 from tiny_paper import tiny_scale, two_methods
 
 from trainshort.errors import InputError
-from trainshort.journal import read_lines
 from trainshort.reproduce import tasks
 from trainshort.reproduce.launchers import _turn, evaluate_model, train_model
 from trainshort.reproduce.runner import run_here
 from trainshort.reproduce.tasks import assign
-from trainshort.runs import RunFolder
+from trainshort.runs import RunFolder, read_lines
 
 SCRIPT = """
 import sys

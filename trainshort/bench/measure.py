@@ -21,8 +21,7 @@ from trainshort.bench import measurements
 from trainshort.bench.compare import print_rows
 from trainshort.bench.measurements import RATIO, BenchResult, Measure, Measurement, median_of
 from trainshort.bench.suites import AttentionPlan, Plan, described
-from trainshort.evaluate.memory import Peak, total
-from trainshort.runs import provenance
+from trainshort.machine import Peak, provenance, total_memory
 from trainshort.terminal import new_console
 
 MEGABYTE = 2**20
@@ -182,7 +181,7 @@ def describe(seconds: float = 1.0) -> dict[str, Any]:
     made = provenance(threads=torch.get_num_threads())
     made["versions"] |= {name: version(name) for name in PEERS}
     made["machine"] |= {
-        "memory": total(),
+        "memory": total_memory(),
         "matmul_rate": matmul_rate(seconds),
         "read_rate": read_rate(seconds),
     }

@@ -17,9 +17,9 @@ from trainshort.evaluate.results import Evaluation, LengthScore, interval
 from trainshort.evaluate.sweep import Report, Sweep, calibrate, sweep
 from trainshort.evaluate.target import Target
 from trainshort.evaluate.text import Text
+from trainshort.machine import provenance
 from trainshort.masking import ROUNDS
 from trainshort.passes import Passes
-from trainshort.runs import provenance
 from trainshort.terminal import Meter, duration, new_console, perplexity
 
 

@@ -19,10 +19,10 @@ import torch
 
 from trainshort.errors import InputError
 from trainshort.evaluate.changes import Change
-from trainshort.evaluate.memory import Peak, is_out_of_memory, limited
 from trainshort.evaluate.results import Evaluation, LengthScore, save, summarize
 from trainshort.evaluate.target import Target
 from trainshort.files import locked, make_folder, open_file, reason
+from trainshort.machine import Peak, is_out_of_memory, limited
 from trainshort.masking import ROUNDS, hide, rounds_of
 from trainshort.passes import Pass, Passes, fill
 

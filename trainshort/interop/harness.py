@@ -26,8 +26,8 @@ from trainshort.evaluate.target import RunTarget, Target
 from trainshort.files import make_folder, read_text, write_sealed
 from trainshort.interop.exporting import tokenizer_config
 from trainshort.interop.gguf_file import is_bytes
+from trainshort.machine import provenance
 from trainshort.registry import did_you_mean
-from trainshort.runs import provenance
 from trainshort.terminal import first_sentence, waiting
 
 FORMAT = 1
