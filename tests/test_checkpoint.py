@@ -267,7 +267,7 @@ def test_a_save_that_fails_leaves_no_trace(tmp_path, monkeypatch):
     def full(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(manifest, "digest", full)
+    monkeypatch.setattr(folders, "digest_of", full)
     with pytest.raises(InputError, match=r"Cannot save .*step-000000002: the disk is full\. The checkpoints bef"):
         checkpoint.save(tmp_path, snapshot(2), ALONE)
     monkeypatch.undo()

@@ -24,7 +24,7 @@ from trainshort.data.tokenizer import (
     save_tokenizer,
     train_bpe,
 )
-from trainshort.data.tokenizer.saved import MOST_KEPT_WORDS
+from trainshort.data.tokenizer.base import MOST_KEPT_WORDS
 from trainshort.errors import InputError
 
 TEXT = (
@@ -64,8 +64,8 @@ def test_words_remembered_give_the_tokens_of_the_whole_text(text: str) -> None:
 
 def test_a_long_text_and_a_full_memory_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plain(BPE, TEXT * 30)
-    monkeypatch.setattr("trainshort.data.tokenizer.saved.MOST_KEPT_WORDS", 3)
-    monkeypatch.setattr("trainshort.data.tokenizer.saved.LONGEST_KEPT_WORD", 4)
+    monkeypatch.setattr("trainshort.data.tokenizer.base.MOST_KEPT_WORDS", 3)
+    monkeypatch.setattr("trainshort.data.tokenizer.base.LONGEST_KEPT_WORD", 4)
     assert BPE.encode(TEXT * 30).tolist() == expected
     assert len(BPE._known) <= MOST_KEPT_WORDS
     assert BPE.encode(TEXT * 30).tolist() == expected

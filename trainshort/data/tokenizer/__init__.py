@@ -3,7 +3,18 @@
 A kind of tokenizer is one class, here (`built.py`) or in a plug-in, with one decorator, `@tokenizers.register("name")`.
 """
 
-from trainshort.data.tokenizer.base import END_OF_TEXT, Tokenizer, cut, tokenizers
+from trainshort.data.tokenizer.base import (
+    END_OF_TEXT,
+    FILE,
+    SavedTokenizer,
+    Tokenizer,
+    cut,
+    load_tokenizer,
+    parse_tokenizer,
+    save_tokenizer,
+    tokenizer_name,
+    tokenizers,
+)
 from trainshort.data.tokenizer.built import (
     BytePairTokenizer,
     ByteTokenizer,
@@ -11,14 +22,6 @@ from trainshort.data.tokenizer.built import (
     count_words,
     sample,
     train_bpe,
-)
-from trainshort.data.tokenizer.saved import (
-    FILE,
-    SavedTokenizer,
-    load_tokenizer,
-    parse_tokenizer,
-    save_tokenizer,
-    tokenizer_name,
 )
 
 __all__ = [

@@ -16,6 +16,7 @@ from trainshort.data.tokenizer.base import (
     ByteDecoder,
     Decoder,
     Ids,
+    SavedTokenizer,
     Tokenizer,
     WordDecoder,
     byte_alphabet,
@@ -23,7 +24,6 @@ from trainshort.data.tokenizer.base import (
     cut,
     tokenizers,
 )
-from trainshort.data.tokenizer.saved import SavedTokenizer
 from trainshort.errors import InputError
 
 SAMPLE_BYTES = 1 << 25
