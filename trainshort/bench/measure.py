@@ -74,9 +74,9 @@ class Timing:
 
     seconds: list[float]
 
-    def per(self, count: int, unit: str = "ms") -> Measure:
+    def per(self, count: int) -> Measure:
         """Milliseconds of one of `count` equal parts of a turn."""
-        return median_of([1e3 * one / count for one in self.seconds], unit, "lower")
+        return median_of([1e3 * one / count for one in self.seconds], "ms", "lower")
 
     def rate(self, count: int, unit: str) -> Measure:
         """How many of something a second, with `count` of them in a turn."""
