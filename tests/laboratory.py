@@ -100,7 +100,7 @@ def byte_tokenizer():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from trainshort.data.tokenizer.base import byte_alphabet
+    from trainshort.data.tokenizer import byte_alphabet
 
     letters = {letter: byte + 2 for byte, letter in byte_alphabet().items()}
     made = Tokenizer(models.BPE({"</s>": 0, "<s>": 1, **letters}, []))

@@ -7,7 +7,7 @@ import torch
 
 from trainshort.checkpoint import Snapshot, State, model_tensors, save
 from trainshort.config import ModelConfig, RunConfig, TrainConfig
-from trainshort.data.tokenizer import ByteTokenizer
+from trainshort.data.tokenizer.built import ByteTokenizer
 from trainshort.model import TransformerLM
 from trainshort.parallel import World
 

@@ -13,7 +13,7 @@ from runs_here import make_run
 from trainshort import InputError
 from trainshort.checkpoint import load_model
 from trainshort.cli import run as command
-from trainshort.data.tokenizer import WordTokenizer
+from trainshort.data.tokenizer.built import WordTokenizer
 from trainshort.evaluate import evidence
 from trainshort.evaluate.hugging_face import HuggingFaceTarget
 from trainshort.interop.exporting import export
@@ -170,7 +170,7 @@ def test_bad_requests(tmp_path):
 
 def bpe_run(path: Path) -> Path:
     """A run with a BPE trained on a little text, and one token more in the model than it makes."""
-    from trainshort.data.tokenizer import train_bpe
+    from trainshort.data.tokenizer.built import train_bpe
 
     tokenizer = train_bpe(iter(["The state of the Union is strong, and naïve café. " * 50]), 300)
     run = make_run(path, biases=False, vocabulary=tokenizer.vocabulary + 1)

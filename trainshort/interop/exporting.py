@@ -20,8 +20,9 @@ import torch
 import trainshort
 from trainshort.checkpoint import find, load_model, sha256_of
 from trainshort.config import ModelConfig, load_config
-from trainshort.data.tokenizer import END_OF_TEXT, Tokenizer, WordTokenizer, load_tokenizer
+from trainshort.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 from trainshort.data.tokenizer import FILE as TOKENIZER
+from trainshort.data.tokenizer.built import WordTokenizer
 from trainshort.errors import InputError
 from trainshort.evaluate import evidence
 from trainshort.files import new_folder, write_whole

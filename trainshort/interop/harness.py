@@ -18,8 +18,7 @@ import torch
 
 from trainshort.data.hub import hub_answers
 from trainshort.data.of_run import run_tokenizer
-from trainshort.data.tokenizer import Tokenizer
-from trainshort.data.tokenizer.base import byte_alphabet
+from trainshort.data.tokenizer import Tokenizer, byte_alphabet
 from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import HuggingFaceTarget
 from trainshort.evaluate.target import RunTarget, Target

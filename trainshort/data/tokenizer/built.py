@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trainshort.data.tokenizer.base import (
+from trainshort.data.tokenizer import (
     END_OF_TEXT,
     ByteDecoder,
     Decoder,
