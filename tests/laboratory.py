@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainshort.checkpoint import Snapshot, State, save
-from trainshort.checkpoint.tensors import model_tensors
+from trainshort.checkpoint import Snapshot, State, model_tensors, save
 from trainshort.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from trainshort.data import prepare
 from trainshort.evaluate.results import Evaluation, find
@@ -101,7 +100,7 @@ def byte_tokenizer():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from trainshort.data.tokenizer.base import byte_alphabet
+    from trainshort.data.tokenizer import byte_alphabet
 
     letters = {letter: byte + 2 for byte, letter in byte_alphabet().items()}
     made = Tokenizer(models.BPE({"</s>": 0, "<s>": 1, **letters}, []))

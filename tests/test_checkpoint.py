@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainshort import checkpoint, optim
-from trainshort.checkpoint import Snapshot, State, folders, manifest, tensors
+from trainshort.checkpoint import Snapshot, State, folders
 from trainshort.config import AdaptiveConfig, ModelConfig, RunConfig, save_config
 from trainshort.errors import InputError
 from trainshort.model import TransformerLM
@@ -29,7 +29,7 @@ def snapshot(step: int, loss: float | None = None, model: ModelConfig = MODEL, s
     state = State(step=step, tokens=7 * step, seconds=0.1, window_nll=1 / 3, window_count=5)
     if loss is not None:
         state = state.model_copy(update={"valid_nll": loss * 10, "valid_count": 10, "best_loss": loss})
-    return Snapshot(config, state, {"model": tensors.model_tensors(net), "optimizer": moments})
+    return Snapshot(config, state, {"model": checkpoint.model_tensors(net), "optimizer": moments})
 
 
 def flip(path, position: int, bit: int = 0) -> None:
@@ -61,7 +61,7 @@ def test_tensors_and_state_come_back_bit_for_bit(tmp_path, model):
     loaded = checkpoint.load_model(folder)
     assert loaded.config == model
     assert not loaded.training
-    weights = tensors.model_tensors(loaded)
+    weights = checkpoint.model_tensors(loaded)
     assert all(torch.equal(value, weights[name]) for name, value in saved.parts["model"].items())
 
 
@@ -75,7 +75,7 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
 
 def test_only_safetensors_and_json_are_written(tmp_path):
     folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
-    assert {name.rpartition(".")[2] for name in manifest.files(folder)} == {"json", "safetensors"}
+    assert {name.rpartition(".")[2] for name in folders.files_of(folder)} == {"json", "safetensors"}
     assert (folder / "manifest.json").exists()
 
 
@@ -150,14 +150,14 @@ def test_missing_added_and_foreign_files_are_damage(tmp_path):
     folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
     extra = folder / "model" / "more.safetensors"
     extra.write_bytes(b"x")
-    assert manifest.damage(folder) == "model/more.safetensors is not in the manifest"
+    assert folders.damage(folder) == "model/more.safetensors is not in the manifest"
     extra.rename(folder / "model" / "more.pt")
-    assert "model/more.pt is neither safetensors nor JSON" in manifest.damage(folder)
+    assert "model/more.pt is neither safetensors nor JSON" in folders.damage(folder)
     (folder / "model" / "more.pt").unlink()
     (folder / "state.json").unlink()
-    assert manifest.damage(folder) == "state.json is missing"
+    assert folders.damage(folder) == "state.json is missing"
     (folder / "manifest.json").unlink()
-    assert manifest.damage(folder) == "manifest.json is missing"
+    assert folders.damage(folder) == "manifest.json is missing"
 
 
 def test_every_bit_of_the_manifest_counts(tmp_path):
@@ -168,9 +168,9 @@ def test_every_bit_of_the_manifest_counts(tmp_path):
     for position in range(len(whole)):
         for bit in range(8):
             flip(path, position, bit)
-            assert manifest.damage(folder, only="state.json"), (position, bit)
+            assert folders.damage(folder, only="state.json"), (position, bit)
             path.write_bytes(whole)
-    assert manifest.damage(folder) is None
+    assert folders.damage(folder) is None
 
 
 def test_when_nothing_is_whole_nothing_is_used(tmp_path):
@@ -209,13 +209,13 @@ def test_a_pickle_is_refused_and_nothing_in_it_runs(tmp_path, monkeypatch):
     folder = checkpoint.save(tmp_path / "run", snapshot(1), ALONE)
     target = folder / "model" / "whole.safetensors"
     target.write_bytes(pickled)
-    manifest.write(folder, {name: manifest.digest(folder / name) for name in manifest.files(folder)})
-    assert manifest.damage(folder) is None
+    folders.write_manifest(folder, {name: folders.digest_of(folder / name) for name in folders.files_of(folder)})
+    assert folders.damage(folder) is None
     with pytest.raises(InputError, match="cannot be read as safetensors"):
         checkpoint.load_model(folder)
     # And under its own name.
     target.rename(target.with_suffix(".pt"))
-    manifest.write(folder, {name: manifest.digest(folder / name) for name in manifest.files(folder)})
+    folders.write_manifest(folder, {name: folders.digest_of(folder / name) for name in folders.files_of(folder)})
     with pytest.raises(InputError, match=r"model/whole\.pt is neither safetensors nor JSON"):
         checkpoint.load_model(tmp_path / "run" / "checkpoints" / "step-000000001")
     assert not crater.exists()
@@ -255,7 +255,7 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path):
     state = json.loads((folder / "state.json").read_text()) | {"colour": "red"}
     (folder / "state.json").write_text(json.dumps(state))
     save_config(RunConfig(), folder / "config.json")
-    manifest.write(folder, {name: manifest.digest(folder / name) for name in manifest.files(folder)})
+    folders.write_manifest(folder, {name: folders.digest_of(folder / name) for name in folders.files_of(folder)})
     with pytest.raises(InputError, match="written by another version"):
         checkpoint.read_state(folder)
 
@@ -267,12 +267,12 @@ def test_a_save_that_fails_leaves_no_trace(tmp_path, monkeypatch):
     def full(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(manifest, "digest", full)
+    monkeypatch.setattr(folders, "digest_of", full)
     with pytest.raises(InputError, match=r"Cannot save .*step-000000002: the disk is full\. The checkpoints bef"):
         checkpoint.save(tmp_path, snapshot(2), ALONE)
     monkeypatch.undo()
     assert os.listdir(tmp_path / "checkpoints") == [first.name]
-    assert manifest.damage(first) is None
+    assert folders.damage(first) is None
 
 
 def forge(folder, **changes):
@@ -280,7 +280,7 @@ def forge(folder, **changes):
     values = json.loads((folder / "config.json").read_text())
     values["model"] |= changes
     (folder / "config.json").write_text(json.dumps(values))
-    manifest.write(folder, {name: manifest.digest(folder / name) for name in manifest.files(folder)})
+    folders.write_manifest(folder, {name: folders.digest_of(folder / name) for name in folders.files_of(folder)})
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def forge(folder, **changes):
 def test_a_model_larger_than_its_weights_is_refused_before_it_is_built(tmp_path, changes, told):
     folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
     forge(folder, **changes)
-    assert manifest.damage(folder) is None
+    assert folders.damage(folder) is None
     with pytest.raises(InputError, match=told):
         checkpoint.load_model(folder)
 

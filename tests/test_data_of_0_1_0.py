@@ -13,9 +13,8 @@ from trainshort.config import load_config
 from trainshort.evaluate.results import load
 from trainshort.files import read_checked as read_result
 from trainshort.files import read_sealed
-from trainshort.journal import read_checked
 from trainshort.model import TransformerLM
-from trainshort.runs import run_name
+from trainshort.runs import checked_lines, run_name
 
 STORED = Path(__file__).parent / "data_of_0_1_0"
 RUN = "runs/tiny"
@@ -60,7 +59,7 @@ def test_a_run_is_loaded_and_evaluated_to_the_same_losses(place):
 def test_stored_results_are_read_and_marked_as_unsealed(place):
     (stored,) = (place / RUN / "eval").glob("*.json")
     assert not read_result(stored)[1]
-    assert {checksum for _, checksum in read_checked(place / RUN / "metrics.jsonl")} == {None}
+    assert {checksum for _, checksum in checked_lines(place / RUN / "metrics.jsonl")} == {None}
     before = load(stored).rows
     command("evaluate", RUN, "--lengths", "1x", "2x")
     assert [load(path).rows for path in (place / RUN / "eval").glob("*.json")] == [before]  # nothing is scored again
@@ -69,7 +68,7 @@ def test_stored_results_are_read_and_marked_as_unsealed(place):
 
 def test_a_run_goes_on(place):
     command("train", RUN, "--resume", "--train.steps", "12", "--quiet")
-    steps = [record["step"] for record, _ in read_checked(place / RUN / "metrics.jsonl") if "nll" in record]
+    steps = [record["step"] for record, _ in checked_lines(place / RUN / "metrics.jsonl") if "nll" in record]
     assert steps == [2, 4, 6, 8, 10, 12]
 
 

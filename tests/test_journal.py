@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from trainshort import journal
+from trainshort import runs
 from trainshort.errors import InputError
 
 RECORDS = [{"step": step, "loss": step / 7} for step in (1, 2, 3, 4)]
@@ -17,15 +17,15 @@ RECORDS = [{"step": step, "loss": step / 7} for step in (1, 2, 3, 4)]
 def path(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for record in RECORDS:
-        journal.append(path, record)
+        runs.append_line(path, record)
     return path
 
 
 def test_records_come_back_as_they_were_and_none_from_a_file_that_is_not_there(path):
-    assert journal.read_lines(path) == RECORDS
-    assert journal.last_checksum(path) == journal.read_checked(path)[-1][1]
-    assert journal.read_lines(path.with_name("none.jsonl")) == []
-    assert journal.last_checksum(path.with_name("none.jsonl")) is None
+    assert runs.read_lines(path) == RECORDS
+    assert runs.last_checksum(path) == runs.checked_lines(path)[-1][1]
+    assert runs.read_lines(path.with_name("none.jsonl")) == []
+    assert runs.last_checksum(path.with_name("none.jsonl")) is None
 
 
 def test_every_changed_digit_is_noticed(path):
@@ -38,7 +38,7 @@ def test_every_changed_digit_is_noticed(path):
             continue  # a last digit that float64 does not hold
         path.write_text(changed)
         with pytest.raises(InputError, match="changed after it was written"):
-            journal.read_lines(path)
+            runs.read_lines(path)
 
 
 @pytest.mark.parametrize("lines", [[0, 2, 3], [1, 2, 3], [0, 2, 1, 3], [0, 0, 1, 2, 3]])
@@ -46,37 +46,37 @@ def test_lines_taken_out_swapped_or_doubled_are_noticed(path, lines):
     text = path.read_text().splitlines(keepends=True)
     path.write_text("".join(text[number] for number in lines))
     with pytest.raises(InputError, match="changed after it was written"):
-        journal.read_lines(path)
+        runs.read_lines(path)
 
 
 def test_lines_of_the_first_version_have_no_checksum_and_are_covered_by_the_next_that_has_one(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
-    journal.append(path, {"step": 3})
-    checked = journal.read_checked(path)
+    runs.append_line(path, {"step": 3})
+    checked = runs.checked_lines(path)
     assert [record["step"] for record, _ in checked] == [1, 2, 3]
     assert [checksum is None for _, checksum in checked] == [True, True, False]
     path.write_text(path.read_text().replace('{"step": 2}', '{"step": 9}'))
     with pytest.raises(InputError, match="line 3, or the line before it was changed"):
-        journal.read_lines(path)
+        runs.read_lines(path)
 
 
 def test_a_line_without_its_checksum_after_one_that_has_it_is_refused(path):
     with path.open("a") as file:
         file.write('{"step": 5}\n')
     with pytest.raises(InputError, match="line 5, has no checksum, though it or the line before it had one"):
-        journal.read_lines(path)
+        runs.read_lines(path)
 
 
 @pytest.mark.parametrize("lines", [1, 4])
 def test_every_changed_byte_is_noticed_also_in_the_names_of_the_fields(path, lines):
     """Of a file with one line too, which no other covers: without its checksum it is not taken for one of 0.1.0."""
-    journal.keep_lines(path, lines)
-    content, whole = path.read_bytes(), journal.read_lines(path)
+    runs.keep_lines(path, lines)
+    content, whole = path.read_bytes(), runs.read_lines(path)
     for at in range(len(content) - 1):  # without the last newline, the last line counts as torn by a kill
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         with suppress(InputError):
-            assert journal.read_lines(path) == whole, content[at - 5 : at + 5]  # a digit that float64 does not hold
+            assert runs.read_lines(path) == whole, content[at - 5 : at + 5]  # a digit that float64 does not hold
 
 
 @pytest.mark.parametrize(
@@ -92,21 +92,21 @@ def test_a_line_that_is_no_record_is_named(tmp_path, line, told):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
     with pytest.raises(InputError, match=told):
-        journal.read_lines(path)
+        runs.read_lines(path)
 
 
 def test_a_torn_last_line_goes_and_the_chain_goes_on(path):
     with path.open("a") as file:
         file.write('{"step": 5, "lo')
-    assert journal.read_lines(path) == RECORDS
-    journal.keep_lines(path, 3)
-    journal.append(path, {"step": 9})
-    assert journal.read_lines(path) == [*RECORDS[:3], {"step": 9}]
+    assert runs.read_lines(path) == RECORDS
+    runs.keep_lines(path, 3)
+    runs.append_line(path, {"step": 9})
+    assert runs.read_lines(path) == [*RECORDS[:3], {"step": 9}]
 
 
 def test_a_pipe_is_never_waited_for(tmp_path):
     os.mkfifo(tmp_path / "metrics.jsonl")
-    for call in (journal.read_lines, lambda path: journal.append(path, {"step": 1})):
+    for call in (runs.read_lines, lambda path: runs.append_line(path, {"step": 1})):
         with pytest.raises(InputError, match="it is a named pipe"):
             call(tmp_path / "metrics.jsonl")
 
@@ -116,6 +116,6 @@ def test_a_full_disk_is_named(path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, before[1]))
     try:
         with pytest.raises(InputError, match=r"Cannot write .*metrics\.jsonl: file too large\. Make room there"):
-            journal.append(path, {"step": 1})
+            runs.append_line(path, {"step": 1})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainshort import checkpoint, journal
-from trainshort.checkpoint import folders, manifest, tensors
+from trainshort import checkpoint, runs
+from trainshort.checkpoint import folders
 from trainshort.config import DataConfig, RunConfig
 from trainshort.data import prepare
 from trainshort.parallel import no_bfloat16
@@ -126,7 +126,7 @@ def together(folder) -> Path:
 
 def assert_close(a: Path, b: Path) -> None:
     """The same losses, validation and weights, to rounding."""
-    first, second = journal.read_lines(a / "metrics.jsonl"), journal.read_lines(b / "metrics.jsonl")
+    first, second = runs.read_lines(a / "metrics.jsonl"), runs.read_lines(b / "metrics.jsonl")
     assert [line["step"] for line in first] == [line["step"] for line in second]
     for one, two in zip(first, second, strict=True):
         for name in ("nll", "grad_norm", "valid_nll"):
@@ -134,7 +134,7 @@ def assert_close(a: Path, b: Path) -> None:
             assert one.get(name, 0.0) == pytest.approx(two.get(name, 0.0), rel=2e-5)
         for name in ("count", "valid_count", "tokens", "lr"):
             assert one.get(name) == two.get(name)
-    left, right = (tensors.model_tensors(checkpoint.load_model(folders.present(path)[-1])) for path in (a, b))
+    left, right = (checkpoint.model_tensors(checkpoint.load_model(folders.present(path)[-1])) for path in (a, b))
     assert left.keys() == right.keys()
     for name in left:
         torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=1e-6, msg=name)
@@ -148,11 +148,11 @@ def test_two_processes_equal_one(together, model, strategy):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_bfloat16_on_two_ranks_is_near_float32_and_stores_float32(together, strategy):
     exact, half = (
-        journal.read_lines(path / "metrics.jsonl") for path in (alone(together, "tied"), together / f"half-{strategy}")
+        runs.read_lines(path / "metrics.jsonl") for path in (alone(together, "tied"), together / f"half-{strategy}")
     )
     assert half[-1]["valid_nll"] == pytest.approx(exact[-1]["valid_nll"], rel=0.02)
     assert half[-1]["valid_nll"] != exact[-1]["valid_nll"]
-    weights = tensors.model_tensors(checkpoint.load_model(together / f"half-{strategy}"))
+    weights = checkpoint.model_tensors(checkpoint.load_model(together / f"half-{strategy}"))
     newest = folders.present(together / f"half-{strategy}")[-1]
     stored = sum(path.stat().st_size for path in (newest / "model").iterdir())
     assert stored >= 4 * sum(weight.numel() for weight in weights.values())
@@ -160,7 +160,7 @@ def test_bfloat16_on_two_ranks_is_near_float32_and_stores_float32(together, stra
 
 def test_sharded_checkpoints_are_safetensors_and_json_of_both_ranks(together):
     newest = folders.present(together / "tied-fsdp")[-1]
-    assert manifest.damage(newest) is None
+    assert folders.damage(newest) is None
     assert len(list((newest / "model").glob("*.safetensors"))) == 2
     assert {path.suffix for path in newest.rglob("*.*") if path.is_file()} == {".json", ".safetensors"}
     whole = sum(path.stat().st_size for path in folders.present(alone(together, "tied"))[-1].rglob("*.safetensors"))
@@ -178,7 +178,7 @@ def test_one_process_goes_on_where_two_stopped_and_back(together):
     for name in ("two then one", "one then two", "fsdp twice"):
         assert_close(alone(together, "tied"), together / name)
     ranks = {
-        name: [s["ranks"] for s in journal.read_lines(together / name / "sessions.jsonl")]
+        name: [s["ranks"] for s in runs.read_lines(together / name / "sessions.jsonl")]
         for name in ("two then one", "one then two", "fsdp twice")
     }
     assert ranks == {"two then one": [2, 1], "one then two": [1, 2], "fsdp twice": [2, 2]}

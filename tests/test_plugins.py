@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import trainshort
-from trainshort import plugins
+from trainshort import registry
 from trainshort.cache import Cache
-from trainshort.checkpoint.tensors import sha256_of
+from trainshort.checkpoint import sha256_of
 from trainshort.commands.train import Train
 from trainshort.config import ModelConfig, RunConfig, load_config
 from trainshort.errors import InputError
@@ -30,18 +30,18 @@ KERPLE, GATE, EACH = HERE / "kerple_log.py", HERE / "forget_gate.py", HERE / "on
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded():
-    found = [plugins.load_file(KERPLE), plugins.load_file(GATE)]
+    found = [registry.load_plugin(KERPLE), registry.load_plugin(GATE)]
     yield
     for plugin in found:  # other tests count the package's own methods
         for table, name in plugin.entries:
             table.forget(name)
-    plugins._loaded.clear()
+    registry._loaded.clear()
 
 
 def command(folder: Path, *words: str, code: int = 0, plugin: Path | None = KERPLE) -> str:
     """What a command says, run from an empty folder in a process of its own."""
     given = () if plugin is None else ("--plugin", str(plugin))
-    environment = {name: value for name, value in os.environ.items() if name != plugins.VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name != registry.VARIABLE}
     environment |= {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     run = [sys.executable, "-m", "trainshort", *words, *given]
     done = subprocess.run(run, cwd=folder, env=environment, capture_output=True, text=True)
@@ -68,7 +68,7 @@ def test_kerple_is_short_and_outside():
 
 def test_a_run_remembers_what_it_needs(trained):
     config = load_config(trained / "run" / "config.json")
-    assert [(p.name, p.sha256) for p in config.plugins] == [("kerple_log.py", plugins.load_file(KERPLE).sha256)]
+    assert [(p.name, p.sha256) for p in config.plugins] == [("kerple_log.py", registry.load_plugin(KERPLE).sha256)]
     assert config.model.position_settings.model_dump() == {"a": 0.5, "b": 1.0}
 
 
@@ -122,7 +122,7 @@ def test_its_settings_are_in_the_help_and_in_the_list(trained):
 
 def test_a_missing_plugin_is_one_sentence_and_a_run_brings_no_code(trained):
     told = command(trained, "generate", "run", "the", "--tokens", "2", code=2, plugin=None)
-    digest = plugins.load_file(KERPLE).sha256[:12]
+    digest = registry.load_plugin(KERPLE).sha256[:12]
     assert told == (
         f"trainshort: run needs the plug-in kerple_log.py (sha256 {digest}...), which is not loaded. "
         "Give --plugin path/to/kerple_log.py, or install the package it came with.\n"
@@ -132,7 +132,7 @@ def test_a_missing_plugin_is_one_sentence_and_a_run_brings_no_code(trained):
 def test_a_changed_plugin_is_told_by_its_hash(trained):
     other = trained / "kerple_log.py"
     other.write_text(KERPLE.read_text() + "\n# changed\n")
-    before = plugins.load_file(KERPLE).sha256[:12]
+    before = registry.load_plugin(KERPLE).sha256[:12]
     for words in (["generate", "run", "the"], ["train", "run", "--resume"]):
         told = command(trained, *words, code=2, plugin=other)
         assert "run was trained with another kerple_log.py: its sha256 was " + before in told
@@ -162,7 +162,7 @@ def test_a_bad_plugin_is_one_sentence_and_leaves_nothing(tmp_path, code):
     path.write_text(code)
     known = positions.names()
     with pytest.raises(InputError) as told:
-        plugins.load_file(path)
+        registry.load_plugin(path)
     assert BAD[code] in str(told.value)
     assert str(path) in str(told.value)
     assert positions.names() == known
@@ -269,7 +269,7 @@ def test_float32_stays_by_the_base_class():
 
 def test_worker_processes_find_the_same_plugins(tmp_path):
     code = "from trainshort.methods import methods; print(methods.get('kerple-log').summary)"
-    environment = os.environ | {plugins.VARIABLE: str(KERPLE)}
+    environment = os.environ | {registry.VARIABLE: str(KERPLE)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.startswith("A penalty"), done.stderr
 
@@ -283,9 +283,9 @@ def test_an_installed_package_is_a_plugin(tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-kerple\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[trainshort.plugins]\nkerple = my_kerple\n")
     code = (
-        "import sys; sys.path.insert(0, '.'); from trainshort.methods import methods; from trainshort import plugins\n"
+        "import sys; sys.path.insert(0, '.'); from trainshort.methods import methods; from trainshort import registry\n"
         "print(methods.get('kerple-installed').summary)\n"
-        "print([p.name for p in plugins.origins([('position method', 'kerple-installed')])])"
+        "print([p.name for p in registry.origins([('position method', 'kerple-installed')])])"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)

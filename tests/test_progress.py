@@ -5,9 +5,8 @@ import math
 
 from rich.console import Console
 
-from trainshort import progress
-from trainshort.progress import Display
-from trainshort.runs import perplexity
+from trainshort import terminal
+from trainshort.terminal import Display, perplexity
 
 UPDATE = {"step": 50, "loss": 2.0, "lr": 1e-3, "tokens_per_second": 12345.6}
 VALID = {"step": 50, "valid_loss": 1.0}
@@ -29,7 +28,7 @@ def test_a_terminal_shows_step_loss_perplexity_speed_rate_and_time_left():
 
 def test_elsewhere_a_plain_line_comes_now_and_then(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
     console = Console(file=io.StringIO(), force_terminal=False, width=160)
     with Display(0, 100, console=console) as display:
         for step in (10, 20, 30, 40, 100):

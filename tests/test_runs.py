@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from trainshort import journal, runs
+from trainshort import machine, runs
 from trainshort.config import RunConfig, load_config
 from trainshort.errors import InputError
 
@@ -93,12 +93,12 @@ def test_two_cannot_write_at_once(tmp_path):
 def test_metrics_are_cut_to_the_checkpoint_and_a_torn_line_goes(tmp_path):
     folder = start(tmp_path / "run")
     for step in (10, 20, 30):
-        journal.append(folder.metrics, {"step": step, "loss": step / 7})
+        runs.append_line(folder.metrics, {"step": step, "loss": step / 7})
     kept = folder.metrics.read_bytes()
-    journal.append(folder.metrics, {"step": 40, "loss": 1.0})
+    runs.append_line(folder.metrics, {"step": 40, "loss": 1.0})
     with folder.metrics.open("a") as file:
         file.write('{"step": 50, "lo')
-    assert [record["step"] for record in journal.read_lines(folder.metrics)] == [10, 20, 30, 40]
+    assert [record["step"] for record in runs.read_lines(folder.metrics)] == [10, 20, 30, 40]
     runs.cut_metrics(folder, 30)
     assert folder.metrics.read_bytes() == kept  # floats survive the round trip to the last bit
     runs.cut_metrics(folder, 0)
@@ -108,8 +108,8 @@ def test_metrics_are_cut_to_the_checkpoint_and_a_torn_line_goes(tmp_path):
 def test_lines_missing_before_the_checkpoint_are_told_and_the_file_is_left(tmp_path):
     folder = start(tmp_path / "run")
     for step in (10, 20, 30):
-        journal.append(folder.metrics, {"step": step})
-    last = journal.last_checksum(folder.metrics)
+        runs.append_line(folder.metrics, {"step": step})
+    last = runs.last_checksum(folder.metrics)
     whole = folder.metrics.read_bytes()
     for torn in (whole[:-1], whole[: whole.index(b"\n") + 1], b""):
         folder.metrics.write_bytes(torn)
@@ -118,7 +118,7 @@ def test_lines_missing_before_the_checkpoint_are_told_and_the_file_is_left(tmp_p
         assert folder.metrics.read_bytes() == torn
     folder.metrics.unlink()  # as the message says
     runs.cut_metrics(folder, 30, last)
-    journal.append(folder.metrics, {"step": 40})
+    runs.append_line(folder.metrics, {"step": 40})
     runs.cut_metrics(folder, 30, last)
     assert folder.metrics.read_bytes() == b""
 
@@ -127,10 +127,10 @@ def test_metrics_that_end_before_the_last_checkpoint_are_told_to_whoever_reads_t
     folder = start(tmp_path / "run")
     numbers = {"tokens": 1, "seconds": 1.0}
     for step in (10, 20, 30):
-        journal.append(folder.metrics, {"step": step, **numbers})
+        runs.append_line(folder.metrics, {"step": step, **numbers})
         if step < 30:
             (folder.checkpoints / f"step-{step:09d}").mkdir()
-            state = {"step": step, "metrics": journal.last_checksum(folder.metrics)}
+            state = {"step": step, "metrics": runs.last_checksum(folder.metrics)}
             (folder.checkpoints / f"step-{step:09d}" / "state.json").write_text(json.dumps(state))
     whole = folder.metrics.read_bytes()
     lines = whole.splitlines(keepends=True)
@@ -143,7 +143,7 @@ def test_metrics_that_end_before_the_last_checkpoint_are_told_to_whoever_reads_t
             runs.read_metrics(folder)
     folder.metrics.unlink()  # as the message says
     assert runs.read_metrics(folder) == []
-    journal.append(folder.metrics, {"step": 30, **numbers})
+    runs.append_line(folder.metrics, {"step": 30, **numbers})
     assert [record["step"] for record in runs.read_metrics(folder)] == [30]
     folder.metrics.write_bytes(lines[0])
     (folder.checkpoints / "step-000000020").rename(folder.checkpoints / "step-000000020.damaged")  # set aside
@@ -165,7 +165,7 @@ def test_a_run_folder_that_cannot_be_made_is_one_sentence(tmp_path, place):
 
 
 def test_provenance_says_what_a_number_depends_on():
-    record = json.loads(json.dumps(runs.provenance(threads=3)))
+    record = json.loads(json.dumps(machine.provenance(threads=3)))
     assert record["threads"] == 3
     assert record["versions"]["torch"]
     assert record["machine"]["cores"] == os.cpu_count()

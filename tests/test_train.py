@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from trainshort import checkpoint, journal
-from trainshort.checkpoint import folders, tensors
+from trainshort import checkpoint, runs
+from trainshort.checkpoint import folders
 from trainshort.config import DataConfig, RunConfig
 from trainshort.data import open_or_prepare, prepare
 from trainshort.data.stream import BatchStream
 from trainshort.errors import InputError
-from trainshort.interrupt import Interrupted
 from trainshort.job import resolve
 from trainshort.model import TransformerLM
 from trainshort.parallel import World
+from trainshort.terminal import Interrupted
 from trainshort.train import NotFiniteError, train
 
 LINEAR = {"name": "nesterov", "lr": 0.01, "warmup": 0, "schedule": "constant"}
@@ -62,7 +62,7 @@ def config(corpus):
 
 
 def weights(folder) -> dict[str, torch.Tensor]:
-    return tensors.model_tensors(checkpoint.load_model(folder))
+    return checkpoint.model_tensors(checkpoint.load_model(folder))
 
 
 def assert_same(a, b) -> None:
@@ -71,7 +71,7 @@ def assert_same(a, b) -> None:
 
 
 def metrics(run) -> list[dict]:
-    lines = journal.read_lines(run / "metrics.jsonl")
+    lines = runs.read_lines(run / "metrics.jsonl")
     return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
 
 
@@ -98,7 +98,7 @@ def test_a_run_learns_and_leaves_what_it_should(config, tmp_path):
         if "loss" in line:
             assert line["loss"] == line["nll"] / line["count"]
             assert line["count"] in (2 * 4 * 16, 2 * 4 * 16 - 10)
-    session = journal.read_lines(tmp_path / "run" / "sessions.jsonl")
+    session = runs.read_lines(tmp_path / "run" / "sessions.jsonl")
     assert [(record["step"], record["threads"], record["ranks"]) for record in session] == [(0, 1, 1)]
 
 
@@ -253,7 +253,7 @@ def test_a_finished_run_can_be_made_longer(config, tmp_path):
     assert train(config, tmp_path / "run", resume=True, quiet=True).steps == 20
     assert_same(before, weights(last(tmp_path / "run")))
     assert train(config.replace(train={"steps": 24}), tmp_path / "run", resume=True, quiet=True).steps == 24
-    assert [record["step"] for record in journal.read_lines(tmp_path / "run" / "sessions.jsonl")] == [0, 20, 20]
+    assert [record["step"] for record in runs.read_lines(tmp_path / "run" / "sessions.jsonl")] == [0, 20, 20]
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update(config, tmp_path, monkeypatch):
@@ -316,7 +316,7 @@ def test_a_model_that_no_machine_holds_is_refused_before_it_is_built(config, tmp
 
 def test_other_data_is_refused_on_resume(config, tmp_path):
     train(config, tmp_path / "run", quiet=True)
-    record = journal.read_lines(tmp_path / "run" / "sessions.jsonl")[0]
+    record = runs.read_lines(tmp_path / "run" / "sessions.jsonl")[0]
     (tmp_path / "run" / "sessions.jsonl").write_text(json.dumps(record | {"data": "0123456789abcdef"}) + "\n")
     with pytest.raises(InputError, match=r"trained on other data: its train\.bin had sha256 0123456789ab"):
         train(config, tmp_path / "run", resume=True, quiet=True)
@@ -342,12 +342,12 @@ def test_a_torn_line_in_sessions_is_mended(config, tmp_path):
         file.write('{"step": 20, "ran')  # a disk that was full
     for _ in range(2):
         train(config, tmp_path / "run", resume=True, quiet=True)
-    assert [record["step"] for record in journal.read_lines(tmp_path / "run" / "sessions.jsonl")] == [0, 20, 20]
+    assert [record["step"] for record in runs.read_lines(tmp_path / "run" / "sessions.jsonl")] == [0, 20, 20]
 
 
 def test_another_thread_count_is_told(config, tmp_path, capfd):
     train(config, tmp_path / "run", quiet=True)
-    record = journal.read_lines(tmp_path / "run" / "sessions.jsonl")[0]
+    record = runs.read_lines(tmp_path / "run" / "sessions.jsonl")[0]
     (tmp_path / "run" / "sessions.jsonl").write_text(json.dumps(record | {"threads": 64}) + "\n")
     train(config, tmp_path / "run", resume=True, quiet=True)
     assert "used 64 threads and now uses 1; results will differ by rounding" in capfd.readouterr().err

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from trainshort import __version__
 from trainshort.errors import InputError
 from trainshort.files import EXHAUSTED, reason
-from trainshort.interrupt import handlers_kept
-from trainshort.registry import did_you_mean
-from trainshort.terminal import say
+from trainshort.registry import did_you_mean, take_plugins
+from trainshort.terminal import handlers_kept, say
 
 
 @dataclass(frozen=True)
@@ -135,10 +134,9 @@ def _run(argv: list[str]) -> int:
         raise InputError(f"{name} comes after the command: trainshort COMMAND --plugin FILE.py.")
     if name not in COMMANDS:
         raise InputError(f"Unknown command '{name}'.{did_you_mean(name, COMMANDS)} See trainshort --help.")
-    from trainshort import plugins  # here, because --help needs neither
-    from trainshort.commands.parser import Parser, of_class
+    from trainshort.commands.parser import Parser, of_class  # here, because --help needs none of it
 
-    rest = plugins.take_options(rest)
+    rest = take_plugins(rest)
     module, _, attribute = COMMANDS[name].target.partition(":")
     command = getattr(importlib.import_module(module), attribute)
     if hasattr(command, "parse"):  # its options depend on its first argument

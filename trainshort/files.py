@@ -132,9 +132,9 @@ def read_json(path: Path, *, mend: str = RESTORE, limit: int = LIMIT) -> Any:
     return parse_json(read_text(path, mend=mend, limit=limit), str(path), mend=mend)
 
 
-def read_object(path: Path, *, mend: str = RESTORE, limit: int = LIMIT) -> dict[str, Any]:
+def read_object(path: Path, *, mend: str = RESTORE) -> dict[str, Any]:
     """What a JSON file holds that must hold an object."""
-    values = read_json(path, mend=mend, limit=limit)
+    values = read_json(path, mend=mend)
     if not isinstance(values, dict):
         kind = _JSON.get(type(values), "number")
         raise InputError(f"Cannot read {path}: it holds a JSON {kind}, and an object was expected. {mend}")
@@ -269,7 +269,7 @@ def _useless(path: Path, error: OSError | ValueError, mend: str) -> InputError:
 
 
 @contextmanager
-def new_folder(path: Path, *, mend: str = CHOOSE) -> Iterator[Path]:
+def new_folder(path: Path) -> Iterator[Path]:
     """Where to write a folder that appears under its name when it is whole; what fails leaves nothing of it.
 
     A place that is taken is refused, an empty folder is not.
@@ -295,7 +295,7 @@ def new_folder(path: Path, *, mend: str = CHOOSE) -> Iterator[Path]:
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
-            _refuse("write", path, error, mend)
+            _refuse("write", path, error, CHOOSE)
         raise
 
 

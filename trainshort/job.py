@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainshort import checkpoint, journal, optim, parallel, plugins, runs
+from trainshort import checkpoint, machine, optim, parallel, registry, runs
 from trainshort.attention import engines
-from trainshort.checkpoint import Parts, Snapshot, State, folders, tensors
+from trainshort.checkpoint import Parts, Snapshot, State, folders
 from trainshort.config import ModelConfig, RunConfig
 from trainshort.data import Prepared
 from trainshort.data.stream import BatchStream
 from trainshort.errors import InputError
-from trainshort.evaluate.memory import total
 from trainshort.masking import mask_token
 from trainshort.methods import methods
 from trainshort.model import TransformerLM
@@ -53,7 +52,7 @@ class Job:
     def parts(self) -> Parts:
         """The tensors of a checkpoint."""
         return {
-            "model": tensors.model_tensors(self.replica.model),
+            "model": checkpoint.model_tensors(self.replica.model),
             "optimizer": optim.state_tensors(self.optimizer, self.replica.model),
         }
 
@@ -64,13 +63,13 @@ class Job:
 def with_plugins(config: RunConfig, run: Path) -> RunConfig:
     """The settings with the plug-ins they need; a method or engine that nobody knows is refused here, before any work
     is done for it."""
-    plugins.require(config.plugins, str(run))
+    registry.require_plugins(config.plugins, str(run))
     methods.get(config.model.position)
     if config.model.backend != "auto":
         engines.get(config.model.backend)
     chosen = [("position method", config.model.position), ("attention engine", config.model.backend)]
     chosen += [("corpus", config.data.corpus), ("tokenizer", config.data.tokenizer)]
-    return config.replace(plugins=[{"name": p.name, "sha256": p.sha256} for p in plugins.origins(chosen)])
+    return config.replace(plugins=[{"name": p.name, "sha256": p.sha256} for p in registry.origins(chosen)])
 
 
 def resolve(config: RunConfig, vocabulary: int, world: World, *, spare: bool = False) -> RunConfig:
@@ -103,7 +102,7 @@ def resolve(config: RunConfig, vocabulary: int, world: World, *, spare: bool = F
 
 def refuse_oversized(config: ModelConfig) -> None:
     """Stop before a model is built whose weights alone, in float32, are more memory than this process can have."""
-    memory = total()
+    memory = machine.total_memory()
     weights = config.least_weights
     if 4 * weights + BLOCK_BYTES * config.layers <= memory and config.vocabulary:
         with torch.device("meta"):  # nothing is allocated
@@ -215,7 +214,7 @@ def refuse_unresumable(config: RunConfig, folder: RunFolder) -> None:
 
 def refuse_other_data(job: Job, data: str) -> None:
     """Stop if the run was trained on another text; `data` is the sha256 of the training split."""
-    before = journal.read_lines(job.folder.sessions)
+    before = runs.read_lines(job.folder.sessions)
     trained_here = [folder for folder in folders.present(job.folder.path) if folder.name != folders.name(0)]
     if not before and trained_here:  # a model that was imported begins at step 0, and nothing was trained on yet
         raise InputError(
@@ -232,14 +231,14 @@ def refuse_other_data(job: Job, data: str) -> None:
 
 def begin_session(job: Job, state: State, data: str) -> None:
     """Record who trains from here on. Another number of threads is allowed, but changes the last bits."""
-    before, threads = journal.read_lines(job.folder.sessions), torch.get_num_threads()
+    before, threads = runs.read_lines(job.folder.sessions), torch.get_num_threads()
     used = before[-1].get("threads") if before else threads
     if used != threads:
         say(
             f"This run used {used} threads and now uses {threads}; results will differ by rounding. "
             f"Set OMP_NUM_THREADS={used} for bit-identical ones."
         )
-    record = {"step": state.step, "ranks": job.world.size, "data": data} | runs.provenance(threads=threads)
-    journal.keep_lines(job.folder.sessions, len(before))  # the last line may be torn
-    journal.append(job.folder.sessions, record)
-    journal.sync_lines(job.folder.sessions)
+    record = {"step": state.step, "ranks": job.world.size, "data": data} | machine.provenance(threads=threads)
+    runs.keep_lines(job.folder.sessions, len(before))  # the last line may be torn
+    runs.append_line(job.folder.sessions, record)
+    runs.sync_lines(job.folder.sessions)

@@ -1,4 +1,4 @@
-"""Names for things that can be chosen: positions, engines, corpora, tokenizers, recipes. No torch.
+"""Names for what can be chosen (positions, engines, corpora, tokenizers, recipes), the user's own too. No torch.
 
 One class for all of them, so that adding is always a decorator and an unknown name always helps:
 
@@ -11,11 +11,21 @@ One class for all of them, so that adding is always a decorator and an unknown n
 """
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, TypeVar
+import hashlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from trainshort import plugins
 from trainshort.errors import InputError
+from trainshort.files import read_bytes
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 Entry = TypeVar("Entry")
 Given = TypeVar("Given")
@@ -34,7 +44,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 class Registry(Generic[Entry]):
     """An ordered table from names to entries; registration order is the order of preference where one is needed.
 
-    `needs` are the methods that every entry must have. A name that is missing may be a plug-in's (plugins.py).
+    `needs` are the methods that every entry must have. A name that is missing may be a plug-in's.
     """
 
     def __init__(self, kind: str, needs: tuple[str, ...] = ()) -> None:
@@ -54,7 +64,8 @@ class Registry(Generic[Entry]):
                 raise InputError(f"{self.kind} '{name}' lacks {' and '.join(f'{method}()' for method in lacking)}.")
             self._entries[name] = entry  # pyright: ignore[reportArgumentType]
             self.changes += 1
-            plugins.note(self, name)
+            if _loading:
+                _loading[-1].entries.append((self, name))
             return entry
 
         return add
@@ -80,5 +91,157 @@ class Registry(Generic[Entry]):
 
     def __contains__(self, name: object) -> bool:
         if name not in self._entries:
-            plugins.load_named()
+            load_plugins()
         return name in self._entries
+
+
+# ---- plug-ins: files named by `--plugin`, and installed packages (entry points `trainshort.plugins`)
+#
+# A plug-in registers whatever it likes by the package's own decorators: position methods, attention engines, corpora,
+# tokenizers, analyses. It is loaded in one of two ways only, because the user named its file, or because the user
+# installed it. A run never brings code: it holds the name and sha256 of what it needs, and asks for it.
+#
+# `--plugin` also sets an environment variable, so that worker processes and torchrun's ranks find the same files: a
+# registry that misses a name loads what is named before it gives up.
+
+VARIABLE = "TRAINSHORT_PLUGINS"
+"""Environment variable with the plug-in files of this command, as PATH has folders."""
+GROUP = "trainshort.plugins"
+"""Entry point group of installed plug-ins."""
+OPTION = "--plugin"
+MEND = f"Give {OPTION} the path of a Python file."
+
+
+class Known(Protocol):
+    """A plug-in as a run remembers it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def sha256(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """One file or package that was loaded, and what it registered."""
+
+    name: str
+    sha256: str
+    entries: list[tuple["Registry[Any]", str]] = field(default_factory=list)
+
+
+_loaded: dict[str, Plugin] = {}  # by path or entry point; like sys.modules, one per process
+_loading: list[Plugin] = []
+
+
+def take_plugins(words: Sequence[str]) -> list[str]:
+    """A command line without its `--plugin PATH`s, whose files are loaded, here and in every process to come."""
+    rest, paths, given = [], [], iter(words)
+    for word in given:
+        option, equals, value = word.partition("=")
+        if option != OPTION:
+            rest.append(word)
+            continue
+        path = value if equals else next(given, "")
+        if not path:
+            raise InputError(f"{OPTION} needs a path. {MEND}")
+        paths.append(str(Path(path).absolute()))
+    if paths:
+        for path in paths:
+            load_plugin(Path(path))
+        os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*_named(), *paths]))
+    return rest
+
+
+def _named() -> list[str]:
+    return [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
+
+
+def load_plugins() -> None:
+    """Load what this command named and what is installed, each once."""
+    from importlib.metadata import entry_points  # a quarter of the time that `--help` takes, which needs none of it
+
+    for path in _named():
+        load_plugin(Path(path))
+    for point in entry_points(group=GROUP):
+        if f"{GROUP}:{point.name}" not in _loaded:
+            _load_installed(point)
+
+
+def load_plugin(path: Path) -> Plugin:
+    """Execute a plug-in file; all that it registered is withdrawn if it fails."""
+    key = str(path.absolute())
+    if key not in _loaded:
+        code = read_bytes(path, mend=MEND)
+        digest = hashlib.sha256(code).hexdigest()
+        name = f"trainshort_plugin_{path.stem}_{digest[:8]}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise InputError(f"{path} is no Python file. {MEND}")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses and pydantic look their modules up there
+        plugin = Plugin(path.name, digest)
+        _load(key, plugin, str(path), lambda: exec(compile(code, str(path), "exec"), vars(module)))
+        if not plugin.entries:
+            raise InputError(f"The plug-in {path} registers nothing; see docs/own-method.md for how it is done.")
+    return _loaded[key]
+
+
+def _load_installed(point: "EntryPoint") -> None:
+    spec = importlib.util.find_spec(point.module)
+    files = [] if spec is None or not spec.origin else [Path(spec.origin)]
+    if files and files[0].name == "__init__.py":
+        files = sorted(files[0].parent.rglob("*.py"))
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    what = f"{point.name} (installed, {point.value})"
+    _load(f"{GROUP}:{point.name}", Plugin(point.name, digest), what, point.load)
+
+
+def _load(key: str, plugin: Plugin, what: str, run: Callable[[], object]) -> None:
+    _loaded[key] = plugin  # before it runs: while it does, a registry may ask for what is named
+    _loading.append(plugin)
+    try:
+        run()
+    except (Exception, SystemExit) as error:
+        del _loaded[key]
+        for table, name in plugin.entries:
+            table.forget(name)
+        if isinstance(error, InputError):
+            raise InputError(f"The plug-in {what} cannot be used: {error}") from None
+        line = _line_of(error, what)
+        raise InputError(f"The plug-in {what} does not import: {type(error).__name__}: {error}{line}.") from None
+    finally:
+        _loading.pop()
+
+
+def _line_of(error: BaseException, path: str) -> str:
+    if isinstance(error, SyntaxError):
+        return ""  # names the line itself
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return f" (line {lines[-1]})" if lines else ""
+
+
+def origins(names: Iterable[tuple[str, str]]) -> list[Plugin]:
+    """The plug-ins that registered some of these (kind, name)s."""
+    wanted = set(names)
+    found = (p for p in _loaded.values() if any((table.kind, name) in wanted for table, name in p.entries))
+    return sorted(found, key=lambda plugin: plugin.name)
+
+
+def require_plugins(needed: Iterable[Known], who: str) -> None:
+    """Stop unless the plug-ins that `who` was made with are here as they were then."""
+    for name, digest in [(plugin.name, plugin.sha256) for plugin in needed]:
+        load_plugins()
+        same = [plugin for plugin in _loaded.values() if plugin.name == name]
+        if any(plugin.sha256 == digest for plugin in _loaded.values()):
+            continue
+        if same:
+            raise InputError(
+                f"{who} was trained with another {name}: its sha256 was {digest[:12]}..., that of the one given is "
+                f"{same[0].sha256[:12]}.... Give the one it was trained with; if the change does not matter, write the "
+                "new sha256 into its config.json."
+            )
+        raise InputError(
+            f"{who} needs the plug-in {name} (sha256 {digest[:12]}...), which is not loaded. "
+            f"Give {OPTION} path/to/{name}, or install the package it came with."
+        )

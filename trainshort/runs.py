@@ -14,24 +14,33 @@ stopped ten times equals that of a run that never was, apart from times.
 
 import hashlib
 import json
-import math
 import os
-import platform
 import re
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import trainshort
-from trainshort import journal, plugins
+from trainshort import registry
 from trainshort.config import RunConfig, load_config
 from trainshort.errors import InputError
-from trainshort.files import PARTIAL, locked, make_folder, read_object, reason, try_folder, write_whole
+from trainshort.files import (
+    CHECKSUM,
+    PARTIAL,
+    SEALED,
+    MissingFileError,
+    locked,
+    make_folder,
+    open_file,
+    parse_json,
+    read_bytes,
+    read_object,
+    reason,
+    sync,
+    try_folder,
+    write_whole,
+)
 
 LOCK = "train.lock"
 
@@ -53,19 +62,13 @@ HARMLESS = frozenset(
 
 ROUNDING = 1e-6
 """Softmax mass whose absence is no larger than float32's rounding: up to here model.tolerance moves no result."""
-
 CHANGEABLE = HARMLESS | {"train.patience", "train.steps", "train.valid_every", "train.valid_tokens"}
 """Settings that may differ on resume: how far, how often and on what, not which model or which data."""
 
 LOGGED = ("step", "tokens", "seconds")
 """Numbers that every line of metrics.jsonl has."""
-
-RECORDED = ("torch", "numpy", "safetensors", "tokenizers", "pydantic", "grain")
-"""Packages whose versions can move a result."""
-
-
 Line = tuple[dict[str, Any], str | None]
-"""A record of metrics.jsonl and its checksum."""
+"""A record of metrics.jsonl and its checksum; None for a line of 0.1.0, about whose numbers nothing can be said."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def open_run(path: Path, config: RunConfig, *, resume: bool) -> Iterator[RunFold
     folder = RunFolder(path)
     stored = refuse_existing(path, resume=resume)
     if stored:
-        plugins.require(stored.plugins, str(path))
+        registry.require_plugins(stored.plugins, str(path))
         _refuse_another_run(stored, config, path, begun=folder.sessions.exists())
     make_folder(folder.path)
     with locked(folder.path / LOCK, f"Another process is training in {path}. Wait for it, or stop it first."):
@@ -208,8 +211,8 @@ def cut_metrics(folder: RunFolder, step: int, last: str | None = None) -> None:
     `last` is the checksum of the last line at that moment. Lines that went missing since are not passed over: only a
     file that is gone altogether, or was begun anew after that step, is taken as it is.
     """
-    kept = _until(folder, journal.read_checked(folder.metrics), step, last)
-    journal.keep_lines(folder.metrics, len(kept))
+    kept = _until(folder, checked_lines(folder.metrics), step, last)
+    keep_lines(folder.metrics, len(kept))
 
 
 def _until(folder: RunFolder, records: list[Line], step: int, last: str | None) -> list[Line]:
@@ -228,7 +231,7 @@ def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, each with the numbers it must have, and none missing that was there when the run was
     saved last."""
     states = saved_states(folder.path)  # first: whoever is training may log and save while this is read
-    records = journal.read_checked(folder.metrics)
+    records = checked_lines(folder.metrics)
     for record, _ in records:
         for name in LOGGED:
             _number(folder, record, name)
@@ -242,61 +245,105 @@ def _number(folder: RunFolder, record: dict[str, Any], name: str) -> float:
     value = record.get(name)
     if type(value) is int or (type(value) is float and name != "step"):
         return value
-    raise InputError(f"{folder.metrics} has a line without the number '{name}'. {journal.RESTORE}")
+    raise InputError(f"{folder.metrics} has a line without the number '{name}'. {RESTORE}")
 
 
-def provenance(*, threads: int | None = None) -> dict[str, Any]:
-    """Where a result comes from: time, commit, versions, machine, threads. Goes beside every number that is stored.
+# ---- records that are added line by line, each with a checksum over itself and the line before it
+#
+#     {"step": 10, "loss": 5.1, "sealed": true, "checksum": "9f2c..."}    sha256 of "" and this record
+#     {"step": 20, "loss": 4.7, "sealed": true, "checksum": "03ab..."}    sha256 of the line above and this record
+#
+# So a changed number, a line taken out and a line put in are noticed wherever they are; lines missing at the end are
+# noticed by whoever noted the last checksum (a checkpoint's state.json). A last line without its newline was torn by a
+# kill. Lines of 0.1.0 have no checksum; the first line that has one covers the last that has none.
 
-    `threads` is torch's thread count, passed in because this file does not import torch; sums are grouped by it, so
-    results are bit-identical only for the same count.
-    """
-    return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
-        "versions": {"trainshort": trainshort.__version__, "python": platform.python_version()}
-        | {name: _version(name) for name in RECORDED},
-        "machine": {"system": f"{platform.system()} {platform.machine()}", "cpu": _cpu(), "cores": os.cpu_count()},
-        "threads": threads,
-    }
+DIGITS = 16
+"""Hexadecimal digits of a line's checksum: enough against chance."""
+TAIL = 2**16
+"""Bytes in which the last line is looked for."""
+MEND = "Make room there, then go on by --resume."
+RESTORE = "Restore the file from a copy."
 
 
-def _version(package: str) -> str | None:
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records, verified, without their checksums; none when there is no file."""
+    return [record for record, _ in checked_lines(path)]
+
+
+def checked_lines(path: Path) -> list[Line]:
+    """The records with their checksums."""
+    records: list[Line] = []
+    before = b""
+    for number, line in enumerate(_whole_lines(path), start=1):
+        name = f"{path}, line {number}"
+        record = parse_json(line, name, mend=RESTORE)
+        if not isinstance(record, dict):
+            raise InputError(f"{name}, holds no JSON object. {RESTORE}")
+        found = record.pop(CHECKSUM, None)
+        if found is None and (SEALED in record or (records and records[-1][1])):
+            raise InputError(f"{name}, has no checksum, though it or the line before it had one. {RESTORE}")
+        if found is not None and found != _checksum(before, record):
+            raise InputError(f"{name}, or the line before it was changed after it was written. {RESTORE}")
+        record.pop(SEALED, None)
+        records.append((record, found))
+        before = line
+    return records
+
+
+def _whole_lines(path: Path) -> list[bytes]:
     try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+        return read_bytes(path, mend=RESTORE).split(b"\n")[:-1]  # what follows the last newline is empty, or torn
+    except MissingFileError:
+        return []
 
 
-def _commit() -> str | None:
-    """Commit of the checkout this package runs from, "+changes" when files differ from it; None when installed."""
-    here = Path(trainshort.__file__).parent
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    # An installed package can lie inside somebody else's repository; only a tracked file makes the commit ours.
-    if git("ls-files", "--error-unmatch", "__init__.py") is None:
-        return None
-    commit = git("rev-parse", "HEAD")
-    changed = git("status", "--porcelain", "--untracked-files=no", ".")
-    return commit if not commit or not changed else commit + "+changes"
+def _checksum(before: bytes, record: dict[str, Any]) -> str:
+    text = json.dumps(record, sort_keys=True).encode()
+    return hashlib.sha256(before + b"\n" + text).hexdigest()[:DIGITS]
 
 
-def _cpu() -> str:
-    """The processor's name, where the system tells it."""
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Add one line; the file ends with a whole one (`keep_lines`)."""
+    # Through JSON, so that what is written and what is read back have the same checksum.
+    record = json.loads(json.dumps({**record, SEALED: True}, allow_nan=False))
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+        line = json.dumps({**record, CHECKSUM: _checksum(_last_line(path), record)})
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        raise InputError(f"Cannot write {path}: {reason(error)}. {MEND}") from None
 
 
-def perplexity(loss: float) -> float:
-    """e to the loss; infinity where that is larger than any float."""
-    return math.exp(loss) if loss < 700 else math.inf
+def _last_line(path: Path) -> bytes:
+    try:
+        with open_file(path, mend=RESTORE) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            return file.read().removesuffix(b"\n").rpartition(b"\n")[2]
+    except MissingFileError:
+        return b""
+
+
+def last_checksum(path: Path) -> str | None:
+    """The checksum of the last line, by which lines that go missing at the end are noticed."""
+    line = _last_line(path)
+    return parse_json(line, str(path), mend=RESTORE).get(CHECKSUM) if line else None
+
+
+def keep_lines(path: Path, count: int) -> None:
+    """Cut the file after its first `count` lines, and with them a torn last one."""
+    content = b"".join(line + b"\n" for line in _whole_lines(path)[:count])
+    try:
+        if content == read_bytes(path, mend=RESTORE):
+            return
+    except MissingFileError:
+        return
+    write_whole(path, content, mend=MEND)
+
+
+def sync_lines(path: Path) -> None:
+    """Bring the lines appended so far to the disk."""
+    try:
+        if path.exists():
+            sync(path)
+    except OSError as error:
+        raise InputError(f"Cannot write {path}: {reason(error)}. {MEND}") from None

@@ -1,14 +1,24 @@
-"""What reaches a person's terminal: one way to say something, and text that can do nothing but be read. No torch."""
+"""The person at the terminal: what they are told, how far the work is, and how they stop it. No torch.
 
+Text that comes from anywhere can do nothing here but be read. rich is imported where it is used: --help needs none.
+"""
+
+import math
+import os
 import re
+import signal
 import sys
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.progress import Progress
     from rich.segment import Segment
     from rich.text import Text
 
@@ -76,3 +86,214 @@ def _harmless() -> "type[Console]":
                 yield Segment(printable(text) if self.is_terminal and not control else text, style, control)
 
     return Harmless
+
+
+# ---- stopping: Ctrl-C and SIGTERM as a request that a loop answers between two steps
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Training was told to stop by a signal, and everything is saved. `code` is the exit code shells expect."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.code = 128 + number
+
+
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """The handlers of both signals are afterwards what they were: for commands called by a program that goes on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class StopRequest:
+    """While entered, the first signal is remembered, the second ends the process at once.
+
+    At once is safe: a checkpoint that is being written has no name yet. With `last`, nothing follows but the end of the
+    process: signals that come after leaving find everything saved, and change nothing any more.
+    """
+
+    def __init__(self, *, last: bool = False) -> None:
+        self.number = 0
+        self.last = last
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # python allows handlers nowhere else
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_IGN if self.last else handler)  # pyright: ignore[reportArgumentType]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.number:
+            os._exit(128 + number)
+        self.number = number
+        # Not print: the signal may have come in the middle of one.
+        text = f"\ntrainshort: {signal.Signals(number).name}: saving, then stopping; once more stops at once.\n"
+        os.write(2, text.encode())
+
+
+# ---- numbers as people read them
+
+
+def perplexity(loss: float) -> float:
+    """e to the loss; infinity where that is larger than any float."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it.
+
+    40 → 40 s      400 → 7 min      40000 → 11.1 h
+    """
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+
+
+# ---- progress: a live line at a terminal, an occasional plain line elsewhere. Nothing is read back from here
+
+PLAIN_SECONDS = 10.0
+"""Time between two lines when the output is not a terminal."""
+
+
+class Display:
+    """What a person sees of training: the records of metrics.jsonl as they come, on the console unless `quiet`, on a
+    TensorBoard writer if given."""
+
+    def __init__(
+        self,
+        step: int,
+        steps: int,
+        *,
+        quiet: bool = False,
+        board: Any = None,
+        console: "Console | None" = None,
+    ) -> None:
+        self.steps = steps
+        self.quiet = quiet
+        self.console = console or new_console(stderr=True)
+        self.next_line = 0.0
+        self.began, self.first = time.monotonic(), step
+        self.board = board
+        self.live: Progress | None = None
+        if self.console.is_terminal and not quiet:
+            from rich import progress as rich
+
+            columns = (rich.TextColumn("step"), rich.MofNCompleteColumn(), rich.BarColumn(bar_width=20))
+            columns += (rich.TextColumn("{task.fields[numbers]}"), rich.TimeRemainingColumn(compact=True))
+            self.live = rich.Progress(*columns, console=self.console)
+            self.task = self.live.add_task("", total=steps, completed=step, numbers="")
+
+    def __enter__(self) -> Self:
+        if self.live:
+            self.live.start()
+        elif not self.quiet:  # the first line of numbers may be minutes away
+            self._print(f"step {self.first}/{self.steps}  training")
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.live:
+            self.live.stop()
+        if self.board:
+            self.board.close()
+
+    def show(self, record: dict[str, float]) -> None:
+        """One record of metrics.jsonl."""
+        if self.board:
+            for name, value in record.items():
+                if name not in ("step", "seconds"):
+                    self.board.add_scalar(name, value, int(record["step"]))
+        if not self.quiet:
+            (self._show_valid if "valid_loss" in record else self._show_update)(record)
+
+    def _show_update(self, record: dict[str, float]) -> None:
+        numbers = (
+            f"loss {record['loss']:.3f}  ppl {perplexity(record['loss']):.4g}  "
+            f"{record['tokens_per_second']:,.0f} tokens/s  lr {record['lr']:.2e}"
+        )
+        step = int(record["step"])
+        if self.live:
+            self.live.update(self.task, completed=step, numbers=numbers)
+        elif time.monotonic() >= self.next_line or step == self.steps:
+            self.next_line = time.monotonic() + PLAIN_SECONDS
+            self._print(f"step {step}/{self.steps}  {numbers}  {self._left(step)}")
+
+    def _show_valid(self, record: dict[str, float]) -> None:
+        loss = record["valid_loss"]
+        self._print(f"step {int(record['step'])}/{self.steps}  valid loss {loss:.4f}  ppl {perplexity(loss):.4g}")
+
+    def note(self, message: str) -> None:
+        """What is not a number; shown even when quiet."""
+        self._print(f"trainshort: {message}")
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _left(self, step: int) -> str:
+        """Time left, from the pace of this session."""
+        if step <= self.first:
+            return ""
+        seconds = (time.monotonic() - self.began) / (step - self.first) * (self.steps - step)
+        hours, rest = divmod(round(seconds), 3600)
+        return f"{hours}:{rest // 60:02d}:{rest % 60:02d} left"
+
+
+class Meter:
+    """Counts work that is done against work that is expected, in any unit, and says so on `console`."""
+
+    def __init__(self, console: "Console | None" = None) -> None:
+        self.console = console or new_console(stderr=True, quiet=True)
+        self.total, self.done, self.what = 0.0, 0.0, "starting"
+        self.began = self.told = time.monotonic()
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal and not self.console.quiet:
+            from rich import progress as rich
+
+            word = rich.TextColumn
+            columns = (rich.SpinnerColumn(), word("{task.description}"), rich.BarColumn(bar_width=30))
+            columns += (word("{task.percentage:>3.0f} %"), rich.TimeElapsedColumn(), word("gone,"))
+            columns += (rich.TimeRemainingColumn(compact=True), word("left"))
+            self._bar = rich.Progress(*columns, console=self.console, transient=True)
+            self._bar.start()
+            self._bar.add_task(self.what, total=None)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def expect(self, total: float) -> None:
+        """Forget what was counted; so much is to be done."""
+        self.total, self.done, self.began = total, 0.0, time.monotonic()
+        if self._bar is not None:
+            self._bar.reset(self._bar.task_ids[0], total=total)
+
+    def advance(self, amount: float, what: str | None = None) -> None:
+        """So much more is done; `what` names the part that it belonged to."""
+        self.done += amount
+        self.what = what or self.what
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=self.done, description=self.what)
+        elif time.monotonic() - self.told > PLAIN_SECONDS and self.done < self.total:
+            left = (time.monotonic() - self.began) * (self.total / self.done - 1) if self.done else 0.0
+            self.line(f"{self.what}: {self.done / self.total:.0%} done, about {duration(left)} left")
+
+    def line(self, text: str) -> None:
+        self.console.print(f"  {text}", highlight=False, markup=False, soft_wrap=True)
+        self.told = time.monotonic()

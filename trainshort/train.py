@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainshort import checkpoint, journal, optim, parallel, runs
+from trainshort import checkpoint, optim, parallel, runs
 from trainshort.checkpoint import State, folders
 from trainshort.config import IGNORED, RunConfig
 from trainshort.data import of_run, open_or_prepare, really
 from trainshort.data.stream import Batch
 from trainshort.errors import InputError
-from trainshort.interrupt import Interrupted, StopRequest
 from trainshort.job import (
     Job,
     begin_session,
@@ -37,8 +36,8 @@ from trainshort.masking import hide, rounds_of
 from trainshort.model import Loss
 from trainshort.parallel import World
 from trainshort.passes import Passes, fill
-from trainshort.progress import Display
 from trainshort.runs import RunFolder
+from trainshort.terminal import Display, Interrupted, StopRequest
 
 
 class NotFiniteError(InputError):
@@ -91,12 +90,19 @@ def _train(
         world.on_main(lambda: of_run.keep(run, prepared))
         state = restore(job)
         world.on_main(lambda: begin_session(job, state, data))
-        board = job.folder.tensorboard if config.train.tensorboard and world.main else None
+        board = _board(job.folder.tensorboard, state.step) if config.train.tensorboard and world.main else None
         display = Display(state.step, config.train.steps, quiet=quiet or not world.main, board=board)
         with stop or StopRequest() as told, display:
             state = _steps(job, state, display, told)
         best = world.first_says(checkpoint.best(run) if world.main else None)
     return TrainResult(run, state.step, state.tokens, state.seconds, state.valid_nll, state.valid_count, best)
+
+
+def _board(folder: Path, step: int) -> Any:
+    """A TensorBoard writer that goes on after `step`, and hides what an earlier session wrote past it."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=step + 1)
 
 
 def _steps(job: Job, state: State, display: Display, stop: StopRequest) -> State:
@@ -220,7 +226,7 @@ def _record(state: State, *, lr: float, grad_norm: float, window: float) -> dict
 
 def _log(job: Job, display: Display, record: dict[str, Any]) -> None:
     """Write a line of metrics.jsonl, then show it."""
-    job.world.on_main(lambda: journal.append(job.folder.metrics, record))
+    job.world.on_main(lambda: runs.append_line(job.folder.metrics, record))
     display.show(record)
 
 
@@ -273,8 +279,8 @@ def _validate(job: Job) -> tuple[float, int]:
 
 def _save(job: Job, state: State) -> Path:
     """A checkpoint, with the metrics up to it on the disk before it; then the old ones go."""
-    job.world.on_main(lambda: journal.sync_lines(job.folder.metrics))
-    last = job.world.first_says(journal.last_checksum(job.folder.metrics) if job.world.main else None)
+    job.world.on_main(lambda: runs.sync_lines(job.folder.metrics))
+    last = job.world.first_says(runs.last_checksum(job.folder.metrics) if job.world.main else None)
     saved = checkpoint.save(job.folder.path, job.snapshot(state.model_copy(update={"metrics": last})), job.world)
     if job.world.main:
         folders.retain(job.folder.path, job.config.train.keep)

@@ -10,7 +10,8 @@ from laboratory import prose
 
 from trainshort.analyze import Lab, analyses, early_tokens, far_context, reach, recall, slopes
 from trainshort.config import ModelConfig
-from trainshort.evaluate.evidence import EFFECT, interval_of, shows, span, unbroken
+from trainshort.evaluate.evidence import EFFECT, shows, span, unbroken
+from trainshort.evaluate.results import interval_of
 from trainshort.evaluate.target import ModelTarget
 from trainshort.model import TransformerLM
 from trainshort.positions import positions

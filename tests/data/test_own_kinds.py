@@ -9,13 +9,15 @@ from tokenizers import Tokenizer as Library
 from tokenizers import models
 
 from trainshort.data import load_tokenizer, open_data, save_tokenizer
-from trainshort.data.tokenizer import ByteTokenizer, SavedTokenizer, WordTokenizer
+from trainshort.data.tokenizer import SavedTokenizer
+from trainshort.data.tokenizer.built import ByteTokenizer, WordTokenizer
 
 OWN = '''
 from pathlib import Path
 from trainshort.data.corpus import corpora
 from trainshort.data.text_files import file_corpus
-from trainshort.data.tokenizer import WordTokenizer, count_words, tokenizers
+from trainshort.data.tokenizer import tokenizers
+from trainshort.data.tokenizer.built import WordTokenizer, count_words
 
 @corpora.register("poems")
 def poems():

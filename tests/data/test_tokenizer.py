@@ -12,19 +12,15 @@ from tokenizers import decoders as library_decoders
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from trainshort.data.tokenizer import (
-    ByteTokenizer,
+    MOST_KEPT_WORDS,
     SavedTokenizer,
     Tokenizer,
-    WordTokenizer,
-    count_words,
     cut,
     load_tokenizer,
     parse_tokenizer,
-    sample,
     save_tokenizer,
-    train_bpe,
 )
-from trainshort.data.tokenizer.saved import MOST_KEPT_WORDS
+from trainshort.data.tokenizer.built import ByteTokenizer, WordTokenizer, count_words, sample, train_bpe
 from trainshort.errors import InputError
 
 TEXT = (
@@ -64,8 +60,8 @@ def test_words_remembered_give_the_tokens_of_the_whole_text(text: str) -> None:
 
 def test_a_long_text_and_a_full_memory_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plain(BPE, TEXT * 30)
-    monkeypatch.setattr("trainshort.data.tokenizer.saved.MOST_KEPT_WORDS", 3)
-    monkeypatch.setattr("trainshort.data.tokenizer.saved.LONGEST_KEPT_WORD", 4)
+    monkeypatch.setattr("trainshort.data.tokenizer.MOST_KEPT_WORDS", 3)
+    monkeypatch.setattr("trainshort.data.tokenizer.LONGEST_KEPT_WORD", 4)
     assert BPE.encode(TEXT * 30).tolist() == expected
     assert len(BPE._known) <= MOST_KEPT_WORDS
     assert BPE.encode(TEXT * 30).tolist() == expected

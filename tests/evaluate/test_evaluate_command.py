@@ -10,7 +10,7 @@ from laboratory import evaluations, make_run, prose, save_hugging_face
 from trainshort import cli
 from trainshort.checkpoint import load_model
 from trainshort.data.of_run import open_own
-from trainshort.evaluate import card, results, text
+from trainshort.evaluate import evidence, results, text
 from trainshort.evaluate.session import result_path
 
 
@@ -29,7 +29,7 @@ def fresh(tmp_path, run: Path) -> Path:
     """The run with no results yet."""
     import shutil
 
-    return Path(shutil.copytree(run, tmp_path / "runs" / "tiny", ignore=shutil.ignore_patterns("eval", card.FILE)))
+    return Path(shutil.copytree(run, tmp_path / "runs" / "tiny", ignore=shutil.ignore_patterns("eval", evidence.CARD)))
 
 
 def evaluate(*words: object) -> int:
@@ -59,7 +59,7 @@ def test_a_sweep_leaves_results_a_picture_and_a_card(fresh: Path, capsys):
     assert path.name.startswith("valid-nonoverlapping-")
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in path.with_suffix(".svg").read_text()
-    stored = card.load(fresh)
+    stored = evidence.load_card(fresh)
     assert stored is not None
     assert stored["source"] == f"eval/{path.name}"
     shown, notes = capsys.readouterr()
@@ -73,10 +73,10 @@ def test_a_sweep_leaves_results_a_picture_and_a_card(fresh: Path, capsys):
 def test_loading_the_model_says_how_far_it_is_good(fresh: Path, capsys):
     load_model(fresh)
     assert capsys.readouterr().err == ""
-    (fresh / card.FILE).write_text('{"format": 1, "summary": "trained at 16, good to 64+"}')
+    (fresh / evidence.CARD).write_text('{"format": 1, "summary": "trained at 16, good to 64+"}')
     load_model(fresh)
     assert capsys.readouterr().err == f"trainshort: {fresh}: trained at 16, good to 64+.\n"
-    (fresh / card.FILE).write_text("{")
+    (fresh / evidence.CARD).write_text("{")
     load_model(fresh)
     assert capsys.readouterr().err == "", "a damaged card is no reason not to load"
 
@@ -142,7 +142,7 @@ def test_a_checkpoint_is_evaluated_without_touching_the_runs_card(fresh: Path):
     evaluate(fresh / "checkpoints" / "step-000000005", "--lengths", "1x,2x")
     (one,) = evaluations(fresh)
     assert one.target["kind"] == "checkpoint"
-    assert card.load(fresh) is None
+    assert evidence.load_card(fresh) is None
 
 
 def test_a_table_that_ends_does_not_end_the_sweep(root: Path, capsys):

@@ -9,7 +9,7 @@ from laboratory import make_run, prose, save_hugging_face
 
 from trainshort.config import DataConfig, ModelConfig
 from trainshort.data import prepare
-from trainshort.data.tokenizer import count_words
+from trainshort.data.tokenizer.built import count_words
 from trainshort.errors import InputError
 from trainshort.evaluate.target import ModelTarget, RunTarget, open_target
 from trainshort.evaluate.text import open_text

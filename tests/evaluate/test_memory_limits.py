@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from trainshort import machine
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.evaluate import memory
 from trainshort.job import refuse_oversized
 
 MIB = 2**20
@@ -27,8 +27,8 @@ V2 = ("memory.max", "memory.current")
 
 @pytest.fixture
 def system(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "_GROUPS", tmp_path / "sys")
-    monkeypatch.setattr(memory, "_GROUPS_OF_THIS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "_GROUPS", tmp_path / "sys")
+    monkeypatch.setattr(machine, "_GROUPS_OF_THIS", tmp_path / "cgroup")
     return tmp_path
 
 
@@ -43,17 +43,17 @@ def test_the_least_limit_around_a_process_counts(system, line, names, under, pla
     unlimited = "max" if names is V2 else "9223372036854771712"
     group(system / "sys" / under / "job", unlimited, 5 * MIB, names)
     group(system / "sys" / under / place, str(40 * MIB), 30 * MIB, names, old_files=6 * MIB)
-    assert memory.total() == 40 * MIB
-    assert memory.available() == 16 * MIB  # files read long ago are given back
+    assert machine.total_memory() == 40 * MIB
+    assert machine.free_memory() == 16 * MIB  # files read long ago are given back
     with pytest.raises(InputError, match=r"has at least 13,[0-9,]+ weights and needs 0\.1 GB; there are 0\.0 GB"):
         refuse_oversized(SMALL.replace(vocabulary=16384))
 
 
 def test_without_limits_the_machine_counts(system):
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert memory.total() == whole  # no such files at all
+    assert machine.total_memory() == whole  # no such files at all
     (system / "cgroup").write_text("0::/\n")
     group(system / "sys", "max", 5 * MIB, V2)
-    assert memory.total() == whole
-    assert 0 < (memory.available() or 0) < whole
+    assert machine.total_memory() == whole
+    assert 0 < (machine.free_memory() or 0) < whole
     refuse_oversized(SMALL)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainshort.evaluate.display import draw
+from trainshort.evaluate.picture import draw
 from trainshort.evaluate.results import Evaluation, LengthScore, summarize
 from trainshort.passes import Passes
 

@@ -149,6 +149,6 @@ def test_a_new_row_replaces_the_one_of_its_length():
 
 
 def test_results_cards_tables_and_pictures_are_read_without_torch():
-    code = "import sys; from trainshort.evaluate import card, display, results; print('torch' in sys.modules)"
+    code = "import sys; from trainshort.evaluate import evidence, picture, results; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

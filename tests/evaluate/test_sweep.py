@@ -9,9 +9,9 @@ from laboratory import random_tokens, tiny_model, tiny_target
 
 from trainshort.errors import InputError
 from trainshort.evaluate import sweep as sweep_module
-from trainshort.evaluate.memory import is_out_of_memory
 from trainshort.evaluate.sweep import Sweep, calibrate, measure, open_scores, score, whole_passes
 from trainshort.evaluate.target import ModelTarget
+from trainshort.machine import is_out_of_memory
 from trainshort.model import TransformerLM
 from trainshort.passes import Passes
 

@@ -12,7 +12,7 @@ import pytest
 from harness import result
 
 from trainshort import checkpoint
-from trainshort.checkpoint import folders, manifest, tensors
+from trainshort.checkpoint import folders
 from trainshort.errors import InputError
 
 FULL = pytest.mark.fault
@@ -37,13 +37,13 @@ def flip(path, chance) -> str:
 @pytest.mark.parametrize("times", [20, pytest.param(200, marks=FULL)])
 def test_every_damage_is_found_before_a_weight_is_used(sound, tmp_path, monkeypatch, harm, times):
     used = []
-    read = tensors.read
+    read = checkpoint.read_part
     monkeypatch.setattr(
-        tensors, "read", lambda folder, *rest, **more: (used.append(folder), read(folder, *rest, **more))
+        checkpoint, "read_part", lambda folder, *rest, **more: (used.append(folder), read(folder, *rest, **more))
     )
     chance, harmed = random.Random(times), Counter()
     newest, previous = folders.present(sound)[-1], folders.present(sound)[-2]
-    inside = [*manifest.files(newest), manifest.MANIFEST]
+    inside = [*folders.files_of(newest), folders.MANIFEST]
     for number in range(times):
         run = tmp_path / "run"
         shutil.copytree(sound, run)
@@ -73,7 +73,7 @@ def test_a_run_goes_on_from_the_one_before_and_ends_in_the_same_bits(runner, und
         run = tmp_path / f"run-{number}"
         shutil.copytree(sound, run)
         newest, previous = folders.present(run)[-1], folders.present(run)[-2]
-        name = chance.choice(manifest.files(newest))
+        name = chance.choice(folders.files_of(newest))
         chance.choice([truncate, flip])(newest / name, chance)
         text = " ".join(runner.finish(run).split())
         assert f"{newest} is damaged: {name}" in text

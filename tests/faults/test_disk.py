@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from harness import logged, result
 
-from trainshort.checkpoint import folders, manifest
+from trainshort.checkpoint import folders
 
 
 def mount(folder, kilobytes: int, *, again: bool = False) -> str | None:
@@ -46,7 +46,7 @@ def test_a_full_disk_loses_nothing(runner, undisturbed, disk, times, capsys):
         saves += "Cannot save" in text
         whole = folders.present(out)
         assert whole
-        assert [manifest.damage(folder) for folder in whole] == [None] * len(whole)
+        assert [folders.damage(folder) for folder in whole] == [None] * len(whole)
         assert logged(out)
         assert mount(disk, 40 * size, again=True) is None
         runner.finish(out, "--train.keep", "3")

@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 from harness import HERE, kill, logged, result, saving, wait_for
 
-from trainshort.checkpoint import folders, manifest
+from trainshort.checkpoint import folders
 
 FULL = pytest.mark.fault
 
@@ -72,7 +72,7 @@ def test_a_killed_run_ends_in_the_same_bits(runner, undisturbed, tmp_path, kills
 
 def assert_whole(out) -> None:
     """Whatever was killed, what has the name of a checkpoint is one."""
-    damaged = {path: manifest.damage(path) for path in folders.present(out)}
+    damaged = {path: folders.damage(path) for path in folders.present(out)}
     assert not any(damaged.values()), damaged
 
 
@@ -97,7 +97,7 @@ def test_a_stopped_run_saves_and_ends_in_the_same_bits(runner, undisturbed, tmp_
         last = folders.present(out)[-1]
         step = int(last.name.removeprefix("step-"))
         assert f"Stopped after step {step}. Saved {last}; go on by --resume." in text.replace("\n", " ")
-        assert manifest.damage(last) is None
+        assert folders.damage(last) is None
         done[number.name] += 1
     runner.finish(out)
     assert result(out) == undisturbed

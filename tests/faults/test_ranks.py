@@ -10,7 +10,7 @@ import psutil
 import pytest
 from harness import HERE, kill, logged, result, wait_for
 
-from trainshort.checkpoint import folders, manifest
+from trainshort.checkpoint import folders
 
 
 def workers(launcher) -> dict[int, psutil.Process]:
@@ -90,7 +90,7 @@ def test_torchrun_that_is_told_to_stop_saves(runner, tmp_path):
     text, _ = launcher.communicate(timeout=300)
     assert "Stopped after step" in text
     saved = folders.present(out)[-1]
-    assert manifest.damage(saved) is None
+    assert folders.damage(saved) is None
     assert saved.name != result(tmp_path / "undisturbed")["step"]
     finish(runner.torchrun(out, "--resume"))
     assert result(out) == result(tmp_path / "undisturbed")

@@ -16,9 +16,9 @@ from test_streaming import make_model
 import trainshort
 from trainshort import InputError
 from trainshort.cache.ring import unavailable
-from trainshort.checkpoint.tensors import sha256_of
+from trainshort.checkpoint import sha256_of
 from trainshort.cli import main
-from trainshort.data.tokenizer import ByteTokenizer
+from trainshort.data.tokenizer.built import ByteTokenizer
 from trainshort.generate import GenerateConfig, TokenStream, state, stream_batch
 from trainshort.generate.session import Session
 from trainshort.generate.state import load_state, save_state

@@ -8,7 +8,7 @@ import torch
 import trainshort
 from trainshort import InputError, ModelConfig, TransformerLM
 from trainshort.cache import BoundedCache
-from trainshort.data.tokenizer import ByteTokenizer
+from trainshort.data.tokenizer.built import ByteTokenizer
 from trainshort.generate import stream_batch
 from trainshort.generate.state import load_state, save_state
 from trainshort.positions import positions

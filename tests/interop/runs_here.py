@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from trainshort.checkpoint import Snapshot, State, save, tensors
+from trainshort.checkpoint import Snapshot, State, model_tensors, save
 from trainshort.config import ModelConfig, RunConfig, TrainConfig
-from trainshort.data.tokenizer import ByteTokenizer
+from trainshort.data.tokenizer.built import ByteTokenizer
 from trainshort.model import TransformerLM
 from trainshort.parallel import World
 
@@ -29,7 +29,7 @@ def make_run(path: Path, *, length: int = 32, **settings) -> Path:
     (path / "config.json").write_text(config.model_dump_json())
     (path / "tokenizer.json").write_text(ByteTokenizer().to_json())
     state = State(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
-    save(path, Snapshot(config, state, {"model": tensors.model_tensors(model)}), World())
+    save(path, Snapshot(config, state, {"model": model_tensors(model)}), World())
     return path
 
 

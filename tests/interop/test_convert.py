@@ -11,7 +11,7 @@ from trainshort import InputError
 from trainshort.checkpoint import load_model
 from trainshort.cli import run as command
 from trainshort.config import RunConfig, TrainConfig, load_config
-from trainshort.evaluate import card, results
+from trainshort.evaluate import evidence, results
 from trainshort.interop.converting import convert, open_patient
 from trainshort.interop.importing import ImportRequest
 from trainshort.model import TransformerLM
@@ -113,7 +113,7 @@ def test_the_command(kind, tmp_path, monkeypatch, capsys):
     assert trained[LENGTH].perplexity < 1.02 * before[LENGTH].perplexity, "and brings back what it was"
     assert trained[8 * LENGTH].perplexity < 1.05 * trained[LENGTH].perplexity, "at any length"
     assert before[2 * LENGTH].status == ("cannot" if kind == "gpt2" else "scored")
-    assert card.load(Path("runs/it"))["summary"].startswith("trained at 32, good to ")
+    assert evidence.load_card(Path("runs/it"))["summary"].startswith("trained at 32, good to ")
     assert {path.suffix for path in Path("runs/it/conversion").iterdir()} == {".json", ".png", ".svg"}
     with pytest.raises(InputError, match="runs/it already exists"):
         command(asked)

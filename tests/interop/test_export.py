@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from trainshort import InputError
 from trainshort.checkpoint import load_model
 from trainshort.cli import run as command
-from trainshort.data.tokenizer import WordTokenizer
-from trainshort.evaluate import card
+from trainshort.data.tokenizer.built import WordTokenizer
+from trainshort.evaluate import evidence
 from trainshort.evaluate.hugging_face import HuggingFaceTarget
 from trainshort.interop.exporting import export
 from trainshort.interop.importing import ImportRequest, import_model
@@ -203,7 +203,7 @@ def test_bad_requests(tmp_path):
 
 def bpe_run(path: Path) -> Path:
     """A run with a BPE trained on a little text, and one token more in the model than it makes."""
-    from trainshort.data.tokenizer import train_bpe
+    from trainshort.data.tokenizer.built import train_bpe
 
     tokenizer = train_bpe(iter(["The state of the Union is strong, and naïve café. " * 50]), 300)
     run = make_run(path, biases=False, vocabulary=tokenizer.vocabulary + 1)
@@ -283,7 +283,7 @@ def test_the_model_card_holds_the_extrapolation_card(tmp_path):
     lengths = ["--lengths", "1x", "2x", "8x"]
     assert command(["evaluate", str(run), "--data", str(tmp_path / "book.txt"), *lengths]) == 0
     export(run, "hf-mpt", tmp_path / "out")
-    text, reach = (tmp_path / "out" / "README.md").read_text(), card.load(run)
+    text, reach = (tmp_path / "out" / "README.md").read_text(), evidence.load_card(run)
     assert "## How far it is good" in text
     assert f"Measured: {reach['summary']}; no worse than at the training length to" in text
     for one in reach["lengths"]:
@@ -296,7 +296,7 @@ def test_a_card_of_other_weights_is_not_passed_on(tmp_path):
     run, other = make_run(tmp_path / "run", biases=False), make_run(tmp_path / "other", biases=False, layers=1)
     (tmp_path / "book.txt").write_text("The state of the Union is strong. " * 60)
     assert command(["evaluate", str(run), "--data", str(tmp_path / "book.txt"), "--lengths", "1x", "2x"]) == 0
-    (other / card.FILE).write_bytes((run / card.FILE).read_bytes())
+    (other / evidence.CARD).write_bytes((run / evidence.CARD).read_bytes())
     export(other, "hf-mpt", tmp_path / "out")
     assert "Longer inputs: not measured." in (tmp_path / "out" / "README.md").read_text()
 

@@ -248,7 +248,7 @@ def test_weights_of_another_dtype(change, sentence, tmp_path):
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
-    from trainshort.data.tokenizer import ByteTokenizer
+    from trainshort.data.tokenizer.built import ByteTokenizer
 
     config, weights, _ = foreign.mpt()
     folder = foreign.save(tmp_path / "theirs", config, weights)

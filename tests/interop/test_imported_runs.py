@@ -14,7 +14,7 @@ from trainshort import InputError
 from trainshort.checkpoint import load_model
 from trainshort.cli import run as command
 from trainshort.config import load_config
-from trainshort.data.tokenizer import ByteTokenizer
+from trainshort.data.tokenizer.built import ByteTokenizer
 from trainshort.interop.exporting import export
 from trainshort.interop.importing import ImportRequest, import_model
 

@@ -11,7 +11,7 @@ import torch
 from laboratory import prose, save_hugging_face
 
 from trainshort.cli import run as command
-from trainshort.data.tokenizer import ByteTokenizer
+from trainshort.data.tokenizer.built import ByteTokenizer
 
 ROOT = Path(__file__).parents[2]
 FAIRSEQ = Path(__file__).parent / "fairseq" / "adaptive-cfg.pt"

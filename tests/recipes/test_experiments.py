@@ -6,8 +6,7 @@ import pytest
 
 from trainshort.config import RunConfig
 from trainshort.errors import InputError
-from trainshort.recipes import recipes
-from trainshort.recipes.catalog import recipe_name
+from trainshort.recipes import recipe_name, recipes
 from trainshort.recipes.experiments import (
     EvalProtocol,
     choose,

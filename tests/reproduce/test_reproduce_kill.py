@@ -11,10 +11,9 @@ import pytest
 from laboratory import evaluations
 from tiny_paper import tiny_scale, two_methods
 
-from trainshort.journal import read_lines
 from trainshort.reproduce import tasks
 from trainshort.reproduce.tasks import assign, work
-from trainshort.runs import RunFolder
+from trainshort.runs import RunFolder, read_lines
 
 SCRIPT = """
 import sys

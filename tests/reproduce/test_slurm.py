@@ -15,12 +15,11 @@ from laboratory import evaluations
 from tiny_paper import tiny_scale
 
 from trainshort.errors import InputError
-from trainshort.journal import read_lines
 from trainshort.recipes.experiments import choose
 from trainshort.reproduce import tasks
 from trainshort.reproduce.launchers import Site, run_on_cluster
 from trainshort.reproduce.tasks import assign, work
-from trainshort.runs import RunFolder
+from trainshort.runs import RunFolder, read_lines
 
 LAB = os.environ.get("TRAINSHORT_SLURM_LAB")
 pytestmark = [

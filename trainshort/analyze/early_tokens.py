@@ -23,10 +23,10 @@ import numpy as np
 from rich.console import Group
 
 from trainshort.analyze.lab import Analysis, Lab, analyses, compare, new_table, titled
-from trainshort.evaluate.evidence import Interval, costs, interval_of, shows
-from trainshort.evaluate.results import block_sums
+from trainshort.evaluate.evidence import Interval, costs, shows
+from trainshort.evaluate.results import block_sums, interval_of
 from trainshort.passes import Passes
-from trainshort.runs import perplexity
+from trainshort.terminal import perplexity
 
 PER_SAMPLE = 8
 """Targets measured for each sample that the other analyses take: here a sample is one token, there it is a stretch."""

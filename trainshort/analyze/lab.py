@@ -26,17 +26,16 @@ from rich.table import Table
 from rich.text import Text as Styled
 
 from trainshort.errors import InputError
-from trainshort.evaluate.display import Meter
-from trainshort.evaluate.evidence import interval_of
+from trainshort.evaluate.results import interval_of
 from trainshort.evaluate.sweep import BATCH_TOKENS, score
 from trainshort.evaluate.target import ModelTarget, Target
 from trainshort.evaluate.text import Text
 from trainshort.files import make_folder, read_object, read_sealed, write_sealed, write_whole
+from trainshort.machine import provenance
 from trainshort.model import TransformerLM
 from trainshort.passes import Passes
 from trainshort.registry import Registry
-from trainshort.runs import provenance
-from trainshort.terminal import new_console
+from trainshort.terminal import Meter, new_console
 
 SCORED = 32
 """Tokens at the end of a probe whose losses are measured."""

@@ -23,7 +23,8 @@ from trainshort.analyze.lab import (
 )
 from trainshort.errors import InputError
 from trainshort.evaluate.changes import Change, changed
-from trainshort.evaluate.evidence import interval_of, shows
+from trainshort.evaluate.evidence import shows
+from trainshort.evaluate.results import interval_of
 from trainshort.model import TransformerLM
 
 TRAINED = "trained"

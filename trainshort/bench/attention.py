@@ -28,7 +28,7 @@ from trainshort.bench.measurements import RATIO, Measure, Measurement
 from trainshort.bench.peers import CLOCK, LIMIT, PLAIN, Attend, chosen, contestant
 from trainshort.bench.recorded import Inputs, make_inputs
 from trainshort.bench.suites import AttentionPlan, wants_memory
-from trainshort.evaluate.memory import resident
+from trainshort.machine import resident_memory
 
 CHECKED = 64
 """Last rows that are compared with float64, because the oracle writes scores out."""
@@ -219,6 +219,6 @@ def peak(source: str, length: int, name: str, tolerance: float, causal: bool = T
     passes(function, small.with_clock() if name == CLOCK else small, True)()  # builds and loads what is loaded once
     inputs = make_inputs(source, length)
     work = passes(function, inputs.with_clock() if name == CLOCK else inputs, True)
-    before = resident()
+    before = resident_memory()
     most = peak_during(work)
     return {"peak": most, "own": max(0, most - before)}

@@ -128,11 +128,10 @@ def wide_console() -> Console:
     return new_console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
 
 
-def number(measure: Measure, *, unit: bool = False) -> str:
-    """`1,234`, `0.57`, `4.3e-08`; with its unit if asked for."""
+def number(measure: Measure) -> str:
+    """`1,234`, `0.57`, `4.3e-08`"""
     value = measure.value
-    text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return f"{text} {measure.unit}".strip() if unit else text
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def shown(measure: Measure) -> str:

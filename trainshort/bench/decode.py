@@ -22,10 +22,10 @@ from trainshort.cache import BoundedCache, Cache
 from trainshort.config import ModelConfig
 from trainshort.data.of_run import open_own
 from trainshort.errors import InputError
-from trainshort.evaluate.memory import resident
 from trainshort.evaluate.target import RunTarget
 from trainshort.generate.one_row import RowModel
 from trainshort.generate.streaming import stream
+from trainshort.machine import resident_memory
 from trainshort.model import TransformerLM
 from trainshort.presets import presets
 
@@ -249,7 +249,7 @@ def _endless_row(plan: DecodePlan, progress: Progress) -> Measurement:
     stretch, settled = max(1, min(10_000, count // 10)), max(1, min(20_000, count // 5))
     model = TransformerLM(ModelConfig(vocabulary=256, layers=1, width=32, heads=4))
     made = stream(model, [1], tokens=count, mode="bounded", tolerance=plan.tolerance)
-    seconds, start, early = [], time.process_time(), resident()
+    seconds, start, early = [], time.process_time(), resident_memory()
     for number, _ in enumerate(made, start=1):
         if number % stretch == 0:
             now = time.process_time()
@@ -257,9 +257,9 @@ def _endless_row(plan: DecodePlan, progress: Progress) -> Measurement:
             start = now
             progress.round(number // stretch, count // stretch)
         if number == settled:
-            early = resident()
+            early = resident_memory()
     warm = seconds[min(1, len(seconds) - 1)]  # the first stretch warms up
-    growth = 100 * (resident() / early - 1)
+    growth = 100 * (resident_memory() / early - 1)
     cache = made.caches[0]
     assert isinstance(cache, BoundedCache)
     certificate = cache.certificate

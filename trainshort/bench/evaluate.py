@@ -23,9 +23,9 @@ from trainshort.bench.measure import (
 from trainshort.bench.measurements import Measurement, median_of
 from trainshort.bench.suites import EvaluatePlan, wants_memory
 from trainshort.checkpoint import find, load_model
-from trainshort.evaluate.memory import resident
 from trainshort.evaluate.sweep import score
 from trainshort.evaluate.target import ModelTarget
+from trainshort.machine import resident_memory
 from trainshort.model import TransformerLM
 from trainshort.passes import Passes
 from trainshort.positions import positions
@@ -92,6 +92,6 @@ def peak(method: str, preset: str, run: str | None, length: int, tokens: int) ->
     """Extra memory of one length, in this process alone."""
     target = make_target(method, preset, run, tokens)
     read(target, min(64, tokens), tokens)  # libraries and thread pools are loaded, whatever the length
-    before = resident()
+    before = resident_memory()
     most = peak_during(lambda: read(target, length, tokens))
     return {"peak": most, "extra": max(0, most - before)}

@@ -21,8 +21,7 @@ from trainshort.bench import measurements
 from trainshort.bench.compare import print_rows
 from trainshort.bench.measurements import RATIO, BenchResult, Measure, Measurement, median_of
 from trainshort.bench.suites import AttentionPlan, Plan, described
-from trainshort.evaluate.memory import Peak, total
-from trainshort.runs import provenance
+from trainshort.machine import Peak, provenance, total_memory
 from trainshort.terminal import new_console
 
 MEGABYTE = 2**20
@@ -75,9 +74,9 @@ class Timing:
 
     seconds: list[float]
 
-    def per(self, count: int, unit: str = "ms") -> Measure:
+    def per(self, count: int) -> Measure:
         """Milliseconds of one of `count` equal parts of a turn."""
-        return median_of([1e3 * one / count for one in self.seconds], unit, "lower")
+        return median_of([1e3 * one / count for one in self.seconds], "ms", "lower")
 
     def rate(self, count: int, unit: str) -> Measure:
         """How many of something a second, with `count` of them in a turn."""
@@ -182,7 +181,7 @@ def describe(seconds: float = 1.0) -> dict[str, Any]:
     made = provenance(threads=torch.get_num_threads())
     made["versions"] |= {name: version(name) for name in PEERS}
     made["machine"] |= {
-        "memory": total(),
+        "memory": total_memory(),
         "matmul_rate": matmul_rate(seconds),
         "read_rate": read_rate(seconds),
     }

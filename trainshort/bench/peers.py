@@ -20,10 +20,10 @@ from trainshort.bench.measure import Progress, installed
 from trainshort.bench.recorded import Inputs
 from trainshort.bench.suites import ENGINES
 from trainshort.config import ModelConfig
-from trainshort.evaluate.memory import available
 from trainshort.generate.streaming import stream
 from trainshort.interop.formats import plan
 from trainshort.interop.mpt import MPT
+from trainshort.machine import free_memory
 from trainshort.model import TransformerLM
 
 PLAIN = "plain"
@@ -44,7 +44,7 @@ def chosen(names: tuple[str, ...], inputs: Inputs, progress: Progress, causal: b
     """Names of those that run on these inputs: the asked ones (none: all that fit), the plain one always."""
     kept = [name for name in ENGINES if name == PLAIN or not names or name in names]
     heads, length = inputs.q.shape[1:3]
-    room = available()
+    room = free_memory()
     left_out: dict[str, str] = {}
     for name in kept:
         package = {"mpt": "transformers", "x-transformers": "x_transformers"}.get(name)
@@ -144,7 +144,7 @@ PROMPT_COPIES = 4
 
 
 def takes_part(config: ModelConfig, prompts: tuple[int, ...], progress: Progress) -> bool:
-    room, longest = available(), max(prompts)
+    room, longest = free_memory(), max(prompts)
     reason = None
     if not installed("transformers"):
         reason = "transformers is not installed"

@@ -34,7 +34,8 @@ def measure(plan: PreparePlan, progress: Progress) -> list[Measurement]:
 def _measure(plan: PreparePlan, progress: Progress) -> list[Measurement]:
     from tokenizers import Tokenizer
 
-    from trainshort.data.tokenizer import ByteTokenizer, SavedTokenizer, count_words, train_bpe
+    from trainshort.data.tokenizer import SavedTokenizer
+    from trainshort.data.tokenizer.built import ByteTokenizer, count_words, train_bpe
 
     texts = _texts(plan.megabytes)
     size = sum(len(text.encode()) for text in texts) / 1e6

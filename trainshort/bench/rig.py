@@ -12,7 +12,7 @@ import torch
 from trainshort import optim
 from trainshort.bench.measure import in_turns
 from trainshort.config import RunConfig
-from trainshort.evaluate.memory import Peak, is_out_of_memory
+from trainshort.machine import Peak, is_out_of_memory
 from trainshort.model import TransformerLM
 
 OUT_OF_MEMORY = {"status": "out of memory"}

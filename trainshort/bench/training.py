@@ -24,7 +24,7 @@ from trainshort.bench.measurements import RATIO, Measure, Measurement
 from trainshort.bench.rig import Rig
 from trainshort.bench.suites import TrainingPlan, wants_memory
 from trainshort.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
-from trainshort.evaluate.memory import available
+from trainshort.machine import free_memory
 from trainshort.model import TransformerLM
 from trainshort.positions import positions
 from trainshort.presets import presets
@@ -97,7 +97,7 @@ def _ratios(name: str, timings: dict[str, Timing], memory: dict[str, float]) -> 
 def mpt_takes_part(config: ModelConfig, length: int, batch_tokens: int, progress: Progress) -> bool:
     """Whether there is an MPT of this shape here, and room for the scores it writes out."""
     scores = COPIES * 4 * config.layers * config.heads * _tokens(length, batch_tokens) * length
-    room = available()
+    room = free_memory()
     reason = None
     if not installed("transformers"):
         reason = "transformers is not installed"

@@ -12,21 +12,25 @@ before it are untouched, and what is there is complete. A file that changed late
 """
 
 import contextlib
+import hashlib
 import math
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
-from trainshort import plugins
-from trainshort.checkpoint import folders, manifest, tensors
+from trainshort import registry
+from trainshort.checkpoint import folders
 from trainshort.checkpoint.folders import STATE, State, best, find, is_hugging_face, latest, read_state
 from trainshort.config import ModelConfig, RunConfig, load_config, save_config
 from trainshort.errors import InputError
-from trainshort.files import reason, sync, write_whole
+from trainshort.files import reason, refused, sync, write_whole
 from trainshort.model import TransformerLM
 from trainshort.parallel import World
 from trainshort.terminal import say
@@ -40,9 +44,11 @@ __all__ = [
     "is_hugging_face",
     "latest",
     "load_model",
+    "model_tensors",
     "read_state",
     "restore",
     "save",
+    "sha256_of",
 ]
 
 CONFIG = "config.json"
@@ -72,7 +78,7 @@ def save(run: Path, snapshot: Snapshot, world: World) -> Path:
     try:
         world.on_main(_guarded(folder, lambda: _begin(partial, snapshot)))
         world.together(_guarded(folder, lambda: _write(partial, snapshot, world)))
-        mine: manifest.Digests = {}
+        mine: folders.Digests = {}
         world.together(_guarded(folder, lambda: mine.update(_digests(partial, world))))
         digests = {name: value for share in world.gather_objects(mine) for name, value in share.items()}
         world.on_main(_guarded(folder, lambda: _finish(folder, digests)))
@@ -110,20 +116,20 @@ def _begin(partial: Path, snapshot: Snapshot) -> None:
 def _write(partial: Path, snapshot: Snapshot, world: World) -> None:
     for part, values in snapshot.parts.items():
         if snapshot.sharded or world.main:
-            tensors.write(partial / part, values, sharded=snapshot.sharded)
+            _write_part(partial / part, values, sharded=snapshot.sharded)
 
 
-def _digests(partial: Path, world: World) -> manifest.Digests:
+def _digests(partial: Path, world: World) -> folders.Digests:
     """sha256 of this rank's share of the files, which are brought to the disk on the way."""
     share = {}
-    for name in manifest.files(partial)[world.rank :: world.size]:
+    for name in folders.files_of(partial)[world.rank :: world.size]:
         sync(partial / name)
-        share[name] = manifest.digest(partial / name)
+        share[name] = folders.digest_of(partial / name)
     return share
 
 
-def _finish(folder: Path, digests: manifest.Digests) -> None:
-    manifest.write(folders.partial(folder), digests)
+def _finish(folder: Path, digests: folders.Digests) -> None:
+    folders.write_manifest(folders.partial(folder), digests)
     folders.publish(folder)
 
 
@@ -135,7 +141,7 @@ def restore(folder: Path, parts: Parts, *, sharded: bool = False) -> State:
     state = read_state(folder)
     for part, values in parts.items():
         if state.step or (folder / part).exists():
-            tensors.read(folder / part, values, sharded=sharded)
+            read_part(folder / part, values, sharded=sharded)
     return state
 
 
@@ -150,14 +156,14 @@ def load_model(path: Path | str, *, device: str = "cpu") -> TransformerLM:
     size = sum(file.stat().st_size for file in folder.rglob("*.safetensors") if file.is_file())
     if size > LARGE:
         say(f"Verifying and loading {folder} ({size / 1e9:.1f} GB).")
-    if problem := manifest.damage(folder):
+    if problem := folders.damage(folder):
         raise InputError(f"{folder} is damaged: {problem}. Use another checkpoint of the run.")
     config = load_config(folder / CONFIG)
     run = folder.parent.parent if folder.parent.name == "checkpoints" else path  # whose config.json the reader knows
-    plugins.require(config.plugins, str(run))
+    registry.require_plugins(config.plugins, str(run))
     _refuse_larger(folder, config.model)
     model = TransformerLM(config.model)
-    tensors.read(folder / "model", tensors.model_tensors(model), sharded=False)
+    read_part(folder / "model", model_tensors(model), sharded=False)
     if line := folders.extrapolation(path):
         say(f"{path}: {line}.")
     return model.to(device).eval()
@@ -165,14 +171,120 @@ def load_model(path: Path | str, *, device: str = "cpu") -> TransformerLM:
 
 def _refuse_larger(folder: Path, config: ModelConfig) -> None:
     """Stop before a model is built that is larger than the weights beside its settings."""
-    stored = sum(math.prod(shape) for shape in tensors.shapes(folder / "model").values())
+    stored = sum(math.prod(shape) for shape in _shapes_of(folder / "model").values())
     if config.least_weights > stored:
         raise InputError(
             f"{folder} holds {stored:,} weights, but a model of its config.json has at least "
             f"{config.least_weights:,}. Use the config.json that belongs to it."
         )
     with torch.device("meta"):  # nothing is allocated
-        wanted = tensors.model_tensors(TransformerLM(config))
-    tensors.refuse_others(
-        folder, tensors.shapes(folder / "model"), {name: tuple(tensor.shape) for name, tensor in wanted.items()}
-    )
+        wanted = model_tensors(TransformerLM(config))
+    _refuse_others(folder, _shapes_of(folder / "model"), {name: tuple(tensor.shape) for name, tensor in wanted.items()})
+
+
+# ---- tensors to safetensors files and back, of one process or of many
+#
+# A part of a checkpoint (model, optimizer) is a folder of safetensors files: one file with whole tensors when a single
+# process, or one of several equal ones, writes; one file per rank with that rank's shards when they are spread out
+# (torch's distributed checkpoint, in its safetensors form). Reading is the same for both, into tensors that are whole
+# or spread over any number of ranks.
+
+WHOLE = "whole.safetensors"
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and stored buffers, each once: tied weights have one name and are one tensor again when read."""
+    stored = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    return dict(model.named_parameters()) | buffers
+
+
+def sha256_of(tensors: Mapping[str, Tensor], first: bytes = b"") -> str:
+    """sha256 of `first` and of all tensors by name, with type, shape and every byte."""
+    digest = hashlib.sha256(first)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _write_part(folder: Path, tensors: dict[str, Tensor], *, sharded: bool) -> None:
+    """Write one part. With `sharded`, all ranks call this and each writes its shards."""
+    if sharded:
+        _write_shards(folder, tensors)
+        return
+    folder.mkdir(exist_ok=True)
+    try:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / WHOLE)
+    except SafetensorError as error:
+        raise refused(error) from error
+
+
+def read_part(folder: Path, tensors: dict[str, Tensor], *, sharded: bool) -> None:
+    """Fill `tensors` in place from one part. With `sharded`, all ranks call this and each reads its shards."""
+    _refuse_others(folder, _shapes_of(folder), {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    try:
+        if sharded or not (folder / WHOLE).exists():
+            _read_shards(folder, tensors, sharded=sharded)
+            return
+        with safe_open(folder / WHOLE, framework="pt") as file, torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(file.get_tensor(name))
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{folder} cannot be read as safetensors ({error}).") from error
+
+
+def _shapes_of(folder: Path) -> Shapes:
+    """Names and shapes of the tensors in a part, without reading one."""
+    try:
+        if (folder / WHOLE).exists():
+            with safe_open(folder / WHOLE, framework="pt") as file:
+                return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+        stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except (SafetensorError, OSError, RuntimeError, ValueError, KeyError) as error:
+        raise InputError(f"{folder} cannot be read as safetensors ({error}).") from error
+    return {name: tuple(getattr(entry, "size", ())) for name, entry in stored.items()}
+
+
+def _refuse_others(folder: Path, found: Shapes, wanted: Shapes) -> None:
+    """Stop if the stored tensors are not those of this model, by name or by shape (a copy would repeat one value)."""
+    if odd := sorted(found.keys() ^ wanted.keys()):
+        raise InputError(f"{folder} was written for another model: {', '.join(odd[:3])} is on one side only.")
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise InputError(
+                f"{folder} was written for another model: {name} has shape {found[name]} there, and {shape} by the "
+                "settings. Use the config.json that belongs to it."
+            )
+
+
+# torch's distributed checkpoint takes longer to import than a small model to load, so only those who need it do.
+
+
+def _write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    try:
+        save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    except CheckpointException as error:
+        raise OSError(str(error)) from error
+
+
+def _read_shards(folder: Path, tensors: dict[str, Tensor], *, sharded: bool) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = HuggingFaceStorageReader(str(folder))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is what no_dist asks for
+            load(dict(tensors), storage_reader=reader, no_dist=not sharded)
+    except CheckpointException as error:
+        raise InputError(f"{folder} cannot be read as safetensors ({error}).") from error

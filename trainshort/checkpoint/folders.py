@@ -8,15 +8,28 @@ checkpoints/
   step-000000500.damaged/    set aside when the run was resumed from an earlier one
 """
 
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-from trainshort.checkpoint import manifest
 from trainshort.config import Settings, load_config
 from trainshort.errors import InputError
-from trainshort.files import read_bytes, read_object, read_sealed, reason, sync
+from trainshort.files import (
+    MissingFileError,
+    parse_json,
+    read_bytes,
+    read_object,
+    read_sealed,
+    read_text,
+    reason,
+    sha256,
+    sync,
+    write_whole,
+)
 from trainshort.runs import RunFolder, present
 from trainshort.terminal import say
 
@@ -65,7 +78,7 @@ def partial(folder: Path) -> Path:
 
 def read_state(folder: Path) -> State:
     """A checkpoint's state.json, its bytes verified; not its tensors."""
-    if problem := manifest.damage(folder, only=STATE):
+    if problem := damage(folder, only=STATE):
         raise InputError(f"{folder} is damaged: {problem}.")
     try:
         return State.read(read_object(folder / STATE))
@@ -108,7 +121,7 @@ def _losses(run: Path, say: Say) -> dict[Path, float]:
 def _first_whole(folders: Iterable[Path], say: Say) -> Path | None:
     passed_over = False
     for folder in folders:
-        problem = manifest.damage(folder)
+        problem = damage(folder)
         if problem is None:
             if passed_over:
                 say(f"Using {folder} instead.")
@@ -125,7 +138,7 @@ def find(path: Path) -> Path:
             f"{path} is a file, and a checkpoint is a folder of safetensors and JSON. Pickled files (.pt, .bin, .ckpt) "
             "are never opened, because reading one can execute code."
         )
-    if (path / manifest.MANIFEST).exists():
+    if (path / MANIFEST).exists():
         return path
     if is_hugging_face(path):
         bring = f"trainshort import {path} --out runs/{path.resolve().name}"
@@ -147,7 +160,7 @@ def whole_one(run: Path, choose: Callable[[Path, Say], Path | None], *, otherwis
     if folder is None:
         there = present(run)
         raise InputError(
-            f"None of the {len(there)} checkpoints in {run} is whole ({there[-1].name}: {manifest.damage(there[-1])}). "
+            f"None of the {len(there)} checkpoints in {run} is whole ({there[-1].name}: {damage(there[-1])}). "
             f"Restore one from a copy{otherwise}."
         )
     for line in told:
@@ -164,7 +177,7 @@ def is_hugging_face(folder: Path) -> bool:
 
 
 def extrapolation(run: Path) -> str | None:
-    """How far the model is good, in the words of the run's card (trainshort.evaluate.card); None without one."""
+    """How far the model is good, in the words of the run's card (trainshort.evaluate.evidence); None without one."""
     try:
         return read_sealed(run / "extrapolation.json").get("summary")
     except InputError:
@@ -223,3 +236,90 @@ def set_aside(run: Path, after: Path, say: Say = say) -> None:
             aside = folder.with_name(folder.name + ".damaged" + (f"-{number}" if number else ""))
             os.rename(folder, aside)
             say(f"The damaged {folder.name} is kept as {aside}.")
+
+
+# ---- the manifest: a checkpoint's files with their sha256; it is valid when every byte is the one written
+#
+# The manifest is written last, in exactly one form, with a digest of itself, so that a change to any byte of any file,
+# the manifest's own included, is noticed before a weight is used.
+
+MANIFEST = "manifest.json"
+
+READABLE = (".safetensors", ".json")
+"""What a checkpoint may hold, and all that is ever read from one; neither can execute code."""
+
+Digests = dict[str, dict[str, Any]]
+"""File name inside the checkpoint to {"bytes": ..., "sha256": ...}."""
+
+
+def files_of(folder: Path) -> list[str]:
+    """Names of all files inside, in a fixed order, without the manifest."""
+    inside = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+    return sorted(name for name in inside if name != MANIFEST)
+
+
+def digest_of(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": sha256(path, mend="")}
+
+
+def write_manifest(folder: Path, digests: Digests) -> None:
+    write_whole(folder / MANIFEST, _manifest_text(digests))
+
+
+def _manifest_text(digests: Digests) -> str:
+    """The one form a manifest can have."""
+    listed = json.dumps(digests, sort_keys=True)
+    own = hashlib.sha256(listed.encode()).hexdigest()
+    return json.dumps({"files": digests, "sha256": own}, sort_keys=True, indent=1) + "\n"
+
+
+def damage(folder: Path, only: str | None = None) -> str | None:
+    """What is wrong with a checkpoint, in words; None when nothing is. `only` checks one file (and the manifest)."""
+    if not folder.is_dir():
+        return "it is a file, and a checkpoint is a folder"
+    try:
+        return _damage(folder, only)
+    except InputError as error:  # of a file that cannot be opened
+        message = str(error).removesuffix(".")
+        return message[0].lower() + message[1:]
+    except OSError as error:
+        return f"{error.filename or folder} cannot be read ({reason(error)})"
+
+
+def _damage(folder: Path, only: str | None) -> str | None:
+    digests = _read_manifest(folder)
+    if isinstance(digests, str):
+        return digests
+    there = files_of(folder)
+    for name in there:
+        if not name.endswith(READABLE):
+            return f"{name} is neither safetensors nor JSON, and nothing else is ever opened"
+        if name not in digests:
+            return f"{name} is not in the manifest"
+    for name, expected in digests.items():
+        if only not in (None, name):
+            continue
+        if name not in there:
+            return f"{name} is missing"
+        found = digest_of(folder / name)
+        if found["bytes"] != expected["bytes"]:
+            return f"{name} has {found['bytes']} bytes instead of {expected['bytes']}"
+        if found != expected:
+            return f"{name} has another sha256 than when it was written"
+    return None
+
+
+def _read_manifest(folder: Path) -> Digests | str:
+    """The manifest's content, or why it cannot be believed."""
+    try:
+        text = read_text(folder / MANIFEST, mend="")
+    except MissingFileError:
+        return f"{MANIFEST} is missing"
+    try:
+        digests = parse_json(text, MANIFEST, mend="")["files"]
+        believed = text == _manifest_text(digests) and all(
+            entry.keys() == {"bytes", "sha256"} for entry in digests.values()
+        )
+    except (InputError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is not readable"
+    return digests if believed else f"{MANIFEST} was changed after it was written"

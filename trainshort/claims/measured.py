@@ -129,15 +129,15 @@ class View:
         seconds = entry[RATES[quantity]]
         return Measured((entry["tokens"] / statistics.median(seconds),), (path,)) if seconds else None
 
-    def speeds(self, one: Variant, other: Variant, quantity: str = "train speed") -> Compared | None:
-        """How much faster the first is than the second, round by round: whatever else the machine did fell on both.
+    def speeds(self, one: Variant, other: Variant) -> Compared | None:
+        """How much faster the first trains than the second, round by round: whatever else the machine did fell on both.
         None when they were not measured in turns."""
         entries = [self._costs_of(one), self._costs_of(other)]
         path = self.collection.cost_path
         if path is None or entries[0] is None or entries[1] is None or session(entries[0]) != session(entries[1]):
             return None
         first, second = (
-            [seconds / entry["tokens"] for seconds in entry[RATES[quantity]] or ()] for entry in entries if entry
+            [seconds / entry["tokens"] for seconds in entry[RATES["train speed"]] or ()] for entry in entries if entry
         )
         if not first or not second:
             return None

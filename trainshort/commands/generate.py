@@ -259,11 +259,11 @@ class Generate:
     def _reach(self) -> "KnownGood":
         """How far the model is known to be good: by its card, else no farther than its training length."""
         from trainshort.config import load_config
-        from trainshort.evaluate import card
+        from trainshort.evaluate import evidence
         from trainshort.generate.session import KnownGood
 
         run = self.run_folder if (self.run_folder / "checkpoints").exists() else self.run_folder.parent.parent
-        found = card.load(run)
+        found = evidence.load_card(run)
         if found is None:
             length = load_config(self.run_folder / "config.json").train.length
             words = f"the model was trained at that length and not measured past it; trainshort evaluate {run} does."

@@ -256,7 +256,7 @@ class Convert:
         from trainshort.evaluate.target import RunTarget
         from trainshort.evaluate.text import open_text
         from trainshort.interop.converting import STAGES, Recovery
-        from trainshort.interrupt import StopRequest
+        from trainshort.terminal import StopRequest
         from trainshort.train import train
 
         before, config = self._begun()

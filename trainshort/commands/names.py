@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated
 
-from trainshort import plugins
+from trainshort import registry
 from trainshort.commands.parser import Arg
 from trainshort.errors import InputError
 from trainshort.registry import Registry, did_you_mean
@@ -50,7 +50,7 @@ class List:
         kind = OLD.get(self.kind, self.kind)
         if kind and kind not in KINDS:
             raise InputError(f"Cannot list '{kind}'.{did_you_mean(kind, KINDS)} Choose: {', '.join(KINDS)}.")
-        plugins.load_named()
+        registry.load_plugins()
         if not kind:
             for each in KINDS:
                 print(f"{each:<12}{', '.join(_registry(each).names())}")

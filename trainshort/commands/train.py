@@ -154,9 +154,8 @@ class Train:
         return cls(config, chosen["out"], resume=chosen["resume"], quiet=chosen["quiet"])
 
     def run(self) -> None:
-        from trainshort.interrupt import StopRequest
         from trainshort.parallel import own_rank
-        from trainshort.runs import perplexity
+        from trainshort.terminal import StopRequest, perplexity
         from trainshort.train import train
 
         stop = StopRequest(last=True)

@@ -1,4 +1,4 @@
-"""What a run folder keeps of its data, so that it is whole wherever it is moved: the tokenizer, and a description.
+"""The data of a run: what it is trained on, and what its folder keeps of it, to be whole wherever it is moved.
 
     runs/NAME/
       tokenizer.json   the same bytes as in the data folder
@@ -11,16 +11,43 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.config import DataConfig
-from trainshort.data.meta import Prepared, is_data, open_data
-from trainshort.data.pipeline import open_or_prepare
+from trainshort.data.meta import META_FILE, UNFINISHED_FILE, Prepared, is_data, open_data
+from trainshort.data.pipeline import prepare
 from trainshort.data.tokenizer import FILE as TOKENIZER
 from trainshort.data.tokenizer import Tokenizer, load_tokenizer
 from trainshort.errors import InputError
 from trainshort.files import MissingFileError, read_bytes, read_sealed, sha256, write_sealed, write_whole
-from trainshort.journal import read_lines
-from trainshort.runs import RunFolder
+from trainshort.runs import RunFolder, read_lines
 
 FILE = "data.json"
+
+
+def open_or_prepare(config: DataConfig, **options: Any) -> Prepared:
+    """What training needs: a folder that was named as it is, else the one that the settings describe."""
+    if config.folder is None:
+        return prepare(config, **options)
+    if config.folder.is_file():
+        raise InputError(
+            f"data.folder {config.folder} is a file. Turn it into tokens by `trainshort prepare {config.folder}`, and "
+            "give the folder that this makes."
+        )
+    if not is_data(config.folder) and not (config.folder / UNFINISHED_FILE).exists():
+        make = f"Make it by `trainshort prepare {config.corpus} --out {config.folder}`"
+        if config.folder.is_dir() and any(config.folder.iterdir()):  # where prepare would not write
+            make = "Name one that `trainshort prepare` made"
+        raise InputError(
+            f"data.folder {config.folder} is not a prepared data folder (it has no {META_FILE}). {make}, or "
+            "leave data.folder out."
+        )
+    return open_data(config.folder)
+
+
+def really(config: DataConfig, prepared: Prepared) -> DataConfig:
+    """The settings with what a named folder really holds, whatever corpus and tokenizer the settings say."""
+    if config.folder is None:
+        return config
+    held = prepared.meta.request
+    return config.replace(corpus=held.corpus, tokenizer=held.tokenizer, vocabulary=held.vocabulary or config.vocabulary)
 
 
 def keep(run: Path, prepared: Prepared) -> None:

@@ -91,34 +91,6 @@ def prepare(
     return prepared
 
 
-def open_or_prepare(config: DataConfig, **options: Any) -> Prepared:
-    """What training needs: a folder that was named as it is, else the one that the settings describe."""
-    if config.folder is None:
-        return prepare(config, **options)
-    if config.folder.is_file():
-        raise InputError(
-            f"data.folder {config.folder} is a file. Turn it into tokens by `trainshort prepare {config.folder}`, and "
-            "give the folder that this makes."
-        )
-    if not is_data(config.folder) and not (config.folder / layout.UNFINISHED_FILE).exists():
-        make = f"Make it by `trainshort prepare {config.corpus} --out {config.folder}`"
-        if config.folder.is_dir() and any(config.folder.iterdir()):  # where prepare would not write
-            make = "Name one that `trainshort prepare` made"
-        raise InputError(
-            f"data.folder {config.folder} is not a prepared data folder (it has no {layout.META_FILE}). {make}, or "
-            "leave data.folder out."
-        )
-    return open_data(config.folder)
-
-
-def really(config: DataConfig, prepared: Prepared) -> DataConfig:
-    """The settings with what a named folder really holds, whatever corpus and tokenizer the settings say."""
-    if config.folder is None:
-        return config
-    held = prepared.meta.request
-    return config.replace(corpus=held.corpus, tokenizer=held.tokenizer, vocabulary=held.vocabulary or config.vocabulary)
-
-
 def _open_same(folder: Path, config: DataConfig) -> Prepared:
     prepared = open_data(folder)
     refuse_other(folder, prepared.meta.request, config, "was prepared")

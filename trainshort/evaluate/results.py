@@ -17,10 +17,10 @@ import numpy as np
 
 from trainshort.config import Settings
 from trainshort.errors import InputError
-from trainshort.evaluate.evidence import Interval, interval_of
 from trainshort.files import MissingFileError, make_folder, read_checked, write_sealed
 from trainshort.passes import Passes, position_edges
-from trainshort.runs import perplexity, saved_states
+from trainshort.runs import saved_states
+from trainshort.terminal import perplexity
 
 FORMAT = 1
 BLOCKS = 100
@@ -28,6 +28,10 @@ BLOCKS = 100
 SMALLEST_BLOCK = 32
 """Tokens that a stretch should have at least; a short text gets fewer stretches."""
 
+RESAMPLES = 1000
+LEVEL = 0.95
+
+Interval = tuple[float, float]
 Status = Literal["scored", "cannot", "out of memory", "not finite"]
 
 
@@ -184,6 +188,18 @@ def interval(row: LengthScore, other: LengthScore | None = None) -> Interval | N
 def _columns(row: LengthScore) -> tuple[np.ndarray, np.ndarray]:
     counts, sums = (np.array(column, dtype=np.float64) for column in zip(*row.blocks, strict=True))
     return counts, sums
+
+
+def interval_of(sums: np.ndarray, counts: np.ndarray | None = None) -> Interval | None:
+    """Bootstrap interval of the mean, from one sum and count per stretch of text or per probe; None for fewer than
+    two. Sums may be differences of two measurements on the same stretches, which takes out what both share."""
+    if len(sums) < 2:
+        return None
+    weights = np.ones(len(sums)) if counts is None else counts.astype(np.float64)
+    draws = np.random.default_rng(0).integers(len(sums), size=(RESAMPLES, len(sums)))
+    means = sums.astype(np.float64)[draws].sum(axis=1) / weights[draws].sum(axis=1)
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
 
 
 def save(evaluation: Evaluation, path: Path) -> None:

@@ -1,24 +1,26 @@
-"""One `trainshort evaluate`: what it will cost, the sweep with its progress, and what is written at the end."""
+"""One `trainshort evaluate`: what it will cost, the sweep with its progress, and what is written and shown."""
 
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 from trainshort.errors import InputError
-from trainshort.evaluate import card, results
-from trainshort.evaluate.display import Meter, draw, duration, result_table
-from trainshort.evaluate.results import Evaluation
+from trainshort.evaluate import evidence, results
+from trainshort.evaluate.picture import draw
+from trainshort.evaluate.results import Evaluation, LengthScore, interval
 from trainshort.evaluate.sweep import Report, Sweep, calibrate, sweep
 from trainshort.evaluate.target import Target
 from trainshort.evaluate.text import Text
+from trainshort.machine import provenance
 from trainshort.masking import ROUNDS
 from trainshort.passes import Passes
-from trainshort.runs import provenance
-from trainshort.terminal import new_console
+from trainshort.terminal import Meter, duration, new_console, perplexity
 
 
 def new_evaluation(target: Target, text: Text, plan: Sweep, precision: str) -> Evaluation:
@@ -148,9 +150,9 @@ def finish(evaluation: Evaluation, target: Target, path: Path, console: Console,
     written = [path]
     if picture:
         written += draw([evaluation, *siblings(evaluation, path)], path.with_suffix(""))
-    made = card.make(evaluation, str(path.relative_to(target.folder))) if target.kind != "checkpoint" else None
-    if made and card.save(made, target.folder):
-        written.append(target.folder / card.FILE)
+    made = evidence.make_card(evaluation, str(path.relative_to(target.folder))) if target.kind != "checkpoint" else None
+    if made and evidence.save_card(made, target.folder):
+        written.append(target.folder / evidence.CARD)
         console.print(f"{target.name}: {made['summary']}", highlight=False)
     elif made is None and not plan_has_base(evaluation):
         console.print(
@@ -177,3 +179,48 @@ def siblings(evaluation: Evaluation, path: Path) -> list[Evaluation]:
 def plan_has_base(evaluation: Evaluation) -> bool:
     """Whether the training length was among the lengths, where it is known."""
     return evaluation.trained_at is None or evaluation.row(evaluation.trained_at) is not None
+
+
+def result_table(evaluation: Evaluation, lengths: Sequence[int] | None = None) -> Table:
+    """One line per length; the training length is marked."""
+    table = Table(title=_title(evaluation), title_justify="left", box=None, pad_edge=False)
+    for name in ("length", evaluation.measure, "95 %", "per word", "bits/byte", "tokens/s", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in evaluation.rows:
+        if lengths is None or row.length in lengths:
+            table.add_row(*_cells(evaluation, row))
+    return table
+
+
+def _title(evaluation: Evaluation) -> str:
+    corpus, protocol = evaluation.corpus, evaluation.protocol
+    split = f" ({corpus['split']})" if corpus["split"] else ""
+    how = f"stride {protocol['stride']}" if protocol["stride"] else "non-overlapping"
+    how += f", each token scored while {masked} are masked" if (masked := protocol.get("masked")) else ""
+    slopes = f", slopes {protocol['slopes']}" if protocol["slopes"] else ""
+    return f"{evaluation.target['name']} on {corpus['name']}{split}: {corpus['tokens']:,} targets, {how}{slopes}"
+
+
+def _cells(evaluation: Evaluation, row: LengthScore) -> list[str]:
+    mark = " = L" if row.length == evaluation.trained_at else ""
+    first = f"{row.length:,}{mark}"
+    if row.status != "scored":
+        return [first, row.status, *([""] * 5)]
+    bounds = interval(row)
+    return [
+        first,
+        f"{row.perplexity:.3f}",
+        f"{perplexity(bounds[0]):.2f}-{perplexity(bounds[1]):.2f}" if bounds else "",
+        _number(evaluation.word_perplexity(row), ",.4g"),
+        _number(evaluation.bits_per_byte(row), ".4f"),
+        _number(row.speed, ",.0f"),
+        _size(row.memory),
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _size(memory: int | None) -> str:
+    return "" if memory is None else f"{memory / 1e6:,.0f} MB"

@@ -19,10 +19,10 @@ import torch
 
 from trainshort.errors import InputError
 from trainshort.evaluate.changes import Change
-from trainshort.evaluate.memory import Peak, is_out_of_memory, limited
 from trainshort.evaluate.results import Evaluation, LengthScore, save, summarize
 from trainshort.evaluate.target import Target
 from trainshort.files import locked, make_folder, open_file, reason
+from trainshort.machine import Peak, is_out_of_memory, limited
 from trainshort.masking import ROUNDS, hide, rounds_of
 from trainshort.passes import Pass, Passes, fill
 
@@ -158,18 +158,19 @@ def sweep(target: Target, plan: Sweep, evaluation: Evaluation, path: Path, repor
     return evaluation
 
 
+CALIBRATION_LENGTH = 4096
 CALIBRATION_TOKENS = 2048
 """Tokens read to find out how long the rest will take, where one window is not longer than that."""
 
 
-def calibrate(target: Target, plan: Sweep, longest: int = 4096) -> Callable[[Passes], float]:
+def calibrate(target: Target, plan: Sweep) -> Callable[[Passes], float]:
     """How long passes will take, from the time of two small batches: seconds per token = a + b · length.
 
-    Timed at the shortest length and at the longest up to `longest`; b stays 0 when there is one length only.
+    Timed at the shortest length and at the longest up to CALIBRATION_LENGTH; b stays 0 when there is one length only.
     """
     usable = [length for length in plan.lengths if target.longest is None or length <= target.longest]
     points = (
-        sorted({min(usable), max((length for length in usable if length <= longest), default=min(usable))})
+        sorted({min(usable), max((length for length in usable if length <= CALIBRATION_LENGTH), default=min(usable))})
         if usable
         else []
     )

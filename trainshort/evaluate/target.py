@@ -15,8 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from trainshort.checkpoint import find, is_hugging_face, load_model, read_state
-from trainshort.checkpoint.tensors import sha256_of
+from trainshort.checkpoint import find, is_hugging_face, load_model, read_state, sha256_of
 from trainshort.config import RunConfig, load_config
 from trainshort.data.of_run import run_tokenizer
 from trainshort.errors import InputError

@@ -192,9 +192,9 @@ class StopStrings:
         stop "END":   push "the E" -> "the "    push "N" -> ""    push "T" -> "ENT"    push " END." -> " ", and stopped
     """
 
-    def __init__(self, stops: Sequence[str], held: str = "") -> None:
+    def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(stops)
-        self.held = held
+        self.held = ""
         self.stopped = False
 
     def push(self, text: str) -> str:

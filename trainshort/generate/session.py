@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -117,14 +116,14 @@ class Session:
         self.finish(live, "stopped" if code else None)
         return code
 
-    def interact(self, ask: Callable[[str], str] = input) -> int:
+    def interact(self) -> int:
         """Read a line, continue it, and so on: what was read or written is never read again."""
         live = LiveLine(sys.stderr)
         self.stream.on_read = lambda: live.reading(self.stream)
         say("type a line to have it continued; Ctrl-C ends a text, Ctrl-D leaves.")
         while True:
             try:
-                line = ask("> ")
+                line = input("> ")
             except (EOFError, KeyboardInterrupt):
                 print()
                 break

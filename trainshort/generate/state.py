@@ -21,7 +21,7 @@ from torch import Tensor
 from trainshort import files
 from trainshort.cache import BoundedCache, Cache
 from trainshort.cache.facts import check, saved_tensor
-from trainshort.checkpoint.tensors import sha256_of
+from trainshort.checkpoint import sha256_of
 from trainshort.config import Settings
 from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError

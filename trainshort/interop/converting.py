@@ -17,8 +17,8 @@ from trainshort.checkpoint import find, is_hugging_face, load_model
 from trainshort.config import RunConfig, load_config
 from trainshort.data.of_run import run_tokenizer
 from trainshort.errors import InputError
-from trainshort.evaluate import card, results
-from trainshort.evaluate.display import lengths_figure
+from trainshort.evaluate import evidence, results
+from trainshort.evaluate.picture import lengths_figure
 from trainshort.evaluate.results import Evaluation
 from trainshort.evaluate.session import new_evaluation
 from trainshort.evaluate.sweep import Sweep, sweep
@@ -145,10 +145,10 @@ class Recovery:
     def finish(self) -> list[Path]:
         """The picture, and the extrapolation card of what the model is now; returns the files."""
         last = self.found["trained"]
-        made = card.make(last, str(self.path("trained").relative_to(self.run)))
+        made = evidence.make_card(last, str(self.path("trained").relative_to(self.run)))
         written = [self.path(stage) for stage in self.found]
-        if made and card.save(made, self.run):
-            written.append(self.run / card.FILE)
+        if made and evidence.save_card(made, self.run):
+            written.append(self.run / evidence.CARD)
         drawn = [
             one.model_copy(update={"target": one.target | {"name": STAGES[stage]}}) for stage, one in self.found.items()
         ]

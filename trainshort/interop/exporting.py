@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 import trainshort
-from trainshort.checkpoint import find, load_model
-from trainshort.checkpoint.tensors import sha256_of
+from trainshort.checkpoint import find, load_model, sha256_of
 from trainshort.config import ModelConfig, load_config
-from trainshort.data.tokenizer import END_OF_TEXT, Tokenizer, WordTokenizer, load_tokenizer
+from trainshort.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 from trainshort.data.tokenizer import FILE as TOKENIZER
+from trainshort.data.tokenizer.built import WordTokenizer
 from trainshort.errors import InputError
-from trainshort.evaluate import card
+from trainshort.evaluate import evidence
 from trainshort.files import new_folder, write_whole
 from trainshort.interop import ctranslate, gguf_file, native, weight_files
 from trainshort.interop.rewriting import Need, Plain, refuse_misfit
@@ -74,7 +74,7 @@ def open_run(path: Path, dtype: str = "f32") -> Exported:
         refuse_encoder("Exporting")
     model = load_model(checkpoint)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    reach = card.load(checkpoint.parent.parent)
+    reach = evidence.load_card(checkpoint.parent.parent)
     if reach is not None and reach["target"]["weights"] != sha256_of(weights):
         reach = None
     return Exported(path, Plain(model.config, weights), config.train.length, run_tokenizer(path), dtype, reach)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.config import AdaptiveConfig
-from trainshort.data.tokenizer import WordTokenizer
+from trainshort.data.tokenizer.built import WordTokenizer
 from trainshort.errors import InputError
 from trainshort.files import read_text
 from trainshort.interop import pickles

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainshort.data.tokenizer import ByteTokenizer, Tokenizer, WordTokenizer
-from trainshort.data.tokenizer.base import byte_alphabet
+from trainshort.data.tokenizer import Tokenizer, byte_alphabet
+from trainshort.data.tokenizer.built import ByteTokenizer, WordTokenizer
 from trainshort.errors import InputError
 from trainshort.interop.rewriting import NO_CLIPPED_SCALE, PLAIN_ALIBI, Need, Plain, normed_table, unscaled, with_biases
 

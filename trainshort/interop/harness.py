@@ -18,16 +18,15 @@ import torch
 
 from trainshort.data.hub import hub_answers
 from trainshort.data.of_run import run_tokenizer
-from trainshort.data.tokenizer import Tokenizer
-from trainshort.data.tokenizer.base import byte_alphabet
+from trainshort.data.tokenizer import Tokenizer, byte_alphabet
 from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import HuggingFaceTarget
 from trainshort.evaluate.target import RunTarget, Target
 from trainshort.files import make_folder, read_text, write_sealed
 from trainshort.interop.exporting import tokenizer_config
 from trainshort.interop.gguf_file import is_bytes
+from trainshort.machine import provenance
 from trainshort.registry import did_you_mean
-from trainshort.runs import provenance
 from trainshort.terminal import first_sentence, waiting
 
 FORMAT = 1

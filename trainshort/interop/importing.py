@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainshort.checkpoint import folders, load_model, manifest
+from trainshort.checkpoint import WHOLE, folders, load_model
 from trainshort.checkpoint.folders import STATE, State
-from trainshort.checkpoint.tensors import WHOLE
 from trainshort.config import DataConfig, ModelConfig, RunConfig, TrainConfig, save_config
 from trainshort.data.hub import hub_answers
 from trainshort.data.tokenizer import FILE, Tokenizer, load_tokenizer
@@ -228,7 +227,7 @@ def _write_checkpoint(run: Path, config: RunConfig, reading: WeightMap) -> None:
     state = State(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
     write_whole(folder / STATE, state.model_dump_json(indent=2) + "\n")
     weight_files.write(folder / "model" / WHOLE, reading.shapes, reading.tensor)
-    manifest.write(folder, {name: manifest.digest(folder / name) for name in manifest.files(folder)})
+    folders.write_manifest(folder, {name: folders.digest_of(folder / name) for name in folders.files_of(folder)})
 
 
 def _record(source: Source) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What a position method is: a module with three doors, of which it opens one.
 
 The transformer calls all of them for every method and so has no branches. A method is one class, in this package or in
-a file of the user's own (plugins.py):
+a file of the user's own (registry.py):
 
     class Settings(MethodSettings):
         steepness: float = Field(default=1.0, gt=0)

@@ -5,15 +5,75 @@ def my_recipe() -> RunConfig:
     \"\"\"One line that `trainshort list recipes` shows.\"\"\"
     return RunConfig(...)
 
-Reading order: scales (which text, which model, how long), experiments (what a table needs), paper (its
-tables and figures), catalog (a recipe for each of their models).
+Reading order: scales (which text, which model, how long), experiments (what a table needs), paper (its tables and
+figures). Here is a recipe for every model that one of them needs, at every scale:
+
+    trainshort train paper-wikitext103-alibi-512
+
+The demo's models are the laptop's that stand for the paper's 512 tokens, and are called by the demo: `demo-alibi`.
 """
 
 from collections.abc import Callable
 
+from trainshort import presets
 from trainshort.config import RunConfig
+from trainshort.recipes.experiments import experiments, method_name
+from trainshort.recipes.scales import Scale, Variant, scales
 from trainshort.registry import Registry
 
 recipes: Registry[Callable[[], RunConfig]] = Registry("recipe")
+DEMO_LENGTH = 512
+"""The paper's training length that the demo stands for."""
+BESIDE = ("none",)
+"""Methods that no experiment asks for, but which the demo's model can be trained with by name."""
 
-from trainshort.recipes import catalog  # noqa: E402, F401  (fills the registry)
+
+def recipe_name(scale: Scale, variant: Variant) -> str:
+    """paper-wikitext103-alibi-512; where one corpus stands for all, without its name: gpu-alibi-512.
+
+    The length is the one that is trained at: what stands for the paper's 256 at the laptop is laptop-alibi-64.
+    """
+    if scale.name == "laptop" and variant.length == DEMO_LENGTH:
+        return f"demo-{variant.position}"
+    setup = "" if scale.stand_in else f"{variant.setup}-"
+    return f"{scale.name}-{setup}{variant.position}-{scale.length(variant.length)}"
+
+
+def _add(scale: Scale, variant: Variant) -> None:
+    def recipe() -> RunConfig:
+        return scale.config(variant)
+
+    length = scale.length(variant.length)
+    recipe.__doc__ = f"{method_name(variant.position)} trained at {length:,} tokens; {scale.summary}."
+    entry: Callable[[], RunConfig] = recipe
+    name = recipe_name(scale, variant)
+    if name not in recipes:
+        recipes.register(name)(entry)
+
+
+for _, _scale in scales.items():
+    for _, _build in experiments.items():
+        for _variant in _build().variants(_scale):
+            _add(_scale, _variant)
+for _position in BESIDE:
+    _add(scales.get("laptop"), Variant("wikitext103", _position, DEMO_LENGTH))
+
+
+def _add_encoder(position: str) -> None:
+    def recipe() -> RunConfig:
+        config = scales.get("laptop").config(Variant("wikitext103", position, DEMO_LENGTH))
+        return config.replace(model={"causal": False}, train={"valid_tokens": 65_536})
+
+    recipe.__doc__ = f"A masked language model with {method_name(position)}, on the demo's text and length."
+    recipes.register(f"laptop-mlm-{position}-{recipe().train.length}")(recipe)
+
+
+for _position in ("alibi", "sinusoidal", "rotary"):
+    _add_encoder(_position)
+
+
+@recipes.register("portable-128")
+def portable() -> RunConfig:
+    """The preset of this name, trained as the demo: transformers, llama.cpp and CTranslate2 take it as it is."""
+    config = scales.get("laptop").config(Variant("wikitext103", "alibi", DEMO_LENGTH))
+    return config.model_copy(update={"model": presets.get("portable")().replace(vocabulary=0)})

@@ -73,9 +73,9 @@ def _stride_one(method: str) -> dict[str, float]:
     return published()[name]["512"] if name else {}
 
 
-def speed_and_memory(lengths: tuple[int, ...] = (512, 1024, 3072)) -> Iterator[Cell]:
+def speed_and_memory() -> Iterator[Cell]:
     for method in METHODS:
-        for length in lengths:
+        for length in (512, 1024, 3072):
             variant = Variant("wikitext103", method, length)
             numbers = published()["table1"][method][str(length)]
             row = label(variant)

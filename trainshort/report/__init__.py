@@ -1,5 +1,5 @@
 """One page from stored results: JSON in, HTML, Markdown and pictures out. No torch, and nothing is computed anew.
 
-Reading order: figures (what a figure is), headline and sections (what is shown), sources (where a number comes from),
-page (HTML), pictures (PNG and SVG), build (all of it).
+Reading order: headline, tables, sections, speed and story (what is shown), page (HTML and Markdown), writing (all of
+it), readme (the parts of README.md that are numbers).
 """

@@ -15,9 +15,8 @@ from trainshort.files import make_folder, write_sealed, write_whole
 from trainshort.plots.figures import Figure, draw_all
 from trainshort.report import headline as first
 from trainshort.report import page, sections, story
-from trainshort.report.costs import cost_figures
-from trainshort.report.samples import samples
-from trainshort.report.speed import speed
+from trainshort.report.sections import samples
+from trainshort.report.speed import cost_figures, speed
 from trainshort.report.tables import Shown, Sources, paper_figures, paper_tables
 from trainshort.report.tables import Table as PaperTable
 

@@ -62,17 +62,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_here(tasks: list[Task], root: Path, done: Callable[[str], None], jobs: int | None = None) -> None:
-    """On this machine, `jobs` models at a time (None: as many as serve), each with its share of the cores."""
-    jobs = min(len(tasks), jobs or jobs_for(len(tasks)))
-    if jobs > 1:
-        _run_side_by_side(tasks, root, done, jobs)
-        return
-    for task in tasks:
-        done(work(task, root))
-
-
-def _run_side_by_side(tasks: list[Task], root: Path, done: Callable[[str], None], jobs: int) -> None:
+def run_side_by_side(tasks: list[Task], root: Path, done: Callable[[str], None], jobs: int) -> None:
     """Work on `jobs` models at a time. One that fails is named at the end; what the others made stays.
 
     Training and evaluating a model are two pieces of work, and evaluations wait for the last training of their seed to

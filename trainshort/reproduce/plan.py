@@ -12,7 +12,7 @@ from typing import Any
 
 from trainshort.claims.collection import read_costs
 from trainshort.config import RunConfig
-from trainshort.recipes.catalog import recipe_name
+from trainshort.recipes import recipe_name
 from trainshort.recipes.experiments import Experiment, published, reseeded
 from trainshort.recipes.scales import PAPER_GPUS, Scale, Variant
 from trainshort.runs import run_name

@@ -18,8 +18,8 @@ from trainshort.claims.collection import COST_FORMAT, read_costs
 from trainshort.config import RunConfig
 from trainshort.evaluate.target import pick_device
 from trainshort.files import write_sealed
+from trainshort.machine import provenance
 from trainshort.reproduce.launchers import cores
-from trainshort.runs import provenance
 
 TOGETHER = 1024
 """Configurations of up to so many tokens a sequence take turns with each other; longer ones with those of their length,

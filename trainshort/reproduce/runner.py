@@ -5,7 +5,7 @@ No torch: what is done already is known from files, which makes a second run qui
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from trainshort.claims.collection import COST_FILE, read_costs
 from trainshort.files import make_folder
 from trainshort.reproduce import tasks
-from trainshort.reproduce.launchers import Site, run_here, run_on_cluster
+from trainshort.reproduce.launchers import Site, jobs_for, run_on_cluster, run_side_by_side
 from trainshort.reproduce.tasks import Assignment, Task
 
 PLAIN_SECONDS = 20.0
@@ -50,9 +50,19 @@ def reproduce(
         measure_costs(assignment.costs, root / COST_FILE, assignment.weighed, assignment.read)
 
 
+def run_here(todo: list[Task], root: Path, done: Callable[[str], None], jobs: int | None = None) -> None:
+    """On this machine, `jobs` models at a time (None: as many as serve), each with its share of the cores."""
+    jobs = min(len(todo), jobs or jobs_for(len(todo)))
+    if jobs > 1:
+        run_side_by_side(todo, root, done, jobs)
+        return
+    for task in todo:
+        done(tasks.work(task, root))
+
+
 def missing_costs(assignment: Assignment, root: Path) -> bool:
     """Whether a wanted cost was not measured yet; told without torch."""
-    return bool(assignment.costs.keys() - read_costs(root).keys())
+    return bool(assignment.costs and assignment.costs.keys() - read_costs(root).keys())
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from trainshort.evaluate.results import Query, Stored, best_step, find, rows
 from trainshort.files import make_folder, write_sealed
 from trainshort.recipes.experiments import Experiment, moments, queries, reseeded
 from trainshort.recipes.scales import Scale
-from trainshort.runs import RunFolder, present, provenance, read_metrics, run_name
+from trainshort.runs import RunFolder, present, read_metrics, run_name
 from trainshort.terminal import new_console
 
 STEP_WEIGHT = 3
@@ -226,6 +226,7 @@ def _write_sample(run: Path, path: Path) -> None:
     from trainshort.data.of_run import open_own
     from trainshort.evaluate.target import RunTarget
     from trainshort.generate import stream
+    from trainshort.machine import provenance
 
     target = RunTarget(run)
     text = open_own(run, target.config.data).split("test")

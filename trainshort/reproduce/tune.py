@@ -21,7 +21,7 @@ from trainshort.config import RunConfig
 from trainshort.files import make_folder, read_sealed, write_sealed
 from trainshort.recipes.scales import LAPTOP_STEP, Variant, Way, laptop
 from trainshort.reproduce.tasks import Task, trained
-from trainshort.runs import RunFolder, provenance, read_metrics, run_name
+from trainshort.runs import RunFolder, read_metrics, run_name
 
 METHODS = ("alibi", "rotary", "t5", "sinusoidal")
 TOKENS = 480 * LAPTOP_STEP
@@ -125,6 +125,8 @@ def failures(root: Path) -> dict[str, str]:
 
 
 def store(chosen: list[Trial], root: Path, failed: dict[str, str]) -> None:
+    from trainshort.machine import provenance
+
     found = [one for trial in chosen if (one := trial.result(root))]
     values = {
         "format": FORMAT,

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from trainshort.data.tokenizer.base import (
+from trainshort.data.tokenizer import (
     END_OF_TEXT,
     ByteDecoder,
     Decoder,
     Ids,
+    SavedTokenizer,
     Tokenizer,
     WordDecoder,
     byte_alphabet,
@@ -23,7 +24,6 @@ from trainshort.data.tokenizer.base import (
     cut,
     tokenizers,
 )
-from trainshort.data.tokenizer.saved import SavedTokenizer
 from trainshort.errors import InputError
 
 SAMPLE_BYTES = 1 << 25

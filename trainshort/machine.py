@@ -1,18 +1,82 @@
-"""How much memory a length needs, and what happens when there is not enough: a result, not a crash.
-
-The paper's own tables say OOM where T5 biases did not fit. On a GPU torch raises an error by itself. On the CPU Linux
-would rather kill the process, so scoring runs under a limit on its data segment, set to what is free when it starts:
-an allocation past that fails, and is caught.
-"""
+"""The machine: what a result was made with, how much memory there is, and what happens when there is not enough."""
 
 import gc
 import os
+import platform
 import resource
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
+
+import trainshort
+
+RECORDED = ("torch", "numpy", "safetensors", "tokenizers", "pydantic", "grain")
+"""Packages whose versions can move a result."""
+
+
+def provenance(*, threads: int | None = None) -> dict[str, Any]:
+    """Where a result comes from: time, commit, versions, machine, threads. Goes beside every number that is stored.
+
+    `threads` is torch's thread count, passed in because this file does not import torch; sums are grouped by it, so
+    results are bit-identical only for the same count.
+    """
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "versions": {"trainshort": trainshort.__version__, "python": platform.python_version()}
+        | {name: _version(name) for name in RECORDED},
+        "machine": {"system": f"{platform.system()} {platform.machine()}", "cpu": _cpu(), "cores": os.cpu_count()},
+        "threads": threads,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Commit of the checkout this package runs from, "+changes" when files differ from it; None when installed."""
+    here = Path(trainshort.__file__).parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # An installed package can lie inside somebody else's repository; only a tracked file makes the commit ours.
+    if git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    commit = git("rev-parse", "HEAD")
+    changed = git("status", "--porcelain", "--untracked-files=no", ".")
+    return commit if not commit or not changed else commit + "+changes"
+
+
+def _cpu() -> str:
+    """The processor's name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+# ---- memory: where a length needs more than there is, that is a result, not a crash
+#
+# The paper's own tables say OOM where T5 biases did not fit. On a GPU torch raises an error by itself. On the CPU Linux
+# would rather kill the process, so scoring runs under a limit on its data segment, set to what is free when it starts:
+# an allocation past that fails, and is caught.
 
 MARGIN = 0.95
 """Share of the free memory that scoring may take; the rest is for the system and for what counts late."""
@@ -48,7 +112,7 @@ def limited(device: torch.device, gigabytes: float | None) -> Iterator[None]:
             torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * 1e9 / whole), device)
         yield
         return
-    used, free = _status_bytes("VmData"), available()
+    used, free = _status_bytes("VmData"), free_memory()
     if used is None or free is None or device.type != "cpu":
         yield  # not Linux: nothing to hold on to, so the system decides
         return
@@ -62,12 +126,12 @@ def limited(device: torch.device, gigabytes: float | None) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def total() -> int:
+def total_memory() -> int:
     """Bytes of memory this process can ever have: the machine's, or its container's where that is less."""
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *(limit for limit, _ in _limits())])
 
 
-def available() -> int | None:
+def free_memory() -> int | None:
     """Bytes that can be had without swapping, within the container's limit if there is one; None when unknown."""
     lines = _lines(Path("/proc/meminfo"))
     free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
@@ -102,7 +166,7 @@ def _given_back(group: Path) -> int:
     return counts.get("total_inactive_file", counts.get("inactive_file", 0))
 
 
-def resident() -> int:
+def resident_memory() -> int:
     """Bytes of memory this process holds now; 0 where the system does not tell."""
     return _status_bytes("VmRSS") or 0
 
