@@ -1,5 +1,6 @@
 """The machine: what a result was made with, how much memory there is, and what happens when there is not enough."""
 
+import functools
 import gc
 import os
 import platform
@@ -23,8 +24,8 @@ RECORDED = ("torch", "numpy", "safetensors", "tokenizers", "pydantic", "grain")
 def provenance(*, threads: int | None = None) -> dict[str, Any]:
     """Where a result comes from: time, commit, versions, machine, threads. Goes beside every number that is stored.
 
-    `threads` is torch's thread count, passed in because this file does not import torch; sums are grouped by it, so
-    results are bit-identical only for the same count.
+    `threads` is torch's thread count, where something was computed: sums are grouped by it, so results are
+    bit-identical only for the same count.
     """
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -62,14 +63,22 @@ def _commit() -> str | None:
     return commit if not commit or not changed else commit + "+changes"
 
 
-def _cpu() -> str:
-    """The processor's name, where the system tells it."""
+def _cpu(field: str = "model name") -> str:
+    """The processor's name, where the system tells it, or another thing about it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith(field)]
     return names[0] if names else platform.processor()
+
+
+@functools.cache
+def mkl_is_narrow() -> bool:
+    """Whether MKL, torch's matrix products on a processor, leaves the widest vectors unused: AVX-512's, which it
+    knows of Intel's processors only."""
+    wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return wide and "AuthenticAMD" in _cpu("vendor_id")
 
 
 # ---- memory: where a length needs more than there is, that is a result, not a crash

@@ -7,9 +7,6 @@ devices, half precision and autocast, small products, whatever is traced, compil
 `torch.backends.mkldnn.flags(enabled=False)` turns it off.
 """
 
-import functools
-import platform
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from trainshort.attention.call import tracer
+from trainshort.machine import mkl_is_narrow
 
 WORTH_IT = 1 << 20
 """Multiplications from which on a product goes by oneDNN, which makes a program for every shape it meets."""
@@ -50,15 +48,9 @@ def watched(*parts: nn.Module) -> bool:
     return own or bool(nn.modules.module._has_any_global_hook())
 
 
-@functools.cache
 def is_quicker() -> bool:
     """Whether oneDNN is here, and quicker than MKL on this processor."""
-    try:
-        told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        told = platform.processor()
-    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return torch.backends.mkldnn.is_available() and wide and "AuthenticAMD" in told
+    return mkl_is_narrow() and torch.backends.mkldnn.is_available()
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:

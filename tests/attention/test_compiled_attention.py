@@ -89,8 +89,10 @@ def test_without_a_bias_it_serves_where_torchs_vectors_are_no_wider(monkeypatch)
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
     assert choose(Call(q, q, q)) is engines.get("compiled")
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr("trainshort.attention.op._chosen", {})
-    assert choose(Call(q, q, q)) is engines.get("sdpa")
+    for narrow, engine in ((False, "sdpa"), (True, "compiled")):
+        monkeypatch.setattr("trainshort.attention.compiled.mkl_is_narrow", lambda narrow=narrow: narrow)
+        monkeypatch.setattr("trainshort.attention.op._chosen", {})
+        assert choose(Call(q, q, q)) is engines.get(engine)
 
 
 @needs_kernel

@@ -193,11 +193,11 @@ def load_causal(source: str | Path, dtype: torch.dtype) -> Any:
     if Path(source).is_dir() or not sys.stderr.isatty():
         logging.disable_progress_bar()
     refuse_kernels(str(source), PreTrainedConfig.get_config_dict(source)[0])
-    settings = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
+    settings = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
     said = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, **settings)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, **settings)
     finally:
         logging.set_verbosity(said)
     model, found = loaded
