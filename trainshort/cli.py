@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from trainshort import __version__
 from trainshort.errors import InputError
-from trainshort.files import EXHAUSTED, reason
+from trainshort.files import REFUSALS, reason
 from trainshort.registry import did_you_mean, take_plugins
 from trainshort.terminal import handlers_kept, say
 
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except OSError as error:
-        if error.errno not in EXHAUSTED or os.environ.get("TRAINSHORT_TRACEBACK"):
+        if error.errno not in REFUSALS or os.environ.get("TRAINSHORT_TRACEBACK"):
             raise
         say(f"Cannot go on{f' with {error.filename}' if error.filename else ''}: {reason(error)}.")
         sys.exit(USAGE_ERROR)

@@ -51,8 +51,8 @@ _KINDS = {
     **dict.fromkeys((stat.S_IFCHR, stat.S_IFBLK), "it is a device, and a file was expected"),
 }
 _JSON = {list: "list", str: "string", bool: "boolean", type(None): "null"}
-EXHAUSTED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE)
-"""What the machine may run out of anywhere, also where a library opens or imports a file of its own."""
+REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM)
+"""What the machine may refuse anywhere, also where a library opens a file of its own, or where one is looked for."""
 _REASONS = {
     errno.ENXIO: "it is a socket, and a file was expected",  # which open(2) does not open
     errno.ELOOP: "it is a link that leads back to itself",

@@ -39,11 +39,13 @@ def place(tmp_path):
     return shutil.copytree(STORED, tmp_path / "old")
 
 
-def ran(place: Path, command: str, *, before: str | None = None, descriptors: int | None = None) -> tuple[int, str]:
+def ran(
+    place: Path, command: str, *, before: str | None = None, descriptors: int | None = None, under: tuple[str, ...] = ()
+) -> tuple[int, str]:
     """Exit code and all that was printed; `before` is done in a name space of its own, which is gone afterwards."""
     if before and (why := no_mounts()):
         pytest.skip(f"cannot mount a file system here: {why}")
-    words = [sys.executable, "-m", "trainshort", *command.split()]
+    words = [*under, sys.executable, "-m", "trainshort", *command.split()]
     if before:
         words = ["unshare", "-m", "sh", "-c", f'{before} && exec "$@"', "sh", *words]
 
@@ -103,3 +105,21 @@ def test_sixteen_open_files_are_enough(place, command):
 def test_too_few_open_files(place, command, descriptors):
     line = told(*ran(place, f"{COMMANDS[command]} --out new", descriptors=descriptors))
     assert "too many" in line.lower()
+
+
+@pytest.mark.parametrize(
+    ("command", "folder"), [("evaluate", "runs/tiny/eval"), ("report", "runs"), ("report", "runs/tiny")]
+)
+def test_a_folder_that_may_not_be_looked_into(place, command, folder):
+    under: tuple[str, ...] = ()
+    if os.geteuid() == 0:  # whom no mode keeps out, unless the right to that is given up
+        if shutil.which("setpriv") is None:
+            pytest.skip("there is no setpriv here")
+        given_up = "-dac_override,-dac_read_search"
+        under = ("setpriv", f"--bounding-set={given_up}", f"--inh-caps={given_up}")
+    (place / folder).chmod(0)
+    try:
+        line = told(*ran(place, COMMANDS[command], under=under))
+    finally:
+        (place / folder).chmod(0o700)
+    assert re.match(rf"trainshort: Cannot go on with {folder}\b.*: permission denied\.$", line)

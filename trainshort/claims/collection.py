@@ -3,10 +3,11 @@
 Only files are read, and each number keeps the path of the file it came from.
 """
 
+import errno
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from os.path import lexists
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,8 +120,8 @@ def collect(paths: Sequence[Path]) -> Collection:
     for path in paths:
         if not path.is_dir():
             raise InputError(f"There is no folder {path}. Give run folders, or a folder that holds some.")
-        for folder in [path] if lexists(path / "config.json") else sorted(path.iterdir()):
-            if not lexists(folder / "config.json"):
+        for folder in [path] if _has_config(path) else sorted(path.iterdir()):
+            if not _has_config(folder):
                 continue
             try:
                 # Two folders of one name are two runs; a table looks for its models by the first.
@@ -141,6 +142,17 @@ def collect(paths: Sequence[Path]) -> Collection:
         )
     benches.sort(key=lambda one: str(one[1].made.get("time", "")))
     return Collection(runs, costs, cost_path, benches=tuple(benches))
+
+
+def _has_config(folder: Path) -> bool:
+    """Whether it is meant as a run, also by a broken link; a folder that may not be looked into is told as that."""
+    try:
+        os.lstat(folder / "config.json")
+    except OSError as error:
+        if error.errno == errno.EACCES:
+            raise
+        return False
+    return True
 
 
 def _read_run(folder: Path) -> Run:
