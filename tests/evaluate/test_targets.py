@@ -19,6 +19,7 @@ from trainshort.evaluate.hugging_face import HuggingFaceTarget
 from trainshort.evaluate.sweep import Sweep, measure, score
 from trainshort.evaluate.target import RunTarget, fingerprint, looks_like_hub_name, open_target, pick_device
 from trainshort.interop.doctor import doctor
+from trainshort.interop.importing import ImportRequest, import_model
 from trainshort.passes import Passes
 
 
@@ -235,6 +236,17 @@ def test_a_repository_that_a_config_names_is_not_fetched_and_run(tmp_path, key, 
     for loads in (lambda: open_target(str(tmp_path)), lambda: doctor(tmp_path)):
         with pytest.raises(InputError, match=r"code of its own for its attention \(.*/.*\), and trainshort never runs"):
             loads()
+
+
+def test_layers_without_end_are_refused_before_any_is_built(tmp_path):
+    save_hugging_face(tmp_path, "mpt")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"n_layers": 10**9}))
+    for loads in (lambda: open_target(str(tmp_path)), lambda: doctor(tmp_path)):
+        with pytest.raises(InputError, match=r"asks for 1,000,000,000 layers \(n_layers\)\. Restore it from a copy\."):
+            loads()
+    with pytest.raises(InputError, match=r"has \d+ tensors, and its settings ask for 1,000,000,000 layers\."):
+        import_model(ImportRequest(str(tmp_path)), tmp_path / "run")
 
 
 def test_a_pickle_is_never_opened(tmp_path):

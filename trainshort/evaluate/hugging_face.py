@@ -40,6 +40,8 @@ TABLE_SETTINGS = {"mpt": "max_seq_len"}
 """Model types whose ALiBi has no limit but is written out as far as a setting says; longer inputs need a larger one."""
 
 PROBE_TOKENS = 8
+MOST_LAYERS = 10_000
+"""Layers that a config.json may ask for; models of the hub have up to some hundred."""
 
 
 class HuggingFaceTarget(Target):
@@ -192,7 +194,7 @@ def load_causal(source: str | Path, dtype: torch.dtype) -> Any:
 
     if Path(source).is_dir() or not sys.stderr.isatty():
         logging.disable_progress_bar()
-    refuse_kernels(str(source), PreTrainedConfig.get_config_dict(source)[0])
+    check_settings(str(source), PreTrainedConfig.get_config_dict(source)[0])
     settings = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
     said = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -207,12 +209,15 @@ def load_causal(source: str | Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def refuse_kernels(name: str, settings: Any) -> None:
-    """Stop if a config.json names a repository, owner/name, that transformers would fetch attention from and run."""
+def check_settings(name: str, settings: Any) -> None:
+    """Stop at what no config.json may ask for: a repository, owner/name, that transformers would fetch attention from
+    and run; more layers than can be built before the first missing weight is noticed."""
     for key, value in settings.items() if isinstance(settings, dict) else ():
         if key.strip("_").startswith(("attn_implementation", "experts_implementation")) and "/" in str(value):
             raise InputError(_CODE.format(name=name, part=f"attention ({value})"))
-        refuse_kernels(name, value)
+        if "layer" in key and isinstance(value, int) and value > MOST_LAYERS:
+            raise InputError(f"The config.json of '{name}' asks for {value:,} layers ({key}). Restore it from a copy.")
+        check_settings(name, value)
 
 
 def _know_our_own(name: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from trainshort.errors import InputError
-from trainshort.evaluate.hugging_face import refuse_kernels
+from trainshort.evaluate.hugging_face import check_settings
 from trainshort.files import read_object
 from trainshort.interop.families import FAMILIES, original_class
 from trainshort.interop.importing import fetched
@@ -119,7 +119,7 @@ def _stored(name: str) -> Specimen:
     kind = settings.get("model_type")
     if kind is None and "model" in settings:
         raise InputError(f"{folder} is a run folder of trainshort; doctor examines models of Hugging Face.")
-    refuse_kernels(name, settings)
+    check_settings(name, settings)
     if kind == "trainshort":
         import trainshort.hf  # noqa: F401  (registers the class)
     try:

@@ -142,6 +142,11 @@ def plan(kind: Format, settings: dict[str, Any], weights: Weights) -> WeightMap:
     """Which tensor of theirs becomes which of ours; a missing or unknown one is named."""
     weights = Renamed(weights, kind.renamed) if kind.renamed else weights
     model = kind.read(settings, weights)
+    if model.config.layers > (found := len(weights.keys())):  # each has some; building them all would take for ever
+        raise InputError(
+            f"The model has {found:,} tensors, and its settings ask for {model.config.layers:,} layers. Is a file "
+            "of it missing, or its config of another?"
+        )
     shapes, origin = shapes_of(model.config), {}
     for name in shapes:
         origin[name] = _origin(kind, model, name)
