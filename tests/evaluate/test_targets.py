@@ -249,6 +249,17 @@ def test_layers_without_end_are_refused_before_any_is_built(tmp_path):
         import_model(ImportRequest(str(tmp_path)), tmp_path / "run")
 
 
+@pytest.mark.parametrize("change", [{"d_model": "x"}, {"n_heads": None}, {"attn_config": 5}], ids=str)
+def test_settings_of_the_wrong_kind_are_one_sentence(tmp_path, change):
+    save_hugging_face(tmp_path, "mpt")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(
+        InputError, match=r"^Cannot load '.*': the folder did not give a causal language model \(.+\)\."
+    ):
+        open_target(str(tmp_path))
+
+
 def test_a_pickle_is_never_opened(tmp_path):
     folder = tmp_path / "pickled"
     save_hugging_face(folder, "llama")
