@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -21,6 +22,7 @@ def damaged(kind, path):
     """Put something in place of a JSON file."""
     made = {
         "fifo": lambda: os.mkfifo(path),
+        "socket": lambda: socket.socket(socket.AF_UNIX).bind(str(path)),
         "folder": path.mkdir,
         "dangling link": lambda: path.symlink_to("nowhere"),
         "looping link": lambda: path.symlink_to(path.name),
@@ -42,6 +44,7 @@ def damaged(kind, path):
     ("kind", "told"),
     [
         ("fifo", "it is a named pipe, and a file was expected"),
+        ("socket", "it is a socket, and a file was expected"),
         ("folder", "it is a folder, and a file was expected"),
         ("dangling link", "it is a link to nothing"),
         ("looping link", "it is a link that leads back to itself"),

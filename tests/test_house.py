@@ -86,6 +86,6 @@ def test_no_model_or_tokenizer_is_loaded_without_refusing_its_code():
         for path in FILES
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
         if re.search(r"Auto\w+\.from_pretrained\(", line) and not line.startswith("    model = ")  # a docstring's
-        if not re.search(r"trust_remote_code=False|\*\*s(afely|ettings)", line)
+        if "trust_remote_code=False" not in line
     }
     assert loading == set()

@@ -11,6 +11,7 @@ import huggingface_hub.constants
 import pytest
 
 from trainshort.cli import COMMANDS, main
+from trainshort.data.corpus import corpora
 
 STORED = Path(__file__).parent / "data_of_0_1_0"
 RUN = "runs/tiny"
@@ -27,6 +28,12 @@ WRONG = [
     ("prepare sotuu", "'sotuu' is neither a known corpus nor a file or folder. Did you mean"),
     ("prepare empty", "empty holds no .txt, .md, .tokens, .raw, .jsonl, .parquet file. Name"),
     ("prepare nothing.txt", "nothing.txt is empty. Give a file with text in it."),
+    ("prepare blank.txt", "'blank.txt' holds nothing but white space. Give files with text in them."),
+    (
+        "prepare text.txt --tokenizer no/tokenizer.json",
+        "There is no tokenizer no/tokenizer.json. Use bpe, bytes",
+    ),
+    ("prepare five --plugin five.py", "The corpus 'five' should be a Corpus, such as file_corpus makes of paths"),
     ("prepare nowhere/*.txt", "No .txt, .md, .tokens, .raw, .jsonl, .parquet file matches"),
     ("prepare text.txt --tokenizer byte", "'byte' is no tokenizer: use bpe, bytes, words or the path of a"),
     (
@@ -109,6 +116,18 @@ WRONG = [
     (
         f"evaluate {RUN} --device mps",
         "the device 'mps' is not available here (Could not run 'aten::empty.memory_format'",
+    ),
+    (
+        f"evaluate {RUN} --device meta",
+        "the device 'meta' is not available here (Cannot copy out of meta tensor; no data",
+    ),
+    (
+        f"evaluate {RUN} --data ''",
+        "A corpus is a name, path, glob or hub dataset of 1 to 4096 characters, got an empty",
+    ),
+    (
+        f"evaluate {RUN} --lengths 1x --split valdi --out new",
+        "data/tiny has no split 'valdi'; it has train, valid, test.",
     ),
     ("evaluate .", "There is no run at '.'. Give a run folder, or one of the"),
     ("evaluate runs", "There is no run at 'runs'. Give a run folder, or one of the"),
@@ -240,6 +259,14 @@ WRONG = [
         "The site file text.txt: Expected '=' after a key in a key/value pair",
     ),
     ("reproduce --only demo --out /proc/foo", "The folder /proc/foo cannot be made: no such file or directory."),
+    (
+        "reproduce --only demo --launcher slurm --site list.toml",
+        "list.toml: Setting 'setup' cannot be 'module load x': in",
+    ),
+    (
+        "reproduce --only demo --launcher slurm --site odd.toml",
+        "odd.toml: Setting 'options.constraint' cannot be [1]: ",
+    ),
     ("reproduce --only ,", "--only names nothing, got ',': Tables and figures by name, such as demo,table5"),
     ("reproduce --only demo --launcher slurm --site site.toml", "'partitoin'. Did you mean 'partition'?"),
     (
@@ -260,6 +287,7 @@ WRONG = [
     ("bench attentoin", "Unknown suite 'attentoin'. Did you mean 'attention'? Known:"),
     ("bench decode,attentoin", "Unknown suite 'attentoin'. Did you mean 'attention'? Known:"),
     ("bench ''", "SUITE names nothing, got '': attention, training, evaluate"),
+    (f"bench attention --inputs {RUN} --layer 99", "--layer 99 is not in runs/tiny, whose layers are 0 to"),
     ("bench attention --inputs hf", "hf is a Hugging Face model. Bring it in first: trainshort import hf"),
     ("bench training --preset ''", "Unknown preset ''. Known: tiny, laptop"),
     ("bench attention --engines windoed", "--engines knows no 'windoed'. Did you mean 'windowed'? Known: plain,"),
@@ -329,11 +357,19 @@ WRONG = [
         "runs/tiny has ALiBi already. Train it on as it is:",
     ),
     (
+        f"convert hf --to alibi --out {RUN} --corpus text.txt --resume",
+        "runs/tiny is a run, and no conversion that was stopped. Choose another --out.",
+    ),
+    (
         "convert empty --to alibi --out runs/new --corpus text.txt",
         "There is no run at 'empty'. Give a run folder, or one",
     ),
     (f"harness {RUN}", "--tasks is missing: Names of tasks, as lm_eval has them."),
     (f"harness {RUN} --tasks boook --include nowhere", "--include is a folder of task definitions (YAML); nowhere is"),
+    (
+        f"harness {RUN} --tasks boook --include text.txt --out new",
+        "--include is a folder of task definitions (YAML); te",
+    ),
     (f"harness {RUN} --tasks boook --limit 0", "--limit must be at least 1, got 0."),
     (f"harness {RUN} --tasks ,", "--tasks names nothing, got ',': Names of tasks, as lm_eval has them."),
     ("harness runs/tinny --tasks wikitext", "There is no run or model at 'runs/tinny'. `ls runs` shows the"),
@@ -351,6 +387,10 @@ WRONG = [
     ("doctor text.txt", "text.txt is a file; give the folder of a saved Hugging Face model, or"),
     ("doctor empty", "There is no file empty/config.json. Give the folder of a saved"),
     (f"doctor {RUN}", "runs/tiny is a run folder of trainshort; doctor examines models of"),
+    ("doctor minus", "minus/config.json says that num_hidden_layers is -2. Mend it, or save the model anew."),
+    ("doctor uneven", "uneven/config.json says that 5 heads share a width of 32. Mend it, or save the model anew."),
+    ("doctor two", "transformers cannot read two/config.json (Validation error for field 'n_layers'"),
+    ("doctor t5", "t5 is a model of type 't5', of which transformers has no causal language model; doctor examines"),
     ("doctor hf --jsn", "Unknown setting 'jsn'. Did you mean 'json'? See trainshort doctor"),
 ]
 
@@ -364,7 +404,17 @@ def place(tmp_path_factory):
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 1}))
     (folder / "site.toml").write_text("partitoin = 'x'\n")
+    (folder / "list.toml").write_text("setup = 'module load x'\n")
+    (folder / "odd.toml").write_text("options = {constraint = [1]}\n")
     (folder / "link").symlink_to("nowhere")
+    mpt = {"model_type": "mpt", "d_model": 32, "n_heads": 4}
+    foreign = {"minus": mpt | {"n_layers": -2}, "uneven": mpt | {"n_heads": 5}, "two": mpt | {"n_layers": "two"}}
+    for name, settings in (foreign | {"t5": {"model_type": "t5"}}).items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(settings))
+    (folder / "blank.txt").write_text(" \n\n\t\n" * 50)
+    five = "from trainshort.data.corpus import corpora\n\n@corpora.register('five')\ndef five():\n    return 5\n"
+    (folder / "five.py").write_text(five)
     (folder / "nothing.txt").touch()
     (folder / "number.jsonl").write_text('{"text": "a"}\n{"text": 5}\n')
     (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
@@ -378,9 +428,9 @@ def place(tmp_path_factory):
 
 
 def written(folder: Path) -> dict[Path, int]:
-    """Every file and its time, but for the list of checksums that were verified, which reading may write."""
+    """Every file and its time, and every folder, but for the list of checksums that reading may write."""
     return {
-        path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != "checked.json"
+        path: path.lstat().st_mtime_ns * path.is_file() for path in folder.rglob("*") if path.name != "checked.json"
     }
 
 
@@ -388,6 +438,7 @@ def written(folder: Path) -> dict[Path, int]:
 def test_it_is_exit_2_and_one_sentence_and_nothing_is_written(place, monkeypatch, capsys, words, part):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(place)
+    monkeypatch.setattr(corpora, "_entries", dict(corpora._entries))  # a plug-in's is gone afterwards
     before = written(place)
     with pytest.raises(SystemExit) as ended:
         main(shlex.split(words))

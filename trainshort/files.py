@@ -48,12 +48,13 @@ CHOOSE = "Make room there, or choose another --out."
 _KINDS = {
     stat.S_IFDIR: "it is a folder, and a file was expected",
     stat.S_IFIFO: "it is a named pipe, and a file was expected",
-    stat.S_IFSOCK: "it is a socket, and a file was expected",
     **dict.fromkeys((stat.S_IFCHR, stat.S_IFBLK), "it is a device, and a file was expected"),
 }
+_JSON = {list: "list", str: "string", bool: "boolean", type(None): "null"}
 EXHAUSTED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE)
 """What the machine may run out of anywhere, also where a library opens or imports a file of its own."""
 _REASONS = {
+    errno.ENXIO: "it is a socket, and a file was expected",  # which open(2) does not open
     errno.ELOOP: "it is a link that leads back to itself",
     errno.ENOSPC: "the disk is full",
     errno.EROFS: "the file system is read-only",
@@ -111,9 +112,7 @@ def read_bytes(path: Path, *, mend: str = RESTORE, limit: int = LIMIT) -> bytes:
     """The content of a regular file that is not larger than `limit`."""
     with open_file(path, mend=mend) as file:
         if os.fstat(file.fileno()).st_size > limit:
-            raise InputError(
-                f"Cannot read {path}: it has more than the {limit:,} bytes that such a file can have. {mend}"
-            )
+            raise InputError(f"Cannot read {path}: it has more than the {limit:,} bytes such a file can have. {mend}")
         try:
             return file.read()
         except OSError as error:
@@ -137,7 +136,8 @@ def read_object(path: Path, *, mend: str = RESTORE) -> dict[str, Any]:
     """What a JSON file holds that must hold an object."""
     values = read_json(path, mend=mend)
     if not isinstance(values, dict):
-        raise InputError(f"Cannot read {path}: it holds a JSON {_named(values)}, and an object was expected. {mend}")
+        kind = _JSON.get(type(values), "number")
+        raise InputError(f"Cannot read {path}: it holds a JSON {kind}, and an object was expected. {mend}")
     return values
 
 
@@ -157,9 +157,9 @@ def parse_json(text: str | bytes, name: str, *, mend: str = RESTORE) -> Any:
 
 
 def _whole_number(digits: str) -> int:
-    if len(digits) > DIGITS:
-        raise ValueError(f"a number of {len(digits):,} digits")
-    return int(digits)
+    if len(digits) <= DIGITS:
+        return int(digits)
+    raise ValueError(f"a number of {len(digits):,} digits")
 
 
 def _shallow(values: Any) -> bool:
@@ -167,14 +167,7 @@ def _shallow(values: Any) -> bool:
     for _ in range(DEPTH):
         lists = [list(one.values()) if isinstance(one, dict) else one for one in level]
         level = [child for one in lists if isinstance(one, list) for child in one]
-        if not level:
-            return True
-    return False
-
-
-def _named(values: Any) -> str:
-    kinds = {list: "list", str: "string", bool: "boolean", type(None): "null"}
-    return kinds.get(type(values), "number")
+    return not level
 
 
 def sha256(path: Path, *, mend: str = RESTORE) -> str:
@@ -230,7 +223,7 @@ def make_folder(path: Path, *, mend: str = ANOTHER) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK | os.X_OK):
-            raise OSError(errno.EROFS if os.access(path, os.X_OK) and os.geteuid() == 0 else errno.EACCES, "")
+            raise OSError(errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES, "")
     except FileExistsError as error:
         what = "a link that leads nowhere" if path.is_symlink() and not path.exists() else "a file"
         where = path if error.filename in (None, str(path)) else error.filename
@@ -240,15 +233,22 @@ def make_folder(path: Path, *, mend: str = ANOTHER) -> Path:
     return path
 
 
-def try_folder(path: Path) -> None:
-    """Stop if no folder can be made there, before any work is done for it; nothing is left behind."""
+@contextmanager
+def none_left_empty(path: Path) -> Iterator[None]:
+    """Folders that were made for `path` inside, and hold nothing at the end, go again."""
     missing = [one for one in (path, *path.parents) if not os.path.lexists(one)]
     try:
-        make_folder(path)
+        yield
     finally:
         for one in missing:
             with suppress(OSError, ValueError):
                 one.rmdir()
+
+
+def try_folder(path: Path) -> None:
+    """Stop if no folder can be made there, before any work is done for it; nothing is left behind."""
+    with none_left_empty(path):
+        make_folder(path)
 
 
 def try_file(path: Path, *, mend: str = ANOTHER) -> None:

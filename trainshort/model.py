@@ -20,6 +20,7 @@ from trainshort.config import IGNORED, ModelConfig
 from trainshort.errors import InputError
 from trainshort.masking import refuse_encoder
 from trainshort.positions import LayerInput, PositionMethod, ScoreGrowth, build_position, for_heads
+from trainshort.products import product
 from trainshort.vocabulary import build_vocabulary
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -211,7 +212,7 @@ class Attention(nn.Module):
 
         `qkv` is another way to apply the same matrix, where there is one.
         """
-        config, flat = self.config, (qkv or self.qkv)(x)
+        config, flat = self.config, product(self.qkv, x) if qkv is None else qkv(x)
         if config.clip_qkv is not None:
             flat = flat.clamp(-config.clip_qkv, config.clip_qkv)
         q, k, v = flat.unflatten(-1, (-1, config.head_width)).transpose(1, 2).split(self.split, dim=1)
@@ -265,7 +266,7 @@ class Attention(nn.Module):
             **({} if config.causal else {"causal": False}),
         )
         assert isinstance(y, Tensor)
-        return self.out(y.transpose(1, 2).flatten(2))
+        return product(self.out, y.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -281,9 +282,9 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(config.activation_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        activate, wide = ACTIVATIONS[self.activation], self.wide(x)
-        x = activate(wide) if self.gate is None else activate(self.gate(x)) * wide
-        return self.narrow(self.dropout(x))
+        activate, wide = ACTIVATIONS[self.activation], product(self.wide, x)
+        x = activate(wide) if self.gate is None else activate(product(self.gate, x)) * wide
+        return product(self.narrow, self.dropout(x))
 
 
 def _norm(config: ModelConfig) -> nn.Module:

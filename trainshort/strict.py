@@ -74,17 +74,22 @@ MEANT = {"ends": "dropped"}
 """What 0.1.0 did where the default of a setting added since is another; its runs stay what they are."""
 
 
+_ALTERNATIVES = (("str",), ("int",), ("float",), ("bool",))
+"""Where pydantic says which type of several did not fit; no setting has such a name."""
+
+
 def explain(cls: type[BaseModel], error: ValidationError, prefix: str = "") -> str:
     """The first mistake of a pydantic error as one sentence; the others follow from mending it."""
     first = error.errors(include_url=False)[0]
     if isinstance(told := first.get("ctx", {}).get("error"), InputError):
         return str(told)  # a sentence already
-    where = prefix + ".".join(str(part) for part in first["loc"])
+    path = first["loc"][:-1] if first["loc"][-1:] in _ALTERNATIVES else first["loc"]
+    where = prefix + ".".join(str(part) for part in path)
     if first["type"] == "extra_forbidden":
         section, _, key = where.rpartition(".")
         close = did_you_mean(key, _fields_at(cls, first["loc"][:-1]))
         return f"Unknown setting '{where}'.{close.replace(chr(39), chr(39) + section + '.', 1) if section else close}"
-    reason = first["msg"].removeprefix("Value error, ")
+    reason = first["msg"].removeprefix("Value error, ").replace("valid tuple", "list")
     if first["type"] == "model_type":
         reason = "it is a group of settings"
     if not where:

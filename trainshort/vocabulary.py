@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainshort.config import IGNORED, AdaptiveConfig, ModelConfig
+from trainshort.products import linear
 
 PADDING = 1
 """fairseq's number for padding. Its adaptive input takes it for padding in every band, and begins that row at zero."""
@@ -42,7 +43,7 @@ class Vocabulary(nn.Module):
 
     def log_scores(self, hidden: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows vocabulary"]:
         """Scores whose softmax is the prediction."""
-        return F.linear(hidden, self.output_weight)
+        return linear(hidden, self.output_weight)
 
     def total_nll(self, hidden: Float[Tensor, "rows width"], targets: Int[Tensor, " rows"]) -> Float[Tensor, ""]:
         return linear_nll(hidden, self.output_weight, targets)
@@ -86,11 +87,11 @@ class AdaptiveVocabulary(nn.Module):
 
     def log_scores(self, hidden: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows vocabulary"]:
         """Log-probabilities of every word."""
-        head = F.linear(hidden, self._head_weight()).float().log_softmax(-1)
+        head = linear(hidden, self._head_weight()).float().log_softmax(-1)
         shortlist = self.bands[0][1]
         pieces = [head[..., :shortlist]]
         for i in range(1, len(self.bands)):
-            tail = F.linear(self._tail_hidden(hidden, i), self._weight(self.embeddings, i)).float().log_softmax(-1)
+            tail = linear(self._tail_hidden(hidden, i), self._weight(self.embeddings, i)).float().log_softmax(-1)
             pieces.append(head[..., shortlist + i - 1, None] + tail)
         return torch.cat(pieces, dim=-1)
 
@@ -153,7 +154,7 @@ def _row_slices(rows: int, vocabulary: int) -> list[slice]:
 
 def _sliced_nll(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     pieces = [
-        F.cross_entropy(F.linear(hidden[rows], weight).float(), targets[rows], ignore_index=IGNORED, reduction="none")
+        F.cross_entropy(linear(hidden[rows], weight).float(), targets[rows], ignore_index=IGNORED, reduction="none")
         for rows in _row_slices(len(targets), len(weight))
     ]
     return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.float32)
@@ -170,14 +171,14 @@ class _LinearNll(torch.autograd.Function):
             scored = wanted != IGNORED
             wanted = wanted.where(scored, 0)
             # In place from here on, one exponential a logit: logits, e^(logit − largest), probabilities minus truth.
-            logits = F.linear(inside, weight).float()
+            logits = linear(inside, weight).float()
             largest = logits.amax(-1, keepdim=True)
             picked = logits.gather(1, wanted) - largest
             mass = logits.sub_(largest).exp_().sum(-1, keepdim=True)
             total += ((mass.log() - picked) * scored).sum()
             error = logits.mul_(scored / mass).scatter_add_(1, wanted, -scored.to(logits.dtype)).to(inside.dtype)
-            grad_hidden[rows] = error @ weight
-            grad_weight += error.T @ inside
+            grad_hidden[rows] = linear(error, weight.T)
+            grad_weight += linear(error.T, inside.T)
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
         return total
 

@@ -58,6 +58,8 @@ def test_records_that_are_not_as_expected_are_told(tmp_path: Path) -> None:
     refused(str(tmp_path / "c.jsonl"), r"c\.jsonl, line 1, is not JSON \(.*\)\. Write one object per line")
     write_parquet(tmp_path / "d.parquet", ["x"], column="content")
     refused(str(tmp_path / "d.parquet"), r"d\.parquet should have a column 'text'; its columns are content")
+    write_parquet(tmp_path / "e.parquet", [1, 2])
+    refused(str(tmp_path / "e.parquet"), r"e\.parquet should hold text in its column 'text'; it holds int64\.")
     (tmp_path / "e.parquet").write_text("no parquet")
     refused(str(tmp_path / "e.parquet"), r"e\.parquet is not a readable parquet file")
     (tmp_path / "hub").mkdir()
@@ -78,6 +80,14 @@ def test_missing_and_empty_inputs_are_told(tmp_path: Path) -> None:
     refused("sotuu", r"'sotuu' is neither .* Did you mean 'sotu'\? Known: sotu, stdlib, wikitext-2")
     with pytest.raises(InputError, match=r"gone\.txt does not exist"):
         file_corpus("x", [tmp_path / "gone.txt"])
+
+
+def test_what_cannot_be_prepared_leaves_no_folder_above_its_own(tmp_path: Path) -> None:
+    (tmp_path / "blank.txt").write_text(" \n\n" * 50)
+    config = DataConfig(corpus=str(tmp_path / "blank.txt"), tokenizer="bytes", folder=tmp_path / "new" / "data")
+    with pytest.raises(InputError, match="holds nothing but white space"):
+        prepare(config, progress=False)
+    assert not (tmp_path / "new").exists()
 
 
 def test_two_documents_cannot_be_split(tmp_path: Path) -> None:
@@ -134,6 +144,7 @@ IN_PLACE = {
 CONTENTS = {
     "null": "null",
     "list": "[]",
+    "other fields": '{"a": 1}',
     "nothing": "",
     "nested": "[" * 100_000,
     "nested objects": '{"a":' * 100_000,

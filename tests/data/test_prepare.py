@@ -319,7 +319,7 @@ def test_a_meta_that_cannot_be_used_is_told(text: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"meta\.json has format 7, and this version of trainshort reads format 1"):
         open_data(out)
     (out / "meta.json").write_text(json.dumps(meta | {"splitz": 1}))
-    with pytest.raises(InputError, match=r"Unknown setting 'splitz'\. Did you mean 'splits'\?"):
+    with pytest.raises(InputError, match=r"In .*meta\.json: Unknown setting 'splitz'\. Did you mean 'splits'\?"):
         open_data(out)
     (out / "meta.json").write_text("{")
     with pytest.raises(InputError, match=r"meta\.json: it is not readable JSON"):

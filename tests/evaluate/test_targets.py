@@ -18,6 +18,7 @@ from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import HuggingFaceTarget
 from trainshort.evaluate.sweep import Sweep, measure, score
 from trainshort.evaluate.target import RunTarget, fingerprint, looks_like_hub_name, open_target, pick_device
+from trainshort.interop.doctor import doctor
 from trainshort.passes import Passes
 
 
@@ -225,6 +226,17 @@ def test_code_beside_a_model_is_never_run(tmp_path, monkeypatch, part):
     assert not (folder / "ran").exists()
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("value", ["kernels-community/flash-mla", {"": "someone/kernel@main:attend"}], ids=str)
+def test_a_repository_that_a_config_names_is_not_fetched_and_run(tmp_path, key, value):
+    save_hugging_face(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    for loads in (lambda: open_target(str(tmp_path)), lambda: doctor(tmp_path)):
+        with pytest.raises(InputError, match=r"code of its own for its attention \(.*/.*\), and trainshort never runs"):
+            loads()
+
+
 def test_a_pickle_is_never_opened(tmp_path):
     folder = tmp_path / "pickled"
     save_hugging_face(folder, "llama")
@@ -251,16 +263,33 @@ def test_a_model_without_a_tokenizer_is_told_as_that(tmp_path):
         open_target(str(folder)).tokenizer()
 
 
-def test_damaged_and_missing_weights_are_told(tmp_path):
+def test_damaged_and_missing_weights_are_told(tmp_path, capfd):
     folder = tmp_path / "model"
     save_hugging_face(folder, "llama")
     weights = load_file(folder / "model.safetensors")
     save_file({k: v for k, v in weights.items() if "layers.1" not in k}, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(InputError, match=r"lacks weights \(model.layers.1"):
+    capfd.readouterr()
+    with pytest.raises(InputError, match=r"^'.*' lacks weights \(model.layers.1"):
         open_target(str(folder))
+    assert capfd.readouterr() == ("", "")  # transformers would show a table
     (folder / "model.safetensors").write_bytes(b"nothing of the kind")
     with pytest.raises(InputError, match="did not give a causal language model"):
         open_target(str(folder))
+
+
+def test_an_encoder_of_transformers_is_no_causal_model(tmp_path):
+    """Which loads it as one, and the losses would be of tokens that it sees."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for decoder in (False, True):
+        BertForMaskedLM(BertConfig(**sizes, intermediate_size=32, is_decoder=decoder)).save_pretrained(tmp_path)
+        if decoder:
+            assert open_target(str(tmp_path)).vocabulary == 64
+            continue
+        with pytest.raises(InputError, match=r"\(BertLMHeadModel\) sees the tokens it should predict"):
+            open_target(str(tmp_path))
 
 
 def test_devices(monkeypatch):

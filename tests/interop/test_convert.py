@@ -200,6 +200,22 @@ def test_bad_requests(tmp_path, monkeypatch):
     assert not Path("out").exists()
 
 
+def test_what_a_conversion_of_a_run_does_not_take(tmp_path, monkeypatch):
+    """--tokenizer was passed over in silence, and --resume measured another run's model before it refused."""
+    monkeypatch.chdir(tmp_path)
+    ours = make_run(tmp_path, position="rotary")
+    words = ["convert", str(ours), "--to", "alibi", "--corpus", "tiny.txt"]
+    with pytest.raises(InputError, match=r"--tokenizer is for a Hugging Face model; the run .* has its own"):
+        command([*words, "--out", "out", "--tokenizer", "gone.json"])
+    with pytest.raises(InputError, match="is a run, and no conversion that was stopped"):
+        command([*words, "--out", str(ours), "--resume"])
+    saved(Path("gpt2"), "gpt2")
+    surgery(Path("gpt2"), Path("out"))
+    with pytest.raises(InputError, match=r"out is a conversion of gpt2, not of .*tiny"):
+        command([*words, "--out", "out", "--resume"])
+    assert not Path("out/conversion").exists()
+
+
 def test_a_text_that_cannot_be_trained_on_leaves_no_run_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     saved(Path("gpt2"), "gpt2")

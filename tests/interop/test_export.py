@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs_here import make_run
+from safetensors.torch import load_file, save_file
 
 from trainshort import InputError
 from trainshort.checkpoint import load_model
@@ -101,6 +102,38 @@ def test_verify_notices_a_wrong_model(tmp_path):
     other = make_run(tmp_path / "other", biases=False, max_bias=7.9)
     (tmp_path / "out" / "trainshort.json").write_text(json.dumps(record | {"run": str(other)}))
     assert verify(tmp_path / "out").problems
+
+
+def test_verify_with_what_is_another_run_is_told(tmp_path):
+    out = tmp_path / "out"
+    export(make_run(tmp_path / "run", biases=False), "hf-mpt", out)
+    others = {
+        "knows 256 token types, and .* has 300: it was made of another run": {"vocabulary": 300},
+        "says it was trained at 32 tokens, and .* has 64: it was made of another run": {"length": 64},
+        "Verifying needs a causal model, and this one is an encoder": {"causal": False},
+    }
+    for number, (told, settings) in enumerate(others.items()):
+        with pytest.raises(InputError, match=told):
+            verify(out, make_run(tmp_path / str(number), **settings))
+    record = json.loads((out / "trainshort.json").read_text())
+    for length in (-5, 0, True, "32", None):
+        (out / "trainshort.json").write_text(json.dumps(record | {"trained_at": length}))
+        with pytest.raises(InputError, match="does not say what was exported"):
+            verify(out)
+    (out / "trainshort.json").write_text(json.dumps(record | {"run": None}))
+    with pytest.raises(InputError, match=r"does not say of which run it was made\. Say it: --run-folder RUN\."):
+        verify(out)
+    assert not (out / "verify.json").exists()
+
+
+def test_weights_that_an_export_lacks_are_told_and_not_made_up(tmp_path, capfd):
+    out = tmp_path / "out"
+    export(make_run(tmp_path / "run", biases=False), "hf-mpt", out)
+    weights = load_file(out / "model.safetensors")
+    save_file({name: weights[name] for name in sorted(weights)[1:]}, out / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=r"lacks weights \(.*\); save the model anew"):
+        verify(out)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_ctranslate2_past_its_table(tmp_path):

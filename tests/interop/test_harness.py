@@ -104,10 +104,20 @@ def test_bad_requests(place, monkeypatch):
     with pytest.raises(InputError, match="There is no run"):
         command(["harness", "runs/none", "--tasks", "book"])
     Path("book.json").unlink()
-    with pytest.raises(InputError, match=r"The data of book cannot be loaded .* --include FOLDER"):
+    with pytest.raises(InputError, match=r"The data of book cannot be loaded .* Mend its definition in tasks\."):
         command(["harness", "run", "--tasks", "book", "--include", "tasks"])
+    for name, line, told in (
+        ("lost", "doc_to_text: !function helpers.text", r"ImportError: Cannot import module 'helpers'"),
+        ("field", 'doc_to_text: "{{story}}"', "UndefinedError: 'story' is undefined"),
+        ("metric", "metric_list: [{metric: bits_per_bite}]", "bits_per_bite not found in the evaluate library"),
+    ):
+        definition = ROLLING.format(file=Path("text.json").resolve()).replace("task: book", f"task: {name}")
+        Path("text.json").write_text(json.dumps({"text": "some text"}) + "\n")
+        Path(f"tasks/{name}.yaml").write_text(definition.replace('doc_to_text: ""', "") + line + "\n")
+        with pytest.raises(InputError, match=rf"The data of {name} cannot be loaded .*{told}.*Mend its definition"):
+            command(["harness", "run", "--tasks", name, "--include", "tasks"])
     Path("tasks/torn.yaml").write_text("task: [torn\n")
-    with pytest.raises(InputError, match=r"torn\.yaml is not YAML: .* Mend it"):
+    with pytest.raises(InputError, match=r"torn\.yaml, line 2, is not YAML \(.*\)\. Mend it"):
         command(["harness", "run", "--tasks", "torn", "--include", "tasks"])
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(InputError, match=r"The harness needs a package: pip install 'trainshort\[harness\]'"):

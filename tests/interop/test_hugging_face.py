@@ -98,11 +98,14 @@ NATIVE = {
 
 
 @pytest.mark.parametrize("make", NATIVE.values(), ids=NATIVE)
-def test_models_of_transformers(make, tmp_path, monkeypatch):
+def test_models_of_transformers(make, tmp_path, monkeypatch, capfd):
     torch.manual_seed(0)
     theirs = make()
     theirs.save_pretrained(tmp_path / "theirs")
+    transformers.utils.logging.enable_progress_bar()
+    capfd.readouterr()
     ours = imported(tmp_path / "theirs", tmp_path / "run")
+    assert "%" not in capfd.readouterr().err  # no bar of theirs
     kind = theirs.config.model_type
     parity = json.loads((tmp_path / "run" / "import.json").read_text())["parity"]
     assert parity["off"] < 1e-4

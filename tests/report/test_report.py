@@ -27,6 +27,8 @@ from trainshort.plots.figures import round_ticks
 from trainshort.recipes.experiments import EvalProtocol
 from trainshort.recipes.scales import Variant
 from trainshort.report.headline import find_headline, sentences
+from trainshort.report.sections import reach_figure
+from trainshort.report.story import about
 from trainshort.report.writing import headline_table, write_report
 from trainshort.runs import first_name
 
@@ -129,6 +131,7 @@ def test_sentences_are_written_from_the_numbers(demo):
     runs, _, text = demo
     headline = find_headline(collect([runs]))
     assert headline is not None
+    assert "4 small language models, alike but for how they know where in the text a word stands" in about(headline)
     assert sentences(headline) == [
         "Trained on 128 tokens at a time and read at 128, ALiBi has the lowest perplexity, 50.0 "
         "(T5 bias 50.0, Rotary 51.0, Sinusoidal 52.0).",
@@ -146,6 +149,20 @@ def test_tables_show_the_paper_beside_ours(demo):
     markdown = (out / "report.md").read_text()
     assert "## table2: Extrapolation of the four methods, trained at 512" in markdown
     assert re.search(r"\| 512 \| \[52\.00\]\(data/[^)]+\) \(20\.05\) \|", markdown)
+
+
+def test_speeds_say_of_which_weights_they_are(demo):
+    _, out, text = demo
+    cost = text[text.index('id="cost"') : text.index('id="tables"')]
+    assert "with random weights and tokens" in cost
+    markdown = (out / "report.md").read_text()
+    for name, told in (
+        ("table1", "train speed, read speed, train memory."),
+        ("table6", "train speed.\n"),
+        ("table5", ""),
+    ):
+        table = markdown[markdown.index(f"## {name}:") :].partition("|---")[0]
+        assert (f"Of random weights and tokens here: {told}" in table) == bool(told), name
 
 
 def test_claims_are_stored_with_their_scale(demo):
@@ -274,6 +291,18 @@ def test_a_run_whose_config_is_a_link_to_nothing_is_not_left_out(tmp_path):
             Report((tmp_path / "runs",), tmp_path / "out").run()
 
 
+@pytest.mark.parametrize(
+    "content", ["", "null", '{"result": {"rows": []}, "format": 2}', '{"trained_at": 1e999}', "{}"]
+)
+@pytest.mark.parametrize("file", ["analysis/reach.json", "samples/sample.json"])
+def test_a_damaged_result_beside_the_evaluations_is_told_and_not_left_out(tmp_path, file, content):
+    folder = make_run(tmp_path / "runs", "alibi", {128: 50.0, 256: 49.0})
+    (folder / file).parent.mkdir(exist_ok=True)
+    (folder / file).write_text(content)
+    with pytest.raises(InputError, match=rf"{file}.* Remove it"):
+        Report((tmp_path / "runs",), tmp_path / "out").run()
+
+
 def browse(page, *options: str) -> subprocess.CompletedProcess:
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
@@ -374,6 +403,24 @@ def test_runs_of_the_first_version_are_still_found(tmp_path):
     found = View(collection, collection.scale).read(Variant("wikitext103", "alibi", 512), EvalProtocol(1024))
     assert found is not None
     assert found.value == pytest.approx(49.0)
+
+
+def test_two_runs_of_one_method_are_told_apart(tmp_path):
+    """In every figure by a colour of their own, and not as models that differ in their positions only."""
+    for name, steps in (("mine", 10), ("longer", 20)):
+        folder = make_run(tmp_path, "alibi", {128: 50.0, 256: 49.0}, name=name)
+        config = load_config(folder / "config.json").replace(train={"steps": steps})
+        (folder / "config.json").write_text(config.model_dump_json())
+    make_run(tmp_path, "rotary", {128: 51.0, 256: 60.0})
+    collection = collect([tmp_path])
+    headline = find_headline(collection)
+    assert headline is not None
+    shades = {line.name: line.shade for line in headline.lines}
+    assert len(set(shades.values())) == 3
+    reach = reach_figure(headline, collection)
+    assert reach is not None
+    assert {one.name: one.color for one in reach.series if not one.faint} == shades
+    assert about(headline).startswith("3 small language models (longer, mine, Rotary), learned from pieces of 128")
 
 
 def test_two_folders_of_one_name_are_two_runs(tmp_path):

@@ -190,6 +190,9 @@ def test_slurm_that_is_not_there_is_told(tiny, tmp_path):
         pytest.skip("this machine has Slurm")
     with pytest.raises(InputError, match="Use --launcher local"):
         run_on_cluster(trained_alone(tiny[1]).tasks, tmp_path, lambda name: None, Site())
+    with pytest.raises(InputError, match="Use --launcher local"):
+        Reproduce(only="demo", launcher="slurm", out=tmp_path / "runs", report=tmp_path / "page").run()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_no_run_is_told_and_left(tiny, tmp_path):

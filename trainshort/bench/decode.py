@@ -16,9 +16,9 @@ import torch
 from trainshort.bench import peers
 from trainshort.bench.measure import MEGABYTE, Benchmark, Progress, in_turns, megabytes
 from trainshort.bench.measurements import RATIO, Measure, Measurement, median_of
+from trainshort.bench.recorded import bounding
 from trainshort.bench.suites import TRAINED, DecodePlan
 from trainshort.cache import BoundedCache, Cache
-from trainshort.checkpoint import find
 from trainshort.config import ModelConfig
 from trainshort.data.of_run import open_own
 from trainshort.errors import InputError
@@ -52,7 +52,7 @@ def benchmarks(plan: DecodePlan) -> list[Benchmark]:
         "endless": Benchmark(f"endless, 1 layer, width 32: {plan.tokens:,} tokens", lambda p: endless(plan, p)),
     }
     if plan.run is not None:
-        find(Path(plan.run))
+        bounding(Path(plan.run), "a bounded cache")
     return [step for name, step in known.items() if name in plan.parts or (name == TRAINED and plan.run)]
 
 
@@ -207,7 +207,7 @@ def against_mpt(plan: DecodePlan, progress: Progress) -> list[Measurement]:
 def kept(plan: DecodePlan, progress: Progress) -> list[Measurement]:
     """How much of a full cache a trained model keeps of real text: the beginning of each split of its own data."""
     target = RunTarget(Path(str(plan.run)))
-    data, rows = open_own(target.folder, target.config.data), []
+    data, rows = open_own(target.run, target.config.data), []
     for split in data.meta.splits:
         tokens = torch.from_numpy(data.split(split)[: max(plan.contexts)].astype("int64"))[None]
         contexts = sorted({min(context, tokens.shape[1]) for context in plan.contexts})

@@ -243,13 +243,12 @@ def _benchmarks(name: str, plan: Plan, scratch: Path, stored: dict[str, Any], pr
         return module.benchmarks(plan)
     source, label = plan.inputs, plan.inputs
     if Path(source).is_dir():
-        from trainshort.bench.recorded import record
-        from trainshort.checkpoint import find
+        from trainshort.bench.recorded import record, recordable
 
-        find(Path(source))  # what is no run is told before the first line of progress
+        recorded = recordable(Path(source), plan.layer)  # what cannot be is told before the first line of progress
         progress.line(f"recording queries, keys and values of {source}, {max(plan.lengths):,} tokens")
         path = scratch / "recorded.safetensors"
-        stored["recorded"] = record(Path(source), max(plan.lengths), plan.layer, path)
+        stored["recorded"] = record(*recorded, max(plan.lengths), path)
         source, label = str(path), "recorded"
     elif source not in ("normal", "scaled"):
         label = "recorded"

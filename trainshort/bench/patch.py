@@ -1,8 +1,7 @@
 """Hugging Face's MPT before and after `patch`: the same weights, the same tokens, in turns.
 
 Reading a text once, one training step, the peak memory of each in a process of its own, and greedy text. Beside them
-the same model without attention between its projections, which no patch of attention can be quicker than, and its
-linear layers alone: the matrix products that every model with these weights has to make.
+the patched model without attention between its projections, which no attention can be quicker than.
 """
 
 import copy
@@ -28,10 +27,10 @@ from trainshort.bench.peers import GREEDY
 from trainshort.bench.suites import PatchPlan, wants_memory
 from trainshort.interop.patch import patch, put_in
 from trainshort.presets import presets
+from trainshort.products import product
 
 MODELS = ("mpt", "patched")
 BARE = "without attention"
-PRODUCTS = "linear layers alone"
 WORK = ("forward", "step")
 
 
@@ -53,7 +52,6 @@ def measure(plan: PatchPlan, length: int, progress: Progress) -> list[Measuremen
     for work in WORK:
         progress.note(f"{plan.rounds} rounds of {work}")
         asked = {name: work_of(work, model, length) for name, model in models.items()}
-        asked[PRODUCTS] = products(work, models["mpt"], length)
         timings[work] = in_turns(asked, plan.rounds, 1, progress)
     memory = {}
     if wants_memory(plan, length) and can_measure_memory(progress):
@@ -62,7 +60,7 @@ def measure(plan: PatchPlan, length: int, progress: Progress) -> list[Measuremen
                 progress.note(f"memory of {name}, {work}")
                 asked = {"name": name, "work": work, "preset": plan.preset, "length": length}
                 memory[work, name] = alone("patch", **asked)["peak"]
-    return [_row(name, plan, length, timings, memory, same) for name in (*models, PRODUCTS)]
+    return [_row(name, plan, length, timings, memory, same) for name in models]
 
 
 def _row(
@@ -105,7 +103,7 @@ def made(preset: str, length: int) -> tuple[Any, Any, Any]:
 
 
 def _values(attention: Any, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-    return attention.out_proj(attention.Wqkv(hidden_states).chunk(3, dim=2)[2]), None
+    return product(attention.out_proj, product(attention.Wqkv, hidden_states).chunk(3, dim=2)[2]), None
 
 
 def work_of(work: str, model: Any, length: int) -> Callable[[], object]:
@@ -120,24 +118,6 @@ def work_of(work: str, model: Any, length: int) -> Callable[[], object]:
         model.eval()(tokens)
 
     return forward
-
-
-def products(work: str, model: Any, length: int) -> Callable[[], object]:
-    """The linear layers of a model, each on random numbers of its width; of a step, their backward passes too."""
-    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
-    inputs = {width: torch.randn(1, length, width) for width in {layer.in_features for layer in layers}}
-
-    @torch.inference_mode()
-    def forward() -> None:
-        for layer in layers:
-            layer(inputs[layer.in_features])
-
-    def step() -> None:
-        for layer in layers:
-            out = layer(inputs[layer.in_features].requires_grad_())
-            torch.autograd.grad(out, [inputs[layer.in_features], layer.weight], torch.ones_like(out))
-
-    return step if work == "step" else forward
 
 
 def same_greedy_tokens(theirs: Any, patched: Any, prompt: int) -> int:

@@ -17,6 +17,8 @@ from trainshort import alibi, clocks
 from trainshort.attention import Call, ClockBias, LinearBias
 from trainshort.cache import Cache
 from trainshort.errors import InputError
+from trainshort.evaluate.target import RunTarget, fingerprint
+from trainshort.evaluate.text import open_text
 from trainshort.model import Attention, TransformerLM
 
 HEADS, DIM = 8, 64
@@ -79,23 +81,31 @@ def _read(path: Path, length: int, generator: torch.Generator) -> Inputs:
     return Inputs(q, k, v, bias, torch.randn(q.shape, generator=generator))
 
 
-def record(run: Path, length: int, layer: int | None, path: Path) -> dict[str, object]:
+def bounding(run: Path, what: str) -> RunTarget:
+    """A causal run whose positions bound what far tokens weigh, which measuring `what` needs."""
+    target = RunTarget(run)
+    if not target.model.position.bounds_the_past():
+        position = target.model.config.position
+        raise InputError(f"{run} has {position} positions; {what} is measured with ALiBi or FoX. Give such a run.")
+    return target
+
+
+def recordable(run: Path, layer: int | None) -> tuple[RunTarget, int]:
+    """The run's model, and which layer of it is recorded (default: the middle one)."""
+    target = bounding(run, "attention")
+    layers = target.model.config.layers
+    index = layers // 2 if layer is None else layer
+    if index >= layers:
+        raise InputError(f"--layer {index} is not in {run}, whose layers are 0 to {layers - 1}.")
+    return target, index
+
+
+def record(target: RunTarget, index: int, length: int, path: Path) -> dict[str, object]:
     """Read the run's validation text through its model, repeated until it is `length` tokens, as one sequence; write
-    one layer's q, k, v and slopes or clock (default: the middle one). Returns what was recorded."""
+    one layer's q, k, v and slopes or clock. Returns what was recorded."""
     from safetensors.torch import save_file
 
-    from trainshort.evaluate.target import RunTarget, fingerprint
-    from trainshort.evaluate.text import open_text
-
-    target = RunTarget(run)
     model = target.model
-    if not model.position.bounds_the_past():
-        raise InputError(
-            f"{run} has {model.config.position} positions; attention is measured with ALiBi or FoX. Give such a run."
-        )
-    index = model.config.layers // 2 if layer is None else layer
-    if index >= model.config.layers:
-        raise InputError(f"--layer {index} is not in {run}, whose layers are 0 to {model.config.layers - 1}.")
     text = open_text(target, ())
     tokens = torch.from_numpy(np.resize(text.tokens, length).astype(np.int64))
     call = attention_calls(model, tokens[None], CHUNK)[index]
@@ -108,7 +118,7 @@ def record(run: Path, length: int, layer: int | None, path: Path) -> dict[str, o
         case ClockBias(clock):
             tensors["clock"] = clock.contiguous()
         case _:
-            raise InputError(f"layer {index} of {run} knows no positions; choose another --layer.")
+            raise InputError(f"layer {index} of {target.name} knows no positions; choose another --layer.")
     save_file(tensors, path)
     return {
         "run": target.name,

@@ -3,19 +3,19 @@
 Only files are read, and each number keeps the path of the file it came from.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from os.path import lexists
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainshort.bench import measurements
 from trainshort.bench.measurements import BenchResult
 from trainshort.config import RunConfig, load_config
 from trainshort.errors import ForeignConfigError, InputError
 from trainshort.evaluate.results import LengthScore, Query, Stored, find, rows
-from trainshort.files import read_sealed
+from trainshort.files import MissingFileError, read_sealed
 from trainshort.recipes.scales import FIRST_LAPTOP, LENGTHS, SETUPS, Scale, Variant, scales
 from trainshort.runs import RunFolder, read_lines, read_metrics
 
@@ -23,6 +23,7 @@ COST_FILE = "cost.json"
 COST_FORMAT = 1
 SEEDS = range(1, 10)
 """Seeds that are looked for."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -148,13 +149,20 @@ def _read_run(folder: Path) -> Run:
 
 def read_costs(root: Path) -> dict[str, Any]:
     """Measured costs by run name; none when nothing was measured."""
-    path = root / COST_FILE
-    if not path.exists():
-        return {}
-    try:
-        values = read_sealed(path, mend="Remove it, and the costs are measured again.")
+
+    def entries(values: dict[str, Any]) -> dict[str, Any]:
         return dict(values["entries"]) if values["format"] == COST_FORMAT else {}
+
+    return stored(root / COST_FILE, entries, "Remove it, and the costs are measured again.") or {}
+
+
+def stored(path: Path, read: Callable[[dict[str, Any]], T], mend: str) -> T | None:
+    """What `read` takes from a stored result; None where there is none. A damaged one is told, not left out."""
+    try:
+        return read(read_sealed(path, mend=mend))
+    except MissingFileError:
+        return None
     except InputError:
         raise
-    except (ValueError, KeyError, TypeError):
-        raise InputError(f"{path} cannot be read. Remove it, and the costs are measured again.") from None
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+        raise InputError(f"{path} does not hold what such a file should. {mend}") from None

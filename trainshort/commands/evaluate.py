@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from trainshort.commands.parser import Arg, at_least
 from trainshort.errors import InputError
-from trainshort.files import make_folder
+from trainshort.files import try_folder
 from trainshort.terminal import new_console
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ class OnText:
             encoders=self.encoders,
         )
         if self.out is not None:
-            target.folder = make_folder(self.out)
+            try_folder(self.out)
+            target.folder = self.out
         return target
 
 

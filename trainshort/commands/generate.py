@@ -55,7 +55,7 @@ class Generate:
     tokenizer: Annotated[Path | None, Arg(metavar="FILE")] = None
     """A tokenizer.json in place of the run's own."""
     slopes: str | None = None
-    """Other ALiBi slopes than trained: interpolate, ntk=4, clamp=512, or max_bias=16."""
+    """Other ALiBi slopes than trained: interpolate, ntk=4, clamp=512, max_bias=16, or window=512."""
     rotary: str | None = None
     """Rotary positions that turn slower than trained: linear=4, ntk=4, dynamic=1, yarn=4; or seen in blocks=256."""
     scores: str | None = None

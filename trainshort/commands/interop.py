@@ -173,17 +173,21 @@ class Harness:
     """Folder for results. Default: the run folder; for Hugging Face models runs/NAME."""
 
     def run(self) -> None:
-        from rich.table import Table
-
-        from trainshort.evaluate.target import open_target, pick_device
-        from trainshort.files import make_folder
-        from trainshort.interop.harness import Asked, evaluate_tasks, save
+        from trainshort.files import try_folder
 
         at_least(1, length=self.length, limit=self.limit, batch=self.batch)
         at_least(0, shots=self.shots)
-        target = open_target(self.target, device=pick_device(None))
+        if self.include is not None and not self.include.is_dir():
+            raise InputError(f"--include is a folder of task definitions (YAML); {self.include} is none.")
         if self.out is not None:
-            target.folder = make_folder(self.out)
+            try_folder(self.out)
+        from rich.table import Table  # here, since what is refused above need not wait for torch
+
+        from trainshort.evaluate.target import open_target, pick_device
+        from trainshort.interop.harness import Asked, evaluate_tasks, save
+
+        target = open_target(self.target, device=pick_device(None))
+        target.folder = self.out or target.folder
         asked = Asked(self.tasks, self.include, self.length, self.limit, self.shots, self.batch)
         result = evaluate_tasks(target, asked)
         path = save(result, target)
@@ -273,14 +277,15 @@ class Convert:
         """The run folder with the converted model in it: where the model can be read as it was, and the settings."""
         from trainshort.data.corpus import find_corpus
         from trainshort.data.tokenizer import FILE
-        from trainshort.interop.converting import convert, open_patient, refuse_target
+        from trainshort.interop.converting import convert, open_patient, refuse_another, refuse_target
         from trainshort.interop.importing import ImportRequest
         from trainshort.runs import RunFolder, refuse_existing
 
         refuse_target(self.to)
         at_least(1, length=self.length, max_tokens=self.max_tokens)
         find_corpus(self.settings["data.corpus"])  # a text that is not there is told before anything is read
-        refuse_existing(self.out, resume=self.resume)
+        if refuse_existing(self.out, resume=self.resume) is not None:
+            refuse_another(self.out, self.source)
         request = ImportRequest(self.source, tokenizer=self.tokenizer, trained_at=self.length)
         patient = open_patient(request)
         model, tokenizer = patient.source.reading.model, str((self.out / FILE).resolve())

@@ -50,14 +50,13 @@ class Reproduce:
     """Folder of the report. Default: report/<scale>."""
 
     def run(self) -> None:
-
         from trainshort.errors import InputError
         from trainshort.files import make_folder, try_folder
         from trainshort.methods import methods as known
         from trainshort.recipes.experiments import choose, choose_methods
         from trainshort.recipes.scales import scales
         from trainshort.registry import did_you_mean
-        from trainshort.reproduce.launchers import read_site
+        from trainshort.reproduce.launchers import cluster, read_site
 
         scale = scales.get(self.scale)
         chosen = choose(self.only.split(","))
@@ -87,6 +86,8 @@ class Reproduce:
         assignment = assign(chosen, scale, range(1, self.seeds + 1))
         if scale.name == "paper" and self.launcher == "local":
             raise InputError("The paper's scale does not run on one machine. See --plan for the commands to start.")
+        if self.launcher == "slurm":
+            cluster(root, site)  # that there is none is told before a folder is made
         try_folder(root)  # both, before either is made
         make_folder(page, mend="Choose another --report.")
         make_folder(root)

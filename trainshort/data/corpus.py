@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from trainshort import files
 from trainshort.data.document import HELD_OUT, Corpus
@@ -139,9 +140,10 @@ def _local(name: str, kind: Kind | None) -> Corpus | None:
 def find_corpus(name: str) -> Corpus:
     """The corpus that `name` means: a registered name, else a file, folder or glob, else a dataset of the hub."""
     if name in corpora:
-        return corpora.get(name)()
+        return _made(name, corpora.get(name)())
     if not name or len(name) > LONGEST_NAME:
-        raise InputError(f"A corpus is a name, path, glob or hub dataset of 1 to {LONGEST_NAME} characters.")
+        got = f"{len(name):,} characters" if name else "an empty word"
+        raise InputError(f"A corpus is a name, path, glob or hub dataset of 1 to {LONGEST_NAME} characters, got {got}.")
     path = Path(name).expanduser()
     if path.is_dir():
         return folder_corpus(name, path)
@@ -166,3 +168,14 @@ def find_corpus(name: str) -> Corpus:
         f"'{name}' is neither a known corpus nor a file or folder.{did_you_mean(name, corpora.names())} "
         f"Known: {', '.join(corpora.names())}; else give a path, a glob or a hub dataset as owner/name."
     )
+
+
+def _made(name: str, corpus: Any) -> Corpus:
+    """What a registered function gave; one of a plug-in may give anything. Its class is asked, since asking a corpus of
+    the hub for its splits asks the hub."""
+    if not hasattr(type(corpus), "documents"):
+        raise InputError(
+            f"The corpus '{name}' should be a Corpus, such as file_corpus makes of paths (docs/data.md), and its "
+            f"function returned {type(corpus).__name__}."
+        )
+    return corpus

@@ -43,9 +43,9 @@ class Note(Settings):
 
 def read_note(folder: Path) -> Note | None:
     """The note of an unfinished preparation, if there is one."""
-    again = f"Delete the folder {folder} and prepare it again."
+    path, again = folder / UNFINISHED_FILE, f"Delete the folder {folder} and prepare it again."
     try:
-        return Note.read(files.read_sealed(folder / UNFINISHED_FILE, mend=again))
+        return Note.read(files.read_sealed(path, mend=again), origin=path)
     except files.MissingFileError:
         return None
 

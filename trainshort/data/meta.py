@@ -260,7 +260,7 @@ def _read_meta(folder: Path) -> Meta:
             f"{path} has {'no format' if found is None else f'format {found}'}, and this version of trainshort reads "
             f"format {FORMAT}. {_AGAIN}"
         )
-    return Meta.read(values)
+    return Meta.read(values, origin=path)
 
 
 def _check_size(path: Path, count: int, width: int, what: str) -> None:

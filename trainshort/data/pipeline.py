@@ -79,7 +79,7 @@ def prepare(
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = cores if corpus.size is None else min(cores, max(1, corpus.size // WORTH_A_WORKER))
     job = Preparation(config, corpus, make_request(config, corpus), folder, errors, workers, shown)
-    with _readable_disk_errors(folder), files.locked(files.make_folder(folder)):  # others wait
+    with files.none_left_empty(folder), _readable_disk_errors(folder), files.locked(files.make_folder(folder)):
         if is_data(folder):  # another process was quicker, as under torchrun
             return _open_same(folder, config)
         note = _begin(job, resume)
@@ -133,6 +133,8 @@ def _settled(job: Preparation, note: Note) -> Note:
 
 def _settle(job: Preparation, note: Note) -> Note:
     """Decide the splits and the tokenizer, and write both down."""
+    if not job.corpus.streamed and not any(one.text.strip() for one in job.corpus.documents(errors=job.errors)):
+        raise InputError(f"'{job.corpus.name}' holds nothing but white space. Give files with text in them.")
     rule = splitter(job.corpus, job.errors)
     tokenizer = _tokenizer(job, rule)
     files.write_whole(job.folder / TOKENIZER_FILE, tokenizer.to_json(), mend=ROOM)

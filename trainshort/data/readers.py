@@ -172,6 +172,11 @@ def parquet_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Rec
     columns = table.schema_arrow.names
     if "text" not in columns:
         raise InputError(f"{path} should have a column 'text'; its columns are {', '.join(columns)}.")
+    kind = table.schema_arrow.field("text").type
+    try:
+        pyarrow.array([], kind).cast(pyarrow.binary())
+    except pyarrow.ArrowNotImplementedError:
+        raise InputError(f"{path} should hold text in its column 'text'; it holds {kind}.") from None
     size, rows, start, number = path.stat().st_size, table.metadata.num_rows, cursor or 0, 0
     for group in range(table.num_row_groups):
         length = table.metadata.row_group(group).num_rows

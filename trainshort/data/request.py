@@ -56,6 +56,10 @@ def _tokenizer_sha256(config: DataConfig) -> str | None:
     if config.tokenizer in tokenizers:
         return None
     path = Path(config.tokenizer)
+    if not path.exists() and (path.suffix == ".json" or len(path.parts) > 1):
+        raise InputError(
+            f"There is no tokenizer {path}. Use {', '.join(tokenizers.names())} or the path of a tokenizer.json."
+        )
     if not path.is_file():
         known = tokenizers.names()
         raise InputError(

@@ -58,6 +58,7 @@ class HuggingFaceTarget(Target):
         self.longest = _table_length(self.model, declared)
         self.vocabulary = config.vocab_size
         self.folder = Path("runs") / re.sub(r"[^\w.]+", "-", Path(name).name if Path(name).is_dir() else name)
+        _refuse_encoder(name, self.model, self.vocabulary)
         self._head = _separable(self.model, self.vocabulary)
 
     @cached_property
@@ -149,7 +150,10 @@ class HuggingFaceTokenizer:
         self.end: int | None = tokenizer.eos_token_id
 
     def encode(self, text: str) -> np.ndarray:
-        ids = self.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+        try:
+            ids = self.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+        except Exception as error:  # the tokenizers library raises nothing more exact
+            raise InputError(f"The tokenizer of {self.name} cannot read this text ({first_sentence(error)}).") from None
         return np.array(ids, dtype=np.int64)
 
     def decode(self, ids: Any) -> str:
@@ -163,17 +167,13 @@ class HuggingFaceTokenizer:
 
 
 def _load(name: str, precision: str) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    if Path(name).is_dir() or not sys.stderr.isatty():
-        logging.disable_progress_bar()
     _refuse_pickles(name)
     _know_our_own(name)
-    settings = {"dtype": PRECISIONS[precision], "use_safetensors": True, "trust_remote_code": False}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **settings)
+        return load_causal(name, PRECISIONS[precision])
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, InputError):
+            raise
         if _wants_code(error):
             raise InputError(_CODE.format(name=name, part="model")) from None
         reason = first_sentence(error)
@@ -182,10 +182,37 @@ def _load(name: str, precision: str) -> Any:
             f"Cannot load '{name}': {where} did not give a causal language model ({reason}). "
             "Give a run folder, a saved model's folder, or check the name and the network."
         ) from None
+
+
+def load_causal(source: str | Path, dtype: torch.dtype) -> Any:
+    """A model of transformers' own classes, with the numbers of a folder or of the hub and nothing else of theirs.
+    Every weight must be there: those that are not, transformers makes up, and shows a table."""
+    from transformers import AutoModelForCausalLM, PreTrainedConfig
+    from transformers.utils import logging
+
+    if Path(source).is_dir() or not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    refuse_kernels(str(source), PreTrainedConfig.get_config_dict(source)[0])
+    settings = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
+    said = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, **settings)
+    finally:
+        logging.set_verbosity(said)
     model, found = loaded
     if missing := sorted(found["missing_keys"]):
-        raise InputError(f"'{name}' lacks weights ({missing[0]} and {len(missing) - 1} more); save the model anew.")
+        more = f" and {len(missing) - 1} more" if missing[1:] else ""
+        raise InputError(f"'{source}' lacks weights ({missing[0]}{more}); save the model anew.")
     return model
+
+
+def refuse_kernels(name: str, settings: Any) -> None:
+    """Stop if a config.json names a repository, owner/name, that transformers would fetch attention from and run."""
+    for key, value in settings.items() if isinstance(settings, dict) else ():
+        if key.strip("_").startswith(("attn_implementation", "experts_implementation")) and "/" in str(value):
+            raise InputError(_CODE.format(name=name, part=f"attention ({value})"))
+        refuse_kernels(name, value)
 
 
 def _know_our_own(name: str) -> None:
@@ -244,20 +271,41 @@ def _table_length(model: nn.Module, declared: int | None) -> int | None:
     return None
 
 
+def _probe(model: Any, vocabulary: int) -> Tensor:
+    device = next(model.parameters()).device
+    return torch.arange(PROBE_TOKENS, device=device)[None] * (vocabulary // PROBE_TOKENS)
+
+
+@torch.no_grad()
+def _refuse_encoder(name: str, model: Any, vocabulary: int) -> None:
+    """transformers loads BERT and its like as causal models, too, and only warns that they see what comes."""
+    tokens = _probe(model, vocabulary)
+    other = torch.cat([tokens[:, :-1], (tokens[:, -1:] + 1) % vocabulary], dim=1)
+    one, two = (model(input_ids=each, use_cache=False).logits[:, :-1].float() for each in (tokens, other))
+    if (one - two).abs().max() > _rounding(model) * one.abs().max():
+        raise InputError(
+            f"'{name}' ({type(model).__name__}) sees the tokens it should predict: its predictions change with what "
+            "comes after them. Give a causal language model."
+        )
+
+
 @torch.no_grad()
 def _separable(model: Any, vocabulary: int) -> tuple[nn.Module, nn.Module] | None:
     """The model's body and head, if its logits are the one applied to the other's output."""
     body, head = model.base_model, model.get_output_embeddings()
     if head is None or body is model:
         return None
-    device = next(model.parameters()).device
-    tokens = torch.arange(PROBE_TOKENS, device=device)[None] * (vocabulary // PROBE_TOKENS)
+    tokens = _probe(model, vocabulary)
     own = model(input_ids=tokens, use_cache=False).logits.float()
     ours = head(body(input_ids=tokens, use_cache=False)[0]).float()
     if own.shape != ours.shape:
         return None
-    tolerance = 16 * torch.finfo(next(model.parameters()).dtype).eps
-    return (body, head) if (own - ours).abs().max() <= tolerance * own.abs().max() else None
+    return (body, head) if (own - ours).abs().max() <= _rounding(model) * own.abs().max() else None
+
+
+def _rounding(model: nn.Module) -> float:
+    """The share of the largest logit by which equal logits may differ."""
+    return 16 * torch.finfo(next(model.parameters()).dtype).eps
 
 
 def _nll(logits: Tensor, targets: Tensor) -> Tensor:

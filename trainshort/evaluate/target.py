@@ -134,6 +134,9 @@ class ModelTarget(Target):
 class RunTarget(ModelTarget):
     """The best checkpoint of a run folder, or one checkpoint by its own folder."""
 
+    run: Path
+    """The run folder, whose data it was trained on, wherever results go."""
+
     def __init__(self, path: Path, *, device: str = "cpu", precision: str = "float32", encoders: bool = False) -> None:
         self.checkpoint = find(path)
         self.config: RunConfig = load_config(self.checkpoint / "config.json")
@@ -147,7 +150,7 @@ class RunTarget(ModelTarget):
             trained_at=self.config.train.length,
             name=folder.resolve().name + ("" if self.kind == "run" else f" step {self.step}"),
         )
-        self.folder = folder
+        self.folder = self.run = folder
         self._tokenizer = run_tokenizer(folder, self.config.data)
         self.bos = self._tokenizer.end or 0
 
@@ -163,7 +166,7 @@ def pick_device(name: str | None) -> str:
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=name)
+        torch.empty(1, device=name).cpu()  # back from it, too: meta takes everything and gives nothing
     except (RuntimeError, AssertionError) as error:
         why = "torch knows no such kind" if "device string" in str(error) else first_sentence(error)
         others = "cpu, cuda or cuda:N" if torch.cuda.is_available() else "cpu"

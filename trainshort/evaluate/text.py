@@ -101,7 +101,7 @@ def cut(text: Text, count: int, tokenizer: TextTokenizer) -> Text:
 
 def _whole_text(target: Target, data: Sequence[str], split: str) -> Text:
     if isinstance(target, RunTarget) and (not data or list(data) == [target.config.data.corpus]):
-        return replace(_from_prepared(open_own(target.folder, target.config.data), split), own=True)
+        return replace(_from_prepared(open_own(target.run, target.config.data), split), own=True)
     if not data:
         raise InputError(
             f"{target.name} does not say which text to use. Give one: --data sotu, --data book.txt, or a folder."

@@ -24,13 +24,14 @@ from trainshort.evaluate.session import new_evaluation
 from trainshort.evaluate.sweep import Sweep, sweep
 from trainshort.evaluate.target import Target, open_target
 from trainshort.evaluate.text import Text
-from trainshort.files import make_folder
+from trainshort.files import make_folder, read_object
 from trainshort.interop.formats import Model, Origin, WeightMap, convertible, shapes_of
 from trainshort.interop.importing import ImportRequest, Source, fetched, open_folder, write_run
 from trainshort.masking import refuse_encoder
 from trainshort.model import TransformerLM
 from trainshort.plots.figures import draw
 from trainshort.positions import PositionMethod
+from trainshort.runs import RunFolder
 
 TO = "alibi"
 TIMES = (1, 2, 4, 8)
@@ -53,6 +54,8 @@ def open_patient(request: ImportRequest) -> Patient:
     """The model that was asked for; one that has ALiBi, or that nobody knows, is refused in a sentence."""
     path = Path(request.source).expanduser()
     if path.is_dir() and not is_hugging_face(path):
+        if request.tokenizer is not None:
+            raise InputError(f"--tokenizer is for a Hugging Face model; the run {path} has its own. Leave it out.")
         return _own(path)
     if path.is_file():
         raise InputError(f"{path} is a file. Give a run folder, a Hugging Face model's folder, or its name on the hub.")
@@ -102,6 +105,16 @@ def convert(patient: Patient, request: ImportRequest, config: RunConfig, out: Pa
     """Write the run folder of the converted model, before any training."""
     record = {"source": request.source, "converted": {"from": patient.position, "to": config.model.position}}
     write_run(patient.source, config, out, lambda _: record)
+
+
+def refuse_another(out: Path, source: str) -> None:
+    """Stop if the run folder that is to be gone on with is no conversion of this model."""
+    imported = RunFolder(out).imported
+    record = read_object(imported) if imported.exists() else {}
+    if "converted" not in record:
+        raise InputError(f"{out} is a run, and no conversion that was stopped. Choose another --out.")
+    if record.get("source") != source:
+        raise InputError(f"{out} is a conversion of {record.get('source')}, not of {source}. Choose another --out.")
 
 
 class Recovery:

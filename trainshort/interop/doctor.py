@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from trainshort.errors import InputError
+from trainshort.evaluate.hugging_face import refuse_kernels
 from trainshort.files import read_object
 from trainshort.interop.families import FAMILIES, original_class
 from trainshort.interop.importing import fetched
@@ -108,7 +109,7 @@ def _loaded(model: nn.Module) -> Specimen:
 
 def _stored(name: str) -> Specimen:
     """A folder, or a name on the hub: its settings and the names of its tensors."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     path = Path(name).expanduser()
     if path.is_file():
@@ -118,18 +119,41 @@ def _stored(name: str) -> Specimen:
     kind = settings.get("model_type")
     if kind is None and "model" in settings:
         raise InputError(f"{folder} is a run folder of trainshort; doctor examines models of Hugging Face.")
+    refuse_kernels(name, settings)
     if kind == "trainshort":
         import trainshort.hf  # noqa: F401  (registers the class)
     try:
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]  # pyright: ignore[reportIndexIssue]
     except Exception as error:  # of its many checks of a config, each with an exception of its own
+        if kind in CONFIG_MAPPING:
+            raise InputError(
+                f"transformers cannot read {folder / 'config.json'} ({first_sentence(error)}). Mend it or save it anew."
+            ) from None
         raise InputError(
             f"{name} is a model of type {kind!r}, for which transformers gives no class of its own "
             f"({first_sentence(error)}). `trainshort import` may know it."
         ) from None
+    known: Any = AutoModelForCausalLM._model_mapping
+    if type(config) not in known:
+        raise InputError(
+            f"{name} is a model of type {kind!r}, of which transformers has no causal language model; doctor examines "
+            "those alone."
+        )
+    _refuse_impossible(folder / "config.json", config)
+    model_class: Any = known[type(config)]
     weights = frozenset(StoredWeights(folder)) if any(folder.glob("*.safetensors")) else frozenset()
     return Specimen(str(kind), model_class, config, dtype=config.dtype or torch.float32, weights=weights)
+
+
+def _refuse_impossible(path: Path, config: Any) -> None:
+    """Sizes that no model has; the tiny copy would not have them either, and look healthy."""
+    sizes = {name: getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")}
+    for name, size in sizes.items():
+        if isinstance(size, int) and size < 1:
+            raise InputError(f"{path} says that {name} is {size}. Mend it, or save the model anew.")
+    _, heads, width = sizes.values()
+    if heads and width and getattr(config, "head_dim", None) is None and width % heads:
+        raise InputError(f"{path} says that {heads} heads share a width of {width}. Mend it, or save the model anew.")
 
 
 @contextmanager

@@ -55,23 +55,28 @@ def evaluate_tasks(target: Target, asked: Asked) -> dict[str, Any]:
         run: Any = importlib.import_module("lm_eval").simple_evaluate  # whose names are found at run time only
     except ImportError:
         raise InputError("The harness needs a package: pip install 'trainshort[harness]'.") from None
+    from jinja2 import TemplateError
+
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = _tasks(asked)
     model = language_model(target, asked)
-    with _no_waiting():
+    with _no_waiting(), _heard() as told:
         try:
             tasks: Any = manager.load(list(asked.tasks))["tasks"]
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
-            raise InputError(_unloadable(asked, error)) from None
-    found: Any = run(
-        model=model,
-        tasks=list(tasks.values()),
-        task_manager=manager,
-        num_fewshot=asked.shots,
-        limit=asked.limit,
-        log_samples=False,
-        bootstrap_iters=1000,
-    )
+        except Exception as error:  # a definition, and the functions it names, can fail in any way they like
+            raise InputError(_unloadable(asked, RuntimeError(told[-1]) if told else error)) from None
+    try:
+        found: Any = run(
+            model=model,
+            tasks=list(tasks.values()),
+            task_manager=manager,
+            num_fewshot=asked.shots,
+            limit=asked.limit,
+            log_samples=False,
+            bootstrap_iters=1000,
+        )
+    except TemplateError as error:  # of a text that a definition makes of a record
+        raise InputError(_unloadable(asked, error)) from None
     return {
         "format": FORMAT,
         "target": target.description(),
@@ -99,7 +104,7 @@ def language_model(target: Target, asked: Asked) -> Any:
         from trainshort.hf import TrainshortForCausalLM
 
         model: Any = TrainshortForCausalLM.of(target.model, target.trained_at)
-        tokenizer = _as_theirs(run_tokenizer(target.folder, target.config.data), length)
+        tokenizer = _as_theirs(run_tokenizer(target.run, target.config.data), length)
     elif isinstance(target, HuggingFaceTarget):
         wrapped: Any = target.tokenizer()
         model, tokenizer = target.model, wrapped.tokenizer
@@ -159,16 +164,38 @@ def _check_syntax(include: Path) -> None:
     for path in sorted(include.rglob("*.yaml")):
         try:
             yaml.compose(read_text(path))
+        except yaml.MarkedYAMLError as error:
+            line = f", line {error.problem_mark.line + 1}," if error.problem_mark else ""
+            raise InputError(f"{path}{line} is not YAML ({error.problem}). Mend it, or take it away.") from None
         except yaml.YAMLError as error:
-            raise InputError(f"{path} is not YAML: {first_sentence(error)}. Mend it, or take it away.") from None
+            raise InputError(f"{path} is not YAML ({first_sentence(error)}). Mend it, or take it away.") from None
 
 
 def _unloadable(asked: Asked, error: Exception) -> str:
-    return (
-        f"The data of {', '.join(asked.tasks)} cannot be loaded ({type(error).__name__}: {first_sentence(error)}). "
-        "Most tasks fetch theirs from the hub; without a network define a task over files here and give its folder: "
-        "--include FOLDER."
-    )
+    mend = f"Mend its definition in {asked.include}." if asked.include else _FETCHED
+    what = ", ".join(asked.tasks)
+    return f"The data of {what} cannot be loaded ({type(error).__name__}: {first_sentence(error)}). {mend}"
+
+
+_FETCHED = (
+    "Most tasks fetch theirs from the hub; without a network define a task over files here and give its folder: "
+    "--include FOLDER."
+)
+
+
+@contextmanager
+def _heard() -> Iterator[list[str]]:
+    """What the harness says of its errors, in place of showing it: the exception that follows says less."""
+    log, told = logging.getLogger("lm_eval"), list[str]()
+    handler, before = logging.Handler(), log.propagate
+    handler.emit = lambda record: told.append(record.getMessage())
+    log.addHandler(handler)
+    log.propagate = False
+    try:
+        yield told
+    finally:
+        log.removeHandler(handler)
+        log.propagate = before
 
 
 @contextmanager

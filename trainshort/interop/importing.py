@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from trainshort.config import DataConfig, ModelConfig, RunConfig, TrainConfig, s
 from trainshort.data.hub import hub_answers
 from trainshort.data.tokenizer import FILE, Tokenizer, load_tokenizer
 from trainshort.errors import InputError
+from trainshort.evaluate.hugging_face import load_causal
 from trainshort.files import new_folder, read_object, sha256, write_whole
 from trainshort.interop import (  # noqa: F401  (registers them)
     baichuan,
@@ -252,14 +254,10 @@ def _parity(source: Source, run: Path) -> dict[str, Any] | str:
         return f"not measured: {ignored}"
     if sum(math.prod(shape) for shape in source.reading.shapes.values()) > LARGEST_MEASURED:
         return "not measured: the model is large; trainshort evaluate reads both"
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
+    if find_spec("transformers") is None:
         return "not measured: transformers is not installed"
-    folder = source.files[0].parent
     try:
-        safely = {"trust_remote_code": False, "use_safetensors": True}  # a folder brings numbers, never code
-        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **safely).eval()
+        theirs = load_causal(source.files[0].parent, torch.float32).eval()
     except (OSError, ValueError, TypeError, RuntimeError) as error:  # its own checks of a config are stricter
         return f"not measured: transformers refuses it ({type(error).__name__})"
     tokens = torch.arange(min(model.length or PROBE, PROBE))[None] % model.config.vocabulary

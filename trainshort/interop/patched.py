@@ -12,6 +12,7 @@ from trainshort.alibi import distances
 from trainshort.attention import LinearBias, attend
 from trainshort.interop.seen import Method, Seen
 from trainshort.positions.bias import clamped
+from trainshort.products import product, watched
 
 ROWS = 512
 """Tokens that a feed-forward layer takes at once without gradients: its wide tensors then stay in the cache, and large
@@ -29,14 +30,14 @@ def mpt_attention(
 ) -> tuple[Tensor, Tensor | None]:
     if not isinstance(attention_mask, Seen):  # a block that is called by itself is what it was
         return original(self, hidden_states, position_bias, past_key_values, attention_mask, **kwargs)
-    mixed = self.Wqkv(hidden_states)
+    mixed = product(self.Wqkv, hidden_states)
     if self.clip_qkv:
         mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
     q, k, v = (part.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=2))
     k, v = remembered(past_key_values, k, v, self.layer_idx, attention_mask)
     dropout = self.attn_dropout_p if self.training else 0.0
     out, weights = attended(q, k, v, attention_mask, self.softmax_scale, dropout)
-    return self.out_proj(out), weights
+    return product(self.out_proj, out), weights
 
 
 def bloom_attention(
@@ -51,11 +52,11 @@ def bloom_attention(
 ) -> tuple[Tensor, Tensor | None]:
     if not isinstance(attention_mask, Seen):
         return original(self, hidden_states, residual, alibi, attention_mask, layer_past, **kwargs)
-    q, k, v = self._reshape(self.query_key_value(hidden_states))
+    q, k, v = self._reshape(product(self.query_key_value, hidden_states))
     k, v = remembered(layer_past, k, v, self.layer_idx, attention_mask)
     dropout = self.attention_dropout.p if self.training else 0.0
     out, weights = attended(q, k, v, attention_mask, self.inv_norm_factor, dropout)
-    out = nn.functional.dropout(self.dense(out), self.hidden_dropout, self.training)
+    out = nn.functional.dropout(product(self.dense, out), self.hidden_dropout, self.training)
     return out + residual, weights
 
 
@@ -71,11 +72,11 @@ def falcon_attention(
 ) -> tuple[Tensor, Tensor | None]:
     if not isinstance(attention_mask, Seen):
         return original(self, hidden_states, alibi, attention_mask, position_ids, layer_past, **kwargs)
-    q, k, v = (part.transpose(1, 2) for part in self._split_heads(self.query_key_value(hidden_states)))
+    q, k, v = (part.transpose(1, 2) for part in self._split_heads(product(self.query_key_value, hidden_states)))
     k, v = remembered(layer_past, k, v, self.layer_idx, attention_mask)
     dropout = self.attention_dropout.p if self.training else 0.0
     out, weights = attended(q, k, v, attention_mask, self.inv_norm_factor, dropout)
-    return self.dense(out), weights
+    return product(self.dense, out), weights
 
 
 def mpt_ffn(original: Method, self: Any, hidden_states: Tensor, residual: Tensor) -> Tensor:
@@ -100,13 +101,9 @@ def fed_forward(
     """A feed-forward layer: whole where gradients are wanted, or somebody watches its parts, else a slice of the tokens
     after the other, which computes the same of each token."""
     rows = x.flatten(0, -2)
-    if torch.is_grad_enabled() or x.device.type != "cpu" or len(rows) <= ROWS or _watched(widen, activate, narrow):
-        return narrowed(widen(x), activate, narrow)
-    return torch.cat([narrow(activate(widen(part))) for part in rows.split(ROWS)]).view_as(x)
-
-
-def _watched(*parts: nn.Module) -> bool:
-    return any(one._forward_hooks or one._forward_pre_hooks for part in parts for one in part.modules())
+    if torch.is_grad_enabled() or x.device.type != "cpu" or len(rows) <= ROWS or watched(widen, activate, narrow):
+        return narrowed(product(widen, x), activate, narrow)
+    return torch.cat([product(narrow, activate(product(widen, part))) for part in rows.split(ROWS)]).view_as(x)
 
 
 def narrowed(wide: Tensor, activate: nn.Module, narrow: nn.Module) -> Tensor:
@@ -115,7 +112,7 @@ def narrowed(wide: Tensor, activate: nn.Module, narrow: nn.Module) -> Tensor:
     active = activate(wide)
     others = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
     if not active.requires_grad or others(False) is not None:
-        return narrow(active)
+        return product(narrow, active)
     before, place = wide.detach(), active.untyped_storage().data_ptr()
 
     def pack(kept: Tensor) -> Tensor | tuple[int, ...]:
@@ -129,7 +126,7 @@ def narrowed(wide: Tensor, activate: nn.Module, narrow: nn.Module) -> Tensor:
             return activate(before).view(kept)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        return narrow(active)
+        return product(narrow, active)
 
 
 def remembered(cache: Any, k: Tensor, v: Tensor, layer: int, seen: Seen) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainshort.errors import InputError
+from trainshort.evaluate.hugging_face import load_causal
 from trainshort.files import read_json, read_object
 from trainshort.interop import ctranslate, gguf_file
 
@@ -53,14 +54,11 @@ class Transformers(Runtime):
     ends = True
 
     def __init__(self, folder: Path, longest: int) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging
+        from transformers import AutoTokenizer
 
-        logging.disable_progress_bar()
         if read_object(folder / "config.json", mend=MEND).get("model_type") == "trainshort":
             import trainshort.hf  # noqa: F401  (registers the class)
-        safely = {"trust_remote_code": False, "use_safetensors": True}  # a folder brings numbers, never code
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **safely).eval()
+        self.model: Any = load_causal(folder, torch.float32).eval()
         if hasattr(self.model.config, "max_seq_len"):
             self.model.config.max_seq_len = max(self.model.config.max_seq_len, longest)
         has = (folder / "tokenizer_config.json").exists()

@@ -12,12 +12,14 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from trainshort.checkpoint import load_model
+from trainshort.checkpoint import find, load_model
+from trainshort.config import load_config
 from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError
 from trainshort.files import read_object, write_whole
 from trainshort.interop.exporting import RECORD, run_tokenizer
 from trainshort.interop.runtimes import Runtime, open_engine
+from trainshort.masking import refuse_encoder
 from trainshort.model import TransformerLM
 
 TIMES = (1, 2, 8)
@@ -83,15 +85,20 @@ def verify(folder: Path, run: Path | None = None) -> Verification:
     """Load an export in its own program and compare it with the run it was made of."""
     record = read_object(folder / RECORD, mend="Give a folder that trainshort export made.")
     to, length = str(record.get("to")), record.get("trained_at")
-    run = run or Path(str(record.get("run")))
+    run = run or (Path(str(record["run"])) if record.get("run") else None)
     kind = f"{to} {record.get('dtype')}"
     limits = LIMITS.get(kind, LIMITS.get(to))
-    if limits is None or not isinstance(length, int):
+    if limits is None or type(length) is not int or length < 1:
         raise InputError(f"{folder / RECORD} does not say what was exported. Export the run again.")
+    if run is None:
+        raise InputError(f"{folder / RECORD} does not say of which run it was made. Say it: --run-folder RUN.")
     if not run.exists():
         raise InputError(f"{folder} was made of {run}, which is not there. Say where it is: --run-folder RUN.")
-    ours = load_model(run)
+    ours = load_model(_same_length(run, folder, length))
     engine = open_engine(to, folder, max(TIMES) * length)
+    known = engine.log_probabilities([0])[1].shape[-1]
+    if known != ours.config.vocabulary:
+        raise InputError(_another(folder, f"knows {known:,} token types", run, f"{ours.config.vocabulary:,}"))
     rows, problems = [], []
     for times in TIMES:
         row = _compare(ours, engine, times * length, limits[0])
@@ -112,6 +119,21 @@ def verify(folder: Path, run: Path | None = None) -> Verification:
     report = Verification(engine.version, rows, same, tokens, problems)
     write_whole(folder / RESULT, json.dumps(asdict(report), indent=2) + "\n")
     return report
+
+
+def _same_length(run: Path, folder: Path, length: int) -> Path:
+    """The run's checkpoint, if it is of a causal model that was trained at this length."""
+    checkpoint = find(run)
+    config = load_config(checkpoint / "config.json")
+    if not config.model.causal:
+        refuse_encoder("Verifying")
+    if config.train.length != length:
+        raise InputError(_another(folder, f"says it was trained at {length:,} tokens", run, f"{config.train.length:,}"))
+    return checkpoint
+
+
+def _another(folder: Path, says: str, run: Path, own: str) -> str:
+    return f"{folder} {says}, and {run} has {own}: it was made of another run. Say of which: --run-folder RUN."
 
 
 def _tokens(vocabulary: int, length: int) -> list[int]:

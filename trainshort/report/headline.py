@@ -3,11 +3,13 @@
 import statistics
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 
 from trainshort.claims.collection import Collection, Run
+from trainshort.config import RunConfig
 from trainshort.evaluate.results import LengthScore, Stored, interval, perplexity
-from trainshort.plots.figures import Figure, Series, color
+from trainshort.plots.figures import OTHERS, Figure, Series, color
 from trainshort.recipes.experiments import method_name, published
 from trainshort.runs import run_name
 
@@ -30,7 +32,7 @@ class Curve:
     stored: tuple[Stored, ...]
     """The evaluations behind it, one per seed."""
     shade: str
-    """The method's colour; where a method has several lines, one by the line's own name."""
+    """The method's colour; where a method has several lines, one that no method has."""
 
     @property
     def sources(self) -> tuple[Path, ...]:
@@ -47,6 +49,8 @@ class Headline:
     length: int
     lines: tuple[Curve, ...]
     corpus: str
+    alike: bool
+    """Whether the models differ in their positions only: one of each method, of one size, on as much of one text."""
     beyond: tuple[Curve, ...] = ()
     """Models that were trained longer, read at their own length: what the lines are measured against."""
 
@@ -76,7 +80,21 @@ def find_headline(collection: Collection) -> Headline | None:
     lines.sort(key=lambda line: (rank.get(line.position, 9), line.name))
     corpus = found[0][1].evaluation.corpus
     told = f"{corpus['name']}, {corpus['tokens']:,} tokens of its {corpus['split']} split"
-    return Headline(length, tuple(lines), told, tuple(_beyond(collection, length, text)))
+    sizes = {_size(group[0][0].config) for group in groups.values()}
+    alike = len(sizes) == 1 and max(positions.values()) == 1
+    return Headline(length, _told_apart(lines), told, alike, tuple(_beyond(collection, length, text)))
+
+
+def _size(config: RunConfig) -> tuple[str | int, ...]:
+    """What models share that are compared by their positions; by which optimizer each was trained best is its own."""
+    model, train = config.model, config.train
+    return model.layers, model.width, model.heads, model.vocabulary, config.data.corpus, train.steps * train.batch
+
+
+def _told_apart(lines: list[Curve]) -> tuple[Curve, ...]:
+    """Lines that go by a run's name have the next colour that no method has."""
+    free = cycle(OTHERS)
+    return tuple(line if line.name == method_name(line.position) else replace(line, shade=next(free)) for line in lines)
 
 
 def _beyond(collection: Collection, length: int, text: tuple[int, str, str]) -> list[Curve]:

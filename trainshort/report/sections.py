@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainshort.claims.collection import Collection, Run
+from trainshort.claims.collection import Collection, Run, stored
 from trainshort.claims.measured import View
 from trainshort.evaluate.evidence import ENOUGH, bounds, past_training, pooled
 from trainshort.evaluate.results import LengthScore
-from trainshort.files import read_sealed
-from trainshort.plots.figures import Figure, Series, color
+from trainshort.plots.figures import Figure, Series
 from trainshort.recipes.experiments import NAMES, EvalProtocol, method_name, queries
 from trainshort.report.headline import Curve, Headline
 
@@ -54,15 +53,10 @@ def _scored(line: Curve) -> list[LengthScore]:
     return line.stored[0].evaluation.scored
 
 
-def _headline_runs(headline: Headline, collection: Collection) -> list[Run]:
-    """The first run of each of the headline's lines."""
-    folders = [line.sources[0].parent.parent for line in headline.lines]
-    return [run for folder in folders for run in collection.runs.values() if run.path == folder]
-
-
-def _name(run: Run, runs: list[Run]) -> str:
-    same = [one for one in runs if one.config.model.position == run.config.model.position]
-    return method_name(run.config.model.position) if len(same) == 1 else run.name
+def _headline_runs(headline: Headline, collection: Collection) -> list[tuple[Curve, Run]]:
+    """The headline's lines, each with the first of its runs."""
+    runs = {run.path: run for run in collection.runs.values()}
+    return [(line, runs[folder]) for line in headline.lines if (folder := line.sources[0].parent.parent) in runs]
 
 
 def early_figure(headline: Headline, collection: Collection, view: View | None) -> Figure | None:
@@ -72,15 +66,14 @@ def early_figure(headline: Headline, collection: Collection, view: View | None) 
     stride, tokens = view.scale.stride_one, view.scale.sliding_tokens
     sliding, plain = queries(view.scale, EvalProtocol(1, stride=1))
     series, sources = [], []
-    for run in _headline_runs(headline, collection):
+    for line, run in _headline_runs(headline, collection):
         for kind, query in (("", plain), (", sliding", sliding)):
             found = [one for at, one in run.rows(query).items() if at >= headline.length and one[0].status == "scored"]
             rows = [row for row, _ in found]
             if len(rows) < 2:
                 continue
             x, y = tuple(row.length for row in rows), tuple(row.perplexity for row in rows)
-            name = method_name(run.config.model.position) + kind
-            series.append(Series(name, x, y, color(run.config.model.position), faint=not kind))
+            series.append(Series(line.name + kind, x, y, line.shade, faint=not kind))
             sources += dict.fromkeys(path for _, path in found)
     if not series:
         return None
@@ -102,21 +95,27 @@ def early_figure(headline: Headline, collection: Collection, view: View | None) 
     )
 
 
+def _reach(values: dict[str, Any]) -> tuple[list[float], list[float], float, int]:
+    """Measured and proven windows in order, the share of attention that they hold, and the tokens that were read."""
+    result = values["result"]
+    windows = sorted(float(row["window"]) for row in result["rows"])
+    proven = sorted(float(row["proven"]) for row in result["rows"] if row["proven"] is not None)
+    if not windows:
+        raise LookupError("no head was measured")
+    return windows, proven, float(result["mass"]), int(result["length"])
+
+
 def reach_figure(headline: Headline, collection: Collection) -> Figure | None:
     """The window that holds most of each head's attention, heads from the nearest-looking to the farthest."""
     series, sources, told = [], [], []
     share, length = 0.99, 0
-    runs = _headline_runs(headline, collection)
-    for run in runs:
+    for line, run in _headline_runs(headline, collection):
         path = run.path / "analysis" / "reach.json"
-        try:
-            result = read_sealed(path)["result"]
-            windows = sorted(float(row["window"]) for row in result["rows"])
-            proven = sorted(float(row["proven"]) for row in result["rows"] if row["proven"] is not None)
-            share, length = float(result["mass"]), int(result["length"])
-        except (ValueError, KeyError, TypeError):
+        reach = stored(path, _reach, "Remove it and analyze again.")
+        if reach is None:
             continue
-        name, shade = _name(run, runs), color(run.config.model.position)
+        windows, proven, share, length = reach
+        name, shade = line.name, line.shade
         heads = tuple(range(1, len(windows) + 1))
         series.append(Series(name, heads, tuple(windows), shade))
         if proven:
@@ -238,30 +237,29 @@ class WrittenText:
 
 
 def samples(collection: Collection) -> list[WrittenText]:
-    """Of every run that wrote something; a file that cannot be read is left out."""
+    """Of every run that wrote something."""
     found = []
     for run in collection.runs.values():
         path = run.path / "samples" / "sample.json"
-        try:
-            values = read_sealed(path)
-            length = int(values["trained_at"])
-            name = method_name(run.config.model.position)
-            found.append(WrittenText(name, length, tuple(_passages(values, length)), path))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
+        written = stored(path, _written, "Remove it; trainshort demo and reproduce write it again.")
+        if written is not None:
+            found.append(WrittenText(method_name(run.config.model.position), *written, path))
     order = list(NAMES.values())
     return sorted(
         found, key=lambda sample: (order.index(sample.name) if sample.name in order else 99, sample.trained_at)
     )
 
 
-def _passages(values: dict[str, Any], length: int) -> list[Passage]:
+def _written(values: dict[str, Any]) -> tuple[int, tuple[Passage, ...]]:
+    """The training length, and what was written."""
+    length = int(values["trained_at"])
     if values["format"] == 1:  # 0.1.0 wrote one text, from the training length on to four times that
         ends = {"within": length, "past": 4 * length}
-        return [Passage(at, str(values["prompt"]), (Piece(str(values[key]), None),)) for key, at in ends.items()]
-    return [
+        prompt = str(values["prompt"])
+        return length, tuple(Passage(at, prompt, (Piece(str(values[key]), None),)) for key, at in ends.items())
+    return length, tuple(
         Passage(
             int(one["end"]), str(one["given"]), tuple(Piece(str(text), float(nats)) for text, nats in one["written"])
         )
         for one in values["passages"]
-    ]
+    )

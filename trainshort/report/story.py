@@ -23,7 +23,7 @@ def about(headline: Headline) -> str:
     names = [line.name for line in headline.lines]
     count = "One small language model" if len(names) == 1 else f"{len(names)} small language models"
     who = "it" if len(names) == 1 else "each"
-    alike = "" if len(names) == 1 else ", alike but for how they know where in the text a word stands"
+    alike = ", alike but for how they know where in the text a word stands" if headline.alike and names[1:] else ""
     return (
         f"{count}{alike} ({', '.join(names)}), learned from pieces of {headline.length:,} tokens. Then {who} had to "
         f"read pieces of up to {longest:,}. A perplexity of 40 means: as unsure of the next token as if 40 were "
@@ -50,7 +50,7 @@ def short_against_long(view: View) -> list[str]:
         f"trained at {at:,} on as many tokens {long.value:.1f}: {_verdict(change)}."
     )
     savings = _savings(view)
-    return [told + (f" Training short was {savings}." if savings else "")]
+    return [told + (f" Training short was {savings} (with random weights)." if savings else "")]
 
 
 def _verdict(change: Compared) -> str:

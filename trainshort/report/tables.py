@@ -120,7 +120,7 @@ def _table(experiment: Experiment, view: View, sources: Sources) -> Table:
         rows=filled,
         count=count,
         folded=len(filled) > MOST_ROWS,
-        note=_note(view),
+        note=_note(experiment, view),
         differences=tuple(_differences(experiment, view)),
     )
 
@@ -146,10 +146,13 @@ def _without(columns: tuple[str, ...], rows: Rows, wanted: Callable[[Shown], boo
     return tuple(columns[i] for i in kept), tuple((row, tuple(cells[i] for i in kept)) for row, cells in rows)
 
 
-def _note(view: View) -> str:
-    if view.scale.shrink == 1:
-        return ""
-    return f"Lengths are the paper's; here they are divided by {view.scale.shrink}."
+def _note(experiment: Experiment, view: View) -> str:
+    told = []
+    if view.scale.shrink != 1:
+        told.append(f"Lengths are the paper's; here they are divided by {view.scale.shrink}.")
+    if costs := dict.fromkeys(cell.quantity for cell in experiment.cells if cell.apart):
+        told.append(f"Of random weights and tokens here: {', '.join(costs)}.")
+    return " ".join(told)
 
 
 def number(value: float, quantity: str) -> str:

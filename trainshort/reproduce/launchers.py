@@ -219,11 +219,11 @@ class ClusterJob:
         return DelayedSubmission(self, task, root)
 
 
-def run_on_cluster(tasks: list[Task], root: Path, done: Callable[[str], None], site: Site, kind: str = "slurm") -> None:
-    """One job per task; `kind` is submitit's name of the executor: slurm, or local for processes on this machine."""
+def cluster(root: Path, site: Site, kind: str = "slurm") -> Any:
+    """What takes jobs; nothing is written before the first. `kind` is submitit's name of it: slurm, or local for
+    processes on this machine."""
     try:
         import submitit
-        from submitit.core.utils import FailedJobError
     except ImportError:
         raise InputError("The slurm launcher needs a package: pip install 'trainshort[scale]'.") from None
     # On a cluster that keeps no accounts it warns at every look, on standard output; `_queued` asks the queue instead.
@@ -233,6 +233,14 @@ def run_on_cluster(tasks: list[Task], root: Path, done: Callable[[str], None], s
         executor.update_parameters(name="trainshort", **site.parameters())
     except (RuntimeError, ValueError) as error:
         raise InputError(f"submitit cannot start jobs here ({error}). Use --launcher local.") from None
+    return executor
+
+
+def run_on_cluster(tasks: list[Task], root: Path, done: Callable[[str], None], site: Site, kind: str = "slurm") -> None:
+    """One job per task."""
+    executor = cluster(root, site, kind)
+    from submitit.core.utils import FailedJobError
+
     prepare_data(tasks)  # two jobs would prepare the same text twice
     try:
         jobs = [executor.submit(ClusterJob(site.cores), task, root.resolve()) for task in tasks]

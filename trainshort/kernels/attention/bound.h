@@ -56,7 +56,7 @@ typedef struct {
 INLINE int64_t key_blocks(const Call *c) { return blocks_of(c->k_len, KEYS); }
 
 /* Tails of one boundary and one centre of the keys: for each centre of the queries at the smallest D, then at the largest. */
-INLINE int cells_of(const Call *c) { return 2 * query_centres(c); }
+INLINE int cells_of(const Bound *bound) { return 2 * bound->queries.count; }
 
 /* How far a computed norm or product of `dim` terms can be off, relative to the norms. */
 INLINE real rounding(int64_t dim) { return (real)((dim + 8) * 2.4e-7); }
@@ -98,13 +98,15 @@ static void place_queries(const Call *c, int64_t batch, int64_t head, Bound *bou
     if (bound->nearest_query > bound->furthest_query) bound->nearest_query = bound->furthest_query;
 }
 
-/* Centres of the queries, side by side in a panel too; the first one is zero, the nearest of queries in no clusters. */
+/* Centres of the queries where these lie in clusters, side by side in a panel too; the first one is zero, the nearest of
+ * queries in no clusters. Elsewhere there are zeros only. */
 static void find_queries(const Call *c, int64_t batch, int64_t head, Bound *bound, real *panel, real *rows, real *scratch) {
-    const int padded = padded_dim(c), count = query_centres(c);
+    const int padded = padded_dim(c), most = most_query_centres(c);
     const Crowd crowd = {&c->q, batch, head, c->q_len};
-    const int zeros = count == QUERY_CENTRES ? 1 : count;
+    const int clustered =
+        !bound->steep && most == QUERY_CENTRES && find_centres(c, &crowd, most, &bound->queries, scratch) < (real)CLUSTERED;
+    const int count = clustered ? most : NO_QUERY_CENTRES, zeros = clustered ? 1 : count;
     bound->queries.count = count;
-    if (count == QUERY_CENTRES) find_centres(c, &crowd, count, &bound->queries, scratch);
     memset(bound->queries.rows, 0, zeros * padded * sizeof(real));
     memset(bound->queries.halves, 0, zeros * sizeof(real));
     place_queries(c, batch, head, bound, rows, scratch);
@@ -172,7 +174,7 @@ static void bias_of_block(const Call *c, const Bound *bound, int64_t block, Bloc
  * and |q| at most `longest`. Returns 0, or NaN when something is not finite. */
 static real place_key(const Call *c, Bound *bound, int64_t key, const real *k, real bias, const real *dots,
                       real *exponents) {
-    const int padded = padded_dim(c), n = bound->nearest[key], count = query_centres(c);
+    const int padded = padded_dim(c), n = bound->nearest[key], count = bound->queries.count;
     const real error = rounding(c->dim), scale = (real)c->scale;
     const real from_origin = (real)sqrt(2 * bound->centres.halves[n]);
     const real distance = (real)sqrt(squared_distance(k, bound->centres.rows + n * padded, padded)) * (1 + error);
@@ -194,7 +196,7 @@ static real place_key(const Call *c, Bound *bound, int64_t key, const real *k, r
 static real place_keys(const Call *c, Bound *bound, int64_t block, const real *k, const real *panel, BlockKeys *keys,
                        real *scratch) {
     static const int starts[] = {0, PANEL, KEYS - PANEL}; /* panels that cover a block; the last two overlap */
-    const int padded = padded_dim(c), cells = cells_of(c);
+    const int padded = padded_dim(c), cells = cells_of(bound);
     real *dots = scratch + padded * PANEL, fault = 0;
     keys->nearest = bound->nearest + block * KEYS;
     for (int p = 0; p < 3; p++) {
@@ -213,8 +215,8 @@ static real place_keys(const Call *c, Bound *bound, int64_t block, const real *k
 
 /* tail(B + KEYS) from tail(B): all change by the bias of KEYS tokens, and the block's own keys come in. Each step is
  * rounded up by more than it can be off, so that the bound stays one over any number of blocks. */
-static void advance_tail(int cells, const Bound *bound, const BlockKeys *keys, const real *before, real *after) {
-    const int count = bound->centres.count;
+static void advance_tail(const Bound *bound, const BlockKeys *keys, const real *before, real *after) {
+    const int count = bound->centres.count, cells = cells_of(bound);
     for (int cell = 0; cell < cells; cell += LANES) {
         vec top[MOST_CENTRES], sum[MOST_CENTRES];
         uint8_t gains[MOST_CENTRES] = {0};
@@ -256,7 +258,7 @@ static void build_bound(const Call *c, int64_t batch, int64_t head, Bound *bound
     bound->clock = head_bias(c, batch, head).clock;
     bound->ceiling = c->ceiling ? c->ceiling + head * c->k_len : NULL;
     bound->known = c->tolerance > 0 && blocks >= WORTH_IT && (!c->ceiling || falls_enough(c, bound->ceiling));
-    bound->centres.count = 0;
+    bound->centres.count = bound->queries.count = 0;
     bound->largest = bound->longest = 0;
     if (bound->known) {
         const Crowd crowd = {&c->k, batch, kv, c->k_len};
@@ -265,7 +267,7 @@ static void build_bound(const Call *c, int64_t batch, int64_t head, Bound *bound
         find_centres(c, &crowd, bound->steep ? few : most, &bound->centres, rest);
         find_queries(c, batch, head, bound, panel, k_rows, rest);
     }
-    const int64_t size = bound->centres.count * cells_of(c);
+    const int64_t size = bound->centres.count * cells_of(bound);
     for (int64_t i = 0; i < size; i++) bound->tail[i] = (real)-1e30;
     int whole = 1;
     BlockKeys keys;
@@ -277,7 +279,7 @@ static void build_bound(const Call *c, int64_t batch, int64_t head, Bound *bound
             const real *k = read_rows(c, &c->k, batch, kv, block * KEYS, KEYS, c->k_len, k_rows);
             bias_of_block(c, bound, block, &keys);
             fault += place_keys(c, bound, block, k, panel, &keys, rest);
-            advance_tail(cells_of(c), bound, &keys, before, after);
+            advance_tail(bound, &keys, before, after);
         }
         bound->faulty[block] = !(fault == 0);
         whole &= fault == 0;

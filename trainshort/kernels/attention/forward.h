@@ -140,7 +140,7 @@ static void fall_since(const Bound *bound, const Panel *place, int64_t boundary,
 /* Whether every row may leave out all keys before `block`; then `mass` is the most that each row leaves out. Begins with
  * the centre that was in the way the last time: where it still is, the question costs next to nothing. */
 static int may_stop(const Call *c, const Bound *bound, Walk *walk, int64_t block, const vec *since, vec *mass) {
-    const int count = bound->centres.count, cells = cells_of(c);
+    const int count = bound->centres.count, cells = cells_of(bound);
     const real *tails = bound->tail + block * count * cells;
     vec fall[WIDE];
     for (int w = 0; w < WIDE; w++) {

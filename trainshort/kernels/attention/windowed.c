@@ -21,7 +21,7 @@ static size_t align(size_t bytes) { return (bytes + 63) / 64 * 64; }
 static Bound *allocate_bounds(const Call *c) {
     const int64_t heads = c->batches * c->heads, blocks = key_blocks(c);
     const size_t centres = most_centres(c), row = padded_dim(c) * sizeof(real);
-    const size_t tail = align((blocks + 1) * centres * cells_of(c) * sizeof(real));
+    const size_t tail = align((blocks + 1) * centres * 2 * most_query_centres(c) * sizeof(real));
     const size_t products = centres * QUERY_CENTRES * sizeof(real), rows = panels_of(c) * PANEL;
     const size_t keys = centres * (row + sizeof(real)), queries = QUERY_CENTRES * (row + sizeof(real));
     const size_t reach = blocks * KEYS * sizeof(real), nearest = blocks * KEYS;

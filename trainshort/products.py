@@ -1,0 +1,94 @@
+"""Linear layers on a processor: float32 by oneDNN, where that is quicker than MKL, which torch takes.
+
+MKL does not use the widest vectors of processors that are not Intel's. On an AMD EPYC with AVX-512 its products run at
+120 GFLOP/s a core, whatever their shape, and oneDNN's, which torch brings along, at 180 to 280, forward and backward.
+So there, and only there, linear layers go by oneDNN. Everything else is torch's own `linear`: other processors and
+devices, half precision and autocast, small products, whatever is traced, compiled, transformed, hooked or quantized.
+`torch.backends.mkldnn.flags(enabled=False)` turns it off.
+"""
+
+import functools
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from trainshort.attention.call import tracer
+
+WORTH_IT = 1 << 20
+"""Multiplications from which on a product goes by oneDNN, which makes a program for every shape it meets."""
+
+
+def product(layer: nn.Module, x: Float[Tensor, "*rows inner"]) -> Float[Tensor, "*rows outer"]:
+    """A linear layer of `x`. One that is not plain (a subclass, hooks, a forward of somebody's) is called as it is."""
+    if not isinstance(layer, nn.Linear) or not _fits(x, layer.weight) or "forward" in vars(layer) or watched(layer):
+        return layer(x)
+    plain = type(layer) is nn.Linear or type(layer).__qualname__ == "FalconLinear"
+    return linear(x, layer.weight, layer.bias) if plain else layer(x)
+
+
+def linear(
+    x: Float[Tensor, "*rows inner"], weight: Float[Tensor, "outer inner"], bias: Float[Tensor, " outer"] | None = None
+) -> Float[Tensor, "*rows outer"]:
+    """x·weightᵀ + bias, as torch's."""
+    if not _fits(x, weight):
+        return F.linear(x, weight, bias)
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weight, bias)):
+        return _Linear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
+    return _by_onednn(x, weight, bias)
+
+
+def watched(*parts: nn.Module) -> bool:
+    """Whether somebody has hooks on a module or on one inside it."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    own = any(getattr(one, kind) for part in parts for one in part.modules() for kind in kinds)
+    return own or bool(nn.modules.module._has_any_global_hook())
+
+
+@functools.cache
+def is_quicker() -> bool:
+    """Whether oneDNN is here, and quicker than MKL on this processor."""
+    try:
+        told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        told = platform.processor()
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return torch.backends.mkldnn.is_available() and wide and "AuthenticAMD" in told
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    plain = type(x) in (Tensor, nn.Parameter) and type(weight) in (Tensor, nn.Parameter)
+    if not plain or x.numel() * weight.shape[0] < WORTH_IT or not is_quicker() or not torch.backends.mkldnn.enabled:
+        return False
+    here = x.device.type == weight.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
+    backwards = forward_ad._current_level < 0  # derivatives in forward mode follow torch's own operations
+    return here and backwards and not torch.is_autocast_enabled("cpu") and tracer() is None
+
+
+def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+class _Linear(torch.autograd.Function):
+    """The same with gradients; where derivatives of these are wanted too, by torch's own operations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _by_onednn(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
+        wanted, times = ctx.needs_input_grad, F.linear if torch.is_grad_enabled() else linear
+        return (
+            times(rows, weight.T).view_as(x) if wanted[0] else None,
+            times(rows.T, inputs.T) if wanted[1] else None,
+            rows.sum(0) if wanted[2] else None,
+        )
