@@ -14,6 +14,7 @@ from trainshort.cli import run as command
 from trainshort.evaluate.results import load
 from trainshort.files import read_sealed
 from trainshort.interop.exporting import export
+from trainshort.interop.task_names import refuse_unknown
 
 ROLLING = """
 task: book
@@ -102,7 +103,7 @@ def test_bad_requests(place, monkeypatch):
     with pytest.raises(InputError, match="--tasks needs a value"):
         command(["harness", "run", "--tasks"])
     with pytest.raises(InputError, match="There is no run"):
-        command(["harness", "runs/none", "--tasks", "book"])
+        command(["harness", "runs/none", "--tasks", "book", "--include", "tasks"])
     Path("book.json").unlink()
     with pytest.raises(InputError, match=r"The data of book cannot be loaded .* Mend its definition in tasks\."):
         command(["harness", "run", "--tasks", "book", "--include", "tasks"])
@@ -123,6 +124,25 @@ def test_bad_requests(place, monkeypatch):
     with pytest.raises(InputError, match=r"The harness needs a package: pip install 'trainshort\[harness\]'"):
         command(["harness", "run", "--tasks", "book"])
     assert not Path("run/harness").exists()
+
+
+def test_a_task_that_nobody_has_is_told_before_the_long_reading(place, monkeypatch):
+    """And before torch is asked for the model, whatever else is wrong."""
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", None)
+    for more in ([], ["--include", "tasks"]):
+        with pytest.raises(
+            InputError, match=r"^Unknown task 'lambada_opena'\. Did you mean 'lambada_openai'\? `lm_eval"
+        ):
+            command(["harness", "runs/none", "--tasks", "lambada_opena", *more])
+    with pytest.raises(InputError, match=r"^Unknown task 'bookk'\. Did you mean 'book'\?"):
+        command(["harness", "run", "--tasks", "book", "bookk", "--include", "tasks"])
+
+
+@pytest.mark.slow
+def test_every_task_of_the_harness_may_be_asked_for(place):
+    from lm_eval.tasks import TaskManager
+
+    refuse_unknown(TaskManager().all_tasks, None)
 
 
 @pytest.mark.slow

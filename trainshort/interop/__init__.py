@@ -7,7 +7,7 @@
     importing.py     a source becomes a whole run folder
     converting.py    a model with other positions becomes an ALiBi model
     exporting.py     a run becomes a folder of another program, which verifying.py asks (runtimes.py)
-    harness.py       tasks of lm-evaluation-harness
+    harness.py       tasks of lm-evaluation-harness, whose names task_names.py knows sooner
     patch.py         our attention in a loaded model of transformers (seen.py, patched.py, families.py: how)
     doctor.py        what such a model gets wrong (probes.py), found on a tiny copy of it (specimen.py)
 

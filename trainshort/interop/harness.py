@@ -25,8 +25,8 @@ from trainshort.evaluate.target import RunTarget, Target
 from trainshort.files import make_folder, read_text, write_sealed
 from trainshort.interop.exporting import tokenizer_config
 from trainshort.interop.gguf_file import is_bytes
+from trainshort.interop.task_names import unknown_task
 from trainshort.machine import provenance
-from trainshort.registry import did_you_mean
 from trainshort.terminal import first_sentence, waiting
 
 FORMAT = 1
@@ -150,10 +150,7 @@ def _tasks(asked: Asked) -> Any:
         every = TaskManager(include_path=None if asked.include is None else str(asked.include))
     for task in asked.tasks:
         if task not in every.all_tasks:
-            close = did_you_mean(task, every.all_tasks)
-            raise InputError(
-                f"Unknown task '{task}'.{close} `lm_eval ls tasks` names all; give your own by --include FOLDER."
-            )
+            raise InputError(unknown_task(task, every.all_tasks))
     return every
 
 
