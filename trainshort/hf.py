@@ -10,12 +10,14 @@ The class carries every model there is here: adaptive vocabularies, all position
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from trainshort.attention import attend
+from trainshort.attention import Bias, attend, attend_in_blocks
+from trainshort.cache.growing import Ask
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
 from trainshort.model import TransformerLM
@@ -103,33 +105,43 @@ class TrainshortForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
+        past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        documents = _documents(attention_mask, position_ids, input_ids.shape[1]) if past == 0 else None
+        packed = documents is not None and _several(documents)
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if use_cache and past_key_values is None and not self.training:
+        if use_cache and past_key_values is None and not self.training and not packed:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is None:
-            hidden = self.model.hidden(input_ids, documents=_documents(attention_mask, position_ids))
+            hidden = self.model.hidden(input_ids, documents=documents)
+        elif packed:
+            raise InputError("Documents packed into one row have no one past. Read them without past_key_values.")
         else:
-            cache = _Borrowed(past_key_values, attention_mask, input_ids.shape[1])
-            with torch.no_grad():
-                hidden = self.model.hidden(input_ids, cache=cache)  # pyright: ignore[reportArgumentType]
+            cache = _Borrowed(past_key_values, attention_mask, past, input_ids.shape[1])
+            hidden = self.model.hidden(input_ids, cache=cache)  # pyright: ignore[reportArgumentType]
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.model.vocabulary.log_scores(hidden[:, kept])
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)  # pyright: ignore
 
 
-def _documents(mask: Tensor | None, where: Tensor | None) -> Tensor | None:
-    """Numbers of documents: padding is one of its own, and packed documents begin where positions do not go on."""
-    if (padding := _padding(mask)) is not None:
-        return padding
+def _documents(mask: Tensor | None, where: Tensor | None, length: int) -> Tensor | None:
+    """Numbers of documents, which begin where positions do not go on; 0 is padding. None where all is one text."""
+    text = _text(mask, length)
     if where is None or where.shape[1] < 2:
-        return None
-    jumps = torch.ones_like(where)
-    jumps[:, 0], jumps[:, 1:] = 0, (where[:, 1:] != where[:, :-1] + 1).long()
-    return jumps.cumsum(1) if bool(jumps.any()) else None
+        return text
+    numbers = nn.functional.pad((where[:, 1:] != where[:, :-1] + 1).cumsum(1), (1, 0)) + 1
+    if text is not None:
+        return numbers * text
+    return numbers if bool((numbers > 1).any()) else None
 
 
-def _padding(mask: Tensor | None, total: int | None = None) -> Tensor | None:
+def _several(documents: Tensor) -> bool:
+    """Whether a row holds more than one, beside padding."""
+    least = documents.where(documents > 0, documents.max()).amin(1)
+    return bool((documents.amax(1) > least).any())
+
+
+def _text(mask: Tensor | None, total: int) -> Tensor | None:
     """1 for text and 0 for padding, (batch, keys); none where all is text. A mask that is written out for every query
     (static caches bring one) says it in its last row."""
     if mask is None:
@@ -143,32 +155,60 @@ def _padding(mask: Tensor | None, total: int | None = None) -> Tensor | None:
 class _Borrowed:
     """A cache of transformers, in the three words in which our model asks for one."""
 
-    def __init__(self, cache: Cache, mask: Tensor | None, new: int) -> None:
-        self.cache, self.length = cache, int(cache.get_seq_length())
-        self.total = self.length + new
-        self.documents = _padding(mask, self.total)
+    def __init__(self, cache: Cache, mask: Tensor | None, past: int, new: int) -> None:
+        self.cache, self.length, self.total = cache, past, past + new
+        self.documents = _text(mask, self.total)
 
     def offset(self, batch: int) -> int | Tensor:
-        """Text read so far, less the padding that is still to be read before the text goes on."""
+        """What to add to each new token's index to have its place in its own text, padding not counted."""
         if self.documents is None:
             return self.length
-        before, after = self.documents[:, : self.length], self.documents[:, self.length :]
-        return before.sum(1, keepdim=True) - (1 - after).sum(1, keepdim=True)
+        places = self.documents.cumsum(1)[:, self.length :] - 1
+        return places - torch.arange(places.shape[1], device=places.device)
 
     def layer(self, index: int) -> "_BorrowedLayer":
         return _BorrowedLayer(self, index)
 
 
 class _BorrowedLayer:
+    """One layer of it. A clock (FoX) lies behind each key, in further channels and to the bit: so it goes wherever beam
+    search, cropping or a static cache put the key."""
+
     def __init__(self, whole: _Borrowed, index: int) -> None:
         self.whole, self.index = whole, index
+        self.clock: Tensor | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
-        k, v = self.whole.cache.update(k, v, self.index)
-        total = self.whole.total  # static caches give back all their room
-        out = attend(q, k[:, :, :total], v[:, :, :total], **{**settings, "documents": self.whole.documents})
+    def text_bias(self, ask: Ask) -> Bias | None:
+        """The bias of a method that looks at the text."""
+        place, past = {}, self.whole.length
+        kept: Any = self.whole.cache.layers[self.index]
+        if past and kept.keys.shape[3] > (dim := kept.values.shape[3]):
+            place["clock"] = _laid_out(kept.keys[:, :, :past, dim:]).view(torch.float64).transpose(2, 3).flatten(1, 2)
+        bias = ask(slice(None), past, place)
+        self.clock = place.pop("clock", None)
+        if place:
+            raise InputError("Caches of transformers keep clocks and nothing else of a method. Set use_cache=False.")
+        return bias
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, blocks: int | None = None, **settings: Any) -> Tensor:
+        kept_k, kept_v = self.whole.cache.update(self._with_clock(k), v, self.index)
+        if self.whole.length:  # else there is nothing but these, and the cache's are copies
+            k, v = kept_k[:, :, : self.whole.total, : k.shape[3]], kept_v[:, :, : self.whole.total]
+        settings["documents"] = self.whole.documents
+        out = attend(q, k, v, **settings) if blocks is None else attend_in_blocks(q, k, v, blocks=blocks, **settings)
         assert isinstance(out, Tensor)
         return out
+
+    def _with_clock(self, k: Float[Tensor, "batch kv_heads new dim"]) -> Float[Tensor, "batch kv_heads new more"]:
+        if self.clock is None:
+            return k
+        clock = self.clock[..., -k.shape[2] :].detach().unflatten(1, (k.shape[1], -1)).transpose(2, 3)
+        return torch.cat([k, _laid_out(clock).view(k.dtype)], dim=3)
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """A copy whose last dimension lies in one piece, also where it is 1 long, which `contiguous` passes over."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 AutoConfig.register(KIND, TrainshortConfig, exist_ok=True)

@@ -13,13 +13,13 @@ import trainshort.hf  # noqa: E402
 from trainshort import InputError  # noqa: E402
 from trainshort.checkpoint import load_model  # noqa: E402
 from trainshort.interop.exporting import export  # noqa: E402
+from trainshort.positions import positions  # noqa: E402
 
-KINDS = {
-    "alibi": {},
+KINDS = {name: {"position": name} for name in positions.names()} | {
     "adaptive": {"adaptive": {"cutoffs": (50, 120), "factor": 2}},
-    "rotary": {"position": "rotary", "kv_heads": 2},
+    "rotary with key heads": {"position": "rotary", "kv_heads": 2},
+    "fox with key heads and plain ones": {"position": "fox", "kv_heads": 2, "plain_heads": 2},
     "learned slopes": {"learned_slopes": True},
-    "sinusoidal": {"position": "sinusoidal"},
     "learned": {"position": "learned", "learned_length": 80},
 }
 
@@ -61,7 +61,7 @@ def test_generate_with_padding_and_caches(pair, cache):
         expected = [t.id for t in trainshort.stream(ours, prompt, tokens=12, temperature=0, stop_at_end=False)]
         assert made[row, 40:].tolist() == expected
     beams = theirs.generate(padded[:1], num_beams=3, **asked)
-    assert beams.shape == (1, 52)
+    assert torch.equal(beams, theirs.generate(padded[:1], num_beams=3, use_cache=False, **asked))
 
 
 def test_chunks_and_packed_documents(pair):
@@ -73,8 +73,37 @@ def test_chunks_and_packed_documents(pair):
         second = theirs(tokens[:, 35:], past_key_values=first.past_key_values, use_cache=True)
         torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), whole, rtol=0, atol=1e-5)
         where = torch.cat([torch.arange(25), torch.arange(35)])[None]
-        packed = theirs(tokens, position_ids=where, use_cache=False).logits
-        torch.testing.assert_close(packed[:, 25:], ours(tokens[:, 25:]), rtol=0, atol=1e-5)
+        for asked in ({}, {"use_cache": False}, {"attention_mask": torch.ones_like(tokens)}):
+            packed = theirs(tokens, position_ids=where, **asked)
+            torch.testing.assert_close(packed.logits[:, 25:], ours(tokens[:, 25:]), rtol=0, atol=1e-5)
+            assert packed.past_key_values is None
+        with pytest.raises(InputError, match=r"^Documents packed into one row have no one past\."):
+            theirs(tokens, position_ids=where, past_key_values=transformers.DynamicCache())
+
+
+def test_padding_on_either_side(pair):
+    """Also between packed documents, and with the cache that a model makes when it is not asked."""
+    ours, theirs, _ = pair
+    tokens = torch.randint(256, (1, 40))
+    for first, last in ((9, 0), (0, 9), (4, 5)):
+        mask = torch.nn.functional.pad(torch.ones_like(tokens), (first, last))
+        padded = torch.nn.functional.pad(tokens, (first, last))
+        for asked in ({}, {"use_cache": False}, {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}):
+            with torch.no_grad():
+                found = theirs(padded, attention_mask=mask, **asked).logits[:, first : first + 40]
+            torch.testing.assert_close(found, ours(tokens), rtol=0, atol=1e-5)
+
+
+def test_gradients_do_not_depend_on_the_mode(pair):
+    """Without dropout a model in eval mode, which makes a cache, has the gradients of one in training."""
+    _, theirs, _ = pair
+    tokens, made = torch.randint(256, (2, 30)), []
+    for mode in (theirs.train, theirs.eval):
+        mode()
+        theirs.zero_grad()
+        theirs(tokens, labels=tokens).loss.backward()
+        made.append([weight.grad for weight in theirs.parameters()])
+    torch.testing.assert_close(made[1], made[0])
 
 
 def test_half_precision_keeps_the_slopes(tmp_path):
