@@ -174,6 +174,13 @@ TRAPS = {
     "text": {"layer_norm_epsilon": "1e-5; import os"},
     "a path": {"model_type": "../../etc/passwd"},
     "nothing": {"model_type": None},
+    "a list of types": {"model_type": ["mpt"]},
+    "a book of a type": {"model_type": "m" * 10_000},
+    "layers without tensors": {"n_layers": 2**31 - 1},
+    "wider than any": {"d_model": 2**30, "n_heads": 2},
+    "beyond counting": {"expansion_ratio": 1e20},
+    "a list inside": {"attn_config": {"alibi": True, "attn_type": ["multiquery_attention"]}},
+    "a window in words": {"attn_config": {"alibi": True, "sliding_window_size": "8"}},
 }
 
 
@@ -184,12 +191,68 @@ def test_configs_with_traps(changes, tmp_path):
     refuse(folder, tmp_path)
 
 
+def test_a_tensor_whose_name_is_a_program_for_the_terminal(tmp_path):
+    config, weights, _ = foreign.mpt()
+    folder = foreign.save(tmp_path / "theirs", config, {**weights, "evil\x1b[2J\n": torch.zeros(2)})
+    assert r"is called 'evil\x1b[2J\n', which no mpt model has." in refuse(folder, tmp_path)
+
+
+UNMEASURED = {
+    "a length beyond counting": {"max_seq_len": 10**30},
+    "a length that is true": {"max_seq_len": True},
+    "a type that transformers refuses": {"logit_scale": 0},
+    "a window that transformers passes over": {"attn_config": {"alibi": True, "sliding_window_size": 8}},
+}
+
+
+@pytest.mark.parametrize("changes", UNMEASURED.values(), ids=UNMEASURED)
+def test_what_transformers_makes_of_a_config_does_not_end_an_import(changes, tmp_path):
+    pytest.importorskip("transformers")
+    config, weights, _ = foreign.mpt()
+    folder = foreign.save(tmp_path / "theirs", {**config, **changes}, weights)
+    run = import_model(ImportRequest(str(folder), trained_at=8), tmp_path / "run")
+    assert json.loads((run / "import.json").read_text())["parity"].startswith("not measured: ")
+
+
+FIRST = "decoder.layers.0.fc1.weight"
+VERSION = "decoder.version"
+TABLES = ("decoder.embed_tokens.weight", "decoder.output_projection.weight")
+UNREAL = {
+    "without numbers": {FIRST: lambda weight: weight.to("meta")},
+    "sparse": {FIRST: lambda weight: weight.to_sparse()},
+    "complex": {FIRST: lambda weight: weight.to(torch.complex64)},
+    "a kilobyte that is a gigabyte": dict.fromkeys(TABLES, lambda weight: weight[:1, :1].expand(2**23, 32)),
+    "no version": {VERSION: lambda weight: weight[:0]},
+    "a version without numbers": {VERSION: lambda weight: weight.to("meta")},
+    "a complex version": {VERSION: lambda weight: weight.to(torch.complex64)},
+    "a name for the terminal": {"decoder.\n\x1b[2J": lambda weight: torch.zeros(2)},
+}
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+@pytest.mark.parametrize("changes", UNREAL.values(), ids=UNREAL)
+def test_tensors_that_are_not_what_they_say(changes, legacy, tmp_path):
+    saved = torch.load(FAIRSEQ / "plain-cfg.pt", weights_only=False)  # our own file
+    for name, change in changes.items():
+        saved["model"][name] = change(saved["model"].get(name))
+    torch.save(saved, tmp_path / "it.pt", _use_new_zipfile_serialization=not legacy)
+    refuse(tmp_path / "it.pt", tmp_path)
+
+
+def test_settings_that_are_tensors(tmp_path):
+    saved = torch.load(FAIRSEQ / "plain-cfg.pt", weights_only=False)
+    for name in ("activation_fn", "adaptive_softmax_cutoff", "decoder_layers"):
+        changed = {**saved, "cfg": {**saved["cfg"], "model": {**saved["cfg"]["model"], name: torch.zeros(3)}}}
+        torch.save(changed, tmp_path / "it.pt")
+        assert f"has a tensor for the setting '{name}'" in refuse(tmp_path / "it.pt", tmp_path)
+
+
 EVIL = {**json.loads(ByteTokenizer().to_json()), "pre_tokenizer": {"type": "Evil"}}
 BAD_TOKENIZERS = ("", "{}", "[" * 100_000, '{"model": 3}', json.dumps(EVIL))
 
 
 def test_there_are_many():
-    assert 2 * len(NAMES) + len(BROKEN) + len(LYING) + len(TRAPS) + len(BAD_TOKENIZERS) + 1 >= 60
+    assert 2 * len(NAMES) + len(BROKEN) + len(LYING) + len(TRAPS) + 2 * len(UNREAL) + len(BAD_TOKENIZERS) + 1 >= 95
 
 
 def test_a_tokenizer_with_a_regular_expression_bomb(tmp_path, monkeypatch):

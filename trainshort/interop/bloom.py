@@ -2,7 +2,18 @@
 
 from typing import Any
 
-from trainshort.interop.formats import Format, Model, Weights, formats, line, model_config, number, real, require
+from trainshort.interop.formats import (
+    Format,
+    Model,
+    Weights,
+    formats,
+    length_of,
+    line,
+    model_config,
+    number,
+    real,
+    require,
+)
 
 
 def read(theirs: dict[str, Any], weights: Weights) -> Model:
@@ -21,7 +32,7 @@ def read(theirs: dict[str, Any], weights: Weights) -> Model:
         attention_dropout=real(theirs, "attention_dropout", default=0),
     )
     length = theirs.get("seq_length", 2048)
-    return Model(config, length if isinstance(length, int) and length > 0 else None)
+    return Model(config, length_of(length))
 
 
 _BLOCK = "transformer.h.{}."

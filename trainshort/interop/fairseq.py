@@ -7,12 +7,25 @@ import re
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from trainshort.config import AdaptiveConfig
 from trainshort.data.tokenizer.built import WordTokenizer
 from trainshort.errors import InputError
 from trainshort.files import read_text
 from trainshort.interop import pickles
-from trainshort.interop.formats import Format, Model, Weights, formats, line, model_config, number, real, require
+from trainshort.interop.formats import (
+    Format,
+    Model,
+    Weights,
+    formats,
+    length_of,
+    line,
+    model_config,
+    number,
+    real,
+    require,
+)
 
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 """What fairseq calls accurate is the approximation by tanh."""
@@ -26,10 +39,17 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], Weights]:
     weights = saved.get("model")
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
         raise InputError(f"{path} holds no model: a fairseq checkpoint has its tensors under 'model'.")
-    weights = {name: weight for name, weight in weights.items() if hasattr(weight, "is_floating_point")}
+    weights = {name: weight for name, weight in weights.items() if isinstance(weight, Tensor)}
+    for name, weight in weights.items():
+        if not pickles.is_stored(weight):
+            raise InputError(f"{path} does not hold the numbers of {name!r}, only what they would look like.")
     settings = _settings(saved, path)
+    if wrong := next((name for name, value in settings.items() if isinstance(value, Tensor)), None):
+        raise InputError(f"{path} has a tensor for the setting {wrong!r}, and no fairseq checkpoint does.")
     version = weights.get("decoder.version")
-    if version is not None and float(version.flatten()[0]) < OLDEST_VERSION:
+    if version is not None and (version.numel() != 1 or not version.is_floating_point()):
+        raise InputError(f"{path} has a decoder.version of shape {tuple(version.shape)}, and it should be one number.")
+    if version is not None and float(version) < OLDEST_VERSION:
         raise InputError(f"{path} has the decoder layout of before 2019, which nobody's ALiBi model has.")
     settings["vocabulary"] = _vocabulary(weights, path)
     return settings, weights
@@ -93,7 +113,7 @@ def read_settings(theirs: dict[str, Any], weights: Weights) -> Model:
     )
     task = theirs.get("task")
     length = (task if isinstance(task, dict) else theirs).get("tokens_per_sample", theirs.get("tokens_per_sample"))
-    return Model(config, length if isinstance(length, int) and length > 0 else None)
+    return Model(config, length_of(length))
 
 
 def _adaptive(theirs: dict[str, Any]) -> AdaptiveConfig | None:

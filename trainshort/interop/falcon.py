@@ -6,7 +6,7 @@ from typing import Any
 from trainshort import alibi
 from trainshort.errors import InputError
 from trainshort.interop.bloom import BLOCKS
-from trainshort.interop.formats import Format, Model, Weights, formats, model_config, number, real, require
+from trainshort.interop.formats import Format, Model, Weights, formats, length_of, model_config, number, real, require
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -49,7 +49,7 @@ def read(theirs: dict[str, Any], weights: Weights) -> Model:
     )
     length = theirs.get("max_position_embeddings", 2048)
     packed = {} if config.key_heads == heads else {"layers.{}.attention.qkv": "same"}
-    return Model(config, length if isinstance(length, int) and length > 0 else None, (NOTE,), packed)  # pyright: ignore[reportArgumentType]
+    return Model(config, length_of(length), (NOTE,), packed)  # pyright: ignore[reportArgumentType]
 
 
 FALCON = Format(name="falcon", read=read, lines=BLOCKS, copies={"lm_head.weight": "transformer.word_embeddings.weight"})

@@ -23,6 +23,7 @@ from trainshort.config import ModelConfig
 from trainshort.errors import InputError
 from trainshort.model import TransformerLM
 from trainshort.registry import Registry
+from trainshort.terminal import first_sentence
 
 Turn = Literal["same", "transposed", "by head", "first half", "second half", "unit rows"]
 Weights = Mapping[str, Tensor]
@@ -141,11 +142,13 @@ class WeightMap:
 def plan(kind: Format, settings: dict[str, Any], weights: Weights) -> WeightMap:
     """Which tensor of theirs becomes which of ours; a missing or unknown one is named."""
     weights = Renamed(weights, kind.renamed) if kind.renamed else weights
+    if strange := next((name for name in weights if not name.isprintable()), None):
+        raise InputError(f"A tensor of the model is called {strange!r}, which no {kind.name} model has.")
     model = kind.read(settings, weights)
-    if model.config.layers > (found := len(weights.keys())):  # each has some; building them all would take for ever
+    if model.config.layers > len(weights):  # each has some; building them all would take for ever
         raise InputError(
-            f"The model has {found:,} tensors, and its settings ask for {model.config.layers:,} layers. Is a file "
-            "of it missing, or its config of another?"
+            f"The config tells of {model.config.layers:,} layers, and the model has {len(weights):,} tensors in all. "
+            "Is a file of it missing, or its config of another?"
         )
     shapes, origin = shapes_of(model.config), {}
     for name in shapes:
@@ -169,8 +172,11 @@ def plan(kind: Format, settings: dict[str, Any], weights: Weights) -> WeightMap:
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a model's tensors, without making them."""
-    with torch.device("meta"):
-        return {name: tuple(weight.shape) for name, weight in TransformerLM(config).named_parameters()}
+    try:
+        with torch.device("meta"):
+            return {name: tuple(weight.shape) for name, weight in TransformerLM(config).named_parameters()}
+    except (RuntimeError, TypeError, OverflowError) as error:  # of numbers that no machine counts to
+        raise InputError(f"No model is as large as these settings say ({first_sentence(error)}).") from None
 
 
 def _origin(kind: Format, model: Model, name: str) -> Origin:
@@ -238,6 +244,11 @@ def number(theirs: dict[str, Any], *names: str, default: Any = None) -> Any:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
         raise InputError(f"The config should say {names[0]}, a positive whole number; it says {value!r}.")
     return value
+
+
+def length_of(value: object) -> int | None:
+    """A training length, if it is one."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else None
 
 
 def real(theirs: dict[str, Any], *names: str, default: float) -> float:

@@ -121,13 +121,13 @@ def load_here(request: ImportRequest) -> tuple[TransformerLM, Source]:
 def _turns(folder: Path) -> RotarySettings | None:
     """Its rotary positions, where a folder holds a model that turns in halves (Llama, GPT-NeoX); None for any other."""
     settings = read_object(folder / "config.json") if (folder / "config.json").exists() else {}
-    kind = settings.get("model_type")
-    if kind not in convertible or not convertible.get(str(kind)).halves:
+    kind = str(settings.get("model_type"))
+    if kind not in convertible or not convertible.get(kind).halves:
         return None
     if stretched := scaled_rotation(settings):
         raise InputError(f"{folder}: {stretched[0].partition(';')[0]}, and only plain ones are known here.")
     given = section(settings, "rope_parameters") | settings
-    share = {"gpt_neox": 0.25}.get(str(kind), 1.0)  # transformers' own default where a config is silent
+    share = {"gpt_neox": 0.25}.get(kind, 1.0)  # transformers' own default where a config is silent
     return RotarySettings(
         base=real(given, "rope_theta", "rotary_emb_base", default=10_000.0),
         share=real(given, "partial_rotary_factor", "rotary_pct", default=share),
@@ -170,7 +170,7 @@ def open_folder(folder: Path, request: ImportRequest, known: Registry[Format] = 
     if kind is None and "model" in settings:
         raise InputError(f"{folder} is a run folder of trainshort already. Use it as it is.")
     if not isinstance(kind, str) or kind not in known or kind == "fairseq":
-        raise InputError(f"{folder} is a model of type {kind!r}, {_instead(kind, known)}.")
+        raise InputError(f"{folder} is a model of type {str(kind)[:60]!r}, {_instead(str(kind), known)}.")
     weights = weight_files.StoredWeights(folder)
     reading = plan(known.get(kind), settings, weights)
     given = request.tokenizer or (folder / FILE if (folder / FILE).exists() else None)
@@ -178,10 +178,10 @@ def open_folder(folder: Path, request: ImportRequest, known: Registry[Format] = 
     return Source(kind, [folder / "config.json", *weights.files], reading, tokenizer)
 
 
-def _instead(kind: object, known: Registry[Format]) -> str:
+def _instead(kind: str, known: Registry[Format]) -> str:
     """What can be done with a model that cannot be opened so."""
     if known is formats and kind in convertible:
-        has = convertible.get(str(kind)).position
+        has = convertible.get(kind).position
         return (
             f"with {has} positions; trainshort convert makes an ALiBi model of it, trainshort import takes those alone"
         )
@@ -258,9 +258,10 @@ def _parity(source: Source, run: Path) -> dict[str, Any] | str:
         return "not measured: transformers is not installed"
     try:
         theirs = load_causal(source.files[0].parent, torch.float32).eval()
-    except (OSError, ValueError, TypeError, RuntimeError) as error:  # its own checks of a config are stricter
+        tokens = torch.arange(min(model.length or PROBE, PROBE))[None] % model.config.vocabulary
+        expected = theirs(tokens).logits
+    except Exception as error:  # of its many checks of a config, stricter than ours, each with an exception of its own
         return f"not measured: transformers refuses it ({type(error).__name__})"
-    tokens = torch.arange(min(model.length or PROBE, PROBE))[None] % model.config.vocabulary
-    expected, ours = theirs(tokens).logits, load_model(run)(tokens)
+    ours = load_model(run)(tokens)
     off = float((ours - expected).abs().max() / expected.std())
     return {"engine": f"transformers {metadata.version('transformers')}", "tokens": tokens.shape[1], "off": off}

@@ -12,6 +12,7 @@ from trainshort.interop.formats import (
     Model,
     Weights,
     formats,
+    length_of,
     line,
     model_config,
     number,
@@ -35,6 +36,8 @@ def read(theirs: dict[str, Any], weights: Weights) -> Model:
     attention = section(theirs, "attn_config")
     attention = {inner: theirs[name] for name, inner in FLAT.items() if name in theirs} | attention
     require(attention, "alibi", True, default=False, why="only ALiBi models can be imported")
+    kinds = ("multihead_attention", "multiquery_attention", "grouped_query_attention")
+    require(attention, "attn_type", *kinds, default=kinds[0], why=f"these are known: {', '.join(kinds)}")
     for name in ("qk_ln", "qk_gn", "prefix_lm", "rope"):
         require(attention, name, False, None, default=False, why="our attention has no such part")
     require(theirs, "norm_type", "low_precision_layernorm", "layernorm", default="layernorm", why="LayerNorm is known")
@@ -42,7 +45,7 @@ def read(theirs: dict[str, Any], weights: Weights) -> Model:
     width, heads = number(theirs, "d_model"), number(theirs, "n_heads")
     ratio = real(theirs, "expansion_ratio", "mlp_ratio", default=4)
     tied = bool(theirs.get("tie_word_embeddings", True))
-    grouped = {"multiquery_attention": 1}.get(attention.get("attn_type", ""))
+    grouped = 1 if attention.get("attn_type") == "multiquery_attention" else None
     clip, scale = attention.get("clip_qkv"), attention.get("softmax_scale")
     config = model_config(
         max_bias=real(attention, "alibi_bias_max", default=8),
@@ -64,11 +67,12 @@ def read(theirs: dict[str, Any], weights: Weights) -> Model:
     )
     ignored = [name for name in ("logit_scale",) if theirs.get(name)]
     ignored += ["alibi_bias_max"] * (attention.get("alibi_bias_max", 8) != 8)
+    ignored += ["sliding_window_size"] * (config.window is not None)
     ignored += ["expansion_ratio"] * (config.ffn_width != 4 * width)
     ignored += ["kv_n_heads"] * (config.key_heads != heads) + ["no_bias"] * config.biases
     notes = (f"followed here, ignored by Hugging Face's class: {', '.join(ignored)}",) if ignored else ()
     length = theirs.get("trained_at", theirs.get("max_seq_len"))  # our own exports leave room for longer inputs
-    return Model(config, length if isinstance(length, int) and length > 0 else None, notes)
+    return Model(config, length_of(length), notes)
 
 
 def _logit_scale(theirs: dict[str, Any], width: int) -> float:
@@ -81,8 +85,7 @@ def _logit_scale(theirs: dict[str, Any], width: int) -> float:
 
 
 def _window(attention: dict[str, Any]) -> int | None:
-    size = attention.get("sliding_window_size")
-    return size if isinstance(size, int) and size > 0 else None
+    return None if attention.get("sliding_window_size") in (None, -1) else number(attention, "sliding_window_size")
 
 
 _BLOCK = "transformer.blocks.{}."

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainshort.config import ModelConfig
-from trainshort.interop.formats import Format, Model, Origin, Weights, formats, line, section
+from trainshort.interop.formats import Format, Model, Origin, Weights, formats, length_of, line, section
 
 
 class _Prefixed(Mapping[str, Origin]):
@@ -26,7 +26,7 @@ class _Prefixed(Mapping[str, Origin]):
 def read(theirs: dict[str, Any], weights: Weights) -> Model:
     length = theirs.get("trained_at")
     config = ModelConfig.read(section(theirs, "model"))
-    return Model(config, length if isinstance(length, int) and length > 0 else None)
+    return Model(config, length_of(length))
 
 
 OWN = Format(name="trainshort", read=read, lines=_Prefixed())

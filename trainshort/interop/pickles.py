@@ -82,6 +82,14 @@ def _names_in_legacy(path: Path) -> list[str]:
     return sorted(found)
 
 
+def is_stored(tensor: torch.Tensor) -> bool:
+    """Whether a file holds all numbers of a tensor: not of one without any (meta), and not of one whose few numbers
+    stand for many (strides of 0), by which a kilobyte can claim to be a gigabyte."""
+    if tensor.is_meta or tensor.layout != torch.strided:
+        return False
+    return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
+
+
 def plain(value: Any) -> Any:
     """A stand-in's content: a Namespace is its settings, anything else what it was made of."""
     if not isinstance(value, StandIn):

@@ -228,6 +228,7 @@ MATTERS: dict[str, Callable[[Any], Any]] = {
     "attn_config.prefix_lm": lambda config: False,
     "attn_config.kv_n_heads": lambda config: None,
     "attn_config.attn_type": lambda config: "multihead_attention",
+    "attn_config.sliding_window_size": lambda config: -1,
     "logit_scale": lambda config: None,
     "no_bias": lambda config: True,
     "expansion_ratio": lambda config: 4,
@@ -255,7 +256,8 @@ def ignored(case: Specimen) -> Iterator[Finding]:
 
 
 def _import(name: str) -> str:
-    known = name in ("attn_config.kv_n_heads", "attn_config.attn_type", "logit_scale", "no_bias", "expansion_ratio")
+    inside = ("attn_config.kv_n_heads", "attn_config.attn_type", "attn_config.sliding_window_size")
+    known = name in (*inside, "logit_scale", "no_bias", "expansion_ratio")
     return "trainshort import, which follows it" if known else "the code the model was trained with"
 
 
