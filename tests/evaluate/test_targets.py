@@ -245,7 +245,7 @@ def test_layers_without_end_are_refused_before_any_is_built(tmp_path):
     for loads in (lambda: open_target(str(tmp_path)), lambda: doctor(tmp_path)):
         with pytest.raises(InputError, match=r"asks for 1,000,000,000 layers \(n_layers\)\. Restore it from a copy\."):
             loads()
-    with pytest.raises(InputError, match=r"has \d+ tensors, and its settings ask for 1,000,000,000 layers\."):
+    with pytest.raises(InputError, match=r"tells of 1,000,000,000 layers, and the model has \d+ tensors in all\."):
         import_model(ImportRequest(str(tmp_path)), tmp_path / "run")
 
 

@@ -52,6 +52,25 @@ def test_kerple():
     assert 0 <= many.a.min() < many.a.max() <= 1 < many.p.max() <= 2
 
 
+@pytest.mark.parametrize("form", ["log", "power"])
+def test_kerple_comes_back_from_its_bounds(form):
+    """What begins below 0.01 (one head in a hundred) or was carried there is trained all the same, and goes no farther."""
+    method = make("kerple", form=form)
+    with torch.no_grad():
+        method.a.copy_(torch.tensor([0.004, 0.004, 0.5, 0.5]))
+        method.p.copy_(torch.tensor([1.0, 1.0, -0.2, -0.2]))
+    up = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]])  # of the loss by the bias: a steeper head 0 makes it smaller
+    (method.score_bias(50).table * up).sum().backward()
+    assert method.a.grad[0] < 0 == method.a.grad[1]
+    assert method.p.grad[2] < 0 == method.p.grad[3]
+    if form == "power":
+        method.zero_grad()
+        with torch.no_grad():
+            method.p.fill_(2.5)
+        (method.score_bias(50).table * -up).sum().backward()
+        assert method.p.grad[0] > 0 == method.p.grad[1]
+
+
 def test_log_alibi():
     slopes = alibi.slopes(4).double()
     check(make("log-alibi"), lambda h, d: -slopes[h] * torch.log(1 + d))

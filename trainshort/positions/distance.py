@@ -5,6 +5,7 @@ along the diagonals; parameters are shared by all layers.
 """
 
 import math
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,9 +43,10 @@ class Kerple(PositionMethod):
         self.p.data.uniform_(0, 2)
 
     def score_bias(self, length: int) -> DistanceBias:
-        a, p = self.a.clamp(min=LEAST)[:, None], self.p.clamp(min=LEAST)[:, None]
+        most = math.inf if self.form == "log" else 2.0
+        a, p = _kept(self.a, LEAST)[:, None], _kept(self.p, LEAST, most)[:, None]
         distance = _distances(length, a)
-        return DistanceBias(-p * torch.log1p(a * distance) if self.form == "log" else -a * distance ** p.clamp(max=2))
+        return DistanceBias(-p * torch.log1p(a * distance) if self.form == "log" else -a * distance**p)
 
 
 @positions.register("log-alibi")
@@ -141,6 +143,37 @@ class Fire(PositionMethod):
         hidden = F.relu(F.linear(share[..., None], self.wide.weight.float(), self.wide.bias.float()))
         values = F.linear(hidden, self.narrow.weight.float()).movedim(-1, 1)
         return DenseBias(values[0] if len(values) == 1 else values)
+
+
+class _Kept(torch.autograd.Function):
+    """`clamp` whose gradient leads back in: that of `clamp` is 0 past a bound, so that what begins there, or what a step
+    has carried there, would never be trained again. The authors move the parameter itself; this leaves it alone.
+
+        at least 0.01, x 0.005:     gradient −3 stays, as the step goes up     gradient 3 becomes 0
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, least: float, most: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.clamp(least, most)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
+        x, ctx.least, ctx.most = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        outwards = ((x < ctx.least) & (grad > 0)) | ((x > ctx.most) & (grad < 0))
+        return grad.masked_fill(outwards, 0), None, None
+
+
+def _kept(x: Float[Tensor, " heads"], least: float, most: float = math.inf) -> Float[Tensor, " heads"]:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return cast(Tensor, _Kept.apply(x, least, most))
+    return x.clamp(least, most)  # a graph for elsewhere holds torch's own operators
 
 
 def _distances(length: int, like: Tensor) -> Float[Tensor, " length"]:
