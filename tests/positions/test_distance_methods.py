@@ -54,7 +54,7 @@ def test_kerple():
 
 @pytest.mark.parametrize("form", ["log", "power"])
 def test_kerple_comes_back_from_its_bounds(form):
-    """What begins below 0.01 (one head in a hundred) or was carried there is trained all the same, and goes no farther."""
+    """What begins below 0.01 (one head in a hundred) or was carried there is still trained, and goes no further."""
     method = make("kerple", form=form)
     with torch.no_grad():
         method.a.copy_(torch.tensor([0.004, 0.004, 0.5, 0.5]))

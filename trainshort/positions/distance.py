@@ -146,8 +146,8 @@ class Fire(PositionMethod):
 
 
 class _Kept(torch.autograd.Function):
-    """`clamp` whose gradient leads back in: that of `clamp` is 0 past a bound, so that what begins there, or what a step
-    has carried there, would never be trained again. The authors move the parameter itself; this leaves it alone.
+    """`clamp` whose gradient leads back in: that of `clamp` is 0 past a bound, so that what begins there, or was carried
+    there by a step, would never be trained again. The authors move the parameter itself; this leaves it alone.
 
         at least 0.01, x 0.005:     gradient −3 stays, as the step goes up     gradient 3 becomes 0
     """
