@@ -146,7 +146,7 @@ class Fire(PositionMethod):
 
 
 class _Kept(torch.autograd.Function):
-    """`clamp` whose gradient leads back in: that of `clamp` is 0 past a bound, so that what begins there, or was carried
+    """`clamp` whose gradient leads back in: that of `clamp` is 0 past a bound, so what begins there, or was carried
     there by a step, would never be trained again. The authors move the parameter itself; this leaves it alone.
 
         at least 0.01, x 0.005:     gradient −3 stays, as the step goes up     gradient 3 becomes 0
