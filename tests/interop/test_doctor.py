@@ -48,8 +48,10 @@ def test_settings_that_an_mpt_ignores():
     told = " ".join(finding.sentence for finding in findings["MPT-IGNORED"])
     for name in ("logit_scale", "no_bias", "expansion_ratio", "qk_ln", "prefix_lm", "kv_n_heads"):
         assert name in told
-    without = found(make("mpt", attn_config={"alibi": False}))
-    told = " ".join(finding.sentence for finding in without["MPT-IGNORED"])
+    diagnosis = doctor(make("mpt", attn_config={"alibi": False, "sliding_window_size": 8}))
+    assert diagnosis.notes == ("what concerns ALiBi was not examined: its settings have none",)
+    told = " ".join(finding.sentence for finding in diagnosis.findings if finding.id == "MPT-IGNORED")
+    assert "sliding_window_size = 8" in told
     assert "attn_config.alibi = False" in told
     assert "learned_pos_emb = True" in told
 
@@ -96,10 +98,24 @@ def test_our_own_class_is_healthy_until_its_slopes_are_rounded(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert doctor(model).healthy, str(doctor(model))
     assert doctor(tmp_path / "out").healthy
+    assert not doctor(tmp_path / "out").notes
     for name, buffer in model.named_buffers():
         if name.endswith("slopes"):
             buffer.mul_(1e-9)
     assert found(model).keys() == {"TRAINSHORT-LOST"}
+
+
+def test_slopes_that_loading_loses(tmp_path, monkeypatch):
+    """As our class would be without its own `_init_weights`: transformers gives buffers memory without content."""
+    export(make_run(tmp_path / "run"), "hf", tmp_path / "out")
+    import trainshort.hf as ours
+
+    monkeypatch.setattr(ours.TrainshortForCausalLM, "_init_weights", transformers.PreTrainedModel._init_weights)
+    assert found(tmp_path / "out").keys() == {"TRAINSHORT-LOST"}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    lost = found(loaded)
+    assert lost.keys() == {"TRAINSHORT-LOST"}
+    assert len(lost["TRAINSHORT-LOST"]) == 2  # what loading does, and what this one has
 
 
 def test_a_repaired_library_is_healthy(monkeypatch):
@@ -165,6 +181,13 @@ def test_wrong_inputs(tmp_path):
     with pytest.raises(
         InputError, match=r"is a model of type 'baichuan', for which transformers gives no class of its"
     ):
+        doctor(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mpt", "d_model": 10**6, "n_heads": 10**6}))
+    with pytest.raises(InputError, match=r"^The config says 1,000,000 heads; a copy with more than 512 would not be"):
+        doctor(tmp_path)
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 3, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
+    with pytest.raises(InputError, match=r"^No copy of this LlamaForCausalLM could be examined \(RuntimeError: "):
         doctor(tmp_path)
     with pytest.raises(InputError, match="is a file; give the folder of a saved Hugging Face model"):
         doctor(tmp_path / "a.py")

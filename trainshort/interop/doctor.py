@@ -64,10 +64,11 @@ def doctor(model: nn.Module | str | Path) -> Diagnosis:
         case = _loaded(model) if isinstance(model, nn.Module) else _stored(str(model))
         try:
             findings = tuple(finding for probe in PROBES for finding in probe(case))
-        except (TypeError, AttributeError, KeyError, ImportError, OSError) as error:
-            raise InputError(
-                f"No copy of this {case.model_class.__name__} could be examined ({type(error).__name__}: {error})."
-            ) from error
+        except InputError:
+            raise
+        except (TypeError, ValueError, AttributeError, LookupError, ImportError, OSError, RuntimeError) as error:
+            why = f"{type(error).__name__}: {first_sentence(error)}"
+            raise InputError(f"No copy of this {case.model_class.__name__} could be examined ({why}).") from error
     name = str(case.dtype).removeprefix("torch.")
     return Diagnosis(case.model_class.__name__, name, metadata.version("transformers"), findings, _notes(case))
 
@@ -78,7 +79,9 @@ def _notes(case: Specimen) -> tuple[str, ...]:
         notes.append("the model is patched")
     if case.kind == "falcon" and case.config.alibi:
         notes.append("Falcon's slopes are ALiBi's divided by the root of the heads' width, as it was trained")
-    elif case.kind not in FAMILIES or not FAMILIES[case.kind].has_alibi(case.config):
+    elif case.kind in FAMILIES and not FAMILIES[case.kind].has_alibi(case.config):
+        notes.append("what concerns ALiBi was not examined: its settings have none")
+    elif case.kind not in FAMILIES and case.kind != "trainshort":
         notes.append("what concerns ALiBi was not examined: transformers' class has none")
     return tuple(notes)
 

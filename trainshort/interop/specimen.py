@@ -20,6 +20,7 @@ from trainshort.interop.patch import Patched, put_in
 from trainshort.interop.seen import SETTINGS
 
 WORDS, LAYERS, LONGEST = 128, 2, 1024
+MOST_HEADS = 512
 LIMITS = ("max_seq_len", "max_position_embeddings", "n_positions")
 """What configs call the longest input."""
 
@@ -95,6 +96,8 @@ def small(config: Any, longest: int) -> Any:
     heads = getattr(made, "num_attention_heads", None)
     if not isinstance(heads, int) or heads < 1:
         raise InputError(f"A model of type '{made.model_type}' does not say how many heads it has.")
+    if heads > MOST_HEADS:
+        raise InputError(f"The config says {heads:,} heads; a copy with more than {MOST_HEADS} would not be small.")
     width = heads * (16 if heads <= 32 else 8)
     changed = {"hidden_size": width, "num_hidden_layers": LAYERS, "vocab_size": WORDS}
     for name, value in {
