@@ -23,10 +23,12 @@ def anywhere(monkeypatch):
 
 
 class Counted(TorchDispatchMode):
-    calls = 0
+    calls = gaps = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += func is torch.ops.mkldnn._linear_pointwise.default
+        if func is torch.ops.mkldnn._linear_pointwise.default:
+            self.calls += 1
+            self.gaps += not (args[1].is_contiguous() or args[1].T.is_contiguous())
         return func(*args, **(kwargs or {}))
 
 
@@ -83,6 +85,17 @@ def test_what_goes_by_onednn():
     assert calls_of(lambda: product(layer, x.requires_grad_()).sum().backward()) == 3
     with torch.no_grad():
         assert calls_of(lambda: linear(x, layer.weight)) == 1
+
+
+def test_a_second_matrix_with_gaps_is_copied_first():
+    """oneDNN has no quick way for it; the first one may have them."""
+    x, weight = torch.randn(30, 72)[:, 24:48].requires_grad_(), torch.randn(40, 72)[:, 24:48].requires_grad_()
+    with Counted() as counted:
+        out = linear(x, weight)
+        found = torch.autograd.grad(out.sin().sum(), [x, weight])
+    assert (counted.calls, counted.gaps) == (3, 0)
+    for a, b in zip(found, torch.autograd.grad(F.linear(x, weight).sin().sum(), [x, weight]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_nobody_is_passed_over():

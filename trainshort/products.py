@@ -63,6 +63,8 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
 
 
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not weight.is_contiguous() and not weight.T.is_contiguous():
+        weight = weight.contiguous()  # of a matrix with gaps oneDNN computes number by number, a thousand times as long
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
