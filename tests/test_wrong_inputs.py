@@ -387,6 +387,11 @@ WRONG = [
     ("doctor text.txt", "text.txt is a file; give the folder of a saved Hugging Face model, or"),
     ("doctor empty", "There is no file empty/config.json. Give the folder of a saved"),
     (f"doctor {RUN}", "runs/tiny is a run folder of trainshort; doctor examines models of"),
+    ("doctor untyped", "untyped/config.json says no model_type. Give the folder of a saved Hugging Face model."),
+    (
+        "import untyped --out runs/new",
+        "untyped/config.json says no model_type. Give the folder of a saved Hugging Face",
+    ),
     ("doctor minus", "minus/config.json says that num_hidden_layers is -2. Mend it, or save the model anew."),
     ("doctor uneven", "uneven/config.json says that 5 heads share a width of 32. Mend it, or save the model anew."),
     ("doctor two", "transformers cannot read two/config.json (Validation error for field 'n_layers'"),
@@ -409,7 +414,7 @@ def place(tmp_path_factory):
     (folder / "link").symlink_to("nowhere")
     mpt = {"model_type": "mpt", "d_model": 32, "n_heads": 4}
     foreign = {"minus": mpt | {"n_layers": -2}, "uneven": mpt | {"n_heads": 5}, "two": mpt | {"n_layers": "two"}}
-    for name, settings in (foreign | {"t5": {"model_type": "t5"}}).items():
+    for name, settings in (foreign | {"t5": {"model_type": "t5"}, "untyped": {"n_layer": 1}}).items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(settings))
     (folder / "blank.txt").write_text(" \n\n\t\n" * 50)

@@ -108,13 +108,15 @@ def test_verify_with_what_is_another_run_is_told(tmp_path):
     out = tmp_path / "out"
     export(make_run(tmp_path / "run", biases=False), "hf-mpt", out)
     others = {
-        "knows 256 token types, and .* has 300: it was made of another run": {"vocabulary": 300},
-        "says it was trained at 32 tokens, and .* has 64: it was made of another run": {"length": 64},
+        "knows 256 token types, and .* has 300: they are not one model": {"vocabulary": 300},
+        "says it was trained at 32 tokens, and .* has 64: they are not one model": {"length": 64},
         "Verifying needs a causal model, and this one is an encoder": {"causal": False},
     }
     for number, (told, settings) in enumerate(others.items()):
         with pytest.raises(InputError, match=told):
             verify(out, make_run(tmp_path / str(number), **settings))
+    with pytest.raises(InputError, match=r"There is no run at '.*gone'"):  # and not: was made of it
+        verify(out, tmp_path / "gone")
     record = json.loads((out / "trainshort.json").read_text())
     for length in (-5, 0, True, "32", None):
         (out / "trainshort.json").write_text(json.dumps(record | {"trained_at": length}))

@@ -20,7 +20,7 @@ from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import check_settings
 from trainshort.files import read_object
 from trainshort.interop.families import FAMILIES, original_class
-from trainshort.interop.importing import fetched
+from trainshort.interop.importing import fetched, type_of
 from trainshort.interop.patch import patched_as
 from trainshort.interop.probes import PROBES, Finding
 from trainshort.interop.specimen import Specimen
@@ -119,8 +119,8 @@ def _stored(name: str) -> Specimen:
         raise InputError(f"{name} is a file; give the folder of a saved Hugging Face model, or its name on the hub.")
     folder = path if path.is_dir() else fetched(name, SETTINGS)
     settings = read_object(folder / "config.json", mend="Give the folder of a saved Hugging Face model.")
-    kind = settings.get("model_type")
-    if kind is None and "model" in settings:
+    kind = type_of(settings, folder)
+    if kind is None:
         raise InputError(f"{folder} is a run folder of trainshort; doctor examines models of Hugging Face.")
     check_settings(name, settings)
     if kind == "trainshort":

@@ -161,13 +161,21 @@ def _words(request: ImportRequest, reading: WeightMap) -> Tokenizer | None:
     return None if request.tokenizer is None else _fitting(load_tokenizer(request.tokenizer), vocabulary)
 
 
+def type_of(settings: dict[str, Any], folder: Path) -> Any:
+    """The model_type in a config.json; None: it is of a run of ours."""
+    kind = settings.get("model_type")
+    if kind is None and "model" not in settings:
+        raise InputError(f"{folder / 'config.json'} says no model_type. Give the folder of a saved Hugging Face model.")
+    return kind
+
+
 def open_folder(folder: Path, request: ImportRequest, known: Registry[Format] = formats) -> Source:
     """A Hugging Face model's folder, of one of the kinds that are known."""
     if request.dictionary is not None:
         raise InputError("--dictionary is for fairseq checkpoints; a Hugging Face model has its tokenizer.json.")
     settings = read_object(folder / "config.json", mend="Give the folder of a saved Hugging Face model.")
-    kind = settings.get("model_type")
-    if kind is None and "model" in settings:
+    kind = type_of(settings, folder)
+    if kind is None:
         raise InputError(f"{folder} is a run folder of trainshort already. Use it as it is.")
     if not isinstance(kind, str) or kind not in known or kind == "fairseq":
         raise InputError(f"{folder} is a model of type {str(kind)[:60]!r}, {_instead(str(kind), known)}.")

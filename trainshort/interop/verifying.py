@@ -85,15 +85,11 @@ def verify(folder: Path, run: Path | None = None) -> Verification:
     """Load an export in its own program and compare it with the run it was made of."""
     record = read_object(folder / RECORD, mend="Give a folder that trainshort export made.")
     to, length = str(record.get("to")), record.get("trained_at")
-    run = run or (Path(str(record["run"])) if record.get("run") else None)
     kind = f"{to} {record.get('dtype')}"
     limits = LIMITS.get(kind, LIMITS.get(to))
     if limits is None or type(length) is not int or length < 1:
         raise InputError(f"{folder / RECORD} does not say what was exported. Export the run again.")
-    if run is None:
-        raise InputError(f"{folder / RECORD} does not say of which run it was made. Say it: --run-folder RUN.")
-    if not run.exists():
-        raise InputError(f"{folder} was made of {run}, which is not there. Say where it is: --run-folder RUN.")
+    run = run or _origin(folder, record.get("run"))
     ours = load_model(_same_length(run, folder, length))
     engine = open_engine(to, folder, max(TIMES) * length)
     known = engine.log_probabilities([0])[1].shape[-1]
@@ -121,6 +117,15 @@ def verify(folder: Path, run: Path | None = None) -> Verification:
     return report
 
 
+def _origin(folder: Path, run: object) -> Path:
+    """The run that an export was made of, by its record."""
+    if not isinstance(run, str) or not run:
+        raise InputError(f"{folder / RECORD} does not say of which run it was made. Say it: --run-folder RUN.")
+    if not Path(run).exists():
+        raise InputError(f"{folder} was made of {run}, which is not there. Say where it is: --run-folder RUN.")
+    return Path(run)
+
+
 def _same_length(run: Path, folder: Path, length: int) -> Path:
     """The run's checkpoint, if it is of a causal model that was trained at this length."""
     checkpoint = find(run)
@@ -133,7 +138,9 @@ def _same_length(run: Path, folder: Path, length: int) -> Path:
 
 
 def _another(folder: Path, says: str, run: Path, own: str) -> str:
-    return f"{folder} {says}, and {run} has {own}: it was made of another run. Say of which: --run-folder RUN."
+    return (
+        f"{folder} {says}, and {run} has {own}: they are not one model. Say of which run it was made: --run-folder RUN."
+    )
 
 
 def _tokens(vocabulary: int, length: int) -> list[int]:
