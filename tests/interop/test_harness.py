@@ -87,6 +87,12 @@ def test_runs_and_exports_agree_with_our_own_evaluation(place, capsys):
     assert "bits_per_byte" in capsys.readouterr().out
 
 
+def test_only_the_result_is_told(place, capfd):
+    """Also by what the harness starts: it asks git for a commit, and this is no repository."""
+    assert command(["harness", "run", "--tasks", "book", "--include", "tasks"]) == 0
+    assert "fatal" not in capfd.readouterr().err
+
+
 def test_other_kinds_of_tasks(place):
     assert command(["harness", "run", "--tasks", "choice,write", "--include", "tasks", "--limit", "2"]) == 0
     found = read_sealed(Path("run/harness/choice-write.json"))
@@ -104,6 +110,9 @@ def test_bad_requests(place, monkeypatch):
         command(["harness", "run", "--tasks"])
     with pytest.raises(InputError, match="There is no run"):
         command(["harness", "runs/none", "--tasks", "book", "--include", "tasks"])
+    export(Path("run"), "ctranslate2", Path("ct2"))
+    with pytest.raises(InputError, match=r"^ct2 is an export for another program, .* or an export by --to hf\.$"):
+        command(["harness", "ct2", "--tasks", "book", "--include", "tasks"])
     Path("book.json").unlink()
     with pytest.raises(InputError, match=r"The data of book cannot be loaded .* Mend its definition in tasks\."):
         command(["harness", "run", "--tasks", "book", "--include", "tasks"])

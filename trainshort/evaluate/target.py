@@ -24,6 +24,8 @@ from trainshort.masking import mask_token, refuse_encoder
 from trainshort.model import TransformerLM
 from trainshort.terminal import first_sentence
 
+EXPORTED = "trainshort.json"
+"""In a folder that export made: what it was made of."""
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -188,6 +190,11 @@ def open_target(
     path = Path(name).expanduser()
     if path.is_file():
         raise InputError(f"{path} is a file. Give a run folder, one of its checkpoints, or a Hugging Face model.")
+    if (path / EXPORTED).exists() and not is_hugging_face(path):
+        raise InputError(
+            f"{path} is an export for another program, which its own commands run. Give the run it was made of (its "
+            f"{EXPORTED} says which), or an export by --to hf."
+        )
     if path.is_dir() and not is_hugging_face(path):
         target: Target = RunTarget(path, device=device, precision=precision, encoders=encoders)
     elif path.is_dir() or looks_like_hub_name(name):

@@ -25,13 +25,12 @@ from trainshort.data.tokenizer import FILE as TOKENIZER
 from trainshort.data.tokenizer.built import WordTokenizer
 from trainshort.errors import InputError
 from trainshort.evaluate import evidence
+from trainshort.evaluate.target import EXPORTED as RECORD
 from trainshort.files import new_folder, write_whole
 from trainshort.interop import ctranslate, gguf_file, native, weight_files
 from trainshort.interop.rewriting import Need, Plain, refuse_misfit
 from trainshort.masking import refuse_encoder
 from trainshort.registry import Registry
-
-RECORD = "trainshort.json"
 
 
 @dataclass(frozen=True)
