@@ -113,6 +113,9 @@ def test_bad_requests(place, monkeypatch):
     export(Path("run"), "ctranslate2", Path("ct2"))
     with pytest.raises(InputError, match=r"^ct2 is an export for another program, .* or an export by --to hf\.$"):
         command(["harness", "ct2", "--tasks", "book", "--include", "tasks"])
+    for other in (["evaluate", "ct2", "--data", "book.txt"], ["generate", "ct2", "x"], ["import", "ct2", "--out", "y"]):
+        with pytest.raises(InputError, match=r"^ct2 is an export for another program"):
+            command(other)
     Path("book.json").unlink()
     with pytest.raises(InputError, match=r"The data of book cannot be loaded .* Mend its definition in tasks\."):
         command(["harness", "run", "--tasks", "book", "--include", "tasks"])

@@ -81,10 +81,12 @@ class Generate:
         self._check()
         from trainshort.checkpoint import find, is_hugging_face, load_model
         from trainshort.evaluate.changes import Change
+        from trainshort.evaluate.target import refuse_foreign_export
         from trainshort.generate.session import Session
         from trainshort.generate.settings import GenerateConfig
 
         prompts = self._prompts()
+        refuse_foreign_export(self.run_folder)
         self._check_run()
         if self.resume_state is None:
             GenerateConfig.read(self.settings)  # a wrong one is told before the model is loaded

@@ -190,11 +190,7 @@ def open_target(
     path = Path(name).expanduser()
     if path.is_file():
         raise InputError(f"{path} is a file. Give a run folder, one of its checkpoints, or a Hugging Face model.")
-    if (path / EXPORTED).exists() and not is_hugging_face(path):
-        raise InputError(
-            f"{path} is an export for another program, which its own commands run. Give the run it was made of (its "
-            f"{EXPORTED} says which), or an export by --to hf."
-        )
+    refuse_foreign_export(path)
     if path.is_dir() and not is_hugging_face(path):
         target: Target = RunTarget(path, device=device, precision=precision, encoders=encoders)
     elif path.is_dir() or looks_like_hub_name(name):
@@ -206,6 +202,15 @@ def open_target(
     if trained_at is not None:
         target.trained_at = trained_at
     return target
+
+
+def refuse_foreign_export(path: Path) -> None:
+    """A folder for llama.cpp or CTranslate2 holds no model that runs here."""
+    if (path / EXPORTED).exists() and not is_hugging_face(path):
+        raise InputError(
+            f"{path} is an export for another program, which its own commands run. Give the run it was made of (its "
+            f"{EXPORTED} says which), or an export by --to hf."
+        )
 
 
 def looks_like_hub_name(name: str) -> bool:

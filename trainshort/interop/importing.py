@@ -25,6 +25,7 @@ from trainshort.data.hub import hub_answers
 from trainshort.data.tokenizer import FILE, Tokenizer, load_tokenizer
 from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import load_causal
+from trainshort.evaluate.target import refuse_foreign_export
 from trainshort.files import new_folder, read_object, sha256, write_whole
 from trainshort.interop import (  # noqa: F401  (registers them)
     baichuan,
@@ -173,6 +174,7 @@ def open_folder(folder: Path, request: ImportRequest, known: Registry[Format] = 
     """A Hugging Face model's folder, of one of the kinds that are known."""
     if request.dictionary is not None:
         raise InputError("--dictionary is for fairseq checkpoints; a Hugging Face model has its tokenizer.json.")
+    refuse_foreign_export(folder)
     settings = read_object(folder / "config.json", mend="Give the folder of a saved Hugging Face model.")
     kind = type_of(settings, folder)
     if kind is None:
