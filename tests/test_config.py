@@ -1,6 +1,7 @@
 """Settings: frozen, typed, and helpful about mistakes."""
 
 import json
+import math
 
 import pytest
 from pydantic import ValidationError
@@ -33,6 +34,25 @@ def test_mistakes_are_explained(values, message):
 
 def test_a_run_made_with_an_engine_that_is_gone_takes_the_best_there_is():
     assert ModelConfig(backend="squares").backend == "auto"
+
+
+@pytest.mark.parametrize(
+    ("position", "name", "value"),
+    [
+        ("alibi", "max_bias", math.inf),
+        ("alibi", "slopes", (math.nan, 1.0)),
+        ("rotary", "base", math.inf),
+        ("xpos", "scale_base", math.inf),
+        ("fox", "longest", math.inf),
+        ("fire", "threshold", math.inf),
+    ],
+)
+def test_infinite_numbers_are_refused_before_anything_is_made_of_them(position, name, value):
+    """xPos ended in a traceback, others in NaN after the first step."""
+    with pytest.raises(InputError, match=rf"'model\.position_settings\.{name}.*should be a finite number"):
+        ModelConfig.read({"heads": 2, "position": position, "position_settings": {name: value}})
+    with pytest.raises(InputError, match="Setting 'softmax_scale' cannot be inf: input should be a finite number"):
+        ModelConfig.read({"softmax_scale": math.inf})
 
 
 def test_settings_are_frozen():

@@ -12,7 +12,7 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from trainshort import methods
 from trainshort.errors import ForeignConfigError, InputError
 from trainshort.files import MissingFileError, read_object, write_whole
-from trainshort.methods import MethodSettings, NoSettings
+from trainshort.methods import FINITE, MethodSettings, NoSettings
 from trainshort.strict import FIRST, MEANT, Settings
 
 FORMAT = 1
@@ -40,6 +40,8 @@ class AdaptiveConfig(Settings):
 
 class ModelConfig(Settings):
     """A pre-norm decoder language model. `position` alone decides how it knows where a token stands."""
+
+    model_config = FINITE
 
     vocabulary: int = Field(default=0, ge=0)
     """Number of token types; 0 takes it from the data."""

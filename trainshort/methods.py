@@ -18,6 +18,10 @@ PAPER = ("sinusoidal", "rotary", "t5", "alibi")
 """The methods that the paper compares, in the order in which it found them to extrapolate."""
 
 
+FINITE = ConfigDict(allow_inf_nan=False)
+"""Of settings whose numbers have no use as infinite ones; a method from outside may have such."""
+
+
 class MethodSettings(Settings):
     """Base of a method's settings."""
 
@@ -42,6 +46,8 @@ class ForeignSettings(MethodSettings):
 
 class AlibiSettings(MethodSettings):
     """ALiBi's slopes."""
+
+    model_config = FINITE
 
     max_bias: float = Field(default=8.0, gt=0)
     """The flattest slope is 2 to the minus this."""
@@ -78,6 +84,8 @@ class LearnedSettings(MethodSettings):
 class RotarySettings(MethodSettings):
     """Rotary's angles."""
 
+    model_config = FINITE
+
     base: float = Field(default=10_000.0, gt=1)
     """Wavelengths grow up to this many radians."""
     share: float = Field(default=1.0, gt=0, le=1)
@@ -98,12 +106,14 @@ class RotarySettings(MethodSettings):
 class XposSettings(RotarySettings):
     """xPos's angles and decay."""
 
-    scale_base: float = Field(default=512.0, gt=0)
+    scale_base: float = Field(default=512.0, gt=0, le=1e15)
     """Tokens over which a pair shrinks by its factor once."""
 
 
 class FoxSettings(MethodSettings):
     """The Forgetting Transformer's gates."""
+
+    model_config = FINITE
 
     gate: Literal["full", "bias_only", "fixed"] = "full"
     """What a gate is: of the text (full), a trained number (bias_only), or a number that stays (fixed)."""
@@ -138,6 +148,8 @@ class SandwichSettings(MethodSettings):
 
 class FireSettings(MethodSettings):
     """FIRE's network."""
+
+    model_config = FINITE
 
     hidden: int = Field(default=32, ge=1)
     """Hidden units of the network from shares of distance to biases."""

@@ -166,8 +166,8 @@ def test_repetition_penalty_counts_the_prompt_too():
 @pytest.mark.parametrize(
     ("position", "settings", "message"),
     [
-        ("rotary", {"mode": "bounded"}, "'bounded' needs ALiBi or FoX: rotary gives no bound"),
-        ("t5", {"mode": "bounded"}, "'bounded' needs ALiBi or FoX: t5 gives no bound"),
+        ("rotary", {"mode": "bounded"}, "'bounded' needs ALiBi, not clamped, or FoX: rotary gives no bound"),
+        ("t5", {"mode": "bounded"}, "'bounded' needs ALiBi, not clamped, or FoX: t5 gives no bound"),
         ("rotary", {"mode": "window", "window": 8, "sinks": 2}, "rotary keys are stored turned"),
         ("alibi", {"stop": ("x",)}, "stop texts need a tokenizer"),
     ],
@@ -175,6 +175,13 @@ def test_repetition_penalty_counts_the_prompt_too():
 def test_modes_that_cannot_are_refused_with_the_reason(position, settings, message):
     with pytest.raises(InputError, match=message):
         trainshort.stream(make_model(position), [1], **settings)
+
+
+def test_bounded_memory_of_a_clamped_model_is_refused_as_that():
+    model = make_model()
+    model.position.clamp = 64
+    with pytest.raises(InputError, match="needs ALiBi, not clamped, or FoX: alibi gives no bound here"):
+        trainshort.stream(model, [1], mode="bounded")
 
 
 def test_prompts_that_cannot_be_are_refused():

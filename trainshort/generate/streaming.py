@@ -232,13 +232,13 @@ def check_mode(model: TransformerLM, config: GenerateConfig) -> None:
     position, name = model.position, model.config.position
     if config.mode == "bounded" and not position.bounds_the_past():
         raise InputError(
-            f"mode 'bounded' needs ALiBi or FoX: {name} gives no bound on what far tokens can weigh, so nothing can be "
-            "forgotten with a promise. Use mode 'full', or mode 'window' with a window."
+            f"mode 'bounded' needs ALiBi, not clamped, or FoX: {name} gives no bound here on what far tokens can "
+            "weigh, so nothing can be forgotten with a promise. Use mode 'full', or mode 'window' with a window."
         )
     if config.mode == "bounded" and model.config.plain_every is not None:
         raise InputError(
-            "mode 'bounded' needs ALiBi in every layer: layers without positions (plain_every) look back without end. "
-            "Use mode 'full', or mode 'window' with a window."
+            "mode 'bounded' needs ALiBi or FoX in every layer: layers without positions (plain_every) look back "
+            "without end. Use mode 'full', or mode 'window' with a window."
         )
     if config.mode == "window" and position.reads_text():
         raise InputError(f"mode 'window' forgets keys that {name} goes on counting. Use mode 'full'.")
