@@ -195,6 +195,19 @@ def test_slurm_that_is_not_there_is_told(tiny, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_slurm_that_does_not_answer_is_told_before_anything_is_made(tmp_path, monkeypatch):
+    pytest.importorskip("submitit", reason="the scale extra is not installed")
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("srun", "sbatch", "squeue"):
+        (programs / name).write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=":")
+    with pytest.raises(InputError, match=r"^Slurm is installed here and does not answer \(squeue\)\."):
+        Reproduce(only="demo", launcher="slurm", out=tmp_path / "runs", report=tmp_path / "page").run()
+    assert list(tmp_path.iterdir()) == [programs]
+
+
 def test_a_folder_that_is_no_run_is_told_and_left(tiny, tmp_path):
     _, scale = tiny
     task = trained_alone(scale).tasks[0]

@@ -233,6 +233,8 @@ def cluster(root: Path, site: Site, kind: str = "slurm") -> Any:
         executor.update_parameters(name="trainshort", **site.parameters())
     except (RuntimeError, ValueError) as error:
         raise InputError(f"submitit cannot start jobs here ({error}). Use --launcher local.") from None
+    if kind == "slurm" and _queued([]) is None:
+        raise InputError("Slurm is installed here and does not answer (squeue). Start it, or use --launcher local.")
     return executor
 
 
