@@ -387,9 +387,9 @@ WRONG = [
     ("doctor text.txt", "text.txt is a file; give the folder of a saved Hugging Face model, or"),
     ("doctor empty", "There is no file empty/config.json. Give the folder of a saved"),
     (f"doctor {RUN}", "runs/tiny is a run folder of trainshort; doctor examines models of"),
-    ("doctor untyped", "untyped/config.json says no model_type. Give the folder of a saved Hugging Face model."),
+    ("doctor hf/untyped", "untyped/config.json says no model_type. Give the folder of a saved Hugging Face model."),
     (
-        "import untyped --out runs/new",
+        "import hf/untyped --out runs/new",
         "untyped/config.json says no model_type. Give the folder of a saved Hugging Face",
     ),
     ("doctor minus", "minus/config.json says that num_hidden_layers is -2. Mend it, or save the model anew."),
@@ -414,7 +414,7 @@ def place(tmp_path_factory):
     (folder / "link").symlink_to("nowhere")
     mpt = {"model_type": "mpt", "d_model": 32, "n_heads": 4}
     foreign = {"minus": mpt | {"n_layers": -2}, "uneven": mpt | {"n_heads": 5}, "two": mpt | {"n_layers": "two"}}
-    for name, settings in (foreign | {"t5": {"model_type": "t5"}, "untyped": {"n_layer": 1}}).items():
+    for name, settings in (foreign | {"t5": {"model_type": "t5"}, "hf/untyped": {"n_layer": 1}}).items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(settings))
     (folder / "blank.txt").write_text(" \n\n\t\n" * 50)
