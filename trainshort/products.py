@@ -37,7 +37,7 @@ def linear(
     if not _fits(x, weight):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weight, bias)):
-        return _Linear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
+        return _Product.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
     return _by_onednn(x, weight, bias)
 
 
@@ -68,7 +68,7 @@ def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-class _Linear(torch.autograd.Function):
+class _Product(torch.autograd.Function):
     """The same with gradients; where derivatives of these are wanted too, by torch's own operations."""
 
     @staticmethod
