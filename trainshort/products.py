@@ -27,15 +27,18 @@ def product(layer: nn.Module, x: Float[Tensor, "*rows inner"]) -> Float[Tensor, 
     if not isinstance(layer, nn.Linear) or not _fits(x, layer.weight) or "forward" in vars(layer) or watched(layer):
         return layer(x)
     plain = type(layer) is nn.Linear or type(layer).__qualname__ == "FalconLinear"
-    return linear(x, layer.weight, layer.bias) if plain else layer(x)
+    return _quick(x, layer.weight, layer.bias) if plain else layer(x)
 
 
 def linear(
     x: Float[Tensor, "*rows inner"], weight: Float[Tensor, "outer inner"], bias: Float[Tensor, " outer"] | None = None
 ) -> Float[Tensor, "*rows outer"]:
     """x·weightᵀ + bias, as torch's."""
-    if not _fits(x, weight):
-        return F.linear(x, weight, bias)
+    return _quick(x, weight, bias) if _fits(x, weight) else F.linear(x, weight, bias)
+
+
+def _quick(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product of what fits; followed by autograd only where somebody wants gradients."""
     if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weight, bias)):
         return _Product.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
     return _by_onednn(x, weight, bias)
