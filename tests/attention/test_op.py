@@ -212,8 +212,7 @@ def test_an_engine_is_one_class_and_one_line(monkeypatch):
     """A plug-in: registered under a name, ranked, asked whether it can, and run."""
 
     class Mine:
-        def rank(self, call):
-            return 1000
+        rank = 1000
 
         def unsupported(self, call):
             return None if call.window == 3 else "it knows windows of 3 only; use 'sdpa'"
@@ -228,6 +227,14 @@ def test_an_engine_is_one_class_and_one_line(monkeypatch):
     assert not torch.equal(attend(q, k, v, window=4), v * 2)
     with pytest.raises(InputError, match="'mine' cannot do this: it knows windows of 3 only; use 'sdpa'"):
         attend(q, k, v, backend="mine")
+    Mine.passed_over = lambda self, call: "it would rather not"
+    monkeypatch.setattr("trainshort.attention.op._chosen", {})
+    assert not torch.equal(attend(q, k, v, window=3), v * 2)
+    assert torch.equal(attend(q, k, v, window=3, backend="mine"), v * 2)
+    Mine.rank = lambda self, call: 1000
+    monkeypatch.setattr("trainshort.attention.op._chosen", {})
+    with pytest.raises(InputError, match="The rank of attention engine 'mine' is method; it must be a number"):
+        attend(q, k, v, window=3)
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,16 @@ from trainshort.machine import mkl_is_narrow
 class Compiled:
     """The compiled CPU kernel; skips only by tables that fall. No bias, T5, KERPLE, slopes, clocks; trains the bias."""
 
-    def rank(self, call: Call) -> int:
+    rank = 30
+
+    def passed_over(self, call: Call) -> str | None:
         """Our kernel's vectors are those of AVX2. Where torch's are wider, plain attention is left to it (not measured;
         where they could be and are not, ours takes 0.5 to 0.78 of the time)."""
-        return 5 if call.bias is None and _torch_is_wider() else 30
+        return (
+            "without a bias torch's own kernel has the wider vectors"
+            if call.bias is None and _torch_is_wider()
+            else None
+        )
 
     def unsupported(self, call: Call) -> str | None:
         if not (call.bias is None or isinstance(call.bias, DistanceBias | LinearBias | ClockBias)):

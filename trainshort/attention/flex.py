@@ -29,9 +29,11 @@ BLOCK = 128
 class Flex:
     """FlexAttention with a score function: GPUs (training too), forward on the CPU; never writes the bias out."""
 
-    def rank(self, call: Call) -> int:
+    rank = 20
+
+    def passed_over(self, call: Call) -> str | None:
         """On GPUs only this one adds the bias to float32 scores without writing it out."""
-        return 50 if call.q.device.type == "cuda" else 0
+        return None if call.q.device.type == "cuda" else "FlexAttention is taken by itself on GPUs only"
 
     def unsupported(self, call: Call) -> str | None:
         on_cpu = call.q.device.type == "cpu"

@@ -9,16 +9,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trainshort.attention.call import Call, ClockBias, DenseBias, DistanceBias, LinearBias, tracer, unknown_bias
+from trainshort.attention.call import Call, ClockBias, DenseBias, DistanceBias, LinearBias, unknown_bias
 from trainshort.attention.op import Result, engines
 
 
 class Reference:
     """The plain formula in float32 (float64 for float64 inputs); the oracle of the tests, any call, no hurry."""
 
-    def rank(self, call: Call) -> int:
-        """Derivatives of any order and direction, and graphs for elsewhere, need plain operations of torch."""
-        return 100 if tracer() == "export" or call.is_transformed else 1
+    rank = 1
 
     def unsupported(self, call: Call) -> str | None:
         return None

@@ -1,6 +1,6 @@
 """`attend`: the one attention call of this package, for training, prefill, chunked prefill and decoding alike.
 
-The engines live beside it and register themselves; each says in words what it cannot do, and how gladly it is taken.
+The engines live beside it and register themselves; each says in words what it cannot do, and has a rank among them.
 """
 
 import logging
@@ -35,17 +35,16 @@ class Engine(Protocol):
     """A way to compute a call: one file beside this one, or a plug-in's, that ends in
 
     engines.register("mine")(Mine())
+
+    It may have two things more. `rank`, a number: the higher, the sooner 'auto' asks it; without one it is taken by
+    name only. `passed_over(call)`: why 'auto' should ask the next one although this one can, in words, or None.
     """
 
-    def rank(self, call: Call) -> int:
-        """The higher, the sooner 'auto' takes it; 0, or no such method: by name only.
-
-        Asked once for all calls of one `Call.signature`, as `unsupported` is: they do not depend on numbers in tensors.
-        """
-        ...
-
     def unsupported(self, call: Call) -> str | None:
-        """Why this engine cannot, in words a user can act on; None when it can."""
+        """Why this engine cannot, in words a user can act on; None when it can.
+
+        Asked once for all calls of one `Call.signature`: it does not depend on numbers in tensors.
+        """
         ...
 
     def run(self, call: Call) -> Result: ...
@@ -133,16 +132,32 @@ def _unless_short(name: str, call: Call) -> Engine:
 
 
 def _best(call: Call) -> Engine:
-    """The engine of the highest rank that can do it; said once in the log."""
+    """The engine of the highest rank that can do it; said once in the log.
+
+    Derivatives of any order and direction, and graphs for elsewhere, need plain operations of torch: the formula.
+    """
+    if tracer() == "export" or call.is_transformed:
+        _announce("reference", "")
+        return engines.get("reference")
     reasons = []
-    ranks = {name: engine.rank(call) if hasattr(engine, "rank") else 0 for name, engine in engines.items()}
+    ranks = {name: _rank(name, engine) for name, engine in engines.items()}
     for name in sorted((name for name in ranks if ranks[name] > 0), key=lambda name: -ranks[name]):
-        reason = engines.get(name).unsupported(call)
+        engine = engines.get(name)
+        reason = engine.unsupported(call)
+        if reason is None and (passed_over := getattr(engine, "passed_over", None)):
+            reason = passed_over(call)
         if reason is None:
             _announce(name, f" ({'; '.join(reasons)})" if reasons else "")
             return _unless_short(name, call)
         reasons.append(f"not {name}: {reason}")
     raise InputError(f"No attention engine can do this: {'; '.join(reasons)}.")
+
+
+def _rank(name: str, engine: Engine) -> float:
+    rank = getattr(engine, "rank", 0)
+    if not isinstance(rank, int | float):
+        raise InputError(f"The rank of attention engine '{name}' is {type(rank).__name__}; it must be a number.")
+    return rank
 
 
 @torch.compiler.assume_constant_result  # torch.compile would trace the log

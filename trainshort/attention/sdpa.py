@@ -21,8 +21,7 @@ MASK_ELEMENTS = 1 << 24
 class Sdpa:
     """torch's scaled_dot_product_attention; takes any bias by writing it out, a chunk of queries at a time."""
 
-    def rank(self, call: Call) -> int:
-        return 10
+    rank = 10
 
     def unsupported(self, call: Call) -> str | None:
         device = call.q.device.type

@@ -25,10 +25,8 @@ log = logging.getLogger("trainshort.attention")
 class Windowed:
     """ALiBi and clocks on the CPU, skipping keys that provably cannot matter; cheaper than no positions at all."""
 
+    rank = 50
     compiled = True
-
-    def rank(self, call: Call) -> int:
-        return 50
 
     def unsupported(self, call: Call) -> str | None:
         if not isinstance(call.bias, LinearBias | ClockBias):
@@ -64,10 +62,8 @@ class Windowed:
 class WindowedTorch(Windowed):
     """The windows of 'windowed' in plain PyTorch, which is what it takes itself where no kernel can be built."""
 
+    rank = 0  # by name only: for comparison
     compiled = False
-
-    def rank(self, call: Call) -> int:
-        return 0  # by name only: for comparison
 
 
 @torch.compiler.assume_constant_result  # torch.compile would trace the log
