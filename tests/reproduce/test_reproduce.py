@@ -20,11 +20,10 @@ from trainshort.evaluate.results import Query
 from trainshort.recipes.experiments import choose
 from trainshort.recipes.scales import Variant, scales
 from trainshort.reproduce import tasks
+from trainshort.reproduce.extras import measure_costs
 from trainshort.reproduce.launchers import Site, read_site, run_on_cluster
 from trainshort.reproduce.plan import command, make_plan, paper_hours, told
-from trainshort.reproduce.rounds import measure_costs
-from trainshort.reproduce.runner import reproduce
-from trainshort.reproduce.tasks import assign, work
+from trainshort.reproduce.tasks import assign, reproduce, work
 
 
 def quiet() -> Console:
@@ -77,7 +76,7 @@ def test_work_goes_to_the_end_and_a_second_run_finds_nothing_to_do(tiny, tmp_pat
 
 def test_a_second_run_needs_no_torch(tiny, tmp_path):
     """That is what makes it quick: everything that is done is known from files."""
-    code = "import sys, trainshort.reproduce.runner, trainshort.report.writing; sys.exit('torch' in sys.modules)"
+    code = "import sys, trainshort.reproduce.tasks, trainshort.report.writing; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
 
 

@@ -14,15 +14,14 @@ from tiny_paper import tiny_scale, two_methods
 from trainshort.errors import InputError
 from trainshort.reproduce import tasks
 from trainshort.reproduce.launchers import _turn, evaluate_model, train_model
-from trainshort.reproduce.runner import run_here
-from trainshort.reproduce.tasks import assign
+from trainshort.reproduce.tasks import assign, run_here
 from trainshort.runs import RunFolder, read_lines
 
 SCRIPT = """
 import sys
 from pathlib import Path
 from test_side_by_side import two_tasks
-from trainshort.reproduce.runner import run_here
+from trainshort.reproduce.tasks import run_here
 if __name__ == "__main__":
     run_here(two_tasks(Path(sys.argv[1]), 3000), Path(sys.argv[2]), print, jobs=2)
 """

@@ -256,6 +256,19 @@ def contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()  # the stride of a single number says nothing
 
 
+def wide(x: Tensor) -> torch.dtype:
+    """What sums over `x` are made in: its own precision, and float32 at the least."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def of_bias(call: Call, keys: Tensor, rows: Tensor) -> Tensor:
+    """The gradient of one side's bias, from where it stands for keys and, if it is a clock, where it does for rows."""
+    if call.bias_tensors[0].dim() < 3:
+        return keys.sum(0)
+    keys[..., call.k.shape[2] - call.q.shape[2] :] += rows
+    return keys
+
+
 def unknown_bias(bias: object) -> InputError:
     """A bias that an engine does not know is an error everywhere: dropped in silence it would be another model."""
     return InputError(

@@ -15,8 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trainshort.attention import operator
-from trainshort.attention.call import Call, ClockBias, DistanceBias, LinearBias, unknown_bias
-from trainshort.attention.formula import wide
+from trainshort.attention.call import Call, ClockBias, DistanceBias, LinearBias, unknown_bias, wide
 from trainshort.attention.op import Result, engines
 from trainshort.attention.sides import BLIND
 from trainshort.machine import mkl_is_narrow

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trainshort.attention.call import Call, ClockBias, DenseBias, DistanceBias, LinearBias, unknown_bias
+from trainshort.attention.call import Call, ClockBias, DenseBias, DistanceBias, LinearBias, unknown_bias, wide
 from trainshort.attention.op import Result, engines
 
 
@@ -121,8 +121,3 @@ def document_reach(
     positions = torch.arange(length).expand(batch, length)
     first = torch.full((batch, len(names)), length).scatter_reduce(1, numbers, positions, "amin")
     return numbers.int().contiguous(), first.gather(1, numbers).int().contiguous()
-
-
-def wide(x: Tensor) -> torch.dtype:
-    """What sums over `x` are made in: its own precision, and float32 at the least."""
-    return torch.promote_types(x.dtype, torch.float32)

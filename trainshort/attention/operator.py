@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trainshort.attention import sides, windowed_torch
-from trainshort.attention.call import Call, ClockBias, DistanceBias, LinearBias, contiguous_rows
-from trainshort.attention.formula import document_reach, formula, wide
+from trainshort.attention.call import Call, ClockBias, DistanceBias, LinearBias, contiguous_rows, of_bias, wide
+from trainshort.attention.formula import document_reach, formula
 from trainshort.attention.windowed_torch import PANEL
 from trainshort.kernels import build
 from trainshort.kernels.build import KernelBuildError
@@ -192,7 +192,7 @@ def _backward(
     if right is not None:
         return sides.backward(call, grad_out, out, lse, first, gradients)
     grad_q, grad_k, grad_v, keys, rows = gradients(call, grad_out, out, lse, first)
-    return grad_q, grad_k, grad_v, windowed_torch.of_bias(call, keys, rows), lse.new_empty(0)
+    return grad_q, grad_k, grad_v, of_bias(call, keys, rows), lse.new_empty(0)
 
 
 def _gradients(

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainshort.attention.call import Call, ClockBias, contiguous_rows
-from trainshort.attention.formula import visible, wide, written_bias
+from trainshort.attention.call import Call, ClockBias, contiguous_rows, wide
+from trainshort.attention.formula import visible, written_bias
 from trainshort.attention.op import Result, engines
 
 MASK_ELEMENTS = 1 << 24

@@ -18,9 +18,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from trainshort.attention.call import Call, ClockBias, DistanceBias, LinearBias, unknown_bias
-from trainshort.attention.formula import merge, mirrored, wide
-from trainshort.attention.windowed_torch import PANEL, of_bias
+from trainshort.attention.call import Call, ClockBias, DistanceBias, LinearBias, of_bias, unknown_bias, wide
+from trainshort.attention.formula import merge, mirrored
+from trainshort.attention.windowed_torch import PANEL
 from trainshort.errors import InputError
 
 IN_PIECES = "it reads both sides only of documents that lie in one piece; use 'sdpa'"

@@ -25,8 +25,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort import alibi, clocks
-from trainshort.attention.call import SMALLEST, Call, ClockBias, LinearBias, contiguous_rows
-from trainshort.attention.formula import document_reach, merge, visible, wide, written_bias
+from trainshort.attention.call import SMALLEST, Call, ClockBias, LinearBias, contiguous_rows, wide
+from trainshort.attention.formula import document_reach, merge, visible, written_bias
 
 PANEL = 24
 """Query rows that decide together which keys they read; the same number as in tile.h."""
@@ -134,14 +134,6 @@ def backward_of_clock(
         grad.copy_(wide_grad[..., :width].unflatten(1, (-1, call.group)).sum(2))
     rows, columns = more[0][..., width + 1].double(), more[1][..., width].double()
     return -columns / call.factor, rows / call.factor
-
-
-def of_bias(call: Call, keys: Tensor, rows: Tensor) -> Tensor:
-    """The gradient of one side's bias, from where it stands for keys and, if it is a clock, where it does for rows."""
-    if call.bias_tensors[0].dim() < 3:
-        return keys.sum(0)
-    keys[..., call.k.shape[2] - call.q.shape[2] :] += rows
-    return keys
 
 
 def first_keys(call: Call, tolerance: float) -> Int[Tensor, "batch heads panels"]:

@@ -80,8 +80,7 @@ class Reproduce:
 
             tell(told(make_plan(chosen, scale, root, self.seeds), scale))
             return
-        from trainshort.reproduce.runner import reproduce
-        from trainshort.reproduce.tasks import assign
+        from trainshort.reproduce.tasks import assign, reproduce
 
         assignment = assign(chosen, scale, range(1, self.seeds + 1))
         if scale.name == "paper" and self.launcher == "local":

@@ -5,8 +5,8 @@ def my_recipe() -> RunConfig:
     \"\"\"One line that `trainshort list recipes` shows.\"\"\"
     return RunConfig(...)
 
-Reading order: scales (which text, which model, how long), experiments (what a table needs), paper (its tables and
-figures). Here is a recipe for every model that one of them needs, at every scale:
+Reading order: experiments (what a table needs, and a scale), scales (which text, which model, how long), paper (its
+tables and figures). Here is a recipe for every model that one of them needs, at every scale:
 
     trainshort train paper-wikitext103-alibi-512
 
@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 from trainshort import presets
 from trainshort.config import RunConfig
-from trainshort.recipes.experiments import experiments, method_name
-from trainshort.recipes.scales import Scale, Variant, scales
+from trainshort.recipes.experiments import Scale, Variant, experiments, method_name
+from trainshort.recipes.scales import scales
 from trainshort.registry import Registry
 
 recipes: Registry[Callable[[], RunConfig]] = Registry("recipe")

@@ -1,5 +1,5 @@
 """What an experiment is: a table or figure of the paper, or the demo's set. It is its cells, each with the model and
-the reading that give its number. No torch.
+the reading that give its number; and what a scale is, at which models are trained and read. No torch.
 
 A table is its cells and nothing else. Which models to train and which evaluations to run follows from them, at every
 scale, so that a table and what is computed for it cannot drift apart.
@@ -8,16 +8,17 @@ scale, so that a table and what is computed for it cannot drift apart.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
+from trainshort.config import RunConfig
 from trainshort.errors import InputError
 from trainshort.evaluate.results import Query
-from trainshort.recipes.scales import Scale, Variant
 from trainshort.registry import Registry
+from trainshort.runs import first_name, run_name
 
 Quantity = Literal["perplexity", "train speed", "read speed", "train memory", "learning curve"]
 
@@ -35,6 +36,63 @@ def published() -> dict[str, Any]:
     are strings there, as JSON has them."""
     text = resources.files("trainshort.recipes").joinpath("published.json").read_text(encoding="utf-8")
     return json.loads(text)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One model of the paper: test bed, position method, training length as the paper has it."""
+
+    setup: str
+    position: str
+    length: int
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How an experiment is made smaller, or left as it is."""
+
+    name: str
+    summary: str
+    shrink: int
+    """The paper's lengths are divided by this."""
+    lengths: tuple[int, ...]
+    """The paper's training lengths that are trained at this scale; the others are left out for time."""
+    left_out: Mapping[str, tuple[int, ...]]
+    """Lengths left out in single experiments, by their names."""
+    stride_one: int
+    """Stride that takes the place of the paper's stride 1."""
+    sliding_tokens: int | None
+    """Tokens of text scored by sliding windows; None: all."""
+    eval_tokens: int | None
+    """Tokens of text scored without overlap; None: all."""
+    longest: int
+    """Longest length that is read at this scale."""
+    build: Callable[[Variant], RunConfig]
+    split: str = "valid"
+    """Split on which perplexities are reported, where a cell names none: validation's, as the paper has it, unless the
+    recipe was chosen by that."""
+    gpus: int = 0
+    """GPUs that a model of this scale wants where a cluster trains it."""
+    stand_in: bool = False
+    """Whether one small corpus stands for all three test beds."""
+
+    def length(self, published: int) -> int:
+        """What a length of the paper is here: at the laptop, 512 is 128."""
+        return max(1, round(published / self.shrink))
+
+    def stride(self, published: int | None) -> int | None:
+        if published is None:
+            return None
+        return self.stride_one if published == 1 else self.length(published)
+
+    def config(self, variant: Variant) -> RunConfig:
+        return self.build(variant)
+
+    def names(self, variant: Variant) -> tuple[str, str]:
+        """The name of a model's run, now and in 0.1.0."""
+        config = self.build(variant)
+        return run_name(config), first_name(config)
 
 
 @dataclass(frozen=True)

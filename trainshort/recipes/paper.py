@@ -6,8 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from trainshort.methods import PAPER as METHODS
-from trainshort.recipes.experiments import Cell, EvalProtocol, Experiment, experiments, method_name, published
-from trainshort.recipes.scales import Variant
+from trainshort.recipes.experiments import (
+    Cell,
+    EvalProtocol,
+    Experiment,
+    Variant,
+    experiments,
+    method_name,
+    published,
+)
 
 DEMO_MULTIPLES = (1, 1.25, 1.5, 2, 4, 6, 8, 16)
 """Lengths at which the demo's models are read, as multiples of their own."""

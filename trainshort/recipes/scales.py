@@ -2,19 +2,18 @@
 
 The paper's lengths name an experiment's models at every scale ("the model trained at 512"); a scale says what takes
 their place. Within a scale only the position method and the length differ between runs: one optimizer setting, and as
-many tokens per update at every length.
+many tokens per step at every length.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
 
 from trainshort.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from trainshort.presets import presets
+from trainshort.recipes.experiments import Scale, Variant
 from trainshort.registry import Registry
-from trainshort.runs import first_name, run_name
 from trainshort.strict import Settings
 
 SETUPS = ("wikitext103", "books", "cc100")
@@ -22,63 +21,6 @@ SETUPS = ("wikitext103", "books", "cc100")
 
 LENGTHS = (64, 128, 256, 512, 1024, 1536, 2048, 3072)
 """The paper's training lengths."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One model of the paper: test bed, position method, training length as the paper has it."""
-
-    setup: str
-    position: str
-    length: int
-    seed: int = 1
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How an experiment is made smaller, or left as it is."""
-
-    name: str
-    summary: str
-    shrink: int
-    """The paper's lengths are divided by this."""
-    lengths: tuple[int, ...]
-    """The paper's training lengths that are trained at this scale; the others are left out for time."""
-    left_out: Mapping[str, tuple[int, ...]]
-    """Lengths left out in single experiments, by their names."""
-    stride_one: int
-    """Stride that takes the place of the paper's stride 1."""
-    sliding_tokens: int | None
-    """Tokens of text scored by sliding windows; None: all."""
-    eval_tokens: int | None
-    """Tokens of text scored without overlap; None: all."""
-    longest: int
-    """Longest length that is read at this scale."""
-    build: Callable[[Variant], RunConfig]
-    split: str = "valid"
-    """Split on which perplexities are reported, where a cell names none: validation's, as the paper has it, unless the
-    recipe was chosen by that."""
-    gpus: int = 0
-    """GPUs that a model of this scale wants where a cluster trains it."""
-    stand_in: bool = False
-    """Whether one small corpus stands for all three test beds."""
-
-    def length(self, paper: int) -> int:
-        """What a length of the paper is here: at the laptop, 512 is 128."""
-        return max(1, round(paper / self.shrink))
-
-    def stride(self, paper: int | None) -> int | None:
-        if paper is None:
-            return None
-        return self.stride_one if paper == 1 else self.length(paper)
-
-    def config(self, variant: Variant) -> RunConfig:
-        return self.build(variant)
-
-    def names(self, variant: Variant) -> tuple[str, str]:
-        """The name of a model's run, now and in 0.1.0."""
-        config = self.build(variant)
-        return run_name(config), first_name(config)
 
 
 def _as_the_paper(model: ModelConfig, position: str) -> ModelConfig:

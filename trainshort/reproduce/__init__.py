@@ -1,5 +1,5 @@
 """The paper as a command: what is missing is computed, what is there is kept.
 
-Reading order: tasks (what to do, what is done, and one task to its end), launchers (where several run), runner (all of
-it, with progress), plan (what it would take). recipes/experiments says what a table needs.
+Reading order: tasks (what to do, what is done, and all of it to its end, with progress), launchers (where several run),
+extras (costs, and the demo's texts), plan (what it would take). recipes/experiments says what a table needs.
 """

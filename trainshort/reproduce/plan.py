@@ -13,8 +13,8 @@ from typing import Any
 from trainshort.claims.collection import read_costs
 from trainshort.config import RunConfig
 from trainshort.recipes import recipe_name
-from trainshort.recipes.experiments import Experiment, published, reseeded
-from trainshort.recipes.scales import PAPER_GPUS, Scale, Variant
+from trainshort.recipes.experiments import Experiment, Scale, Variant, published, reseeded
+from trainshort.recipes.scales import PAPER_GPUS
 from trainshort.runs import run_name
 
 GPUS_PER_NODE = 8

@@ -1,28 +1,40 @@
-"""From tables to work: one task per model, with everything that is wanted of it, how far it is, and its way to the end.
+"""From tables to work: one task per model, with everything that is wanted of it, how far it is, and its way to the end;
+then all tasks of some experiments with one progress bar, and after them what is measured: Table 1.
 
 Tables share models (Table 5's ALiBi at 512 is Figure 1's), and at the laptop the three test beds share a corpus; tasks
-are merged by run name, so nothing is trained or evaluated twice. What is done is read from the files alone: a run is
-done when its last checkpoint is there, an evaluation when every length has a number. Progress is counted in tokens put
-through a model; one trained on costs three times one evaluated.
+are merged by run name, so nothing is trained or evaluated twice. What is done is read from the files alone, without
+torch, so that a second run is quick: a run is done when its last checkpoint is there, an evaluation when every length
+has a number. Progress is counted in tokens put through a model; one trained on costs three times one evaluated.
 """
 
-from collections.abc import Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from trainshort.claims.collection import COST_FILE, read_costs
 from trainshort.config import RunConfig
 from trainshort.evaluate.results import Query, Stored, best_step, find, rows
-from trainshort.files import make_folder, write_sealed
-from trainshort.recipes.experiments import Experiment, moments, queries, reseeded
-from trainshort.recipes.scales import Scale
+from trainshort.files import make_folder
+from trainshort.recipes.experiments import Experiment, Scale, moments, queries, reseeded
 from trainshort.runs import RunFolder, present, read_metrics, run_name
-from trainshort.terminal import new_console
+
+if TYPE_CHECKING:
+    from trainshort.reproduce.launchers import Site
 
 STEP_WEIGHT = 3
 SAMPLE = Path("samples") / "sample.json"
 REACH = Path("analysis") / "reach.json"
 SAMPLED = "demo"
 """The experiment whose models also write a text; those of its shortest length, which are read far beyond it."""
+PLAIN_SECONDS = 20.0
+"""Time between two lines when the output is not a terminal."""
 
 
 @dataclass
@@ -151,11 +163,6 @@ def last_step(folder: Path) -> int:
     return records[-1]["step"] if records else 0
 
 
-WRITTEN, TIMES = 64, (1, 4, 16)
-"""Tokens written (at most half a training length), and where: they end at so many training lengths of text."""
-TEMPERATURE, TOP_K, SEED = 0.8, 40, 1
-
-
 def work(task: Task, root: Path) -> str:
     """Train, evaluate, sample: whatever of it is missing. Interrupted at any moment, the next call goes on."""
     train_model(task, root)
@@ -183,24 +190,13 @@ def evaluate_model(task: Task, root: Path) -> None:
             at = replace(query, step=step)
             # The best one is the run itself: its evaluations lie in one file, and must go on being the run's.
             _evaluate(folder if step == best else checkpoint, at, missing(found, at, lengths))
-    sample = folder / SAMPLE
-    if task.sample and not sample.exists():
-        _write_sample(folder, sample)
-    if task.sample and not (folder / REACH).exists():
-        _reach(folder)
+    if task.sample:
+        from trainshort.reproduce.extras import measure_reach, write_sample
 
-
-def _reach(folder: Path) -> None:
-    """How far each head looks, by `trainshort analyze`."""
-
-    from trainshort.analyze.lab import Lab, analyze
-    from trainshort.evaluate.target import RunTarget
-    from trainshort.evaluate.text import open_text
-
-    target = RunTarget(folder)
-    text = open_text(target, ())
-    lab = Lab(target, text.tokens, target.config.train.length)
-    analyze(lab, text, ["reach"], new_console(quiet=True))
+        if not (folder / SAMPLE).exists():
+            write_sample(folder, folder / SAMPLE)
+        if not (folder / REACH).exists():
+            measure_reach(folder)
 
 
 def _evaluate(path: Path, query: Query, lengths: list[int]) -> None:
@@ -217,40 +213,97 @@ def _evaluate(path: Path, query: Query, lengths: list[int]) -> None:
     evaluate(target, text, Sweep(text.tokens, lengths, query.stride), picture=False)
 
 
-def _write_sample(run: Path, path: Path) -> None:
-    """Continue the test text where so much of it was read that the last token written stands at 1, 4 and 16 times the
-    training length; each token with the model's own surprise at it."""
-    import numpy as np
-    import torch
+def reproduce(
+    assignment: Assignment,
+    root: Path,
+    *,
+    launcher: str = "local",
+    jobs: int | None = None,
+    site: "Site | None" = None,
+    console: Console,
+) -> None:
+    """Compute what is missing under `root`, here or on a cluster."""
+    todo = [task for task in assignment.tasks if not finished(root, task)]
+    kept = len(assignment.tasks) - len(todo)
+    if kept:
+        console.print(f"{kept} of {len(assignment.tasks)} models are done already, in {root}.", highlight=False)
+    if todo:
+        with _progress(todo, root, console) as done:
+            if launcher == "local":
+                run_here(todo, root, done, jobs)
+            else:
+                from trainshort.reproduce.launchers import Site, run_on_cluster
 
-    from trainshort.data.of_run import open_own
-    from trainshort.evaluate.target import RunTarget
-    from trainshort.generate import stream
-    from trainshort.machine import provenance
+                run_on_cluster(todo, root, done, site or Site(gpus=assignment.scale.gpus))
+    if missing_costs(assignment, root):
+        from trainshort.reproduce.extras import measure_costs
 
-    target = RunTarget(run)
-    text = open_own(run, target.config.data).split("test")
-    length, tokenizer = target.config.train.length, target.tokenizer()
-    count = max(1, min(WRITTEN, length // 2))
-    settings = {"temperature": TEMPERATURE, "top_k": min(TOP_K, target.vocabulary), "seed": SEED}
-    passages = []
-    for end in (times * length for times in TIMES if times * length <= len(text)):
-        prompt = np.asarray(text[: end - count]).astype(np.int64)
-        # Without a tokenizer nothing stops the stream early: an end of text is a token like any other here.
-        made = list(stream(target.model, prompt, tokens=count, **settings))
-        ids = [token.id for token in made]
-        read = [tokenizer.decode(ids[:number]) for number in range(count + 1)]
-        written = [
-            [after[len(before) :], -token.logprob] for before, after, token in zip(read, read[1:], made, strict=False)
-        ]
-        passages.append({"end": end, "given": tokenizer.decode(prompt[-count:]), "written": written})
-    record = {
-        "format": 2,
-        "run": run.name,
-        "trained_at": length,
-        "settings": settings,
-        "passages": passages,
-        "provenance": provenance(threads=torch.get_num_threads()),
-    }
-    make_folder(path.parent)
-    write_sealed(path, record)
+        console.print("Measuring speed and memory ...", highlight=False)
+        make_folder(root)
+        measure_costs(assignment.costs, root / COST_FILE, assignment.weighed, assignment.read)
+
+
+def run_here(todo: list[Task], root: Path, done: Callable[[str], None], jobs: int | None = None) -> None:
+    """On this machine, `jobs` models at a time (None: as many as serve), each with its share of the cores."""
+    from trainshort.reproduce.launchers import jobs_for, run_side_by_side  # which import this file
+
+    jobs = min(len(todo), jobs or jobs_for(len(todo)))
+    if jobs > 1:
+        run_side_by_side(todo, root, done, jobs)
+        return
+    for task in todo:
+        done(work(task, root))
+
+
+def missing_costs(assignment: Assignment, root: Path) -> bool:
+    """Whether a wanted cost was not measured yet; told without torch."""
+    return bool(assignment.costs and assignment.costs.keys() - read_costs(root).keys())
+
+
+@contextmanager
+def _progress(todo: list[Task], root: Path, console: Console) -> Iterator:
+    """The bar follows the files that training and evaluation write, so it serves a cluster as well."""
+    stop = threading.Event()
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), TextColumn("{task.percentage:>3.0f} %"))
+    live = Progress(*columns, TimeRemainingColumn(compact=True), console=console, disable=not console.is_terminal)
+    bar = live.add_task(f"{len(todo)} models", total=1.0)
+    begun = time.monotonic()
+    first = _fraction(todo, root)
+    finished: list[str] = []
+
+    def follow() -> None:
+        next_line = begun + PLAIN_SECONDS
+        while not stop.wait(1.0):
+            fraction = _fraction(todo, root)
+            live.update(bar, completed=fraction, description=f"{len(finished)} of {len(todo)} models")
+            if not console.is_terminal and time.monotonic() >= next_line:
+                next_line = time.monotonic() + PLAIN_SECONDS
+                console.print(_line(fraction, first, begun, len(finished), len(todo)), highlight=False)
+
+    watcher = threading.Thread(target=follow, daemon=True)
+
+    def done(name: str) -> None:
+        finished.append(name)
+        console.print(f"{name} is done ({len(finished)} of {len(todo)}).", highlight=False)
+
+    with live:
+        watcher.start()
+        try:
+            yield done
+        finally:
+            stop.set()
+            watcher.join()
+
+
+def _fraction(todo: list[Task], root: Path) -> float:
+    shares = [share(root, task) for task in todo]
+    return sum(share.done for share in shares) / max(1.0, sum(share.total for share in shares))
+
+
+def _line(fraction: float, first: float, begun: float, finished: int, count: int) -> str:
+    """`37 % of all, 1 of 4 models done, about 0:05:10 left`"""
+    left = ""
+    if fraction > first:
+        seconds = int((time.monotonic() - begun) * (1 - fraction) / (fraction - first))
+        left = f", about {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
+    return f"{fraction:.0%} of all, {finished} of {count} models done{left}"

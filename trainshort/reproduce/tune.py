@@ -19,7 +19,8 @@ from typing import Any
 
 from trainshort.config import RunConfig
 from trainshort.files import make_folder, read_sealed, write_sealed
-from trainshort.recipes.scales import LAPTOP_STEP, Variant, Way, laptop
+from trainshort.recipes.experiments import Variant
+from trainshort.recipes.scales import LAPTOP_STEP, Way, laptop
 from trainshort.reproduce.tasks import Task, trained
 from trainshort.runs import RunFolder, read_metrics, run_name
 

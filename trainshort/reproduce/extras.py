@@ -1,4 +1,4 @@
-"""Table 1's speeds and memories.
+"""What is made beside training and evaluating: Table 1's speeds and memories, and the demo's texts and reach of heads.
 
 Speeds are taken in rounds, one step of each configuration after the other, so that whatever else the machine does
 falls on all of them alike, and two of them are compared round by round. Memory is the peak above what the program had
@@ -10,16 +10,22 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from trainshort.analyze.lab import Lab, analyze
 from trainshort.bench.measure import Timing, alone, in_turns
 from trainshort.bench.rig import Rig
 from trainshort.claims.collection import COST_FORMAT, read_costs
 from trainshort.config import RunConfig
-from trainshort.evaluate.target import pick_device
-from trainshort.files import write_sealed
+from trainshort.data.of_run import open_own
+from trainshort.evaluate.target import RunTarget, pick_device
+from trainshort.evaluate.text import open_text
+from trainshort.files import make_folder, write_sealed
+from trainshort.generate import stream
 from trainshort.machine import provenance
 from trainshort.reproduce.launchers import cores
+from trainshort.terminal import new_console
 
 TOGETHER = 1024
 """Configurations of up to so many tokens a sequence take turns with each other; longer ones with those of their length,
@@ -88,3 +94,47 @@ def _memories(configs: dict[str, RunConfig], device: str) -> dict[str, list[int]
         name: [peak for other, peak in zip(names, found, strict=True) if other == name and peak is not None]
         for name in configs
     }
+
+
+WRITTEN, TIMES = 64, (1, 4, 16)
+"""Tokens written (at most half a training length), and where: they end at so many training lengths of text."""
+TEMPERATURE, TOP_K, SEED = 0.8, 40, 1
+
+
+def write_sample(run: Path, path: Path) -> None:
+    """Continue the test text where so much of it was read that the last token written stands at 1, 4 and 16 times the
+    training length; each token with the model's own surprise at it."""
+    target = RunTarget(run)
+    text = open_own(run, target.config.data).split("test")
+    length, tokenizer = target.config.train.length, target.tokenizer()
+    count = max(1, min(WRITTEN, length // 2))
+    settings = {"temperature": TEMPERATURE, "top_k": min(TOP_K, target.vocabulary), "seed": SEED}
+    passages = []
+    for end in (times * length for times in TIMES if times * length <= len(text)):
+        prompt = np.asarray(text[: end - count]).astype(np.int64)
+        # Without a tokenizer nothing stops the stream early: an end of text is a token like any other here.
+        made = list(stream(target.model, prompt, tokens=count, **settings))
+        ids = [token.id for token in made]
+        read = [tokenizer.decode(ids[:number]) for number in range(count + 1)]
+        written = [
+            [after[len(before) :], -token.logprob] for before, after, token in zip(read, read[1:], made, strict=False)
+        ]
+        passages.append({"end": end, "given": tokenizer.decode(prompt[-count:]), "written": written})
+    record = {
+        "format": 2,
+        "run": run.name,
+        "trained_at": length,
+        "settings": settings,
+        "passages": passages,
+        "provenance": provenance(threads=torch.get_num_threads()),
+    }
+    make_folder(path.parent)
+    write_sealed(path, record)
+
+
+def measure_reach(folder: Path) -> None:
+    """How far each head looks, by `trainshort analyze`."""
+    target = RunTarget(folder)
+    text = open_text(target, ())
+    lab = Lab(target, text.tokens, target.config.train.length)
+    analyze(lab, text, ["reach"], new_console(quiet=True))
