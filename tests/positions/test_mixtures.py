@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from trainshort import alibi
-from trainshort.attention import LinearBias
+from trainshort.attention import ClockBias, DenseBias, DistanceBias, LinearBias
 from trainshort.cache import Cache
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
 from trainshort.model import TransformerLM
-from trainshort.positions import ScoreGrowth
+from trainshort.positions import ScoreGrowth, for_heads
 
 INSIDE = ["alibi", "rotary", "t5", "kerple", "fox", "fire"]
 
@@ -132,3 +132,26 @@ def test_mixtures_that_do_not_add_up(changes, said):
     with pytest.raises(InputError) as told:
         tiny(**changes)
     assert said in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "heads_at"), [(LinearBias, (4,), 0), (DistanceBias, (4, 5), 0), (ClockBias, (2, 4, 5), 1)]
+)
+def test_plain_heads_have_nothing_on_either_side(kind, shape, heads_at):
+    """The right side of an encoder's bias is kept, and a head that would be blind there sees it."""
+    left, right = torch.rand(shape) + 1, torch.full(shape, math.inf)
+    both = for_heads(kind(left, right), ModelConfig(vocabulary=64, heads=4, width=32, plain_heads=1))
+    for found, given in ((both.values, left), (both.right, right)):
+        assert torch.equal(found.narrow(heads_at, 0, 3), given.narrow(heads_at, 0, 3))
+        assert found.narrow(heads_at, 3, 1).eq(0).all()
+
+
+def test_plain_heads_of_a_written_bias_and_of_one_that_nobody_knows():
+    config = ModelConfig(vocabulary=64, heads=4, width=32, plain_heads=1)
+    written = for_heads(DenseBias(torch.ones(2, 4, 3, 3)), config)
+    assert written.values[:, :3].eq(1).all()
+    assert written.values[:, 3].eq(0).all()
+    with pytest.raises(
+        InputError, match="bias must be LinearBias, DistanceBias, ClockBias, DenseBias or None, got str"
+    ):
+        for_heads("falling", config)

@@ -26,6 +26,7 @@ beginning and the rows of a batch can stand at different places.
 """
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from trainshort.attention import Bias, ClockBias, DenseBias, DistanceBias, LinearBias
+from trainshort.attention.call import unknown_bias
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
 from trainshort.methods import Method, MethodSettings, NoSettings, methods, settings_of
@@ -158,17 +160,13 @@ def for_heads(bias: Bias | None, config: ModelConfig) -> Bias | None:
     """A bias with nothing in it for the heads that shall know no positions, the last ones."""
     if bias is None or not config.plain_heads:
         return bias
-    keeps = torch.ones(config.heads, device=bias.values.device)
-    keeps[config.heads - config.plain_heads :] = 0
-    match bias:
-        case LinearBias(slopes):
-            return LinearBias(slopes * keeps)
-        case DistanceBias(table, right):
-            return DistanceBias(table * keeps[:, None], None if right is None else right * keeps[:, None])
-        case ClockBias(clock):
-            return ClockBias(clock * keeps[:, None])
-        case DenseBias(values):
-            return DenseBias(values * keeps[:, None, None])
+    if not isinstance(bias, Bias):
+        raise unknown_bias(bias)
+    after = {LinearBias: 0, DistanceBias: 1, ClockBias: 1, DenseBias: 2}[type(bias)]  # dimensions behind the heads
+    knows = torch.arange(config.heads, device=bias.values.device) < config.heads - config.plain_heads
+    knows = knows.view(-1, *[1] * after)
+    sides = {field.name: getattr(bias, field.name) for field in fields(bias)}
+    return replace(bias, **{name: torch.where(knows, x, 0) for name, x in sides.items() if x is not None})
 
 
 class Positions(Registry[type[PositionMethod]]):
