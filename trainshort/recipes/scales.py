@@ -137,9 +137,9 @@ def paper(variant: Variant) -> RunConfig:
 
 
 def _wikitext(variant: Variant) -> RunConfig:
-    """286,000 updates of Nesterov momentum on 8 GPUs; BookCorpus by the same recipe, with a plain tied vocabulary."""
+    """286,000 steps of Nesterov momentum on 8 GPUs; BookCorpus by the same recipe, with a plain tied vocabulary."""
     books = variant.setup == "books"
-    # At 2,048 the released command fits 4 sequences in 9,216 tokens, so an update has 65,536; elsewhere 73,728.
+    # At 2,048 the released command fits 4 sequences in 9,216 tokens, so a step has 65,536; elsewhere 73,728.
     batch = 32 if variant.length == 2048 else PAPER_TOKENS // variant.length
     return RunConfig(
         # A sub-word vocabulary has the size of its tokenizer.json, so the data gives it.
@@ -177,7 +177,7 @@ CC100_TOKENS = 2_097_152
 
 
 def _cc100(variant: Variant) -> RunConfig:
-    """50,000 updates on 128 GPUs; optimizer and batch follow BASE Layers, since the paper does not give them."""
+    """50,000 steps on 128 GPUs; optimizer and batch follow BASE Layers, since the paper does not give them."""
     return RunConfig(
         model=presets.get("cc100")().replace(position=variant.position, vocabulary=0),
         data=DataConfig(corpus="cc100", tokenizer="gpt2/tokenizer.json", vocabulary=51_200),
