@@ -9,8 +9,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainshort import products
-from trainshort.products import linear, product
+from trainshort import vocabulary
+from trainshort.vocabulary import linear, product
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch):
     """Also on processors where MKL is as quick, and for small numbers."""
-    monkeypatch.setattr(products, "is_quicker", lambda: True)
-    monkeypatch.setattr(products, "WORTH_IT", 0)
+    monkeypatch.setattr(vocabulary, "is_quicker", lambda: True)
+    monkeypatch.setattr(vocabulary, "WORTH_IT", 0)
 
 
 class Counted(TorchDispatchMode):
@@ -142,9 +142,9 @@ def test_transforms_follow_torch_s_own_operations():
 
 def test_where_it_is_not_quicker_nothing_changes(monkeypatch):
     layer, x = nn.Linear(24, 40), torch.randn(9, 24)
-    monkeypatch.setattr(products, "is_quicker", lambda: False)
+    monkeypatch.setattr(vocabulary, "is_quicker", lambda: False)
     assert calls_of(lambda: product(layer, x)) == 0
-    monkeypatch.setattr(products, "is_quicker", lambda: True)
-    monkeypatch.setattr(products, "WORTH_IT", 9 * 24 * 40 + 1)
+    monkeypatch.setattr(vocabulary, "is_quicker", lambda: True)
+    monkeypatch.setattr(vocabulary, "WORTH_IT", 9 * 24 * 40 + 1)
     assert calls_of(lambda: product(layer, x)) == 0
     assert torch.equal(product(layer, x), layer(x))

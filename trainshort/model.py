@@ -20,8 +20,7 @@ from trainshort.config import IGNORED, ModelConfig
 from trainshort.errors import InputError
 from trainshort.masking import refuse_encoder
 from trainshort.positions import LayerInput, PositionMethod, ScoreGrowth, build_position, for_heads
-from trainshort.products import product
-from trainshort.vocabulary import build_vocabulary
+from trainshort.vocabulary import build_vocabulary, product
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,

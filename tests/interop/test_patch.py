@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 from hugging import LENGTH, WORDS, make, off, right, unrounded  # noqa: E402
 
 import trainshort  # noqa: E402
-from trainshort import InputError, patch, products, unpatch  # noqa: E402
+from trainshort import InputError, patch, unpatch, vocabulary  # noqa: E402
 from trainshort.interop import families  # noqa: E402
 
 KINDS = {
@@ -215,7 +215,7 @@ def test_feed_forward_layers_go_in_slices_without_gradients(kind, monkeypatch):
         sliced = model(text).logits
     assert 0 < largest.numbers <= 512 * wide
     monkeypatch.setattr(
-        products, "is_quicker", lambda: False
+        vocabulary, "is_quicker", lambda: False
     )  # a layer with hooks is called, and would be rounded apart
     with torch.enable_grad():
         whole = model(text).logits

@@ -27,7 +27,7 @@ from trainshort.bench.peers import GREEDY
 from trainshort.bench.suites import PatchPlan, wants_memory
 from trainshort.interop.patch import patch, put_in
 from trainshort.presets import presets
-from trainshort.products import product
+from trainshort.vocabulary import product
 
 MODELS = ("mpt", "patched")
 BARE = "without attention"

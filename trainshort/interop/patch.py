@@ -21,7 +21,7 @@ from trainshort.errors import InputError
 from trainshort.interop.families import FAMILIES, Family, original_class, put_around, take_back
 from trainshort.interop.patched import ROWS
 from trainshort.interop.seen import SETTINGS, PatchSettings
-from trainshort.products import is_quicker
+from trainshort.vocabulary import is_quicker
 
 TOKENS = 10
 """Of the probe's longer text; the other has fewer, with padding in front."""

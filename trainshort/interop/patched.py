@@ -12,7 +12,7 @@ from trainshort.alibi import distances
 from trainshort.attention import LinearBias, attend
 from trainshort.interop.seen import Method, Seen
 from trainshort.positions.bias import clamped
-from trainshort.products import product, watched
+from trainshort.vocabulary import product, watched
 
 ROWS = 512
 """Tokens that a feed-forward layer takes at once without gradients: its wide tensors then stay in the cache, and large
