@@ -9,13 +9,15 @@ import torch
 from test_streaming import logprobs, make_model
 
 import trainshort
-from trainshort import Cache
+from trainshort import Cache, InputError
+from trainshort.attention import LinearBias
 from trainshort.cache import BoundedCache, WindowCache
 from trainshort.cache.ring import unavailable
 from trainshort.config import AdaptiveConfig
 from trainshort.evaluate.changes import Change, changed
 from trainshort.generate import one_row
 from trainshort.generate.one_row import RowModel
+from trainshort.positions import PositionMethod
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
 
@@ -221,3 +223,33 @@ def test_a_cache_that_only_attends_is_left_to_the_model():
     with torch.inference_mode():
         assert made.scores(5, cache) is None
     assert cache.length == 0
+
+
+class FromTheThirdKeyOn(PositionMethod):
+    """No bias while there are two keys."""
+
+    def score_bias(self, length):
+        return None if length < 3 else LinearBias(torch.ones(6))
+
+
+class FlatterWithLength(PositionMethod):
+    """Linear at every length, by other slopes."""
+
+    def score_bias(self, length):
+        return LinearBias(torch.ones(6) / length)
+
+
+@pytest.mark.parametrize("method", [FromTheThirdKeyOn, FlatterWithLength])
+def test_a_bias_that_depends_on_the_length_is_the_models_at_every_token(method):
+    """Asked at one token alone, the first seemed to have no bias and the second to be ALiBi."""
+    model = make_model()
+    model.position = method(model.config, None)
+    assert "compiled layers have no bias that is not linear" in (one_row.lacks(model) or "")
+    assert not model.position.bounds_the_past()
+    read = [3, 1, 4, 1, 5]
+    made = list(trainshort.stream(model, read, tokens=12, temperature=0))
+    for token in made:
+        assert token.id == int(model(torch.tensor([read]))[0, -1].argmax())
+        read.append(token.id)
+    with pytest.raises(InputError, match="bounded"):
+        next(trainshort.stream(model, read, tokens=3, mode="bounded"))

@@ -216,7 +216,7 @@ def lacks(model: TransformerLM) -> str | None:
         f"engine {config.backend}": config.backend != "auto",
         "biases that look at the text": position.reads_text() and position.gate(0) is None,
         "turned queries and keys": position.rotates(),
-        "bias that is not linear": not (position.linear_slopes() is not None or position.score_bias(1) is None),
+        "bias that is not linear": position.adds_bias() and position.linear_slopes() is None,
     }
     return next((f"compiled layers have no {name}" for name, set_ in settings.items() if set_), None)
 

@@ -40,6 +40,9 @@ from trainshort.errors import InputError
 from trainshort.methods import Method, MethodSettings, NoSettings, methods, settings_of
 from trainshort.registry import Registry
 
+FAR = 4099
+"""A length at which a bias is looked at beside that of one token, to see whether its slopes depend on it."""
+
 
 class LayerInput(NamedTuple):
     """What a layer reads: all that a bias may depend on which depends on the text."""
@@ -123,17 +126,26 @@ class PositionMethod(nn.Module):
     def reads_text(cls) -> bool:
         return cls.text_bias is not PositionMethod.text_bias
 
+    @classmethod
+    def adds_bias(cls) -> bool:
+        """Whether it opens the third door without looking at the text."""
+        return cls.score_bias is not PositionMethod.score_bias and not cls.reads_text()
+
     def bounds_the_past(self) -> bool:
         """Whether its bias bounds what far tokens can weigh, so that they can be forgotten with a promise."""
         return self.keeps_clock or (self.linear_slopes() is not None and not self.rotates())
 
     def linear_slopes(self) -> Float[Tensor, " heads"] | None:
-        """The slopes of a bias that falls linearly with distance; None for any other, and for no bias.
+        """The slopes of a bias that falls linearly with distance, by the same slopes however long the text is; None for
+        any other, and for no bias.
 
         They are the method's own tensor where it keeps one, so that changing it changes the bias.
         """
-        bias = None if self.reads_text() else self.score_bias(1)
-        return bias.slopes if isinstance(bias, LinearBias) else None
+        bias = self.score_bias(1) if self.adds_bias() else None
+        if not isinstance(bias, LinearBias):
+            return None
+        far = self.score_bias(FAR)
+        return bias.slopes if isinstance(far, LinearBias) and torch.equal(bias.slopes, far.slopes) else None
 
     def check_length(self, length: int) -> None:
         """Refuse an input past the longest; a method with no limit has nothing to check."""
