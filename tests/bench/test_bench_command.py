@@ -175,9 +175,10 @@ def test_a_run_is_recorded_as_its_model_computes(tmp_path):
     assert {row.case["inputs"] for row in stored.suites["attention"]} == {"recorded"}
 
 
-def test_what_a_trained_run_keeps_of_its_text(tmp_path):
+@pytest.mark.parametrize("position", ["alibi", "fox"])
+def test_what_a_trained_run_keeps_of_its_text(position, tmp_path):
     """At tolerance 0 everything; else fewer keys, under a certificate. A text that is shorter is read to its end."""
-    folder = make_run(tmp_path)
+    folder = make_run(tmp_path, position=position)
     shares = {}
     for tolerance in ("0", "0.01"):
         out = tmp_path / f"{tolerance}.json"
