@@ -99,6 +99,10 @@ def test_recorded_inputs_are_read_and_cut(tmp_path):
     assert torch.equal(inputs.k, recorded["k"][:, :, :50].float())
     with pytest.raises(InputError, match=r"holds 90 tokens; asked for 91\. Give shorter --lengths"):
         make_inputs(str(path), 91)
+    for other in ({name: recorded[name][0] for name in "qkv"}, {"q": recorded["q"]}):
+        save_file(other, path)
+        with pytest.raises(InputError, match=r"must hold q, k and v of one shape \(batch, heads, length, dim\)"):
+            make_inputs(str(path), 50)
 
 
 def test_scaled_inputs_have_sharper_heads():

@@ -62,11 +62,11 @@ def _read(path: Path, length: int, generator: torch.Generator) -> Inputs:
         recorded = load_file(path)
     except SafetensorError as error:
         raise InputError(f"{path} is not a whole safetensors file ({error}).") from None
-    if not {"q", "k", "v"} <= recorded.keys() or len({recorded[name].shape for name in "qkv"}) != 1:
+    shapes = {recorded[name].shape for name in "qkv" if name in recorded}
+    if not {"q", "k", "v"} <= recorded.keys() or len(shapes) != 1 or recorded["q"].dim() != 4:
         raise InputError(f"{path} must hold q, k and v of one shape (batch, heads, length, dim).")
-    if recorded["q"].dim() != 4 or recorded["q"].shape[2] < length:
-        held = tuple(recorded["q"].shape)
-        raise InputError(f"{path} holds {held[-2]} tokens; asked for {length}. Give shorter --lengths.")
+    if recorded["q"].shape[2] < length:
+        raise InputError(f"{path} holds {recorded['q'].shape[2]} tokens; asked for {length}. Give shorter --lengths.")
     q, k, v = (recorded[name][:1, :, :length].float().contiguous() for name in "qkv")
     bias: LinearBias | ClockBias = LinearBias(recorded.get("slopes", alibi.slopes(q.shape[1])))
     if "clock" in recorded:
