@@ -60,27 +60,28 @@ def test_links_between_pages_lead_somewhere():
             assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
 
 
+def run_as_written(page: str, folder: Path) -> None:
+    """Every command of a page."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    blocks = re.findall(r"```console\n(.*?)```", page, flags=re.DOTALL)
+    for command in "".join(blocks).splitlines():
+        done = subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
 @pytest.mark.slow
 def test_my_text_my_method_my_curve(tmp_path):
     page = text("own-method.md")
     (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     (tmp_path / "sqrt_alibi.py").write_text(code, encoding="utf-8")
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    commands = [
-        line for block in re.findall(r"```console\n(.*?)```", page, flags=re.DOTALL) for line in block.splitlines()
-    ]
-    for command in commands:
-        done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    run_as_written(page, tmp_path)
     report = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
     assert "sqrt-alibi" in report
 
 
 @pytest.mark.slow
 def test_the_first_hour_runs_as_written(tmp_path):
-    (block,) = re.findall(r"```console\n(.*?)```", text("first-hour.md"), flags=re.DOTALL)
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    for command in block.splitlines():
-        done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    page = text("first-hour.md")
+    assert page.count("```console\n") == 1
+    run_as_written(page, tmp_path)
     assert (tmp_path / "report" / "index.html").exists()

@@ -29,7 +29,7 @@ def test_contestants_compute_the_same():
     for name in names:
         if name == PLAIN:
             continue
-        function = contestant(name, heads=8, dim=64, tolerance=1e-6)
+        function = contestant(name, inputs, tolerance=1e-6)
         given = inputs.with_clock() if name == "clock" else inputs
         torch.testing.assert_close(passes(function, given, backward=False)(), expected, atol=1e-5, rtol=1e-4, msg=name)
         grads = passes(function, given, backward=True)()
@@ -52,7 +52,7 @@ def test_a_clock_of_the_text_is_computed_alike_by_all_that_know_clocks():
     assert names == ["plain", "windowed", "windowed-torch", "written-mask"]
     expected = attend(inputs.q, inputs.k, inputs.v, bias=inputs.bias, backend="reference")
     for name in names[1:]:
-        function = contestant(name, heads=8, dim=64, tolerance=1e-6)
+        function = contestant(name, inputs, tolerance=1e-6)
         torch.testing.assert_close(passes(function, inputs, backward=False)(), expected, atol=1e-5, rtol=1e-4, msg=name)
         assert all(grad is not None for grad in passes(function, inputs, backward=True)())
 
@@ -99,6 +99,10 @@ def test_recorded_inputs_are_read_and_cut(tmp_path):
     assert torch.equal(inputs.k, recorded["k"][:, :, :50].float())
     with pytest.raises(InputError, match=r"holds 90 tokens; asked for 91\. Give shorter --lengths"):
         make_inputs(str(path), 91)
+    for other in ({name: recorded[name][0] for name in "qkv"}, {"q": recorded["q"]}):
+        save_file(other, path)
+        with pytest.raises(InputError, match=r"must hold q, k and v of one shape \(batch, heads, length, dim\)"):
+            make_inputs(str(path), 50)
 
 
 def test_scaled_inputs_have_sharper_heads():

@@ -6,29 +6,18 @@ of the ratio within a round.
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from trainshort.attention import ClockBias, attend
 from trainshort.attention.windowed_torch import PANEL
-from trainshort.bench.measure import (
-    Benchmark,
-    Progress,
-    Timing,
-    alone,
-    can_measure_memory,
-    in_turns,
-    matmul_rate,
-    megabytes,
-    peak_during,
-)
-from trainshort.bench.measurements import RATIO, Measure, Measurement
+from trainshort.bench.measure import Benchmark, Progress, in_turns, matmul_rate, peak_during, peaks
+from trainshort.bench.measurements import Case, Measure, Measurement, megabytes, percent, ratio
 from trainshort.bench.peers import CLOCK, LIMIT, PLAIN, Attend, chosen, contestant
-from trainshort.bench.recorded import Inputs, make_inputs
+from trainshort.bench.recorded import MADE_UP, Inputs, make_inputs
 from trainshort.bench.suites import AttentionPlan, wants_memory
-from trainshort.machine import resident_memory
 
 CHECKED = 64
 """Last rows that are compared with float64, because the oracle writes scores out."""
@@ -40,71 +29,59 @@ EVERY = 17
 """One panel in so many is asked what it needs."""
 
 
-def benchmarks(plan: AttentionPlan, source: str, label: str) -> list[Benchmark]:
-    """One per length. `source` is what `make_inputs` reads, `label` what the rows call it."""
+def benchmarks(plan: AttentionPlan, source: str) -> list[Benchmark]:
+    """One per length. `source` is what `make_inputs` reads."""
+    label = source if source in MADE_UP else "recorded"
     make_inputs(source, max(plan.lengths))  # inputs that are too short should not be noticed after an hour
     return [
-        Benchmark(
-            f"attention at {length:,} tokens, {label} inputs",
-            lambda progress, length=length: measure(plan, source, label, length, progress),
-        )
+        Benchmark(f"attention at {length:,} tokens, {label} inputs", partial(measure, plan, source, label, length))
         for length in plan.lengths
     ]
 
 
 def measure(plan: AttentionPlan, source: str, label: str, length: int, progress: Progress) -> list[Measurement]:
-    inputs = make_inputs(source, length)
-    heads, dim = inputs.q.shape[1], inputs.q.shape[3]
-    causal = plan.sides == "left"
+    inputs, causal = make_inputs(source, length), plan.sides == "left"
     if plan.measure == "work":  # what depends on the inputs alone, on however busy a machine
-        case: dict[str, str | int] = {"inputs": label, "engine": "windowed", "tokens": length}
+        case: Case = {"inputs": label, "engine": "windowed", "tokens": length}
         return [Measurement(case=case, measured=work(inputs, plan.tolerance))]
     names = chosen(plan.engines, inputs, progress, causal)
-    functions = {name: contestant(name, heads, dim, plan.tolerance, causal) for name in names}
+    functions = {name: contestant(name, inputs, plan.tolerance, causal) for name in names}
     given = {name: inputs.with_clock() if name == CLOCK else inputs for name in names}
     rounds = plan.rounds or (9 if length <= 4096 else 5 if length <= LIMIT else 3)
     warmup = 1 if length <= LIMIT else 0
-    timings: dict[str, dict[str, Timing]] = {}
-    for kind, backward in (("forward", False), ("forward + backward", True)):
+    timings = {}
+    for kind in ("forward", "forward + backward"):
         progress.note(f"{kind}, {rounds} rounds of {', '.join(names)}")
-        turns = {name: passes(function, given[name], backward) for name, function in functions.items()}
+        turns = {name: passes(functions[name], given[name], kind != "forward") for name in names}
         timings[kind] = in_turns(turns, rounds, warmup, progress)
     rate = matmul_rate(0.5)
-    memory = _memory(names, plan, source, length, progress)
+    asked = {"source": source, "length": length, "tolerance": plan.tolerance, "causal": causal}
+    tasks = {name: asked | {"name": name} for name in names if wants_memory(plan, length)}
+    memory = peaks("attention", tasks, progress)
     progress.note("error against float64, and work against other bounds")
     work_left = work(inputs, plan.tolerance) if "windowed" in names and plan.tolerance and causal else {}
     rows = []
-    for name, function in functions.items():
+    for name in names:
         measured: dict[str, Measure] = {}
         for kind, short in (("forward", "to plain"), ("forward + backward", "both to plain")):
-            measured[kind] = timings[kind][name].per(1)
-            measured[short] = timings[kind][name].to(timings[kind][PLAIN])
-        measured |= memory.get(name, {})
+            measured |= {kind: timings[kind][name].per(1), short: timings[kind][name].to(timings[kind][PLAIN])}
+        if name in memory:
+            measured["peak"] = megabytes(memory[name]["peak"])
+            measured["peak to plain"] = ratio(memory[name]["peak"], memory[PLAIN]["peak"], "lower")
+            measured["own memory"] = megabytes(memory[name]["own"])
         measured |= work_left if name == "windowed" else {}
-        work_share = 100 * flops(inputs, causal) * 1e3 / measured["forward"].value / rate
-        measured["of matmul rate"] = Measure(value=work_share, unit="%", better="higher")
-        measured["error"] = Measure(value=error(function, given[name], name == PLAIN, causal), better="lower")
-        seconds = {kind: tuple(by_name[name].seconds) for kind, by_name in timings.items()}
-        rows.append(
-            Measurement(
-                case={"inputs": label, "engine": name, "tokens": length} | ({} if causal else {"sides": "both"}),
-                measured=measured,
-                seconds=seconds,
-            )
-        )
+        measured["of matmul rate"] = percent(1e3 * flops(inputs, causal) / measured["forward"].value, rate, "higher")
+        measured["error"] = Measure(value=error(functions[name], given[name], name == PLAIN, causal), better="lower")
+        case = {"inputs": label, "engine": name, "tokens": length} | ({} if causal else {"sides": "both"})
+        seconds = {kind: by_name[name].seconds for kind, by_name in timings.items()}
+        rows.append(Measurement(case=case, measured=measured, seconds=seconds))
     return rows
 
 
 def passes(function: Attend, inputs: Inputs, backward: bool) -> Callable[[], object]:
     """One pass, as a function without arguments."""
     if not backward:
-
-        def forward_only() -> object:
-            with torch.no_grad():
-                return function(inputs.q, inputs.k, inputs.v, inputs.bias)
-
-        return forward_only
-
+        return torch.no_grad()(lambda: function(inputs.q, inputs.k, inputs.v, inputs.bias))
     q, k, v = leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     bias = inputs.bias
     if isinstance(bias, ClockBias):
@@ -141,9 +118,9 @@ def work(inputs: Inputs, tolerance: float) -> dict[str, Measure]:
     ours = (rows - first[0][:, rows // PANEL] + 1).double().sum() / _causal_pairs(inputs)
     theirs, (needed, in_blocks) = acp_work(inputs, tolerance, scale), needed_work(inputs, tolerance)
     shares = {"work": float(ours), "work by ACP": theirs, "work needed": needed, "work needed in blocks": in_blocks}
-    found = {name: Measure(value=100 * share, unit="%", better="lower") for name, share in shares.items()}
+    found = {name: percent(share, 1, "lower") for name, share in shares.items()}
     for name, other in (("work to ACP", theirs), ("work to needed", needed), ("work to needed in blocks", in_blocks)):
-        found[name] = Measure(value=float(ours) / other, unit=RATIO, better="lower")
+        found[name] = ratio(float(ours), other, "lower")
     return found
 
 
@@ -151,7 +128,7 @@ def acp_work(inputs: Inputs, tolerance: float, scale: float) -> float:
     """What adaptive computation pruning (Lin et al., COLM 2025) leaves, in blocks of our kernel's sizes. Keys are out
     where c(first query of a block) − c(last key of a block) < −(2U + ln N) + ln tolerance, U = max‖q‖ · max‖k‖ · scale,
     one number a head."""
-    clock, length = _clock(inputs)[0], inputs.q.shape[2]
+    clock, length = inputs.with_clock().bias.values[0], inputs.q.shape[2]
     most = inputs.q[0].norm(dim=-1).amax(-1) * inputs.k[0].norm(dim=-1).amax(-1) * scale
     threshold = -(2 * most.double() + math.log(length)) + math.log(tolerance)
     last = torch.arange(0, length, KEYS).add(KEYS - 1).clamp(max=length - 1)
@@ -168,7 +145,7 @@ def needed_work(inputs: Inputs, tolerance: float) -> tuple[float, float]:
     row by row, and in blocks that a panel reads together, for its row that needs most."""
     length, heads = inputs.q.shape[2], inputs.q.shape[1]
     keys, totals = torch.arange(length), torch.zeros(3, dtype=torch.int64)
-    all_keys, clock = inputs.k.double().transpose(-1, -2) / math.sqrt(inputs.q.shape[3]), _clock(inputs)
+    clock, all_keys = inputs.with_clock().bias.values, inputs.k.double().mT / math.sqrt(inputs.q.shape[3])
     for start in range(0, length, EVERY * PANEL):
         rows = torch.arange(start, min(start + PANEL, length))
         scores = inputs.q[:, :, rows].double() @ all_keys + clock[:, :, rows, None] - clock[:, :, None]
@@ -179,46 +156,18 @@ def needed_work(inputs: Inputs, tolerance: float) -> tuple[float, float]:
     return float(totals[0] / totals[2]), float(totals[1] / totals[2])
 
 
-def _clock(inputs: Inputs) -> Float[Tensor, "1 heads length"]:
-    bias = inputs.with_clock().bias
-    assert isinstance(bias, ClockBias)
-    return bias.clock
-
-
 def _causal_pairs(inputs: Inputs) -> int:
     heads, length = inputs.q.shape[1:3]
     return heads * length * (length + 1) // 2
 
 
-def _memory(
-    names: list[str], plan: AttentionPlan, source: str, length: int, progress: Progress
-) -> dict[str, dict[str, Measure]]:
-    """Peak of a process that does forward and backward, to plain's, and what came on top of the inputs."""
-    if not wants_memory(plan, length) or not can_measure_memory(progress):
-        return {}
-    found: dict[str, dict[str, float]] = {}
-    for number, name in enumerate(names, start=1):
-        progress.note(f"memory of {name}, {number} of {len(names)}")
-        settings = {"tolerance": plan.tolerance, "causal": plan.sides == "left"}
-        found[name] = alone("attention", source=source, length=length, name=name, **settings)
-    plain = found[PLAIN]["peak"]
-    return {
-        name: {
-            "peak": megabytes(one["peak"]),
-            "peak to plain": Measure(value=one["peak"] / plain, unit=RATIO, better="lower"),
-            "own memory": megabytes(one["own"]),
-        }
-        for name, one in found.items()
-    }
-
-
-def peak(source: str, length: int, name: str, tolerance: float, causal: bool = True) -> dict[str, float]:
+def peak(source: str, length: int, name: str, tolerance: float, causal: bool) -> dict[str, int]:
     """Peak of forward and backward in this process, and how much of it came on top of the inputs."""
-    small = make_inputs(source, min(length, WARM))
-    function = contestant(name, small.q.shape[1], small.q.shape[3], tolerance, causal)
-    passes(function, small.with_clock() if name == CLOCK else small, True)()  # builds and loads what is loaded once
-    inputs = make_inputs(source, length)
-    work = passes(function, inputs.with_clock() if name == CLOCK else inputs, True)
-    before = resident_memory()
-    most = peak_during(work)
-    return {"peak": most, "own": max(0, most - before)}
+
+    def both(length: int) -> Callable[[], object]:
+        inputs = make_inputs(source, length)
+        function = contestant(name, inputs, tolerance, causal)
+        return passes(function, inputs.with_clock() if name == CLOCK else inputs, True)
+
+    both(min(length, WARM))()  # builds and loads what is loaded once
+    return peak_during(both(length))

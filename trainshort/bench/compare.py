@@ -2,7 +2,9 @@
 
 import json
 import sys
+from collections import Counter
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +17,8 @@ from trainshort.terminal import new_console
 
 SINGLE = 0.02
 """Spread that is allowed to a value measured once, such as peak memory."""
+Rows = dict[tuple[str, str], Measurement]
+"""Those of a result, by suite and case."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +37,10 @@ class Difference:
         return self.new.value / self.old.value - 1 if self.old.value else None
 
     @property
-    def outside(self) -> bool:
-        """Whether the two values are farther apart than their spreads together."""
-        room = sum(abs(one.value) * (SINGLE if one.spread is None else one.spread) for one in (self.old, self.new))
-        return abs(self.new.value - self.old.value) > room
-
-    @property
     def verdict(self) -> str:
-        """better, worse or changed; nothing when the change is within the spreads."""
-        if not self.outside:
+        """better, worse or changed; nothing when the two are no farther apart than their spreads together."""
+        room = sum(abs(one.value) * (SINGLE if one.spread is None else one.spread) for one in (self.old, self.new))
+        if abs(self.new.value - self.old.value) <= room:
             return ""
         if self.new.better is None:
             return "changed"
@@ -60,36 +59,36 @@ class Comparison:
     @property
     def summary(self) -> str:
         """`1 better, 2 worse by more than their spreads; 40 within them.`"""
-        counts = {word: sum(one.verdict == word for one in self.changes) for word in ("better", "worse", "changed", "")}
-        moved = [
-            f"{counts[word]} {word}" for word in ("better", "worse", "changed") if counts[word] or word != "changed"
-        ]
-        return f"{', '.join(moved)} by more than their spreads; {counts['']} within them."
+        counts = Counter(one.verdict for one in self.changes)
+        words = ("better", "worse", "changed") if counts["changed"] else ("better", "worse")
+        moved = ", ".join(f"{counts[word]} {word}" for word in words)
+        return f"{moved} by more than their spreads; {counts['']} within them."
 
 
 def compare(old: BenchResult, new: BenchResult) -> Comparison:
     """Case by case, in the order of the new result."""
-    changes, only_old, only_new = [], [], []
-    for suite in dict.fromkeys((*new.suites, *old.suites)):
-        before = {row.key: row for row in old.suites.get(suite, ())}
-        after = {row.key: row for row in new.suites.get(suite, ())}
-        only_old += [f"{suite}: {row.name}" for key, row in before.items() if key not in after]
-        only_new += [f"{suite}: {row.name}" for key, row in after.items() if key not in before]
-        for key, row in after.items():
-            if key in before:
-                changes += _changes(suite, before[key], row)
-                only_old += [
-                    f"{suite}: {row.name}: {name}" for name in before[key].measured if name not in row.measured
-                ]
-                only_new += [
-                    f"{suite}: {row.name}: {name}" for name in row.measured if name not in before[key].measured
-                ]
-    return Comparison(tuple(changes), tuple(only_old), tuple(only_new), tuple(_warnings(old, new)))
+    before, after = (
+        {(suite, row.key): row for suite, rows in one.suites.items() for row in rows} for one in (old, new)
+    )
+    changes = [
+        Difference(place[0], row.name, name, before[place].measured[name], measure)
+        for place, row in after.items()
+        for name, measure in row.measured.items()
+        if place in before and name in before[place].measured
+    ]
+    return Comparison(tuple(changes), _only(before, after), _only(after, before), tuple(_warnings(old, new)))
 
 
-def _changes(suite: str, old: Measurement, new: Measurement) -> list[Difference]:
-    shared = [name for name in new.measured if name in old.measured]
-    return [Difference(suite, new.name, name, old.measured[name], new.measured[name]) for name in shared]
+def _only(rows: Rows, others: Rows) -> tuple[str, ...]:
+    """Cases that the others do not have, and measures of the cases that they have."""
+    found = []
+    for place, row in rows.items():
+        name = f"{place[0]}: {row.name}"
+        if place in others:
+            found += [f"{name}: {measure}" for measure in row.measured if measure not in others[place].measured]
+        else:
+            found.append(name)
+    return tuple(found)
 
 
 def _warnings(old: BenchResult, new: BenchResult) -> list[str]:
@@ -163,17 +162,13 @@ def print_rows(rows: list[Measurement], title: str, console: Console) -> None:
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """What changed, suite by suite, then what only one side has."""
-    suites = dict.fromkeys(change.suite for change in comparison.changes)
-    for suite in suites:
-        table = Table(title=f"{suite}, old to new", title_justify="left")
-        for head, side in (("case", "left"), ("measure", "left"), ("old", "right"), ("new", "right"), ("", "left")):
-            table.add_column(head, justify=side)  # pyright: ignore[reportArgumentType]
-            if head == "new":
-                table.add_column("change", justify="right")
+    for suite, changes in groupby(comparison.changes, lambda change: change.suite):
+        table = Table("case", "measure", title=f"{suite}, old to new", title_justify="left")
+        for head in ("old", "new", "change"):
+            table.add_column(head, justify="right")
+        table.add_column("")
         last = None
-        for one in comparison.changes:
-            if one.suite != suite:
-                continue
+        for one in changes:
             name = "" if one.case == last else one.case
             last = one.case
             change = "" if one.relative is None else f"{100 * one.relative:+.1f} %"

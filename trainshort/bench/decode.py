@@ -8,16 +8,17 @@ and values, the size that the model's own have, are put into the caches, which t
 import resource
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from trainshort.bench import peers
-from trainshort.bench.measure import MEGABYTE, Benchmark, Progress, in_turns, megabytes
-from trainshort.bench.measurements import RATIO, Measure, Measurement, median_of
+from trainshort.bench.measure import Benchmark, Progress, in_turns
+from trainshort.bench.measurements import Case, Measure, Measurement, median_of, megabytes, percent, ratio
 from trainshort.bench.recorded import bounding
 from trainshort.bench.suites import TRAINED, DecodePlan
+from trainshort.bench.training import mpt_takes_part
 from trainshort.cache import BoundedCache, Cache
 from trainshort.config import ModelConfig
 from trainshort.data.of_run import open_own
@@ -45,11 +46,11 @@ def benchmarks(plan: DecodePlan) -> list[Benchmark]:
     """One per part."""
     shortest, prompt = min(plan.contexts), max(plan.prompts)
     known = {
-        "context": Benchmark("time per token and cache memory by context", lambda p: by_context(plan, p)),
-        "weights": Benchmark(f"against reading the weights once, context {shortest:,}", lambda p: by_weights(plan, p)),
-        "mpt": Benchmark(f"against MPT, context {prompt:,}", lambda p: against_mpt(plan, p)),
-        TRAINED: Benchmark(f"what a bounded cache keeps of the text of {plan.run}", lambda p: kept(plan, p)),
-        "endless": Benchmark(f"endless, 1 layer, width 32: {plan.tokens:,} tokens", lambda p: endless(plan, p)),
+        "context": Benchmark("time per token and cache memory by context", partial(by_context, plan)),
+        "weights": Benchmark(f"against reading the weights once, context {shortest:,}", partial(by_weights, plan)),
+        "mpt": Benchmark(f"against MPT, context {prompt:,}", partial(against_mpt, plan)),
+        TRAINED: Benchmark(f"what a bounded cache keeps of the text of {plan.run}", partial(kept, plan)),
+        "endless": Benchmark(f"endless, 1 layer, width 32: {plan.tokens:,} tokens", partial(endless, plan)),
     }
     if plan.run is not None:
         bounding(Path(plan.run), "a bounded cache")
@@ -71,6 +72,11 @@ def compiled(model: TransformerLM) -> RowModel:
     return made
 
 
+def both_caches(model: TransformerLM, plan: DecodePlan, context: int) -> dict[str, Cache]:
+    empty = {"full": Cache(), "bounded": BoundedCache(tolerance=plan.tolerance)}
+    return {kind: filled(model, cache, context) for kind, cache in empty.items()}
+
+
 @torch.inference_mode()
 def filled(model: TransformerLM, cache: Cache, context: int) -> Cache:
     """The cache after `context` made-up tokens: queries, keys and values of the model's own size, alike in all layers.
@@ -78,17 +84,15 @@ def filled(model: TransformerLM, cache: Cache, context: int) -> Cache:
     A bounded cache reads no more of them than its rings take to fill; from there on it only counts.
     """
     first, bias = cache.layer(0), model.position.score_bias(1)
-    left = min(context, SETTLED) if isinstance(cache, BoundedCache) else context
+    read = min(context, SETTLED) if isinstance(cache, BoundedCache) else context
     sizes = own_sizes(model)
-    while left:
-        count = min(left, CHUNK)
-        shape = (1, model.config.heads, count, model.config.head_width)
+    for start in range(0, read, CHUNK):
+        shape = (1, model.config.heads, min(CHUNK, read - start), model.config.head_width)
         q, k, v = (torch.randn(shape) * size for size in sizes)
         if isinstance(cache, BoundedCache):
             first.attend(q, k, v, bias=bias)
         else:
             first.append(k, v)
-        left -= count
     first.length = context
     like = torch.empty(1, model.config.key_heads, 0, model.config.head_width)
     for index in range(1, model.config.layers):
@@ -121,8 +125,7 @@ def by_context(plan: DecodePlan, progress: Progress) -> list[Measurement]:
     caches: dict[tuple[str, int], Cache] = {}
     for context in plan.contexts:
         progress.note(f"filling caches with {context:,} tokens")
-        caches["full", context] = filled(model, Cache(), context)
-        caches["bounded", context] = filled(model, BoundedCache(tolerance=plan.tolerance), context)
+        caches |= {(kind, context): cache for kind, cache in both_caches(model, plan, context).items()}
     size = {key: cache.bytes for key, cache in caches.items()}  # before the next token doubles the full one's room
     progress.note(f"{plan.rounds} rounds of {TURN} tokens with each of {len(caches)} caches")
     turns = {f"{kind} {context}": turn_of(made, cache) for (kind, context), cache in caches.items()}
@@ -136,12 +139,13 @@ def by_context(plan: DecodePlan, progress: Progress) -> list[Measurement]:
             f"to {shortest:,}": own.to(short),
             "to full": own.to(full),
             "best": Measure(value=1e3 * own.best / TURN, unit="ms", better="lower"),
-            f"best to {shortest:,}": Measure(value=own.best / short.best, unit=RATIO, better="lower"),
+            f"best to {shortest:,}": ratio(own.best, short.best, "lower"),
             "cache": megabytes(size[kind, context]),
-            "cache to full": _percent(size[kind, context], size["full", context], "lower"),
+            "cache to full": percent(size[kind, context], size["full", context], "lower"),
         }
+        case: Case = {"part": "context", "cache": kind, "context": context, "preset": plan.preset}
         note = str(cache.certificate) if isinstance(cache, BoundedCache) else ""
-        rows.append(_row("context", {"cache": kind, "context": context}, measured, plan, own.seconds, note))
+        rows.append(Measurement(case=case, measured=measured, seconds={"turns": own.seconds}, note=note))
     return rows
 
 
@@ -156,50 +160,49 @@ def by_weights(plan: DecodePlan, progress: Progress) -> list[Measurement]:
             numbers.sum()
 
     rows = []
-    for kind, cache in (("full", Cache()), ("bounded", BoundedCache(tolerance=plan.tolerance))):
+    for kind, cache in both_caches(model, plan, context).items():
         progress.note(f"{plan.rounds} rounds of {TURN} tokens and {TURN} readings, {kind} cache")
-        turns = {"read": read, "token": turn_of(made, filled(model, cache, context))}
-        timings = in_turns(turns, plan.rounds, WARMUP, progress)
-        shares = [100 * a / b for a, b in zip(timings["read"].seconds, timings["token"].seconds, strict=True)]
+        timings = in_turns({"read": read, "token": turn_of(made, cache)}, plan.rounds, WARMUP, progress)
+        once, token = timings["read"], timings["token"]
         measured = {
-            "weights": Measure(value=4 * numbers.numel() / MEGABYTE, unit="MB"),
-            "read once": timings["read"].per(TURN),
-            "time per token": timings["token"].per(TURN),
-            "of the limit": median_of(shares, "%", "higher"),
-            "best of the limit": _percent(timings["read"].best, timings["token"].best, "higher"),
+            "weights": Measure(value=4 * numbers.numel() / 2**20, unit="MB"),
+            "read once": once.per(TURN),
+            "time per token": token.per(TURN),
+            "of the limit": token.speed_of(once),
+            "best of the limit": percent(once.best, token.best, "higher"),
         }
-        case = {"cache": kind, "context": context}
-        rows.append(_row("weights", case, measured, plan, timings["token"].seconds))
+        case: Case = {"part": "weights", "cache": kind, "context": context, "preset": plan.preset}
+        rows.append(Measurement(case=case, measured=measured, seconds={"turns": token.seconds}))
     return rows
 
 
 def against_mpt(plan: DecodePlan, progress: Progress) -> list[Measurement]:
     """The same weights: the same greedy tokens after real prompts, and a token's time after a made-up past."""
-    config = presets.get(plan.preset)().replace(biases=False)
-    if not peers.takes_part(config, plan.prompts, progress):
+    context, model = max(plan.prompts), make_model(plan.preset)
+    if not mpt_takes_part(model.config, peers.PROMPT_COPIES, context, progress):
         return []
-    context = max(plan.prompts)
     room = peers.TURN * (plan.rounds + WARMUP) + peers.GREEDY
-    theirs, ours = peers.pair(make_model(plan.preset), context + room)
+    theirs, ours = peers.pair(model, context + room)
     rows = []
     for prompt in plan.prompts:
         progress.note(f"greedy tokens after a prompt of {prompt:,}")
-        same = peers.same_greedy_tokens(ours, theirs, prompt, plan.tolerance)
+        same = peers.same_greedy_tokens(theirs, partial(peers.bounded_greedy, ours, plan.tolerance), prompt)
         measured = {"same greedy tokens": Measure(value=same, unit=f"of {peers.GREEDY}", better="higher")}
-        rows.append(_row("greedy", {"prompt": prompt}, measured, plan, []))
+        case: Case = {"part": "greedy", "prompt": prompt, "preset": plan.preset}
+        rows.append(Measurement(case=case, measured=measured))
     progress.note(f"{plan.rounds} rounds of {peers.TURN} tokens with each of mpt, full, bounded")
     made = compiled(ours)
     turns = {"mpt": peers.turn_of(theirs, context)}
-    for kind, cache in (("full", Cache()), ("bounded", BoundedCache(tolerance=plan.tolerance))):
-        turns[kind] = turn_of(made, filled(ours, cache, context), peers.TURN)
+    turns |= {kind: turn_of(made, cache, peers.TURN) for kind, cache in both_caches(ours, plan, context).items()}
     timings = in_turns(turns, plan.rounds, WARMUP, progress)
     for name, timing in timings.items():
         measured = {
             "time per token": timing.per(peers.TURN),
             "speed to mpt": timing.speed_to(timings["mpt"]),
-            "best to mpt": Measure(value=timings["mpt"].best / timing.best, unit=RATIO, better="higher"),
+            "best to mpt": ratio(timings["mpt"].best, timing.best, "higher"),
         }
-        rows.append(_row("mpt", {"decoder": name, "context": context}, measured, plan, timing.seconds))
+        case = {"part": "mpt", "decoder": name, "context": context, "preset": plan.preset}
+        rows.append(Measurement(case=case, measured=measured, seconds={"turns": timing.seconds}))
     return rows
 
 
@@ -212,25 +215,25 @@ def kept(plan: DecodePlan, progress: Progress) -> list[Measurement]:
         tokens = torch.from_numpy(data.split(split)[: max(plan.contexts)].astype("int64"))[None]
         contexts = sorted({min(context, tokens.shape[1]) for context in plan.contexts})
         progress.note(f"reading {contexts[-1]:,} tokens of {split}")
-        cache = BoundedCache(tolerance=plan.tolerance)
+        cache = BoundedCache(tolerance=plan.tolerance, clocked=target.model.position.keeps_clock)
         for start, end in zip((0, *contexts), contexts, strict=False):
             for chunk in tokens[:, start:end].split(READ, dim=1):
                 target.model.hidden(chunk, cache=cache)
-            rows.append(_kept_row(cache, {"run": target.name, "split": split, "context": end}))
+            rows.append(_kept_row(cache, {"part": TRAINED, "run": target.name, "split": split, "context": end}))
     return rows
 
 
-def _kept_row(cache: BoundedCache, case: dict[str, str | int]) -> Measurement:
+def _kept_row(cache: BoundedCache, case: Case) -> Measurement:
     rings = [keys for layer in cache.windows for keys in layer]
     measured = {
-        "keys kept": _percent(sum(rings), len(rings) * cache.length, "lower"),
+        "keys kept": percent(sum(rings), len(rings) * cache.length, "lower"),
         "longest ring": Measure(value=max(rings), unit="keys"),
         "shortest ring": Measure(value=min(rings), unit="keys"),
         "cache": megabytes(cache.bytes),
         "certificate": Measure(value=cache.certificate.mass, better="lower"),
         "rows above tolerance": Measure(value=cache.certificate.above, better="lower"),
     }
-    return _row(TRAINED, case, measured, None, [], str(cache.certificate))
+    return Measurement(case=case, measured=measured, note=str(cache.certificate))
 
 
 def endless(plan: DecodePlan, progress: Progress) -> list[Measurement]:
@@ -259,34 +262,18 @@ def _endless_row(plan: DecodePlan, progress: Progress) -> Measurement:
         if number == settled:
             early = resident_memory()
     warm = seconds[min(1, len(seconds) - 1)]  # the first stretch warms up
-    growth = 100 * (resident_memory() / early - 1)
+    growth = resident_memory() - early
     cache = made.caches[0]
     assert isinstance(cache, BoundedCache)
     certificate = cache.certificate
     measured = {
         "speed": median_of([stretch / one for one in seconds], "tokens/s of processor time", "higher"),
-        "last speed to first": Measure(value=warm / seconds[-1], unit=RATIO, better="higher"),
-        "memory growth": Measure(value=growth, unit="%", better="lower"),
+        "last speed to first": ratio(warm, seconds[-1], "higher"),
+        "memory growth": percent(growth, early, "lower"),
         "peak": megabytes(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss),
         "cache": Measure(value=cache.bytes / 1024, unit="KB", better="lower"),
         "certificate": Measure(value=certificate.mass, better="lower"),
         "rows above tolerance": Measure(value=certificate.above, better="lower"),
     }
-    return _row("endless", {"tokens": count}, measured, None, seconds, str(certificate))
-
-
-def _row(
-    part: str,
-    case: dict[str, str | int],
-    measured: dict[str, Measure],
-    plan: DecodePlan | None,
-    seconds: list[float],
-    note: str = "",
-) -> Measurement:
-    """`plan` None: a part whose model no preset gives."""
-    whole: dict[str, str | int] = {"part": part, **case} | ({"preset": plan.preset} if plan else {})
-    return Measurement(case=whole, measured=measured, seconds={"turns": tuple(seconds)} if seconds else {}, note=note)
-
-
-def _percent(part: float, whole: float, better: Literal["lower", "higher"]) -> Measure:
-    return Measure(value=100 * part / whole, unit="%", better=better)
+    case: Case = {"part": "endless", "tokens": count}
+    return Measurement(case=case, measured=measured, seconds={"turns": tuple(seconds)}, note=str(certificate))

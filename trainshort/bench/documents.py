@@ -45,56 +45,59 @@ def cell(row: Measurement, name: str, *, digits: int = 2) -> str:
     """One measure: ratios with two digits, times and sizes below 100 with one, others whole."""
     if name not in row.measured:
         return ""
-    measure = row.measured[name]
-    if measure.unit == RATIO:
-        return f"{measure.value:.{digits}f} {RATIO}"
-    if measure.unit in ("ms", "MB") and measure.value < 100:
-        return f"{measure.value:.1f} {measure.unit}"
-    return f"{measure.value:,.0f} {measure.unit}".strip()
+    value, unit = row.measured[name].value, row.measured[name].unit
+    places = digits if unit == RATIO else int(unit in ("ms", "MB") and value < 100)
+    return f"{value:,.{places}f} {unit}".strip()
+
+
+def cells(row: Measurement, *names: str) -> list[str]:
+    """What a case is, such as its tokens, and its measures."""
+    case = {name: f"{value:,}" if isinstance(value, int) else value for name, value in row.case.items()}
+    return [case.get(name) or cell(row, name) for name in names]
+
+
+def times(one: float, other: float, *, digits: int = 2) -> str:
+    return f"{one / other:.{digits}f} {RATIO}"
 
 
 def origin(bench: BenchResult, name: str) -> str:
     """Where the numbers come from, and whether all of them are there."""
-    commit, stopped = (
-        str(bench.made.get("commit"))[:7],
-        "" if bench.finished else ". The run was stopped before its end",
-    )
-    return f"\n{bench.machine}, commit {commit}, `benchmarks/results/{name}.json`{stopped}.\n"
+    commit, stopped = str(bench.made.get("commit"))[:7], ". The run was stopped before its end"
+    return f"\n{bench.machine}, commit {commit}, `benchmarks/results/{name}.json`{'' if bench.finished else stopped}.\n"
 
 
-def attention(bench: BenchResult, lengths: tuple[int, ...] | None = None) -> str:
+def by_length(bench: BenchResult, engine: str = "windowed") -> dict[int, Measurement]:
+    """Rows of one engine."""
+    return {int(row.case["tokens"]): row for row in bench.suites["attention"] if row.case["engine"] == engine}
+
+
+TO_PLAIN = ("tokens", "to plain", "both to plain")
+
+
+def attention(bench: BenchResult) -> str:
     """Windowed against plain attention by length."""
-    rows = []
-    plain = {row.case["tokens"]: row for row in bench.suites["attention"] if row.case["engine"] == "plain"}
-    for row in bench.suites["attention"]:
-        tokens = row.case["tokens"]
-        if row.case["engine"] != "windowed" or (lengths and tokens not in lengths):
-            continue
-        times = [f"{tokens:,}", cell(row, "to plain"), cell(row, "both to plain")]
-        own = row.measured["own memory"].value / plain[tokens].measured["own memory"].value
-        rows.append(times if lengths else [*times, cell(row, "peak to plain"), f"{own:.2f} {RATIO}"])
-    head = "tokens | forward | forward + backward"
-    return table(head if lengths else f"{head} | peak of the process | memory of its own", rows)
+    plain, rows = by_length(bench, "plain"), []
+    for tokens, row in by_length(bench).items():
+        own, theirs = (one.measured["own memory"].value for one in (row, plain[tokens]))
+        rows.append([*cells(row, *TO_PLAIN, "peak to plain"), times(own, theirs)])
+    return table("tokens | forward | forward + backward | peak of the process | memory of its own", rows)
+
+
+def attention_short(bench: BenchResult) -> str:
+    rows = [cells(row, *TO_PLAIN) for tokens, row in by_length(bench).items() if tokens in SHORT]
+    return table("tokens | forward | forward + backward", rows)
 
 
 def both_sides(bench: BenchResult) -> str:
     """Windowed against plain attention by length, both to both sides."""
-    return table(
-        "tokens | forward | forward + backward | peak of the process",
-        [
-            [f"{tokens:,}", *(cell(row, name) for name in ("to plain", "both to plain", "peak to plain"))]
-            for tokens, row in windowed(bench).items()
-        ],
-    )
+    rows = [cells(row, *TO_PLAIN, "peak to plain") for row in by_length(bench).values()]
+    return table("tokens | forward | forward + backward | peak of the process", rows)
 
 
 def training(bench: BenchResult) -> str:
     """Position methods and MPT by length."""
-    names = ("speed", "speed to mpt", "speed to none", "peak", "peak to mpt", "of matmul rate")
-    rows = [
-        [str(row.case["model"]), f"{row.case['tokens']:,}", *(cell(row, name) for name in names)]
-        for row in bench.suites["training"]
-    ]
+    names = ("model", "tokens", "speed", "speed to mpt", "speed to none", "peak", "peak to mpt", "of matmul rate")
+    rows = [cells(row, *names) for row in bench.suites["training"]]
     return table(" | length | speed | to MPT | to none | peak memory | to MPT | of the matrix-multiply rate", rows)
 
 
@@ -103,7 +106,7 @@ def evaluation(bench: BenchResult) -> str:
     rows = []
     for row in bench.suites["evaluate"]:
         share = next(name for name in row.measured if name.startswith("of "))
-        rows.append([str(row.case["model"]), f"{row.case['tokens']:,}", cell(row, "speed"), cell(row, share)])
+        rows.append(cells(row, "model", "tokens", "speed", share))
     return table("random weights | length | speed | of that at the shortest", rows)
 
 
@@ -118,26 +121,18 @@ def kept(bench: BenchResult) -> str:
             sorted(row.measured[name].value for row in cases)
             for name in ("keys kept", "longest ring", "cache", "certificate", "rows above tolerance")
         )
-        share, size = (
-            f"{low:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f}"
-            for low, high in ((shares[0], shares[-1]), (sizes[0], sizes[-1]))
-        )
+        # One number where lowest and highest are shown alike.
+        share, size = (" to ".join(dict.fromkeys(f"{one[at]:.1f}" for at in (0, -1))) for one in (shares, sizes))
         certificate = f"{masses[-1]:.1e}, {f'{above[-1]:,.0f} rows' if above[-1] else 'no row'} above"
         rows.append([f"{context:,}", f"{share} %", f"{size} MB", f"{rings[-1]:,.0f}", certificate])
     tolerance = bench.settings["decode"]["tolerance"]
-    return table(
-        f"tokens read | keys kept, of all | cache | longest ring | certificate (tolerance {tolerance:.0e})", rows
-    )
-
-
-def windowed(bench: BenchResult) -> dict[int, Measurement]:
-    """Rows of the windowed engine by length."""
-    return {int(row.case["tokens"]): row for row in bench.suites["attention"] if row.case["engine"] == "windowed"}
+    head = "tokens read | keys kept, of all | cache | longest ring"
+    return table(f"{head} | certificate (tolerance {tolerance:.0e})", rows)
 
 
 def recorded(*benches: BenchResult) -> str:
     """Windowed against plain attention by length, on inputs recorded from several trained models."""
-    found = [windowed(bench) for bench in benches]
+    found = [by_length(bench) for bench in benches]
     rows = [
         [f"{tokens:,}", *(to_plain(rows[tokens]) if tokens in rows else "" for rows in found)]
         for tokens in sorted(set().union(*found))
@@ -146,47 +141,37 @@ def recorded(*benches: BenchResult) -> str:
 
 
 def to_plain(row: Measurement) -> str:
-    return f"{cell(row, 'to plain')} and {cell(row, 'both to plain')}"
+    return " and ".join(cells(row, "to plain", "both to plain"))
 
 
 def bounds(*benches: BenchResult) -> str:
     """What the kernel reads of recorded inputs, beside what ACP's bound leaves and what the mass needs."""
-    names = ("work", "work by ACP", "work needed", "work needed in blocks", "work to ACP")
+    shares = ("work", "work by ACP", "work needed", "work needed in blocks")
+    names = (*shares, "work to ACP", "work to needed", "work to needed in blocks")
     rows = [
-        [MODELS[name], f"{tokens:,}", *(shown(row, measure) for measure in (*names, *TO_NEEDED))]
-        for name, bench in zip(MODELS, benches, strict=True)
-        for tokens, row in windowed(bench).items()
+        [model, f"{tokens:,}", *(f"{row.measured[name].value:.2f} {row.measured[name].unit}" for name in names)]
+        for model, bench in zip(MODELS.values(), benches, strict=True)
+        for tokens, row in by_length(bench).items()
     ]
     head = "model | tokens | read | ACP would read | needed by rows | needed in blocks"
     return table(f"{head} | to ACP | to rows' need | to blocks' need", rows)
 
 
-def shown(row: Measurement, name: str) -> str:
-    """A share of the causal work, or a ratio."""
-    measure = row.measured[name]
-    return f"{measure.value:.2f} {measure.unit}"
-
-
 def growth(bench: BenchResult) -> str:
     """The time per token at 32,768 tokens to that at 8,192, forward and with backward."""
-    rows = windowed(bench)
-    grown = [
-        rows[32_768].measured[name].value / rows[8192].measured[name].value / 4
-        for name in ("forward", "forward + backward")
-    ]
-    return f"{grown[0]:.2f} {RATIO} and {grown[1]:.2f} {RATIO}"
+    long, short = (by_length(bench)[tokens].measured for tokens in (32_768, 8192))
+    return " and ".join(times(long[name].value / 4, short[name].value) for name in ("forward", "forward + backward"))
 
 
 def peers(bench: BenchResult) -> str:
     """Other implementations of ALiBi against the windowed engine."""
-    rows = {str(row.case["engine"]): row for row in bench.suites["attention"]}
-    names = ("forward", "forward + backward")
-    ours = {name: rows["windowed"].measured[name].value for name in names}
-    made = [
-        [engine, *(f"{row.measured[name].value / ours[name]:.1f} {RATIO}" for name in names)]
-        for engine, row in rows.items()
+    found = {str(row.case["engine"]): row.measured for row in bench.suites["attention"]}
+    names, ours = ("forward", "forward + backward"), found["windowed"]
+    rows = [
+        [engine, *(times(theirs[name].value, ours[name].value, digits=1) for name in names)]
+        for engine, theirs in found.items()
     ]
-    return table("at 8,192 tokens, to windowed | forward | forward + backward", made)
+    return table("at 8,192 tokens, to windowed | forward | forward + backward", rows)
 
 
 def decode(bench: BenchResult) -> str:
@@ -212,39 +197,37 @@ def decode(bench: BenchResult) -> str:
 def patched(bench: BenchResult) -> str:
     """MPT after `patch` against itself before; and what no patch of attention can pass."""
     names = [f"{name} to mpt" for name in ("forward speed", "step speed", "forward peak", "step peak")]
-    rows = [
-        [f"{row.case['tokens']:,}", f"{row.case['model']}"]
-        + [cell(row, name) for name in (*names, "same greedy tokens")]
-        for row in bench.suites["patch"]
-        if row.case["model"] != "mpt"
-    ]
+    others = [row for row in bench.suites["patch"] if row.case["model"] != "mpt"]
     head = "tokens | MPT | forward speed | speed of a training step | peak memory, forward | peak memory, training"
+    rows = [cells(row, "tokens", "model", *names, "same greedy tokens") for row in others]
     return table(f"{head} | same greedy tokens, of 32", rows)
+
+
+def quickest(bench: BenchResult) -> str:
+    """Forward, the quickest round of each model: what was least disturbed."""
+    seconds = {row.case["model"]: min(row.seconds["forward"]) for row in bench.suites["patch"]}
+    mpt = seconds.pop("mpt")
+    return ", ".join(f"{times(mpt, taken)} {model}" for model, taken in seconds.items())
 
 
 def field_training(bench: BenchResult) -> str:
     """A training step of models of the field, to ALiBi's of the same shape."""
     rows = []
     for row in bench.suites["training"]:
-        name = str(row.case["model"])
-        if name in FIELD:
-            time = f"{1 / row.measured['speed to alibi'].value:.3f} {RATIO}"
-            rows.append([FIELD[name], f"{row.case['tokens']:,}", time, cell(row, "peak to alibi", digits=3)])
+        if name := FIELD.get(str(row.case["model"])):
+            time = times(1, row.measured["speed to alibi"].value, digits=3)
+            rows.append([name, *cells(row, "tokens"), time, cell(row, "peak to alibi", digits=3)])
     return table("6 layers of width 512 | length | time of a step, to ALiBi | peak memory, to ALiBi", rows)
 
 
 def clocks(*benches: BenchResult) -> str:
     """Attention under a clock, to plain attention without positions, and to ALiBi's where both were measured."""
     rows = []
-    for name, bench in zip(CLOCKS, benches, strict=True):
-        by_slopes = windowed(bench)
-        for row in bench.suites["attention"]:
-            tokens, engine = int(row.case["tokens"]), str(row.case["engine"])
-            if engine == ("clock" if name == EVEN else "windowed"):
-                both, other = (one.measured["forward + backward"].value for one in (row, by_slopes[tokens]))
-                to_slopes = f"{both / other:.2f} {RATIO}" if engine == "clock" else ""
-                shown = (cell(row, "to plain"), cell(row, "both to plain"), to_slopes)
-                rows.append([CLOCKS[name], f"{tokens:,}", *shown])
+    for title, bench in zip(CLOCKS.values(), benches, strict=True):
+        clock, slopes = by_length(bench, "clock"), by_length(bench)
+        for tokens, row in (clock or slopes).items():
+            both, other = (one.measured["forward + backward"].value for one in (row, slopes[tokens]))
+            rows.append([title, *cells(row, *TO_PLAIN), times(both, other) if clock else ""])
     head = "8 heads of 64 | tokens | forward, to plain | forward + backward, to plain"
     return table(f"{head} | forward + backward, to the same slopes without a clock", rows)
 
@@ -254,9 +237,8 @@ FIELD = {
     "alibi-ssmax": "ALiBi, scores that grow (SSMax)",
     "fox-alibi": "FoX, gates from ALiBi's slopes",
 }
-EVEN = "attention-clock"
 CLOCKS = {
-    EVEN: "ALiBi's slopes as a clock, random inputs",
+    "attention-clock": "ALiBi's slopes as a clock, random inputs",
     "attention-fox-times": "FoX, gates from a half, recorded",
     "attention-fox-alibi-times": "FoX, gates from ALiBi's slopes, recorded",
 }
@@ -270,19 +252,9 @@ MODELS = {
     "attention-fox-8x64": "8 heads of 64: FoX, gates from a half",
 }
 """Recorded models that bounds are compared on, by their stored results."""
-TO_NEEDED = ("work to needed", "work to needed in blocks")
-
-
-def quickest(bench: BenchResult) -> str:
-    """Forward, the quickest round of each model: what was least disturbed."""
-    seconds = {row.case["model"]: min(row.seconds["forward"]) for row in bench.suites["patch"]}
-    mpt = seconds.pop("mpt")
-    return ", ".join(f"{mpt / taken:.2f} {RATIO} {model}" for model, taken in seconds.items())
-
-
 TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "attention": ("attention", attention),
-    "attention-short": ("attention", lambda bench: attention(bench, SHORT)),
+    "attention-short": ("attention", attention_short),
     "training": ("training", training),
     "evaluate": ("evaluate", evaluation),
     "kept": ("decode-trained", kept),
@@ -297,7 +269,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
 }
 """The stored results of each table, and who writes it."""
 VALUES: dict[str, tuple[str, Callable[[BenchResult], str]]] = {
-    "recorded": ("attention-recorded", lambda bench: to_plain(windowed(bench)[32_768])),
+    "recorded": ("attention-recorded", lambda bench: to_plain(by_length(bench)[32_768])),
     "growth": ("attention", growth),
     "patch": ("patch", quickest),
     "growth-recorded": ("attention-recorded", growth),

@@ -6,26 +6,18 @@ at 1,024 tokens, 4,153 at 16,024). Memory is each length's own process: one bloc
 what four of 4,096 need.
 """
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from trainshort.bench.measure import (
-    Benchmark,
-    Progress,
-    alone,
-    can_measure_memory,
-    in_turns,
-    megabytes,
-    peak_during,
-)
-from trainshort.bench.measurements import Measurement, median_of
+from trainshort.bench.measure import Benchmark, Progress, in_turns, peak_during, peaks
+from trainshort.bench.measurements import Case, Measurement, megabytes
 from trainshort.bench.suites import EvaluatePlan, wants_memory
 from trainshort.checkpoint import find, load_model
 from trainshort.evaluate.sweep import score
 from trainshort.evaluate.target import ModelTarget
-from trainshort.machine import resident_memory
 from trainshort.model import TransformerLM
 from trainshort.passes import Passes
 from trainshort.positions import positions
@@ -36,17 +28,14 @@ def benchmarks(plan: EvaluatePlan) -> list[Benchmark]:
     """One per position method, or the one run."""
     if plan.run is not None:
         find(Path(plan.run))
-        methods: tuple[str, ...] = ("",)
+        named = {"": plan.run}
     else:
-        methods = plan.methods
-        for name in methods:
+        for name in plan.methods:
             positions.get(name)
+        named = {name: f"{name}, preset {plan.preset}" for name in plan.methods}
     return [
-        Benchmark(
-            f"scoring {max(plan.lengths):,} tokens, {plan.run or f'{method}, preset {plan.preset}'}",
-            lambda progress, method=method: measure(plan, method, progress),
-        )
-        for method in methods
+        Benchmark(f"scoring {max(plan.lengths):,} tokens, {told}", partial(measure, plan, method))
+        for method, told in named.items()
     ]
 
 
@@ -69,29 +58,27 @@ def measure(plan: EvaluatePlan, method: str, progress: Progress) -> list[Measure
     target = make_target(method, plan.preset, plan.run, max(plan.lengths))
     tokens, shortest = max(plan.lengths), min(plan.lengths)
     progress.note(f"{plan.rounds} rounds of blocks of {', '.join(f'{length:,}' for length in plan.lengths)}")
-    work = {str(length): lambda n=length: read(target, n, tokens) for length in plan.lengths}
+    work = {f"{length:,} tokens": partial(read, target, length, tokens) for length in plan.lengths}
     timings = in_turns(work, plan.rounds, 1, progress)
-    first = timings[str(shortest)]
+    asked = {"method": method, "preset": plan.preset, "run": plan.run, "tokens": tokens}
+    tasks = {f"{one:,} tokens": asked | {"length": one} for one in plan.lengths if wants_memory(plan, one)}
+    memory = peaks("evaluate", tasks, progress)
     rows = []
-    for number, length in enumerate(plan.lengths, start=1):
-        timing = timings[str(length)]
-        shares = [100 * a / b for a, b in zip(first.seconds, timing.seconds, strict=True)]
-        measured = {"speed": timing.rate(tokens, "tokens/s"), f"of {shortest:,}": median_of(shares, "%", "higher")}
-        if wants_memory(plan, length) and can_measure_memory(progress):
-            progress.note(f"memory at {length:,} tokens, {number} of {len(plan.lengths)}")
-            asked = {"method": method, "preset": plan.preset, "run": plan.run, "length": length, "tokens": tokens}
-            measured["extra memory"] = megabytes(alone("evaluate", **asked)["extra"])
-        case: dict[str, str | int] = {"model": target.name, "tokens": length}
+    for length in plan.lengths:
+        name = f"{length:,} tokens"
+        share = timings[name].speed_of(timings[f"{shortest:,} tokens"])
+        measured = {"speed": timings[name].rate(tokens, "tokens/s"), f"of {shortest:,}": share}
+        if name in memory:
+            measured["extra memory"] = megabytes(memory[name]["own"])
+        case: Case = {"model": target.name, "tokens": length}
         if plan.run is None:
             case["preset"] = plan.preset
-        rows.append(Measurement(case=case, measured=measured, seconds={"reading": tuple(timing.seconds)}))
+        rows.append(Measurement(case=case, measured=measured, seconds={"reading": timings[name].seconds}))
     return rows
 
 
-def peak(method: str, preset: str, run: str | None, length: int, tokens: int) -> dict[str, float]:
+def peak(method: str, preset: str, run: str | None, length: int, tokens: int) -> dict[str, int]:
     """Extra memory of one length, in this process alone."""
     target = make_target(method, preset, run, tokens)
     read(target, min(64, tokens), tokens)  # libraries and thread pools are loaded, whatever the length
-    before = resident_memory()
-    most = peak_during(lambda: read(target, length, tokens))
-    return {"peak": most, "extra": max(0, most - before)}
+    return peak_during(partial(read, target, length, tokens))

@@ -9,8 +9,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from importlib import metadata, util
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,10 @@ from rich.console import Console
 from trainshort.bench import measurements
 from trainshort.bench.compare import print_rows
 from trainshort.bench.measurements import RATIO, BenchResult, Measure, Measurement, median_of
-from trainshort.bench.suites import AttentionPlan, Plan, described
-from trainshort.machine import Peak, provenance, total_memory
+from trainshort.bench.suites import AttentionPlan, Plan
+from trainshort.machine import Peak, provenance, resident_memory, total_memory
 from trainshort.terminal import new_console
 
-MEGABYTE = 2**20
 PATIENCE = 10.0
 """Seconds without a line after which the next round is told."""
 
@@ -32,17 +31,14 @@ PATIENCE = 10.0
 class Progress:
     """Says on standard error what is being measured, and how far it is."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or new_console(stderr=True)
+    def __init__(self) -> None:
+        self.console = new_console(stderr=True)
         self.told = time.monotonic()
         self.said: set[str] = set()
 
     def line(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
         self.told = time.monotonic()
-
-    def begin(self, suite: str, number: int, count: int, title: str) -> None:
-        self.line(f"{suite} {number}/{count}: {title}")
 
     def note(self, text: str) -> None:
         """One measurement of a step."""
@@ -72,7 +68,7 @@ class Benchmark:
 class Timing:
     """Seconds of repeated turns."""
 
-    seconds: list[float]
+    seconds: tuple[float, ...]
 
     def per(self, count: int) -> Measure:
         """Milliseconds of one of `count` equal parts of a turn."""
@@ -90,16 +86,17 @@ class Timing:
         """Speed as a multiple of another's in the same rounds."""
         return median_of([b / a for a, b in zip(self.seconds, other.seconds, strict=True)], RATIO, "higher")
 
+    def speed_of(self, other: "Timing") -> Measure:
+        """Speed in percent of another's in the same rounds."""
+        return median_of([100 * b / a for a, b in zip(self.seconds, other.seconds, strict=True)], "%", "higher")
+
     @property
     def best(self) -> float:
         return min(self.seconds)
 
 
 def in_turns(
-    contestants: Mapping[str, Callable[[], object]],
-    rounds: int,
-    warmup: int = 1,
-    progress: Progress | None = None,
+    contestants: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 1, progress: Progress | None = None
 ) -> dict[str, Timing]:
     """Time each contestant `rounds` times, one after the other in every round, so that noise hits all alike."""
     for contestant in contestants.values():
@@ -113,24 +110,29 @@ def in_turns(
             start = time.perf_counter()
             contestant()
             seconds[name].append(time.perf_counter() - start)
-    return {name: Timing(values) for name, values in seconds.items()}
+    return {name: Timing(tuple(values)) for name, values in seconds.items()}
 
 
-def peak_during(work: Callable[[], object]) -> int:
-    """The most memory this process held while `work` ran."""
-    peak = Peak(torch.device("cpu"))
+def peak_during(work: Callable[[], object]) -> dict[str, int]:
+    """The most memory this process held while `work` ran, and how much of it came on top of what it had before."""
+    before, peak = resident_memory(), Peak(torch.device("cpu"))
     work()
     most = peak.bytes()
     if most is None:
         raise RuntimeError("this system does not report a high-water mark of memory")
-    return most
+    return {"peak": most, "own": max(0, most - before)}
 
 
-def can_measure_memory(progress: Progress) -> bool:
-    known = Path("/proc/self/clear_refs").exists()
-    if not known:
+def peaks(suite: str, tasks: Mapping[str, dict[str, Any]], progress: Progress) -> dict[str, dict[str, Any]]:
+    """What a process of its own tells of the memory of each task; nothing where the system does not tell."""
+    if tasks and not Path("/proc/self/clear_refs").exists():
         progress.once("without memory: this system does not tell a process's peak")
-    return known
+        return {}
+    found = {}
+    for number, (name, task) in enumerate(tasks.items(), start=1):
+        progress.note(f"memory of {name}, {number} of {len(tasks)}")
+        found[name] = alone(suite, **task)
+    return found
 
 
 def alone(suite: str, **task: Any) -> dict[str, Any]:
@@ -153,15 +155,8 @@ def answer() -> None:
     print(json.dumps(importlib.import_module(f"trainshort.bench.{asked['suite']}").peak(**asked["task"])))
 
 
-def megabytes(count: float) -> Measure:
-    return Measure(value=count / MEGABYTE, unit="MB", better="lower")
-
-
-def installed(package: str) -> bool:
-    return util.find_spec(package) is not None
-
-
 def version(package: str) -> str | None:
+    """None: it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -176,25 +171,21 @@ NUMBERS = 64 * 2**20
 """Float32 numbers that are read for the memory's rate: more than any processor's cache holds."""
 
 
-def describe(seconds: float = 1.0) -> dict[str, Any]:
+def describe() -> dict[str, Any]:
     """Origin as every result has it, with the peers' versions, the memory's size, and two measured rates."""
     made = provenance(threads=torch.get_num_threads())
     made["versions"] |= {name: version(name) for name in PEERS}
-    made["machine"] |= {
-        "memory": total_memory(),
-        "matmul_rate": matmul_rate(seconds),
-        "read_rate": read_rate(seconds),
-    }
+    made["machine"] |= {"memory": total_memory(), "matmul_rate": matmul_rate(1.0), "read_rate": read_rate(1.0)}
     return made
 
 
-def matmul_rate(seconds: float = 1.0) -> float:
+def matmul_rate(seconds: float) -> float:
     """Floating-point operations per second of a large float32 matrix product: what this machine can do at best."""
     a, b = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
     return 2 * SIDE**3 / _best(lambda: torch.mm(a, b), seconds)
 
 
-def read_rate(seconds: float = 1.0) -> float:
+def read_rate(seconds: float) -> float:
     """Bytes per second at which memory is read, by summing numbers with all threads."""
     numbers = torch.ones(NUMBERS)
     return 4 * NUMBERS / _best(numbers.sum, seconds)
@@ -214,10 +205,12 @@ def _best(work: Callable[[], object], seconds: float) -> float:
 # ---- one `trainshort bench`
 
 
-def run(plans: Mapping[str, Plan], quick: bool, out: Path, console: Console, progress: Progress) -> BenchResult:
+def run(plans: Mapping[str, Plan], quick: bool, out: Path, console: Console) -> BenchResult:
     """Measure what the plans ask for. The file is written after every benchmark, so that a kill loses one benchmark."""
+    progress = Progress()
+    settings: dict[str, Any] = {"dtype": "float32", "quick": quick}
+    settings |= {name: asdict(plan) for name, plan in plans.items()}
     with tempfile.TemporaryDirectory() as scratch:
-        settings = described(plans, quick)
         suites = {
             name: _benchmarks(name, plan, Path(scratch), settings[name], progress) for name, plan in plans.items()
         }
@@ -226,7 +219,7 @@ def run(plans: Mapping[str, Plan], quick: bool, out: Path, console: Console, pro
         progress.line(f"measuring {', '.join(suites)}; results go to {out}")
         for name, benchmarks in suites.items():
             for number, benchmark in enumerate(benchmarks, start=1):
-                progress.begin(name, number, len(benchmarks), benchmark.title)
+                progress.line(f"{name} {number}/{len(benchmarks)}: {benchmark.title}")
                 rows = benchmark.run(progress)
                 bench = bench.with_rows(name, rows)
                 measurements.save(bench, out)
@@ -241,15 +234,12 @@ def _benchmarks(name: str, plan: Plan, scratch: Path, stored: dict[str, Any], pr
     module = importlib.import_module(f"trainshort.bench.{name}")
     if not isinstance(plan, AttentionPlan):
         return module.benchmarks(plan)
-    source, label = plan.inputs, plan.inputs
+    source = plan.inputs
     if Path(source).is_dir():
         from trainshort.bench.recorded import record, recordable
 
         recorded = recordable(Path(source), plan.layer)  # what cannot be is told before the first line of progress
         progress.line(f"recording queries, keys and values of {source}, {max(plan.lengths):,} tokens")
-        path = scratch / "recorded.safetensors"
-        stored["recorded"] = record(*recorded, max(plan.lengths), path)
-        source, label = str(path), "recorded"
-    elif source not in ("normal", "scaled"):
-        label = "recorded"
-    return module.benchmarks(plan, source, label)
+        source = str(scratch / "recorded.safetensors")
+        stored["recorded"] = record(*recorded, max(plan.lengths), Path(source))
+    return module.benchmarks(plan, source)

@@ -28,6 +28,10 @@ RATIO = "×"  # noqa: RUF001  (the sign that readers know)
 """Unit of a multiple of something else."""
 
 
+Case = dict[str, str | int]
+"""What was measured: {"engine": "windowed", "tokens": 1024}."""
+
+
 class Measure(Settings):
     """One number."""
 
@@ -42,7 +46,7 @@ class Measure(Settings):
 class Measurement(Settings):
     """One case: an engine at a length, a model at a length, a cache at a context."""
 
-    case: dict[str, str | int]
+    case: Case
     measured: dict[str, Measure]
     seconds: dict[str, tuple[FiniteFloat, ...]] = Field(default_factory=dict)
     """The turns behind the medians, in their order, so that other summaries can be made of them."""
@@ -95,6 +99,18 @@ def median_of(values: Sequence[float], unit: str, better: Literal["lower", "high
     else:
         low, _, high = statistics.quantiles(values, n=4)
     return Measure(value=middle, unit=unit, better=better, spread=(high - low) / 2 / abs(middle))
+
+
+def megabytes(count: float) -> Measure:
+    return Measure(value=count / 2**20, unit="MB", better="lower")
+
+
+def percent(part: float, whole: float, better: Literal["lower", "higher"]) -> Measure:
+    return Measure(value=100 * part / whole, unit="%", better=better)
+
+
+def ratio(one: float, other: float, better: Literal["lower", "higher"]) -> Measure:
+    return Measure(value=one / other, unit=RATIO, better=better)
 
 
 def save(bench: BenchResult, path: Path) -> None:

@@ -16,10 +16,9 @@ from trainshort.attention import Call, ClockBias, LinearBias, attend
 from trainshort.attention.formula import visible, written_bias
 from trainshort.attention.operator import unavailable
 from trainshort.bench import training
-from trainshort.bench.measure import Progress, installed
+from trainshort.bench.measure import Progress, version
 from trainshort.bench.recorded import Inputs
 from trainshort.bench.suites import ENGINES
-from trainshort.config import ModelConfig
 from trainshort.generate.streaming import stream
 from trainshort.interop.formats import plan
 from trainshort.interop.mpt import MPT
@@ -47,10 +46,10 @@ def chosen(names: tuple[str, ...], inputs: Inputs, progress: Progress, causal: b
     room = free_memory()
     left_out: dict[str, str] = {}
     for name in kept:
-        package = {"mpt": "transformers", "x-transformers": "x_transformers"}.get(name)
+        package = {"mpt": "transformers", "x-transformers": "x-transformers"}.get(name)
         if name in WRITTEN and not causal:
             left_out[name] = "it is causal"
-        elif package and not installed(package):
+        elif package and version(package) is None:
             left_out[name] = f"{package} is not installed"
         elif name in ("windowed", CLOCK) and (reason := unavailable(False)):
             left_out[name] = reason
@@ -70,15 +69,14 @@ def chosen(names: tuple[str, ...], inputs: Inputs, progress: Progress, causal: b
     return [name for name in kept if name not in left_out]
 
 
-def contestant(name: str, heads: int, dim: int, tolerance: float, causal: bool = True) -> Attend:
-    """The function behind a name."""
+def contestant(name: str, inputs: Inputs, tolerance: float, causal: bool = True) -> Attend:
+    """The function behind a name, for inputs of this shape."""
+    heads, dim = inputs.q.shape[1], inputs.q.shape[3]
     match name:
         case "plain":
             return lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        case "windowed" | "windowed-torch":
-            return _ours(name, tolerance, causal)
-        case "clock":
-            return _ours("windowed", tolerance, causal)
+        case "windowed" | "windowed-torch" | "clock":
+            return _ours("windowed" if name == CLOCK else name, tolerance, causal)
         case "written-mask":
             return _written_mask
         case "mpt":
@@ -143,42 +141,33 @@ PROMPT_COPIES = 4
 """Scores of all heads that it holds at once while it reads a prompt."""
 
 
-def takes_part(config: ModelConfig, prompts: tuple[int, ...], progress: Progress) -> bool:
-    room, longest = free_memory(), max(prompts)
-    reason = None
-    if not installed("transformers"):
-        reason = "transformers is not installed"
-    elif config.adaptive is not None or config.key_heads != config.heads:
-        reason = "it has no model of this shape"
-    elif room is not None and PROMPT_COPIES * 4 * config.heads * longest**2 > room:
-        reason = f"a prompt of {longest:,} tokens does not fit into the memory that is free"
-    if reason:
-        progress.once(f"without mpt: {reason}")
-    return reason is None
-
-
 def pair(ours: TransformerLM, longest: int) -> tuple[Any, TransformerLM]:
     """MPT with random weights, and our model with the same."""
     torch.manual_seed(0)
     theirs = training.mpt(ours.config, longest).eval()
     reading = plan(MPT, theirs.config.to_dict(), theirs.state_dict())
-    weights = {name: reading.tensor(name) for name in reading.shapes}
-    ours.load_state_dict(weights)
+    ours.load_state_dict({name: reading.tensor(name) for name in reading.shapes})
     return theirs, ours
 
 
-def same_greedy_tokens(ours: TransformerLM, theirs: Any, prompt: int, tolerance: float) -> int:
-    """How many of the first greedy tokens after a random prompt are the same, with a bounded cache on our side."""
+def same_greedy_tokens(theirs: Any, write: Callable[[Tensor], list[int]], prompt: int) -> int:
+    """How many of the first greedy tokens after a random prompt are those that `write` continues it with."""
     generator = torch.Generator().manual_seed(prompt)
-    tokens = torch.randint(ours.config.vocabulary, (1, prompt), generator=generator)
+    tokens = torch.randint(theirs.config.vocab_size, (1, prompt), generator=generator)
+    same = [a == b for a, b in zip(write(tokens), greedy(theirs, tokens), strict=True)]
+    return [*same, False].index(False)
+
+
+def bounded_greedy(ours: TransformerLM, tolerance: float, tokens: Tensor) -> list[int]:
     made = stream(ours, tokens[0], tokens=GREEDY, temperature=0, mode="bounded", tolerance=tolerance)
-    mine = [token.id for token in made]
+    return [token.id for token in made]
+
+
+@torch.inference_mode()
+def greedy(theirs: Any, tokens: Tensor) -> list[int]:
     asked = {"max_new_tokens": GREEDY, "min_new_tokens": GREEDY, "do_sample": False, "pad_token_id": 0}
     asked["use_cache"] = True  # off by default, and then every token reads the whole prompt anew
-    with torch.inference_mode():
-        out = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **asked)[0, prompt:].tolist()
-    same = [a == b for a, b in zip(mine, out, strict=True)]
-    return same.index(False) if False in same else len(same)
+    return theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **asked)[0, tokens.shape[1] :].tolist()
 
 
 def turn_of(theirs: Any, context: int) -> Callable[[], object]:

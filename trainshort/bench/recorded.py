@@ -4,13 +4,15 @@ How much proven windows skip depends on the sizes of queries and keys, so a trai
 """
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainshort import alibi, clocks
@@ -21,6 +23,7 @@ from trainshort.evaluate.target import RunTarget, fingerprint
 from trainshort.evaluate.text import open_text
 from trainshort.model import Attention, TransformerLM
 
+MADE_UP = ("normal", "scaled")
 HEADS, DIM = 8, 64
 CHUNK = 4096
 """Tokens that a recorded model reads at once."""
@@ -36,18 +39,15 @@ class Inputs:
 
     def with_clock(self) -> "Inputs":
         """The same, with slopes told as a clock."""
-        match self.bias:
-            case LinearBias(slopes):
-                clock = clocks.of_slopes(slopes, self.q.shape[2])
-                return Inputs(self.q, self.k, self.v, ClockBias(clock), self.grad_out)
-            case ClockBias():
-                return self
+        if isinstance(self.bias, ClockBias):
+            return self
+        return replace(self, bias=ClockBias(clocks.of_slopes(self.bias.slopes, self.q.shape[2])))
 
 
 def make_inputs(source: str, length: int) -> Inputs:
     """Random normal, random normal with sharper heads ("scaled"), or the first tokens of a recorded file."""
     generator = torch.Generator().manual_seed(0)
-    if source not in ("normal", "scaled"):
+    if source not in MADE_UP:
         return _read(Path(source), length, generator)
     q, k, v, grad_out = (torch.randn(1, HEADS, length, DIM, generator=generator) for _ in range(4))
     if source == "scaled":
@@ -56,20 +56,17 @@ def make_inputs(source: str, length: int) -> Inputs:
 
 
 def _read(path: Path, length: int, generator: torch.Generator) -> Inputs:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     if not path.is_file():
         raise InputError(f"--inputs is normal, scaled, a .safetensors file or a run folder; there is no {path}.")
     try:
         recorded = load_file(path)
     except SafetensorError as error:
         raise InputError(f"{path} is not a whole safetensors file ({error}).") from None
-    if not {"q", "k", "v"} <= recorded.keys() or len({recorded[name].shape for name in "qkv"}) != 1:
+    shapes = {recorded[name].shape for name in "qkv" if name in recorded}
+    if not {"q", "k", "v"} <= recorded.keys() or len(shapes) != 1 or recorded["q"].dim() != 4:
         raise InputError(f"{path} must hold q, k and v of one shape (batch, heads, length, dim).")
-    if recorded["q"].dim() != 4 or recorded["q"].shape[2] < length:
-        held = tuple(recorded["q"].shape)
-        raise InputError(f"{path} holds {held[-2]} tokens; asked for {length}. Give shorter --lengths.")
+    if recorded["q"].shape[2] < length:
+        raise InputError(f"{path} holds {recorded['q'].shape[2]} tokens; asked for {length}. Give shorter --lengths.")
     q, k, v = (recorded[name][:1, :, :length].float().contiguous() for name in "qkv")
     bias: LinearBias | ClockBias = LinearBias(recorded.get("slopes", alibi.slopes(q.shape[1])))
     if "clock" in recorded:
@@ -103,8 +100,6 @@ def recordable(run: Path, layer: int | None) -> tuple[RunTarget, int]:
 def record(target: RunTarget, index: int, length: int, path: Path) -> dict[str, object]:
     """Read the run's validation text through its model, repeated until it is `length` tokens, as one sequence; write
     one layer's q, k, v and slopes or clock. Returns what was recorded."""
-    from safetensors.torch import save_file
-
     model = target.model
     text = open_text(target, ())
     tokens = torch.from_numpy(np.resize(text.tokens, length).astype(np.int64))
@@ -136,13 +131,11 @@ def attention_calls(
 ) -> tuple[Call, ...]:
     """One call per layer, from the first to the last. `chunk` tokens are read at a time where a long text would take
     too much memory at once; the calls are those of the whole text all the same (their bias is the last chunk's)."""
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    parts: dict[Attention, list[Call]] = {layer: [] for layer in layers}
+    parts: dict[Attention, list[Call]] = {layer: [] for layer in model.modules() if isinstance(layer, Attention)}
 
     def record(layer: Attention, arguments: tuple[Any, ...]) -> None:
-        x, position, step = arguments[:3]
+        x, position, step, cache = arguments[:4]
         q, k, v = layer.project(x, position, step.where)
-        cache = arguments[3]
         remembered = {} if cache is None else dict(cache.place)
         bias = layer.bias(x, position, step, cache)
         if cache is not None:  # the layer itself asks again, and must find its place as it was
@@ -150,16 +143,15 @@ def attention_calls(
         parts[layer].append(Call(q, k, v, bias, layer.window, step.documents))
 
     with ExitStack() as held, torch.no_grad():
-        for layer in layers:
+        for layer in parts:
             held.callback(layer.register_forward_pre_hook(record).remove)
         cache = None if chunk is None else Cache()
         for part in tokens.split(chunk or tokens.shape[1], dim=1):
             model.hidden(part, cache=cache)
-    return tuple(_joined(parts[layer]) for layer in layers)
+    return tuple(_joined(calls) for calls in parts.values())
 
 
 def _joined(calls: list[Call]) -> Call:
     if len(calls) == 1:
         return calls[0]
-    q, k, v = (torch.cat([getattr(call, name) for call in calls], dim=2) for name in "qkv")
-    return Call(q, k, v, calls[-1].bias, calls[-1].window)
+    return replace(calls[-1], **{name: torch.cat([getattr(call, name) for call in calls], dim=2) for name in "qkv"})

@@ -11,6 +11,7 @@ import torch
 
 from trainshort import optim
 from trainshort.bench.measure import in_turns
+from trainshort.checkpoint import load_model
 from trainshort.config import RunConfig
 from trainshort.machine import Peak, is_out_of_memory
 from trainshort.model import TransformerLM
@@ -25,16 +26,13 @@ class Rig:
         self.config, self.device = config, torch.device(device)
         size = config.model.vocabulary or config.data.vocabulary
         torch.manual_seed(0)
-        if weights is None:
-            model = TransformerLM(config.model.replace(vocabulary=size))
-        else:
-            from trainshort.checkpoint import load_model
-
-            model = load_model(weights)
+        model = load_model(weights) if weights else TransformerLM(config.model.replace(vocabulary=size))
         self.model = model.to(self.device)
         self.optimizer = optim.build(self.model, config.optim)
         self.tokens = torch.randint(0, size, (config.train.batch, config.train.length + 1), device=self.device)
         self.micro = config.train.micro_batch or config.train.batch
+        self.scored = config.train.batch * config.train.length
+        """Targets of a batch."""
 
     def step(self) -> None:
         """One training step."""
@@ -53,11 +51,6 @@ class Rig:
         for rows in self.tokens.split(self.micro):
             self.model.token_nll(rows[:, :-1], rows[:, 1:])
         self._finish()
-
-    @property
-    def scored(self) -> int:
-        """Targets of a batch."""
-        return self.config.train.batch * self.config.train.length
 
     def _finish(self) -> None:
         if self.device.type == "cuda":
@@ -91,11 +84,10 @@ def _weighed(
     rig = Rig(config, device, None if weights is None else Path(weights))
     timing = in_turns({name: rig.step if name == "training" else rig.infer}, rounds)[name]
     memory = most.bytes()
-    base = before if before is not None and device == "cpu" else 0
     return {
         "status": "measured",
         "seconds": timing.seconds,
         "tokens": rig.scored,
         "memory": memory,
-        "above": None if memory is None else max(0, memory - base),
+        "above": None if memory is None else max(0, memory - (before or 0)),
     }

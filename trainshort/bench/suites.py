@@ -5,7 +5,7 @@ chosen suite has.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainshort.errors import InputError
@@ -135,9 +135,7 @@ QUICK: dict[str, Plan] = {
     "training": TrainingPlan(
         lengths=(128, 512), methods=("alibi", "none"), preset="laptop", rounds=3, memory="longest"
     ),
-    "evaluate": EvaluatePlan(
-        lengths=(512, 4096), methods=("alibi", "sinusoidal"), preset="laptop", rounds=3, memory="longest"
-    ),
+    "evaluate": EvaluatePlan(lengths=(512, 4096), preset="laptop", rounds=3, memory="longest"),
     "decode": DecodePlan(contexts=(256, 4096), tokens=5000, prompts=(64, 512), preset="laptop", rounds=5),
     "patch": PatchPlan(lengths=(128, 512), preset="laptop", rounds=3, memory="longest"),
     "prepare": PreparePlan(vocabularies=(2048,), megabytes=1, rounds=2),
@@ -158,9 +156,9 @@ def choose(suites: tuple[str, ...], quick: bool, options: Mapping[str, Any]) -> 
     for option, value in options.items():
         if value is None or value == ():
             continue
-        taking = [name for name, plan in plans.items() if option in names(plan)]
+        taking = [name for name, plan in plans.items() if hasattr(plan, option)]
         if not taking:
-            known = [name for name, plan in FULL.items() if option in names(plan)]
+            known = [name for name, plan in FULL.items() if hasattr(plan, option)]
             raise InputError(
                 f"--{option} concerns {listed(known)}, and only {listed(list(plans))} was chosen. "
                 f"Leave it out, or add {known[0]}."
@@ -177,18 +175,9 @@ def wants_memory(plan: AttentionPlan | TrainingPlan | EvaluatePlan | PatchPlan, 
     return plan.memory == "all" or (plan.memory == "longest" and length == max(plan.lengths))
 
 
-def names(plan: Plan) -> list[str]:
-    return [field.name for field in fields(plan)]
-
-
 def listed(words: list[str]) -> str:
     """a, b and c"""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def described(plans: Mapping[str, Plan], quick: bool) -> dict[str, Any]:
-    """The settings as they are stored."""
-    return {"dtype": "float32", "quick": quick, **{name: asdict(plan) for name, plan in plans.items()}}
 
 
 def _check(plan: Plan) -> None:
@@ -207,21 +196,11 @@ def _check(plan: Plan) -> None:
         for one in (given,) if isinstance(given, str) else given:
             if one not in known:
                 raise InputError(f"--{option} knows no '{one}'.{did_you_mean(one, known)} Known: {', '.join(known)}.")
-    if isinstance(plan, EvaluatePlan | TrainingPlan):
-        _check_model(plan)
-    if isinstance(plan, DecodePlan | PatchPlan):
-        _check_preset(plan.preset)
-    if isinstance(plan, DecodePlan) and TRAINED in plan.parts and plan.run is None:
-        raise InputError("--parts trained reads a run's own text with its trained model; give --run RUN.")
+    if not isinstance(plan, AttentionPlan | PreparePlan):
+        from trainshort.presets import presets
 
-
-def _check_model(plan: "EvaluatePlan | TrainingPlan") -> None:
-    _check_preset(plan.preset)
+        presets.get(plan.preset)
     if isinstance(plan, EvaluatePlan) and any(max(plan.lengths) % length for length in plan.lengths):
         raise InputError("--lengths of evaluate must divide the longest, so that all score the same tokens.")
-
-
-def _check_preset(name: str) -> None:
-    from trainshort.presets import presets
-
-    presets.get(name)
+    if isinstance(plan, DecodePlan) and TRAINED in plan.parts and plan.run is None:
+        raise InputError("--parts trained reads a run's own text with its trained model; give --run RUN.")

@@ -4,23 +4,13 @@ At least 2,048 tokens a step, the same fused AdamW for all, random tokens.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from trainshort.bench.measure import (
-    Benchmark,
-    Progress,
-    Timing,
-    alone,
-    can_measure_memory,
-    in_turns,
-    installed,
-    matmul_rate,
-    megabytes,
-    peak_during,
-)
-from trainshort.bench.measurements import RATIO, Measure, Measurement
+from trainshort.bench.measure import Benchmark, Progress, in_turns, matmul_rate, peak_during, peaks, version
+from trainshort.bench.measurements import Case, Measurement, megabytes, percent, ratio
 from trainshort.bench.rig import Rig
 from trainshort.bench.suites import TrainingPlan, wants_memory
 from trainshort.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
@@ -39,8 +29,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 begin at ALiBi's slopes (those of `fox` begin at a half, and forget so quickly that first steps have little to do)."""
 COMPARED = ("none", "alibi", MPT)
 """Models that the others are compared with, where they took part."""
-COPIES = 2.5
-"""Scores of all heads that MPT keeps per layer for its backward pass (measured at 2,048 tokens: 2.2)."""
+COPIES = 2.5 / 0.8
+"""Scores of all heads that MPT keeps per layer for its backward pass (measured at 2,048 tokens: 2.2), which may take
+0.8 of the memory that is free."""
 
 
 def benchmarks(plan: TrainingPlan) -> list[Benchmark]:
@@ -48,71 +39,51 @@ def benchmarks(plan: TrainingPlan) -> list[Benchmark]:
         if name not in VARIANTS:
             positions.get(name)
     return [
-        Benchmark(
-            f"training at {length:,} tokens, preset {plan.preset}",
-            lambda progress, length=length: measure(plan, length, progress),
-        )
+        Benchmark(f"training at {length:,} tokens, preset {plan.preset}", partial(measure, plan, length))
         for length in plan.lengths
     ]
 
 
 def measure(plan: TrainingPlan, length: int, progress: Progress) -> list[Measurement]:
-    config = presets.get(plan.preset)()
-    names = ([MPT] if mpt_takes_part(config, length, plan.batch_tokens, progress) else []) + list(plan.methods)
-    tokens = _tokens(length, plan.batch_tokens)
-    progress.note(f"{plan.rounds} rounds of {', '.join(names)}, {tokens:,} tokens a step")
-    work = {name: step_of(name, plan.preset, length, plan.batch_tokens) for name in names}
-    timings = in_turns(work, plan.rounds, 1, progress)
+    config, batch = presets.get(plan.preset)(), max(1, plan.batch_tokens // length)
+    takes_part = mpt_takes_part(config, COPIES * config.layers * batch, length, progress)
+    names = [MPT, *plan.methods] if takes_part else list(plan.methods)
+    progress.note(f"{plan.rounds} rounds of {', '.join(names)}, {batch * length:,} tokens a step")
+    asked = {name: {"name": name, "preset": plan.preset, "batch": batch, "length": length} for name in names}
+    timings = in_turns({name: step_of(**asked[name]) for name in names}, plan.rounds, 1, progress)
     rate = matmul_rate(0.5)
-    memory = {}
-    if wants_memory(plan, length) and can_measure_memory(progress):
-        for number, name in enumerate(names, start=1):
-            progress.note(f"memory of {name}, {number} of {len(names)}")
-            asked = {"name": name, "preset": plan.preset, "length": length, "batch_tokens": plan.batch_tokens}
-            memory[name] = alone("training", **asked)["peak"]
-    rows = []
+    found = peaks("training", asked if wants_memory(plan, length) else {}, progress)
+    memory = {name: one["peak"] for name, one in found.items()}
+    others, rows = [name for name in COMPARED if name in names], []
     for name in names:
-        measured = {"speed": timings[name].rate(tokens, "tokens/s")}
-        measured |= _ratios(name, timings, memory)
-        share = 100 * flops(config, length) * measured["speed"].value / rate
-        measured["of matmul rate"] = Measure(value=share, unit="%", better="higher")
-        case: dict[str, str | int] = {"model": name, "preset": plan.preset, "tokens": length}
-        rows.append(Measurement(case=case, measured=measured, seconds={"step": tuple(timings[name].seconds)}))
+        measured = {"speed": timings[name].rate(batch * length, "tokens/s")}
+        measured |= {f"speed to {one}": timings[name].speed_to(timings[one]) for one in others}
+        if name in memory:
+            measured["peak"] = megabytes(memory[name])
+            measured |= {f"peak to {one}": ratio(memory[name], memory[one], "lower") for one in others}
+        measured["of matmul rate"] = percent(flops(config, length) * measured["speed"].value, rate, "higher")
+        case: Case = {"model": name, "preset": plan.preset, "tokens": length}
+        rows.append(Measurement(case=case, measured=measured, seconds={"step": timings[name].seconds}))
     return rows
 
 
-def _ratios(name: str, timings: dict[str, Timing], memory: dict[str, float]) -> dict[str, Measure]:
-    found = {}
-    for other in COMPARED:
-        if other in timings:
-            found[f"speed to {other}"] = timings[name].speed_to(timings[other])
-    if name in memory:
-        found["peak"] = megabytes(memory[name])
-        for other in COMPARED:
-            if other in memory:
-                found[f"peak to {other}"] = Measure(value=memory[name] / memory[other], unit=RATIO, better="lower")
-    return found
-
-
-def mpt_takes_part(config: ModelConfig, length: int, batch_tokens: int, progress: Progress) -> bool:
-    """Whether there is an MPT of this shape here, and room for the scores it writes out."""
-    scores = COPIES * 4 * config.layers * config.heads * _tokens(length, batch_tokens) * length
-    room = free_memory()
-    reason = None
-    if not installed("transformers"):
+def mpt_takes_part(config: ModelConfig, copies: float, length: int, progress: Progress) -> bool:
+    """Whether there is an MPT of this shape here, and room for so many scores of all heads, which it writes out."""
+    room, reason = free_memory(), None
+    if version("transformers") is None:
         reason = "transformers is not installed"
     elif config.adaptive is not None or config.key_heads != config.heads:
         reason = "it has no model of this shape"
-    elif room is not None and scores > 0.8 * room:
+    elif room is not None and copies * 4 * config.heads * length**2 > room:
         reason = f"its scores at {length:,} tokens do not fit into the memory that is free"
     if reason:
         progress.once(f"without mpt: {reason}")
     return reason is None
 
 
-def step_of(name: str, preset: str, length: int, batch_tokens: int) -> Callable[[], object]:
+def step_of(name: str, preset: str, batch: int, length: int) -> Callable[[], object]:
     """One training step on random tokens, as a function without arguments."""
-    config, batch = presets.get(preset)(), _tokens(length, batch_tokens) // length
+    config = presets.get(preset)()
     if name != MPT:
         model = config.replace(**VARIANTS.get(name, {"position": name})).reaching(length)
         train = TrainConfig(length=length, batch=batch)
@@ -132,11 +103,6 @@ def mpt_step(theirs: Any, tokens: torch.Tensor, targets: torch.Tensor) -> Callab
         optimizer.zero_grad(set_to_none=True)
 
     return step
-
-
-def _tokens(length: int, batch_tokens: int) -> int:
-    """Tokens of a step: as many whole sequences as fit, at least one."""
-    return max(1, batch_tokens // length) * length
 
 
 def mpt(config: ModelConfig, longest: int) -> Any:
@@ -161,7 +127,7 @@ def flops(config: ModelConfig, length: int) -> float:
     return 6 * weights + 12 * config.layers * config.width * length / 2
 
 
-def peak(name: str, preset: str, length: int, batch_tokens: int) -> dict[str, float]:
+def peak(**task: Any) -> dict[str, int]:
     """The most memory of a process that makes three training steps."""
-    step = step_of(name, preset, length, batch_tokens)
-    return {"peak": peak_during(lambda: [step() for _ in range(3)])}
+    step = step_of(**task)
+    return peak_during(lambda: [step() for _ in range(3)])

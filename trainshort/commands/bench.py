@@ -1,7 +1,7 @@
 """`trainshort bench`: speed and memory against peers, as stored results."""
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -45,55 +45,53 @@ class Bench:
     """An earlier result; afterwards a table shows what changed."""
     results: Path | None = None
     """A stored result to compare with --against, instead of measuring."""
-    options: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
     """Settings of the suites that were given."""
 
     @classmethod
     def parse(cls, words: list[str]) -> "Bench":
         """From the command line: the options above, and one for every setting of a suite."""
         own = [option for option in of_class(cls) if option.field != "options"]
-        made = suite_options()
-        values = Parser("trainshort bench", [*own, *made], described(cls)).parse(words)
+        values = Parser("trainshort bench", [*own, *suite_options()], described(cls)).parse(words)
         return cls(**{one.field: values.pop(one.field) for one in own}, options=values)
 
     def run(self) -> None:
         from trainshort.bench.compare import compare, print_comparison, wide_console
         from trainshort.bench.measurements import load
 
-        options = self.options or {}
         old = load(self.against) if self.against else None  # a wrong name should not wait for the measurements
         console = wide_console()
         if self.results is not None:
-            self._refuse_measuring(options)
+            self._refuse_measuring()
             new = load(self.results)
         else:
-            new = self._measure(options, console)
+            new = self._measure(console)
         if old is not None:
             comparison = compare(old, new)
             for warning in comparison.warnings:
                 say(warning)
             print_comparison(comparison, console)
 
-    def _measure(self, options: dict[str, Any], console: "Console") -> "measurements.BenchResult":
-        from trainshort.bench.measure import Progress, run
+    def _measure(self, console: "Console") -> "measurements.BenchResult":
+        from trainshort.bench.measure import run
         from trainshort.bench.suites import choose
 
-        plans = choose(self.suites, self.quick, options)
-        inputs = options.get("inputs")
-        if options.get("layer") is not None and not (inputs and Path(inputs).is_dir()):
+        plans = choose(self.suites, self.quick, self.options)
+        inputs = self.options.get("inputs")
+        if self.options.get("layer") is not None and not (inputs and Path(inputs).is_dir()):
             raise InputError("--layer chooses what is recorded from a run; give --inputs RUN with it.")
         out = self.out or Path("runs/bench") / f"{datetime.now():%Y-%m-%d-%H%M%S}.json"
         if out.exists():
             raise InputError(f"{out} already exists, and results are kept. Choose another --out.")
         try_file(out)
-        made = run(plans, self.quick, out, console, Progress())
+        made = run(plans, self.quick, out, console)
         console.print(f"Results: {out}", markup=False, highlight=False, soft_wrap=True)
         return made
 
-    def _refuse_measuring(self, options: dict[str, Any]) -> None:
+    def _refuse_measuring(self) -> None:
         if self.against is None:
             raise InputError("--results is compared with another file; give it by --against OLD.json.")
-        given = [name for name, value in options.items() if value not in (None, ())]
+        given = [name for name, value in self.options.items() if value not in (None, ())]
         given += [name for name in ("quick", "out", "suites") if getattr(self, name)]
         if given:
             raise InputError(f"--results compares two stored files and measures nothing; leave out {', '.join(given)}.")

@@ -1,4 +1,4 @@
-"""Figures, wherever one is drawn: plain data first (figures), then files (pictures) or a page's script (plotly).
+"""Figures, wherever one is drawn: plain data and files (figures), a page's script (plotly).
 
 No torch. A position method has one colour in all of them.
 """

@@ -4,9 +4,8 @@ import colorsys
 import hashlib
 import json
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +68,7 @@ class Figure:
     absent: tuple[tuple[float, str, str], ...] = ()
     """Places where a line has no point: where, which colour, why."""
     note: str = ""
-    sources: tuple[Path, ...] = field(default=())
+    sources: tuple[Path, ...] = ()
 
 
 def round_ticks(low: float, high: float) -> list[float]:
@@ -87,14 +86,14 @@ def round_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in kept if 0.9 * low <= tick <= 1.1 * high]
 
 
-def extent(figure: "Figure", *, right: bool) -> tuple[float, float] | None:
+def extent(figure: Figure, *, right: bool) -> tuple[float, float] | None:
     """Smallest and largest value on one of the two vertical axes."""
     values = [y for one in figure.series if one.right == right for y in (*one.y, *one.low, *one.high)]
     finite = [value for value in values if math.isfinite(value) and value > 0]
     return (min(finite), max(finite)) if finite else None
 
 
-def breadth(figure: "Figure") -> tuple[float, float] | None:
+def breadth(figure: Figure) -> tuple[float, float] | None:
     """Smallest and largest place on the horizontal axis."""
     places = [x for one in figure.series for x in one.x if isinstance(x, int | float) and x > 0]
     return (min(places), max(places)) if places else None
@@ -125,8 +124,6 @@ def color(method: str) -> str:
 KINDS = ("png", "svg")
 MARK = "#5c6670"
 SIZES = {"headline": (9.0, 4.8)}
-
-
 DIGESTS = "pictures.json"
 """What the pictures in a folder were drawn from, so that only changed ones are drawn again."""
 
@@ -189,7 +186,8 @@ def _lines(axes: "Axes", figure: Figure) -> None:
         )
         if len(series.x) == 1:
             style |= {"marker": "D", "markersize": 8, "linestyle": "none"}
-        at.plot(series.x, series.y, color=series.color, label=_label(series.name), **style)
+        label = series.name.lstrip("_") or "run"  # matplotlib hides labels that begin with an underscore
+        at.plot(series.x, series.y, color=series.color, label=label, **style)
         if series.low and len(series.x) == 1:
             reach = [[series.y[0] - series.low[0]], [series.high[0] - series.y[0]]]
             at.errorbar(series.x, series.y, yerr=reach, color=series.color, capsize=4, linestyle="none")
@@ -231,8 +229,3 @@ def _plain_log(axis: "Axis", ends: tuple[float, float] | None) -> None:
         axis.set_ticks(ticks)
         axis.set_ticks([], minor=True)
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-
-
-def _label(name: str) -> str:
-    """matplotlib hides labels that begin with an underscore."""
-    return re.sub(r"^_+", "", name) or "run"

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.plots.figures import Figure, Series, breadth, extent, round_ticks
-
-MARK = "#5c6670"
+from trainshort.plots.figures import MARK, Figure, Series, breadth, extent, round_ticks
 
 
 def plotly_script() -> str:
@@ -29,8 +27,8 @@ def specification(figure: Figure) -> dict[str, Any]:
         else:
             traces += _lines(series)
     layout: dict[str, Any] = {
-        "xaxis": _axis(figure.x_label, log=figure.x_log),
-        "yaxis": _axis(figure.y_label, log=figure.y_log),
+        "xaxis": _axis(figure.x_label, figure.x_log, breadth(figure)),
+        "yaxis": _axis(figure.y_label, figure.y_log, extent(figure, right=False)),
         "showlegend": figure.kind != "bars" and len(figure.series) > 1,
     }
     if figure.marks:
@@ -38,29 +36,17 @@ def specification(figure: Figure) -> dict[str, Any]:
         layout["shapes"] = [line | {"x0": at, "x1": at} for at, _ in figure.marks]
     if figure.ticks:
         layout["xaxis"] |= {"tickvals": [at for at, _ in figure.ticks], "ticktext": [text for _, text in figure.ticks]}
-    elif figure.x_log and (ends := breadth(figure)):
-        layout["xaxis"] |= _plain_ticks(*ends)
     if figure.right_label:
-        layout["yaxis2"] = _axis(figure.right_label, log=figure.y_log) | {
-            "overlaying": "y",
-            "side": "right",
-            "showgrid": False,
-        }
-    if figure.y_log:
-        for name, right in (("yaxis", False), ("yaxis2", True)):
-            ends = extent(figure, right=right)
-            if name in layout and ends:
-                layout[name] |= _plain_ticks(*ends)
+        right = _axis(figure.right_label, figure.y_log, extent(figure, right=True))
+        layout["yaxis2"] = right | {"overlaying": "y", "side": "right", "showgrid": False}
     return {"name": figure.name, "data": traces, "layout": layout}
 
 
-def _axis(label: str, *, log: bool) -> dict[str, Any]:
-    return {"title": {"text": label}, "type": "log" if log else "-", "automargin": True}
-
-
-def _plain_ticks(low: float, high: float) -> dict[str, Any]:
-    kept = round_ticks(low, high)
-    return {"tickvals": kept, "ticktext": [f"{tick:,g}" for tick in kept]} if len(kept) > 1 else {}
+def _axis(label: str, log: bool, ends: tuple[float, float] | None) -> dict[str, Any]:
+    axis = {"title": {"text": label}, "type": "log" if log else "-", "automargin": True}
+    if log and ends and len(ticks := round_ticks(*ends)) > 1:
+        axis |= {"tickvals": ticks, "ticktext": [f"{tick:,g}" for tick in ticks]}
+    return axis
 
 
 def _bars(series: Series) -> dict[str, Any]:
@@ -77,16 +63,13 @@ def _bars(series: Series) -> dict[str, Any]:
 
 
 def _lines(series: Series) -> list[dict[str, Any]]:
-    line: dict[str, Any] = {"color": series.color, "width": 1 if series.faint else 2.5}
-    if series.faint:
-        line["dash"] = "dot"
     trace = {
         "type": "scatter",
         "mode": "lines" if series.faint else "lines+markers",
         "name": _plain(series.name),
         "x": list(series.x),
         "y": [value if math.isfinite(value) else None for value in series.y],
-        "line": line,
+        "line": {"color": series.color} | ({"width": 1, "dash": "dot"} if series.faint else {"width": 2.5}),
         "opacity": 0.75 if series.faint else 1,
         "yaxis": "y2" if series.right else "y",
         "legendgroup": series.name,
