@@ -202,3 +202,13 @@ def test_sooner_is_read_from_checkpoints(tmp_path):
     found = outcome(tmp_path, "sooner")
     assert found.verdict == "holds"
     assert found.obtained == "+20.0% (+20.0% to +20.0%) time saved (trained at 256 against 512)"
+
+
+def test_costs_of_two_folders_are_told_with_the_file_of_each(tmp_path):
+    make_demo(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "cost.json").write_text('{"format": 1, "entries": {}}')
+    view = View(collect([tmp_path / "a", tmp_path / "b"]), LAPTOP)
+    found = view.cost(Variant("wikitext103", "alibi", 512), "train memory")
+    assert found is not None
+    assert found.sources == (tmp_path / "a" / "cost.json",)

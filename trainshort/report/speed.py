@@ -174,18 +174,15 @@ AGAINST = "sinusoidal"
 
 def cost_figures(collection: Collection) -> list[Figure]:
     """Speeds of training and reading as multiples of sinusoidal's, and the memory of training."""
-    if not collection.costs or collection.cost_path is None:
-        return []
     entries = list(collection.costs.values())
+    if not entries:
+        return []
     made = []
     for one in (("cost-train", "Training speed", "train speed"), ("cost-read", "Reading speed", "read speed")):
         if timed := [entry for entry in entries if entry[RATES[one[-1]]]]:
             made.append(_speed(timed, *one) or _rates(timed, *one))
-    return [_sourced(figure, collection) for figure in (*made, _memory(entries)) if figure]
-
-
-def _sourced(figure: Figure, collection: Collection) -> Figure:
-    return replace(figure, sources=(collection.cost_path,) if collection.cost_path else ())
+    sources = tuple(dict.fromkeys(entry["path"] for entry in entries))
+    return [replace(figure, sources=sources) for figure in (*made, _memory(entries))]
 
 
 def _speed(entries: list[dict[str, Any]], name: str, title: str, quantity: str) -> Figure | None:

@@ -7,14 +7,11 @@ from collections import Counter
 from typing import Any
 
 from trainshort.claims.collection import Collection
+from trainshort.claims.extrapolation import LONG, SHORT
 from trainshort.claims.measured import Compared, View
 from trainshort.claims.verdicts import Claim, Outcome
 from trainshort.recipes.experiments import EvalProtocol
-from trainshort.recipes.scales import Variant
 from trainshort.report.headline import Headline, sentences
-
-SHORT, LONG = Variant("wikitext103", "alibi", 512), Variant("wikitext103", "sinusoidal", 3072)
-"""The paper's title: trained short, against trained long."""
 
 
 def about(headline: Headline) -> str:
@@ -41,13 +38,13 @@ def found(headline: Headline, view: View | None) -> list[str]:
 def short_against_long(view: View) -> list[str]:
     """ALiBi trained short and read long, against sinusoidal trained long on equally many tokens; what that saves."""
     far = EvalProtocol(LONG.length)
-    short, long, change = view.read(SHORT, far), view.read(LONG, far), view.perplexities((SHORT, far), (LONG, far))
-    if short is None or long is None or change is None:
+    change = view.perplexities((SHORT, far), (LONG, far))
+    if change is None:
         return []
     near, at = view.scale.length(SHORT.length), view.scale.length(LONG.length)
     told = (
-        f"Train short, test long: ALiBi trained at {near:,} and read at {at:,} has {short.value:.1f}, sinusoidal "
-        f"trained at {at:,} on as many tokens {long.value:.1f}: {_verdict(change)}."
+        f"Train short, test long: ALiBi trained at {near:,} and read at {at:,} has {change.values[0]:.1f}, sinusoidal "
+        f"trained at {at:,} on as many tokens {change.values[1]:.1f}: {_verdict(change)}."
     )
     savings = _savings(view)
     return [told + (f" Training short was {savings} (with random weights)." if savings else "")]
