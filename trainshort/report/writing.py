@@ -78,9 +78,7 @@ def _figures(collection: Collection, headline: first.Headline | None, view: View
 
 
 def _subtitle(collection: Collection) -> str:
-    count = len(collection.runs)
-    models = f"{count} model{'' if count == 1 else 's'}"
-    scale = collection.scale
+    scale, models = collection.scale, sections.models(collection)
     return f"{models} at the {scale.name} scale: {scale.summary}." if scale else f"{models}."
 
 
@@ -158,7 +156,7 @@ def headline_table(collection: Collection) -> Table | None:
     for line in headline.lines:
         table.add_column(line.name, justify="right", no_wrap=True)
     for length in headline.lengths:
-        cells = [line.at(length) for line in headline.lines]
+        cells = [line.points.get(length) for line in headline.lines]
         times = f"{length:,} ({length / headline.length:.4g}x)"
         table.add_row(times, *("" if cell is None else f"{cell:.2f}" for cell in cells))
     return table
