@@ -4,6 +4,7 @@ compared, with how far chance alone may have moved their difference. No torch.""
 import math
 import statistics
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,13 +78,8 @@ def middle(values: list[float]) -> tuple[float, float, float]:
     9 rounds: from the second smallest to the second largest (96 %); fewer than 6 rounds: from the least to the most
     """
     ordered, count = sorted(values), len(values)
-    outside, skipped = 0.0, 0
-    while skipped < count // 2:
-        outside += 2 * math.comb(count, skipped) / 2**count
-        if outside > 0.05:
-            break
-        skipped += 1
-    least = max(0, skipped - 1)
+    outside = accumulate(2 * math.comb(count, fewer) / 2**count for fewer in range(count // 2))
+    least = max(0, sum(share <= 0.05 for share in outside) - 1)
     return statistics.median(ordered), ordered[least], ordered[count - 1 - least]
 
 
@@ -118,25 +114,21 @@ class View:
 
     def read(self, variant: Variant, reading: EvalProtocol, *, speed: bool = False) -> Measured | None:
         """Perplexity (or reading speed) at a length, over the seeds."""
-        values, sources, status = [], [], "scored"
-        for run in self.runs(variant):
-            row, path = self.row(run, reading)
-            if row is None or path is None:
-                continue
-            sources.append(path)
-            if row.status != "scored":
-                status = row.status
-            elif (value := row.speed if speed else row.perplexity) is not None:
-                values.append(value)
-        return Measured(tuple(values), tuple(sources), "scored" if values else status) if sources else None
+        found = self.at(variant, reading)
+        scored = [row.speed if speed else row.perplexity for row, _ in found if row.status == "scored"]
+        values = tuple(value for value in scored if value is not None)
+        failed = [row.status for row, _ in found if row.status != "scored"]
+        status = failed[-1] if failed and not values else "scored"
+        return Measured(values, tuple(path for _, path in found), status) if found else None
 
     def rows(self, run: Run, reading: EvalProtocol) -> dict[int, tuple[LengthScore, Path]]:
         """All rows of the evaluation that a reading wants, by length."""
         return run.rows(queries(self.scale, reading)[0])
 
-    def row(self, run: Run, reading: EvalProtocol) -> tuple[LengthScore | None, Path | None]:
-        """The row of a run at a reading."""
-        return self.rows(run, reading).get(self.scale.length(reading.length), (None, None))
+    def at(self, variant: Variant, reading: EvalProtocol) -> list[tuple[LengthScore, Path]]:
+        """The row at a reading, of each seed that has one."""
+        found = (self.rows(run, reading).get(self.scale.length(reading.length)) for run in self.runs(variant))
+        return [one for one in found if one]
 
     def cost(self, variant: Variant, quantity: str) -> Measured | None:
         """Speed in tokens/s or memory in GB, as measured in rounds on this machine."""
@@ -183,11 +175,9 @@ class View:
         return Compared(change, low, high, first.sources + second.sources, (first.value, second.value))
 
     def _over_text(self, *both: tuple[Variant, EvalProtocol]) -> float:
-        rows = [self.row(runs[0], reading)[0] for variant, reading in both if (runs := self.runs(variant))]
-        if len(rows) < 2 or rows[0] is None or rows[1] is None:
-            return 0.0
+        (first, _), (second, _) = (self.at(*one)[0] for one in both)
         try:
-            bounds = interval(rows[0], rows[1])
+            bounds = interval(first, second)
         except InputError:  # not the same text
             return 0.0
         return (bounds[1] - bounds[0]) / 2 if bounds else 0.0

@@ -1,5 +1,6 @@
 """What a claim is, and how checks are filed."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,12 +59,9 @@ class Claim:
     """Whether it is an inconsistency of the paper and not one of its claims."""
     rule: Rule = AT_FIRST
 
-    @property
-    def summary(self) -> str:
-        return self.statement
-
 
 claims: Registry[Claim] = Registry("claim")
+Judged = list[tuple[Claim, Outcome]]
 
 
 def claim(
@@ -123,13 +121,13 @@ def outcome(told: Verdict, obtained: str, reason: str, *found: Measured | Compar
     return Outcome(told, obtained, reason, sources, f"differences of {least:.1%}" if least else "")
 
 
-def all_claims() -> Registry[Claim]:
-    """The registry, filled."""
+def judge(view: View) -> Judged:
+    """Every claim with its outcome."""
     from trainshort.claims import extrapolation, oddities, speed_and_memory  # noqa: F401  (each files its checks)
 
-    return claims
+    return [(one, one.check(view)) for _, one in claims.items()]
 
 
-def judge(view: View) -> list[tuple[Claim, Outcome]]:
-    """Every claim with its outcome."""
-    return [(one, one.check(view)) for _, one in all_claims().items()]
+def tally(judged: Judged) -> Counter[Verdict]:
+    """How often each verdict was given on what the paper claims; its oddities are no claims."""
+    return Counter(found.verdict for claim, found in judged if not claim.oddity)

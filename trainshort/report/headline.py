@@ -45,7 +45,6 @@ class Headline:
 
     length: int
     lines: tuple[Curve, ...]
-    corpus: str
     alike: bool
     """Whether the models differ in their positions only: one of each method, of one size, on as much of one text."""
     beyond: tuple[Curve, ...]
@@ -62,9 +61,9 @@ def find_headline(collection: Collection) -> Headline | None:
     if not swept:
         return None
     length, text = _most_shared(swept)
-    found = list({run.path: (run, one) for run, one in swept if _text(one) == text}.values())
+    found = {run.path: (run, one) for run, one in swept if _text(one) == text}
     groups: dict[str, list[tuple[Run, Stored]]] = {}
-    for run, stored in found:
+    for run, stored in found.values():
         if run.config.train.length == length:
             groups.setdefault(run_name(run.config.replace(train={"seed": 0})), []).append((run, stored))
     firsts = [group[0][0] for group in groups.values()]
@@ -75,10 +74,8 @@ def find_headline(collection: Collection) -> Headline | None:
         name = method_name(position) if positions[position] == 1 else run.name
         lines.append(_line(name, position, [stored for _, stored in group], length))
     lines.sort(key=lambda line: (ORDER.index(line.position) if line.position in ORDER else 9, line.name))
-    corpus = found[0][1].evaluation.corpus
-    told = f"{corpus['name']}, {corpus['tokens']:,} tokens of its {corpus['split']} split"
     alike = len({_size(run.config) for run in firsts}) == 1 and max(positions.values()) == 1
-    return Headline(length, _told_apart(lines), told, alike, _beyond(collection, length, text))
+    return Headline(length, _told_apart(lines), alike, _beyond(collection, length, text))
 
 
 def _size(config: RunConfig) -> tuple[str | int, ...]:
@@ -127,11 +124,9 @@ def _most_shared(swept: list[tuple[Run, Stored]]) -> tuple[int, tuple[int, str, 
     """The training length and the text that most runs share; of several texts the test split's, then the longest.
     Curves on different texts in one figure would compare the texts."""
     runs: dict[tuple[int, tuple[int, str, str]], set[Path]] = {}
-    test = set()
     for run, stored in swept:
         runs.setdefault((run.config.train.length, _text(stored)), set()).add(run.path)
-        if stored.evaluation.corpus["split"] == "test":
-            test.add(_text(stored))
+    test = {_text(stored) for _, stored in swept if stored.evaluation.corpus["split"] == "test"}
     return max(runs, key=lambda key: (len(runs[key]), key[1] in test, key[1][0]))
 
 
@@ -164,6 +159,7 @@ def figure(headline: Headline, *, with_paper: bool) -> Figure:
         series.append(Series(line.name, tuple(length / headline.length for length in at), y, line.shade, low, high))
     if with_paper:
         series += _paper_series(headline)
+    corpus = headline.lines[0].stored[0].evaluation.corpus
     longest = headline.lengths[-1] / headline.length
     ticks = tuple((2.0**k, f"{2**k}x<br>{headline.length * 2**k:,}") for k in range(12) if 2**k <= longest * 1.01)
     return Figure(
@@ -177,8 +173,8 @@ def figure(headline: Headline, *, with_paper: bool) -> Figure:
         x_log=True,
         y_log=True,
         ticks=ticks,
-        note=f"Solid: here, on {headline.corpus}, with the 95 % interval over stretches of the text or the range over "
-        "seeds."
+        note=f"Solid: here, on {corpus['name']}, {corpus['tokens']:,} tokens of its {corpus['split']} split, with the "
+        "95 % interval over stretches of the text or the range over seeds."
         + (" The diamond was trained at its own length, on as many tokens." if headline.beyond else "")
         + (" Thin and dotted: the paper's Table 2, on the right axis." if with_paper else ""),
         sources=tuple(path for line in (*headline.lines, *headline.beyond) for path in line.sources),

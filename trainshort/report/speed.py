@@ -170,10 +170,8 @@ def cost_figures(collection: Collection) -> list[Figure]:
     if not entries:
         return []
     made = []
-    for name, title, rounds in (
-        ("cost-train", "Training speed", RATES["train speed"]),
-        ("cost-read", "Reading speed", RATES["read speed"]),
-    ):
+    for what, title in (("train", "Training speed"), ("read", "Reading speed")):
+        name, rounds = f"cost-{what}", RATES[f"{what} speed"]
         if timed := [entry for entry in entries if entry[rounds]]:
             rates = [(entry, entry["tokens"] / statistics.median(entry[rounds])) for entry in timed]
             made.append(_speed(timed, name, title, rounds) or _bars(rates, name, title, "tokens/s"))
