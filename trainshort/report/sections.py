@@ -130,8 +130,7 @@ def reach_figure(headline: Headline, collection: Collection) -> Figure | None:
         y_log=True,
         note=f"Measured on {length:,} tokens. Dotted: the window that holds {share:.0%} of every row by proof, for "
         "queries and keys no larger than those met in this text; another text may have larger ones and need more. Only "
-        "ALiBi has such a window. "
-        f"The models were trained at {headline.length:,}.",
+        f"ALiBi has such a window. The models were trained at {headline.length:,}.",
         sources=tuple(sources),
     )
 

@@ -91,7 +91,7 @@ def _rows(bench: BenchResult, suite: str, case: dict[str, str]) -> list[Measurem
 
 
 def _figure(wanted: Wanted, rows: list[Measurement], path: Path, suffix: str, more: str) -> Figure | None:
-    """Lines with a band of their spread; None where nothing was measured at two places."""
+    """Lines with a band of their spread; None where nothing was measured."""
     lines: dict[str, list[tuple[int, float, float, float]]] = {}
     for row in rows:
         measure, at = row.measured.get(wanted.measure), row.case.get(wanted.across)

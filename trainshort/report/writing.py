@@ -22,7 +22,8 @@ def write_report(collection: Collection, out: Path) -> Path:
     """Write everything, and return the path of the page."""
     make_folder(out)
     sources = Sources(out)
-    view = View(collection, collection.scale) if collection.scale else None
+    scale = collection.scale
+    view = View(collection, scale) if scale else None
     headline = first.find_headline(collection)
     figure = first.figure(headline, with_paper=view is not None) if headline else None
     costs = cost_figures(collection)
@@ -31,7 +32,7 @@ def write_report(collection: Collection, out: Path) -> Path:
     judged = judge(view) if view else []
     content: dict[str, Any] = {
         "title": "Train short, test long: what was obtained here",
-        "subtitle": _subtitle(collection),
+        "subtitle": sections.models(collection) + (f" at the {scale.name} scale: {scale.summary}." if scale else "."),
         "about": story.about(headline) if headline else "",
         "sentences": story.found(headline, view) if headline else [],
         "trust": story.trust(headline, collection, judged) if headline else [],
@@ -41,7 +42,7 @@ def write_report(collection: Collection, out: Path) -> Path:
         "claims": judged,
         "tally": _tally(judged),
         "rules": _rules([claim for claim, _ in judged]),
-        "scale": view.scale.name if view else "",
+        "scale": scale.name if scale else "",
         "costs": costs,
         "speed": measured,
         "figures": figures,
@@ -71,11 +72,6 @@ def _figures(collection: Collection, headline: first.Headline | None, view: View
         *(paper_figures(view) if view else ()),
     ]
     return [figure for figure in made if figure]
-
-
-def _subtitle(collection: Collection) -> str:
-    scale, models = collection.scale, sections.models(collection)
-    return f"{models} at the {scale.name} scale: {scale.summary}." if scale else f"{models}."
 
 
 def _tally(judged: Judged) -> str:
