@@ -10,6 +10,7 @@ from trainshort.claims.collection import collect
 from trainshort.claims.measured import View, middle
 from trainshort.claims.speed_and_memory import time_saved
 from trainshort.claims.verdicts import judge
+from trainshort.evaluate.results import load, save
 from trainshort.recipes.experiments import EvalProtocol
 from trainshort.recipes.scales import Variant
 
@@ -202,3 +203,26 @@ def test_sooner_is_read_from_checkpoints(tmp_path):
     found = outcome(tmp_path, "sooner")
     assert found.verdict == "holds"
     assert found.obtained == "+20.0% (+20.0% to +20.0%) time saved (trained at 256 against 512)"
+
+
+def test_costs_of_two_folders_are_told_with_the_file_of_each(tmp_path):
+    make_demo(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "cost.json").write_text('{"format": 1, "entries": {}}')
+    view = View(collect([tmp_path / "a", tmp_path / "b"]), LAPTOP)
+    found = view.cost(Variant("wikitext103", "alibi", 512), "train memory")
+    assert found is not None
+    assert found.sources == (tmp_path / "a" / "cost.json",)
+
+
+def test_the_interval_over_text_is_of_seeds_that_were_read_so_far(tmp_path):
+    """With the first seed's run read less far there was none, and any difference counted as told."""
+    make_run(tmp_path, "alibi", {128: 50.0})
+    folder = make_run(tmp_path, "alibi", {768: 47.0}, seed=2)
+    make_run(tmp_path, "sinusoidal", {768: 47.1}, length=3072)
+    path = next((folder / "eval").glob("*.json"))
+    evaluation = load(path)
+    row = evaluation.rows[0]
+    (count, first), (_, second) = row.blocks
+    save(evaluation.with_row(row.replace(blocks=((count, first - 9), (count, second + 9)))), path)
+    assert outcome(tmp_path, "short-beats-long").verdict == "cannot tell"

@@ -431,3 +431,14 @@ def test_two_folders_of_one_name_are_two_runs(tmp_path):
     headline = find_headline(collect([tmp_path / "mine", tmp_path / "theirs"]))
     assert headline is not None
     assert sorted(line.points[256] for line in headline.lines) == pytest.approx([49.0, 60.0])
+
+
+def test_a_longer_model_whose_loss_was_not_finite_is_no_point_of_the_headline(tmp_path):
+    make_run(tmp_path, "alibi", {128: 50.0, 256: 49.0})
+    folder = make_run(tmp_path, "sinusoidal", {768: 47.0}, length=3072)
+    path = next((folder / "eval").glob("*.json"))
+    evaluation = load(path)
+    save(evaluation.with_row(evaluation.rows[0].replace(status="not finite")), path)
+    headline = find_headline(collect([tmp_path]))
+    assert headline is not None
+    assert headline.beyond == ()

@@ -3,10 +3,8 @@
 Only files are read, and each number keeps the path of the file it came from.
 """
 
-import errno
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,7 +31,7 @@ class Run:
 
     path: Path
     config: RunConfig
-    evaluations: tuple[Stored, ...]
+    evaluations: list[Stored]
 
     @property
     def name(self) -> str:
@@ -48,7 +46,6 @@ class Run:
         return read_lines(RunFolder(self.path).sessions)
 
     def rows(self, query: Query) -> dict[int, tuple[LengthScore, Path]]:
-        """Rows by length, of the run's evaluations that answer."""
         return rows(self.evaluations, query)
 
     @property
@@ -68,10 +65,9 @@ class Collection:
     """All runs under some folders, and the costs beside them."""
 
     runs: dict[str, Run]
-    costs: dict[str, Any] = field(default_factory=dict)
-    cost_path: Path | None = None
-    names: dict[tuple[str, Variant], tuple[str, str]] = field(default_factory=dict)
-    benches: tuple[tuple[Path, BenchResult], ...] = ()
+    costs: dict[str, dict[str, Any]]
+    """As `read_costs` has them, each with the `path` of its file."""
+    benches: list[tuple[Path, BenchResult]]
     """Results of `trainshort bench`, the newest last."""
 
     @cached_property
@@ -79,26 +75,10 @@ class Collection:
         """The scale that most of the runs belong to; None when they are somebody's own."""
         runs = {name: (run.config.model.position, run.config.train.seed) for name, run in self.runs.items()}
         known = {name: (str(entry["position"]), 1) for name, entry in self.costs.items()} | runs
-        known_scales = [*(scale for _, scale in scales.items()), FIRST_LAPTOP]
-        counts = [sum(_made_at(scale, run, *which) for run, which in known.items()) for scale in known_scales]
-        best = max(range(len(counts)), key=counts.__getitem__)
-        return known_scales[best] if counts[best] else None
-
-    def run(self, variant: Variant, scale: Scale) -> Run | None:
-        """The run of a model; where there is none of this version, the one of 0.1.0."""
-        return next((self.runs[name] for name in self._names(variant, scale) if name in self.runs), None)
-
-    def cost(self, variant: Variant, scale: Scale) -> dict[str, Any] | None:
-        """What a model costs, measured under either name."""
-        return next((self.costs[name] for name in self._names(variant, scale) if name in self.costs), None)
-
-    def _names(self, variant: Variant, scale: Scale) -> tuple[str, str]:
-        """A model's run name, now and in 0.1.0; hashing settings takes a while, and tables ask for the same models
-        again and again."""
-        key = (scale.name, variant)
-        if key not in self.names:
-            self.names[key] = scale.names(variant)
-        return self.names[key]
+        every = (*(scale for _, scale in scales.items()), FIRST_LAPTOP)
+        counts = [(sum(_made_at(scale, run, *which) for run, which in known.items()), scale) for scale in every]
+        count, best = max(counts, key=lambda one: one[0])
+        return best if count else None
 
 
 def _made_at(scale: Scale, name: str, position: str, seed: int) -> bool:
@@ -114,8 +94,7 @@ def _made_at(scale: Scale, name: str, position: str, seed: int) -> bool:
 def collect(paths: Sequence[Path]) -> Collection:
     """Read run folders, and folders of run folders. A folder without any result is refused."""
     runs: dict[str, Run] = {}
-    costs: dict[str, Any] = {}
-    cost_path = None
+    costs: dict[str, dict[str, Any]] = {}
     benches: list[tuple[Path, BenchResult]] = []
     for path in paths:
         if not path.is_dir():
@@ -123,15 +102,14 @@ def collect(paths: Sequence[Path]) -> Collection:
         for folder in [path] if _has_config(path) else sorted(path.iterdir()):
             if not _has_config(folder):
                 continue
+            # Two folders of one name are two runs; a table looks for its models by the first.
+            name = folder.name if folder.name not in runs else str(folder)
             try:
-                # Two folders of one name are two runs; a table looks for its models by the first.
-                runs[folder.name if folder.name not in runs else str(folder)] = _read_run(folder)
+                runs[name] = Run(folder, load_config(folder / "config.json"), find(folder))
             except ForeignConfigError:
                 if folder == path:  # it was named; one that lies beside the runs is none of them
                     raise
-        if (path / COST_FILE).exists():
-            costs |= read_costs(path)
-            cost_path = path / COST_FILE
+        costs |= {name: {**entry, "path": path / COST_FILE} for name, entry in read_costs(path).items()}
         benches += measurements.find(path)
     if not any(run.evaluations for run in runs.values()) and not costs and not benches:
         named = ", ".join("this folder" if path == Path() else str(path) for path in paths)
@@ -141,22 +119,18 @@ def collect(paths: Sequence[Path]) -> Collection:
             "or evaluate your own runs by `trainshort evaluate RUN`."
         )
     benches.sort(key=lambda one: str(one[1].made.get("time", "")))
-    return Collection(runs, costs, cost_path, benches=tuple(benches))
+    return Collection(runs, costs, benches)
 
 
 def _has_config(folder: Path) -> bool:
     """Whether it is meant as a run, also by a broken link; a folder that may not be looked into is told as that."""
     try:
-        os.lstat(folder / "config.json")
-    except OSError as error:
-        if error.errno == errno.EACCES:
-            raise
+        (folder / "config.json").lstat()
+    except PermissionError:
+        raise
+    except OSError:
         return False
     return True
-
-
-def _read_run(folder: Path) -> Run:
-    return Run(folder, load_config(folder / "config.json"), tuple(find(folder)))
 
 
 def read_costs(root: Path) -> dict[str, Any]:

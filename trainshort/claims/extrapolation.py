@@ -6,6 +6,7 @@ and is said at each claim (`rule`).
 
 import math
 from itertools import pairwise
+from pathlib import Path
 
 from trainshort.claims.measured import Compared, Measured, View
 from trainshort.claims.verdicts import (
@@ -16,14 +17,14 @@ from trainshort.claims.verdicts import (
     above,
     below,
     claim,
-    detectable,
     every,
     missing,
     opposite,
-    sources,
+    outcome,
     verdict,
 )
-from trainshort.evaluate.results import interval
+from trainshort.evaluate.evidence import unbroken
+from trainshort.evaluate.results import LengthScore, interval
 from trainshort.methods import PAPER as ORDER
 from trainshort.recipes.experiments import EvalProtocol, method_name, queries
 from trainshort.recipes.scales import Variant
@@ -38,48 +39,59 @@ FLAT = 0.03
 """Flat: within three per cent (the paper's own ALiBi rows move by 1.8 and 2.6 per cent)."""
 
 
-def ppl(view: View, position: str, at: float, *, length: int = BASE, stride: int | None = None) -> Measured | None:
-    """Perplexity of a WikiText-103 model read at a multiple of its training length."""
-    found = view.read(Variant("wikitext103", position, length), EvalProtocol(round(length * at), stride))
+def trained(position: str, length: int = BASE) -> Variant:
+    return Variant("wikitext103", position, length)
+
+
+SHORT, LONG = trained("alibi"), trained("sinusoidal", 3072)
+"""The paper's title: trained short, against trained long."""
+
+
+def ppl(view: View, variant: Variant, length: int, stride: int | None = None) -> Measured | None:
+    """Perplexity of a model at a length; None also where there is only a reason why it has none."""
+    found = view.read(variant, EvalProtocol(length, stride))
     return found if found and found.values else None
 
 
 def further(view: View, position: str, at: float, stride: int | None = None) -> Compared | None:
     """How much more perplexity a model has at a multiple of its length than at its length."""
-    variant = Variant("wikitext103", position, BASE)
-    return view.perplexities((variant, EvalProtocol(round(BASE * at), stride)), (variant, EvalProtocol(BASE, stride)))
+    far, near = (EvalProtocol(round(BASE * times), stride) for times in (at, 1))
+    return view.perplexities((trained(position), far), (trained(position), near))
 
 
-def usable(view: View, position: str) -> tuple[int, bool, Measured] | None:
-    """The longest length without a worse one before it, whether nothing longer was tried, and the base."""
-    base = ppl(view, position, 1)
-    runs = view.runs(Variant("wikitext103", position, BASE))
-    rows = [row for row, _ in view.rows(runs[0], EvalProtocol(BASE)).values()] if runs else []
-    rows = [row for row in rows if row.length >= view.scale.length(BASE)]
-    if base is None or not rows:
+def at_length(view: View, length: int, *positions: str) -> Compared | None:
+    """How much more perplexity one method has than another, both trained and read at a length."""
+    one, other = ((trained(position, length), EvalProtocol(length)) for position in positions)
+    return view.perplexities(one, other)
+
+
+def sweep(view: View, variant: Variant) -> dict[int, tuple[LengthScore, Path]]:
+    """Rows of a model's first run, by length."""
+    runs = view.runs(variant)
+    return view.rows(runs[0], EvalProtocol(BASE)) if runs else {}
+
+
+def usable(view: View, position: str) -> tuple[int, bool] | None:
+    """The longest length without a worse one before it, and whether nothing longer was tried."""
+    rows = [row for length, (row, _) in sweep(view, trained(position)).items() if length >= view.scale.length(BASE)]
+    if not rows or ppl(view, trained(position), BASE) is None:
         return None
-    longest, opened = rows[0].length, True
-    for row in rows:
-        if row.status != "scored" or row.perplexity > SLACK * rows[0].perplexity:
-            opened = False
-            break
-        longest = row.length
-    return longest, opened, base
+    most = SLACK * rows[0].perplexity
+    longest = unbroken((row.length, row.status == "scored" and row.perplexity <= most) for row in rows)
+    return longest or rows[0].length, longest == rows[-1].length
 
 
 def bounds(view: View, position: str) -> tuple[float, float]:
     """The longest length up to which a method is surely no worse than at its own, and the first at which it surely is;
     lengths in between cannot be told from chance."""
-    good, bad = float(view.scale.length(BASE)), math.inf
-    runs = view.runs(Variant("wikitext103", position, BASE))
-    lengths = sorted(view.rows(runs[0], EvalProtocol(BASE))) if runs else []
-    for length in (one for one in lengths if one > good):
-        change = further(view, position, length / view.scale.length(BASE))
+    own = good = view.scale.length(BASE)
+    for length in (one for one in sweep(view, trained(position)) if one > own):
+        change = further(view, position, length / own)
         told = above(change, SLACK - 1) if change else "holds"  # a method that cannot be read there is worse there
         if told == "holds":
             return good, length
         good = length if told == "does not hold" else good
-    return good, bad
+    return good, math.inf
 
 
 @claim(
@@ -94,18 +106,18 @@ def bounds(view: View, position: str) -> tuple[float, float]:
     ),
 )
 def extrapolation_order(view: View) -> Outcome:
-    found = {method: usable(view, method) for method in ORDER}
-    if any(one is None for one in found.values()):
+    found = {method: one for method in ORDER if (one := usable(view, method))}
+    if len(found) < len(ORDER):
         return missing("the four methods trained at one length (`--only demo`)")
-    reach = [one[0] for one in found.values() if one]
-    if any(one and one[1] and one[0] < max(reach) for one in found.values()):
+    farthest = max(length for length, _ in found.values())
+    if any(opened and length < farthest for length, opened in found.values()):
         return missing("the four methods read equally far (`--only demo`)")  # a short one may yet go on
-    text = ", ".join(f"{method_name(m)} {one[0]:,}{'+' if one[1] else ''}" for m, one in found.items() if one)
+    text = ", ".join(f"{method_name(m)} {length:,}{'+' if opened else ''}" for m, (length, opened) in found.items())
     reason = f"Longest length at most {SLACK - 1:.0%} above the perplexity at its own; +: no longer one was tried. "
     reason += "One stops sooner than the next when it is surely worse at a length up to which the next surely is not."
     told = every(_sooner(bounds(view, one), bounds(view, other)) for one, other in pairwise(ORDER))
-    least = detectable(*(further(view, method, 2) for method in ORDER))
-    return Outcome(told, text, reason, sources(*(one[2] for one in found.values() if one)), least)
+    bases = (ppl(view, trained(method), BASE) for method in ORDER)
+    return outcome(told, text, reason, *bases, *(further(view, method, 2) for method in ORDER))
 
 
 def _sooner(one: tuple[float, float], other: tuple[float, float]) -> Verdict:
@@ -121,12 +133,11 @@ def _sooner(one: tuple[float, float], other: tuple[float, float]) -> Verdict:
     rule=BY_CHANCE,
 )
 def alibi_holds(view: View) -> Outcome:
-    base, far, change = ppl(view, "alibi", 1), ppl(view, "alibi", 16), further(view, "alibi", 16)
-    if base is None or far is None or change is None:
+    change = further(view, "alibi", 16)
+    if change is None:
         return missing("an ALiBi model read at 1 and 16 times its length")
     reason = f"{change}; up to {SLACK - 1:+.0%} counts as no worse."
-    text = f"{base.value:.2f}, then {far.value:.2f} at 16 times"
-    return Outcome(opposite(above(change, SLACK - 1)), text, reason, change.sources, detectable(change))
+    return outcome(opposite(above(change, SLACK - 1)), f"{change.then} at 16 times", reason, change)
 
 
 @claim(
@@ -136,13 +147,12 @@ def alibi_holds(view: View) -> Outcome:
     rule=BY_CHANCE,
 )
 def sinusoidal_fails(view: View) -> Outcome:
-    base, double, far = (ppl(view, "sinusoidal", times) for times in (1, 2, 16))
-    change = further(view, "sinusoidal", 2)
-    if base is None or double is None or change is None:
+    change, far = further(view, "sinusoidal", 2), ppl(view, trained("sinusoidal"), 16 * BASE)
+    if change is None:
         return missing("a sinusoidal model read at 1 and 2 times its length")
-    text = f"{base.value:.2f}, then {double.value:.2f} at twice" + (f", {far.value:.2f} at 16 times" if far else "")
+    text = f"{change.then} at twice" + (f", {far.value:.2f} at 16 times" if far else "")
     reason = f"{change} at twice the length; {WORSE - 1:+.0%} counts as clearly worse."
-    return Outcome(above(change, WORSE - 1), text, reason, sources(base, double, far), detectable(change))
+    return outcome(above(change, WORSE - 1), text, reason, change, far)
 
 
 @claim(
@@ -152,15 +162,11 @@ def sinusoidal_fails(view: View) -> Outcome:
     rule=BY_CHANCE,
 )
 def short_beats_long(view: View) -> Outcome:
-    short, long = ppl(view, "alibi", 6), ppl(view, "sinusoidal", 1, length=3072)
-    far = EvalProtocol(3072)
-    models = (Variant("wikitext103", "alibi", BASE), far), (Variant("wikitext103", "sinusoidal", 3072), far)
-    change = view.perplexities(*models)
-    if short is None or long is None or change is None:
+    change = view.perplexities((SHORT, EvalProtocol(LONG.length)), (LONG, EvalProtocol(LONG.length)))
+    if change is None:
         return missing("sinusoidal trained at six times the length (`--only demo` or `table6`)")
     reason = f"ALiBi is {change} from sinusoidal; both saw equally many tokens."
-    text = f"{short.value:.2f} against {long.value:.2f}"
-    return Outcome(below(change, 0), text, reason, change.sources, detectable(change))
+    return outcome(below(change, 0), change.against, reason, change)
 
 
 @claim(
@@ -170,20 +176,13 @@ def short_beats_long(view: View) -> Outcome:
     rule=BY_CHANCE,
 )
 def recency_helps(view: View) -> Outcome:
-    pairs = []
-    for length in view.scale.lengths:
-        alibi, sinusoidal = (ppl(view, method, 1, length=length) for method in ("alibi", "sinusoidal"))
-        models = ((Variant("wikitext103", method, length), EvalProtocol(length)) for method in ("alibi", "sinusoidal"))
-        change = view.perplexities(*models)
-        if alibi and sinusoidal and change:
-            pairs.append((view.scale.length(length), alibi, sinusoidal, change))
-    if not pairs:
+    changes = {at: one for at in view.scale.lengths if (one := at_length(view, at, "alibi", "sinusoidal"))}
+    if not changes:
         return missing("ALiBi and sinusoidal models of one length")
-    text = "; ".join(f"{a.value:.2f} against {s.value:.2f} at {length:,}" for length, a, s, _ in pairs)
-    found: list[Verdict] = [below(change, 0) for *_, change in pairs]
-    reason = f"ALiBi is better at {found.count('holds')} of {len(pairs)} lengths."
-    files = sources(*(one for _, a, s, _ in pairs for one in (a, s)))
-    return Outcome(every(found), text, reason, files, detectable(*(change for *_, change in pairs)))
+    text = "; ".join(f"{change.against} at {view.scale.length(at):,}" for at, change in changes.items())
+    found: list[Verdict] = [below(change, 0) for change in changes.values()]
+    reason = f"ALiBi is better at {found.count('holds')} of {len(found)} lengths."
+    return outcome(every(found), text, reason, *changes.values())
 
 
 @claim(
@@ -193,16 +192,14 @@ def recency_helps(view: View) -> Outcome:
     rule=BY_CHANCE,
 )
 def flat_sliding(view: View) -> Outcome:
-    rows = [ppl(view, "alibi", times, stride=1) for times in (1, 2, 4)]
-    changes = [further(view, "alibi", times, stride=1) for times in (2, 4)]
-    if any(row is None for row in rows):
+    twice, four = (further(view, "alibi", times, stride=1) for times in (2, 4))
+    if twice is None or four is None:
         return missing("ALiBi read with a sliding window at 1, 2 and 4 times its length")
-    known = [change for change in changes if change]
-    reason = f"{' and '.join(map(str, known))}; up to {FLAT:.0%} either way counts as flat. "
+    reason = f"{twice} and {four}; up to {FLAT:.0%} either way counts as flat. "
     reason += f"The stride here is {view.scale.stride(1)}."
-    text = ", ".join(f"{row.value:.2f}" for row in rows if row) + " at 1, 2, 4 times"
-    flat = every(part for one in known for part in (opposite(above(one, FLAT)), above(one, -FLAT)))
-    return Outcome(flat, text, reason, sources(*rows), detectable(*known))
+    text = f"{twice.values[1]:.2f}, {twice.values[0]:.2f}, {four.values[0]:.2f} at 1, 2, 4 times"
+    flat = every(part for one in (twice, four) for part in (opposite(above(one, FLAT)), above(one, -FLAT)))
+    return outcome(flat, text, reason, twice, four)
 
 
 @claim(
@@ -212,13 +209,11 @@ def flat_sliding(view: View) -> Outcome:
     rule=BY_CHANCE,
 )
 def sliding_no_rescue(view: View) -> Outcome:
-    base, double = (ppl(view, "sinusoidal", times, stride=1) for times in (1, 2))
     change = further(view, "sinusoidal", 2, stride=1)
-    if base is None or double is None or change is None:
+    if change is None:
         return missing("sinusoidal read with a sliding window")
     reason = f"{change}; {WORSE - 1:+.0%} counts as clearly worse."
-    text = f"{base.value:.2f}, then {double.value:.2f} at twice"
-    return Outcome(above(change, WORSE - 1), text, reason, change.sources, detectable(change))
+    return outcome(above(change, WORSE - 1), f"{change.then} at twice", reason, change)
 
 
 @claim(
@@ -228,7 +223,7 @@ def sliding_no_rescue(view: View) -> Outcome:
     rule=BY_CHANCE,
 )
 def early_tokens(view: View) -> Outcome:
-    runs = view.runs(Variant("wikitext103", "alibi", BASE))
+    runs = view.runs(trained("alibi"))
     sliding_query, plain_query = queries(view.scale, EvalProtocol(BASE, stride=1))
     lengths = [view.scale.length(times * BASE) for times in (1, 2)]
     found = [run.rows(query) for run in runs[:1] for query in (plain_query, sliding_query)]
@@ -242,10 +237,8 @@ def early_tokens(view: View) -> Outcome:
     gains = [interval(first, second) or (0.0, 0.0) for first, second in (rows[:2], rows[2:])]
     chance = sum(share * (high - low) / 2 for share, (low, high) in zip((0.5, 1.0), gains, strict=True))
     left = math.log(rows[2].perplexity / rows[3].perplexity) - math.log(rows[0].perplexity / rows[1].perplexity) / 2
-    files = tuple(dict.fromkeys(path for _, path in read))
-    found = Compared(left, left - chance, left + chance, files)
-    told = below(found, 0) if plain > 0 else "does not hold"
-    return Outcome(told, text, reason, files, detectable(found))
+    change = Compared(left, left - chance, left + chance, tuple(path for _, path in read))
+    return outcome(below(change, 0) if plain > 0 else "does not hold", text, reason, change)
 
 
 @claim(
@@ -256,14 +249,12 @@ def early_tokens(view: View) -> Outcome:
 def optimum(view: View) -> Outcome:
     if view.scale.stand_in:
         return missing("the 1.3B model on CC100+RoBERTa; a small model on little text says nothing about it")
-    variant = Variant("cc100", "alibi", BASE)
-    runs = view.runs(variant)
-    found = view.rows(runs[0], EvalProtocol(BASE)).values() if runs else ()
+    found = sweep(view, Variant("cc100", "alibi", BASE)).values()
     rows = [row for row, _ in found if row.status == "scored"]
     if len(rows) < 3:
         return missing("the 1.3B model read at many lengths (`--only fig6`)")
     best = min(rows, key=lambda row: row.perplexity)
-    files = tuple(dict.fromkeys(path for _, path in found))
     near = 1.5 * BASE <= best.length <= 3 * BASE
     text = f"best {best.perplexity:.2f} at {best.length:,}; {rows[-1].perplexity:.2f} at {rows[-1].length:,}"
-    return Outcome(verdict(near), text, "Near means between 1.5 and 3 times the length.", files)
+    measured = Measured((best.perplexity,), tuple(path for _, path in found))
+    return outcome(verdict(near), text, "Near means between 1.5 and 3 times the length.", measured)

@@ -3,9 +3,10 @@ compared, with how far chance alone may have moved their difference. No torch.""
 
 import math
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainshort.claims.collection import SEEDS, Collection, Run
 from trainshort.errors import InputError
@@ -14,6 +15,7 @@ from trainshort.recipes.experiments import Cell, EvalProtocol, moments, queries
 from trainshort.recipes.scales import Scale, Variant
 
 RATES = {"train speed": "train_seconds", "read speed": "read_seconds"}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,18 @@ class Compared:
     change: float
     low: float
     high: float
-    sources: tuple[Path, ...] = ()
+    sources: tuple[Path, ...]
+    values: tuple[float, float] = (math.nan, math.nan)
+    """The one and the other, where they are perplexities."""
+
+    @property
+    def against(self) -> str:
+        return f"{self.values[0]:.2f} against {self.values[1]:.2f}"
+
+    @property
+    def then(self) -> str:
+        """The other first: where the one is what became of it."""
+        return f"{self.values[1]:.2f}, then {self.values[0]:.2f}"
 
     @property
     def noise(self) -> float:
@@ -65,13 +78,8 @@ def middle(values: list[float]) -> tuple[float, float, float]:
     9 rounds: from the second smallest to the second largest (96 %); fewer than 6 rounds: from the least to the most
     """
     ordered, count = sorted(values), len(values)
-    outside, skipped = 0.0, 0
-    while skipped < count // 2:
-        outside += 2 * math.comb(count, skipped) / 2**count
-        if outside > 0.05:
-            break
-        skipped += 1
-    least = max(0, skipped - 1)
+    outside = accumulate(2 * math.comb(count, fewer) / 2**count for fewer in range(count // 2))
+    least = max(0, sum(share <= 0.05 for share in outside) - 1)
     return statistics.median(ordered), ordered[least], ordered[count - 1 - least]
 
 
@@ -81,6 +89,8 @@ class View:
 
     collection: Collection
     scale: Scale
+    names: dict[Variant, tuple[str, str]] = field(default_factory=dict)
+    """Of each model its run's, now and in 0.1.0: hashing settings takes a while, and tables ask again and again."""
 
     def cell(self, cell: Cell) -> Measured | None:
         """What was obtained for a cell; None when it was not run."""
@@ -92,91 +102,85 @@ class View:
             return None
         return self.read(cell.variant, cell.reading, speed=cell.quantity == "read speed")
 
+    def _own(self, variant: Variant, stored: dict[str, T]) -> T | None:
+        """What is stored under a model's run name; where there is none of this version, under that of 0.1.0."""
+        if variant not in self.names:
+            self.names[variant] = self.scale.names(variant)
+        return next((stored[name] for name in self.names[variant] if name in stored), None)
+
     def runs(self, variant: Variant) -> list[Run]:
-        found = (self.collection.run(replace(variant, seed=seed), self.scale) for seed in SEEDS)
+        found = (self._own(replace(variant, seed=seed), self.collection.runs) for seed in SEEDS)
         return [run for run in found if run]
 
     def read(self, variant: Variant, reading: EvalProtocol, *, speed: bool = False) -> Measured | None:
         """Perplexity (or reading speed) at a length, over the seeds."""
-        values, sources, status = [], [], "scored"
-        for run in self.runs(variant):
-            row, path = self.row(run, reading)
-            if row is None or path is None:
-                continue
-            sources.append(path)
-            if row.status != "scored":
-                status = row.status
-            elif (value := row.speed if speed else row.perplexity) is not None:
-                values.append(value)
-        return Measured(tuple(values), tuple(sources), "scored" if values else status) if sources else None
+        found = self.at(variant, reading)
+        scored = [row.speed if speed else row.perplexity for row, _ in found if row.status == "scored"]
+        values = tuple(value for value in scored if value is not None)
+        failed = [row.status for row, _ in found if row.status != "scored"]
+        status = failed[-1] if failed and not values else "scored"
+        return Measured(values, tuple(path for _, path in found), status) if found else None
 
     def rows(self, run: Run, reading: EvalProtocol) -> dict[int, tuple[LengthScore, Path]]:
         """All rows of the evaluation that a reading wants, by length."""
         return run.rows(queries(self.scale, reading)[0])
 
-    def row(self, run: Run, reading: EvalProtocol) -> tuple[LengthScore | None, Path | None]:
-        """The row of a run at a reading."""
-        return self.rows(run, reading).get(self.scale.length(reading.length), (None, None))
+    def at(self, variant: Variant, reading: EvalProtocol) -> list[tuple[LengthScore, Path]]:
+        """The row at a reading, of each seed that has one."""
+        found = (self.rows(run, reading).get(self.scale.length(reading.length)) for run in self.runs(variant))
+        return [one for one in found if one]
 
     def cost(self, variant: Variant, quantity: str) -> Measured | None:
         """Speed in tokens/s or memory in GB, as measured in rounds on this machine."""
-        entry, path = self._costs_of(variant), self.collection.cost_path
-        if entry is None or path is None:
+        entry = self._own(variant, self.collection.costs)
+        if entry is None:
             return None
         if quantity == "train memory":
             memory = entry["train_memory"]
-            return None if memory is None else Measured((memory / 1e9,), (path,))
+            return None if memory is None else Measured((memory / 1e9,), (entry["path"],))
         seconds = entry[RATES[quantity]]
-        return Measured((entry["tokens"] / statistics.median(seconds),), (path,)) if seconds else None
+        return Measured((entry["tokens"] / statistics.median(seconds),), (entry["path"],)) if seconds else None
 
     def speeds(self, one: Variant, other: Variant) -> Compared | None:
         """How much faster the first trains than the second, round by round: whatever else the machine did fell on both.
         None when they were not measured in turns."""
-        entries = [self._costs_of(one), self._costs_of(other)]
-        path = self.collection.cost_path
-        if path is None or entries[0] is None or entries[1] is None or session(entries[0]) != session(entries[1]):
+        ours, theirs = (self._own(model, self.collection.costs) for model in (one, other))
+        if ours is None or theirs is None or session(ours) != session(theirs):
             return None
-        first, second = (
-            [seconds / entry["tokens"] for seconds in entry[RATES["train speed"]] or ()] for entry in entries if entry
-        )
-        if not first or not second:
+        rounds = [[took / entry["tokens"] for took in entry[RATES["train speed"]] or ()] for entry in (ours, theirs)]
+        if not all(rounds):
             return None
-        change, low, high = middle([b / a - 1 for a, b in zip(first, second, strict=True)])
-        return Compared(change, low, high, (path,))
+        return Compared(*middle([b / a - 1 for a, b in zip(*rounds, strict=True)]), (ours["path"], theirs["path"]))
 
     def memories(self, one: Variant, other: Variant) -> Compared | None:
         """How much more memory the first takes to train. The interval goes from the least difference of two weighings
         to the greatest; in 0.1.0 there was one of each."""
-        entries, path = [self._costs_of(one), self._costs_of(other)], self.collection.cost_path
-        peaks = [entry.get("train_memories") or [entry["train_memory"]] for entry in entries if entry]
-        if path is None or len(peaks) < 2 or None in (*peaks[0], *peaks[1]):
+        entries = [entry for model in (one, other) if (entry := self._own(model, self.collection.costs))]
+        peaks = [entry.get("train_memories") or [entry["train_memory"]] for entry in entries]
+        if len(peaks) < 2 or None in (*peaks[0], *peaks[1]):
             return None
         low, high = min(peaks[0]) / max(peaks[1]) - 1, max(peaks[0]) / min(peaks[1]) - 1
-        return Compared(statistics.median(peaks[0]) / statistics.median(peaks[1]) - 1, low, high, (path,))
+        change = statistics.median(peaks[0]) / statistics.median(peaks[1]) - 1
+        return Compared(change, low, high, tuple(entry["path"] for entry in entries))
 
     def perplexities(self, one: tuple[Variant, EvalProtocol], other: tuple[Variant, EvalProtocol]) -> Compared | None:
         """How much higher the first's perplexity is. The interval is the wider of two: over stretches of the text,
         where both read the same one, and over the seeds, where there are some for both."""
-        found = [self.read(*one), self.read(*other)]
-        if found[0] is None or found[1] is None or not found[0].values or not found[1].values:
+        first, second = self.read(*one), self.read(*other)
+        if first is None or second is None or not first.values or not second.values:
             return None
-        change = math.log(found[0].value / found[1].value)
-        noise = max(self._over_text(one, other), _over_seeds(found[0], found[1]))
-        files = tuple(dict.fromkeys((*found[0].sources, *found[1].sources)))
-        return Compared(math.exp(change) - 1, math.exp(change - noise) - 1, math.exp(change + noise) - 1, files)
+        change = math.log(first.value / second.value)
+        noise = max(self._over_text(one, other), _over_seeds(first, second))
+        change, low, high = (math.exp(moved) - 1 for moved in (change, change - noise, change + noise))
+        return Compared(change, low, high, first.sources + second.sources, (first.value, second.value))
 
     def _over_text(self, *both: tuple[Variant, EvalProtocol]) -> float:
-        rows = [self.row(runs[0], reading)[0] for variant, reading in both if (runs := self.runs(variant))]
-        if len(rows) < 2 or rows[0] is None or rows[1] is None:
-            return 0.0
+        (first, _), (second, _) = (self.at(*one)[0] for one in both)
         try:
-            bounds = interval(rows[0], rows[1])
+            bounds = interval(first, second)
         except InputError:  # not the same text
             return 0.0
         return (bounds[1] - bounds[0]) / 2 if bounds else 0.0
-
-    def _costs_of(self, variant: Variant) -> dict[str, Any] | None:
-        return self.collection.cost(variant, self.scale)
 
     def curve(self, variant: Variant, reading: EvalProtocol) -> list[tuple[int, float, Path]]:
         """Tokens trained on and perplexity at a reading, for each checkpoint that was kept and read."""

@@ -1,9 +1,8 @@
 """Where the paper does not agree with itself, and a run can say something. "Holds": the oddity is seen here too."""
 
-from trainshort.claims.extrapolation import BASE, FLAT, further, ppl
+from trainshort.claims.extrapolation import BASE, FLAT, LONG, SHORT, at_length, further, ppl, trained
 from trainshort.claims.measured import View
-from trainshort.claims.verdicts import BY_CHANCE, Outcome, above, below, claim, detectable, missing, sources, verdict
-from trainshort.recipes.experiments import EvalProtocol
+from trainshort.claims.verdicts import BY_CHANCE, Outcome, above, below, claim, missing, outcome, verdict
 from trainshort.recipes.scales import Variant
 
 
@@ -14,18 +13,14 @@ from trainshort.recipes.scales import Variant
     oddity=True,
 )
 def every_length(view: View) -> Outcome:
-    pairs = [
-        (length, ppl(view, "alibi", 1, length=length), ppl(view, "sinusoidal", 1, length=length))
-        for length in (64, 128)
-    ]
-    known = [(length, a, s) for length, a, s in pairs if a and s]
+    pairs = {at: [ppl(view, trained(one, at), at) for one in ("alibi", "sinusoidal")] for at in (64, 128)}
+    known = [(at, alibi, other) for at, (alibi, other) in pairs.items() if alibi and other]
     if not known:
         return missing("models trained at the paper's 64 and 128, which this scale leaves out")
-    text = "; ".join(f"{a.value:.2f} against {s.value:.2f} at {view.scale.length(length)}" for length, a, s in known)
+    text = "; ".join(f"{a.value:.2f} against {s.value:.2f} at {view.scale.length(at)}" for at, a, s in known)
     ahead = all(s.value < a.value for _, a, s in known)
-    return Outcome(
-        verdict(ahead), text, "It holds when sinusoidal is ahead.", sources(*(m for _, a, s in known for m in (a, s)))
-    )
+    both = (one for _, *both in known for one in both)
+    return outcome(verdict(ahead), text, "It holds when sinusoidal is ahead.", *both)
 
 
 @claim(
@@ -36,14 +31,11 @@ def every_length(view: View) -> Outcome:
     rule=BY_CHANCE,
 )
 def t5_ahead(view: View) -> Outcome:
-    alibi, t5 = ppl(view, "alibi", 1), ppl(view, "t5", 1)
-    models = ((Variant("wikitext103", method, BASE), EvalProtocol(BASE)) for method in ("t5", "alibi"))
-    change = view.perplexities(*models)
-    if alibi is None or t5 is None or change is None:
+    change = at_length(view, BASE, "t5", "alibi")
+    if change is None:
         return missing("ALiBi and T5 models of one length")
-    text = f"{t5.value:.2f} against {alibi.value:.2f}"
     reason = f"T5 is {change} from ALiBi. It holds when T5 is ahead."
-    return Outcome(below(change, 0), text, reason, change.sources, detectable(change))
+    return outcome(below(change, 0), change.against, reason, change)
 
 
 @claim(
@@ -54,12 +46,11 @@ def t5_ahead(view: View) -> Outcome:
     rule=BY_CHANCE,
 )
 def t5_not_flat(view: View) -> Outcome:
-    base, far, change = ppl(view, "t5", 1, stride=1), ppl(view, "t5", 4, stride=1), further(view, "t5", 4, stride=1)
-    if base is None or far is None or change is None:
+    change = further(view, "t5", 4, stride=1)
+    if change is None:
         return missing("T5 read with a sliding window")
     reason = f"{change}. It holds when the rise is more than {FLAT:.0%}."
-    text = f"{base.value:.2f}, then {far.value:.2f}"
-    return Outcome(above(change, FLAT), text, reason, change.sources, detectable(change))
+    return outcome(above(change, FLAT), change.then, reason, change)
 
 
 @claim(
@@ -69,14 +60,13 @@ def t5_not_flat(view: View) -> Outcome:
     oddity=True,
 )
 def significant(view: View) -> Outcome:
-    short, long = ppl(view, "alibi", 6), ppl(view, "sinusoidal", 1, length=3072)
+    short, long = (ppl(view, one, LONG.length) for one in (SHORT, LONG))
     if short is None or long is None or long.spread is None:
         return missing("several seeds of sinusoidal at the longest length (`--only table6 --seeds 3`)")
     deviations = (long.value - short.value) / long.spread
     text = f"{deviations:.1f} deviations ({short.value:.2f} against {long.value:.2f} ± {long.spread:.2f})"
-    return Outcome(
-        verdict(abs(deviations) < 2), text, "It holds when the gap is below two deviations.", sources(short, long)
-    )
+    told = verdict(abs(deviations) < 2)
+    return outcome(told, text, "It holds when the gap is below two deviations.", short, long)
 
 
 @claim(
@@ -86,14 +76,12 @@ def significant(view: View) -> Outcome:
     oddity=True,
 )
 def coarse_stride(view: View) -> Outcome:
-    variant = Variant("wikitext103", "sinusoidal", 3072)
-    coarse, fine = (view.read(variant, EvalProtocol(3072, stride)) for stride in (512, 1))
-    if coarse is None or fine is None or not coarse.values or not fine.values:
+    coarse, fine = (ppl(view, LONG, LONG.length, stride) for stride in (512, 1))
+    if coarse is None or fine is None:
         return missing("sinusoidal at the longest length with both strides (`--only table7,table13`)")
     text = f"{coarse.value:.2f} against {fine.value:.2f}"
-    return Outcome(
-        verdict(coarse.value < fine.value), text, "It holds when the coarse stride is better.", sources(coarse, fine)
-    )
+    told = verdict(coarse.value < fine.value)
+    return outcome(told, text, "It holds when the coarse stride is better.", coarse, fine)
 
 
 @claim(
@@ -103,16 +91,10 @@ def coarse_stride(view: View) -> Outcome:
     oddity=True,
 )
 def sliding_worse(view: View) -> Outcome:
-    variant = Variant("books", "alibi", BASE)
-    sliding, plain = (view.read(variant, EvalProtocol(3072, stride)) for stride in (512, None))
-    if sliding is None or plain is None or not sliding.values or not plain.values:
+    sliding, plain = (ppl(view, Variant("books", "alibi", BASE), 3072, stride) for stride in (512, None))
+    if sliding is None or plain is None:
         return missing("ALiBi read at six times its length both ways (`--only table9,table10`)")
-    reason = "It holds when the window is worse." + (
-        " The embedded corpus stands for BookCorpus." if view.scale.stand_in else ""
-    )
-    return Outcome(
-        verdict(sliding.value > plain.value),
-        f"{sliding.value:.2f} against {plain.value:.2f}",
-        reason,
-        sources(sliding, plain),
-    )
+    stands = " The embedded corpus stands for BookCorpus." if view.scale.stand_in else ""
+    text = f"{sliding.value:.2f} against {plain.value:.2f}"
+    told = verdict(sliding.value > plain.value)
+    return outcome(told, text, f"It holds when the window is worse.{stands}", sliding, plain)

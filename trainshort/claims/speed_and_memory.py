@@ -2,20 +2,9 @@
 
 from itertools import pairwise
 
-from trainshort.claims.extrapolation import BASE
+from trainshort.claims.extrapolation import BASE, trained
 from trainshort.claims.measured import Compared, Measured, View
-from trainshort.claims.verdicts import (
-    Outcome,
-    Rule,
-    above,
-    below,
-    claim,
-    detectable,
-    every,
-    missing,
-    opposite,
-    sources,
-)
+from trainshort.claims.verdicts import Outcome, Rule, above, below, claim, every, missing, opposite, outcome
 from trainshort.recipes.experiments import EvalProtocol
 from trainshort.recipes.paper import COST_LENGTHS
 from trainshort.recipes.scales import Variant
@@ -34,19 +23,10 @@ LENGTHS = (BASE, *COST_LENGTHS)
 """Training lengths at which speeds are compared, in the paper's numbers; those that were measured count."""
 
 
-def cost(view: View, position: str, quantity: str) -> Measured | None:
-    return view.cost(Variant("wikitext103", position, BASE), quantity)
-
-
 def faster(view: View, position: str) -> dict[int, Compared]:
     """How much faster a method trains than sinusoidal, by length."""
-    found = {
-        view.scale.length(at): view.speeds(
-            Variant("wikitext103", position, at), Variant("wikitext103", "sinusoidal", at)
-        )
-        for at in LENGTHS
-    }
-    return {length: one for length, one in found.items() if one}
+    found = {at: view.speeds(trained(position, at), trained("sinusoidal", at)) for at in LENGTHS}
+    return {view.scale.length(at): one for at, one in found.items() if one}
 
 
 def at_lengths(found: dict[int, Compared]) -> str:
@@ -65,7 +45,7 @@ def same_speed(view: View) -> Outcome:
         return missing(NEEDS)
     reason = "It holds when ALiBi is at most 1 % slower at every length; rounds compared one by one, on this machine."
     told = every(above(one, -0.01) for one in found.values())
-    return Outcome(told, at_lengths(found), reason, sources(*found.values()), detectable(*found.values()))
+    return outcome(told, at_lengths(found), reason, *found.values())
 
 
 @claim(
@@ -75,14 +55,13 @@ def same_speed(view: View) -> Outcome:
     rule=BY_WEIGHINGS,
 )
 def same_memory(view: View) -> Outcome:
-    alibi, sinusoidal = (cost(view, method, "train memory") for method in ("alibi", "sinusoidal"))
-    change = view.memories(*(Variant("wikitext103", method, BASE) for method in ("alibi", "sinusoidal")))
+    alibi, sinusoidal = (view.cost(trained(method), "train memory") for method in ("alibi", "sinusoidal"))
+    change = view.memories(trained("alibi"), trained("sinusoidal"))
     if alibi is None or sinusoidal is None or change is None:
         return missing(NEEDS)
     text = f"{alibi.value:.3f} against {sinusoidal.value:.3f} GB"
     reason = f"{change}; it holds up to 1 % or 100 MB more, whichever is less here. Peak above the idle program."
-    told = opposite(above(change, min(0.01, 0.1 / sinusoidal.value)))
-    return Outcome(told, text, reason, sources(alibi, sinusoidal), detectable(change))
+    return outcome(opposite(above(change, min(0.01, 0.1 / sinusoidal.value))), text, reason, change)
 
 
 @claim(
@@ -99,7 +78,7 @@ def others_slower(view: View) -> Outcome:
     text = f"rotary {at_lengths(rotary)}. T5 bias {at_lengths(t5)}"
     reason = "It holds when both are more than 1 % slower at every length, by the rule of ALiBi's own speed. "
     reason += "The size of the gap is a matter of the code, as the paper says."
-    return Outcome(every(below(one, -0.01) for one in found), text, reason, sources(*found), detectable(*found))
+    return outcome(every(below(one, -0.01) for one in found), text, reason, *found)
 
 
 @claim(
@@ -126,20 +105,20 @@ def _sooner(view: View, short: Variant, long: Variant) -> Outcome | None:
     if speed is None or any(len(curve) < 2 for curve in curves):
         return None
     learned = [[(float(tokens), value) for tokens, value, _ in curve] for curve in curves]
-    found = tuple(dict.fromkeys(path for curve in curves for *_, path in curve)) + speed.sources
+    found = tuple(path for curve in curves for *_, path in curve) + speed.sources
     lengths = f"{view.scale.length(short.length):,} against {view.scale.length(long.length):,}"
     reason = "Time to the same perplexity on the overlapping part of the two curves, from tokens and paired speeds; "
     reason += "the interval is that of the speeds."
     if learned[0][0][1] < learned[1][-1][1]:
         text = f"ALiBi at its first reading is better than sinusoidal at its end (trained at {lengths})"
-        return Outcome("holds", text, reason, found)
+        return outcome("holds", text, reason, Measured((), found))
     fewer = time_saved(*learned)
     if fewer is None:
-        return Outcome("does not hold", f"ALiBi never gets there (trained at {lengths})", reason, found)
+        return outcome("does not hold", f"ALiBi never gets there (trained at {lengths})", reason, Measured((), found))
     # As many tokens sooner, each of them faster: 1 − (share of the tokens) / (how many times as fast).
-    shares = [1 - (1 - fewer) / (1 + one) for one in (speed.change, speed.low, speed.high)]
-    saved = Compared(shares[0], shares[1], shares[2], found)
-    return Outcome(above(saved, 0), f"{saved} time saved (trained at {lengths})", reason, found, detectable(saved))
+    change, low, high = (1 - (1 - fewer) / (1 + one) for one in (speed.change, speed.low, speed.high))
+    saved = Compared(change, low, high, found)
+    return outcome(above(saved, 0), f"{saved} time saved (trained at {lengths})", reason, saved)
 
 
 def time_saved(short: list[tuple[float, float]], long: list[tuple[float, float]]) -> float | None:

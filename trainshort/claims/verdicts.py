@@ -1,7 +1,8 @@
 """What a claim is, and how checks are filed."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,7 @@ class Outcome:
     verdict: Verdict
     obtained: str
     reason: str
-    sources: tuple[Path, ...] = field(default=())
+    sources: tuple[Path, ...] = ()
     detectable: str = ""
     """The smallest effect that these runs could have told from none."""
 
@@ -38,14 +39,11 @@ class Rule:
     @property
     def told(self) -> str:
         """In the words of a note; empty where the rule came before the numbers."""
-        changed = f"This rule was changed on {self.date}, after numbers had been seen: {self.change}."
-        return changed if self.seen else ""
+        return f"This rule was changed on {self.date}, after numbers had been seen: {self.change}." if self.seen else ""
 
 
 AT_FIRST = Rule("93a8134", "2026-11-15", seen=False)
 """All rules were written in one commit, before the one that stores the first numbers (1c4df6d)."""
-
-
 BY_CHANCE = Rule("36d23a9", "2026-11-16", seen=True, change="a difference within chance is not judged")
 
 
@@ -61,12 +59,9 @@ class Claim:
     """Whether it is an inconsistency of the paper and not one of its claims."""
     rule: Rule = AT_FIRST
 
-    @property
-    def summary(self) -> str:
-        return self.statement
-
 
 claims: Registry[Claim] = Registry("claim")
+Judged = list[tuple[Claim, Outcome]]
 
 
 def claim(
@@ -118,23 +113,21 @@ def every(found: Iterable[Verdict]) -> Verdict:
     return "cannot tell" if "cannot tell" in parts else "holds"
 
 
-def detectable(*found: Compared | None) -> str:
-    """`differences of 0.8 %`"""
-    widths = [one.noise for one in found if one]
-    return f"differences of {max(widths):.1%}" if widths and max(widths) else ""
+def outcome(told: Verdict, obtained: str, reason: str, *found: Measured | Compared | None) -> Outcome:
+    """What a check found, with the files of all that it rests on, and `differences of 0.8 %` as the least that its
+    comparisons could tell."""
+    sources = tuple(dict.fromkeys(path for one in found if one for path in one.sources))
+    least = max((one.noise for one in found if isinstance(one, Compared)), default=0.0)
+    return Outcome(told, obtained, reason, sources, f"differences of {least:.1%}" if least else "")
 
 
-def sources(*measured: Measured | Compared | None) -> tuple[Path, ...]:
-    return tuple(dict.fromkeys(path for one in measured if one for path in one.sources))
-
-
-def all_claims() -> Registry[Claim]:
-    """The registry, filled."""
+def judge(view: View) -> Judged:
+    """Every claim with its outcome."""
     from trainshort.claims import extrapolation, oddities, speed_and_memory  # noqa: F401  (each files its checks)
 
-    return claims
+    return [(one, one.check(view)) for _, one in claims.items()]
 
 
-def judge(view: View) -> list[tuple[Claim, Outcome]]:
-    """Every claim with its outcome."""
-    return [(one, one.check(view)) for _, one in all_claims().items()]
+def tally(judged: Judged) -> Counter[Verdict]:
+    """How often each verdict was given on what the paper claims; its oddities are no claims."""
+    return Counter(found.verdict for claim, found in judged if not claim.oddity)

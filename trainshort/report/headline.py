@@ -38,9 +38,6 @@ class Curve:
     def sources(self) -> tuple[Path, ...]:
         return tuple(one.path for one in self.stored)
 
-    def at(self, length: int) -> float | None:
-        return self.points.get(length)
-
 
 @dataclass(frozen=True)
 class Headline:
@@ -48,10 +45,9 @@ class Headline:
 
     length: int
     lines: tuple[Curve, ...]
-    corpus: str
     alike: bool
     """Whether the models differ in their positions only: one of each method, of one size, on as much of one text."""
-    beyond: tuple[Curve, ...] = ()
+    beyond: tuple[Curve, ...]
     """Models that were trained longer, read at their own length: what the lines are measured against."""
 
     @property
@@ -65,24 +61,21 @@ def find_headline(collection: Collection) -> Headline | None:
     if not swept:
         return None
     length, text = _most_shared(swept)
-    found = list({run.path: (run, one) for run, one in swept if _text(one) == text}.values())
+    found = {run.path: (run, one) for run, one in swept if _text(one) == text}
     groups: dict[str, list[tuple[Run, Stored]]] = {}
-    for run, stored in found:
+    for run, stored in found.values():
         if run.config.train.length == length:
             groups.setdefault(run_name(run.config.replace(train={"seed": 0})), []).append((run, stored))
-    positions = Counter(group[0][0].config.model.position for group in groups.values())
+    firsts = [group[0][0] for group in groups.values()]
+    positions = Counter(run.config.model.position for run in firsts)
     lines = []
-    for group in groups.values():
-        position = group[0][0].config.model.position
-        name = method_name(position) if positions[position] == 1 else group[0][0].name
+    for run, group in zip(firsts, groups.values(), strict=True):
+        position = run.config.model.position
+        name = method_name(position) if positions[position] == 1 else run.name
         lines.append(_line(name, position, [stored for _, stored in group], length))
-    rank = {position: index for index, position in enumerate(ORDER)}
-    lines.sort(key=lambda line: (rank.get(line.position, 9), line.name))
-    corpus = found[0][1].evaluation.corpus
-    told = f"{corpus['name']}, {corpus['tokens']:,} tokens of its {corpus['split']} split"
-    sizes = {_size(group[0][0].config) for group in groups.values()}
-    alike = len(sizes) == 1 and max(positions.values()) == 1
-    return Headline(length, _told_apart(lines), told, alike, tuple(_beyond(collection, length, text)))
+    lines.sort(key=lambda line: (ORDER.index(line.position) if line.position in ORDER else 9, line.name))
+    alike = len({_size(run.config) for run in firsts}) == 1 and max(positions.values()) == 1
+    return Headline(length, _told_apart(lines), alike, _beyond(collection, length, text))
 
 
 def _size(config: RunConfig) -> tuple[str | int, ...]:
@@ -97,19 +90,21 @@ def _told_apart(lines: list[Curve]) -> tuple[Curve, ...]:
     return tuple(line if line.name == method_name(line.position) else replace(line, shade=next(free)) for line in lines)
 
 
-def _beyond(collection: Collection, length: int, text: tuple[int, str, str]) -> list[Curve]:
+def _beyond(collection: Collection, length: int, text: tuple[int, str, str]) -> tuple[Curve, ...]:
     """The sinusoidal model of the greatest training length, at that length, on the same text."""
     found: dict[int, list[Stored]] = {}
     for run in collection.runs.values():
         own = run.config.train.length
-        same = [one for one in run.sweeps if _text(one) == text and (row := one.evaluation.row(own)) and row.tokens]
+        same = [
+            one for one in run.sweeps if _text(one) == text and own in {row.length for row in one.evaluation.scored}
+        ]
         if run.config.model.position == LONG and own > length and same:
             found.setdefault(own, []).append(same[-1])
     if not found:
-        return []
+        return ()
     own = max(found)
     line = _line(f"{method_name(LONG)} trained at {own:,}", LONG, found[own], own)
-    return [replace(line, points={own: line.points[own]}, shade=color(LONG))]
+    return (replace(line, points={own: line.points[own]}),)
 
 
 def _goes_past(run: Run, stored: Stored) -> bool:
@@ -129,11 +124,9 @@ def _most_shared(swept: list[tuple[Run, Stored]]) -> tuple[int, tuple[int, str, 
     """The training length and the text that most runs share; of several texts the test split's, then the longest.
     Curves on different texts in one figure would compare the texts."""
     runs: dict[tuple[int, tuple[int, str, str]], set[Path]] = {}
-    test = set()
     for run, stored in swept:
         runs.setdefault((run.config.train.length, _text(stored)), set()).add(run.path)
-        if stored.evaluation.corpus["split"] == "test":
-            test.add(_text(stored))
+    test = {_text(stored) for _, stored in swept if stored.evaluation.corpus["split"] == "test"}
     return max(runs, key=lambda key: (len(runs[key]), key[1] in test, key[1][0]))
 
 
@@ -145,9 +138,7 @@ def _line(name: str, position: str, group: list[Stored], length: int) -> Curve:
                 rows.setdefault(row.length, []).append(row)
     points = {at: statistics.fmean(row.perplexity for row in found) for at, found in rows.items()}
     bounds = {at: bound for at, found in rows.items() if (bound := _bound(found))}
-    return Curve(
-        name, position, points, bounds, tuple(group), color(position if name == method_name(position) else name)
-    )
+    return Curve(name, position, points, bounds, tuple(group), color(position))
 
 
 def _bound(rows: list[LengthScore]) -> tuple[float, float] | None:
@@ -162,25 +153,18 @@ def figure(headline: Headline, *, with_paper: bool) -> Figure:
     """Lines by multiples of the training length; the paper's own curves thin, on the right axis."""
     series = []
     for line in (*headline.lines, *headline.beyond):
-        at = sorted(line.points)
+        at, y = zip(*sorted(line.points.items()), strict=True)
         banded = all(length in line.bounds for length in at)
-        series.append(
-            Series(
-                line.name,
-                tuple(length / headline.length for length in at),
-                tuple(line.points[length] for length in at),
-                line.shade,
-                low=tuple(line.bounds[length][0] for length in at) if banded else (),
-                high=tuple(line.bounds[length][1] for length in at) if banded else (),
-            )
-        )
+        low, high = zip(*(line.bounds[length] for length in at), strict=True) if banded else ((), ())
+        series.append(Series(line.name, tuple(length / headline.length for length in at), y, line.shade, low, high))
     if with_paper:
         series += _paper_series(headline)
-    longest = max(headline.lengths) / headline.length
+    corpus = headline.lines[0].stored[0].evaluation.corpus
+    longest = headline.lengths[-1] / headline.length
     ticks = tuple((2.0**k, f"{2**k}x<br>{headline.length * 2**k:,}") for k in range(12) if 2**k <= longest * 1.01)
     return Figure(
         name="headline",
-        title=f"Trained at {headline.length:,} tokens, read at up to {max(headline.lengths):,}",
+        title=f"Trained at {headline.length:,} tokens, read at up to {headline.lengths[-1]:,}",
         alt=_alt(headline),
         series=tuple(series),
         x_label="tokens read at once, as multiples of the training length",
@@ -189,8 +173,8 @@ def figure(headline: Headline, *, with_paper: bool) -> Figure:
         x_log=True,
         y_log=True,
         ticks=ticks,
-        note=f"Solid: here, on {headline.corpus}, with the 95 % interval over stretches of the text or the range over "
-        "seeds."
+        note=f"Solid: here, on {corpus['name']}, {corpus['tokens']:,} tokens of its {corpus['split']} split, with the "
+        "95 % interval over stretches of the text or the range over seeds."
         + (" The diamond was trained at its own length, on as many tokens." if headline.beyond else "")
         + (" Thin and dotted: the paper's Table 2, on the right axis." if with_paper else ""),
         sources=tuple(path for line in (*headline.lines, *headline.beyond) for path in line.sources),
@@ -198,7 +182,7 @@ def figure(headline: Headline, *, with_paper: bool) -> Figure:
 
 
 def _paper_series(headline: Headline) -> list[Series]:
-    longest = max(headline.lengths) / headline.length * 1.04
+    longest = headline.lengths[-1] / headline.length * 1.04
     rows = [row for row in published()["table2"] if row["L_valid"] <= longest * PAPER_LENGTH]
     found = []
     for line in headline.lines:
@@ -214,17 +198,14 @@ def _alt(headline: Headline) -> str:
     """The figure in words: first and last point of each line."""
     parts = []
     for line in headline.lines:
-        first, last = min(line.points), max(line.points)
-        parts.append(
-            f"{line.name} goes from {line.points[first]:.1f} at {first:,} to {line.points[last]:.1f} at {last:,}"
-        )
+        (first, begin), *_, (last, end) = sorted(line.points.items())
+        parts.append(f"{line.name} goes from {begin:.1f} at {first:,} to {end:.1f} at {last:,}")
     return f"Perplexity against the number of tokens read at once: {'; '.join(parts)}."
 
 
 def sentences(headline: Headline) -> list[str]:
     """Three sentences of result: who is best at the training length, who keeps it far beyond, who does not."""
-    length, longest = headline.length, max(headline.lengths)
-    times = f"{longest / length:.0f} times"
+    length, longest = headline.length, headline.lengths[-1]
     best = min(headline.lines, key=lambda line: line.points[length])
     others = ", ".join(f"{line.name} {line.points[length]:.1f}" for line in headline.lines if line is not best)
     first = f"Trained on {length:,} tokens at a time and read at {length:,}, {best.name} has "
@@ -233,12 +214,9 @@ def sentences(headline: Headline) -> list[str]:
     changes = [(line.name, line.points[max(line.points)] / line.points[length] - 1) for line in headline.lines]
     kept = [f"{name} ({change:+.1%})" for name, change in changes if change <= NO_WORSE]
     lost = [f"{name} by {change:.0%}" for name, change in sorted(changes, key=lambda one: -one[1]) if change > NO_WORSE]
-    if kept:
-        second = (
-            f"Read {times} as far, at {longest:,} tokens, {_and(kept)} {'is' if len(kept) == 1 else 'are'} no worse."
-        )
-    else:
-        second = f"Read {times} as far, at {longest:,} tokens, every method is worse than at {length:,}."
+    second = f"Read {longest / length:.0f} times as far, at {longest:,} tokens, "
+    no_worse = f"{_and(kept)} {'is' if len(kept) == 1 else 'are'} no worse."
+    second += no_worse if kept else f"every method is worse than at {length:,}."
     third = f"Getting worse over that distance: {_and(lost)}." if lost else "No method that was tried gets worse."
     return [first, second, third]
 

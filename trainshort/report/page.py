@@ -8,18 +8,25 @@ from collections.abc import Callable
 from importlib import resources
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from trainshort.claims.verdicts import Claim, Outcome
 from trainshort.plots.figures import Figure
 from trainshort.plots.plotly import plotly_script, specification
 
-CLASSES = {"holds": "holds", "does not hold": "fails", "cannot tell": "open", "not testable at this scale": "open"}
-
 
 def template(name: str) -> str:
     return resources.files("trainshort.report").joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def _page(name: str, **filters: Callable[[Any], str]) -> Template:
+    """Ready to be filled. `code`: our own sentences name commands between backticks, which the page shows as code."""
+    html = name.endswith(".html")
+    environment = Environment(autoescape=html, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= filters
+    environment.globals["why"] = _why
+    return environment.from_string(template(name))
 
 
 def html(content: dict[str, Any], drawn: list[Figure]) -> str:
@@ -35,9 +42,7 @@ def html(content: dict[str, Any], drawn: list[Figure]) -> str:
             "form-action 'none'",
         )
     )
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.globals["row"] = lambda claim, outcome: _claim_row(claim, outcome, content["link"])
-    return environment.from_string(template("index.html")).render(
+    return _page("index.html", code=_code).render(
         content,
         policy=Markup(policy),
         style=Markup(template("style.css")),
@@ -49,11 +54,7 @@ def html(content: dict[str, Any], drawn: list[Figure]) -> str:
 
 def markdown(content: dict[str, Any]) -> str:
     """report.md; text that came from runs cannot become mark-up."""
-    environment = Environment(autoescape=False, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["md"] = _plain_markdown
-    environment.globals["why"] = _why
-    environment.filters["code"] = lambda text: _code(text, _plain_markdown, ("`", "`"))
-    filled = environment.from_string(template("report.md")).render(content)
+    filled = _page("report.md", md=_plain_markdown, code=_markdown_code).render(content)
     return re.sub(r"\n{3,}", "\n\n", filled).strip() + "\n"
 
 
@@ -73,33 +74,15 @@ def _plain_markdown(text: Any) -> str:
     return re.sub(r"([\\`*_\[\]<>|#!~])", r"\\\1", plain)
 
 
-def _code(text: Any, escaped: Callable[[Any], str], around: tuple[str, str]) -> str:
-    """Our own sentences name commands between backticks; in the page these are code, and not backticks."""
-    parts = str(text).split("`")
-    begin, end = around
-    return "".join(f"{begin}{escaped(part)}{end}" if i % 2 else str(escaped(part)) for i, part in enumerate(parts))
+def _code(text: str) -> Markup:
+    return Markup(re.sub("`(.*?)`", r"<code>\1</code>", str(escape(text))))
+
+
+def _markdown_code(text: str) -> str:
+    return re.sub(r"\\`(.*?)\\`", r"`\1`", _plain_markdown(text))
 
 
 def _why(claim: Claim, outcome: Outcome) -> str:
     """The reason, what could have been detected, and when the rule was fixed."""
     least = f"These runs could tell {outcome.detectable}." if outcome.detectable else ""
     return " ".join(part for part in (outcome.reason, least, claim.rule.told) if part)
-
-
-def _claim_row(claim: Claim, outcome: Outcome, link: Any) -> Markup:
-    links = Markup("").join(
-        Markup(' <a href="{}">[{}]</a>').format(link(path), index) for index, path in enumerate(outcome.sources, 1)
-    )
-    return Markup(
-        '<tr id="{}"><td>{}</td><td>{}</td><td>{}{}</td><td><span class="v {}">{}</span><br>'
-        '<span class="note">{}</span></td></tr>'
-    ).format(
-        f"claim-{claim.name}",
-        claim.statement,
-        claim.published,
-        escape(outcome.obtained),
-        links,
-        CLASSES[outcome.verdict],
-        outcome.verdict,
-        Markup(_code(_why(claim, outcome), escape, ("<code>", "</code>"))),
-    )

@@ -16,12 +16,13 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainshort.bench.documents import RESULTS, ROOT, table
 from trainshort.bench.measurements import RATIO
-from trainshort.evaluate.results import Evaluation, LengthScore, interval, perplexity
+from trainshort.evaluate.results import Evaluation, interval, perplexity
 from trainshort.files import read_sealed
 from trainshort.plots.figures import Figure, Series, color, draw
 from trainshort.recipes.experiments import method_name, published
@@ -42,7 +43,7 @@ def demo(values: dict[str, Any]) -> str:
     rows = []
     for name, line in values["lines"].items():
         if str(length) in line["points"]:
-            here = [_with_bounds(line["points"].get(str(at))) for at in (length, farthest)]
+            here = [_told(*line["points"].get(str(at), ())) for at in (length, farthest)]
             rows.append([name, *here, *(f"{paper[at][line['position'] + '_ppl']:.2f}" for at in PAPER)])
     corpus, times = values["corpus"], farthest / length
     head = f" | here, at {length:,} | here, at {farthest:,} ({times:.0f} {RATIO}) | "
@@ -55,25 +56,28 @@ def demo(values: dict[str, Any]) -> str:
     return f"{table(head, rows)}\n{where} {_origin(values, 'demo')}\n\n{found}\n"
 
 
-def _with_bounds(point: list[float | None] | None) -> str:
-    if not point or point[0] is None:
-        return ""
-    low, high = point[1:]
-    return f"{point[0]:.1f}" + (f" ({low:.1f} to {high:.1f})" if low is not None and high is not None else "")
+def _told(value: float | None = None, low: float | None = None, high: float | None = None) -> str:
+    bounds = "" if low is None or high is None else f" ({low:.1f} to {high:.1f})"
+    return "" if value is None else f"{value:.1f}{bounds}"
+
+
+def trials(values: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Validation perplexities by method and way."""
+    found: dict[str, dict[str, float]] = {}
+    for one in values["results"]:
+        found.setdefault(one["method"], {})[one["way"]] = math.exp(one["nll"] / one["count"])
+    return found
 
 
 def tune(values: dict[str, Any]) -> str:
     """Validation perplexities of every trial; the chosen one of each method in bold."""
-    methods = list(dict.fromkeys(one["method"] for one in values["results"]))
-    found = {(one["method"], one["way"]): math.exp(one["nll"] / one["count"]) for one in values["results"]}
+    found = trials(values)
     rows = []
     for way in values["grid"]:
-        cells = []
-        for method in methods:
-            told = f"{found[method, way]:.1f}" if (method, way) in found else "not run"
-            cells.append(f"**{told}**" if values["best"].get(method) == way else told)
-        rows.append([way, *cells])
-    head = " | ".join(["way", *(method_name(method) for method in methods)])
+        told = {method: f"{ways[way]:.1f}" if way in ways else "not run" for method, ways in found.items()}
+        best = {method: f"**{told[method]}**" for method in told if values["best"].get(method) == way}
+        rows.append([way, *(told | best).values()])
+    head = " | ".join(["way", *map(method_name, found)])
     tokens = values["results"][0]["tokens"]
     done = "" if values["tried"] == values["planned"] else f" {values['tried']} of {values['planned']} trials were run."
     pilot = "; ".join(f"{way}: {value:.1f}" for way, value in values["pilot"].items())
@@ -85,16 +89,12 @@ def tune(values: dict[str, Any]) -> str:
 
 def tune_picture(values: dict[str, Any]) -> Figure:
     """The same as a figure: a line per method over the ways."""
-    methods = list(dict.fromkeys(one["method"] for one in values["results"]))
-    ways = list(values["grid"])
+    places = {way: number for number, way in enumerate(values["grid"], 1)}
     series = []
-    for method in methods:
-        found = {
-            one["way"]: math.exp(one["nll"] / one["count"]) for one in values["results"] if one["method"] == method
-        }
-        at = [number for number, way in enumerate(ways, 1) if way in found]
-        y = tuple(found[ways[number - 1]] for number in at)
-        series.append(Series(method_name(method), tuple(at), y, color(method)))
+    for method, found in trials(values).items():
+        tried = [way for way in places if way in found]
+        x, y = tuple(places[way] for way in tried), tuple(found[way] for way in tried)
+        series.append(Series(method_name(method), x, y, color(method)))
     return Figure(
         name="tune",
         title="The search: validation perplexity of every trial",
@@ -102,7 +102,7 @@ def tune_picture(values: dict[str, Any]) -> Figure:
         series=tuple(series),
         x_label="",
         y_label="perplexity at the training length",
-        ticks=tuple((number, way.replace(", ", "<br>")) for number, way in enumerate(ways, 1)),
+        ticks=tuple((number, way.replace(", ", "<br>")) for way, number in places.items()),
     )
 
 
@@ -112,8 +112,10 @@ def encoders(values: dict[str, Any]) -> str:
     found = [Evaluation.read(one) for one in (values, *map(read_sealed, beside))]
     rows = []
     for row in found[0].scored:
-        others = [one.row(row.length) for one in found]
-        cells = [_told(other) if other is not None and other.status == "scored" else "" for other in others]
+        cells = [
+            _told(one.perplexity, *map(perplexity, interval(one) or ())) if one and one.status == "scored" else ""
+            for one in (evaluation.row(row.length) for evaluation in found)
+        ]
         rows.append([f"{row.length:,} ({row.length / (found[0].trained_at or 1):.0f} {RATIO})", *cells])
     head = " | ".join(["tokens read at once", *(method_name(str(one.target["position"])) for one in found)])
     corpus, step = found[0].corpus, found[0].target["step"]
@@ -124,32 +126,21 @@ def encoders(values: dict[str, Any]) -> str:
     return f"{table(head, rows)}\n{where} {_origin(values, 'mlm-alibi')}\n"
 
 
-def _told(row: LengthScore) -> str:
-    bounds = interval(row)
-    return f"{row.perplexity:.1f}" + (
-        f" ({perplexity(bounds[0]):.1f} to {perplexity(bounds[1]):.1f})" if bounds else ""
-    )
-
-
-def paper_table(name: str) -> Callable[[dict[str, Any]], str]:
+def paper_table(name: str, values: dict[str, Any]) -> str:
     """A table of the paper as obtained here, with the paper's numbers in brackets; then what of it can be told."""
-
-    def written_table(values: dict[str, Any]) -> str:
-        one = next(one for one in values["tables"] if one["name"] == name)
-        rows = [
-            [row, *(f"{cell['here']} ({cell['paper']})" if cell["here"] else "" for cell in cells)]
-            for row, cells in one["rows"]
-        ]
-        rows = [row for row in [["", *one["columns"]], *rows] if any(row[1:])]
-        filled = [number for number in range(len(rows[0])) if any(row[number] for row in rows[1:])]
-        columns = [number for number in filled if rows[0][number] != BESIDE]
-        head, *kept = [[row[number] for number in columns] for row in rows]
-        told = [[each[key] for key in ("row", "column", "other", "told")] for each in one["differences"]]
-        where = f"{values['seeds']} seeds. {one['note']} {_origin(values, 'tables')}"
-        against = f"\n{table('ALiBi | column | to | difference (95 %)', told)}" if told else ""
-        return f"{table(' | '.join(head), kept)}\n{where}\n{against}"
-
-    return written_table
+    one = next(one for one in values["tables"] if one["name"] == name)
+    rows = [
+        [row, *(f"{cell['here']} ({cell['paper']})" if cell["here"] else "" for cell in cells)]
+        for row, cells in one["rows"]
+    ]
+    rows = [row for row in [["", *one["columns"]], *rows] if any(row[1:])]
+    filled = [number for number in range(len(rows[0])) if any(row[number] for row in rows[1:])]
+    columns = [number for number in filled if rows[0][number] != BESIDE]
+    head, *kept = [[row[number] for number in columns] for row in rows]
+    told = [[each[key] for key in ("row", "column", "other", "told")] for each in one["differences"]]
+    where = f"{values['seeds']} seeds. {one['note']} {_origin(values, 'tables')}"
+    against = f"\n{table('ALiBi | column | to | difference (95 %)', told)}" if told else ""
+    return f"{table(' | '.join(head), kept)}\n{where}\n{against}"
 
 
 def _origin(values: dict[str, Any], name: str) -> str:
@@ -160,8 +151,8 @@ REGIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "demo": ("demo", demo),
     "tune": ("tune", tune),
     "encoders": ("mlm-alibi", encoders),
-    "table5": ("tables", paper_table("table5")),
-    "table6": ("tables", paper_table("table6")),
+    "table5": ("tables", partial(paper_table, "table5")),
+    "table6": ("tables", partial(paper_table, "table6")),
 }
 
 

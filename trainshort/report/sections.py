@@ -2,6 +2,7 @@
 made. No torch."""
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 from trainshort.claims.collection import Collection, Run, stored
 from trainshort.claims.measured import View
 from trainshort.evaluate.evidence import ENOUGH, bounds, past_training, pooled
-from trainshort.evaluate.results import LengthScore
 from trainshort.plots.figures import Figure, Series
 from trainshort.recipes.experiments import NAMES, EvalProtocol, method_name, queries
 from trainshort.report.headline import Curve, Headline
@@ -17,10 +17,11 @@ from trainshort.report.headline import Curve, Headline
 
 def position_figure(headline: Headline) -> Figure | None:
     """Mean loss by distance from the start of the input, at the longest length every method was read at."""
-    length = max(set.intersection(*({row.length for row in _scored(line)} for line in headline.lines)))
+    first = [line.stored[0].evaluation for line in headline.lines]
+    length = max(set.intersection(*({row.length for row in one.scored} for one in first)))
     series, sources, changes = [], [], []
-    for line in headline.lines:
-        row = line.stored[0].evaluation.row(length)
+    for line, evaluation in zip(headline.lines, first, strict=True):
+        row = evaluation.row(length)
         bins = pooled(row) if row else []
         if len(bins) < 2:
             continue
@@ -49,10 +50,6 @@ def position_figure(headline: Headline) -> Figure | None:
     )
 
 
-def _scored(line: Curve) -> list[LengthScore]:
-    return line.stored[0].evaluation.scored
-
-
 def _headline_runs(headline: Headline, collection: Collection) -> list[tuple[Curve, Run]]:
     """The headline's lines, each with the first of its runs."""
     runs = {run.path: run for run in collection.runs.values()}
@@ -65,19 +62,19 @@ def early_figure(headline: Headline, collection: Collection, view: View | None) 
         return None
     stride, tokens = view.scale.stride_one, view.scale.sliding_tokens
     sliding, plain = queries(view.scale, EvalProtocol(1, stride=1))
-    series, sources = [], []
+    series, sources, lengths = [], [], set()
     for line, run in _headline_runs(headline, collection):
         for kind, query in (("", plain), (", sliding", sliding)):
-            found = [one for at, one in run.rows(query).items() if at >= headline.length and one[0].status == "scored"]
-            rows = [row for row, _ in found]
-            if len(rows) < 2:
+            rows = run.rows(query).items()
+            found = {at: one for at, one in rows if at >= headline.length and one[0].status == "scored"}
+            if len(found) < 2:
                 continue
-            x, y = tuple(row.length for row in rows), tuple(row.perplexity for row in rows)
-            series.append(Series(line.name + kind, x, y, line.shade, faint=not kind))
-            sources += dict.fromkeys(path for _, path in found)
+            y = tuple(row.perplexity for row, _ in found.values())
+            series.append(Series(line.name + kind, tuple(found), y, line.shade, faint=not kind))
+            lengths |= found.keys()
+            sources += dict.fromkeys(path for _, path in found.values())
     if not series:
         return None
-    lengths = sorted({at for one in series for at in one.x if isinstance(at, int)})
     told = "; ".join(f"{one.name} from {one.y[0]:.1f} to {one.y[-1]:.1f}" for one in series)
     return Figure(
         name="early-tokens",
@@ -88,7 +85,7 @@ def early_figure(headline: Headline, collection: Collection, view: View | None) 
         y_label="perplexity",
         x_log=True,
         y_log=True,
-        ticks=tuple((length, f"{length:,}") for length in lengths),
+        ticks=tuple((length, f"{length:,}") for length in sorted(lengths)),
         note=f"Solid: sliding window, stride {stride}, so that almost every prediction has a full context. Dotted: "
         "without overlap, where the first predictions of each block have little.",
         sources=tuple(sources),
@@ -115,13 +112,12 @@ def reach_figure(headline: Headline, collection: Collection) -> Figure | None:
         if reach is None:
             continue
         windows, proven, share, length = reach
-        name, shade = line.name, line.shade
         heads = tuple(range(1, len(windows) + 1))
-        series.append(Series(name, heads, tuple(windows), shade))
+        series.append(Series(line.name, heads, tuple(windows), line.shade))
         if proven:
-            series.append(Series(f"{name}, proven", heads, tuple(proven), shade, faint=True))
+            series.append(Series(f"{line.name}, proven", heads, tuple(proven), line.shade, faint=True))
         sources.append(path)
-        told.append(f"{name} from {windows[0]:,.0f} to {windows[-1]:,.0f} tokens")
+        told.append(f"{line.name} from {windows[0]:,.0f} to {windows[-1]:,.0f} tokens")
     if not series:
         return None
     return Figure(
@@ -134,52 +130,40 @@ def reach_figure(headline: Headline, collection: Collection) -> Figure | None:
         y_log=True,
         note=f"Measured on {length:,} tokens. Dotted: the window that holds {share:.0%} of every row by proof, for "
         "queries and keys no larger than those met in this text; another text may have larger ones and need more. Only "
-        "ALiBi has such a window. "
-        f"The models were trained at {headline.length:,}.",
+        f"ALiBi has such a window. The models were trained at {headline.length:,}.",
         sources=tuple(sources),
     )
 
 
 def origin(collection: Collection) -> list[tuple[str, str]]:
     """How it was made: commits, versions, machines, seeds, times."""
-    sessions = [session for run in collection.runs.values() for session in run.sessions]
-    records = [*sessions, *(s.evaluation.provenance for run in collection.runs.values() for s in run.evaluations)]
-    configs = [run.config for run in collection.runs.values()]
-    seconds = [run.metrics[-1]["seconds"] for run in collection.runs.values() if run.metrics]
-    tokens = sum(run.metrics[-1]["tokens"] for run in collection.runs.values() if run.metrics)
-    versions = [record["versions"] for record in records if record.get("versions")]
+    runs = list(collection.runs.values())
+    evaluations = [one for run in runs for one in run.evaluations]
+    records = [session for run in runs for session in run.sessions]
+    records += [one.evaluation.provenance for one in evaluations]
+    ends = [run.metrics[-1] for run in runs if run.metrics]
+    tokens, minutes = sum(end["tokens"] for end in ends), sum(end["seconds"] for end in ends) / 60
+    versions = [record["versions"] for record in records if record.get("versions")] or [{}]
+    times = sorted(str(record["time"]) for record in records if record.get("time")) or [""]
+    unsealed = sum(not one.sealed for one in evaluations)
+    vouched = f"{unsealed} of {len(evaluations)} evaluations, written by 0.1.0: their numbers cannot be verified"
     rows = [
         ("Scale", collection.scale.summary if collection.scale else "runs of your own"),
         ("Commit", _several(record.get("commit") for record in records)),
-        (
-            "Versions",
-            ", ".join(f"{name} {value}" for name, value in (versions[-1] if versions else {}).items() if value),
-        ),
-        ("Without a checksum", _unsealed(collection)),
+        ("Versions", ", ".join(f"{name} {value}" for name, value in versions[-1].items() if value)),
+        ("Without a checksum", vouched if unsealed else ""),
         ("Machine", _several(_machine(record) for record in records)),
         ("Threads", _several(record.get("threads") for record in records)),
-        ("Seeds", _several(sorted({config.train.seed for config in configs}))),
-        (
-            "Trained",
-            f"{len(configs)} model{_s(len(configs))}, {tokens:,} tokens, {sum(seconds) / 60:.1f} minutes of training"
-            if configs
-            else "",
-        ),
-        ("From", min((str(record["time"]) for record in records if record.get("time")), default="")),
-        ("To", max((str(record["time"]) for record in records if record.get("time")), default="")),
+        ("Seeds", _several(sorted({run.config.train.seed for run in runs}))),
+        ("Trained", f"{models(collection)}, {tokens:,} tokens, {minutes:.1f} minutes of training" if runs else ""),
+        ("From", times[0]),
+        ("To", times[-1]),
     ]
     return [(name, value) for name, value in rows if value]
 
 
-def _s(count: int) -> str:
-    return "" if count == 1 else "s"
-
-
-def _unsealed(collection: Collection) -> str:
-    """Results that nothing but their writer vouches for."""
-    stored = [one for run in collection.runs.values() for one in run.evaluations]
-    count = sum(not one.sealed for one in stored)
-    return f"{count} of {len(stored)} evaluations, written by 0.1.0: their numbers cannot be verified" if count else ""
+def models(collection: Collection) -> str:
+    return f"{len(collection.runs)} model{'' if len(collection.runs) == 1 else 's'}"
 
 
 def _machine(record: dict[str, Any]) -> str:
@@ -200,29 +184,17 @@ SHADES = (1.0, 2.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A token that was written."""
-
-    text: str
-    surprise: float | None
-    """-log p under the model that wrote it, in nats; 0.1.0 did not store it."""
-
-    @property
-    def shade(self) -> int:
-        return 0 if self.surprise is None else sum(self.surprise >= bound for bound in SHADES)
-
-
-@dataclass(frozen=True)
 class Passage:
     """A stretch that was written, where it ends, and the text right before it."""
 
     end: int
     given: str
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[tuple[str, float | None, int]]
+    """Each token, -log p of it in nats under the model that wrote it, and the shade of that; 0.1.0 stored no such p."""
 
     @property
     def surprise(self) -> float | None:
-        known = [piece.surprise for piece in self.pieces if piece.surprise is not None]
+        known = [nats for _, nats, _ in self.pieces if nats is not None]
         return statistics.fmean(known) if known else None
 
 
@@ -232,7 +204,7 @@ class WrittenText:
 
     name: str
     trained_at: int
-    passages: tuple[Passage, ...]
+    passages: list[Passage]
     path: Path
 
 
@@ -244,22 +216,19 @@ def samples(collection: Collection) -> list[WrittenText]:
         written = stored(path, _written, "Remove it; trainshort demo and reproduce write it again.")
         if written is not None:
             found.append(WrittenText(method_name(run.config.model.position), *written, path))
-    order = list(NAMES.values())
-    return sorted(
-        found, key=lambda sample: (order.index(sample.name) if sample.name in order else 99, sample.trained_at)
-    )
+    order = {name: rank for rank, name in enumerate(NAMES.values())}
+    return sorted(found, key=lambda sample: (order.get(sample.name, 99), sample.trained_at))
 
 
-def _written(values: dict[str, Any]) -> tuple[int, tuple[Passage, ...]]:
+def _written(values: dict[str, Any]) -> tuple[int, list[Passage]]:
     """The training length, and what was written."""
     length = int(values["trained_at"])
     if values["format"] == 1:  # 0.1.0 wrote one text, from the training length on to four times that
         ends = {"within": length, "past": 4 * length}
-        prompt = str(values["prompt"])
-        return length, tuple(Passage(at, prompt, (Piece(str(values[key]), None),)) for key, at in ends.items())
-    return length, tuple(
-        Passage(
-            int(one["end"]), str(one["given"]), tuple(Piece(str(text), float(nats)) for text, nats in one["written"])
-        )
-        for one in values["passages"]
-    )
+        return length, [Passage(at, str(values["prompt"]), [(str(values[key]), None, 0)]) for key, at in ends.items()]
+    passages = []
+    for one in values["passages"]:
+        written = [(str(text), float(nats)) for text, nats in one["written"]]
+        pieces = [(text, nats, sum(nats >= bound for bound in SHADES)) for text, nats in written]
+        passages.append(Passage(int(one["end"]), str(one["given"]), pieces))
+    return length, passages

@@ -1,7 +1,6 @@
 """Speed and memory on the page: stored benchmark results (`trainshort bench`), and what the methods cost. No torch."""
 
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ class SpeedTable:
     """Rows of one kind: head, and per row its name and (shown, exact) values."""
 
     title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
+    columns: list[str]
+    rows: list[tuple[str, list[tuple[str, str]]]]
     source: Path
 
 
@@ -30,9 +29,9 @@ class SpeedTable:
 class Speed:
     """What the page shows of benchmark results."""
 
-    figures: tuple[Figure, ...]
-    tables: tuple[SpeedTable, ...]
-    notes: tuple[str, ...]
+    figures: list[Figure]
+    tables: list[SpeedTable]
+    notes: list[str]
 
 
 @dataclass(frozen=True)
@@ -60,59 +59,57 @@ EVALUATE = Wanted("evaluate", "Reading speed by method", "model", "tokens", "spe
 
 def speed(collection: Collection) -> Speed | None:
     """Of every suite the newest result; attention once for each kind of inputs. None without results."""
-    figures: list[Figure] = []
+    made = Speed([], [], [])
     used: dict[Path, dict[str, None]] = {}
-    tables: list[SpeedTable] = []
 
-    def add(
-        suite: str, wanted: tuple[Wanted, ...], keep: Callable[[Measurement], bool], suffix: str = "", more: str = ""
-    ) -> None:
-        found = [(path, bench) for path, bench in collection.benches if any(map(keep, bench.suites.get(suite, ())))]
-        if not found:
-            return
-        path, bench = found[-1]
-        rows = [row for row in bench.suites[suite] if keep(row)]
-        used.setdefault(path, {})[suite] = None
-        figures.extend(made for one in wanted if (made := _figure(one, rows, path, suffix, more)))
-        tables.extend(_tables(f"{suite}{more}", rows, path))
+    def add(suite: str, *wanted: Wanted, suffix: str = "", more: str = "", **case: str) -> None:
+        found = [(path, rows) for path, bench in collection.benches if (rows := _rows(bench, suite, case))]
+        if found:
+            path, rows = found[-1]
+            used.setdefault(path, {})[suite] = None
+            made.figures.extend(drawn for one in wanted if (drawn := _figure(one, rows, path, suffix, more)))
+            made.tables.extend(_tables(f"{suite}{more}", rows, path))
 
-    everything = [row for _, bench in collection.benches for row in bench.suites.get("attention", ())]
+    everything = [row for _, bench in collection.benches for row in _rows(bench, "attention", {})]
     for index, inputs in enumerate(dict.fromkeys(str(row.case.get("inputs", "")) for row in everything)):
-        same = lambda row, inputs=inputs: str(row.case.get("inputs", "")) == inputs  # noqa: E731
-        add("attention", ATTENTION, same, f"-{index + 1}" if index else "", f", {inputs} inputs")
-    add("training", (TRAINING,), lambda row: True)
-    add("evaluate", (EVALUATE,), lambda row: True)
-    add("decode", (DECODE,), lambda row: row.case.get("part") == "context")
+        suffix = f"-{index + 1}" if index else ""
+        add("attention", *ATTENTION, suffix=suffix, more=f", {inputs} inputs", inputs=inputs)
+    add("training", TRAINING)
+    add("evaluate", EVALUATE)
+    add("decode", DECODE, part="context")
     for part in ("weights", "greedy", "mpt", "endless"):
-        add("decode", (), lambda row, part=part: row.case.get("part") == part)
-    add("prepare", (), lambda row: True)
+        add("decode", part=part)
+    add("prepare")
     benches = dict(collection.benches)
-    notes = tuple(f"{', '.join(suites).capitalize()}: {_note(benches[path])}" for path, suites in used.items())
-    return Speed(tuple(figures), tuple(tables), notes) if tables else None
+    made.notes.extend(f"{', '.join(suites).capitalize()}: {_note(benches[path])}" for path, suites in used.items())
+    return made if made.tables else None
+
+
+def _rows(bench: BenchResult, suite: str, case: dict[str, str]) -> list[Measurement]:
+    rows = bench.suites.get(suite, ())
+    return [row for row in rows if all(row.case.get(name, "") == value for name, value in case.items())]
 
 
 def _figure(wanted: Wanted, rows: list[Measurement], path: Path, suffix: str, more: str) -> Figure | None:
-    """Lines with a band of their spread; None where nothing was measured at two places."""
-    lines: dict[str, list[tuple[float, float, float]]] = {}
+    """Lines with a band of their spread; None where nothing was measured."""
+    lines: dict[str, list[tuple[int, float, float, float]]] = {}
     for row in rows:
         measure, at = row.measured.get(wanted.measure), row.case.get(wanted.across)
         if measure is not None and isinstance(at, int) and measure.value > 0:
-            spread = measure.value * (measure.spread or 0.0)
-            lines.setdefault(str(row.case.get(wanted.line)), []).append((at, measure.value, spread))
+            value, spread = measure.value, measure.value * (measure.spread or 0.0)
+            point = at, value, max(value - spread, 0.05 * value), value + spread
+            lines.setdefault(str(row.case.get(wanted.line)), []).append(point)
     series = []
     for index, (name, points) in enumerate(lines.items()):
-        points.sort()
-        x, y = tuple(p[0] for p in points), tuple(p[1] for p in points)
-        low, high = tuple(max(p[1] - p[2], 0.05 * p[1]) for p in points), tuple(p[1] + p[2] for p in points)
+        x, y, low, high = zip(*sorted(points), strict=True)
         shade = SHADES.get(name) or (color(name) if wanted.line == "model" else OTHERS[index % len(OTHERS)])
         series.append(Series(method_name(name), x, y, shade, low, high))
-    places = sorted({int(at) for one in series for at in one.x if not isinstance(at, str)})
+    places = sorted({at for points in lines.values() for at, *_ in points})
     if not places:
         return None
     told = "; ".join(
-        f"{one.name} "
-        + ", ".join(f"{number(Measure(value=y))} at {int(x):,}" for x, y in zip(one.x, one.y, strict=True))
-        for one in series
+        f"{method_name(name)} " + ", ".join(f"{number(Measure(value=y))} at {x:,}" for x, y, *_ in sorted(points))
+        for name, points in lines.items()
     )
     return Figure(
         name=f"speed-{wanted.name}{suffix}",
@@ -136,19 +133,14 @@ def _tables(title: str, rows: list[Measurement], path: Path) -> list[SpeedTable]
     made = []
     for kind in kinds.values():
         heads = {name: measure.unit for row in kind for name, measure in row.measured.items()}
-        cells = tuple(
-            (
-                row.name,
-                tuple(
-                    (number(row.measured[name]), repr(row.measured[name].value)) if name in row.measured else ("", "")
-                    for name in heads
-                ),
-            )
-            for row in kind
-        )
-        columns = tuple(f"{name}, {unit}" if unit else name for name, unit in heads.items())
+        cells = [(row.name, [_cell(row.measured.get(name)) for name in heads]) for row in kind]
+        columns = [f"{name}, {unit}" if unit else name for name, unit in heads.items()]
         made.append(SpeedTable(title, columns, cells, path))
     return made
+
+
+def _cell(measure: Measure | None) -> tuple[str, str]:
+    return (number(measure), repr(measure.value)) if measure else ("", "")
 
 
 def _note(bench: BenchResult) -> str:
@@ -174,46 +166,38 @@ AGAINST = "sinusoidal"
 
 def cost_figures(collection: Collection) -> list[Figure]:
     """Speeds of training and reading as multiples of sinusoidal's, and the memory of training."""
-    if not collection.costs or collection.cost_path is None:
-        return []
     entries = list(collection.costs.values())
+    if not entries:
+        return []
     made = []
-    for one in (("cost-train", "Training speed", "train speed"), ("cost-read", "Reading speed", "read speed")):
-        if timed := [entry for entry in entries if entry[RATES[one[-1]]]]:
-            made.append(_speed(timed, *one) or _rates(timed, *one))
-    return [_sourced(figure, collection) for figure in (*made, _memory(entries)) if figure]
+    for what, title in (("train", "Training speed"), ("read", "Reading speed")):
+        name, rounds = f"cost-{what}", RATES[f"{what} speed"]
+        if timed := [entry for entry in entries if entry[rounds]]:
+            rates = [(entry, entry["tokens"] / statistics.median(entry[rounds])) for entry in timed]
+            made.append(_speed(timed, name, title, rounds) or _bars(rates, name, title, "tokens/s"))
+    weighed = [entry for entry in entries if entry["train_memory"]] or entries
+    memories = [(entry, (entry["train_memory"] or 0) / 1e6) for entry in weighed]
+    made.append(_bars(memories, "cost-memory", "Training memory", "MB"))
+    sources = tuple(dict.fromkeys(entry["path"] for entry in entries))
+    return [replace(figure, sources=sources) for figure in made]
 
 
-def _sourced(figure: Figure, collection: Collection) -> Figure:
-    return replace(figure, sources=(collection.cost_path,) if collection.cost_path else ())
-
-
-def _speed(entries: list[dict[str, Any]], name: str, title: str, quantity: str) -> Figure | None:
+def _speed(entries: list[dict[str, Any]], name: str, title: str, rounds: str) -> Figure | None:
     """A line per method over the lengths at which it took turns with sinusoidal; None when that is one length."""
-    base = {(session(one), one["length"]): one[RATES[quantity]] for one in entries if one["position"] == AGAINST}
+    base = {(session(one), one["length"]): one[rounds] for one in entries if one["position"] == AGAINST}
     lines: dict[str, dict[int, tuple[float, float, float]]] = {}
     for entry in entries:
         turns = base.get((session(entry), entry["length"]))
         if turns and entry["position"] != AGAINST:
-            ratios = [theirs / ours for ours, theirs in zip(entry[RATES[quantity]], turns, strict=True)]
+            ratios = [theirs / ours for ours, theirs in zip(entry[rounds], turns, strict=True)]
             lines.setdefault(entry["position"], {})[entry["length"]] = middle(ratios)
     lengths = sorted({at for points in lines.values() for at in points})
     if len(lengths) < 2:
         return None
     series = []
     for position, points in lines.items():
-        at = sorted(points)
-        low, high = (tuple(points[length][side] for length in at) for side in (1, 2))
-        series.append(
-            Series(
-                method_name(position),
-                tuple(at),
-                tuple(points[one][0] for one in at),
-                color(position),
-                low=low,
-                high=high,
-            )
-        )
+        x, y, low, high = zip(*((at, *points[at]) for at in sorted(points)), strict=True)
+        series.append(Series(method_name(position), x, y, color(position), low, high))
     told = "; ".join(
         f"{one.name} {one.y[0]:.2f} at {one.x[0]:,} and {one.y[-1]:.2f} at {one.x[-1]:,}" for one in series
     )
@@ -229,36 +213,17 @@ def _speed(entries: list[dict[str, Any]], name: str, title: str, quantity: str) 
     )
 
 
-def _rates(entries: list[dict[str, Any]], name: str, title: str, quantity: str) -> Figure:
-    """Bars at the length that most configurations share."""
-    length, alike = _most(entries)
-    values = [entry["tokens"] / statistics.median(entry[RATES[quantity]]) for entry in alike]
-    return _bars(name, f"{title} at {length:,} tokens", "tokens/s", alike, values)
-
-
-def _memory(entries: list[dict[str, Any]]) -> Figure:
-    length, alike = _most([entry for entry in entries if entry["train_memory"]] or entries)
-    values = [(entry["train_memory"] or 0) / 1e6 for entry in alike]
-    return _bars("cost-memory", f"Training memory at {length:,} tokens", "MB", alike, values)
-
-
-def _most(entries: list[dict[str, Any]]) -> tuple[int, list[dict[str, Any]]]:
-    length = statistics.mode(entry["length"] for entry in entries)
-    return length, [entry for entry in entries if entry["length"] == length]
-
-
-def _bars(name: str, title: str, unit: str, entries: list[dict[str, Any]], values: list[float]) -> Figure:
-    names = [method_name(str(entry["position"])) for entry in entries]
-    told = ", ".join(f"{method} {value:,.0f}" for method, value in zip(names, values, strict=True))
-    bars = tuple(
-        Series(method, (method,), (value,), color(entry["position"]))
-        for method, value, entry in zip(names, values, entries, strict=True)
-    )
+def _bars(found: list[tuple[dict[str, Any], float]], name: str, title: str, unit: str) -> Figure:
+    """What each configuration was measured to have, at the length that most of them share."""
+    length = statistics.mode(entry["length"] for entry, _ in found)
+    title = f"{title} at {length:,} tokens"
+    alike = [(str(entry["position"]), value) for entry, value in found if entry["length"] == length]
+    told = ", ".join(f"{method_name(position)} {value:,.0f}" for position, value in alike)
     return Figure(
         name=name,
         title=title,
         alt=f"{title} in {unit}: {told}.",
-        series=bars,
+        series=tuple(Series(method_name(one), (method_name(one),), (value,), color(one)) for one, value in alike),
         x_label="",
         y_label=unit,
         kind="bars",

@@ -3,18 +3,14 @@
 Every sentence is written from the same stored numbers as the figure below it. No torch.
 """
 
-from collections import Counter
 from typing import Any
 
 from trainshort.claims.collection import Collection
-from trainshort.claims.measured import Compared, View
-from trainshort.claims.verdicts import Claim, Outcome
+from trainshort.claims.extrapolation import LONG, SHORT
+from trainshort.claims.measured import View
+from trainshort.claims.verdicts import Judged, tally
 from trainshort.recipes.experiments import EvalProtocol
-from trainshort.recipes.scales import Variant
 from trainshort.report.headline import Headline, sentences
-
-SHORT, LONG = Variant("wikitext103", "alibi", 512), Variant("wikitext103", "sinusoidal", 3072)
-"""The paper's title: trained short, against trained long."""
 
 
 def about(headline: Headline) -> str:
@@ -33,30 +29,21 @@ def about(headline: Headline) -> str:
 
 
 def found(headline: Headline, view: View | None) -> list[str]:
-    """The results, the most important first."""
-    told = sentences(headline)
-    return [*told, *short_against_long(view)] if view else told
-
-
-def short_against_long(view: View) -> list[str]:
-    """ALiBi trained short and read long, against sinusoidal trained long on equally many tokens; what that saves."""
+    """The results, the most important first; last, ALiBi trained short and read long against sinusoidal trained long on
+    equally many tokens, and what that saves."""
     far = EvalProtocol(LONG.length)
-    short, long, change = view.read(SHORT, far), view.read(LONG, far), view.perplexities((SHORT, far), (LONG, far))
-    if short is None or long is None or change is None:
-        return []
+    change = view.perplexities((SHORT, far), (LONG, far)) if view else None
+    if view is None or change is None:
+        return sentences(headline)
+    verdict = f"ALiBi is {'worse' if change.change > 0 else 'better'} by {abs(change.change):.0%}"
+    verdict = verdict if change.told else f"cannot tell ({change})"
     near, at = view.scale.length(SHORT.length), view.scale.length(LONG.length)
     told = (
-        f"Train short, test long: ALiBi trained at {near:,} and read at {at:,} has {short.value:.1f}, sinusoidal "
-        f"trained at {at:,} on as many tokens {long.value:.1f}: {_verdict(change)}."
+        f"Train short, test long: ALiBi trained at {near:,} and read at {at:,} has {change.values[0]:.1f}, sinusoidal "
+        f"trained at {at:,} on as many tokens {change.values[1]:.1f}: {verdict}."
     )
     savings = _savings(view)
-    return [told + (f" Training short was {savings} (with random weights)." if savings else "")]
-
-
-def _verdict(change: Compared) -> str:
-    if not change.told:
-        return f"cannot tell ({change})"
-    return f"ALiBi is {'worse' if change.change > 0 else 'better'} by {abs(change.change):.0%}"
+    return [*sentences(headline), told + (f" Training short was {savings} (with random weights)." if savings else "")]
 
 
 def _savings(view: View) -> str:
@@ -73,18 +60,15 @@ def _savings(view: View) -> str:
     return " and ".join(parts)
 
 
-def trust(headline: Headline, collection: Collection, judged: list[tuple[Claim, Outcome]]) -> list[str]:
+def trust(headline: Headline, collection: Collection, judged: Judged) -> list[str]:
     """What stands behind the numbers, and what does not."""
     corpus = headline.lines[0].stored[0].evaluation.corpus
     seeds = len({run.config.train.seed for run in collection.runs.values()})
-    test = corpus["split"] == "test"
-    chosen = (
-        "which took no part in training or in choosing settings" if test else "which may have served to choose settings"
-    )
+    chosen = "took no part in training or in choosing" if corpus["split"] == "test" else "may have served to choose"
     told = [
         f"Perplexities are of {corpus['tokens']:,} tokens of the {corpus['split']} split of {corpus['name']}, "
-        f"{chosen}. Bands are 95 % intervals over that text. {_count(seeds, 'seed')}: another would move every line "
-        "a little."
+        f"which {chosen} settings. Bands are 95 % intervals over that text. "
+        f"{'One seed' if seeds == 1 else f'{seeds} seeds'}: another would move every line a little."
     ]
     trained = {run.metrics[-1]["tokens"] for run in collection.runs.values() if run.metrics}
     if collection.scale and trained and max(trained) < 1.01 * min(trained):  # pieces at a text's end may be shorter
@@ -94,7 +78,7 @@ def trust(headline: Headline, collection: Collection, judged: list[tuple[Claim, 
             "split, out of the same grid of ways for all (trainshort tune)."
         )
     if judged:
-        counts = Counter(outcome.verdict for claim, outcome in judged if not claim.oddity)
+        counts = tally(judged)
         told.append(
             f"Of {sum(counts.values())} claims of the paper {counts['holds']} hold here, {counts['does not hold']} do "
             f"not, {counts['cannot tell']} cannot be told from chance; not tried: "
@@ -104,11 +88,7 @@ def trust(headline: Headline, collection: Collection, judged: list[tuple[Claim, 
     return told
 
 
-def _count(number: int, what: str) -> str:
-    return f"One {what}" if number == 1 else f"{number} {what}s"
-
-
-def summary(headline: Headline, view: View | None, judged: list[tuple[Claim, Outcome]]) -> dict[str, Any]:
+def summary(headline: Headline, view: View | None, judged: Judged) -> dict[str, Any]:
     """The same as data, for the tables of documents."""
     lines = {
         line.name: {
@@ -124,6 +104,6 @@ def summary(headline: Headline, view: View | None, judged: list[tuple[Claim, Out
         "corpus": {key: first.corpus[key] for key in ("name", "split", "tokens")},
         "lines": lines,
         "found": found(headline, view),
-        "verdicts": Counter(outcome.verdict for claim, outcome in judged if not claim.oddity),
+        "verdicts": tally(judged),
         "provenance": first.provenance,
     }

@@ -6,8 +6,8 @@ here and never taken from a run: a number, and what is left of the name when onl
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainshort.claims.measured import Measured, View
@@ -26,11 +26,8 @@ class Sources:
     def __init__(self, out: Path) -> None:
         self.out = out
         self.links: dict[Path, str] = {}
-        folder = out / FOLDER
-        if folder.exists():
-            for old in folder.glob("[0-9][0-9][0-9]-*.json"):
-                old.unlink()
-        make_folder(folder)
+        for old in make_folder(out / FOLDER).glob("[0-9][0-9][0-9]-*.json"):
+            old.unlink()
 
     def link(self, path: Path) -> str:
         """A relative address of the copy of a file: data/003-alibi-128-valid.json"""
@@ -62,31 +59,19 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How much more perplexity ALiBi has in one cell than another method that read the same in the same column."""
-
-    row: str
-    column: str
-    other: str
-    told: str
-
-
-Rows = tuple[tuple[str, tuple[Shown, ...]], ...]
-
-
-@dataclass(frozen=True)
 class Table:
     """A table of the paper, by rows."""
 
     name: str
     title: str
-    columns: tuple[str, ...]
-    rows: Rows
+    columns: list[str]
+    rows: list[tuple[str, list[Shown]]]
     count: int
     """Cells that have a number here."""
     folded: bool
     note: str
-    differences: tuple[Standing, ...] = ()
+    differences: list[dict[str, str]]
+    """How much more perplexity ALiBi has in one cell than another method that read the same in the same column."""
 
 
 def paper_tables(view: View, sources: Sources) -> list[Table]:
@@ -102,48 +87,37 @@ def _with_ours(experiment: Experiment, view: View) -> Experiment:
 
 
 def _table(experiment: Experiment, view: View, sources: Sources) -> Table:
-    columns = tuple(dict.fromkeys(cell.column for cell in experiment.cells))
-    rows = tuple(dict.fromkeys(cell.row for cell in experiment.cells))
     found = {(cell.row, cell.column): _shown(cell, view.cell(cell), sources) for cell in experiment.cells}
-    empty = Shown("", "")
-    filled = tuple((row, tuple(found.get((row, column), empty) for column in columns)) for row in rows)
-    filled = tuple((row, cells) for row, cells in filled if any(one.link or one.paper for one in cells))
-    columns, filled = _without(columns, filled, lambda one: bool(one.link or one.paper))
+    obtained = [place for place, one in found.items() if one.link]
+    numbers = [place for place, one in found.items() if one.link or one.paper]
+    rows = [row for row in dict.fromkeys(row for row, _ in found) if any(row == at for at, _ in numbers)]
     # Columns without any number, such as the points of a curve, would only push the others off the page.
-    count = sum(bool(one.link) for one in found.values())
+    columns = [column for column in dict.fromkeys(at for _, at in found) if any(column == at for _, at in numbers)]
     if len(columns) > 12:
-        columns, filled = _without(columns, filled, lambda one: bool(one.link))
+        columns = [column for column in columns if any(column == at for _, at in obtained)]
     return Table(
         name=experiment.name,
         title=experiment.title,
         columns=columns,
-        rows=filled,
-        count=count,
-        folded=len(filled) > MOST_ROWS,
+        rows=[(row, [found.get((row, column), Shown("", "")) for column in columns]) for row in rows],
+        count=len(obtained),
+        folded=len(rows) > MOST_ROWS,
         note=_note(experiment, view),
-        differences=tuple(_differences(experiment, view)),
+        differences=list(_differences(experiment, view)),
     )
 
 
-def _differences(experiment: Experiment, view: View) -> Iterator[Standing]:
+def _differences(experiment: Experiment, view: View) -> Iterator[dict[str, str]]:
     """Told by the one rule about noise: the wider interval of two, over stretches of the text and over the seeds."""
-    cells = [cell for cell in experiment.cells if cell.quantity == "perplexity" and cell.variant and cell.reading]
-    for ours, other in itertools.product(cells, cells):
-        if ours.variant is None or other.variant is None or ours.reading is None or other.reading is None:
-            continue
-        alike = (ours.column, ours.reading) == (other.column, other.reading)
-        if not alike or ours.variant.position != OURS or other.variant.position == OURS:
-            continue
-        change = view.perplexities((ours.variant, ours.reading), (other.variant, other.reading))
-        if change is not None:
-            told = str(change) if change.told else f"cannot tell, {change}"
-            yield Standing(ours.row, ours.column, other.row, told)
-
-
-def _without(columns: tuple[str, ...], rows: Rows, wanted: Callable[[Shown], bool]) -> tuple[tuple[str, ...], Rows]:
-    """Columns with at least one cell that is wanted."""
-    kept = [i for i in range(len(columns)) if any(wanted(cells[i]) for _, cells in rows)]
-    return tuple(columns[i] for i in kept), tuple((row, tuple(cells[i] for i in kept)) for row, cells in rows)
+    cells = [cell for cell in experiment.cells if cell.quantity == "perplexity"]
+    read = [(cell, cell.variant, cell.reading) for cell in cells if cell.variant and cell.reading]
+    for (ours, model, far), (other, theirs, as_far) in itertools.product(read, read):
+        alike = (ours.column, far) == (other.column, as_far)
+        if alike and model.position == OURS != theirs.position:
+            change = view.perplexities((model, far), (theirs, as_far))
+            if change is not None:
+                told = str(change) if change.told else f"cannot tell, {change}"
+                yield {"row": ours.row, "column": ours.column, "other": other.row, "told": told}
 
 
 def _note(experiment: Experiment, view: View) -> str:
@@ -209,7 +183,7 @@ def _figure(experiment: Experiment, view: View) -> Figure | None:
         sources += [point.source for point in points]
     if not _enough([len(one.y) for one in series], experiment.kind):
         return None
-    names = _and_more([one.name for one in series])
+    names = ", ".join(one.name for one in series[:4]) + (f" and {len(series) - 4} more" if series[4:] else "")
     number = experiment.name.replace("fig", "Figure ").replace("table", "Table ")
     band = any(one.low for one in series)
     by_length = experiment.kind == "lines" and experiment.cells[0].quantity != "learning curve"
@@ -230,11 +204,11 @@ def _figure(experiment: Experiment, view: View) -> Figure | None:
 
 
 def _series(name: str, points: list[Point], shade: str) -> Series:
-    low = tuple(point.y - point.spread for point in points)
-    high = tuple(point.y + point.spread for point in points)
-    seeds = any(point.spread for point in points)
-    x, y = tuple(point.x for point in points), tuple(point.y for point in points)
-    return Series(name, x, y, shade, low if seeds else (), high if seeds else ())
+    line = Series(name, tuple(point.x for point in points), tuple(point.y for point in points), shade)
+    if not any(point.spread for point in points):
+        return line
+    low, high = (tuple(point.y + side * point.spread for point in points) for side in (-1, 1))
+    return replace(line, low=low, high=high)
 
 
 def _enough(counts: list[int], kind: str) -> bool:
@@ -275,7 +249,3 @@ def _curve(cells: list[Cell], view: View) -> list[Point]:
         return []
     points = view.curve(variant, reading)
     return [Point(tokens / speed.value / 60, value, 0.0, path) for tokens, value, path in points]
-
-
-def _and_more(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,8 +1,6 @@
 """`write_report`: a folder with index.html, report.md, the figures, and a copy of every file behind them."""
 
 import json
-from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +8,11 @@ from rich.table import Table
 
 from trainshort.claims.collection import Collection
 from trainshort.claims.measured import View
-from trainshort.claims.verdicts import Claim, Outcome, judge
+from trainshort.claims.verdicts import Claim, Judged, judge, tally
 from trainshort.files import make_folder, write_sealed, write_whole
 from trainshort.plots.figures import Figure, draw_all
 from trainshort.report import headline as first
 from trainshort.report import page, sections, story
-from trainshort.report.sections import samples
 from trainshort.report.speed import cost_figures, speed
 from trainshort.report.tables import Shown, Sources, paper_figures, paper_tables
 from trainshort.report.tables import Table as PaperTable
@@ -25,7 +22,8 @@ def write_report(collection: Collection, out: Path) -> Path:
     """Write everything, and return the path of the page."""
     make_folder(out)
     sources = Sources(out)
-    view = View(collection, collection.scale) if collection.scale else None
+    scale = collection.scale
+    view = View(collection, scale) if scale else None
     headline = first.find_headline(collection)
     figure = first.figure(headline, with_paper=view is not None) if headline else None
     costs = cost_figures(collection)
@@ -34,7 +32,7 @@ def write_report(collection: Collection, out: Path) -> Path:
     judged = judge(view) if view else []
     content: dict[str, Any] = {
         "title": "Train short, test long: what was obtained here",
-        "subtitle": _subtitle(collection),
+        "subtitle": sections.models(collection) + (f" at the {scale.name} scale: {scale.summary}." if scale else "."),
         "about": story.about(headline) if headline else "",
         "sentences": story.found(headline, view) if headline else [],
         "trust": story.trust(headline, collection, judged) if headline else [],
@@ -44,11 +42,11 @@ def write_report(collection: Collection, out: Path) -> Path:
         "claims": judged,
         "tally": _tally(judged),
         "rules": _rules([claim for claim, _ in judged]),
-        "scale": view.scale.name if view else "",
+        "scale": scale.name if scale else "",
         "costs": costs,
         "speed": measured,
         "figures": figures,
-        "samples": samples(collection),
+        "samples": sections.samples(collection),
         "tables": paper_tables(view, sources) if view else [],
         "origin": sections.origin(collection),
         "runs": list(collection.runs.values()),
@@ -67,26 +65,17 @@ def write_report(collection: Collection, out: Path) -> Path:
 
 def _figures(collection: Collection, headline: first.Headline | None, view: View | None) -> list[Figure]:
     """Figures after the headline, those that have data."""
-    made: list[Figure | None] = []
-    if headline:
-        made.append(sections.position_figure(headline))
-        made.append(sections.early_figure(headline, collection, view))
-        made.append(sections.reach_figure(headline, collection))
-    if view:
-        made += paper_figures(view)
+    made = [
+        headline and sections.position_figure(headline),
+        headline and sections.early_figure(headline, collection, view),
+        headline and sections.reach_figure(headline, collection),
+        *(paper_figures(view) if view else ()),
+    ]
     return [figure for figure in made if figure]
 
 
-def _subtitle(collection: Collection) -> str:
-    count = len(collection.runs)
-    models = f"{count} model{'' if count == 1 else 's'}"
-    scale = collection.scale
-    return f"{models} at the {scale.name} scale: {scale.summary}." if scale else f"{models}."
-
-
-def _tally(judged: list[tuple[Claim, Outcome]]) -> str:
-    """`7 hold, 1 does not, 3 cannot be tested at this scale.`"""
-    counts = Counter(outcome.verdict for claim, outcome in judged if not claim.oddity)
+def _tally(judged: Judged) -> str:
+    counts = tally(judged)
     return (
         f"{counts['holds']} hold, {counts['does not hold']} do not, {counts['cannot tell']} cannot be told from "
         f"chance; not tested with what was run: {counts['not testable at this scale']}."
@@ -116,7 +105,7 @@ def _stored_tables(collection: Collection, tables: list[PaperTable]) -> dict[str
                 "columns": one.columns,
                 "rows": [[row, [_stored_cell(cell) for cell in cells]] for row, cells in one.rows],
                 "note": one.note,
-                "differences": [asdict(difference) for difference in one.differences],
+                "differences": one.differences,
             }
             for one in tables
         ],
@@ -128,7 +117,7 @@ def _stored_cell(cell: Shown) -> dict[str, Any]:
     return {"here": cell.here, "paper": cell.paper, "values": cell.values}
 
 
-def _write_claims(judged: list[tuple[Claim, Outcome]], path: Path, scale: str) -> None:
+def _write_claims(judged: Judged, path: Path, scale: str) -> None:
     rows = [
         {
             "name": claim.name,
@@ -158,7 +147,7 @@ def headline_table(collection: Collection) -> Table | None:
     for line in headline.lines:
         table.add_column(line.name, justify="right", no_wrap=True)
     for length in headline.lengths:
-        cells = [line.at(length) for line in headline.lines]
+        cells = [line.points.get(length) for line in headline.lines]
         times = f"{length:,} ({length / headline.length:.4g}x)"
         table.add_row(times, *("" if cell is None else f"{cell:.2f}" for cell in cells))
     return table
