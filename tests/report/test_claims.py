@@ -11,8 +11,7 @@ from trainshort.claims.measured import View, middle
 from trainshort.claims.speed_and_memory import time_saved
 from trainshort.claims.verdicts import judge
 from trainshort.evaluate.results import load, save
-from trainshort.recipes.experiments import EvalProtocol
-from trainshort.recipes.scales import Variant
+from trainshort.recipes.experiments import EvalProtocol, Variant
 
 
 def verdicts(root) -> dict[str, str]:

@@ -10,7 +10,7 @@ from trainshort.claims.collection import collect
 from trainshort.claims.measured import View
 from trainshort.files import write_sealed
 from trainshort.plots.plotly import specification
-from trainshort.recipes.scales import Variant
+from trainshort.recipes.experiments import Variant
 from trainshort.report import readme
 from trainshort.report.tables import paper_figures
 from trainshort.report.writing import write_report

@@ -24,8 +24,7 @@ from trainshort.evaluate.results import load, save, summarize
 from trainshort.files import write_sealed
 from trainshort.passes import Passes
 from trainshort.plots.figures import round_ticks
-from trainshort.recipes.experiments import EvalProtocol
-from trainshort.recipes.scales import Variant
+from trainshort.recipes.experiments import EvalProtocol, Variant
 from trainshort.report.headline import find_headline, sentences
 from trainshort.report.sections import reach_figure
 from trainshort.report.story import about

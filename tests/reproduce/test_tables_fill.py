@@ -14,8 +14,7 @@ from trainshort.claims.collection import collect
 from trainshort.claims.measured import View
 from trainshort.evaluate.results import best_step, find, rows
 from trainshort.files import write_sealed
-from trainshort.recipes.experiments import choose, choose_methods
-from trainshort.recipes.scales import Variant
+from trainshort.recipes.experiments import Variant, choose, choose_methods
 from trainshort.report.headline import find_headline
 from trainshort.report.writing import write_report
 from trainshort.reproduce import tasks

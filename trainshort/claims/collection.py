@@ -15,7 +15,8 @@ from trainshort.config import RunConfig, load_config
 from trainshort.errors import ForeignConfigError, InputError
 from trainshort.evaluate.results import LengthScore, Query, Stored, find, rows
 from trainshort.files import MissingFileError, read_sealed
-from trainshort.recipes.scales import FIRST_LAPTOP, LENGTHS, SETUPS, Scale, Variant, scales
+from trainshort.recipes.experiments import Scale, Variant
+from trainshort.recipes.scales import FIRST_LAPTOP, LENGTHS, SETUPS, scales
 from trainshort.runs import RunFolder, read_lines, read_metrics
 
 COST_FILE = "cost.json"

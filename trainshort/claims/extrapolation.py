@@ -26,8 +26,7 @@ from trainshort.claims.verdicts import (
 from trainshort.evaluate.evidence import unbroken
 from trainshort.evaluate.results import LengthScore, interval
 from trainshort.methods import PAPER as ORDER
-from trainshort.recipes.experiments import EvalProtocol, method_name, queries
-from trainshort.recipes.scales import Variant
+from trainshort.recipes.experiments import EvalProtocol, Variant, method_name, queries
 
 BASE = 512
 """The training length of the demo and of Figure 1's left half, in the paper's numbers."""

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from trainshort.claims.collection import SEEDS, Collection, Run
 from trainshort.errors import InputError
 from trainshort.evaluate.results import LengthScore, interval
-from trainshort.recipes.experiments import Cell, EvalProtocol, moments, queries
-from trainshort.recipes.scales import Scale, Variant
+from trainshort.recipes.experiments import Cell, EvalProtocol, Scale, Variant, moments, queries
 
 RATES = {"train speed": "train_seconds", "read speed": "read_seconds"}
 T = TypeVar("T")

@@ -3,7 +3,7 @@
 from trainshort.claims.extrapolation import BASE, FLAT, LONG, SHORT, at_length, further, ppl, trained
 from trainshort.claims.measured import View
 from trainshort.claims.verdicts import BY_CHANCE, Outcome, above, below, claim, missing, outcome, verdict
-from trainshort.recipes.scales import Variant
+from trainshort.recipes.experiments import Variant
 
 
 @claim(

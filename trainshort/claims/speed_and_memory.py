@@ -5,9 +5,8 @@ from itertools import pairwise
 from trainshort.claims.extrapolation import BASE, trained
 from trainshort.claims.measured import Compared, Measured, View
 from trainshort.claims.verdicts import Outcome, Rule, above, below, claim, every, missing, opposite, outcome
-from trainshort.recipes.experiments import EvalProtocol
+from trainshort.recipes.experiments import EvalProtocol, Variant
 from trainshort.recipes.paper import COST_LENGTHS
-from trainshort.recipes.scales import Variant
 
 NEEDS = "the costs of the four methods, measured in turns (`--only demo` or `table1`)"
 BY_ROUNDS = Rule(
