@@ -203,6 +203,15 @@ def test_bad_requests(tmp_path):
         verify(Path(tmp_path / "out"))
 
 
+def test_a_run_copied_without_its_tokenizer_is_not_exported_without_one(tmp_path):
+    run = make_run(tmp_path / "run", biases=False)
+    (run / "data.json").write_text(json.dumps({"folder": "/gone", "meta": {"tokenizer": "bytes"}}))
+    (run / "tokenizer.json").unlink(missing_ok=True)
+    with pytest.raises(InputError, match=r"was copied without its tokenizer\.json"):
+        export(run, "hf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def bpe_run(path: Path) -> Path:
     """A run with a BPE trained on a little text, and one token more in the model than it makes."""
     from trainshort.data.tokenizer.built import train_bpe

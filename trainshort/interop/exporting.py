@@ -20,6 +20,7 @@ import torch
 import trainshort
 from trainshort.checkpoint import find, load_model, sha256_of
 from trainshort.config import ModelConfig, load_config
+from trainshort.data import of_run
 from trainshort.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 from trainshort.data.tokenizer import FILE as TOKENIZER
 from trainshort.data.tokenizer.built import WordTokenizer
@@ -80,10 +81,13 @@ def open_run(path: Path, dtype: str = "f32") -> Exported:
 
 
 def run_tokenizer(path: Path) -> Tokenizer | None:
-    """A run's own tokenizer, or that of its data; none if neither is here."""
+    """A run's own tokenizer, or that of its data; none if neither is here, as of some models from elsewhere."""
     from trainshort.data.request import data_folder
 
-    for folder in (path, path.parent.parent, data_folder(load_config(path / "config.json").data)):
+    run, config = find(path).parent.parent, load_config(path / "config.json")
+    if (run / of_run.FILE).exists():  # a run that was trained here, and says which it had
+        return of_run.run_tokenizer(run, config.data)
+    for folder in (run, data_folder(config.data)):
         if (folder / TOKENIZER).exists():
             return load_tokenizer(folder)
     return None
