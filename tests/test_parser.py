@@ -40,7 +40,7 @@ class Cook:
     """Only look."""
     lid: bool = True
     """With its lid."""
-    wrapper: Annotated[str | None, Arg(name="foil")] = None
+    foil: str | None = None
     """Something around it."""
     herbs: Annotated[tuple[str, ...], Arg(names=True)] = ()
     """By name."""
