@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from trainshort.commands.parser import REQUIRED, Arg, at_least, of_settings, read_command
+from trainshort.commands.train import WRITTEN, chosen_config
 from trainshort.config import OptimConfig, RunConfig, TrainConfig
 from trainshort.errors import InputError
 from trainshort.terminal import new_console, printable, say, tell
@@ -213,7 +214,7 @@ BASE = RunConfig(
     train=TrainConfig(steps=200, batch=8, valid_every=50, save_every=50),
 )
 """Settings of the training that follows the surgery, as far as the command line says nothing."""
-OF_THE_MODEL = ("tokenizer", "vocabulary", "length")
+OF_THE_MODEL = ("model", "data.tokenizer", "data.vocabulary", "train.length")
 """Settings that the model brings."""
 
 
@@ -252,10 +253,9 @@ class Convert:
 
     @classmethod
     def parse(cls, words: list[str]) -> "Convert":
-        corpus, *data = of_settings(BASE.data, "data.", leave=OF_THE_MODEL)
+        corpus, *training = of_settings(BASE, leave=(*WRITTEN, *OF_THE_MODEL))
         text = replace(corpus, help="Text to train on: corpus name, file, folder or glob.", default=REQUIRED)
-        training = [*of_settings(BASE.optim, "optim."), *of_settings(BASE.train, "train.", leave=OF_THE_MODEL)]
-        return read_command(cls, words, [text, *data, *training])
+        return read_command(cls, words, [text, *training])
 
     def run(self) -> None:
         from trainshort.evaluate.target import RunTarget
@@ -280,7 +280,6 @@ class Convert:
 
     def _begun(self) -> tuple[str, RunConfig]:
         """The run folder with the converted model in it: where the model can be read as it was, and the settings."""
-        from trainshort.commands.train import chosen_config
         from trainshort.data.corpus import find_corpus
         from trainshort.data.tokenizer import FILE
         from trainshort.interop.converting import convert, open_patient, refuse_another, refuse_target

@@ -117,15 +117,15 @@ def _field_texts(kind: type) -> dict[str, str]:
 
 
 def of_settings(settings: Settings, prefix: str = "", *, leave: Sequence[str] = ()) -> list[Option]:
-    """The fields of a config with their present values as defaults; groups inside it by dotted names."""
+    """The fields of a config with their present values as defaults; groups inside it by dotted names, as in `leave`."""
     found = []
     for name, info in type(settings).model_fields.items():
         value = getattr(settings, name)
         group = any(isinstance(part, type) and issubclass(part, Settings) for part in _alternatives(info.annotation))
-        if name in leave or (group and value is None):  # one that may be absent, as `AdaptiveConfig | None`
+        if prefix + name in leave or (group and value is None):  # one that may be absent, as `AdaptiveConfig | None`
             continue
         if isinstance(value, Settings):
-            found += of_settings(value, f"{prefix}{name}.")
+            found += of_settings(value, f"{prefix}{name}.", leave=leave)
         else:
             text = info.description or ""
             found.append(Option(field=prefix + name, kind=info.annotation, default=value, help=text))
@@ -265,8 +265,8 @@ class Parser:
         return UsageError(message, self.usage())
 
     def usage(self) -> str:
-        places = ((one.default is REQUIRED, one.words) for one in self.options if one.positional)
-        shown = (words if required else f"[{words}]" for required, words in places)
+        places = [one for one in self.options if one.positional]
+        shown = (one.words if one.default is REQUIRED else f"[{one.words}]" for one in places)
         return " ".join(["usage:", self.prog, *shown, "[options]"])
 
     def help(self) -> str:

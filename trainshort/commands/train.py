@@ -14,7 +14,8 @@ from trainshort.errors import InputError
 from trainshort.methods import MOVED, methods, not_chosen
 from trainshort.terminal import tell
 
-SECTIONS = ("model", "data", "optim", "train")
+WRITTEN = ("format", "plugins")
+"""Settings that the program writes, not the user."""
 
 
 def with_method(base: RunConfig, words: list[str]) -> RunConfig:
@@ -153,7 +154,7 @@ class Train:
         base = with_method(base, words)
         own = {option.field: option for option in of_class(cls) if option.field != "config"}
         own["out"] = replace(own["out"], default=out)
-        settings = [one for section in SECTIONS for one in of_settings(getattr(base, section), f"{section}.")]
+        settings = of_settings(base, leave=WRITTEN)
         parser = RunParser("trainshort train", [*own.values(), *settings], cls.__doc__ or "", base.model.position)
         chosen = parser.parse(words)
         config = chosen_config(base, {one.field: chosen[one.field] for one in settings})
