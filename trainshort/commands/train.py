@@ -149,8 +149,7 @@ class Train:
             raise InputError(
                 "Name a recipe first: trainshort train RECIPE [options]. trainshort list recipes shows all."
             )
-        recipe = None if words[0].startswith("-") else words[0]
-        base, out = find_recipe(recipe) if recipe is not None else (RunConfig(), Path("runs/RECIPE"))
+        base, out = (RunConfig(), Path("runs/RECIPE")) if words[0].startswith("-") else find_recipe(words[0])
         base = with_method(base, words)
         own = {option.field: option for option in of_class(cls) if option.field != "config"}
         own["out"] = replace(own["out"], default=out)
