@@ -40,12 +40,14 @@ class Cook:
     """Only look."""
     lid: bool = True
     """With its lid."""
-    wrapper: Annotated[str | None, Arg(name="foil")] = None
+    foil: str | None = None
     """Something around it."""
     herbs: Annotated[tuple[str, ...], Arg(names=True)] = ()
     """By name."""
     rest: int = 0
     """Minutes afterwards."""
+    courses: list[int] | None = None
+    """A list, as a plug-in's settings may have one."""
 
 
 PARSER = Parser("cook", of_class(Cook), Cook.__doc__ or "")
@@ -65,6 +67,7 @@ def test_words_become_values():
     )
     assert parse("--minutes 3 soup -- --minutes").extras == ("--minutes",)
     assert parse("soup --salt None --quick-look=false").sizes == ()
+    assert parse("soup --courses 1 2").courses == (1, 2)
 
 
 @pytest.mark.parametrize(

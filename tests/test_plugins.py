@@ -161,10 +161,11 @@ def test_a_bad_plugin_is_one_sentence_and_leaves_nothing(tmp_path, code):
     path = tmp_path / "mine.py"
     path.write_text(code)
     known = positions.names()
-    with pytest.raises(InputError) as told:
-        registry.load_plugin(path)
-    assert BAD[code] in str(told.value)
-    assert str(path) in str(told.value)
+    for _ in range(2):  # a bad one is not taken for loaded afterwards
+        with pytest.raises(InputError) as told:
+            registry.load_plugin(path)
+        assert BAD[code] in str(told.value)
+        assert str(path) in str(told.value)
     assert positions.names() == known
     assert methods.names() == known
 

@@ -1,15 +1,12 @@
 """`trainshort train`: options, recipes, run folders, mistakes."""
 
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from trainshort.cli import main
 from trainshort.commands.train import Train
 from trainshort.config import AdaptiveConfig, ModelConfig, RunConfig, save_config
-from trainshort.errors import InputError
 from trainshort.recipes import recipes
 
 
@@ -41,27 +38,6 @@ def test_a_name_that_only_one_setting_has_may_stand_alone():
     assert not command.config.model.final_norm
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("", r"^Name a recipe first: trainshort train RECIPE"),
-        ("--steps 3", r"^Name a recipe first"),
-        ("demo-alib", r"^Unknown recipe 'demo-alib'\. Did you mean 'demo-alibi'\?"),
-        ("demo-alibi --train.stepz 3", r"^Unknown setting 'train\.stepz'\. Did you mean 'train\.steps'\?"),
-        ("demo-alibi --stepz 3", r"^Unknown setting 'stepz'\. Did you mean 'train\.steps'\?"),
-        ("demo-alibi --colour red", r"^Unknown setting 'colour'\. See trainshort train --help\.$"),
-        ("demo-alibi --vocabulary 3", r"^'vocabulary' could be model\.vocabulary or data\.vocabulary; write one"),
-        ("demo-alibi --model.dropout 7", r"^Setting 'model\.dropout' cannot be 7\.0: input should be less than 1\.$"),
-        ("demo-alibi --heads 7", r"width 128 is not a multiple of heads 7"),
-        ("demo-alibi --format 2", r"^Unknown setting 'format'"),
-        ("nowhere.json", r"^No config at nowhere\.json"),
-    ],
-)
-def test_mistakes_are_one_sentence(words, message):
-    with pytest.raises(InputError, match=message):
-        Train.parse(words.split())
-
-
 def test_a_config_or_a_run_folder_stands_for_a_recipe(tmp_path):
     config = RunConfig(model=ModelConfig(width=64, adaptive=AdaptiveConfig(cutoffs=(10, 20), factor=2)))
     save_config(config, tmp_path / "mine.json")
@@ -75,13 +51,6 @@ def test_a_config_or_a_run_folder_stands_for_a_recipe(tmp_path):
     assert command.config.model.adaptive == AdaptiveConfig(cutoffs=(5, 9, 11), factor=2)
 
 
-def test_a_value_of_the_wrong_kind_exits_with_2(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "demo-alibi", "--steps", "many"])
-    assert ended.value.code == 2
-    assert "--train.steps" in capsys.readouterr().err
-
-
 def test_help_shows_settings_with_the_recipes_values(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["train", "demo-rotary", "--help"])
@@ -91,16 +60,6 @@ def test_help_shows_settings_with_the_recipes_values(capsys):
     assert "--model.position TEXT Position method; `trainshort list positions` names them. Default: rotary." in text
     assert "--train.length N The paper's L" in text
     assert "Default: runs/demo-rotary." in text
-
-
-def test_help_does_not_import_torch():
-    code = (
-        "import sys\nfrom trainshort.cli import main\n"
-        "try:\n    main(['train', 'demo-alibi', '--help'])\nexcept SystemExit:\n    pass\n"
-        "print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "False"
 
 
 def test_a_run_from_the_command_line(tmp_path, capsys, monkeypatch):

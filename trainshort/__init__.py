@@ -47,37 +47,29 @@ __all__ = [
     "unpatch",
 ]
 
-_HOME = {
-    "Cache": "cache",
-    "ClockBias": "attention",
-    "DenseBias": "attention",
-    "DistanceBias": "attention",
-    "InputError": "errors",
-    "LayerInput": "positions",
-    "LinearBias": "attention",
-    "MethodSettings": "methods",
-    "ModelConfig": "config",
-    "PositionMethod": "positions",
-    "RunConfig": "config",
-    "TransformerLM": "model",
-    "alibi_attention": "attention",
-    "attend": "attention",
-    "doctor": "interop.doctor",
-    "load_model": "checkpoint",
-    "load_tokenizer": "data",
-    "patch": "interop.patch",
-    "stream": "generate",
-    "unpatch": "interop.patch",
+_HOMES = {
+    "attention": ("ClockBias", "DenseBias", "DistanceBias", "LinearBias", "alibi_attention", "attend"),
+    "cache": ("Cache",),
+    "checkpoint": ("load_model",),
+    "config": ("ModelConfig", "RunConfig"),
+    "data": ("load_tokenizer",),
+    "errors": ("InputError",),
+    "generate": ("stream",),
+    "interop.doctor": ("doctor",),
+    "interop.patch": ("patch", "unpatch"),
+    "methods": ("MethodSettings",),
+    "model": ("TransformerLM",),
+    "positions": ("LayerInput", "PositionMethod"),
 }
-_MODULES = ("alibi", "presets")
 
 
 def __getattr__(name: str) -> Any:
     """Public names are imported on first use: `trainshort --help` should not wait for torch."""
     from importlib import import_module
 
-    if name in _MODULES:
+    if name in ("alibi", "presets"):
         return import_module(f"trainshort.{name}")
-    if name not in _HOME:
-        raise AttributeError(f"module 'trainshort' has no attribute {name!r}")
-    return getattr(import_module(f"trainshort.{_HOME[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"trainshort.{home}"), name)
+    raise AttributeError(f"module 'trainshort' has no attribute {name!r}")

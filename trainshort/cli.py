@@ -9,7 +9,6 @@ import importlib
 import logging
 import os
 import sys
-from dataclasses import dataclass
 
 from trainshort import __version__
 from trainshort.errors import InputError
@@ -17,37 +16,27 @@ from trainshort.files import REFUSALS, reason
 from trainshort.registry import did_you_mean, take_plugins
 from trainshort.terminal import handlers_kept, say
 
-
-@dataclass(frozen=True)
-class Command:
-    """Where a command lives, and the line `--help` shows for it."""
-
-    target: str  # "module:Class"
-    summary: str
-
-
-COMMANDS: dict[str, Command] = {
-    "demo": Command("trainshort.commands.reproduce:Demo", "four position methods past their length, in ten minutes"),
-    "analyze": Command("trainshort.commands.evaluate:Analyze", "why a model is good so far: context, attention, cost"),
-    "bench": Command("trainshort.commands.bench:Bench", "speed and memory against peers, stored and compared"),
-    "convert": Command("trainshort.commands.interop:Convert", "a model with other positions, made an ALiBi model"),
-    "doctor": Command("trainshort.commands.interop:Doctor", "what a Hugging Face model with ALiBi gets wrong"),
-    "evaluate": Command("trainshort.commands.evaluate:Evaluate", "how good a model is at each length"),
-    "export": Command("trainshort.commands.interop:Export", "a run for transformers, llama.cpp or CTranslate2"),
-    "generate": Command("trainshort.commands.generate:Generate", "continue a text, at any length"),
-    "harness": Command("trainshort.commands.interop:Harness", "tasks of lm-evaluation-harness on a model"),
-    "import": Command("trainshort.commands.interop:Import", "a model from elsewhere, as a run folder"),
-    "list": Command(
-        "trainshort.commands.names:List", "all that can be chosen by name: positions, engines, recipes and more"
-    ),
-    "prepare": Command("trainshort.commands.train:Prepare", "turn text into tokens on disk"),
-    "report": Command("trainshort.commands.reproduce:Report", "one page from stored results"),
-    "reproduce": Command("trainshort.commands.reproduce:Reproduce", "the paper's tables and figures, at a scale"),
-    "show": Command("trainshort.commands.names:Show", "a recipe's settings"),
-    "train": Command("trainshort.commands.train:Train", "train a model by a recipe, into a run folder"),
-    "tune": Command("trainshort.commands.reproduce:Tune", "the search behind the laptop's recipe"),
-    "verify": Command("trainshort.commands.interop:Verify", "whether an export computes what its run computes"),
+COMMANDS = {
+    "demo": ("reproduce", "four position methods past their length, in ten minutes"),
+    "analyze": ("evaluate", "why a model is good so far: context, attention, cost"),
+    "bench": ("bench", "speed and memory against peers, stored and compared"),
+    "convert": ("interop", "a model with other positions, made an ALiBi model"),
+    "doctor": ("interop", "what a Hugging Face model with ALiBi gets wrong"),
+    "evaluate": ("evaluate", "how good a model is at each length"),
+    "export": ("interop", "a run for transformers, llama.cpp or CTranslate2"),
+    "generate": ("generate", "continue a text, at any length"),
+    "harness": ("interop", "tasks of lm-evaluation-harness on a model"),
+    "import": ("interop", "a model from elsewhere, as a run folder"),
+    "list": ("names", "all that can be chosen by name: positions, engines, recipes and more"),
+    "prepare": ("train", "turn text into tokens on disk"),
+    "report": ("reproduce", "one page from stored results"),
+    "reproduce": ("reproduce", "the paper's tables and figures, at a scale"),
+    "show": ("names", "a recipe's settings"),
+    "train": ("train", "train a model by a recipe, into a run folder"),
+    "tune": ("reproduce", "the search behind the laptop's recipe"),
+    "verify": ("interop", "whether an export computes what its run computes"),
 }
+"""Each with its file in trainshort/commands, where it is the class of that name, and the line `--help` shows for it."""
 
 USAGE_ERROR = 2
 INTERRUPTED = 130  # what shells use for Ctrl-C
@@ -55,7 +44,7 @@ INTERRUPTED = 130  # what shells use for Ctrl-C
 
 def help_text() -> str:
     width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
+    rows = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items())
     return f"""usage: trainshort COMMAND [options]
 
 Train language models on short sequences, run them on long ones.
@@ -134,12 +123,9 @@ def _run(argv: list[str]) -> int:
         raise InputError(f"{name} comes after the command: trainshort COMMAND --plugin FILE.py.")
     if name not in COMMANDS:
         raise InputError(f"Unknown command '{name}'.{did_you_mean(name, COMMANDS)} See trainshort --help.")
-    from trainshort.commands.parser import Parser, of_class  # here, because --help needs none of it
+    from trainshort.commands.parser import read_command  # here, because --help needs none of it
 
     rest = take_plugins(rest)
-    module, _, attribute = COMMANDS[name].target.partition(":")
-    command = getattr(importlib.import_module(module), attribute)
-    if hasattr(command, "parse"):  # its options depend on its first argument
-        return command.parse(rest).run() or 0
-    parser = Parser(f"trainshort {name}", of_class(command), command.__doc__ or "")
-    return command(**parser.parse(rest)).run() or 0
+    command = getattr(importlib.import_module(f"trainshort.commands.{COMMANDS[name][0]}"), name.capitalize())
+    read = command.parse(rest) if hasattr(command, "parse") else read_command(command, rest)  # parse: of more options
+    return read.run() or 0

@@ -19,13 +19,15 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from trainshort.errors import InputError
 from trainshort.files import read_bytes
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
+    from trainshort.config import PluginRecord
 
 Entry = TypeVar("Entry")
 Given = TypeVar("Given")
@@ -112,15 +114,6 @@ OPTION = "--plugin"
 MEND = f"Give {OPTION} the path of a Python file."
 
 
-class Known(Protocol):
-    """A plug-in as a run remembers it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def sha256(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class Plugin:
     """One file or package that was loaded, and what it registered."""
@@ -183,6 +176,7 @@ def load_plugin(path: Path) -> Plugin:
         plugin = Plugin(path.name, digest)
         _load(key, plugin, str(path), lambda: exec(compile(code, str(path), "exec"), vars(module)))
         if not plugin.entries:
+            del _loaded[key]
             raise InputError(f"The plug-in {path} registers nothing; see docs/own-method.md for how it is done.")
     return _loaded[key]
 
@@ -228,17 +222,16 @@ def origins(names: Iterable[tuple[str, str]]) -> list[Plugin]:
     return sorted(found, key=lambda plugin: plugin.name)
 
 
-def require_plugins(needed: Iterable[Known], who: str) -> None:
+def require_plugins(needed: "Iterable[PluginRecord]", who: str) -> None:
     """Stop unless the plug-ins that `who` was made with are here as they were then."""
     for name, digest in [(plugin.name, plugin.sha256) for plugin in needed]:
         load_plugins()
-        same = [plugin for plugin in _loaded.values() if plugin.name == name]
         if any(plugin.sha256 == digest for plugin in _loaded.values()):
             continue
-        if same:
+        if other := [plugin.sha256 for plugin in _loaded.values() if plugin.name == name]:
             raise InputError(
                 f"{who} was trained with another {name}: its sha256 was {digest[:12]}..., that of the one given is "
-                f"{same[0].sha256[:12]}.... Give the one it was trained with; if the change does not matter, write the "
+                f"{other[0][:12]}.... Give the one it was trained with; if the change does not matter, write the "
                 "new sha256 into its config.json."
             )
         raise InputError(

@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import cache
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -46,12 +47,9 @@ def say(message: str) -> None:
 
 
 @contextmanager
-def waiting(what: str | None) -> Iterator[None]:
+def waiting(what: str) -> Iterator[None]:
     """Show at a terminal what is waited for, until it is over: nothing of it stays, so a refusal is one sentence."""
-    if what is None or not sys.stderr.isatty():
-        yield
-        return
-    with new_console(stderr=True).status(printable(what)):
+    with new_console(stderr=True).status(printable(what)) if sys.stderr.isatty() else nullcontext():
         yield
 
 
@@ -174,13 +172,7 @@ class Display:
     TensorBoard writer if given."""
 
     def __init__(
-        self,
-        step: int,
-        steps: int,
-        *,
-        quiet: bool = False,
-        board: Any = None,
-        console: "Console | None" = None,
+        self, step: int, steps: int, *, quiet: bool = False, board: Any = None, console: "Console | None" = None
     ) -> None:
         self.steps = steps
         self.quiet = quiet
@@ -212,28 +204,27 @@ class Display:
 
     def show(self, record: dict[str, float]) -> None:
         """One record of metrics.jsonl."""
+        step = int(record["step"])
         if self.board:
             for name, value in record.items():
                 if name not in ("step", "seconds"):
-                    self.board.add_scalar(name, value, int(record["step"]))
-        if not self.quiet:
-            (self._show_valid if "valid_loss" in record else self._show_update)(record)
-
-    def _show_update(self, record: dict[str, float]) -> None:
+                    self.board.add_scalar(name, value, step)
+        if self.quiet:
+            return
+        where, valid = f"step {step}/{self.steps}", "valid_loss" in record
+        loss = record["valid_loss" if valid else "loss"]
+        if valid:
+            self._print(f"{where}  valid loss {loss:.4f}  ppl {perplexity(loss):.4g}")
+            return
         numbers = (
-            f"loss {record['loss']:.3f}  ppl {perplexity(record['loss']):.4g}  "
+            f"loss {loss:.3f}  ppl {perplexity(loss):.4g}  "
             f"{record['tokens_per_second']:,.0f} tokens/s  lr {record['lr']:.2e}"
         )
-        step = int(record["step"])
         if self.live:
             self.live.update(self.task, completed=step, numbers=numbers)
         elif time.monotonic() >= self.next_line or step == self.steps:
             self.next_line = time.monotonic() + PLAIN_SECONDS
-            self._print(f"step {step}/{self.steps}  {numbers}  {self._left(step)}")
-
-    def _show_valid(self, record: dict[str, float]) -> None:
-        loss = record["valid_loss"]
-        self._print(f"step {int(record['step'])}/{self.steps}  valid loss {loss:.4f}  ppl {perplexity(loss):.4g}")
+            self._print(f"{where}  {numbers}  {self._left(step)}")
 
     def note(self, message: str) -> None:
         """What is not a number; shown even when quiet."""
@@ -247,8 +238,7 @@ class Display:
         if step <= self.first:
             return ""
         seconds = (time.monotonic() - self.began) / (step - self.first) * (self.steps - step)
-        hours, rest = divmod(round(seconds), 3600)
-        return f"{hours}:{rest // 60:02d}:{rest % 60:02d} left"
+        return f"{timedelta(seconds=round(seconds))} left"
 
 
 class Meter:

@@ -209,34 +209,6 @@ def test_a_dry_run_says_the_cost_and_does_nothing(fresh: Path, capsys):
     assert not (fresh / "eval").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--lengths", "90000", "100000"], "so length 100,000 would read what 90,000 reads"),
-        (["--lengths", "64", "--stride", "0"], "stride must be between 1 and the length 64, got 0"),
-        (["--lengths", "64", "--stride", "65"], "stride must be between 1 and the length 64, got 65"),
-        (["--lengths", "many"], "got 'many'"),
-        (["--lengths", "16", "64", "--max-tokens", "10"], "the text has 10 tokens, so length 64 would read what 16"),
-        (["--slopes", "steep"], "slopes are interpolate, ntk=4, clamp=512, max_bias=16 or window=512; got 'steep'"),
-        (["--batch-tokens", "0"], "--batch-tokens must be at least 1, got 0"),
-        (["--memory", "-1"], "gigabytes above 0, got -1.0"),
-        (["--split", "dev"], "has no split 'dev'"),
-        (["--data", "nothing-here"], "neither a known corpus nor a file"),
-    ],
-)
-def test_mistakes_are_one_sentence_and_exit_2(run: Path, capsys, words: list[str], message: str):
-    assert evaluate(run, *words) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-    assert "Traceback" not in error
-
-
-def test_an_unknown_run_is_one_sentence(capsys):
-    assert evaluate("runs/nothing") == 2
-    assert "There is no run or model at 'runs/nothing'" in capsys.readouterr().err
-
-
 def test_slopes_need_alibi(root: Path, capsys):
     folder = make_run(root, "plain", position="none")
     assert evaluate(folder, "--lengths", "32", "--slopes", "interpolate") == 2

@@ -91,32 +91,6 @@ def test_interactive_keeps_its_state(capsys, run, monkeypatch, tmp_path):
     assert (tmp_path / "talk").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "the prompt is empty"),
-        ([""], "the prompt is empty"),
-        (["x", "--temperature", "-1"], "'temperature' cannot be -1.0"),
-        (["x", "--top-p", "1.2"], "'top_p' cannot be 1.2"),
-        (["x", "--mode", "window"], "mode 'window' and a window go together"),
-        (["x", "--samples", "0"], "--samples must be at least 1"),
-        (["x", "--endless", "--tokens", "3"], "--endless goes on until stopped"),
-        (["x", "--interactive", "--samples", "2"], "one conversation"),
-        (["x", "--prompt-file", "y"], "not both"),
-        (["--prompt-file", "nowhere.txt"], "There is no file nowhere.txt"),
-        (["--resume-state", "nowhere"], "no saved state at nowhere"),
-        (["x", "--save-state", "nowhere/state"], "no folder nowhere"),
-        (["x", "--tokenizer", "nowhere.json"], "no tokenizer at nowhere.json"),
-    ],
-    ids=str,
-)
-def test_mistakes_are_one_sentence(capsys, run, arguments, message):
-    code, out, err = call(capsys, run, *arguments)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
-
-
 def test_models_from_elsewhere_that_are_not_alibi_are_told_what_to_do(capsys, tmp_path):
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')

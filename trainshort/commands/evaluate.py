@@ -48,12 +48,9 @@ class OnText:
         from trainshort.evaluate.target import open_target, pick_device
 
         at_least(1, trained_at=self.trained_at)
+        device = pick_device(self.device)
         target = open_target(
-            self.target,
-            device=pick_device(self.device),
-            precision=self.precision,
-            trained_at=self.trained_at,
-            encoders=self.encoders,
+            self.target, device=device, precision=self.precision, trained_at=self.trained_at, encoders=self.encoders
         )
         if self.out is not None:
             try_folder(self.out)
@@ -92,7 +89,6 @@ class Evaluate(OnText):
     """Only say what it would cost."""
 
     def run(self) -> None:
-
         from trainshort.evaluate.changes import Change
         from trainshort.evaluate.session import evaluate
         from trainshort.evaluate.sweep import Sweep
@@ -113,15 +109,8 @@ class Evaluate(OnText):
         text = open_text(target, self.data, self.split, self.max_tokens)
         lengths = read_lengths(self.lengths, target.trained_at, len(text.tokens))
         plan = Sweep(text.tokens, lengths, self.stride, change, self.batch_tokens, self.memory)
-        evaluate(
-            target,
-            text,
-            plan,
-            precision=self.precision,
-            again=self.again,
-            dry_run=self.dry_run,
-            console=new_console(),
-        )
+        console = new_console()
+        evaluate(target, text, plan, precision=self.precision, again=self.again, dry_run=self.dry_run, console=console)
 
 
 @dataclass(frozen=True)
@@ -159,7 +148,6 @@ class Analyze(OnText):
     """Seed of shuffles and random probes."""
 
     def run(self) -> None:
-
         from trainshort.analyze.lab import Lab, analyses, analyze
         from trainshort.evaluate.text import open_text
         from trainshort.methods import methods

@@ -2,16 +2,19 @@
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from trainshort import files
-from trainshort.commands.parser import Arg, Parser, at_least, of_class, of_settings
+from trainshort.commands.parser import Arg, at_least, of_settings, read_command
 from trainshort.errors import InputError
+from trainshort.terminal import say
 
 if TYPE_CHECKING:
+    from trainshort.config import DataConfig
     from trainshort.data.tokenizer import Tokenizer
+    from trainshort.evaluate.changes import Change
     from trainshort.generate.session import KnownGood
     from trainshort.generate.streaming import TokenStream
     from trainshort.model import TransformerLM
@@ -61,25 +64,19 @@ class Generate:
     scores: str | None = None
     """Factor of every product of a query and a key, such as 1.2."""
     settings: Any = None
-    """Settings of GenerateConfig; after parsing those that were given. The rest have their defaults, or those of the
-    saved state."""
+    """Those of GenerateConfig that were given. The rest have their defaults, or those of the saved state."""
 
     @classmethod
     def parse(cls, words: list[str]) -> "Generate":
         """From the command line: the options above, and one for every setting of GenerateConfig."""
         from trainshort.generate.settings import GenerateConfig
 
-        own = [option for option in of_class(cls) if option.field != "settings"]
-        made = [replace(option, name=option.name.replace("_", "-")) for option in of_settings(GenerateConfig())]
-        values = Parser("trainshort generate", [*own, *made], cls.__doc__ or "").parse(words)
-        options = words[: words.index("--")] if "--" in words else words
-        typed = {word.partition("=")[0].replace("_", "-") for word in options}
-        given = [one.field for one in made if not typed.isdisjoint((f"--{one.name}", f"--no-{one.name}"))]
-        return cls(**{one.field: values[one.field] for one in own}, settings={name: values[name] for name in given})
+        return read_command(cls, words, of_settings(GenerateConfig()))
 
     def run(self) -> int:
         self._check()
-        from trainshort.checkpoint import find, is_hugging_face, load_model
+        from trainshort.checkpoint import is_hugging_face
+        from trainshort.checkpoint.folders import extrapolation
         from trainshort.evaluate.changes import Change
         from trainshort.evaluate.target import refuse_foreign_export
         from trainshort.generate.session import Session
@@ -90,40 +87,24 @@ class Generate:
         self._check_run()
         if self.resume_state is None:
             GenerateConfig.read(self.settings)  # a wrong one is told before the model is loaded
-        Change.chosen(self.slopes, self.rotary, self.scores)
-        if is_hugging_face(self.run_folder):
-            model, tokenizer, reach = self._brought_in()
-        else:
-            checkpoint = find(self.run_folder)
-            tokenizer, reach = self._tokenizer(), self._reach()
-            model = load_model(checkpoint)
-        with self._changed(model, [len(tokenizer.encode(prompt)) for prompt in prompts], reach):
-            stream = self._stream(model, tokenizer, prompts)
-            self._tell_reach()
-            session = Session(stream, reach, self.save_state, self.save_every)
+        change = Change.chosen(self.slopes, self.rotary, self.scores)
+        opened = self._brought_in() if is_hugging_face(self.run_folder) else self._own()
+        settings = self._settings(opened.model)
+        with nullcontext() if change is None else self._changed(change, opened, settings, prompts):
+            stream = self._stream(opened, settings, prompts)
+            if line := extrapolation(self.run_folder):  # told when nothing is left to refuse
+                say(f"{self.run_folder}: {line}.")
+            session = Session(stream, opened.reach, self.save_state, self.save_every)
             return session.interact() if self.interactive else session.run()
 
-    def _tell_reach(self) -> None:
-        """How far the run's model is good, where that was measured: when nothing is left to refuse."""
-        from trainshort.checkpoint.folders import extrapolation
-        from trainshort.terminal import say
-
-        if line := extrapolation(self.run_folder):
-            say(f"{self.run_folder}: {line}.")
-
     def _changed(
-        self, model: "TransformerLM", prompts: list[int], reach: "KnownGood | None"
+        self, change: "Change", opened: "Opened", settings: dict[str, Any], prompts: list[str]
     ) -> AbstractContextManager[None]:
         """Inside, the model runs with the change that the options ask for."""
-        from trainshort.checkpoint import is_hugging_face
-        from trainshort.config import load_config
-        from trainshort.evaluate.changes import Change, changed
+        from trainshort.evaluate.changes import changed
         from trainshort.generate.settings import GenerateConfig
 
-        change = Change.chosen(self.slopes, self.rotary, self.scores)
-        if change is None:
-            return nullcontext()
-        tokens = GenerateConfig.read(self._settings(model)).tokens
+        tokens = GenerateConfig.read(settings).tokens
         if tokens is None or self.interactive or self.save_state or self.resume_state:
             raise InputError(
                 f"--{change.option} is for one text of a known length; it does not go with --endless, --interactive or "
@@ -133,13 +114,10 @@ class Generate:
             raise InputError(
                 "--rotary blocks goes with --mode full: blocks are counted from the beginning of the text."
             )
-        if not is_hugging_face(self.run_folder):
-            trained_at = load_config(self.run_folder / "config.json").train.length
-        elif reach is not None:
-            trained_at = reach.length
-        else:
+        if opened.trained_at is None:
             raise InputError(f"--{change.option} needs the training length, which {self.run_folder} does not tell.")
-        return changed(model, change, trained_at, max(prompts) + tokens)
+        longest = max(len(opened.tokenizer.encode(prompt)) for prompt in prompts)
+        return changed(opened.model, change, opened.trained_at, longest + tokens)
 
     def _check(self) -> None:
         at_least(1, samples=self.samples)
@@ -156,12 +134,13 @@ class Generate:
             raise InputError(
                 "--interactive is one conversation: at most one prompt, not from standard input, no --samples."
             )
-        if self.save_state is not None and self.save_state.is_dir():
+        if self.save_state is None:
+            return
+        if self.save_state.is_dir():
             raise InputError(f"--save-state {self.save_state} is a folder; name a file in it.")
-        if self.save_state is not None and not self.save_state.absolute().parent.is_dir():
+        if not self.save_state.absolute().parent.is_dir():
             raise InputError(f"There is no folder {self.save_state.parent} to save the state in; make it first.")
-        if self.save_state is not None:
-            files.try_file(self.save_state, mend="Choose another --save-state.")
+        files.try_file(self.save_state, mend="Choose another --save-state.")
 
     def _check_run(self) -> None:
         from trainshort.evaluate.target import looks_like_hub_name
@@ -174,11 +153,29 @@ class Generate:
             mend = f"A model from elsewhere is brought in first: trainshort import {folder} --out runs/{folder.name}"
         raise InputError(f"There is no run folder {folder}. {mend}.")
 
-    def _brought_in(self) -> "tuple[TransformerLM, Tokenizer, KnownGood | None]":
+    def _own(self) -> "Opened":
+        """A run, or one of its checkpoints. How far it is known to be good: by its card, else no farther than its
+        training length."""
+        from trainshort.checkpoint import find, load_model
+        from trainshort.config import load_config
+        from trainshort.evaluate.evidence import load_card
+        from trainshort.generate.session import KnownGood
+
+        checkpoint, config = find(self.run_folder), load_config(self.run_folder / "config.json")
+        run = self.run_folder.resolve().parent.parent if checkpoint == self.run_folder else self.run_folder
+        tokenizer, length = self._tokenizer(run, config.data), config.train.length
+        if found := load_card(run):
+            past = "nothing longer was measured" if found["no_worse"]["open"] else "it was measured worse past that"
+            reach = KnownGood(found["no_worse"]["length"], f"{found['summary']}; {past}.")
+        else:
+            words = f"the model was trained at that length and not measured past it; trainshort evaluate {run} does."
+            reach = KnownGood(length, words)
+        return Opened(load_model(checkpoint), tokenizer, length, reach)
+
+    def _brought_in(self) -> "Opened":
         """A Hugging Face folder, imported into memory for this one use."""
         from trainshort.generate.session import KnownGood
         from trainshort.interop.importing import ImportRequest, load_here
-        from trainshort.terminal import say
 
         model, source = load_here(ImportRequest(str(self.run_folder), tokenizer=self.tokenizer))
         if source.tokenizer is None:
@@ -188,7 +185,7 @@ class Generate:
         say(f"{self.run_folder} is a Hugging Face model, imported for this once{keep}")
         length = source.reading.model.length
         words = "the model was trained at that length, and what it is past it was not measured here."
-        return model, source.tokenizer, KnownGood(length, words) if length else None
+        return Opened(model, source.tokenizer, length, KnownGood(length, words) if length else None)
 
     def _prompts(self) -> list[str]:
         if self.prompt_file is not None:
@@ -201,20 +198,19 @@ class Generate:
             )
         return [prompt for prompt in prompts for _ in range(self.samples)]
 
-    def _stream(self, model: "TransformerLM", tokenizer: "Tokenizer", prompts: list[str]) -> "TokenStream":
+    def _stream(self, opened: "Opened", settings: dict[str, Any], prompts: list[str]) -> "TokenStream":
         from trainshort.generate.settings import GenerateConfig
         from trainshort.generate.state import load_state
         from trainshort.generate.streaming import TokenStream
 
-        settings = self._settings(model)
         if self.resume_state is not None:
-            stream = load_state(self.resume_state, model, tokenizer, **settings)
+            stream = load_state(self.resume_state, opened.model, opened.tokenizer, **settings)
             if not prompts:
                 stream.go_on()
             for number in range(len(stream.samples) if prompts else 0):
                 stream.feed(prompts[0], number)
             return stream
-        stream = TokenStream(model, GenerateConfig.read(settings), tokenizer)
+        stream = TokenStream(opened.model, GenerateConfig.read(settings), opened.tokenizer)
         for prompt in prompts:
             stream.add(prompt)
         if self.interactive and not prompts:
@@ -235,44 +231,31 @@ class Generate:
             settings["mode"] = "bounded"
         return settings
 
-    def _tokenizer(self) -> "Tokenizer":
+    def _tokenizer(self, run: Path, config: "DataConfig") -> "Tokenizer":
         """The run's own, from its folder, or from where its data was prepared."""
-        from trainshort.config import load_config
         from trainshort.data import load_tokenizer
-        from trainshort.data.of_run import FILE, run_tokenizer
+        from trainshort.data.of_run import FILE, TOKENIZER, run_tokenizer
         from trainshort.data.request import data_folder
 
         if self.tokenizer is not None:
             return load_tokenizer(self.tokenizer)
-        of_checkpoint = (self.run_folder / "manifest.json").exists()
-        run = self.run_folder.resolve().parent.parent if of_checkpoint else self.run_folder
-        config = load_config(self.run_folder / "config.json").data
         folder = data_folder(config)
-        if not any(
-            (place / name).exists()
-            for place, name in ((run, "tokenizer.json"), (run, FILE), (folder, "tokenizer.json"))
-        ):
+        if not any(file.exists() for file in (run / TOKENIZER, run / FILE, folder / TOKENIZER)):
             raise InputError(
                 f"{self.run_folder} has no tokenizer: its data folder {folder} is not here. "
                 "Prepare the data again, or give --tokenizer FILE."
             )
         return run_tokenizer(run, config)
 
-    def _reach(self) -> "KnownGood":
-        """How far the model is known to be good: by its card, else no farther than its training length."""
-        from trainshort.config import load_config
-        from trainshort.evaluate import evidence
-        from trainshort.generate.session import KnownGood
 
-        run = self.run_folder if (self.run_folder / "checkpoints").exists() else self.run_folder.parent.parent
-        found = evidence.load_card(run)
-        if found is None:
-            length = load_config(self.run_folder / "config.json").train.length
-            words = f"the model was trained at that length and not measured past it; trainshort evaluate {run} does."
-            return KnownGood(length, words)
-        mark = found["no_worse"]
-        past = "nothing longer was measured" if mark["open"] else "it was measured worse past that"
-        return KnownGood(mark["length"], f"{found['summary']}; {past}.")
+@dataclass(frozen=True)
+class Opened:
+    """A model, with what generating needs to know of it."""
+
+    model: "TransformerLM"
+    tokenizer: "Tokenizer"
+    trained_at: int | None
+    reach: "KnownGood | None"
 
 
 def _read_stdin() -> str:

@@ -1,20 +1,18 @@
 """`trainshort import`, `export`, `verify`, `convert`, `doctor` and `harness`: models from and for elsewhere."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from trainshort.commands.parser import Arg
+from trainshort.commands.parser import REQUIRED, Arg, at_least, of_settings, read_command
+from trainshort.commands.train import WRITTEN, chosen_config
+from trainshort.config import OptimConfig, RunConfig, TrainConfig
+from trainshort.errors import InputError
+from trainshort.terminal import new_console, printable, say, tell
 
 if TYPE_CHECKING:
     from trainshort.interop.verifying import Verification
-from typing import Any
-
-from trainshort.commands.parser import REQUIRED, Option, Parser, at_least, of_settings
-from trainshort.config import DataConfig, OptimConfig, RunConfig, TrainConfig
-from trainshort.errors import InputError
-from trainshort.terminal import new_console, printable, say, tell
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class Verify:
       trainshort verify exported/gguf --run-folder runs/demo-alibi
     """
 
-    folder: Annotated[Path, Arg(metavar="FOLDER", positional=True)]
+    folder: Annotated[Path, Arg(positional=True)]
     """A folder that trainshort export made."""
     run_folder: Path | None = None
     """The run it was made of, if that has moved."""
@@ -105,7 +103,6 @@ class Verify:
 
 
 def _told(report: "Verification") -> int:
-
     new_console().print(report.table())
     for problem in report.problems:
         tell(f"Differs: {problem}.")
@@ -129,7 +126,7 @@ class Doctor:
       trainshort doctor bigscience/bloom-560m --json
     """
 
-    model: Annotated[str, Arg(metavar="MODEL", positional=True)]
+    model: Annotated[str, Arg(positional=True)]
     """The folder of a saved model, or its name on the hub."""
     json: bool = False
     """The findings as JSON."""
@@ -217,10 +214,11 @@ BASE = RunConfig(
     train=TrainConfig(steps=200, batch=8, valid_every=50, save_every=50),
 )
 """Settings of the training that follows the surgery, as far as the command line says nothing."""
-OF_THE_MODEL = ("tokenizer", "vocabulary", "length")
+OF_THE_MODEL = ("model", "data.tokenizer", "data.vocabulary", "train.length")
 """Settings that the model brings."""
 
 
+@dataclass(frozen=True)
 class Convert:
     """Make an ALiBi model of a pretrained one with learned, sinusoidal, rotary or T5 positions.
 
@@ -234,27 +232,32 @@ class Convert:
       trainshort convert runs/demo-rotary --to alibi --corpus sotu --out runs/turned
     """
 
-    def __init__(self, chosen: dict[str, Any]) -> None:
-        self.source, self.to, self.out = str(chosen["source"]), str(chosen["to"]), Path(chosen["out"])
-        self.length, self.tokenizer, self.max_tokens = chosen["length"], chosen["tokenizer"], chosen["max_tokens"]
-        self.resume, self.quiet = bool(chosen["resume"]), bool(chosen["quiet"])
-        self.settings = {name: value for name, value in chosen.items() if "." in name}
+    source: Annotated[str, Arg(metavar="MODEL", positional=True)]
+    """A Hugging Face model's folder, its name on the hub, or a run folder."""
+    to: str
+    """The positions to put in: alibi."""
+    out: Path
+    """The run folder to make; refused if it exists, unless resumed."""
+    length: int | None = None
+    """Tokens in a training sequence. Default: as many as the model was made for."""
+    tokenizer: Path | None = None
+    """Another tokenizer.json than the model's own."""
+    max_tokens: int = 65_536
+    """Measure on the first so many validation tokens."""
+    resume: bool = False
+    """Go on with a conversion that was stopped."""
+    quiet: bool = False
+    """Show no progress."""
+    settings: Any = None
+    """Those of the training that were given, by dotted names."""
 
     @classmethod
     def parse(cls, words: list[str]) -> "Convert":
-        made = [
-            *of_settings(BASE.data, "data.", leave=OF_THE_MODEL),
-            *of_settings(BASE.optim, "optim."),
-            *of_settings(BASE.train, "train.", leave=OF_THE_MODEL),
-        ]
-        text = Option(
-            "data.corpus", str, "Text to train on: corpus name, file, folder or glob.", REQUIRED, "data.corpus"
-        )
-        made = [text if one.name == "data.corpus" else one for one in made]
-        return cls(Parser("trainshort convert", [*_own(), *made], cls.__doc__ or "").parse(words))
+        corpus, *training = of_settings(BASE, leave=(*WRITTEN, *OF_THE_MODEL))
+        text = replace(corpus, help="Text to train on: corpus name, file, folder or glob.", default=REQUIRED)
+        return read_command(cls, words, [text, *training])
 
     def run(self) -> None:
-
         from trainshort.evaluate.target import RunTarget
         from trainshort.evaluate.text import open_text
         from trainshort.interop.converting import STAGES, Recovery
@@ -294,7 +297,8 @@ class Convert:
         length = self.length or model.length
         if length is None:
             raise InputError(f"{self.source} does not say at which length it was trained. Give --length.")
-        config = self._config(model.config, tokenizer, length)
+        base = BASE.replace(model=model.config, data={"tokenizer": tokenizer}, train={"length": length})
+        config = chosen_config(base, self.settings)
         if not RunFolder(self.out).config.exists():
             convert(patient, request, config, self.out)
             self._refuse_unfit_text(config)
@@ -314,34 +318,3 @@ class Convert:
         except InputError:
             shutil.rmtree(self.out)
             raise
-
-    def _config(self, model: Any, tokenizer: str, length: int) -> RunConfig:
-        from trainshort.commands.train import chosen_config
-
-        base = BASE.model_copy(
-            update={
-                "model": model,
-                "data": DataConfig(tokenizer=tokenizer),
-                "train": BASE.train.model_copy(update={"length": length}),
-            }
-        )
-        return chosen_config(base, self.settings)
-
-
-def _own() -> list[Option]:
-    """What the command takes beside the settings of the training."""
-    source = "A Hugging Face model's folder, its name on the hub, or a run folder."
-    length = "Tokens in a training sequence. Default: as many as the model was made for."
-    other = "Another tokenizer.json than the model's own."
-    cut = "Measure on the first so many validation tokens."
-    again = "Go on with a conversion that was stopped."
-    return [
-        Option("source", str, source, field="source", metavar="MODEL", positional=True),
-        Option("to", str, "The positions to put in: alibi.", field="to"),
-        Option("out", Path, "The run folder to make; refused if it exists, unless resumed.", field="out"),
-        Option("length", int | None, length, None, "length"),
-        Option("tokenizer", Path | None, other, None, "tokenizer"),
-        Option("max-tokens", int, cut, 65_536, "max_tokens"),
-        Option("resume", bool, again, False, "resume"),
-        Option("quiet", bool, "Show no progress.", False, "quiet"),
-    ]

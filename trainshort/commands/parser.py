@@ -17,65 +17,65 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel
-
 from trainshort.errors import InputError
 from trainshort.registry import did_you_mean
 from trainshort.strict import Settings
 
-OWN = ("format",)
-"""Settings that the program writes, not the user."""
-REQUIRED = object()
+REQUIRED = MISSING
 """The default of an argument that must be given."""
 SHOWN = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Arg:
     """What a field's annotation can add: `Annotated[str, Arg(metavar="RUN", positional=True)]`."""
 
-    metavar: str | None = None
-    name: str | None = None
+    metavar: str = ""
     positional: bool = False
-    help: str | None = None
+    help: str = ""
     """In place of the text under the field, where a setting has said it already."""
     names: bool = False
     """It takes names, which may also be written with commas between them: `alibi,none`."""
 
 
-@dataclass(frozen=True)
-class Option:
+@dataclass(frozen=True, kw_only=True)
+class Option(Arg):
     """One argument of a command."""
 
-    name: str
+    field: str
     kind: Any
-    help: str
-    default: Any = REQUIRED
-    field: str = ""
-    metavar: str | None = None
-    positional: bool = False
-    names: bool = False
+    default: Any
+
+    @property
+    def name(self) -> str:
+        """As it is written: prompt-file, train.micro_batch."""
+        return self.field if "." in self.field else self.field.replace("_", "-")
 
     @property
     def plain(self) -> Any:
         """Its type, without None."""
-        kinds = [kind for kind in _alternatives(self.kind) if kind is not NoneType]
-        return kinds[0] if len(kinds) == 1 else Union[tuple(kinds)]  # noqa: UP007  (made at run time)
+        return Union[tuple(kind for kind in _alternatives(self.kind) if kind is not NoneType)]  # noqa: UP007
 
     @property
-    def flag(self) -> bool:
-        return self.plain is bool
+    def kinds(self) -> tuple[Any, ...]:
+        """The types of its words; a last `...` for any number of them."""
+        parts = get_args(self.plain)
+        return {tuple: parts, list: (*parts, ...)}.get(get_origin(self.plain), (self.plain,))
 
     @property
     def count(self) -> int | None:
         """How many words it takes; None for any number."""
-        parts = get_args(self.plain) if get_origin(self.plain) in (tuple, list) else None
-        return 1 if parts is None else None if parts[-1] is Ellipsis or get_origin(self.plain) is list else len(parts)
+        return None if self.kinds[-1] is Ellipsis else len(self.kinds)
 
     @property
-    def kind_of_one(self) -> Any:
-        """The type of one of its words."""
-        return get_args(self.plain)[0] if get_origin(self.plain) in (tuple, list) else self.plain
+    def words(self) -> str:
+        """What stands for all its words: X X, PATH ..."""
+        return " ".join([self.shown] * self.count) if self.count else f"{self.shown} ..."
+
+    @property
+    def label(self) -> str:
+        """What a sentence calls it."""
+        return self.shown if self.positional else f"--{self.name}"
 
     @property
     def shown(self) -> str:
@@ -84,10 +84,8 @@ class Option:
             return self.metavar
         if self.positional:
             return self.name.upper()
-        one = self.kind_of_one
-        if get_origin(one) is Literal:
-            return "|".join(map(str, get_args(one)))
-        return SHOWN.get(one, "VALUE")
+        one = self.kinds[0]
+        return "|".join(map(str, get_args(one))) if get_origin(one) is Literal else SHOWN.get(one, "VALUE")
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
@@ -101,13 +99,9 @@ def of_class(kind: type) -> list[Option]:
     for field in fields(kind):  # pyright: ignore[reportArgumentType]
         annotation, extra = hints[field.name], Arg()
         if get_origin(annotation) is Annotated:
-            extra = next((one for one in get_args(annotation)[1:] if isinstance(one, Arg)), extra)
-            annotation = get_args(annotation)[0]
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
-        default = REQUIRED if default is MISSING else default
-        name = (extra.name or field.name).replace("_", "-")
-        text = extra.help or texts.get(field.name, "")
-        found.append(Option(name, annotation, text, default, field.name, extra.metavar, extra.positional, extra.names))
+            annotation, extra = get_args(annotation)
+        own: dict[str, Any] = vars(extra) | {"help": extra.help or texts.get(field.name, "")}
+        found.append(Option(field=field.name, kind=annotation, default=field.default, **own))
     return found
 
 
@@ -123,23 +117,28 @@ def _field_texts(kind: type) -> dict[str, str]:
 
 
 def of_settings(settings: Settings, prefix: str = "", *, leave: Sequence[str] = ()) -> list[Option]:
-    """The fields of a config with their present values as defaults; groups inside it by dotted names."""
+    """The fields of a config with their present values as defaults; groups inside it by dotted names, as in `leave`."""
     found = []
     for name, info in type(settings).model_fields.items():
         value = getattr(settings, name)
-        if name in (*OWN, *leave) or (value is None and _is_group(info.annotation)):
+        group = any(isinstance(part, type) and issubclass(part, Settings) for part in _alternatives(info.annotation))
+        if prefix + name in leave or (group and value is None):  # one that may be absent, as `AdaptiveConfig | None`
             continue
         if isinstance(value, Settings):
-            found += of_settings(value, f"{prefix}{name}.")
+            found += of_settings(value, f"{prefix}{name}.", leave=leave)
         else:
-            dotted = prefix + name
-            found.append(Option(dotted, info.annotation, info.description or "", value, dotted))
+            text = info.description or ""
+            found.append(Option(field=prefix + name, kind=info.annotation, default=value, help=text))
     return found
 
 
-def _is_group(annotation: Any) -> bool:
-    """Whether a setting is a group of settings that may be absent, as `AdaptiveConfig | None`."""
-    return any(isinstance(part, type) and issubclass(part, BaseModel) for part in _alternatives(annotation))
+def read_command(kind: type[Any], words: Sequence[str], more: Sequence[Option] = ()) -> Any:
+    """A command as its words say. What they give of `more` than its fields becomes its `settings`, by field."""
+    own = [option for option in of_class(kind) if option.field != "settings"]
+    given = Parser(f"trainshort {kind.__name__.lower()}", [*own, *more], kind.__doc__ or "").given(words)
+    if more:
+        given["settings"] = {option.field: given.pop(option.field) for option in more if option.field in given}
+    return kind(**given)
 
 
 def at_least(least: int, **numbers: float | None) -> None:
@@ -157,14 +156,20 @@ class UsageError(InputError):
         self.usage = usage
 
 
+@dataclass
 class Parser:
     """Reads the words of one command."""
 
-    def __init__(self, prog: str, options: list[Option], description: str) -> None:
-        self.prog, self.options, self.description = prog, options, description
+    prog: str
+    options: list[Option]
+    description: str
 
     def parse(self, words: Sequence[str]) -> dict[str, Any]:
         """Values by field, defaults included."""
+        return {one.field: one.default for one in self.options} | self.given(words)
+
+    def given(self, words: Sequence[str]) -> dict[str, Any]:
+        """Values by field, of the options that the words give."""
         left, plain = list(words), []
         values: dict[str, Any] = {}
         while left:
@@ -181,26 +186,26 @@ class Parser:
             option, negated, given = self._find(word)
             values[option.field] = self._value(option, given, left, negated=negated)
         self._place(plain, values)
-        return {one.field: values.get(one.field, one.default) for one in self.options}
+        return values
 
     def _find(self, word: str) -> tuple[Option, bool, str | None]:
         """The option that a word names, by its full name or, where only one has it, by the last part of it."""
         typed, equals, given = word.removeprefix("--").partition("=")
-        named = [one for one in self.options if not one.positional]
+        named = {_plain_name(one.name): one for one in self.options if not one.positional}
         for negated in (False, True):
             name = _plain_name(re.sub(r"(^|\.)no[-_]", r"\1", typed, count=1) if negated else typed)
-            matches = [one for one in named if _plain_name(one.name) == name]
-            matches = matches or [one for one in named if _plain_name(one.name).endswith("." + name)]
-            matches = [one for one in matches if one.flag] if negated else matches
+            matches = [one for full, one in named.items() if full.endswith("." + name)]
+            matches = [named[name]] if name in named else matches
+            matches = [one for one in matches if one.plain is bool] if negated else matches
             if len(matches) > 1:
                 raise self.error(f"'{typed}' could be {' or '.join(one.name for one in matches)}; write one of them.")
             if matches:
                 return matches[0], negated, given if equals else None
-        known = [_plain_name(one.name) for one in named]
-        raise self.error(f"Unknown setting '{typed}'.{_nearest(_plain_name(typed), known)} See {self.prog} --help.")
+        near = _nearest(_plain_name(typed), list(named))
+        raise self.error(f"Unknown setting '{typed}'.{near} See {self.prog} --help.")
 
     def _value(self, option: Option, given: str | None, left: list[str], *, negated: bool) -> Any:
-        if option.flag:
+        if option.plain is bool:
             if given not in (None, "true", "false", "True", "False"):
                 raise self.error(f"--{option.name} is true or false, got '{given}'.")
             return (given in (None, "true", "True")) != negated
@@ -214,18 +219,17 @@ class Parser:
         return self._converted(option, taken)
 
     def _converted(self, option: Option, words: list[str]) -> Any:
-        name = option.shown if option.positional else f"--{option.name}"
+        name = option.label
         if words == ["None"] and NoneType in _alternatives(option.kind):
             return None
         if option.positional and words == [""] and option.plain is str:
-            raise self.error(f"{name} is empty: {option.help}".rstrip(".") + ".")
-        if option.names or (option.count is None and option.kind_of_one in (int, float)):
+            raise self.error(f"{name} is empty: {option.help}")
+        if option.names or (option.count is None and option.kinds[0] in (int, float)):
             apart = [part.strip() for word in words for part in word.split(",") if part.strip()]
             if not apart:
-                raise self.error(f"{name} names nothing, got '{' '.join(words)}': {option.help}".rstrip(".") + ".")
+                raise self.error(f"{name} names nothing, got '{' '.join(words)}': {option.help}")
             words = words if option.count else apart
-        parts = get_args(option.plain) if get_origin(option.plain) in (tuple, list) else (option.plain,)
-        kinds = [parts[0]] * len(words) if option.count is None else list(parts)
+        kinds = option.kinds if option.count else option.kinds[:1] * len(words)
         made = tuple(self._one(name, kind, word) for kind, word in zip(kinds, words, strict=True))
         return made if get_origin(option.plain) in (tuple, list) else made[0]
 
@@ -233,8 +237,7 @@ class Parser:
         if get_origin(kind) is Literal:
             choices = {str(choice): choice for choice in get_args(kind)}
             if word not in choices:
-                close = did_you_mean(word, choices)
-                raise self.error(f"{name} is one of {', '.join(choices)}; got '{word}'.{close}")
+                raise self.error(f"{name} is one of {', '.join(choices)}; got '{word}'.{did_you_mean(word, choices)}")
             return choices[word]
         if kind is Path and not word:
             raise self.error(f"{name} is a path, got an empty word.")
@@ -252,36 +255,29 @@ class Parser:
             taken, words = (words, []) if option.count is None else (words[:1], words[1:])
             if taken:
                 values[option.field] = self._converted(option, taken)
-            elif option.default is REQUIRED:
-                raise self.error(f"{option.shown} is missing: {option.help}".rstrip(".") + ".")
         if words:
             raise self.error(f"'{words[0]}' is one word too many. See {self.prog} --help.")
         for option in self.options:
-            if option.default is REQUIRED and option.field not in values and not option.positional:
-                raise self.error(f"--{option.name} is missing: {option.help}".rstrip(".") + ".")
+            if option.default is REQUIRED and option.field not in values:
+                raise self.error(f"{option.label} is missing: {option.help}")
 
     def error(self, message: str) -> UsageError:
         return UsageError(message, self.usage())
 
     def usage(self) -> str:
-        places = []
-        for one in (one for one in self.options if one.positional):
-            shown = f"{one.shown} ..." if one.count is None else one.shown
-            places.append(shown if one.default is REQUIRED else f"[{shown}]")
-        return " ".join(["usage:", self.prog, *places, "[options]"])
+        places = [one for one in self.options if one.positional]
+        shown = (one.words if one.default is REQUIRED else f"[{one.words}]" for one in places)
+        return " ".join(["usage:", self.prog, *shown, "[options]"])
 
     def help(self) -> str:
         """Usage, what the command does, and every option with its one default."""
         width = min(shutil.get_terminal_size().columns, 110)
-        rows = [(one.shown, one.help) for one in self.options if one.positional]
-        parts = [self.usage(), _paragraphs(self.description, width)]
-        if rows:
-            parts.append("arguments:\n" + _table(rows, width))
         groups: dict[str, list[tuple[str, str]]] = {}
-        for one in (one for one in self.options if not one.positional):
-            groups.setdefault(one.name.rpartition(".")[0], []).append((_spelled(one), _described(one)))
-        parts += [f"{group or 'options'}:\n" + _table(rows, width) for group, rows in groups.items()]
-        return "\n\n".join(parts) + "\n"
+        for one in self.options:
+            group = "arguments" if one.positional else one.name.rpartition(".")[0] or "options"
+            groups.setdefault(group, []).append((_spelled(one), _described(one)))
+        tables = [f"{group}:\n{_table(rows, width)}" for group, rows in groups.items()]
+        return "\n\n".join([self.usage(), _paragraphs(self.description, width), *tables]) + "\n"
 
 
 def _is_option(word: str) -> bool:
@@ -313,17 +309,18 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 def _spelled(option: Option) -> str:
-    if option.flag:
+    if option.positional:
+        return option.shown
+    if option.plain is bool:
         head, dot, tail = option.name.rpartition(".")
         return f"--{head}{dot}no-{tail}" if option.default is True else f"--{option.name}"
-    many = f"{option.shown} ..." if option.count is None else " ".join([option.shown] * option.count)
-    return f"--{option.name} {many}"
+    return f"--{option.name} {option.words}"
 
 
 def _described(option: Option) -> str:
     """The help text with the default, unless the text tells it or there is none."""
     default, text = option.default, option.help
-    if option.flag and default is True:
+    if option.plain is bool and default is True:
         return f"Turn this off: {text[:1].lower()}{text[1:]}"
     if default in (REQUIRED, None, (), "") or default is False or "Default:" in text:
         return text

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from trainshort.commands.parser import Arg
+from trainshort.errors import InputError
+from trainshort.files import make_folder, try_folder
+from trainshort.methods import methods as known
+from trainshort.registry import did_you_mean
 from trainshort.terminal import new_console, tell
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 LAUNCHERS = ("local", "slurm")
 
@@ -50,19 +51,13 @@ class Reproduce:
     """Folder of the report. Default: report/<scale>."""
 
     def run(self) -> None:
-        from trainshort.errors import InputError
-        from trainshort.files import make_folder, try_folder
-        from trainshort.methods import methods as known
         from trainshort.recipes.experiments import choose, choose_methods
         from trainshort.recipes.scales import scales
-        from trainshort.registry import did_you_mean
         from trainshort.reproduce.launchers import cluster, read_site
 
         scale = scales.get(self.scale)
         chosen = choose(self.only.split(","))
-        if methods := [name.strip() for name in self.methods.split(",") if name.strip()]:
-            for name in methods:
-                known.get(name)  # an unknown one is told before anything is computed
+        if methods := _named(self.methods):
             chosen = choose_methods(chosen, methods, named=bool(self.only.strip()))
         if self.launcher not in LAUNCHERS:
             hint = did_you_mean(self.launcher, LAUNCHERS)
@@ -90,12 +85,19 @@ class Reproduce:
         try_folder(root)  # both, before either is made
         make_folder(page, mend="Choose another --report.")
         make_folder(root)
-        console = new_console()
-        reproduce(assignment, root, launcher=self.launcher, jobs=self.jobs, site=site, console=console)
-        finish(root, page, console)
+        reproduce(assignment, root, launcher=self.launcher, jobs=self.jobs, site=site, console=new_console())
+        finish(root, page)
 
 
-def finish(root: Path, out: Path, console: "Console") -> None:
+def _named(methods: str) -> list[str]:
+    """Position methods from the command line; an unknown one is told before anything is computed."""
+    names = [name.strip() for name in methods.split(",") if name.strip()]
+    for name in names:
+        known.get(name)
+    return names
+
+
+def finish(root: Path, out: Path) -> None:
     """The report, the table of the headline, and where to look."""
     from trainshort.claims.collection import collect
     from trainshort.report.writing import headline_table, write_report
@@ -103,9 +105,9 @@ def finish(root: Path, out: Path, console: "Console") -> None:
     collection = collect([root])
     page = write_report(collection, out)
     if table := headline_table(collection):
-        console.print("Perplexity by position method:", highlight=False)
-        console.print(table)
-    console.print(f"Report: {page}", highlight=False, soft_wrap=True)
+        tell("Perplexity by position method:")
+        new_console().print(table)
+    tell(f"Report: {page}")
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,6 @@ class Demo:
     """Folder of the report. Default: report/laptop."""
 
     def run(self) -> None:
-
         Reproduce(only="demo", methods=self.methods, out=self.out, report=self.report).run()
 
 
@@ -174,17 +175,9 @@ class Tune:
     """Folder of the trials and of tune.json."""
 
     def run(self) -> None:
-
-        from trainshort.errors import InputError
-        from trainshort.methods import methods as known
         from trainshort.reproduce import tune
 
         if self.tokens is not None and self.tokens < 10_000:
             raise InputError(f"--tokens is what a trial is trained on, at least 10000; got {self.tokens}.")
-        chosen = [name.strip() for name in self.methods.split(",") if name.strip()] or list(tune.METHODS)
-        for name in chosen:
-            known.get(name)
-        console = new_console()
-        made = tune.trials(chosen, self.tokens or tune.TOKENS)
-        path = tune.tune(made, self.out, lambda line: console.print(line, highlight=False, soft_wrap=True))
-        console.print(f"Results: {path}", highlight=False, soft_wrap=True)
+        made = tune.trials(_named(self.methods) or list(tune.METHODS), self.tokens or tune.TOKENS)
+        tell(f"Results: {tune.tune(made, self.out, tell)}")

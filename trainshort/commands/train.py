@@ -4,22 +4,18 @@ A `RunConfig` on the command line: every setting is an option, with the recipe's
 the words, the config judges the values, so that a mistake reads the same wherever it was made.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from trainshort.commands.parser import Arg, Option, Parser, UsageError, of_settings
+from trainshort.commands.parser import Arg, Option, Parser, UsageError, of_class, of_settings
 from trainshort.config import DataConfig, RunConfig, load_config
 from trainshort.errors import InputError
 from trainshort.methods import MOVED, methods, not_chosen
 from trainshort.terminal import tell
 
-SECTIONS = ("model", "data", "optim", "train")
-
-
-def options(config: RunConfig) -> list[Option]:
-    """All settings of a run, by dotted names."""
-    return [one for section in SECTIONS for one in of_settings(getattr(config, section), f"{section}.")]
+WRITTEN = ("format", "plugins")
+"""Settings that the program writes, not the user."""
 
 
 def with_method(base: RunConfig, words: list[str]) -> RunConfig:
@@ -33,11 +29,12 @@ def with_method(base: RunConfig, words: list[str]) -> RunConfig:
     return base
 
 
+@dataclass
 class RunParser(Parser):
     """A parser that knows the settings of position methods: those that had other names in 0.1.0 are still found, and
     one of a method that is not chosen is told with its method."""
 
-    position = ""
+    position: str
 
     def _find(self, word: str) -> tuple[Option, bool, str | None]:
         typed, equals, value = word.removeprefix("--").partition("=")
@@ -71,7 +68,7 @@ _SETTINGS = DataConfig.model_fields
 
 
 def _help(name: str) -> Arg:
-    return Arg(help=_SETTINGS[name].description)
+    return Arg(help=_SETTINGS[name].description or "")
 
 
 @dataclass(frozen=True)
@@ -121,6 +118,7 @@ class Prepare:
         return 0
 
 
+@dataclass(frozen=True)
 class Train:
     """Train a model: RECIPE's settings, changed by any option, into a new run folder.
 
@@ -133,8 +131,16 @@ class Train:
       torchrun --nproc_per_node=2 -m trainshort train demo-alibi --parallel fsdp --optim.name adamw
     """
 
-    def __init__(self, config: RunConfig, out: Path, *, resume: bool, quiet: bool) -> None:
-        self.config, self.out, self.resume, self.quiet = config, out, resume, quiet
+    recipe: Annotated[str, Arg(positional=True)]
+    """Recipe (trainshort list recipes), run folder, or path of a config.json."""
+    out: Path
+    """Run folder; refused if it exists, unless resumed."""
+    config: RunConfig
+    """The recipe's settings, changed by those that were given."""
+    resume: bool = False
+    """Go on from the last whole checkpoint; start if there is none."""
+    quiet: bool = False
+    """Show no progress."""
 
     @classmethod
     def parse(cls, words: list[str]) -> "Train":
@@ -143,15 +149,16 @@ class Train:
             raise InputError(
                 "Name a recipe first: trainshort train RECIPE [options]. trainshort list recipes shows all."
             )
-        recipe = None if words[0].startswith("-") else words[0]
-        base, out = find_recipe(recipe) if recipe is not None else (RunConfig(), Path("runs/RECIPE"))
+        base, out = (RunConfig(), Path("runs/RECIPE")) if words[0].startswith("-") else find_recipe(words[0])
         base = with_method(base, words)
-        parser = RunParser("trainshort train", [*_own(out), *options(base)], cls.__doc__ or "")
-        parser.position = base.model.position
+        own = {option.field: option for option in of_class(cls) if option.field != "config"}
+        own["out"] = replace(own["out"], default=out)
+        settings = of_settings(base, leave=WRITTEN)
+        parser = RunParser("trainshort train", [*own.values(), *settings], cls.__doc__ or "", base.model.position)
         chosen = parser.parse(words)
-        config = chosen_config(base, {name: value for name, value in chosen.items() if "." in name})
+        config = chosen_config(base, {one.field: chosen[one.field] for one in settings})
         _refuse_another_text(config, base)
-        return cls(config, chosen["out"], resume=chosen["resume"], quiet=chosen["quiet"])
+        return cls(config=config, **{name: chosen[name] for name in own})
 
     def run(self) -> None:
         from trainshort.parallel import own_rank
@@ -192,15 +199,3 @@ def _refuse_another_text(config: RunConfig, base: RunConfig) -> None:
             f"--data.folder {config.data.folder} is prepared data with a corpus and tokenizer of its own; leave out "
             f"--data.{asked[0]}, or leave out --data.folder to have the text prepared."
         )
-
-
-def _own(out: Path) -> list[Option]:
-    """What the command takes beside the settings of the run."""
-    shown = "Recipe (trainshort list recipes), run folder, or path of a config.json."
-    again = "Go on from the last whole checkpoint; start if there is none."
-    return [
-        Option("recipe", str, shown, field="recipe", metavar="RECIPE", positional=True),
-        Option("out", Path, "Run folder; refused if it exists, unless resumed.", out, "out"),
-        Option("resume", bool, again, False, "resume"),
-        Option("quiet", bool, "Show no progress.", False, "quiet"),
-    ]
