@@ -15,6 +15,7 @@ import trainshort
 from trainshort import registry
 from trainshort.cache import Cache
 from trainshort.checkpoint import sha256_of
+from trainshort.cli import COMMANDS, run
 from trainshort.commands.train import Train
 from trainshort.config import ModelConfig, RunConfig, load_config
 from trainshort.errors import InputError
@@ -153,6 +154,10 @@ BAD = {
     "class that extends PositionMethod.",
     "from trainshort.attention import engines\n@engines.register('new')\nclass A: ...\n": "attention engine 'new' "
     "lacks unsupported() and run().",
+    "from trainshort.analyze.lab import analyses\n@analyses.register('new')\ndef ask(lab): ...\n": "analysis 'new' "
+    "lacks run() and table().",
+    "from trainshort.data.corpus import corpora\ncorpora.register('new')('text.txt')\n": "corpus 'new' lacks "
+    "__call__().",
 }
 
 
@@ -168,6 +173,23 @@ def test_a_bad_plugin_is_one_sentence_and_leaves_nothing(tmp_path, code):
         assert str(path) in str(told.value)
     assert positions.names() == known
     assert methods.names() == known
+
+
+@pytest.mark.parametrize("ending", ["", "1 / 0"])
+def test_what_a_plugin_is_the_first_to_import_stays_the_packages(tmp_path, ending):
+    """Modules that register as they are imported did so while the plug-in was loaded, and were taken for its own:
+    withdrawn with a bad one, and a good one was needed by every run with a method of the package."""
+    path = tmp_path / "mine.py"
+    path.write_text(KERPLE.read_text().replace("kerple-log", "mine") + f"\nimport trainshort.analyze\n{ending}\n")
+    code = (
+        "import sys, contextlib; from pathlib import Path; from trainshort import registry\n"
+        "with contextlib.suppress(registry.InputError): registry.load_plugin(Path(sys.argv[1]))\n"
+        "from trainshort.analyze import analyses; from trainshort.positions import positions\n"
+        "names = [('position method', name) for name in positions.names() if name != 'mine']\n"
+        "print('alibi' in positions, len(analyses.names()), registry.origins(names))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "True 6 []\n", done.stderr
 
 
 def test_a_bad_plugin_touches_nothing(tmp_path):
@@ -294,6 +316,36 @@ def test_an_installed_package_is_a_plugin(tmp_path):
         "A penalty that grows with the logarithm of the distance, trained for each head.",
         "['kerple']",
     ], done.stderr
+
+
+def test_an_installed_plugin_whose_package_is_gone_is_one_sentence(tmp_path):
+    info = tmp_path / "gone-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gone\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[trainshort.plugins]\ngone = no_such_package.part:thing\n")
+    code = "import sys; sys.path.insert(0, '.'); from trainshort.cli import main; main(['list', 'positions'])"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "trainshort: The plug-in gone (installed, no_such_package.part:thing) does not import: ModuleNotFoundError: No "
+        "module named 'no_such_package'.\n"
+    )
+
+
+def test_the_same_code_by_another_path_is_the_same_plugin(tmp_path):
+    copy, link = tmp_path / "copy.py", tmp_path / "link.py"
+    copy.write_bytes(KERPLE.read_bytes())
+    link.symlink_to(KERPLE)
+    dotted = KERPLE.parent / ".." / KERPLE.parent.name / KERPLE.name
+    assert all(registry.load_plugin(path) is registry.load_plugin(KERPLE) for path in (copy, link, dotted))
+
+
+def test_every_commands_help_tells_of_plugins(capsys):
+    for name in COMMANDS:
+        with pytest.raises(SystemExit, match="0"):
+            run([name, "--help"])
+        assert "--plugin FILE.py" in capsys.readouterr().out, name
 
 
 def test_one_file_may_bring_one_of_each(tmp_path):

@@ -18,7 +18,7 @@ from trainshort.terminal import handlers_kept, say
 
 COMMANDS = {
     "demo": ("reproduce", "four position methods past their length, in ten minutes"),
-    "analyze": ("evaluate", "why a model is good so far: context, attention, cost"),
+    "analyze": ("evaluate", "why a model is good as far as it is: context, attention, cost"),
     "bench": ("bench", "speed and memory against peers, stored and compared"),
     "convert": ("interop", "a model with other positions, made an ALiBi model"),
     "doctor": ("interop", "what a Hugging Face model with ALiBi gets wrong"),

@@ -66,7 +66,7 @@ class Registry(Generic[Entry]):
                 raise InputError(f"{self.kind} '{name}' lacks {' and '.join(f'{method}()' for method in lacking)}.")
             self._entries[name] = entry  # pyright: ignore[reportArgumentType]
             self.changes += 1
-            if _loading:
+            if _loading and not _by_the_package():
                 _loading[-1].entries.append((self, name))
             return entry
 
@@ -127,6 +127,14 @@ _loaded: dict[str, Plugin] = {}  # by path or entry point; like sys.modules, one
 _loading: list[Plugin] = []
 
 
+def _by_the_package() -> bool:
+    """Whether a module of this package, which a plug-in may be the first to import, registers its own."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    return frame.f_globals.get("__name__", "").startswith("trainshort.")
+
+
 def take_plugins(words: Sequence[str]) -> list[str]:
     """A command line without its `--plugin PATH`s, whose files are loaded, here and in every process to come."""
     rest, paths, given = [], [], iter(words)
@@ -162,11 +170,14 @@ def load_plugins() -> None:
 
 
 def load_plugin(path: Path) -> Plugin:
-    """Execute a plug-in file; all that it registered is withdrawn if it fails."""
-    key = str(path.absolute())
+    """Execute a plug-in file; all that it registered is withdrawn if it fails. The same code under another name, or
+    installed, is the same plug-in."""
+    key = str(path.resolve())
     if key not in _loaded:
         code = read_bytes(path, mend=MEND)
         digest = hashlib.sha256(code).hexdigest()
+        if same := [plugin for plugin in _loaded.values() if plugin.sha256 == digest]:
+            return same[0]
         name = f"trainshort_plugin_{path.stem}_{digest[:8]}"
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None:
@@ -182,13 +193,19 @@ def load_plugin(path: Path) -> Plugin:
 
 
 def _load_installed(point: "EntryPoint") -> None:
-    spec = importlib.util.find_spec(point.module)
+    try:
+        spec = importlib.util.find_spec(point.module)
+    except ImportError:  # of the package that it is said to be in; loading it says so
+        spec = None
     files = [] if spec is None or not spec.origin else [Path(spec.origin)]
     if files and files[0].name == "__init__.py":
         files = sorted(files[0].parent.rglob("*.py"))
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    what = f"{point.name} (installed, {point.value})"
-    _load(f"{GROUP}:{point.name}", Plugin(point.name, digest), what, point.load)
+    plugin = Plugin(point.name, hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest())
+    key, what = f"{GROUP}:{point.name}", f"{point.name} (installed, {point.value})"
+    if files and any(other.sha256 == plugin.sha256 for other in _loaded.values()):
+        _loaded[key] = plugin  # its file was named, too
+    else:
+        _load(key, plugin, what, point.load)
 
 
 def _load(key: str, plugin: Plugin, what: str, run: Callable[[], object]) -> None:
@@ -234,7 +251,8 @@ def require_plugins(needed: "Iterable[PluginRecord]", who: str) -> None:
                 f"{other[0][:12]}.... Give the one it was trained with; if the change does not matter, write the "
                 "new sha256 into its config.json."
             )
+        give = f"Give {OPTION} path/to/{name}, or install" if name.endswith(".py") else "Install"
         raise InputError(
             f"{who} needs the plug-in {name} (sha256 {digest[:12]}...), which is not loaded. "
-            f"Give {OPTION} path/to/{name}, or install the package it came with."
+            f"{give} the package it came with."
         )

@@ -130,7 +130,7 @@ class Analysis:
         object.__setattr__(self, "__doc__", self.question)  # what `trainshort list analyses` shows
 
 
-analyses: Registry[Analysis] = Registry("analysis")
+analyses: Registry[Analysis] = Registry("analysis", needs=("run", "table"))
 
 
 class Notes:

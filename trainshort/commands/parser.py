@@ -18,6 +18,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from trainshort.errors import InputError
+from trainshort.registry import OPTION as PLUGIN
 from trainshort.registry import did_you_mean
 from trainshort.strict import Settings
 
@@ -276,6 +277,7 @@ class Parser:
         for one in self.options:
             group = "arguments" if one.positional else one.name.rpartition(".")[0] or "options"
             groups.setdefault(group, []).append((_spelled(one), _described(one)))
+        groups.setdefault("options", []).append((f"{PLUGIN} FILE.py", "Methods, engines and more of your own."))
         tables = [f"{group}:\n{_table(rows, width)}" for group, rows in groups.items()]
         return "\n\n".join([self.usage(), _paragraphs(self.description, width), *tables]) + "\n"
 

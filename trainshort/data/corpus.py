@@ -24,7 +24,7 @@ from trainshort.data.text_files import SUFFIXES, FileCorpus, Kind, TextFile, fil
 from trainshort.errors import InputError
 from trainshort.registry import Registry, did_you_mean
 
-corpora: Registry[Callable[[], Corpus]] = Registry("corpus")
+corpora: Registry[Callable[[], Corpus]] = Registry("corpus", needs=("__call__",))
 
 GIGABYTE = 10**9
 LONGEST_NAME = 4096
