@@ -14,8 +14,7 @@ from trainshort import checkpoint, machine, optim, parallel, registry, runs
 from trainshort.attention import engines
 from trainshort.checkpoint import Parts, Snapshot, State, folders
 from trainshort.config import ModelConfig, RunConfig
-from trainshort.data import Prepared
-from trainshort.data.stream import BatchStream
+from trainshort.data import BatchStream, Prepared
 from trainshort.errors import InputError
 from trainshort.masking import mask_token
 from trainshort.methods import methods

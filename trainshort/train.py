@@ -1,6 +1,6 @@
 """Training: one loop, in `_steps`, from the first step to the last, on one process or many.
 
-Everything that varies from step to step is a pure function of the step's number: which tokens (data/stream.py),
+Everything that varies from step to step is a pure function of the step's number: which tokens (data/of_run.py),
 which dropout (`_seed`), which learning rate (optim.py). So a run that was stopped and resumed, at any moment and
 however often, ends in the same bits as one that never was, and the state beside the tensors is a few integers.
 """
@@ -19,7 +19,7 @@ from trainshort import checkpoint, optim, parallel, runs
 from trainshort.checkpoint import State, folders
 from trainshort.config import IGNORED, RunConfig
 from trainshort.data import of_run, open_or_prepare, really
-from trainshort.data.stream import Batch
+from trainshort.data.of_run import Batch
 from trainshort.errors import InputError
 from trainshort.job import (
     Job,
