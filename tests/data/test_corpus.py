@@ -38,7 +38,7 @@ def assert_resumes(corpus: Corpus) -> None:
 @given(st.lists(st.text(st.sampled_from("ab é中🙂")), max_size=40), st.integers(1, 30))
 def test_stretches_lose_nothing_and_end_at_blank_lines(lines: list[str], size: int) -> None:
     rows = [Record(line + "\n", number) for number, line in enumerate(lines)]
-    documents = list(stretches(size)(rows))
+    documents = list(stretches(rows, size))
     assert "".join(row.text for row in documents) == "".join(row.text for row in rows)
     for row in documents[:-1]:
         last = row.text.splitlines()[-1]

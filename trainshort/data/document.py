@@ -13,7 +13,7 @@ but no `valid` or `test` gets what it lacks from its training documents.
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -93,30 +93,29 @@ class Corpus(Protocol):
         ...
 
 
-Grouping = Callable[[Iterable[Record]], Iterator[Record]]
+Kind = Literal["whole", "stretches", "articles", "rows", "lines"]
+"""What becomes a document: a file, a stretch of one, an article of WikiText's lines, a record, or records as lines."""
 
 
-def each(rows: Iterable[Record]) -> Iterator[Record]:
-    """Every row is a document."""
-    yield from rows
+def grouped(records: Iterator[Record], kind: Kind, size: int) -> Iterator[Record]:
+    """The documents that records make; those of lines have at least `size` characters."""
+    if kind == "articles":
+        return articles(as_lines(records, blank=" \n"))
+    return stretches(as_lines(records), size) if kind == "lines" else records
 
 
-def stretches(size: int) -> Grouping:
+def stretches(rows: Iterable[Record], size: int) -> Iterator[Record]:
     """Documents of whole paragraphs: at least `size` characters to a blank line, twice that to any line end."""
-
-    def group(rows: Iterable[Record]) -> Iterator[Record]:
-        parts: list[Record] = []
-        length = 0
-        for row in rows:
-            parts.append(row)
-            length += len(row.text)
-            if length >= 2 * size or (length >= size and not row.text.strip()):
-                yield _join(parts)
-                parts, length = [], 0
-        if parts:
+    parts: list[Record] = []
+    length = 0
+    for row in rows:
+        parts.append(row)
+        length += len(row.text)
+        if length >= 2 * size or (length >= size and not row.text.strip()):
             yield _join(parts)
-
-    return group
+            parts, length = [], 0
+    if parts:
+        yield _join(parts)
 
 
 def articles(rows: Iterable[Record]) -> Iterator[Record]:

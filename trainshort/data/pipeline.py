@@ -9,7 +9,7 @@ import errno
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from trainshort.data.meta import DataRequest, Meta, Prepared, SplitMeta, bin_pat
 from trainshort.data.request import data_folder, make_request, refuse_other, short_name
 from trainshort.data.tokenizer import FILE as TOKENIZER_FILE
 from trainshort.data.tokenizer import Tokenizer, load_tokenizer, tokenizers
-from trainshort.data.workers import Pool, Portion
+from trainshort.data.workers import Portion, encode
 from trainshort.errors import InputError
 from trainshort.terminal import waiting
 
@@ -121,28 +121,22 @@ def _begin(job: Preparation, resume: bool) -> Note:
 
 
 def _settled(job: Preparation, note: Note) -> Note:
-    """The note with splits and tokenizer decided; where the input does not allow it, no folder is left."""
+    """The note with splits and tokenizer decided and kept; where the input does not allow it, no folder is left."""
     try:
-        return _settle(job, note)
+        if not job.corpus.streamed and not any(one.text.strip() for one in job.corpus.documents(errors=job.errors)):
+            raise InputError(f"'{job.corpus.name}' holds nothing but white space. Give files with text in them.")
+        rule = splitter(job.corpus, job.errors)
+        tokenizer = _tokenizer(job, rule)
+        files.write_whole(job.folder / TOKENIZER_FILE, tokenizer.to_json(), mend=ROOM)
+        decided = {"ready": True, "missing": rule.missing, "test_below": rule.test, "valid_below": rule.valid}
+        note = note.model_copy(update=decided)
+        write_note(job.folder, note)
+        return note
     except InputError:
         (job.folder / layout.UNFINISHED_FILE).unlink(missing_ok=True)
         with suppress(OSError):
             job.folder.rmdir()  # if nothing else is in it
         raise
-
-
-def _settle(job: Preparation, note: Note) -> Note:
-    """Decide the splits and the tokenizer, and write both down."""
-    if not job.corpus.streamed and not any(one.text.strip() for one in job.corpus.documents(errors=job.errors)):
-        raise InputError(f"'{job.corpus.name}' holds nothing but white space. Give files with text in them.")
-    rule = splitter(job.corpus, job.errors)
-    tokenizer = _tokenizer(job, rule)
-    files.write_whole(job.folder / TOKENIZER_FILE, tokenizer.to_json(), mend=ROOM)
-    note = note.model_copy(
-        update={"ready": True, "missing": rule.missing, "test_below": rule.test, "valid_below": rule.valid}
-    )
-    write_note(job.folder, note)
-    return note
 
 
 def _tokenizer(job: Preparation, rule: Splitter) -> Tokenizer:
@@ -168,13 +162,13 @@ def _encode(job: Preparation, note: Note) -> tuple[float, int]:
     rule = Splitter(note.missing, note.test_below, note.valid_below)
     splits = tuple(name for name in SPLITS if name in job.corpus.splits or name in rule.missing)
     width = np.dtype(layout.token_type(tokenizer.vocabulary)).itemsize
-    writer = Writer(job.folder, note, splits, width)
+    source = portions(job.corpus, rule, note.cursor, job.errors)
     started = committed = time.perf_counter()
     encoded, last = 0, (note.cursor, note.done)
     job.progress.stage("encoding", job.corpus.size, note.done)
-    try:
-        with Pool(job.folder, job.workers) as pool:
-            for portion, parts in pool.map(portions(job.corpus, rule, note.cursor, job.errors)):
+    with closing(Writer(job.folder, note, splits, width)) as writer:
+        with closing(encode(source, job.folder, job.workers)) as done:
+            for portion, parts in done:
                 writer.append(parts)
                 encoded += sum(part.bytes for part in parts.values())
                 job.progress.at(portion.done)
@@ -183,8 +177,6 @@ def _encode(job: Preparation, note: Note) -> tuple[float, int]:
                     writer.commit(*last)
                     committed = time.perf_counter()
         writer.commit(*last)
-    finally:
-        writer.close()
     return time.perf_counter() - started, encoded
 
 
