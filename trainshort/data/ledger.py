@@ -93,12 +93,10 @@ class Writer:
             file.flush()
             os.fsync(file.fileno())
         # Through JSON, so that a note read back and one written now are the same.
-        update = {"cursor": json.loads(json.dumps(cursor)), "done": done, "splits": self._split_metas()}
+        splits = {name: SplitMeta(**counts) for name, counts in self._counts.items()}
+        update = {"cursor": json.loads(json.dumps(cursor)), "done": done, "splits": splits}
         self.note = self.note.model_copy(update=update)
         write_note(self.folder, self.note)
-
-    def _split_metas(self) -> dict[str, SplitMeta]:
-        return {name: SplitMeta(**counts) for name, counts in self._counts.items()}
 
     def close(self) -> None:
         for file in self._files.values():
@@ -112,31 +110,30 @@ class Stages:
         self.wanted = wanted
         self.started = time.perf_counter()
         self._bar: Any = None
-        self._task: Any = None
 
     @contextmanager
-    def shown(self) -> Iterator["Stages"]:
+    def shown(self) -> Iterator[None]:
         if not (self.wanted and sys.stderr.isatty()):
-            yield self
+            yield
             return
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-        from rich.progress import Progress as Bar
+        from rich import progress as rich
 
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-        with Bar(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=new_console(stderr=True)) as self._bar:
-            yield self
+        columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.DownloadColumn())
+        columns += (rich.TransferSpeedColumn(), rich.TimeRemainingColumn())
+        with rich.Progress(*columns, console=new_console(stderr=True)) as self._bar:
+            yield
         self._bar = None
 
     def stage(self, name: str, total: int | None, done: int = 0) -> None:
         """Begin a stage of `total` bytes, of which `done` were done before."""
         if self._bar is not None:
-            if self._task is not None:
-                self._bar.remove_task(self._task)
-            self._task = self._bar.add_task(name, total=total, completed=done)
+            for task in self._bar.task_ids:
+                self._bar.remove_task(task)
+            self._bar.add_task(name, total=total, completed=done)
 
     def at(self, done: int) -> None:
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done)
 
     def watch(self, documents: Iterable[Document]) -> Iterator[Document]:
         """The same documents, with the bar following them."""

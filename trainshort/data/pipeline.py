@@ -23,7 +23,7 @@ from trainshort.data.corpus import find_corpus
 from trainshort.data.document import SPLITS, Corpus, Errors, Splitter, splitter
 from trainshort.data.ledger import ROOM, Note, Stages, Writer, read_note, write_note
 from trainshort.data.meta import FILE as CHECKED_FILE
-from trainshort.data.meta import DataRequest, Meta, Prepared, SplitMeta, bin_path, is_data, offsets_path, open_data
+from trainshort.data.meta import DataRequest, Meta, Prepared, bin_path, is_data, offsets_path, open_data
 from trainshort.data.request import data_folder, make_request, refuse_other, short_name
 from trainshort.data.tokenizer import FILE as TOKENIZER_FILE
 from trainshort.data.tokenizer import Tokenizer, load_tokenizer, tokenizers
@@ -207,8 +207,7 @@ def _finish(job: Preparation) -> Prepared:
         )
     job.progress.stage("checksums", None)
     splits = {
-        name: SplitMeta(
-            **split.model_dump(exclude={"sha256", "documents_sha256"}),
+        name: split.replace(
             sha256=files.sha256(bin_path(job.folder, name)),
             documents_sha256=files.sha256(offsets_path(job.folder, name)),
         )
@@ -232,15 +231,12 @@ def _finish(job: Preparation) -> Prepared:
 
 def _report(job: Preparation, prepared: Prepared, encoded: int, seconds: float) -> None:
     splits = prepared.meta.splits.values()
-    read = (
-        f"{sum(split.documents for split in splits):,} documents, {sum(split.bytes for split in splits) / 1e6:.1f} MB"
-    )
+    size = sum(split.bytes for split in splits) / 1e6
+    read = f"{sum(split.documents for split in splits):,} documents, {size:.1f} MB"
     if count := len(job.corpus.paths):
         read = f"{count:,} {'file' if count == 1 else 'files'}, {read}"
-    rate, processes = (
-        encoded / 1e6 / max(seconds, 1e-9),
-        "1 process" if job.workers == 1 else f"{job.workers} processes",
-    )
+    rate = encoded / 1e6 / max(seconds, 1e-9)
+    processes = "1 process" if job.workers == 1 else f"{job.workers} processes"
     job.progress.say(
         f"{describe(prepared)}. Read {read} in {job.progress.seconds:.1f} s, encoded at {rate:.1f} MB/s by {processes}."
     )
