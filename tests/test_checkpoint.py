@@ -86,7 +86,7 @@ def test_a_checkpoint_is_never_overwritten(tmp_path):
     assert (folder / "model" / "whole.safetensors").read_bytes() == before
     folders.partial(folder).mkdir()
     with pytest.raises(InputError, match="never overwritten"):
-        folders.publish(folder)
+        folders.publish(folder, {})
 
 
 def test_latest_and_best(tmp_path):

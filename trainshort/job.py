@@ -12,7 +12,7 @@ import torch
 
 from trainshort import checkpoint, machine, optim, parallel, registry, runs
 from trainshort.attention import engines
-from trainshort.checkpoint import Parts, Snapshot, State, folders
+from trainshort.checkpoint import Parts, State, folders
 from trainshort.config import ModelConfig, RunConfig
 from trainshort.data import BatchStream, Prepared
 from trainshort.errors import InputError
@@ -39,8 +39,6 @@ class Job:
     stream: BatchStream
     valid: np.ndarray
     """The beginning of the validation split, as much as is read during training."""
-    bos: int
-    """Read before the first token of a text."""
     autocast: Callable[[], AbstractContextManager]
 
     @property
@@ -54,9 +52,6 @@ class Job:
             "model": checkpoint.model_tensors(self.replica.model),
             "optimizer": optim.state_tensors(self.optimizer, self.replica.model),
         }
-
-    def snapshot(self, state: State) -> Snapshot:
-        return Snapshot(self.config, state, self.parts, sharded=self.replica.sharded)
 
 
 def with_plugins(config: RunConfig, run: Path) -> RunConfig:
@@ -158,40 +153,34 @@ def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared
         optimizer=optim.build(model, config.optim),
         stream=stream,
         valid=prepared.split("valid")[: settings.valid_tokens],
-        bos=stream.bos,
         autocast=partial(torch.autocast, world.device.type, torch.bfloat16) if half else nullcontext,
     )
 
 
 def restore(job: Job) -> State:
     """Where the run stands: its last whole checkpoint, loaded, or the beginning."""
-    run, world = job.folder.path, job.world
-    found: list[str] = []
-    world.on_main(lambda: found.extend(_tidy(job.folder)))
-    names = world.first_says(found)
-    if not names:
+    name = job.world.first_says(lambda: _tidy(job.folder))
+    if name is None:
         return State(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
-    state = checkpoint.restore(job.folder.checkpoints / names[0], job.parts, sharded=job.replica.sharded)
+    state = checkpoint.restore(job.folder.checkpoints / name, job.parts, sharded=job.replica.sharded)
     optim.set_steps(job.optimizer, state.step)
-    if world.main:
-        say(f"Going on with {run} after step {state.step}.")
+    if job.world.main:
+        say(f"Going on with {job.folder.path} after step {state.step}.")
     return state
 
 
-def _tidy(folder: RunFolder) -> list[str]:
-    """Bring a run folder that may have been left at any moment to the moment of its last whole checkpoint.
-
-    Returns that checkpoint's name, or nothing when the run has none yet.
-    """
+def _tidy(folder: RunFolder) -> str | None:
+    """Bring a run folder that may have been left at any moment to the moment of its last whole checkpoint, and return
+    its name; None when the run has none yet."""
     folders.sweep(folder.path)
     if not folders.present(folder.path):
         runs.cut_metrics(folder, 0)
-        return []
+        return None
     latest = _last_whole(folder)
     folders.set_aside(folder.path, latest)
     state = checkpoint.read_state(latest)
     runs.cut_metrics(folder, state.step, state.metrics)
-    return [latest.name]
+    return latest.name
 
 
 def _last_whole(folder: RunFolder, say: folders.Say = say) -> Path:

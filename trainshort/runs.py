@@ -332,12 +332,8 @@ def last_checksum(path: Path) -> str | None:
 def keep_lines(path: Path, count: int) -> None:
     """Cut the file after its first `count` lines, and with them a torn last one."""
     content = b"".join(line + b"\n" for line in _whole_lines(path)[:count])
-    try:
-        if content == read_bytes(path, mend=RESTORE):
-            return
-    except MissingFileError:
-        return
-    write_whole(path, content, mend=MEND)
+    if path.exists() and content != read_bytes(path, mend=RESTORE):
+        write_whole(path, content, mend=MEND)
 
 
 def sync_lines(path: Path) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from trainshort import checkpoint, optim, parallel, runs
-from trainshort.checkpoint import State, folders
+from trainshort.checkpoint import Snapshot, State, folders
 from trainshort.config import IGNORED, RunConfig
 from trainshort.data import of_run, open_or_prepare, really
 from trainshort.data.of_run import Batch
@@ -94,7 +94,7 @@ def _train(
         display = Display(state.step, config.train.steps, quiet=quiet or not world.main, board=board)
         with stop or StopRequest() as told, display:
             state = _steps(job, state, display, told)
-        best = world.first_says(checkpoint.best(run) if world.main else None)
+        best = world.first_says(lambda: checkpoint.best(run))
     return TrainResult(run, state.step, state.tokens, state.seconds, state.valid_nll, state.valid_count, best)
 
 
@@ -189,7 +189,7 @@ def _agree_finite(job: Job, step: int, nll: float, norm: float) -> float:
     if not wrong and math.isfinite(norm):
         return sum(losses)
     found = f"loss is {losses[wrong[0]]} on rank {wrong[0]}" if wrong else f"gradient norm is {norm}"
-    kept = job.world.first_says(checkpoint.latest(job.folder.path) if job.world.main else None)
+    kept = job.world.first_says(lambda: checkpoint.latest(job.folder.path))
     raise NotFiniteError(
         f"The {found} at step {step + 1}. That step was not made; the last good checkpoint is "
         f"{kept or 'none, since none was due yet'}. Try a lower optim.lr or a longer optim.warmup."
@@ -264,7 +264,7 @@ def _validate(job: Job) -> tuple[float, int]:
     for first in range(0, len(batches), world.size):
         mine = first + world.rank
         batch = batches[min(mine, len(batches) - 1)]
-        inputs, wanted = fill(job.valid, batch, job.bos)
+        inputs, wanted = fill(job.valid, batch, job.stream.bos)
         if job.stream.mask is not None:  # one of the rounds of masking.py
             inputs, wanted = hide(
                 wanted, rounds_of([one.start for one in batch], wanted.shape[1]) == 0, job.stream.mask
@@ -280,8 +280,10 @@ def _validate(job: Job) -> tuple[float, int]:
 def _save(job: Job, state: State) -> Path:
     """A checkpoint, with the metrics up to it on the disk before it; then the old ones go."""
     job.world.on_main(lambda: runs.sync_lines(job.folder.metrics))
-    last = job.world.first_says(runs.last_checksum(job.folder.metrics) if job.world.main else None)
-    saved = checkpoint.save(job.folder.path, job.snapshot(state.model_copy(update={"metrics": last})), job.world)
+    last = job.world.first_says(lambda: runs.last_checksum(job.folder.metrics))
+    state = state.model_copy(update={"metrics": last})
+    snapshot = Snapshot(job.config, state, job.parts, sharded=job.replica.sharded)
+    saved = checkpoint.save(job.folder.path, snapshot, job.world)
     if job.world.main:
         folders.retain(job.folder.path, job.config.train.keep)
     return saved

@@ -93,15 +93,12 @@ def latest(run: Path, say: Say = say) -> Path | None:
 
 def best(run: Path, say: Say = say) -> Path | None:
     """The whole checkpoint with the lowest validation loss, or the last one if none was validated."""
-    said: set[str] = set()
-
-    def once(message: str) -> None:
-        if message not in said:
-            said.add(message)
-            say(message)
-
-    losses = _losses(run, once)
-    return _first_whole(sorted(losses, key=losses.__getitem__), once) or latest(run, once)
+    told: list[str] = []
+    losses = _losses(run, told.append)
+    found = _first_whole(sorted(losses, key=losses.__getitem__), told.append) or latest(run, told.append)
+    for line in dict.fromkeys(told):  # each once
+        say(line)
+    return found
 
 
 def _losses(run: Path, say: Say) -> dict[Path, float]:
@@ -184,8 +181,10 @@ def extrapolation(run: Path) -> str | None:
         return None
 
 
-def publish(folder: Path) -> None:
-    """Give a fully written checkpoint its name. Until this rename it does not exist, after it it is complete."""
+def publish(folder: Path, digests: "Digests") -> None:
+    """Write the manifest of a fully written checkpoint, then give it its name: until this rename it does not exist,
+    after it it is complete."""
+    write_manifest(partial(folder), digests)
     if folder.exists():
         raise InputError(f"{folder} already exists, and checkpoints are never overwritten.")
     for inside in (path for path in partial(folder).rglob("*") if path.is_dir()):
