@@ -44,20 +44,9 @@ from trainshort.files import (
 
 LOCK = "train.lock"
 
-HARMLESS = frozenset(
-    {
-        "data.folder",
-        "model.backend",
-        "train.checkpoint_activations",
-        "train.compile",
-        "train.keep",
-        "train.log_every",
-        "train.micro_batch",
-        "train.parallel",
-        "train.save_every",
-        "train.tensorboard",
-    }
-)
+_FAST = {"model.backend", "train.checkpoint_activations", "train.compile", "train.micro_batch", "train.parallel"}
+_NOTED = {"train.keep", "train.log_every", "train.save_every", "train.tensorboard"}
+HARMLESS = frozenset({"data.folder"} | _FAST | _NOTED)
 """Settings that move no result beyond rounding: where, how fast and how often noted."""
 
 ROUNDING = 1e-6
@@ -211,8 +200,7 @@ def cut_metrics(folder: RunFolder, step: int, last: str | None = None) -> None:
     `last` is the checksum of the last line at that moment. Lines that went missing since are not passed over: only a
     file that is gone altogether, or was begun anew after that step, is taken as it is.
     """
-    kept = _until(folder, checked_lines(folder.metrics), step, last)
-    keep_lines(folder.metrics, len(kept))
+    keep_lines(folder.metrics, len(_until(folder, checked_lines(folder.metrics), step, last)))
 
 
 def _until(folder: RunFolder, records: list[Line], step: int, last: str | None) -> list[Line]:

@@ -239,9 +239,8 @@ def _validated(job: Job, state: State, display: Display) -> tuple[State, bool]:
         raise NotFiniteError(f"The validation loss is {nll} after step {state.step}; the run was stopped there.")
     loss = nll / count
     improved = state.best_loss is None or loss < state.best_loss
-    changes = {"valid_nll": nll, "valid_count": count, "stale": 0 if improved else state.stale + 1}
-    if improved:
-        changes["best_loss"] = loss
+    changes = {"valid_nll": nll, "valid_count": count, "best_loss": loss if improved else state.best_loss}
+    changes["stale"] = 0 if improved else state.stale + 1
     record = {"step": state.step, "valid_nll": nll, "valid_count": count, "valid_loss": loss}
     _log(job, display, record | {"tokens": state.tokens, "seconds": round(state.seconds, 3)})
     return state.model_copy(update=changes), improved

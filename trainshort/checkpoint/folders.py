@@ -287,8 +287,6 @@ def damage(folder: Path, only: str | None = None) -> str | None:
 
 def _damage(folder: Path, only: str | None) -> str | None:
     digests = _read_manifest(folder)
-    if isinstance(digests, str):
-        return digests
     there = files_of(folder)
     for name in there:
         if not name.endswith(READABLE):
@@ -308,17 +306,19 @@ def _damage(folder: Path, only: str | None) -> str | None:
     return None
 
 
-def _read_manifest(folder: Path) -> Digests | str:
-    """The manifest's content, or why it cannot be believed."""
+def _read_manifest(folder: Path) -> Digests:
+    """The manifest's content; one that cannot be believed is refused."""
     try:
         text = read_text(folder / MANIFEST, mend="")
     except MissingFileError:
-        return f"{MANIFEST} is missing"
+        raise InputError(f"{MANIFEST} is missing") from None
     try:
         digests = parse_json(text, MANIFEST, mend="")["files"]
         believed = text == _manifest_text(digests) and all(
             entry.keys() == {"bytes", "sha256"} for entry in digests.values()
         )
     except (InputError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} is not readable"
-    return digests if believed else f"{MANIFEST} was changed after it was written"
+        raise InputError(f"{MANIFEST} is not readable") from None
+    if not believed:
+        raise InputError(f"{MANIFEST} was changed after it was written")
+    return digests

@@ -235,11 +235,9 @@ def _report(job: Preparation, prepared: Prepared, encoded: int, seconds: float) 
     read = f"{sum(split.documents for split in splits):,} documents, {size:.1f} MB"
     if count := len(job.corpus.paths):
         read = f"{count:,} {'file' if count == 1 else 'files'}, {read}"
-    rate = encoded / 1e6 / max(seconds, 1e-9)
+    rate, whole = encoded / 1e6 / max(seconds, 1e-9), time.perf_counter() - job.progress.started
     processes = "1 process" if job.workers == 1 else f"{job.workers} processes"
-    job.progress.say(
-        f"{describe(prepared)}. Read {read} in {job.progress.seconds:.1f} s, encoded at {rate:.1f} MB/s by {processes}."
-    )
+    job.progress.say(f"{describe(prepared)}. Read {read} in {whole:.1f} s, encoded at {rate:.1f} MB/s by {processes}.")
     if others := job.corpus.passed_over:
         job.progress.say(f"Passed over {len(others):,}: {_by_reason(others)}.")
 

@@ -80,7 +80,10 @@ def refuse_other(folder: Path, old: DataRequest, config: DataConfig, state: str)
 def _differences(old: DataRequest, config: DataConfig, checked: Checked) -> list[str]:
     found = []
     corpus = _current(config)
-    same = corpus is None or _is_same(corpus, old, checked)
+    same = corpus is None or (  # names and sizes are compared first, then the content decides
+        corpus.fingerprint == old.fingerprint
+        and (old.content is None or checked.same("corpus", corpus.paths, old.content))
+    )
     if old.corpus != config.corpus and (corpus is None or not same):
         found.append(f"corpus '{old.corpus}', not '{config.corpus}'")
     elif not same:
@@ -102,13 +105,6 @@ def _current(config: DataConfig) -> Corpus | None:
     except InputError:
         return None
     return None if corpus.streamed else corpus
-
-
-def _is_same(corpus: Corpus, old: DataRequest, checked: Checked) -> bool:
-    """Whether this is the text that was prepared. Names and sizes are compared first, then the content decides."""
-    if corpus.fingerprint != old.fingerprint:
-        return False
-    return old.content is None or checked.same("corpus", corpus.paths, old.content)
 
 
 def _given_sha256(tokenizer: str) -> str | None:
