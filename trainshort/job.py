@@ -42,10 +42,6 @@ class Job:
     autocast: Callable[[], AbstractContextManager]
 
     @property
-    def micro_batch(self) -> int:
-        return micro_batch(self.config, self.world)
-
-    @property
     def parts(self) -> Parts:
         """The tensors of a checkpoint."""
         return {

@@ -179,11 +179,8 @@ class Replica:
     model: nn.Module
     forward: Callable[..., Any]
     hold: Callable[[], AbstractContextManager]
+    """Around forward and backward of every micro-batch but the last, after which the ranks exchange gradients."""
     sharded: bool = False
-
-    def micro_batch(self, *, last: bool) -> AbstractContextManager:
-        """Around forward and backward of a micro-batch; only after the last one do the ranks exchange gradients."""
-        return nullcontext() if last else self.hold()
 
 
 def replicate(model: Any, world: World, strategy: str, *, half: bool = False) -> Replica:

@@ -7,7 +7,7 @@ however often, ends in the same bits as one that never was, and the state beside
 
 import math
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from trainshort.job import (
     Job,
     begin_session,
     build,
+    micro_batch,
     refuse_other_data,
     refuse_oversized,
     refuse_unresumable,
@@ -157,10 +158,10 @@ def _accumulate(job: Job, step: int, batch: Batch, count: int) -> float:
     sum is scaled by ranks / count, and the ranks' gradients are averaged.
     """
     torch.manual_seed(_seed(job.config.train.seed, step, job.world.rank))
-    rows, size = len(batch.inputs), job.micro_batch
+    rows, size = len(batch.inputs), micro_batch(job.config, job.world)
     total = torch.zeros((), dtype=torch.float64, device=job.world.device)
     for start in range(0, rows, size):
-        with job.replica.micro_batch(last=start + size >= rows):
+        with nullcontext() if start + size >= rows else job.replica.hold():
             loss = _loss(job, batch, slice(start, start + size))
             (loss.total * (job.world.size / max(1, count))).backward()
         total += loss.total.detach()
@@ -257,7 +258,7 @@ def _validate(job: Job) -> tuple[float, int]:
     if not targets:
         return 0.0, 0
     length = min(settings.length, targets)
-    batches = list(Passes(targets, length, length).batches(length * job.micro_batch))
+    batches = list(Passes(targets, length, length).batches(length * micro_batch(job.config, job.world)))
     job.replica.model.eval()
     nll, count = 0.0, 0
     for first in range(0, len(batches), world.size):

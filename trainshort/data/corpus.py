@@ -122,7 +122,7 @@ def _part(name: str, path: str, config: str | None = None, kind: Kind = "rows", 
     base = os.environ.get("TRAINSHORT_DATA")
     if base and (folder := Path(base) / name).is_dir():
         return folder_corpus(name, folder, None if kind == "rows" else kind)
-    return HubCorpus(path, config, kind=kind, options=options, given_name=name)
+    return HubCorpus(name, path, config, kind=kind, options=options)
 
 
 def find_corpus(name: str) -> Corpus:
@@ -151,7 +151,7 @@ def find_corpus(name: str) -> Corpus:
         return file_corpus(name, found, passed_over=passed_over)
     dataset, _, config = name.removeprefix("hub:").partition(":")
     if name.startswith("hub:") or (dataset.count("/") == 1 and suffix(path) not in SUFFIXES and name[0] not in "./~"):
-        return HubCorpus(dataset, config or None, given_name=name)
+        return HubCorpus(name, dataset, config or None)
     raise InputError(
         f"'{name}' is neither a known corpus nor a file or folder.{did_you_mean(name, corpora.names())} "
         f"Known: {', '.join(corpora.names())}; else give a path, a glob or a hub dataset as owner/name."

@@ -34,6 +34,7 @@ class HubCorpus:
     """A dataset by its hub name (or a local folder that `datasets` can load); the cursor is
     [split, state, rows, characters]."""
 
+    name: str
     path: str
     config: str | None = None
     kind: Kind = "rows"
@@ -41,14 +42,9 @@ class HubCorpus:
     size: None = None
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `datasets.load_dataset`."""
-    given_name: str | None = None
     streamed: bool = True
     paths: tuple[Path, ...] = ()
     passed_over: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def name(self) -> str:
-        return self.given_name or (f"{self.path}:{self.config}" if self.config else self.path)
 
     @property
     def fingerprint(self) -> str:

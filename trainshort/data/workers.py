@@ -65,14 +65,13 @@ def encode_portion(tokenizer: Tokenizer, documents: list[tuple[str, str]]) -> di
 
 def _start(folder: Path) -> subprocess.Popen[bytes]:
     """A worker for the tokenizer in `folder`."""
-    package = str(Path(__file__).parents[2])
-    inherited = os.environ.get("PYTHONPATH")
+    paths = filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
     return subprocess.Popen(
         [sys.executable, "-c", "from trainshort.data.workers import serve; serve()", str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ
-        | {"PYTHONPATH": os.pathsep.join([package, *([inherited] if inherited else [])])}
+        | {"PYTHONPATH": os.pathsep.join(paths)}
         # One thread each: there are as many workers as cores.
         | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
     )
