@@ -1,7 +1,7 @@
 """From settings to everything the training loop works with: data, model, optimizer, and where a stopped run stood."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ from trainshort import checkpoint, machine, optim, parallel, registry, runs
 from trainshort.attention import engines
 from trainshort.checkpoint import Parts, State, folders
 from trainshort.config import ModelConfig, RunConfig
-from trainshort.data import BatchStream, Prepared
+from trainshort.data import BatchStream, Prepared, of_run, open_or_prepare, really
 from trainshort.errors import InputError
 from trainshort.masking import mask_token
 from trainshort.methods import methods
@@ -48,6 +48,29 @@ class Job:
             "model": checkpoint.model_tensors(self.replica.model),
             "optimizer": optim.state_tensors(self.optimizer, self.replica.model),
         }
+
+
+@contextmanager
+def begun(config: RunConfig, run: Path, world: World, *, resume: bool, quiet: bool) -> Iterator[tuple[Job, State]]:
+    """All that comes before the first step, what can be wrong with the settings before anything is written; the run is
+    held against other processes until the end."""
+    world.on_main(lambda: runs.refuse_existing(run, resume=resume))  # before the data's preparation is waited for
+    world.on_main(lambda: refuse_unresumable(config, RunFolder(run)))
+    config = with_plugins(config, run)
+    refuse_oversized(config.model)
+    prepared = world.first("data", lambda: open_or_prepare(config.data, progress=not quiet))
+    config = config.model_copy(update={"data": really(config.data, prepared)})
+    config = resolve(config, prepared.meta.vocabulary, world, spare=RunFolder(run).imported.exists())
+    data = prepared.meta.splits["train"].sha256
+    job = build(config, RunFolder(run), world, prepared)
+    opened = runs.open_run(run, config, resume=resume)
+    with ExitStack() as held:
+        world.on_main(lambda: held.enter_context(opened))
+        world.on_main(lambda: refuse_other_data(job, data))
+        world.on_main(lambda: of_run.keep(run, prepared))
+        state = restore(job)
+        world.on_main(lambda: begin_session(job, state, data))
+        yield job, state
 
 
 def with_plugins(config: RunConfig, run: Path) -> RunConfig:

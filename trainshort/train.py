@@ -7,7 +7,7 @@ however often, ends in the same bits as one that never was, and the state beside
 
 import math
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,26 +18,13 @@ import torch
 from trainshort import checkpoint, optim, parallel, runs
 from trainshort.checkpoint import Snapshot, State, folders
 from trainshort.config import IGNORED, RunConfig
-from trainshort.data import of_run, open_or_prepare, really
 from trainshort.data.of_run import Batch
 from trainshort.errors import InputError
-from trainshort.job import (
-    Job,
-    begin_session,
-    build,
-    micro_batch,
-    refuse_other_data,
-    refuse_oversized,
-    refuse_unresumable,
-    resolve,
-    restore,
-    with_plugins,
-)
+from trainshort.job import Job, begun, micro_batch
 from trainshort.masking import hide, rounds_of
 from trainshort.model import Loss
 from trainshort.parallel import World
 from trainshort.passes import Passes, fill
-from trainshort.runs import RunFolder
 from trainshort.terminal import Display, Interrupted, StopRequest
 
 
@@ -75,24 +62,10 @@ def _train(
     config: RunConfig, run: Path, world: World, stop: StopRequest | None, *, resume: bool, quiet: bool
 ) -> TrainResult:
     """All of a session except joining and leaving the other ranks, which must outlive everything made here."""
-    world.on_main(lambda: runs.refuse_existing(run, resume=resume))  # before the data's preparation is waited for
-    world.on_main(lambda: refuse_unresumable(config, RunFolder(run)))
-    config = with_plugins(config, run)
-    refuse_oversized(config.model)
-    prepared = world.first("data", lambda: open_or_prepare(config.data, progress=not quiet))
-    config = config.model_copy(update={"data": really(config.data, prepared)})
-    config = resolve(config, prepared.meta.vocabulary, world, spare=RunFolder(run).imported.exists())
-    data = prepared.meta.splits["train"].sha256
-    job = build(config, RunFolder(run), world, prepared)
-    opened = runs.open_run(run, config, resume=resume)  # after all that can be wrong with the settings
-    with ExitStack() as held:
-        world.on_main(lambda: held.enter_context(opened))
-        world.on_main(lambda: refuse_other_data(job, data))
-        world.on_main(lambda: of_run.keep(run, prepared))
-        state = restore(job)
-        world.on_main(lambda: begin_session(job, state, data))
-        board = _board(job.folder.tensorboard, state.step) if config.train.tensorboard and world.main else None
-        display = Display(state.step, config.train.steps, quiet=quiet or not world.main, board=board)
+    with begun(config, run, world, resume=resume, quiet=quiet) as (job, state):
+        settings = job.config.train
+        board = _board(job.folder.tensorboard, state.step) if settings.tensorboard and world.main else None
+        display = Display(state.step, settings.steps, quiet=quiet or not world.main, board=board)
         with stop or StopRequest() as told, display:
             state = _steps(job, state, display, told)
         best = world.first_says(lambda: checkpoint.best(run))

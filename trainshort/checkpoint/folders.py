@@ -16,20 +16,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from trainshort import files
 from trainshort.config import Settings, load_config
 from trainshort.errors import InputError
-from trainshort.files import (
-    MissingFileError,
-    parse_json,
-    read_bytes,
-    read_object,
-    read_sealed,
-    read_text,
-    reason,
-    sha256,
-    sync,
-    write_whole,
-)
 from trainshort.runs import RunFolder, present
 from trainshort.terminal import say
 
@@ -81,7 +70,7 @@ def read_state(folder: Path) -> State:
     if problem := damage(folder, only=STATE):
         raise InputError(f"{folder} is damaged: {problem}.")
     try:
-        return State.read(read_object(folder / STATE))
+        return State.read(files.read_object(folder / STATE))
     except InputError:
         raise InputError(f"{folder} was written by another version of trainshort; use that one to read it.") from None
 
@@ -168,7 +157,7 @@ def whole_one(run: Path, choose: Callable[[Path, Say], Path | None], *, otherwis
 def is_hugging_face(folder: Path) -> bool:
     """Whether a folder holds a saved transformers model: its config names a model_type, ours never does."""
     try:
-        return b'"model_type"' in read_bytes(RunFolder(folder).config)
+        return b'"model_type"' in files.read_bytes(RunFolder(folder).config)
     except InputError:
         return False
 
@@ -176,7 +165,7 @@ def is_hugging_face(folder: Path) -> bool:
 def extrapolation(run: Path) -> str | None:
     """How far the model is good, in the words of the run's card (trainshort.evaluate.evidence); None without one."""
     try:
-        return read_sealed(run / "extrapolation.json").get("summary")
+        return files.read_sealed(run / "extrapolation.json").get("summary")
     except InputError:
         return None
 
@@ -188,10 +177,10 @@ def publish(folder: Path, digests: "Digests") -> None:
     if folder.exists():
         raise InputError(f"{folder} already exists, and checkpoints are never overwritten.")
     for inside in (path for path in partial(folder).rglob("*") if path.is_dir()):
-        sync(inside)
-    sync(partial(folder))
+        files.sync(inside)
+    files.sync(partial(folder))
     partial(folder).rename(folder)
-    sync(folder.parent)
+    files.sync(folder.parent)
 
 
 def retain(run: Path, keep: int) -> None:
@@ -207,7 +196,7 @@ def retain(run: Path, keep: int) -> None:
             folder.rename(removed)
             _remove(removed)
         except OSError as error:
-            say(f"The old checkpoint {folder} could not be removed: {reason(error)}.")
+            say(f"The old checkpoint {folder} could not be removed: {files.reason(error)}.")
 
 
 def _remove(path: Path) -> None:
@@ -224,7 +213,8 @@ def sweep(run: Path) -> None:
             try:
                 _remove(path)
             except OSError as error:
-                raise InputError(f"Cannot remove {path}: {reason(error)}. Remove it, then go on by --resume.") from None
+                why = files.reason(error)
+                raise InputError(f"Cannot remove {path}: {why}. Remove it, then go on by --resume.") from None
 
 
 def set_aside(run: Path, after: Path, say: Say = say) -> None:
@@ -258,11 +248,11 @@ def files_of(folder: Path) -> list[str]:
 
 
 def digest_of(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": sha256(path, mend="")}
+    return {"bytes": path.stat().st_size, "sha256": files.sha256(path, mend="")}
 
 
 def write_manifest(folder: Path, digests: Digests) -> None:
-    write_whole(folder / MANIFEST, _manifest_text(digests))
+    files.write_whole(folder / MANIFEST, _manifest_text(digests))
 
 
 def _manifest_text(digests: Digests) -> str:
@@ -282,7 +272,7 @@ def damage(folder: Path, only: str | None = None) -> str | None:
         message = str(error).removesuffix(".")
         return message[0].lower() + message[1:]
     except OSError as error:
-        return f"{error.filename or folder} cannot be read ({reason(error)})"
+        return f"{error.filename or folder} cannot be read ({files.reason(error)})"
 
 
 def _damage(folder: Path, only: str | None) -> str | None:
@@ -309,11 +299,11 @@ def _damage(folder: Path, only: str | None) -> str | None:
 def _read_manifest(folder: Path) -> Digests:
     """The manifest's content; one that cannot be believed is refused."""
     try:
-        text = read_text(folder / MANIFEST, mend="")
-    except MissingFileError:
+        text = files.read_text(folder / MANIFEST, mend="")
+    except files.MissingFileError:
         raise InputError(f"{MANIFEST} is missing") from None
     try:
-        digests = parse_json(text, MANIFEST, mend="")["files"]
+        digests = files.parse_json(text, MANIFEST, mend="")["files"]
         believed = text == _manifest_text(digests) and all(
             entry.keys() == {"bytes", "sha256"} for entry in digests.values()
         )
