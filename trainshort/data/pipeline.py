@@ -167,8 +167,8 @@ def _encode(job: Preparation, note: Note) -> tuple[float, int]:
     encoded, last = 0, (note.cursor, note.done)
     job.progress.stage("encoding", job.corpus.size, note.done)
     with closing(Writer(job.folder, note, splits, width)) as writer:
-        with closing(encode(source, job.folder, job.workers)) as done:
-            for portion, parts in done:
+        with closing(encode(source, job.folder, job.workers)) as results:
+            for portion, parts in results:
                 writer.append(parts)
                 encoded += sum(part.bytes for part in parts.values())
                 job.progress.at(portion.done)

@@ -98,21 +98,19 @@ def file_corpus(
     names = {path: _split_name(path, root) for path in paths}
     # A single file's name says nothing, and one that fits no split means that the others fit by accident.
     published = len(paths) > 1 and all(names.values())
-    for path in paths:
-        if not sizes[path] and (published or len(paths) == 1):
-            raise InputError(f"{path} is empty. Give a file with text in it.")
-    filled = [path for path in paths if sizes[path]]
-    if not filled:
+    empty = [path for path in paths if not sizes[path]]
+    if empty and (published or len(paths) == 1):
+        raise InputError(f"{empty[0]} is empty. Give a file with text in it.")
+    if len(empty) == len(paths):
         raise InputError(f"All {len(paths)} files of '{name}' are empty.")
     files = tuple(
         TextFile(path, (names[path] if published else None) or "train", kind or _kind(path), sizes[path])
-        for path in filled
+        for path in paths
+        if sizes[path]
     )
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{_shown(file.path, root)}\0{file.size}\0{file.kind}\0{file.split}\n".encode())
-    empty = [(_shown(path, root), "empty") for path in paths if not sizes[path]]
-    return FileCorpus(name, files, digest.hexdigest(), (*passed_over, *empty))
+    parts = "".join(f"{_shown(file.path, root)}\0{file.size}\0{file.kind}\0{file.split}\n" for file in files)
+    passed_over = (*passed_over, *((_shown(path, root), "empty") for path in empty))
+    return FileCorpus(name, files, hashlib.sha256(parts.encode()).hexdigest(), passed_over)
 
 
 def folder_corpus(name: str, folder: Path, kind: Kind | None = None) -> FileCorpus:
