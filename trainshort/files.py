@@ -126,8 +126,8 @@ def read_text(path: Path, *, mend: str = RESTORE, limit: int = LIMIT) -> str:
         raise InputError(f"Cannot read {path}: it is not UTF-8 text (byte {error.start:,}). {mend}") from None
 
 
-def read_json(path: Path, *, mend: str = RESTORE, limit: int = LIMIT) -> Any:
-    return parse_json(read_text(path, mend=mend, limit=limit), str(path), mend=mend)
+def read_json(path: Path, *, mend: str = RESTORE) -> Any:
+    return parse_json(read_text(path, mend=mend), str(path), mend=mend)
 
 
 def read_object(path: Path, *, mend: str = RESTORE) -> dict[str, Any]:

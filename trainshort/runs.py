@@ -71,10 +71,6 @@ class RunFolder:
         """Where the model comes from, if it was not made here (trainshort.interop)."""
         return self.path / "import.json"
 
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
 
 def present(run: Path) -> list[Path]:
     """The run's checkpoints by step, whole or not; not those that were set aside (trainshort.checkpoint.folders)."""

@@ -64,7 +64,7 @@ def _train(
     """All of a session except joining and leaving the other ranks, which must outlive everything made here."""
     with begun(config, run, world, resume=resume, quiet=quiet) as (job, state):
         settings = job.config.train
-        board = _board(job.folder.tensorboard, state.step) if settings.tensorboard and world.main else None
+        board = _board(run / "tensorboard", state.step) if settings.tensorboard and world.main else None
         display = Display(state.step, settings.steps, quiet=quiet or not world.main, board=board)
         with stop or StopRequest() as told, display:
             state = _steps(job, state, display, told)

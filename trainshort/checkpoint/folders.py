@@ -217,7 +217,7 @@ def sweep(run: Path) -> None:
                 raise InputError(f"Cannot remove {path}: {why}. Remove it, then go on by --resume.") from None
 
 
-def set_aside(run: Path, after: Path, say: Say = say) -> None:
+def set_aside(run: Path, after: Path) -> None:
     """Move checkpoints later than `after`, which are damaged, out of the way of the ones that will replace them."""
     for folder in present(run):
         if folder.name > after.name:
