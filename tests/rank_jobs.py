@@ -23,7 +23,7 @@ def check_together() -> None:
     with parallel.join() as world:
         assert world.total([1.0, float(world.rank)]) == [2.0, 1.0]
         assert world.gather([float(world.rank)]) == [[0.0], [1.0]]
-        assert world.first_says(world.rank) == 0
+        assert world.first_says(lambda: world.rank) == 0
         order = []
         world.first("order", lambda: order.append(world.rank))
         assert order == [world.rank]

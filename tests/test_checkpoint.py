@@ -86,7 +86,7 @@ def test_a_checkpoint_is_never_overwritten(tmp_path):
     assert (folder / "model" / "whole.safetensors").read_bytes() == before
     folders.partial(folder).mkdir()
     with pytest.raises(InputError, match="never overwritten"):
-        folders.publish(folder)
+        folders.publish(folder, {})
 
 
 def test_latest_and_best(tmp_path):
@@ -185,7 +185,7 @@ def test_damaged_checkpoints_are_set_aside_not_removed(tmp_path):
     made = [checkpoint.save(tmp_path, snapshot(step), ALONE) for step in (1, 2)]
     for _ in range(2):
         flip(made[1] / "config.json", 5)
-        folders.set_aside(tmp_path, made[0], lambda _: None)
+        folders.set_aside(tmp_path, made[0])
         checkpoint.save(tmp_path, snapshot(2), ALONE)
     names = sorted(os.listdir(tmp_path / "checkpoints"))
     assert names == ["step-000000001", "step-000000002", "step-000000002.damaged", "step-000000002.damaged-1"]

@@ -13,7 +13,7 @@ from trainshort.cache import Cache
 from trainshort.checkpoint import load_model
 from trainshort.config import IGNORED, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from trainshort.data import prepare
-from trainshort.data.stream import BatchStream
+from trainshort.data.of_run import BatchStream
 from trainshort.errors import InputError
 from trainshort.evaluate.sweep import Sweep, score
 from trainshort.model import TransformerLM

@@ -86,7 +86,7 @@ def test_a_file_in_place_of_a_folder_and_a_zero_byte_are_told(tmp_path):
 def test_a_file_larger_than_it_can_be_is_not_read(tmp_path):
     (tmp_path / "x.json").write_bytes(b" " * 101)
     with pytest.raises(InputError, match="more than the 100 bytes"):
-        files.read_json(tmp_path / "x.json", limit=100)
+        files.read_text(tmp_path / "x.json", limit=100)
 
 
 def test_json_as_deep_as_the_limit_is_read(tmp_path):

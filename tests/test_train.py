@@ -15,7 +15,7 @@ from trainshort import checkpoint, runs
 from trainshort.checkpoint import folders
 from trainshort.config import DataConfig, RunConfig
 from trainshort.data import open_or_prepare, prepare
-from trainshort.data.stream import BatchStream
+from trainshort.data.of_run import BatchStream
 from trainshort.errors import InputError
 from trainshort.job import resolve
 from trainshort.model import TransformerLM

@@ -120,16 +120,14 @@ def read_bytes(path: Path, *, mend: str = RESTORE, limit: int = LIMIT) -> bytes:
 
 
 def read_text(path: Path, *, mend: str = RESTORE, limit: int = LIMIT) -> str:
-    """The text of a regular file in UTF-8."""
     try:
         return read_bytes(path, mend=mend, limit=limit).decode()
     except UnicodeDecodeError as error:
         raise InputError(f"Cannot read {path}: it is not UTF-8 text (byte {error.start:,}). {mend}") from None
 
 
-def read_json(path: Path, *, mend: str = RESTORE, limit: int = LIMIT) -> Any:
-    """What a JSON file holds."""
-    return parse_json(read_text(path, mend=mend, limit=limit), str(path), mend=mend)
+def read_json(path: Path, *, mend: str = RESTORE) -> Any:
+    return parse_json(read_text(path, mend=mend), str(path), mend=mend)
 
 
 def read_object(path: Path, *, mend: str = RESTORE) -> dict[str, Any]:
@@ -171,7 +169,6 @@ def _shallow(values: Any) -> bool:
 
 
 def sha256(path: Path, *, mend: str = RESTORE) -> str:
-    """The sha256 of a file's content."""
     with open_file(path, mend=mend) as file:
         try:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -204,7 +201,6 @@ def replacing(path: Path, *, mend: str = CHOOSE) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str | bytes, *, mend: str = CHOOSE) -> None:
-    """Write a file so that it is whole or not there."""
     with replacing(path, mend=mend) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 

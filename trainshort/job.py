@@ -1,7 +1,7 @@
 """From settings to everything the training loop works with: data, model, optimizer, and where a stopped run stood."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -12,10 +12,9 @@ import torch
 
 from trainshort import checkpoint, machine, optim, parallel, registry, runs
 from trainshort.attention import engines
-from trainshort.checkpoint import Parts, Snapshot, State, folders
+from trainshort.checkpoint import Parts, State, folders
 from trainshort.config import ModelConfig, RunConfig
-from trainshort.data import Prepared
-from trainshort.data.stream import BatchStream
+from trainshort.data import BatchStream, Prepared, of_run, open_or_prepare, really
 from trainshort.errors import InputError
 from trainshort.masking import mask_token
 from trainshort.methods import methods
@@ -40,13 +39,7 @@ class Job:
     stream: BatchStream
     valid: np.ndarray
     """The beginning of the validation split, as much as is read during training."""
-    bos: int
-    """Read before the first token of a text."""
     autocast: Callable[[], AbstractContextManager]
-
-    @property
-    def micro_batch(self) -> int:
-        return micro_batch(self.config, self.world)
 
     @property
     def parts(self) -> Parts:
@@ -56,8 +49,28 @@ class Job:
             "optimizer": optim.state_tensors(self.optimizer, self.replica.model),
         }
 
-    def snapshot(self, state: State) -> Snapshot:
-        return Snapshot(self.config, state, self.parts, sharded=self.replica.sharded)
+
+@contextmanager
+def begun(config: RunConfig, run: Path, world: World, *, resume: bool, quiet: bool) -> Iterator[tuple[Job, State]]:
+    """All that comes before the first step, what can be wrong with the settings before anything is written; the run is
+    held against other processes until the end."""
+    world.on_main(lambda: runs.refuse_existing(run, resume=resume))  # before the data's preparation is waited for
+    world.on_main(lambda: refuse_unresumable(config, RunFolder(run)))
+    config = with_plugins(config, run)
+    refuse_oversized(config.model)
+    prepared = world.first("data", lambda: open_or_prepare(config.data, progress=not quiet))
+    config = config.model_copy(update={"data": really(config.data, prepared)})
+    config = resolve(config, prepared.meta.vocabulary, world, spare=RunFolder(run).imported.exists())
+    data = prepared.meta.splits["train"].sha256
+    job = build(config, RunFolder(run), world, prepared)
+    opened = runs.open_run(run, config, resume=resume)
+    with ExitStack() as held:
+        world.on_main(lambda: held.enter_context(opened))
+        world.on_main(lambda: refuse_other_data(job, data))
+        world.on_main(lambda: of_run.keep(run, prepared))
+        state = restore(job)
+        world.on_main(lambda: begin_session(job, state, data))
+        yield job, state
 
 
 def with_plugins(config: RunConfig, run: Path) -> RunConfig:
@@ -159,40 +172,34 @@ def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared
         optimizer=optim.build(model, config.optim),
         stream=stream,
         valid=prepared.split("valid")[: settings.valid_tokens],
-        bos=stream.bos,
         autocast=partial(torch.autocast, world.device.type, torch.bfloat16) if half else nullcontext,
     )
 
 
 def restore(job: Job) -> State:
     """Where the run stands: its last whole checkpoint, loaded, or the beginning."""
-    run, world = job.folder.path, job.world
-    found: list[str] = []
-    world.on_main(lambda: found.extend(_tidy(job.folder)))
-    names = world.first_says(found)
-    if not names:
+    name = job.world.first_says(lambda: _tidy(job.folder))
+    if name is None:
         return State(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
-    state = checkpoint.restore(job.folder.checkpoints / names[0], job.parts, sharded=job.replica.sharded)
+    state = checkpoint.restore(job.folder.checkpoints / name, job.parts, sharded=job.replica.sharded)
     optim.set_steps(job.optimizer, state.step)
-    if world.main:
-        say(f"Going on with {run} after step {state.step}.")
+    if job.world.main:
+        say(f"Going on with {job.folder.path} after step {state.step}.")
     return state
 
 
-def _tidy(folder: RunFolder) -> list[str]:
-    """Bring a run folder that may have been left at any moment to the moment of its last whole checkpoint.
-
-    Returns that checkpoint's name, or nothing when the run has none yet.
-    """
+def _tidy(folder: RunFolder) -> str | None:
+    """Bring a run folder that may have been left at any moment to the moment of its last whole checkpoint, and return
+    its name; None when the run has none yet."""
     folders.sweep(folder.path)
     if not folders.present(folder.path):
         runs.cut_metrics(folder, 0)
-        return []
+        return None
     latest = _last_whole(folder)
     folders.set_aside(folder.path, latest)
     state = checkpoint.read_state(latest)
     runs.cut_metrics(folder, state.step, state.metrics)
-    return [latest.name]
+    return latest.name
 
 
 def _last_whole(folder: RunFolder, say: folders.Say = say) -> Path:

@@ -191,10 +191,8 @@ def state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[st
     tensors = {}
     keeps = {parameter: group["keeps"] for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        state = optimizer.state[parameter]
-        for kind in keeps[parameter]:
+        for kind in keeps.get(parameter, ()):  # none for one that is not trained
+            state = optimizer.state[parameter]
             if kind not in state:
                 state[kind] = torch.zeros_like(parameter)
             tensors[f"{name}.{kind}"] = state[kind]

@@ -66,15 +66,11 @@ class World:
             dist.all_gather_object(values, value)
         return values
 
-    def first_says(self, value: Result) -> Result:
-        """Rank 0's value, on every rank: for what each would look up on a disk that changes meanwhile."""
-        return self.gather_objects(value)[0]
-
-    def together(self, work: Callable[[], object]) -> None:
+    def together(self, work: Callable[[], Result]) -> Result:
         """Run `work` on each rank; if it fails on one it fails on all, so that nobody waits for a rank that gave up."""
-        failure: InputError | None = None
+        failure, result = None, None
         try:
-            work()
+            result = work()
         except InputError as error:
             failure = error
         failed = [rank for rank, (flag,) in enumerate(self.gather([float(failure is not None)])) if flag]
@@ -82,10 +78,15 @@ class World:
             raise failure
         if failed:
             raise InputError(f"Rank {failed[0]} could not go on; its message says why.")
+        return result  # pyright: ignore[reportReturnType]  (it did not fail, so there is one)
 
-    def on_main(self, work: Callable[[], object]) -> None:
+    def on_main(self, work: Callable[[], Any]) -> Any:
         """Run `work` on rank 0 only; if it fails there, it fails on all."""
-        self.together(work if self.main else lambda: None)
+        return self.together(work if self.main else lambda: None)
+
+    def first_says(self, work: Callable[[], Result]) -> Result:
+        """What `work` gives on rank 0, on every rank: for what each would look up on a disk that changes meanwhile."""
+        return self.gather_objects(self.on_main(work))[0]
 
     def first(self, name: str, work: Callable[[], Result]) -> Result:
         """Run `work` on rank 0, and on the others when it has finished there (they find what it left on disk)."""
@@ -178,11 +179,8 @@ class Replica:
     model: nn.Module
     forward: Callable[..., Any]
     hold: Callable[[], AbstractContextManager]
+    """Around forward and backward of every micro-batch but the last, after which the ranks exchange gradients."""
     sharded: bool = False
-
-    def micro_batch(self, *, last: bool) -> AbstractContextManager:
-        """Around forward and backward of a micro-batch; only after the last one do the ranks exchange gradients."""
-        return nullcontext() if last else self.hold()
 
 
 def replicate(model: Any, world: World, strategy: str, *, half: bool = False) -> Replica:

@@ -22,42 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainshort import registry
+from trainshort import files, registry
 from trainshort.config import RunConfig, load_config
 from trainshort.errors import InputError
-from trainshort.files import (
-    CHECKSUM,
-    PARTIAL,
-    SEALED,
-    MissingFileError,
-    locked,
-    make_folder,
-    open_file,
-    parse_json,
-    read_bytes,
-    read_object,
-    reason,
-    sync,
-    try_folder,
-    write_whole,
-)
 
 LOCK = "train.lock"
 
-HARMLESS = frozenset(
-    {
-        "data.folder",
-        "model.backend",
-        "train.checkpoint_activations",
-        "train.compile",
-        "train.keep",
-        "train.log_every",
-        "train.micro_batch",
-        "train.parallel",
-        "train.save_every",
-        "train.tensorboard",
-    }
-)
+_FAST = {"model.backend", "train.checkpoint_activations", "train.compile", "train.micro_batch", "train.parallel"}
+_NOTED = {"train.keep", "train.log_every", "train.save_every", "train.tensorboard"}
+HARMLESS = frozenset({"data.folder"} | _FAST | _NOTED)
 """Settings that move no result beyond rounding: where, how fast and how often noted."""
 
 ROUNDING = 1e-6
@@ -98,10 +71,6 @@ class RunFolder:
         """Where the model comes from, if it was not made here (trainshort.interop)."""
         return self.path / "import.json"
 
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
 
 def present(run: Path) -> list[Path]:
     """The run's checkpoints by step, whole or not; not those that were set aside (trainshort.checkpoint.folders)."""
@@ -109,7 +78,7 @@ def present(run: Path) -> list[Path]:
     try:
         entries = list(checkpoints.iterdir()) if checkpoints.is_dir() else []
     except OSError as error:
-        raise InputError(f"{checkpoints} cannot be listed: {reason(error)}.") from None
+        raise InputError(f"{checkpoints} cannot be listed: {files.reason(error)}.") from None
     return sorted(path for path in entries if re.fullmatch(r"step-\d{9}", path.name))
 
 
@@ -119,7 +88,7 @@ def saved_states(run: Path) -> list[dict[str, Any]]:
     states = []
     for checkpoint in present(run):
         with suppress(InputError):
-            states.append(read_object(checkpoint / "state.json"))
+            states.append(files.read_object(checkpoint / "state.json"))
     return states
 
 
@@ -135,11 +104,11 @@ def open_run(path: Path, config: RunConfig, *, resume: bool) -> Iterator[RunFold
     if stored:
         registry.require_plugins(stored.plugins, str(path))
         _refuse_another_run(stored, config, path, begun=folder.sessions.exists())
-    make_folder(folder.path)
-    with locked(folder.path / LOCK, f"Another process is training in {path}. Wait for it, or stop it first."):
+    files.make_folder(folder.path)
+    with files.locked(folder.path / LOCK, f"Another process is training in {path}. Wait for it, or stop it first."):
         if config != stored:
-            write_whole(folder.config, config.model_dump_json(indent=2) + "\n")
-        make_folder(folder.checkpoints)
+            files.write_whole(folder.config, config.model_dump_json(indent=2) + "\n")
+        files.make_folder(folder.checkpoints)
         yield folder
 
 
@@ -148,12 +117,12 @@ def refuse_existing(path: Path, *, resume: bool) -> RunConfig | None:
     was started with, since a config.json that cannot be read is told before data is prepared for it."""
     if path.exists() and not path.is_dir():
         raise InputError(f"{path} is a file, but a run needs a folder. Choose another --out.")
-    try_folder(path)
+    files.try_folder(path)
     try:
         entries = set(os.listdir(path)) if path.exists() else set()
     except OSError as error:
-        raise InputError(f"{path} cannot be listed: {reason(error)}. Choose another --out.") from None
-    started = bool(entries - {"config.json" + PARTIAL, LOCK})
+        raise InputError(f"{path} cannot be listed: {files.reason(error)}. Choose another --out.") from None
+    started = bool(entries - {"config.json" + files.PARTIAL, LOCK})
     if started and not resume:
         raise InputError(f"{path} already exists. Go on with it by --resume, or choose another --out.")
     if started and not RunFolder(path).config.exists():
@@ -211,8 +180,7 @@ def cut_metrics(folder: RunFolder, step: int, last: str | None = None) -> None:
     `last` is the checksum of the last line at that moment. Lines that went missing since are not passed over: only a
     file that is gone altogether, or was begun anew after that step, is taken as it is.
     """
-    kept = _until(folder, checked_lines(folder.metrics), step, last)
-    keep_lines(folder.metrics, len(kept))
+    keep_lines(folder.metrics, len(_until(folder, checked_lines(folder.metrics), step, last)))
 
 
 def _until(folder: RunFolder, records: list[Line], step: int, last: str | None) -> list[Line]:
@@ -276,15 +244,15 @@ def checked_lines(path: Path) -> list[Line]:
     before = b""
     for number, line in enumerate(_whole_lines(path), start=1):
         name = f"{path}, line {number}"
-        record = parse_json(line, name, mend=RESTORE)
+        record = files.parse_json(line, name, mend=RESTORE)
         if not isinstance(record, dict):
             raise InputError(f"{name}, holds no JSON object. {RESTORE}")
-        found = record.pop(CHECKSUM, None)
-        if found is None and (SEALED in record or (records and records[-1][1])):
+        found = record.pop(files.CHECKSUM, None)
+        if found is None and (files.SEALED in record or (records and records[-1][1])):
             raise InputError(f"{name}, has no checksum, though it or the line before it had one. {RESTORE}")
         if found is not None and found != _checksum(before, record):
             raise InputError(f"{name}, or the line before it was changed after it was written. {RESTORE}")
-        record.pop(SEALED, None)
+        record.pop(files.SEALED, None)
         records.append((record, found))
         before = line
     return records
@@ -292,8 +260,8 @@ def checked_lines(path: Path) -> list[Line]:
 
 def _whole_lines(path: Path) -> list[bytes]:
     try:
-        return read_bytes(path, mend=RESTORE).split(b"\n")[:-1]  # what follows the last newline is empty, or torn
-    except MissingFileError:
+        return files.read_bytes(path, mend=RESTORE).split(b"\n")[:-1]  # what follows the last newline is empty, or torn
+    except files.MissingFileError:
         return []
 
 
@@ -305,45 +273,41 @@ def _checksum(before: bytes, record: dict[str, Any]) -> str:
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Add one line; the file ends with a whole one (`keep_lines`)."""
     # Through JSON, so that what is written and what is read back have the same checksum.
-    record = json.loads(json.dumps({**record, SEALED: True}, allow_nan=False))
+    record = json.loads(json.dumps({**record, files.SEALED: True}, allow_nan=False))
     try:
-        line = json.dumps({**record, CHECKSUM: _checksum(_last_line(path), record)})
+        line = json.dumps({**record, files.CHECKSUM: _checksum(_last_line(path), record)})
         with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
     except OSError as error:
-        raise InputError(f"Cannot write {path}: {reason(error)}. {MEND}") from None
+        raise InputError(f"Cannot write {path}: {files.reason(error)}. {MEND}") from None
 
 
 def _last_line(path: Path) -> bytes:
     try:
-        with open_file(path, mend=RESTORE) as file:
+        with files.open_file(path, mend=RESTORE) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
             return file.read().removesuffix(b"\n").rpartition(b"\n")[2]
-    except MissingFileError:
+    except files.MissingFileError:
         return b""
 
 
 def last_checksum(path: Path) -> str | None:
     """The checksum of the last line, by which lines that go missing at the end are noticed."""
     line = _last_line(path)
-    return parse_json(line, str(path), mend=RESTORE).get(CHECKSUM) if line else None
+    return files.parse_json(line, str(path), mend=RESTORE).get(files.CHECKSUM) if line else None
 
 
 def keep_lines(path: Path, count: int) -> None:
     """Cut the file after its first `count` lines, and with them a torn last one."""
     content = b"".join(line + b"\n" for line in _whole_lines(path)[:count])
-    try:
-        if content == read_bytes(path, mend=RESTORE):
-            return
-    except MissingFileError:
-        return
-    write_whole(path, content, mend=MEND)
+    if path.exists() and content != files.read_bytes(path, mend=RESTORE):
+        files.write_whole(path, content, mend=MEND)
 
 
 def sync_lines(path: Path) -> None:
     """Bring the lines appended so far to the disk."""
     try:
         if path.exists():
-            sync(path)
+            files.sync(path)
     except OSError as error:
-        raise InputError(f"Cannot write {path}: {reason(error)}. {MEND}") from None
+        raise InputError(f"Cannot write {path}: {files.reason(error)}. {MEND}") from None

@@ -1,13 +1,13 @@
 """Training: one loop, in `_steps`, from the first step to the last, on one process or many.
 
-Everything that varies from step to step is a pure function of the step's number: which tokens (data/stream.py),
+Everything that varies from step to step is a pure function of the step's number: which tokens (data/of_run.py),
 which dropout (`_seed`), which learning rate (optim.py). So a run that was stopped and resumed, at any moment and
 however often, ends in the same bits as one that never was, and the state beside the tensors is a few integers.
 """
 
 import math
 import time
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,27 +16,15 @@ import numpy as np
 import torch
 
 from trainshort import checkpoint, optim, parallel, runs
-from trainshort.checkpoint import State, folders
+from trainshort.checkpoint import Snapshot, State, folders
 from trainshort.config import IGNORED, RunConfig
-from trainshort.data import of_run, open_or_prepare, really
-from trainshort.data.stream import Batch
+from trainshort.data.of_run import Batch
 from trainshort.errors import InputError
-from trainshort.job import (
-    Job,
-    begin_session,
-    build,
-    refuse_other_data,
-    refuse_oversized,
-    refuse_unresumable,
-    resolve,
-    restore,
-    with_plugins,
-)
+from trainshort.job import Job, begun, micro_batch
 from trainshort.masking import hide, rounds_of
 from trainshort.model import Loss
 from trainshort.parallel import World
 from trainshort.passes import Passes, fill
-from trainshort.runs import RunFolder
 from trainshort.terminal import Display, Interrupted, StopRequest
 
 
@@ -74,27 +62,13 @@ def _train(
     config: RunConfig, run: Path, world: World, stop: StopRequest | None, *, resume: bool, quiet: bool
 ) -> TrainResult:
     """All of a session except joining and leaving the other ranks, which must outlive everything made here."""
-    world.on_main(lambda: runs.refuse_existing(run, resume=resume))  # before the data's preparation is waited for
-    world.on_main(lambda: refuse_unresumable(config, RunFolder(run)))
-    config = with_plugins(config, run)
-    refuse_oversized(config.model)
-    prepared = world.first("data", lambda: open_or_prepare(config.data, progress=not quiet))
-    config = config.model_copy(update={"data": really(config.data, prepared)})
-    config = resolve(config, prepared.meta.vocabulary, world, spare=RunFolder(run).imported.exists())
-    data = prepared.meta.splits["train"].sha256
-    job = build(config, RunFolder(run), world, prepared)
-    opened = runs.open_run(run, config, resume=resume)  # after all that can be wrong with the settings
-    with ExitStack() as held:
-        world.on_main(lambda: held.enter_context(opened))
-        world.on_main(lambda: refuse_other_data(job, data))
-        world.on_main(lambda: of_run.keep(run, prepared))
-        state = restore(job)
-        world.on_main(lambda: begin_session(job, state, data))
-        board = _board(job.folder.tensorboard, state.step) if config.train.tensorboard and world.main else None
-        display = Display(state.step, config.train.steps, quiet=quiet or not world.main, board=board)
+    with begun(config, run, world, resume=resume, quiet=quiet) as (job, state):
+        settings = job.config.train
+        board = _board(run / "tensorboard", state.step) if settings.tensorboard and world.main else None
+        display = Display(state.step, settings.steps, quiet=quiet or not world.main, board=board)
         with stop or StopRequest() as told, display:
             state = _steps(job, state, display, told)
-        best = world.first_says(checkpoint.best(run) if world.main else None)
+        best = world.first_says(lambda: checkpoint.best(run))
     return TrainResult(run, state.step, state.tokens, state.seconds, state.valid_nll, state.valid_count, best)
 
 
@@ -157,10 +131,10 @@ def _accumulate(job: Job, step: int, batch: Batch, count: int) -> float:
     sum is scaled by ranks / count, and the ranks' gradients are averaged.
     """
     torch.manual_seed(_seed(job.config.train.seed, step, job.world.rank))
-    rows, size = len(batch.inputs), job.micro_batch
+    rows, size = len(batch.inputs), micro_batch(job.config, job.world)
     total = torch.zeros((), dtype=torch.float64, device=job.world.device)
     for start in range(0, rows, size):
-        with job.replica.micro_batch(last=start + size >= rows):
+        with nullcontext() if start + size >= rows else job.replica.hold():
             loss = _loss(job, batch, slice(start, start + size))
             (loss.total * (job.world.size / max(1, count))).backward()
         total += loss.total.detach()
@@ -189,7 +163,7 @@ def _agree_finite(job: Job, step: int, nll: float, norm: float) -> float:
     if not wrong and math.isfinite(norm):
         return sum(losses)
     found = f"loss is {losses[wrong[0]]} on rank {wrong[0]}" if wrong else f"gradient norm is {norm}"
-    kept = job.world.first_says(checkpoint.latest(job.folder.path) if job.world.main else None)
+    kept = job.world.first_says(lambda: checkpoint.latest(job.folder.path))
     raise NotFiniteError(
         f"The {found} at step {step + 1}. That step was not made; the last good checkpoint is "
         f"{kept or 'none, since none was due yet'}. Try a lower optim.lr or a longer optim.warmup."
@@ -239,9 +213,8 @@ def _validated(job: Job, state: State, display: Display) -> tuple[State, bool]:
         raise NotFiniteError(f"The validation loss is {nll} after step {state.step}; the run was stopped there.")
     loss = nll / count
     improved = state.best_loss is None or loss < state.best_loss
-    changes = {"valid_nll": nll, "valid_count": count, "stale": 0 if improved else state.stale + 1}
-    if improved:
-        changes["best_loss"] = loss
+    changes = {"valid_nll": nll, "valid_count": count, "best_loss": loss if improved else state.best_loss}
+    changes["stale"] = 0 if improved else state.stale + 1
     record = {"step": state.step, "valid_nll": nll, "valid_count": count, "valid_loss": loss}
     _log(job, display, record | {"tokens": state.tokens, "seconds": round(state.seconds, 3)})
     return state.model_copy(update=changes), improved
@@ -258,13 +231,13 @@ def _validate(job: Job) -> tuple[float, int]:
     if not targets:
         return 0.0, 0
     length = min(settings.length, targets)
-    batches = list(Passes(targets, length, length).batches(length * job.micro_batch))
+    batches = list(Passes(targets, length, length).batches(length * micro_batch(job.config, job.world)))
     job.replica.model.eval()
     nll, count = 0.0, 0
     for first in range(0, len(batches), world.size):
         mine = first + world.rank
         batch = batches[min(mine, len(batches) - 1)]
-        inputs, wanted = fill(job.valid, batch, job.bos)
+        inputs, wanted = fill(job.valid, batch, job.stream.bos)
         if job.stream.mask is not None:  # one of the rounds of masking.py
             inputs, wanted = hide(
                 wanted, rounds_of([one.start for one in batch], wanted.shape[1]) == 0, job.stream.mask
@@ -280,8 +253,10 @@ def _validate(job: Job) -> tuple[float, int]:
 def _save(job: Job, state: State) -> Path:
     """A checkpoint, with the metrics up to it on the disk before it; then the old ones go."""
     job.world.on_main(lambda: runs.sync_lines(job.folder.metrics))
-    last = job.world.first_says(runs.last_checksum(job.folder.metrics) if job.world.main else None)
-    saved = checkpoint.save(job.folder.path, job.snapshot(state.model_copy(update={"metrics": last})), job.world)
+    last = job.world.first_says(lambda: runs.last_checksum(job.folder.metrics))
+    state = state.model_copy(update={"metrics": last})
+    snapshot = Snapshot(job.config, state, job.parts, sharded=job.replica.sharded)
+    saved = checkpoint.save(job.folder.path, snapshot, job.world)
     if job.world.main:
         folders.retain(job.folder.path, job.config.train.keep)
     return saved

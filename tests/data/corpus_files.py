@@ -1,13 +1,16 @@
-"""Small corpora on disk, shared by the tests of this folder."""
+"""Small corpora on disk, and what is prepared of them, shared by the tests of this folder."""
 
+import hashlib
 import json
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 
+from trainshort.config import DataConfig
 from trainshort.data.corpus import find_corpus
 from trainshort.data.document import Corpus
+from trainshort.data.meta import FILE as CHECKED_FILE
 
 
 def write_parquet(path: Path, texts: list, group: int = 3, column: str = "text") -> None:
@@ -26,3 +29,13 @@ def part(folder: Path, name: str, count: int) -> Corpus:
     path = folder / f"{name}.jsonl"
     write_jsonl(path, [f"{name}{n:03d}" for n in range(count)])
     return find_corpus(str(path))
+
+
+def settings(text: Path, folder: Path | None, **changes) -> DataConfig:
+    return DataConfig.read({"corpus": str(text), "folder": folder, "vocabulary": 300} | changes)
+
+
+def content(folder: Path) -> dict[str, str]:
+    """All files but the note of when they were checked, which names inodes and times."""
+    files = sorted(path for path in folder.iterdir() if path.name != CHECKED_FILE)
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

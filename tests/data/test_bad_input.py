@@ -119,27 +119,11 @@ def test_a_stream_that_breaks_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
 # Files that are not what their name says
 
 
-def pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def folder(path: Path) -> None:
-    path.mkdir()
-
-
-def dangling(path: Path) -> None:
-    path.symlink_to("nothing")
-
-
-def loop(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
 IN_PLACE = {
-    pipe: "it is a named pipe, and a file was expected",
-    folder: "it is a folder, and a file was expected",
-    dangling: "it is a link to nothing",
-    loop: "it is a link that leads back to itself",
+    "pipe": (os.mkfifo, "it is a named pipe, and a file was expected"),
+    "folder": (Path.mkdir, "it is a folder, and a file was expected"),
+    "dangling": (lambda path: path.symlink_to("nothing"), "it is a link to nothing"),
+    "loop": (lambda path: path.symlink_to(path.name), "it is a link that leads back to itself"),
 }
 CONTENTS = {
     "null": "null",
@@ -166,15 +150,15 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-@pytest.mark.parametrize("replace", IN_PLACE)
+@pytest.mark.parametrize("kind", IN_PLACE)
 @pytest.mark.parametrize("name", ["meta.json", "tokenizer.json", "train.bin", "valid.documents.bin", "unfinished.json"])
-def test_what_lies_in_place_of_a_file_is_told(replace, name: str, prepared: Path, tmp_path: Path) -> None:
-    which = "unfinished" if name == "unfinished.json" else "data"
+def test_what_lies_in_place_of_a_file_is_told(kind: str, name: str, prepared: Path, tmp_path: Path) -> None:
+    (replace, told), which = IN_PLACE[kind], "unfinished" if name == "unfinished.json" else "data"
     shutil.copytree(prepared / which, tmp_path / "data")
     (tmp_path / "data" / name).unlink()
     replace(tmp_path / "data" / name)
     config = DataConfig(corpus=str(prepared / "text.txt"), tokenizer="bytes", folder=tmp_path / "data")
-    with pytest.raises(InputError, match=rf"Cannot read .*{name}: {IN_PLACE[replace]}"):
+    with pytest.raises(InputError, match=rf"Cannot read .*{name}: {told}"):
         prepare(config, progress=False)
 
 
@@ -191,10 +175,11 @@ def test_json_that_is_none_is_told(content: str, name: str, prepared: Path, tmp_
         prepare(config, progress=False)
 
 
-@pytest.mark.parametrize("replace", [pipe, dangling, loop])
-def test_what_is_given_as_a_corpus_and_is_no_file_is_told(replace, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["pipe", "dangling", "loop"])
+def test_what_is_given_as_a_corpus_and_is_no_file_is_told(kind: str, tmp_path: Path) -> None:
+    replace, told = IN_PLACE[kind]
     replace(tmp_path / "text.txt")
-    with pytest.raises(InputError, match=IN_PLACE[replace]):
+    with pytest.raises(InputError, match=told):
         find_corpus(str(tmp_path / "text.txt"))
 
 

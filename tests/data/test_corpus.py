@@ -38,7 +38,7 @@ def assert_resumes(corpus: Corpus) -> None:
 @given(st.lists(st.text(st.sampled_from("ab é中🙂")), max_size=40), st.integers(1, 30))
 def test_stretches_lose_nothing_and_end_at_blank_lines(lines: list[str], size: int) -> None:
     rows = [Record(line + "\n", number) for number, line in enumerate(lines)]
-    documents = list(stretches(size)(rows))
+    documents = list(stretches(rows, size))
     assert "".join(row.text for row in documents) == "".join(row.text for row in rows)
     for row in documents[:-1]:
         last = row.text.splitlines()[-1]
@@ -167,7 +167,7 @@ def test_a_hub_dataset_is_streamed_and_resumes(tmp_path: Path, monkeypatch: pyte
 def test_hub_rows_that_are_lines_are_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainshort.data.hub.STRETCH", 20)
     write_parquet(tmp_path / "train.parquet", [f"sentence {n}" for n in range(10)])
-    corpus = HubCorpus(str(tmp_path), kind="lines")
+    corpus = HubCorpus("books", str(tmp_path), kind="lines")
     documents = texts(corpus)
     assert "".join(documents) == "".join(f"sentence {n}\n" for n in range(10))
     assert 1 < len(documents) < 10
@@ -176,7 +176,7 @@ def test_hub_rows_that_are_lines_are_gathered(tmp_path: Path, monkeypatch: pytes
 
 def test_hub_wikitext_is_cut_at_its_titles(tmp_path: Path) -> None:
     folder = wikitext_layouts(tmp_path)["parquet"]
-    corpus = HubCorpus(str(folder), kind="articles")
+    corpus = HubCorpus("wikitext", str(folder), kind="articles")
     local = find_corpus(str(folder))
     order = ("train", "valid", "test")
     expected = sorted(local.documents(), key=lambda document: order.index(document.split))
@@ -186,7 +186,7 @@ def test_hub_wikitext_is_cut_at_its_titles(tmp_path: Path) -> None:
 
 def test_paragraphs_of_a_text_are_rows_as_in_cc100(tmp_path: Path) -> None:
     (tmp_path / "en.txt").write_text("one\ntwo\n\nthree\n")
-    corpus = HubCorpus("text", options={"data_files": str(tmp_path / "en.txt"), "sample_by": "paragraph"})
+    corpus = HubCorpus("cc100-en", "text", options={"data_files": str(tmp_path / "en.txt"), "sample_by": "paragraph"})
     assert [text.strip() for text in texts(corpus)] == ["one\ntwo", "three"]
 
 

@@ -1,7 +1,6 @@
 """A preparation that is killed continues to byte-identical results; no worker stays behind; a full disk is told."""
 
 import contextlib
-import hashlib
 import os
 import random
 import signal
@@ -12,11 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from corpus_files import content, settings
 
-from trainshort.config import DataConfig
 from trainshort.data import open_data, prepare
 from trainshort.data import pipeline as pipeline_module
-from trainshort.data.meta import FILE as CHECKED_FILE
 from trainshort.data.meta import UNFINISHED_FILE
 from trainshort.errors import InputError
 
@@ -42,16 +40,6 @@ def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text(" ".join(words))
     return path
-
-
-def settings(text: Path, folder: Path, **changes) -> DataConfig:
-    return DataConfig.read({"corpus": str(text), "folder": folder, "vocabulary": 300} | changes)
-
-
-def content(folder: Path) -> dict[str, str]:
-    """All files but the note of when they were checked, which names inodes and times."""
-    files = sorted(path for path in folder.iterdir() if path.name != CHECKED_FILE)
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def start(text: Path, folder: Path, workers: int, **options) -> subprocess.Popen:

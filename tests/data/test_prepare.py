@@ -1,7 +1,6 @@
 """`prepare`: the same bytes whatever the workers and interruptions, nothing overwritten, damage noticed."""
 
 import contextlib
-import hashlib
 import json
 import os
 import pty
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from corpus_files import content, settings, write_jsonl
 
 from trainshort import files
 from trainshort.cli import main
@@ -34,16 +34,6 @@ def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text("".join(PARAGRAPH.format(n=n) for n in range(600)))
     return path
-
-
-def settings(text: Path, folder: Path | None, **changes) -> DataConfig:
-    return DataConfig.read({"corpus": str(text), "folder": folder, "vocabulary": 300} | changes)
-
-
-def content(folder: Path) -> dict[str, str]:
-    """All files but the note of when they were checked, which names inodes and times."""
-    files = sorted(path for path in folder.iterdir() if path.name != CHECKED_FILE)
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "words", "bpe"])
@@ -209,8 +199,7 @@ def test_a_hub_dataset_is_prepared(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for split, count in (("train", 300), ("validation", 5), ("test", 5)):
-        lines = [json.dumps({"text": f"{split} record {n}"}) + "\n" for n in range(count)]
-        (source / f"{split}.jsonl").write_text("".join(lines))
+        write_jsonl(source / f"{split}.jsonl", [f"{split} record {n}" for n in range(count)])
     prepared = prepare(settings(Path(f"hub:{source}"), tmp_path / "out"), progress=False)
     assert [prepared.meta.splits[split].documents for split in ("train", "valid", "test")] == [300, 5, 5]
     tokens, starts = prepared.split("valid"), prepared.documents("valid")
@@ -226,6 +215,8 @@ def test_a_hub_dataset_too_small_to_split_by_chance_is_told(tmp_path: Path) -> N
 
 # Damage
 
+DAMAGED = r"is damaged or belongs to another preparation: its checksum is not the one in meta\.json"
+
 
 def test_files_that_do_not_match_their_meta_are_refused(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -236,10 +227,7 @@ def test_files_that_do_not_match_their_meta_are_refused(text: Path, tmp_path: Pa
     with pytest.raises(InputError, match=message):
         open_data(out)
     (out / "valid.bin").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(
-        InputError,
-        match=r"valid\.bin is damaged or belongs to another preparation: its checksum is not the one in meta\.json",
-    ):
+    with pytest.raises(InputError, match=r"valid\.bin " + DAMAGED):
         open_data(out)
     (out / "valid.bin").unlink()
     with pytest.raises(InputError, match=r"There is no file .*valid\.bin"):
@@ -255,10 +243,7 @@ def test_every_changed_bit_is_noticed_whatever_the_times_say(name: str, text: Pa
     for at in range(0, len(whole), 1 + len(whole) // 10):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-        with pytest.raises(
-            InputError,
-            match=rf"{name} is damaged or belongs to another preparation: its checksum is not the one in meta\.json",
-        ):
+        with pytest.raises(InputError, match=f"{name} {DAMAGED}"):
             open_data(out)
     path.write_bytes(whole)
     open_data(out)

@@ -16,7 +16,7 @@ import hashlib
 import math
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,16 +72,15 @@ class Snapshot:
 def save(run: Path, snapshot: Snapshot, world: World) -> Path:
     """Add a checkpoint to a run; all ranks call this. Returns its folder."""
     folder = run / "checkpoints" / folders.name(snapshot.state.step)
-    if world.first_says(folder.exists()):
+    if world.first_says(folder.exists):
         return folder  # the same step of the same run: the same content
-    partial = folders.partial(folder)
+    partial, guarded = folders.partial(folder), _guarded(folder)
     try:
-        world.on_main(_guarded(folder, lambda: _begin(partial, snapshot)))
-        world.together(_guarded(folder, lambda: _write(partial, snapshot, world)))
-        mine: folders.Digests = {}
-        world.together(_guarded(folder, lambda: mine.update(_digests(partial, world))))
+        world.on_main(guarded(lambda: _begin(partial, snapshot)))
+        world.together(guarded(lambda: _write(partial, snapshot, world)))
+        mine = world.together(guarded(lambda: _digests(partial, world)))
         digests = {name: value for share in world.gather_objects(mine) for name, value in share.items()}
-        world.on_main(_guarded(folder, lambda: _finish(folder, digests)))
+        world.on_main(guarded(lambda: folders.publish(folder, digests)))
     except BaseException:
         if world.main:
             with contextlib.suppress(OSError):
@@ -90,19 +89,16 @@ def save(run: Path, snapshot: Snapshot, world: World) -> Path:
     return folder
 
 
-def _guarded(folder: Path, work: Callable[[], None]) -> Callable[[], None]:
-    """`work`, with what a disk can do to it told in words."""
-
-    def guarded() -> None:
-        try:
-            work()
-        except OSError as error:
-            raise InputError(
-                f"Cannot save {folder}: {reason(error)}. The checkpoints before it are intact; "
-                "make room there, then go on by --resume."
-            ) from error
-
-    return guarded
+@contextlib.contextmanager
+def _guarded(folder: Path) -> Iterator[None]:
+    """Around, or as a decorator of, what writes: what a disk can do to it is told in words."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"Cannot save {folder}: {reason(error)}. The checkpoints before it are intact; "
+            "make room there, then go on by --resume."
+        ) from error
 
 
 def _begin(partial: Path, snapshot: Snapshot) -> None:
@@ -113,12 +109,6 @@ def _begin(partial: Path, snapshot: Snapshot) -> None:
     write_whole(partial / STATE, snapshot.state.model_dump_json(indent=2) + "\n")
 
 
-def _write(partial: Path, snapshot: Snapshot, world: World) -> None:
-    for part, values in snapshot.parts.items():
-        if snapshot.sharded or world.main:
-            _write_part(partial / part, values, sharded=snapshot.sharded)
-
-
 def _digests(partial: Path, world: World) -> folders.Digests:
     """sha256 of this rank's share of the files, which are brought to the disk on the way."""
     share = {}
@@ -126,11 +116,6 @@ def _digests(partial: Path, world: World) -> folders.Digests:
         sync(partial / name)
         share[name] = folders.digest_of(partial / name)
     return share
-
-
-def _finish(folder: Path, digests: folders.Digests) -> None:
-    folders.write_manifest(folders.partial(folder), digests)
-    folders.publish(folder)
 
 
 def restore(folder: Path, parts: Parts, *, sharded: bool = False) -> State:
@@ -171,7 +156,8 @@ def load_model(path: Path | str, *, device: str = "cpu") -> TransformerLM:
 
 def _refuse_larger(folder: Path, config: ModelConfig) -> None:
     """Stop before a model is built that is larger than the weights beside its settings."""
-    stored = sum(math.prod(shape) for shape in _shapes_of(folder / "model").values())
+    shapes = _shapes_of(folder / "model")
+    stored = sum(math.prod(shape) for shape in shapes.values())
     if config.least_weights > stored:
         raise InputError(
             f"{folder} holds {stored:,} weights, but a model of its config.json has at least "
@@ -179,7 +165,7 @@ def _refuse_larger(folder: Path, config: ModelConfig) -> None:
         )
     with torch.device("meta"):  # nothing is allocated
         wanted = model_tensors(TransformerLM(config))
-    _refuse_others(folder, _shapes_of(folder / "model"), {name: tuple(tensor.shape) for name, tensor in wanted.items()})
+    _refuse_others(folder, shapes, wanted)
 
 
 # ---- tensors to safetensors files and back, of one process or of many
@@ -210,21 +196,22 @@ def sha256_of(tensors: Mapping[str, Tensor], first: bytes = b"") -> str:
     return digest.hexdigest()
 
 
-def _write_part(folder: Path, tensors: dict[str, Tensor], *, sharded: bool) -> None:
-    """Write one part. With `sharded`, all ranks call this and each writes its shards."""
-    if sharded:
-        _write_shards(folder, tensors)
-        return
-    folder.mkdir(exist_ok=True)
-    try:
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / WHOLE)
-    except SafetensorError as error:
-        raise refused(error) from error
+def _write(partial: Path, snapshot: Snapshot, world: World) -> None:
+    """Write all parts; every rank calls this. Each writes its shards, or else the first writes all."""
+    for part, tensors in snapshot.parts.items():
+        if snapshot.sharded:
+            _write_shards(partial / part, tensors)
+        elif world.main:
+            (partial / part).mkdir()
+            try:
+                save_file({n: tensor.detach().contiguous() for n, tensor in tensors.items()}, partial / part / WHOLE)
+            except SafetensorError as error:
+                raise refused(error) from error
 
 
 def read_part(folder: Path, tensors: dict[str, Tensor], *, sharded: bool) -> None:
     """Fill `tensors` in place from one part. With `sharded`, all ranks call this and each reads its shards."""
-    _refuse_others(folder, _shapes_of(folder), {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    _refuse_others(folder, _shapes_of(folder), tensors)
     try:
         if sharded or not (folder / WHOLE).exists():
             _read_shards(folder, tensors, sharded=sharded)
@@ -250,12 +237,12 @@ def _shapes_of(folder: Path) -> Shapes:
     return {name: tuple(getattr(entry, "size", ())) for name, entry in stored.items()}
 
 
-def _refuse_others(folder: Path, found: Shapes, wanted: Shapes) -> None:
+def _refuse_others(folder: Path, found: Shapes, wanted: Mapping[str, Tensor]) -> None:
     """Stop if the stored tensors are not those of this model, by name or by shape (a copy would repeat one value)."""
     if odd := sorted(found.keys() ^ wanted.keys()):
         raise InputError(f"{folder} was written for another model: {', '.join(odd[:3])} is on one side only.")
-    for name, shape in wanted.items():
-        if found[name] != shape:
+    for name, tensor in wanted.items():
+        if found[name] != (shape := tuple(tensor.shape)):
             raise InputError(
                 f"{folder} was written for another model: {name} has shape {found[name]} there, and {shape} by the "
                 "settings. Use the config.json that belongs to it."

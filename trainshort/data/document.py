@@ -13,7 +13,7 @@ but no `valid` or `test` gets what it lacks from its training documents.
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -51,72 +51,58 @@ class Document:
 
 
 class Corpus(Protocol):
-    """A text that can be read from any document on, as often as needed, always in the same order."""
+    """A text that can be read from any document on, as often as needed, always in the same order.
+
+    name          what the user called it
+    size          bytes to read, or None where nobody knows
+    splits        those it was published in; ("train",) when it was not split
+    streamed      whether reading costs a download, so that samples are taken from the beginning
+    fingerprint   changes when the text does, as far as that can be seen without reading it
+    paths         the files whose content is the text; none where it is streamed
+    passed_over   what lies beside them and is not read, each with the reason
+    documents     all after `cursor`; bytes that are not UTF-8 are an error or become U+FFFD
+    """
 
     @property
-    def name(self) -> str:
-        """What the user called it."""
-        ...
-
+    def name(self) -> str: ...
     @property
-    def size(self) -> int | None:
-        """Bytes to read, or None where nobody knows."""
-        ...
-
+    def size(self) -> int | None: ...
     @property
-    def splits(self) -> tuple[str, ...]:
-        """The splits it was published in; ("train",) when it was not split."""
-        ...
-
+    def splits(self) -> tuple[str, ...]: ...
     @property
-    def streamed(self) -> bool:
-        """Whether reading costs a download, so that samples are taken from the beginning."""
-        ...
-
+    def streamed(self) -> bool: ...
     @property
-    def fingerprint(self) -> str:
-        """Changes when the text does, as far as that can be seen without reading it."""
-        ...
-
+    def fingerprint(self) -> str: ...
     @property
-    def paths(self) -> Sequence[Path]:
-        """The files whose content is the text; none where it is streamed."""
-        ...
-
+    def paths(self) -> Sequence[Path]: ...
     @property
-    def passed_over(self) -> Sequence[tuple[str, str]]:
-        """What lies beside them and is not read, each with the reason."""
-        ...
-
-    def documents(self, cursor: Any = None, errors: Errors = "strict") -> Iterator[Document]:
-        """All documents after `cursor`; bytes that are not UTF-8 are an error or become U+FFFD."""
-        ...
+    def passed_over(self) -> Sequence[tuple[str, str]]: ...
+    def documents(self, cursor: Any = None, errors: Errors = "strict") -> Iterator[Document]: ...
 
 
-Grouping = Callable[[Iterable[Record]], Iterator[Record]]
+Kind = Literal["whole", "stretches", "articles", "rows", "lines"]
+"""What becomes a document: a file, a stretch of one, an article of WikiText's lines, a record, or records as lines."""
 
 
-def each(rows: Iterable[Record]) -> Iterator[Record]:
-    """Every row is a document."""
-    yield from rows
+def grouped(records: Iterator[Record], kind: Kind, size: int) -> Iterator[Record]:
+    """The documents that records make; those of lines have at least `size` characters."""
+    if kind == "articles":
+        return articles(as_lines(records, blank=" \n"))
+    return stretches(as_lines(records), size) if kind == "lines" else records
 
 
-def stretches(size: int) -> Grouping:
+def stretches(rows: Iterable[Record], size: int) -> Iterator[Record]:
     """Documents of whole paragraphs: at least `size` characters to a blank line, twice that to any line end."""
-
-    def group(rows: Iterable[Record]) -> Iterator[Record]:
-        parts: list[Record] = []
-        length = 0
-        for row in rows:
-            parts.append(row)
-            length += len(row.text)
-            if length >= 2 * size or (length >= size and not row.text.strip()):
-                yield _join(parts)
-                parts, length = [], 0
-        if parts:
+    parts: list[Record] = []
+    length = 0
+    for row in rows:
+        parts.append(row)
+        length += len(row.text)
+        if length >= 2 * size or (length >= size and not row.text.strip()):
             yield _join(parts)
-
-    return group
+            parts, length = [], 0
+    if parts:
+        yield _join(parts)
 
 
 def articles(rows: Iterable[Record]) -> Iterator[Record]:
@@ -174,11 +160,8 @@ class Splitter:
         if document.split != "train" or not self.missing:
             return document.split
         number = text_hash(document.text)
-        if number < self.test:
-            return "test" if "test" in self.missing else "train"
-        if number < self.valid:
-            return "valid" if "valid" in self.missing else "train"
-        return "train"
+        drawn = "test" if number < self.test else "valid" if number < self.valid else "train"
+        return drawn if drawn in self.missing else "train"
 
 
 def text_hash(text: str) -> int:
@@ -204,8 +187,7 @@ def _exact(name: str, missing: tuple[str, ...], hashes: Iterable[int]) -> Splitt
     if len(ranked) < 3:
         raise InputError(
             f"'{name}' holds {len(ranked)} different document{'' if len(ranked) == 1 else 's'}, too few to split into "
-            "train, valid and test. "
-            "Give more text, or files named train, valid and test."
+            "train, valid and test. Give more text, or files named train, valid and test."
         )
     share = max(1, round(HELD_OUT * len(ranked)))
     return Splitter(missing, ranked[share], ranked[2 * share])

@@ -13,8 +13,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from trainshort.data.document import Corpus, Document, Errors, Grouping, Record, articles, as_lines, each, stretches
-from trainshort.data.text_files import Kind
+from trainshort.data.document import SPLITS, Corpus, Document, Errors, Kind, Record, grouped
 from trainshort.errors import InputError
 from trainshort.terminal import first_sentence
 
@@ -35,21 +34,17 @@ class HubCorpus:
     """A dataset by its hub name (or a local folder that `datasets` can load); the cursor is
     [split, state, rows, characters]."""
 
+    name: str
     path: str
     config: str | None = None
     kind: Kind = "rows"
     """rows: a row is a document; lines: rows are gathered; articles: rows are WikiText's lines."""
-    size: int | None = None
+    size: None = None
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `datasets.load_dataset`."""
-    given_name: str | None = None
     streamed: bool = True
     paths: tuple[Path, ...] = ()
     passed_over: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def name(self) -> str:
-        return self.given_name or (f"{self.path}:{self.config}" if self.config else self.path)
 
     @property
     def fingerprint(self) -> str:
@@ -71,7 +66,7 @@ class HubCorpus:
         done = rest[0] if rest else 0
         for name in names[names.index(first) :]:
             rows = _stream_rows(self.name, streams[name], state, skip)
-            for row in self._group()(rows):
+            for row in grouped(rows, self.kind, STRETCH):
                 if row.text:
                     done += len(row.text)
                     yield Document(row.text, name, [name, *row.cursor, done], done)
@@ -104,14 +99,7 @@ class HubCorpus:
         found = {_SPLITS[name]: stream for name, stream in loaded.items() if name in _SPLITS}
         if not found:
             raise InputError(f"'{self.name}' should have a split 'train'; it has {', '.join(loaded)}.")
-        return {name: found[name] for name in ("train", "valid", "test") if name in found}
-
-    def _group(self) -> Grouping:
-        if self.kind == "articles":
-            return lambda rows: articles(as_lines(rows, blank=" \n"))
-        if self.kind == "lines":
-            return lambda rows: stretches(STRETCH)(as_lines(rows))
-        return each
+        return {name: found[name] for name in SPLITS if name in found}
 
 
 def _stream_rows(name: str, stream: Any, state: Any, skip: int) -> Iterator[Record]:
@@ -196,7 +184,7 @@ class MixedCorpus:
             index = min(unread, key=lambda index: places[index][1] / self.parts[index][1])
             document = next(streams[index], None)
             if document is None:
-                places[index] = [places[index][0], places[index][1], True]
+                places[index] = [*places[index][:2], True]
                 continue
             places[index] = [document.cursor, places[index][1] + len(document.text.encode()), False]
             done = sum(place[1] for place in places)

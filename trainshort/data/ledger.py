@@ -60,11 +60,11 @@ class Writer:
     def __init__(self, folder: Path, note: Note, splits: tuple[str, ...], width: int) -> None:
         self.folder = folder
         self.note = note
-        self._counts = {name: note.splits.get(name, SplitMeta()).model_dump() for name in splits}
+        self._counts = {name: note.splits.get(name, SplitMeta()) for name in splits}
         self._files: dict[Path, BinaryIO] = {}
         for name, counts in self._counts.items():
-            self._reopen(bin_path(folder, name), counts["tokens"] * width)
-            self._reopen(offsets_path(folder, name), counts["documents"] * np.dtype(OFFSET_TYPE).itemsize)
+            self._reopen(bin_path(folder, name), counts.tokens * width)
+            self._reopen(offsets_path(folder, name), counts.documents * np.dtype(OFFSET_TYPE).itemsize)
 
     def _reopen(self, path: Path, size: int) -> None:
         path.touch()
@@ -77,15 +77,17 @@ class Writer:
 
     def append(self, encoded: dict[str, Encoded]) -> None:
         for name, part in encoded.items():
-            counts = self._counts[name]
+            before = self._counts[name]
             lengths = np.array(part.lengths, dtype=np.int64)
-            starts = counts["tokens"] + np.cumsum(lengths) - lengths
+            starts = before.tokens + np.cumsum(lengths) - lengths
             self._files[bin_path(self.folder, name)].write(part.tokens)
             self._files[offsets_path(self.folder, name)].write(starts.astype(OFFSET_TYPE).tobytes())
-            counts["tokens"] += int(lengths.sum())
-            counts["documents"] += len(lengths)
-            counts["words"] += part.words
-            counts["bytes"] += part.bytes
+            self._counts[name] = SplitMeta(
+                tokens=before.tokens + int(lengths.sum()),
+                words=before.words + part.words,
+                bytes=before.bytes + part.bytes,
+                documents=before.documents + len(lengths),
+            )
 
     def commit(self, cursor: Any, done: int) -> None:
         """From here on a kill loses nothing that was appended before."""
@@ -93,12 +95,9 @@ class Writer:
             file.flush()
             os.fsync(file.fileno())
         # Through JSON, so that a note read back and one written now are the same.
-        update = {"cursor": json.loads(json.dumps(cursor)), "done": done, "splits": self._split_metas()}
+        update = {"cursor": json.loads(json.dumps(cursor)), "done": done, "splits": dict(self._counts)}
         self.note = self.note.model_copy(update=update)
         write_note(self.folder, self.note)
-
-    def _split_metas(self) -> dict[str, SplitMeta]:
-        return {name: SplitMeta(**counts) for name, counts in self._counts.items()}
 
     def close(self) -> None:
         for file in self._files.values():
@@ -112,31 +111,30 @@ class Stages:
         self.wanted = wanted
         self.started = time.perf_counter()
         self._bar: Any = None
-        self._task: Any = None
 
     @contextmanager
-    def shown(self) -> Iterator["Stages"]:
+    def shown(self) -> Iterator[None]:
         if not (self.wanted and sys.stderr.isatty()):
-            yield self
+            yield
             return
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-        from rich.progress import Progress as Bar
+        from rich import progress as rich
 
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-        with Bar(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=new_console(stderr=True)) as self._bar:
-            yield self
+        columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.DownloadColumn())
+        columns += (rich.TransferSpeedColumn(), rich.TimeRemainingColumn())
+        with rich.Progress(*columns, console=new_console(stderr=True)) as self._bar:
+            yield
         self._bar = None
 
     def stage(self, name: str, total: int | None, done: int = 0) -> None:
         """Begin a stage of `total` bytes, of which `done` were done before."""
         if self._bar is not None:
-            if self._task is not None:
-                self._bar.remove_task(self._task)
-            self._task = self._bar.add_task(name, total=total, completed=done)
+            for task in self._bar.task_ids:
+                self._bar.remove_task(task)
+            self._bar.add_task(name, total=total, completed=done)
 
     def at(self, done: int) -> None:
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done)
 
     def watch(self, documents: Iterable[Document]) -> Iterator[Document]:
         """The same documents, with the bar following them."""
@@ -147,7 +145,3 @@ class Stages:
     def say(self, line: str) -> None:
         if self.wanted:
             print(printable(line), file=sys.stderr, flush=True)
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.started

@@ -71,11 +71,6 @@ def content_sha256(paths: Sequence[Path]) -> str:
     return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def file_size(path: Path) -> int:
-    """Of a regular file."""
-    return _stat(path).st_size
-
-
 def _state(paths: Sequence[Path]) -> str:
     """Changes whenever a file is written to, replaced, or given other times."""
     lines = [f"{at.st_size} {at.st_mtime_ns} {at.st_ctime_ns} {at.st_ino}" for at in map(_stat, paths)]
@@ -193,7 +188,7 @@ class Prepared:
     def check(self) -> None:
         """Compare all files with their checksums; what did not change since it was found whole is not read."""
         checked, expected = Checked(self.folder), self._checksums()
-        if sum(file_size(path) for path in expected) > WORTH_SAYING and not checked.known:
+        if sum(_stat(path).st_size for path in expected) > WORTH_SAYING and not checked.known:
             say(f"checking {self.folder} once, as it is new here ...")
         for path, checksum in expected.items():
             if not checked.same(path.name, [path], checksum):
@@ -264,7 +259,7 @@ def _read_meta(folder: Path) -> Meta:
 
 
 def _check_size(path: Path, count: int, width: int, what: str) -> None:
-    size = file_size(path)
+    size = _stat(path).st_size
     if size != count * width:
         raise InputError(
             f"{path} should hold {count:,} {what} in {count * width:,} bytes as its meta.json says, "

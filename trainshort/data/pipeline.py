@@ -9,7 +9,7 @@ import errno
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,11 @@ from trainshort.data.corpus import find_corpus
 from trainshort.data.document import SPLITS, Corpus, Errors, Splitter, splitter
 from trainshort.data.ledger import ROOM, Note, Stages, Writer, read_note, write_note
 from trainshort.data.meta import FILE as CHECKED_FILE
-from trainshort.data.meta import DataRequest, Meta, Prepared, SplitMeta, bin_path, is_data, offsets_path, open_data
+from trainshort.data.meta import DataRequest, Meta, Prepared, bin_path, is_data, offsets_path, open_data
 from trainshort.data.request import data_folder, make_request, refuse_other, short_name
 from trainshort.data.tokenizer import FILE as TOKENIZER_FILE
 from trainshort.data.tokenizer import Tokenizer, load_tokenizer, tokenizers
-from trainshort.data.workers import Pool, Portion
+from trainshort.data.workers import Portion, encode
 from trainshort.errors import InputError
 from trainshort.terminal import waiting
 
@@ -121,28 +121,22 @@ def _begin(job: Preparation, resume: bool) -> Note:
 
 
 def _settled(job: Preparation, note: Note) -> Note:
-    """The note with splits and tokenizer decided; where the input does not allow it, no folder is left."""
+    """The note with splits and tokenizer decided and kept; where the input does not allow it, no folder is left."""
     try:
-        return _settle(job, note)
+        if not job.corpus.streamed and not any(one.text.strip() for one in job.corpus.documents(errors=job.errors)):
+            raise InputError(f"'{job.corpus.name}' holds nothing but white space. Give files with text in them.")
+        rule = splitter(job.corpus, job.errors)
+        tokenizer = _tokenizer(job, rule)
+        files.write_whole(job.folder / TOKENIZER_FILE, tokenizer.to_json(), mend=ROOM)
+        decided = {"ready": True, "missing": rule.missing, "test_below": rule.test, "valid_below": rule.valid}
+        note = note.model_copy(update=decided)
+        write_note(job.folder, note)
+        return note
     except InputError:
         (job.folder / layout.UNFINISHED_FILE).unlink(missing_ok=True)
         with suppress(OSError):
             job.folder.rmdir()  # if nothing else is in it
         raise
-
-
-def _settle(job: Preparation, note: Note) -> Note:
-    """Decide the splits and the tokenizer, and write both down."""
-    if not job.corpus.streamed and not any(one.text.strip() for one in job.corpus.documents(errors=job.errors)):
-        raise InputError(f"'{job.corpus.name}' holds nothing but white space. Give files with text in them.")
-    rule = splitter(job.corpus, job.errors)
-    tokenizer = _tokenizer(job, rule)
-    files.write_whole(job.folder / TOKENIZER_FILE, tokenizer.to_json(), mend=ROOM)
-    note = note.model_copy(
-        update={"ready": True, "missing": rule.missing, "test_below": rule.test, "valid_below": rule.valid}
-    )
-    write_note(job.folder, note)
-    return note
 
 
 def _tokenizer(job: Preparation, rule: Splitter) -> Tokenizer:
@@ -168,13 +162,13 @@ def _encode(job: Preparation, note: Note) -> tuple[float, int]:
     rule = Splitter(note.missing, note.test_below, note.valid_below)
     splits = tuple(name for name in SPLITS if name in job.corpus.splits or name in rule.missing)
     width = np.dtype(layout.token_type(tokenizer.vocabulary)).itemsize
-    writer = Writer(job.folder, note, splits, width)
+    source = portions(job.corpus, rule, note.cursor, job.errors)
     started = committed = time.perf_counter()
     encoded, last = 0, (note.cursor, note.done)
     job.progress.stage("encoding", job.corpus.size, note.done)
-    try:
-        with Pool(job.folder, job.workers) as pool:
-            for portion, parts in pool.map(portions(job.corpus, rule, note.cursor, job.errors)):
+    with closing(Writer(job.folder, note, splits, width)) as writer:
+        with closing(encode(source, job.folder, job.workers)) as results:
+            for portion, parts in results:
                 writer.append(parts)
                 encoded += sum(part.bytes for part in parts.values())
                 job.progress.at(portion.done)
@@ -183,8 +177,6 @@ def _encode(job: Preparation, note: Note) -> tuple[float, int]:
                     writer.commit(*last)
                     committed = time.perf_counter()
         writer.commit(*last)
-    finally:
-        writer.close()
     return time.perf_counter() - started, encoded
 
 
@@ -215,8 +207,7 @@ def _finish(job: Preparation) -> Prepared:
         )
     job.progress.stage("checksums", None)
     splits = {
-        name: SplitMeta(
-            **split.model_dump(exclude={"sha256", "documents_sha256"}),
+        name: split.replace(
             sha256=files.sha256(bin_path(job.folder, name)),
             documents_sha256=files.sha256(offsets_path(job.folder, name)),
         )
@@ -240,18 +231,13 @@ def _finish(job: Preparation) -> Prepared:
 
 def _report(job: Preparation, prepared: Prepared, encoded: int, seconds: float) -> None:
     splits = prepared.meta.splits.values()
-    read = (
-        f"{sum(split.documents for split in splits):,} documents, {sum(split.bytes for split in splits) / 1e6:.1f} MB"
-    )
+    size = sum(split.bytes for split in splits) / 1e6
+    read = f"{sum(split.documents for split in splits):,} documents, {size:.1f} MB"
     if count := len(job.corpus.paths):
         read = f"{count:,} {'file' if count == 1 else 'files'}, {read}"
-    rate, processes = (
-        encoded / 1e6 / max(seconds, 1e-9),
-        "1 process" if job.workers == 1 else f"{job.workers} processes",
-    )
-    job.progress.say(
-        f"{describe(prepared)}. Read {read} in {job.progress.seconds:.1f} s, encoded at {rate:.1f} MB/s by {processes}."
-    )
+    rate, whole = encoded / 1e6 / max(seconds, 1e-9), time.perf_counter() - job.progress.started
+    processes = "1 process" if job.workers == 1 else f"{job.workers} processes"
+    job.progress.say(f"{describe(prepared)}. Read {read} in {whole:.1f} s, encoded at {rate:.1f} MB/s by {processes}.")
     if others := job.corpus.passed_over:
         job.progress.say(f"Passed over {len(others):,}: {_by_reason(others)}.")
 

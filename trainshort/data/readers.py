@@ -34,9 +34,8 @@ def whole_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Recor
 
 def text_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Record]:
     """Lines of a text file; a very long one is cut."""
-    with _open(path) as file:
-        at = cursor or 0
-        file.seek(at)
+    at = cursor or 0
+    with _open(path, at) as file:
         while line := file.readline(LONGEST_LINE):
             if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
                 line = line[: _last_good_end(line)]
@@ -51,9 +50,8 @@ def stretch_rows(path: Path, cursor: int | None, errors: Errors, size: int) -> I
 
     size 4, "a\\nb\\n\\nc d e f":   "a\\nb\\n\\n", "c d e f"
     """
-    with _open(path) as file:
-        at = cursor or 0
-        file.seek(at)
+    at = cursor or 0
+    with _open(path, at) as file:
         buffer, start = b"", 0
         while True:
             if len(buffer) - start <= 2 * size:
@@ -64,11 +62,8 @@ def stretch_rows(path: Path, cursor: int | None, errors: Errors, size: int) -> I
             text = _decode(buffer[start:end], errors, path, at)
             if at == 0:
                 text = text.removeprefix("\ufeff")  # a byte order mark says nothing in UTF-8
-            at += end - start
-            start = end
+            at, start = at + end - start, end
             yield Record(text, at, at)
-            if start == len(buffer):
-                buffer, start = b"", 0
 
 
 def _stretch_end(buffer: bytes, start: int, size: int) -> int:
@@ -95,9 +90,8 @@ def _last_good_end(line: bytes) -> int:
 
 def jsonl_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Record]:
     """The "text" of every record; a cursor is a byte offset."""
-    with _open(path) as file:
-        at = cursor or 0
-        file.seek(at)
+    at = cursor or 0
+    with _open(path, at) as file:
         while line := file.readline(LONGEST_RECORD + 1):
             if len(line) > LONGEST_RECORD:
                 raise InputError(
@@ -191,8 +185,10 @@ def parquet_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Rec
                     yield Record(text, number, size * number // rows)
 
 
-def _open(path: Path) -> BinaryIO:
-    return files.open_file(path, mend="Give a file with text in it.")
+def _open(path: Path, at: int = 0) -> BinaryIO:
+    file = files.open_file(path, mend="Give a file with text in it.")
+    file.seek(at)
+    return file
 
 
 def _decode(data: bytes, errors: Errors, path: Path, at: int, row: int | None = None) -> str:

@@ -47,26 +47,23 @@ def make_request(config: DataConfig, corpus: Corpus) -> DataRequest:
         fingerprint=corpus.fingerprint,
         content=content_sha256(corpus.paths) if corpus.paths else None,
         tokenizer=config.tokenizer,
-        tokenizer_sha256=_tokenizer_sha256(config),
+        tokenizer_sha256=_tokenizer_sha256(config.tokenizer),
         vocabulary=config.vocabulary if is_sized(config.tokenizer) else None,
     )
 
 
-def _tokenizer_sha256(config: DataConfig) -> str | None:
-    if config.tokenizer in tokenizers:
-        return None
-    path = Path(config.tokenizer)
+def _tokenizer_sha256(tokenizer: str) -> str | None:
+    """Of the tokenizer.json that was given; None where one is built by name."""
+    given = _given_sha256(tokenizer)
+    if given or tokenizer in tokenizers:
+        return given
+    path, known = Path(tokenizer), tokenizers.names()
     if not path.exists() and (path.suffix == ".json" or len(path.parts) > 1):
-        raise InputError(
-            f"There is no tokenizer {path}. Use {', '.join(tokenizers.names())} or the path of a tokenizer.json."
-        )
-    if not path.is_file():
-        known = tokenizers.names()
-        raise InputError(
-            f"'{config.tokenizer}' is no tokenizer: use {', '.join(known)} or the path of a tokenizer.json."
-            f"{did_you_mean(config.tokenizer, known)}"
-        )
-    return files.sha256(path)
+        raise InputError(f"There is no tokenizer {path}. Use {', '.join(known)} or the path of a tokenizer.json.")
+    raise InputError(
+        f"'{tokenizer}' is no tokenizer: use {', '.join(known)} or the path of a tokenizer.json."
+        f"{did_you_mean(tokenizer, known)}"
+    )
 
 
 def refuse_other(folder: Path, old: DataRequest, config: DataConfig, state: str) -> None:
@@ -83,15 +80,18 @@ def refuse_other(folder: Path, old: DataRequest, config: DataConfig, state: str)
 def _differences(old: DataRequest, config: DataConfig, checked: Checked) -> list[str]:
     found = []
     corpus = _current(config)
-    same = corpus is None or _is_same(corpus, old, checked)
+    same = corpus is None or (  # names and sizes are compared first, then the content decides
+        corpus.fingerprint == old.fingerprint
+        and (old.content is None or checked.same("corpus", corpus.paths, old.content))
+    )
     if old.corpus != config.corpus and (corpus is None or not same):
         found.append(f"corpus '{old.corpus}', not '{config.corpus}'")
     elif not same:
         found.append(f"an earlier state of '{config.corpus}', whose files have changed")
-    same_file = old.tokenizer_sha256 is not None and old.tokenizer_sha256 == _given_sha256(config)
-    if old.tokenizer != config.tokenizer and not same_file:
+    given = _given_sha256(config.tokenizer)
+    if old.tokenizer != config.tokenizer and (given is None or given != old.tokenizer_sha256):
         found.append(f"tokenizer '{old.tokenizer}', not '{config.tokenizer}'")
-    elif old.tokenizer_sha256 is not None and _given_sha256(config) not in (None, old.tokenizer_sha256):
+    elif old.tokenizer_sha256 is not None and given not in (None, old.tokenizer_sha256):
         found.append(f"an earlier state of the tokenizer '{config.tokenizer}'")
     elif old.vocabulary is not None and old.vocabulary != config.vocabulary:
         found.append(f"vocabulary {old.vocabulary}, not {config.vocabulary}")
@@ -107,13 +107,5 @@ def _current(config: DataConfig) -> Corpus | None:
     return None if corpus.streamed else corpus
 
 
-def _is_same(corpus: Corpus, old: DataRequest, checked: Checked) -> bool:
-    """Whether this is the text that was prepared. Names and sizes are compared first, then the content decides."""
-    if corpus.fingerprint != old.fingerprint:
-        return False
-    return old.content is None or checked.same("corpus", corpus.paths, old.content)
-
-
-def _given_sha256(config: DataConfig) -> str | None:
-    path = Path(config.tokenizer)
-    return files.sha256(path) if config.tokenizer not in tokenizers and path.is_file() else None
+def _given_sha256(tokenizer: str) -> str | None:
+    return files.sha256(Path(tokenizer)) if tokenizer not in tokenizers and Path(tokenizer).is_file() else None

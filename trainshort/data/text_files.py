@@ -8,10 +8,11 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from trainshort.data.document import HEADING, Document, Errors, Record, articles, as_lines, stretches
+from trainshort.data.document import HEADING, SPLITS, Document, Errors, Kind, Record, articles, grouped
 from trainshort.data.readers import jsonl_rows, parquet_rows, stretch_rows, text_rows, whole_rows
 from trainshort.errors import InputError
 
@@ -23,7 +24,6 @@ STRETCHES = 256
 
 _SPLIT_NAME = re.compile(r"(?:wiki\.)?(?:(train|training)|(valid|validation|val|dev)|(test))(?:[-_.].*)?")
 
-Kind = Literal["whole", "stretches", "articles", "rows", "lines"]
 PassedOver = Sequence[tuple[str, str]]
 
 
@@ -45,7 +45,6 @@ class FileCorpus:
     files: tuple[TextFile, ...]
     fingerprint: str
     passed_over: tuple[tuple[str, str], ...] = ()
-    """What lies beside the files and is not read, each with the reason."""
     streamed: bool = False
 
     @property
@@ -85,10 +84,7 @@ class FileCorpus:
                 return articles(text_rows(file.path, cursor, errors))
             return stretch_rows(file.path, cursor, errors, self.stretch)
         read = jsonl_rows if suffix(file.path) == ".jsonl" else parquet_rows
-        rows = read(file.path, cursor, errors)
-        if file.kind == "articles":
-            return articles(as_lines(rows, blank=" \n"))
-        return stretches(self.stretch)(as_lines(rows)) if file.kind == "lines" else rows
+        return grouped(read(file.path, cursor, errors), file.kind, self.stretch)
 
 
 def file_corpus(
@@ -102,21 +98,19 @@ def file_corpus(
     names = {path: _split_name(path, root) for path in paths}
     # A single file's name says nothing, and one that fits no split means that the others fit by accident.
     published = len(paths) > 1 and all(names.values())
-    for path in paths:
-        if not sizes[path] and (published or len(paths) == 1):
-            raise InputError(f"{path} is empty. Give a file with text in it.")
-    filled = [path for path in paths if sizes[path]]
-    if not filled:
+    empty = [path for path in paths if not sizes[path]]
+    if empty and (published or len(paths) == 1):
+        raise InputError(f"{empty[0]} is empty. Give a file with text in it.")
+    if len(empty) == len(paths):
         raise InputError(f"All {len(paths)} files of '{name}' are empty.")
     files = tuple(
         TextFile(path, (names[path] if published else None) or "train", kind or _kind(path), sizes[path])
-        for path in filled
+        for path in paths
+        if sizes[path]
     )
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{_shown(file.path, root)}\0{file.size}\0{file.kind}\0{file.split}\n".encode())
-    empty = [(_shown(path, root), "empty") for path in paths if not sizes[path]]
-    return FileCorpus(name, files, digest.hexdigest(), (*passed_over, *empty))
+    parts = "".join(f"{_shown(file.path, root)}\0{file.size}\0{file.kind}\0{file.split}\n" for file in files)
+    passed_over = (*passed_over, *((_shown(path, root), "empty") for path in empty))
+    return FileCorpus(name, files, hashlib.sha256(parts.encode()).hexdigest(), passed_over)
 
 
 def folder_corpus(name: str, folder: Path, kind: Kind | None = None) -> FileCorpus:
@@ -173,7 +167,7 @@ def _split_name(path: Path, root: Path | None) -> str | None:
     parents = path.relative_to(root).parts[:-1] if root else ()
     for part in (path.stem, *reversed(parents)):
         if match := _SPLIT_NAME.fullmatch(part):
-            return ("train", "valid", "test")[match.lastindex - 1] if match.lastindex else None
+            return SPLITS[match.lastindex - 1] if match.lastindex else None
     return None
 
 
@@ -181,11 +175,6 @@ def _kind(path: Path) -> Kind:
     """WikiText is known by its first title; other texts are cut into stretches, and records are documents."""
     if suffix(path) == ".jsonl":
         return "rows"
-    if suffix(path) == ".parquet":
-        rows = as_lines(parquet_rows(path, None, "replace"), blank=" \n")
-    else:
-        rows = text_rows(path, None, "replace")
-    for _, row in zip(range(3), rows, strict=False):
-        if HEADING.fullmatch(row.text):
-            return "articles"
-    return "rows" if suffix(path) == ".parquet" else "stretches"
+    read, otherwise = (parquet_rows, "rows") if suffix(path) == ".parquet" else (text_rows, "stretches")
+    titled = any(HEADING.fullmatch(row.text) for row in islice(read(path, None, "replace"), 3))
+    return "articles" if titled else otherwise

@@ -11,11 +11,11 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -63,86 +63,74 @@ def encode_portion(tokenizer: Tokenizer, documents: list[tuple[str, str]]) -> di
     return result
 
 
-class Worker:
-    """One child process; `encode` sends it a portion and waits for the answer."""
+def _start(folder: Path) -> subprocess.Popen[bytes]:
+    """A worker for the tokenizer in `folder`."""
+    paths = filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
+    return subprocess.Popen(
+        [sys.executable, "-c", "from trainshort.data.workers import serve; serve()", str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(paths)}
+        # One thread each: there are as many workers as cores.
+        | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+    )
 
-    def __init__(self, folder: Path) -> None:
-        package = str(Path(__file__).parents[2])
-        inherited = os.environ.get("PYTHONPATH")
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", "from trainshort.data.workers import serve; serve()", str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ
-            | {"PYTHONPATH": os.pathsep.join([package, *([inherited] if inherited else [])])}
-            # One thread each: there are as many workers as cores.
-            | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-        )
 
-    def encode(self, documents: list[tuple[str, str]]) -> dict[str, Encoded]:
-        assert self._process.stdin
-        assert self._process.stdout
+def _ask(worker: subprocess.Popen[bytes], documents: list[tuple[str, str]]) -> dict[str, Encoded]:
+    """Send a worker a portion, and wait for the answer."""
+    assert worker.stdin
+    assert worker.stdout
+    try:
+        pickle.dump(documents, worker.stdin, protocol=5)
+        worker.stdin.flush()
+        return pickle.load(worker.stdout)
+    except (BrokenPipeError, EOFError, pickle.UnpicklingError):
+        code = worker.wait()
+        raise InputError(
+            f"A worker process ended by itself (exit code {code}; -9 often means too little memory). "
+            "Run the same command again to continue, perhaps with fewer --workers."
+        ) from None
+
+
+def encode(
+    portions: Iterable[Portion], folder: Path, workers: int
+) -> Generator[tuple[Portion, dict[str, Encoded]], None, None]:
+    """Every portion with its tokens, in order; two portions a worker are in memory at a time. With one worker the work
+    is done right here."""
+    if workers == 1:
+        tokenizer = load_tokenizer(folder)
+        yield from ((portion, encode_portion(tokenizer, portion.documents)) for portion in portions)
+        return
+    processes = [_start(folder) for _ in range(workers)]
+    idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
+    for process in processes:
+        idle.put(process)
+
+    def by_a_worker(portion: Portion) -> dict[str, Encoded]:
+        process = idle.get()
         try:
-            pickle.dump(documents, self._process.stdin, protocol=5)
-            self._process.stdin.flush()
-            return pickle.load(self._process.stdout)
-        except (BrokenPipeError, EOFError, pickle.UnpicklingError):
-            code = self._process.wait()
-            raise InputError(
-                f"A worker process ended by itself (exit code {code}; -9 often means too little memory). "
-                "Run the same command again to continue, perhaps with fewer --workers."
-            ) from None
+            return _ask(process, portion.documents)
+        finally:
+            idle.put(process)
 
-    def kill(self) -> None:
-        self._process.kill()
-
-    def close(self) -> None:
-        self._process.communicate()
-
-
-class Pool:
-    """Workers that share the portions. With one worker the work is done right here."""
-
-    def __init__(self, folder: Path, workers: int) -> None:
-        self._tokenizer = load_tokenizer(folder) if workers == 1 else None
-        self._workers = [Worker(folder) for _ in range(workers)] if workers > 1 else []
-        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(max_workers=max(1, workers))
-
-    def map(self, portions: Iterable[Portion]) -> Iterator[tuple[Portion, dict[str, Encoded]]]:
-        """Every portion with its tokens, in order; two portions a worker are in memory at a time."""
-        if self._tokenizer is not None:
-            for portion in portions:
-                yield portion, encode_portion(self._tokenizer, portion.documents)
-            return
-        waiting: deque[tuple[Portion, Future[dict[str, Encoded]]]] = deque()
+    threads = ThreadPoolExecutor(max_workers=workers)
+    waiting: deque[tuple[Portion, Future[dict[str, Encoded]]]] = deque()
+    try:
         for portion in portions:
-            waiting.append((portion, self._threads.submit(self._encode, portion.documents)))
-            if len(waiting) >= 2 * len(self._workers):
+            waiting.append((portion, threads.submit(by_a_worker, portion)))
+            if len(waiting) >= 2 * workers:
                 first, result = waiting.popleft()
                 yield first, result.result()
         for portion, result in waiting:
             yield portion, result.result()
-
-    def _encode(self, documents: list[tuple[str, str]]) -> dict[str, Encoded]:
-        worker = self._idle.get()
-        try:
-            return worker.encode(documents)
-        finally:
-            self._idle.put(worker)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    finally:
         # First the processes: threads that wait for an answer then get an end of file, and can end too.
-        for worker in self._workers:
-            worker.kill()
-        self._threads.shutdown(cancel_futures=True)
-        for worker in self._workers:
-            worker.close()
+        for process in processes:
+            process.kill()
+        threads.shutdown(cancel_futures=True)
+        for process in processes:
+            process.communicate()
 
 
 def serve() -> None:

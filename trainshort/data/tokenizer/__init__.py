@@ -34,15 +34,11 @@ _CUT = re.compile(r"(?<=\S)(?=[ \n])")
 
 
 class Decoder(Protocol):
-    """Gives the text that each further token completes."""
+    """`push` gives the text that a further token completes, perhaps none; `finish` what is left at the end, where an
+    unfinished character becomes U+FFFD."""
 
-    def push(self, token: int) -> str:
-        """The text that this token completes, perhaps none."""
-        ...
-
-    def finish(self) -> str:
-        """What is left at the end; an unfinished character becomes U+FFFD."""
-        ...
+    def push(self, token: int) -> str: ...
+    def finish(self) -> str: ...
 
 
 class Tokenizer(ABC):
@@ -270,22 +266,14 @@ class SavedTokenizer(Tokenizer):
     def decoder(self) -> Decoder:
         if not self._byte_level:
             return WholeDecoder(self.decode)
-        return ByteDecoder(self._spelling)
+        added, numbers = self.library.get_added_tokens_decoder(), byte_numbers()
 
-    def _spelling(self, token: int) -> bytes:
-        self.checked([token])
-        word = self.library.id_to_token(token) or ""
-        if token in self._added:
-            return word.encode()
-        return bytes(self._bytes[letter] for letter in word)
+        def spell(token: int) -> bytes:
+            self.checked([token])
+            word = self.library.id_to_token(token) or ""
+            return word.encode() if token in added else bytes(numbers[letter] for letter in word)
 
-    @cached_property
-    def _added(self) -> set[int]:
-        return set(self.library.get_added_tokens_decoder())
-
-    @cached_property
-    def _bytes(self) -> dict[str, int]:
-        return byte_numbers()
+        return ByteDecoder(spell)
 
     def to_json(self) -> str:
         return self.library.to_str()

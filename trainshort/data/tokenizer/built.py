@@ -70,7 +70,6 @@ def sample(texts: Iterable[str], share: float) -> Iterator[str]:
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int) -> BytePairTokenizer:
-    """A byte-level BPE: any text can be encoded, and decoding gives it back exactly."""
     least = len(byte_alphabet()) + 1
     if vocabulary < least:
         raise InputError(f"bpe needs a vocabulary of at least {least} (the bytes and an end token), not {vocabulary}.")
