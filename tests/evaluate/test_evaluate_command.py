@@ -10,7 +10,7 @@ from laboratory import evaluations, make_run, prose, save_hugging_face
 from trainshort import cli
 from trainshort.checkpoint import load_model
 from trainshort.data.of_run import open_own
-from trainshort.evaluate import evidence, results, text
+from trainshort.evaluate import evidence, results, target
 from trainshort.evaluate.session import result_path
 
 
@@ -41,7 +41,7 @@ def evaluate(*words: object) -> int:
 def test_results_that_go_elsewhere_are_of_the_runs_own_data(fresh: Path, tmp_path, monkeypatch):
     """The note of where that data lies is in the run folder; looked for in --out, other text could be taken for it."""
     asked = []
-    monkeypatch.setattr(text, "open_own", lambda run, config: asked.append(run) or open_own(run, config))
+    monkeypatch.setattr(target, "open_own", lambda run, config: asked.append(run) or open_own(run, config))
     assert evaluate(fresh, "--lengths", "1x", "--out", tmp_path / "elsewhere") == 0
     assert asked == [fresh]
     assert list((tmp_path / "elsewhere" / "eval").glob("*.json"))

@@ -14,12 +14,14 @@ import torch
 from laboratory import make_run, random_tokens, save_hugging_face
 from safetensors.torch import load_file, save_file
 
+from trainshort.checkpoint import fingerprint
 from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import HuggingFaceTarget
 from trainshort.evaluate.sweep import Sweep, measure, score
-from trainshort.evaluate.target import RunTarget, fingerprint, looks_like_hub_name, open_target, pick_device
+from trainshort.evaluate.target import RunTarget, looks_like_hub_name, open_target
 from trainshort.interop.doctor import doctor
 from trainshort.interop.importing import ImportRequest, import_model
+from trainshort.machine import pick_device
 from trainshort.passes import Passes
 
 

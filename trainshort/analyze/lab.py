@@ -28,8 +28,7 @@ from rich.text import Text as Styled
 from trainshort.errors import InputError
 from trainshort.evaluate.results import interval_of
 from trainshort.evaluate.sweep import BATCH_TOKENS, score
-from trainshort.evaluate.target import ModelTarget, Target
-from trainshort.evaluate.text import Text
+from trainshort.evaluate.target import ModelTarget, Target, Text
 from trainshort.files import make_folder, read_object, read_sealed, write_sealed, write_whole
 from trainshort.machine import provenance
 from trainshort.model import TransformerLM

@@ -15,8 +15,7 @@ from trainshort.evaluate import evidence, results
 from trainshort.evaluate.picture import draw
 from trainshort.evaluate.results import Evaluation, LengthScore, interval
 from trainshort.evaluate.sweep import Report, Sweep, calibrate, sweep
-from trainshort.evaluate.target import Target
-from trainshort.evaluate.text import Text
+from trainshort.evaluate.target import Target, Text
 from trainshort.machine import provenance
 from trainshort.masking import ROUNDS
 from trainshort.passes import Passes

@@ -21,7 +21,7 @@ from torch import Tensor
 from trainshort import files
 from trainshort.cache import BoundedCache, Cache
 from trainshort.cache.facts import check, saved_tensor
-from trainshort.checkpoint import sha256_of
+from trainshort.checkpoint import fingerprint, sha256_of
 from trainshort.config import Settings
 from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError
@@ -93,7 +93,7 @@ def load_state(path: Path, model: TransformerLM, tokenizer: Tokenizer | None = N
 
 def model_identity(model: TransformerLM) -> str:
     """sha256 of settings and weights. The attention engine may differ: it changes nothing but rounding."""
-    return sha256_of(dict(model.named_parameters()), to_json(model.config.replace(backend="auto").identity()))
+    return fingerprint(model, to_json(model.config.replace(backend="auto").identity()))
 
 
 class _SavedSample(Settings):

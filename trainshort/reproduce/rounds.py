@@ -16,9 +16,8 @@ from trainshort.bench.measure import Timing, alone, in_turns
 from trainshort.bench.rig import Rig
 from trainshort.claims.collection import COST_FORMAT, read_costs
 from trainshort.config import RunConfig
-from trainshort.evaluate.target import pick_device
 from trainshort.files import write_sealed
-from trainshort.machine import provenance
+from trainshort.machine import pick_device, provenance
 from trainshort.reproduce.launchers import cores
 
 TOGETHER = 1024
