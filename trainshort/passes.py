@@ -77,8 +77,7 @@ class Passes:
     @property
     def read(self) -> int:
         """Tokens read by all passes together: what the evaluation costs."""
-        middle = max(0, len(self) - 2) * self.length
-        return self[0].read + middle + (self[len(self) - 1].read if len(self) > 1 else 0)
+        return self.tokens + (len(self) - 1) * (self.length - self.stride)
 
     def at(self, target: int) -> int:
         """The pass that scores this target."""

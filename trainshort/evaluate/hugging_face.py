@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from trainshort.data.hub import hub_answers
 from trainshort.errors import InputError
-from trainshort.evaluate.changes import Change
+from trainshort.evaluate.changes import Change, set_until
 from trainshort.evaluate.target import PRECISIONS, Target, TextTokenizer
 from trainshort.files import read_object
 from trainshort.terminal import first_sentence
@@ -80,7 +80,8 @@ class HuggingFaceTarget(Target):
             rows = [_nll(head(part), wanted) for part, wanted in zip(*parts, strict=True)]
             return torch.cat(rows).view(hidden.shape[:2])
         keep = tokens.shape[1] - first
-        only = {"logits_to_keep": keep} if _knows(self.model, "logits_to_keep") else {}
+        known = inspect.signature(self.model.forward).parameters
+        only = {"logits_to_keep": keep} if "logits_to_keep" in known else {}
         rows = []
         for row, wanted in zip(tokens, targets, strict=True):
             logits = self.model(input_ids=row[None], use_cache=False, **only).logits[0, -keep:]
@@ -94,16 +95,9 @@ class HuggingFaceTarget(Target):
             if how is not None and change is not None:
                 held.enter_context(how(self.model, change, self.trained_at, length))
             config = self.model.config
-            setting = TABLE_SETTINGS.get(config.model_type)
-            if setting is None:
-                yield
-                return
-            size = getattr(config, setting)
-            setattr(config, setting, max(size, length))
-            try:
-                yield
-            finally:
-                setattr(config, setting, size)
+            if (setting := TABLE_SETTINGS.get(config.model_type)) is not None:
+                set_until(held, config, setting, max(getattr(config, setting), length))
+            yield
 
     def refusal(self, error: Exception, length: int) -> str | None:
         """Past the length that its configuration declares, a model may fail in its own way: a table that ends, a mask
@@ -314,10 +308,6 @@ def _rounding(model: nn.Module) -> float:
 
 def _nll(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), targets, reduction="none")
-
-
-def _knows(model: nn.Module, argument: str) -> bool:
-    return argument in inspect.signature(model.forward).parameters
 
 
 def _plain(value: Any) -> bool:

@@ -177,17 +177,12 @@ def interval(row: LengthScore, other: LengthScore | None = None) -> Interval | N
     stretches, which is far narrower; None when there are fewer than two stretches."""
     if len(row.blocks) < 2 or row.status != "scored":
         return None
-    counts, sums = _columns(row)
+    counts, sums = np.array(row.blocks, dtype=np.float64).T
     if other is not None:
         if [count for count, _ in row.blocks] != [count for count, _ in other.blocks]:
             raise InputError("these two evaluations did not score the same text, so they cannot be compared by pairs.")
-        sums = sums - _columns(other)[1]
+        sums = sums - np.array(other.blocks, dtype=np.float64)[:, 1]
     return interval_of(sums, counts)
-
-
-def _columns(row: LengthScore) -> tuple[np.ndarray, np.ndarray]:
-    counts, sums = (np.array(column, dtype=np.float64) for column in zip(*row.blocks, strict=True))
-    return counts, sums
 
 
 def interval_of(sums: np.ndarray, counts: np.ndarray | None = None) -> Interval | None:

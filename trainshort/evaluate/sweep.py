@@ -109,12 +109,13 @@ def measure(target: Target, plan: Sweep, length: int, path: Path, report: Report
             row = _score_all(target, plan, passes, scores, report)
         except (RuntimeError, MemoryError, IndexError) as error:
             if is_out_of_memory(error):
-                row = _without_number(passes, "out of memory", _memory_reason(plan))
+                told = "memory ran out" if plan.memory is None else f"{plan.memory:g} GB were not enough"
+                row = _without_number(passes, "out of memory", told)
             elif reason := target.refusal(error, length):
                 row = _without_number(passes, "cannot", reason)
             else:
                 raise
-        scores.remove()
+        path.unlink(missing_ok=True)
     return row
 
 
@@ -142,10 +143,6 @@ def _without_number(passes: Passes, status: str, reason: str) -> LengthScore:
     return LengthScore.read({"length": passes.length, "stride": passes.stride, "status": status, "reason": reason})
 
 
-def _memory_reason(plan: Sweep) -> str:
-    return "memory ran out" if plan.memory is None else f"{plan.memory:g} GB were not enough"
-
-
 def sweep(target: Target, plan: Sweep, evaluation: Evaluation, path: Path, report: Report | None = None) -> Evaluation:
     """The evaluation with all lengths of a plan that it does not hold yet, shortest first; the file at `path` is
     rewritten after each."""
@@ -168,14 +165,10 @@ def calibrate(target: Target, plan: Sweep) -> Callable[[Passes], float]:
 
     Timed at the shortest length and at the longest up to CALIBRATION_LENGTH; b stays 0 when there is one length only.
     """
-    usable = [length for length in plan.lengths if target.longest is None or length <= target.longest]
-    points = (
-        sorted({min(usable), max((length for length in usable if length <= CALIBRATION_LENGTH), default=min(usable))})
-        if usable
-        else []
-    )
-    times = [(length, _seconds_per_token(target, plan, length)) for length in points]
-    times = [(length, seconds) for length, seconds in times if seconds is not None]
+    usable = sorted(length for length in plan.lengths if target.longest is None or length <= target.longest)
+    small = [length for length in usable if length <= CALIBRATION_LENGTH] or usable[:1]
+    timed = [(length, _seconds_per_token(target, plan, length)) for length in sorted({*small[:1], *small[-1:]})]
+    times = [(length, seconds) for length, seconds in timed if seconds is not None]
     if not times:
         return lambda passes: 0.0
     (short, quick), (long, slow) = times[0], times[-1]
@@ -232,9 +225,6 @@ class Scores:
     def read(self) -> np.ndarray:
         self.file.seek(0)
         return np.frombuffer(self.file.read(), dtype=KIND)
-
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
 
 
 def whole_passes(passes: Passes, targets: int) -> int:
