@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trainshort import alibi, clocks
 from trainshort.analyze.far_context import WAYS, spoil
-from trainshort.analyze.lab import SCORED, Analysis, Lab, analyses, compare, new_table, probe_ends, probes, titled
+from trainshort.analyze.lab import SCORED, Analysis, Lab, analyses, compare, new_table, titled
 from trainshort.attention import Call, ClockBias, LinearBias
 from trainshort.attention.formula import visible, written_bias
 from trainshort.bench.recorded import attention_calls
@@ -44,9 +44,9 @@ def scope(lab: Lab) -> tuple[TransformerLM, int]:
 def run(lab: Lab) -> dict[str, Any]:
     model, length = scope(lab)
     tokens = torch.from_numpy(lab.tokens[:length].astype("int64"))[None].to(lab.target.device)
-    ends = probe_ends(lab, length)
+    ends = lab.probe_ends(length)
     lab.meter.expect(length * model.config.layers + len(ends) * (3 * length + lab.trained_at))
-    beyond = spoiled_beyond(lab, probes(lab, ends, length))
+    beyond = spoiled_beyond(lab, lab.probes(ends, length))
     rows = []
     for layer, call in enumerate(attention_calls(model, tokens)):
         mass = mass_by_distance(call)
