@@ -34,13 +34,14 @@ class ClockedLayer(BoundedLayer):
     """Rings of one layer under a clock."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        q, (k, v), bias = self._taken(q, k, v, options["bias"])
-        if not self.length and isinstance(bias, ClockBias):
-            for head, first in zip(self.heads, bias.clock[0, :, 0].tolist(), strict=True):
+        q, k, v = self._taken(q, k, v, options["bias"])
+        clock = options["bias"].clock
+        if not self.length:
+            for head, first in zip(self.heads, clock[0, :, 0].tolist(), strict=True):
                 head.began = first
         out = self._read(q, k, v, options)
         self.length += q.shape[2]
-        self.place[CLOCK] = bias.clock[..., -self._clocked :].clone()
+        self.place[CLOCK] = clock[..., -self._clocked :].clone()
         return out
 
     @property

@@ -47,8 +47,6 @@ def keep_top_p(scores: Float[Tensor, " vocabulary"], p: float) -> Float[Tensor, 
 
 def keep_min_p(scores: Float[Tensor, " vocabulary"], p: float) -> Float[Tensor, " vocabulary"]:
     """Tokens with at least p times the likeliest one's probability."""
-    if p <= 0:
-        return scores
     return scores.masked_fill(scores < scores.max() + torch.tensor(p).log(), -torch.inf)
 
 
