@@ -34,14 +34,11 @@ class RingFacts(Plain):
 
     @model_validator(mode="after")
     def _inside(self) -> "RingFacts":
-        if self.count > self.capacity or self.next >= self.capacity:
+        # The next key goes after the last one, anywhere once the ring is full.
+        places = range(self.capacity) if self.count == self.capacity else (self.count,)
+        if self.count > self.capacity or self.next not in places:
             raise ValueError(f"a ring of {self.capacity} keys cannot hold {self.count} and go on at {self.next}")
         return self
-
-    @property
-    def places(self) -> range:
-        """Where the next key may go: after the last one, anywhere once the ring is full."""
-        return range(self.capacity) if self.count == self.capacity else range(self.count, self.count + 1)
 
 
 class HeadFacts(Plain):

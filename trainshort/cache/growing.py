@@ -133,7 +133,7 @@ class LayerCache:
 
     @property
     def bytes(self) -> int:
-        return 0 if self._room is None else self._room.numel() * self._room.element_size()
+        return 0 if self._room is None else self._room.nbytes
 
     def save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything remembered, as tensors and plain data; `restore` of it continues bit by bit."""

@@ -133,8 +133,7 @@ class WindowLayer(LayerCache):
 
     @property
     def bytes(self) -> int:
-        first = 0 if self._first is None else self._first.numel() * self._first.element_size()
-        return super().bytes + first
+        return super().bytes + (0 if self._first is None else self._first.nbytes)
 
     def save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if self._room is None:

@@ -114,7 +114,7 @@ class HuggingFaceTarget(Target):
         try:
             return AutoTokenizer.from_pretrained(self._source, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if _wants_code(error):
+            if "trust_remote_code" in str(error):
                 raise InputError(_CODE.format(name=self.name, part="tokenizer")) from None
             return None
 
@@ -163,13 +163,15 @@ class HuggingFaceTokenizer:
 
 def _load(name: str, precision: str) -> Any:
     _refuse_pickles(name)
-    _know_our_own(name)
+    config = Path(name) / "config.json"
+    if config.is_file() and read_object(config).get("model_type") == "trainshort":
+        import trainshort.hf  # noqa: F401  (the class of `export --to hf`, known to transformers once it is imported)
     try:
         return load_causal(name, PRECISIONS[precision])
+    except InputError:
+        raise
     except Exception as error:  # of its many checks, each with an exception of its own
-        if isinstance(error, InputError):
-            raise
-        if _wants_code(error):
+        if "trust_remote_code" in str(error):
             raise InputError(_CODE.format(name=name, part="model")) from None
         reason = first_sentence(error)
         where = "the folder" if Path(name).is_dir() else f"there is no folder '{name}' here, and the hub"
@@ -213,21 +215,10 @@ def check_settings(name: str, settings: Any) -> None:
         check_settings(name, value)
 
 
-def _know_our_own(name: str) -> None:
-    """A folder of `export --to hf` needs our class, which is known to transformers once it is imported."""
-    path = Path(name) / "config.json"
-    if path.is_file() and read_object(path).get("model_type") == "trainshort":
-        import trainshort.hf  # noqa: F401
-
-
 _CODE = (
     "'{name}' needs Python code of its own for its {part}, and trainshort never runs code that comes with a model. "
     "Save it in a form that transformers knows by itself."
 )
-
-
-def _wants_code(error: Exception) -> bool:
-    return "trust_remote_code" in str(error)
 
 
 def _source(name: str) -> str:
