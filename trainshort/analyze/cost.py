@@ -76,13 +76,8 @@ def _told(found: dict[str, Any]) -> dict[str, Any]:
     if found["status"] != "measured":
         return found
     speed = Timing(found["seconds"]).rate(found["tokens"], "tokens/s")
-    return {
-        "status": "measured",
-        "tokens_per_second": speed.value,
-        "spread": speed.spread,
-        "memory": found["memory"],
-        "tokens": found["tokens"],
-    }
+    kept = {name: found[name] for name in ("status", "memory", "tokens")}
+    return {**kept, "tokens_per_second": speed.value, "spread": speed.spread}
 
 
 def summary(rows: list[dict[str, Any]]) -> str:

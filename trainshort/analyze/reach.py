@@ -52,17 +52,17 @@ def run(lab: Lab) -> dict[str, Any]:
         mass = mass_by_distance(call)
         lab.meter.advance(length, f"layer {layer}")
         proven = proven_window(call)
-        for head in range(len(mass)):
-            rows.append(
-                {
-                    "layer": layer,
-                    "head": head,
-                    "slope": float(call.bias.slopes[head]) if isinstance(call.bias, LinearBias) else None,
-                    "mean_distance": mean_distance(mass[head]),
-                    "window": window_of(mass[head], MASS),
-                    "proven": None if proven is None else proven[head],
-                }
-            )
+        rows += [
+            {
+                "layer": layer,
+                "head": head,
+                "slope": float(call.bias.slopes[head]) if isinstance(call.bias, LinearBias) else None,
+                "mean_distance": mean_distance(mass[head]),
+                "window": window_of(mass[head], MASS),
+                "proven": None if proven is None else proven[head],
+            }
+            for head in range(len(mass))
+        ]
     return {
         "summary": summary(rows, lab.trained_at, beyond),
         "length": length,

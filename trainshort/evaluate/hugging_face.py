@@ -59,8 +59,7 @@ class HuggingFaceTarget(Target):
         self.longest = _table_length(self.model, declared)
         self.vocabulary = config.vocab_size
         self.folder = Path("runs") / re.sub(r"[^\w.]+", "-", Path(name).name if Path(name).is_dir() else name)
-        _refuse_encoder(name, self.model, self.vocabulary)
-        self._head = _separable(self.model, self.vocabulary)
+        self._head = _separable(self.model, *_probed(name, self.model, self.vocabulary))
 
     @cached_property
     def bos(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -260,32 +259,28 @@ def _table_length(model: nn.Module, declared: int | None) -> int | None:
     return None
 
 
-def _probe(model: Any, vocabulary: int) -> Tensor:
-    device = next(model.parameters()).device
-    return torch.arange(PROBE_TOKENS, device=device)[None] * (vocabulary // PROBE_TOKENS)
-
-
 @torch.no_grad()
-def _refuse_encoder(name: str, model: Any, vocabulary: int) -> None:
-    """transformers loads BERT and its like as causal models, too, and only warns that they see what comes."""
-    tokens = _probe(model, vocabulary)
+def _probed(name: str, model: Any, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """A few tokens, and the model's logits for them. An encoder is refused: transformers loads BERT and its like as
+    causal models, too, and only warns that they see what comes."""
+    device = next(model.parameters()).device
+    tokens = torch.arange(PROBE_TOKENS, device=device)[None] * (vocabulary // PROBE_TOKENS)
     other = torch.cat([tokens[:, :-1], (tokens[:, -1:] + 1) % vocabulary], dim=1)
-    one, two = (model(input_ids=each, use_cache=False).logits[:, :-1].float() for each in (tokens, other))
-    if (one - two).abs().max() > _rounding(model) * one.abs().max():
+    own, others = (model(input_ids=each, use_cache=False).logits.float() for each in (tokens, other))
+    if (own - others)[:, :-1].abs().max() > _rounding(model) * own[:, :-1].abs().max():
         raise InputError(
             f"'{name}' ({type(model).__name__}) sees the tokens it should predict: its predictions change with what "
             "comes after them. Give a causal language model."
         )
+    return tokens, own
 
 
 @torch.no_grad()
-def _separable(model: Any, vocabulary: int) -> tuple[nn.Module, nn.Module] | None:
-    """The model's body and head, if its logits are the one applied to the other's output."""
+def _separable(model: Any, tokens: Tensor, own: Tensor) -> tuple[nn.Module, nn.Module] | None:
+    """The model's body and head, if its own logits are the one applied to the other's output."""
     body, head = model.base_model, model.get_output_embeddings()
     if head is None or body is model:
         return None
-    tokens = _probe(model, vocabulary)
-    own = model(input_ids=tokens, use_cache=False).logits.float()
     ours = head(body(input_ids=tokens, use_cache=False)[0]).float()
     if own.shape != ours.shape:
         return None

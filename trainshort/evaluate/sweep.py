@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -179,10 +180,8 @@ def calibrate(target: Target, plan: Sweep) -> Callable[[Passes], float]:
 def _seconds_per_token(target: Target, plan: Sweep, length: int) -> float | None:
     """Time of a small batch, after a first run that warms up unless that took long already; None where it fails, as the
     sweep will."""
-    passes = plan.passes(length)
-    budget = min(plan.batch_tokens, CALIBRATION_TOKENS)
-    batches = list(passes.batches(budget, 0, min(len(passes), 1 + max(1, budget // length))))
-    batch = max(batches, key=lambda one: sum(p.read for p in one))
+    batches = plan.passes(length).batches(min(plan.batch_tokens, CALIBRATION_TOKENS))
+    batch = max(islice(batches, 2), key=lambda one: sum(p.read for p in one))  # the first may be one pass alone
     seconds = 0.0
     with target.at(plan.change, length), limited(target.device, plan.memory):
         try:
