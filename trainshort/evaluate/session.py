@@ -14,7 +14,7 @@ from trainshort.errors import InputError
 from trainshort.evaluate import evidence, results
 from trainshort.evaluate.picture import draw
 from trainshort.evaluate.results import Evaluation, LengthScore, interval
-from trainshort.evaluate.sweep import Report, Sweep, calibrate, sweep
+from trainshort.evaluate.sweep import Sweep, calibrate, sweep
 from trainshort.evaluate.target import Target, Text
 from trainshort.machine import provenance
 from trainshort.masking import ROUNDS
@@ -69,6 +69,8 @@ def evaluate(
     notes = new_console(stderr=True, quiet=console.quiet)
     if target.mask is not None and plan.stride is not None:
         raise InputError("an encoder is evaluated in blocks that do not overlap; leave out --stride.")
+    if not plan.lengths:
+        raise InputError("nothing was evaluated; give at least one length.")
     for length in plan.lengths:
         plan.passes(length)  # refuses impossible lengths before anything is computed
     if plan.change is not None:
@@ -83,7 +85,7 @@ def evaluate(
     if dry_run:
         return evaluation
     with Meter(notes) as meter:
-        evaluation = sweep(target, plan, evaluation, path, _report(todo, meter))
+        evaluation = sweep(target, plan, evaluation, path, meter)
     if not todo and results.load(path).corpus != evaluation.corpus:
         results.save(evaluation, path)  # an older version said less of the text
     finish(evaluation, target, path, console, picture=picture)
@@ -116,25 +118,8 @@ def state_cost(target: Target, plan: Sweep, todo: list[Passes], console: Console
     )
 
 
-def _report(todo: list[Passes], meter: Meter) -> Report:
-    """Progress by the tokens that are read, and a line when a length is done."""
-    meter.expect(sum(passes.read for passes in todo))
-    share = {passes.length: passes.read / passes.tokens for passes in todo}
-    left = {passes.length: passes.tokens for passes in todo}
-
-    def report(length: int, targets: int) -> None:
-        left[length] -= targets
-        meter.advance(targets * share[length], f"length {length:,}")
-        if left[length] <= 0:
-            meter.line(f"length {length:,}: {sum(v <= 0 for v in left.values())} of {len(todo)} done")
-
-    return report
-
-
 def finish(evaluation: Evaluation, target: Target, path: Path, console: Console, *, picture: bool) -> None:
     """The picture if it is wanted, and the card where this evaluation makes one."""
-    if not evaluation.rows:
-        raise InputError("nothing was evaluated; give at least one length.")
     written = [path]
     if picture:
         written += draw([evaluation, *siblings(evaluation, path)], path.with_suffix(""))

@@ -26,11 +26,9 @@ from trainshort.files import locked, make_folder, open_file, reason
 from trainshort.machine import Peak, is_out_of_memory, limited
 from trainshort.masking import ROUNDS, hide, rounds_of
 from trainshort.passes import Pass, Passes, fill
+from trainshort.terminal import Meter
 
 BATCH_TOKENS = 16_384
-
-Report = Callable[[int, int], None]
-"""Called with a length and the number of targets just scored at it."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +97,16 @@ def score_masked(target: Target, tokens: np.ndarray, batch: Sequence[Pass]) -> n
     return losses
 
 
-def measure(target: Target, plan: Sweep, length: int, path: Path, report: Report | None = None) -> LengthScore:
-    """One length of a plan as a row. Losses are kept in the file `path` until all are there."""
+def measure(target: Target, plan: Sweep, length: int, path: Path, meter: Meter | None = None) -> LengthScore:
+    """One length of a plan as a row. Losses are kept in the file `path` until all are there; the meter counts the
+    tokens that are read for them."""
     passes = plan.passes(length)
     if target.longest is not None and length > target.longest:
         reason = f"the model's positions end at {target.longest:,} tokens"
         return _without_number(passes, "cannot", reason)
     with open_scores(path, passes) as scores, target.at(plan.change, length):
         try:
-            row = _score_all(target, plan, passes, scores, report)
+            row = _score_all(target, plan, passes, scores, meter or Meter())
         except (RuntimeError, MemoryError, IndexError) as error:
             if is_out_of_memory(error):
                 told = "memory ran out" if plan.memory is None else f"{plan.memory:g} GB were not enough"
@@ -120,18 +119,15 @@ def measure(target: Target, plan: Sweep, length: int, path: Path, report: Report
     return row
 
 
-def _score_all(target: Target, plan: Sweep, passes: Passes, scores: "Scores", report: Report | None) -> LengthScore:
-    if report and scores.done:
-        report(passes.length, scores.done)
-    before = scores.done
+def _score_all(target: Target, plan: Sweep, passes: Passes, scores: "Scores", meter: Meter) -> LengthScore:
+    before, read_each, what = scores.done, passes.read / passes.tokens, f"length {passes.length:,}"
+    meter.advance(before * read_each, what)
     peak = Peak(target.device)
     began = time.perf_counter()
     with limited(target.device, plan.memory):
-        batches = score(target, plan.tokens, passes, batch_tokens=plan.batch_tokens, done=before)
-        for losses in batches:
+        for losses in score(target, plan.tokens, passes, batch_tokens=plan.batch_tokens, done=before):
             scores.append(losses)
-            if report:
-                report(passes.length, len(losses))
+            meter.advance(len(losses) * read_each, what)
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
     seconds = time.perf_counter() - began
@@ -144,15 +140,17 @@ def _without_number(passes: Passes, status: str, reason: str) -> LengthScore:
     return LengthScore.read({"length": passes.length, "stride": passes.stride, "status": status, "reason": reason})
 
 
-def sweep(target: Target, plan: Sweep, evaluation: Evaluation, path: Path, report: Report | None = None) -> Evaluation:
+def sweep(target: Target, plan: Sweep, evaluation: Evaluation, path: Path, meter: Meter | None = None) -> Evaluation:
     """The evaluation with all lengths of a plan that it does not hold yet, shortest first; the file at `path` is
     rewritten after each."""
-    for length in plan.lengths:
-        if evaluation.row(length) is not None:
-            continue
+    meter = meter or Meter()
+    todo = [length for length in plan.lengths if evaluation.row(length) is None]
+    meter.expect(sum(plan.passes(length).read for length in todo))
+    for number, length in enumerate(todo, start=1):
         scores = path.with_name(f"{path.stem}.{length}.partial")
-        evaluation = evaluation.with_row(measure(target, plan, length, scores, report))
+        evaluation = evaluation.with_row(measure(target, plan, length, scores, meter))
         save(evaluation, path)
+        meter.line(f"length {length:,}: {number} of {len(todo)} done")
     return evaluation
 
 

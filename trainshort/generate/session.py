@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TextIO
 
 from trainshort.errors import InputError
@@ -40,7 +39,7 @@ class LiveLine:
             self._write(f"\n\x1b7\x1b[1;{self._rows - 1}r\x1b8\x1b[1A")
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._write(f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8")
 
     def reading(self, stream: TokenStream) -> None:
