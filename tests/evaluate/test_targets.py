@@ -148,6 +148,12 @@ def test_a_training_length_can_be_given(folder: Path):
     assert open_target(str(folder / "bloom"), trained_at=2048).trained_at == 2048
 
 
+def test_a_folder_in_the_home_folder_is_one(folder: Path, monkeypatch):
+    hugging_face(folder, "llama")
+    monkeypatch.setenv("HOME", str(folder))
+    assert open_target("~/llama").vocabulary == 300
+
+
 def test_the_token_before_the_first_is_the_beginning_of_text(folder: Path):
     assert hugging_face(folder, "llama").bos == 1
 

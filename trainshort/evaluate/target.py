@@ -173,12 +173,7 @@ class RunTarget(ModelTarget):
 
 
 def open_target(
-    name: str,
-    *,
-    device: str = "cpu",
-    precision: str = "float32",
-    trained_at: int | None = None,
-    encoders: bool = False,
+    name: str, *, device: str = "cpu", precision: str = "float32", trained_at: int | None = None, encoders: bool = False
 ) -> Target:
     """The model that `name` means: a folder of ours, a folder of Hugging Face's, or a name on its hub."""
     if precision not in PRECISIONS:
@@ -192,7 +187,7 @@ def open_target(
     elif path.is_dir() or looks_like_hub_name(name):
         from trainshort.evaluate.hugging_face import HuggingFaceTarget
 
-        target = HuggingFaceTarget(name, device=device, precision=precision)
+        target = HuggingFaceTarget(str(path) if path.is_dir() else name, device=device, precision=precision)
     else:
         raise InputError(f"There is no run or model at '{path}'. `ls runs` shows the runs made here.")
     if trained_at is not None:
