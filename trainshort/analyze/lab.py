@@ -96,17 +96,13 @@ class Lab:
 
     def score(self, rows: np.ndarray, scored: int) -> np.ndarray:
         """Losses of the last `scored` tokens of each row, (rows, scored); a row's first token is context only."""
-        inputs, targets = (
-            torch.from_numpy(np.ascontiguousarray(part, dtype=np.int64)) for part in (rows[:, :-1], rows[:, 1:])
-        )
-        length, device = inputs.shape[1], self.target.device
-        size = max(1, self.batch_tokens // length)
-        found = []
+        length, found = rows.shape[1] - 1, []
         with self.target.at(None, length):
-            for some, wanted in zip(inputs.split(size), targets.split(size), strict=True):
-                losses = self.target.token_nll(some.to(device), wanted.to(device), length - scored)
+            for some in torch.from_numpy(rows.astype(np.int64)).split(max(1, self.batch_tokens // length)):
+                inputs, targets = (part.contiguous().to(self.target.device) for part in (some[:, :-1], some[:, 1:]))
+                losses = self.target.token_nll(inputs, targets, length - scored)
                 found.append(losses.double().cpu().numpy())
-                self.meter.advance(some.numel(), f"{length:,} tokens")
+                self.meter.advance(inputs.numel(), f"{length:,} tokens")
         return np.concatenate(found)
 
     def score_all(self, passes: Passes) -> np.ndarray:
