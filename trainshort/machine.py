@@ -1,4 +1,5 @@
-"""The machine: what a result was made with, how much memory there is, and what happens when there is not enough."""
+"""The machine: what a result was made with, its devices, how much memory there is, and what happens when there is not
+enough."""
 
 import functools
 import gc
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 
 import trainshort
+from trainshort.errors import InputError
+from trainshort.terminal import first_sentence
 
 RECORDED = ("torch", "numpy", "safetensors", "tokenizers", "pydantic", "grain")
 """Packages whose versions can move a result."""
@@ -79,6 +82,19 @@ def mkl_is_narrow() -> bool:
     knows of Intel's processors only."""
     wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return wide and "AuthenticAMD" in _cpu("vendor_id")
+
+
+def pick_device(name: str | None) -> str:
+    """The device that was asked for, if it is there; else a GPU where there is one."""
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name).cpu()  # back from it, too: meta takes everything and gives nothing
+    except (RuntimeError, AssertionError) as error:
+        why = "torch knows no such kind" if "device string" in str(error) else first_sentence(error)
+        others = "cpu, cuda or cuda:N" if torch.cuda.is_available() else "cpu"
+        raise InputError(f"the device '{name}' is not available here ({why}). Choose {others}.") from None
+    return name
 
 
 # ---- memory: where a length needs more than there is, that is a result, not a crash

@@ -77,21 +77,20 @@ class Passes:
     @property
     def read(self) -> int:
         """Tokens read by all passes together: what the evaluation costs."""
-        middle = max(0, len(self) - 2) * self.length
-        return self[0].read + middle + (self[len(self) - 1].read if len(self) > 1 else 0)
+        return self.tokens + (len(self) - 1) * (self.length - self.stride)
 
     def at(self, target: int) -> int:
         """The pass that scores this target."""
         return 0 if target < self.length else 1 + (target - self.length) // self.stride
 
-    def batches(self, budget: int, begin: int = 0, end: int | None = None) -> Iterator[list[Pass]]:
+    def batches(self, budget: int, begin: int = 0) -> Iterator[list[Pass]]:
         """Consecutive passes of one shape, together reading at most `budget` tokens (always at least one pass).
 
         tokens 10, length 4, stride 2, budget 8:    [0]  [1 2]  [3]      (pass 0 scores more than the others)
         """
         together = max(1, budget // self.length)
         batch: list[Pass] = []
-        for index in range(begin, len(self) if end is None else end):
+        for index in range(begin, len(self)):
             one = self[index]
             if batch and (len(batch) == together or (batch[0].read, batch[0].scored) != (one.read, one.scored)):
                 yield batch

@@ -47,9 +47,10 @@ def say(message: str) -> None:
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """Show at a terminal what is waited for, until it is over: nothing of it stays, so a refusal is one sentence."""
-    with new_console(stderr=True).status(printable(what)) if sys.stderr.isatty() else nullcontext():
+def waiting(what: str | None) -> Iterator[None]:
+    """Show at a terminal what is waited for, if anything is, until it is over: nothing of it stays, so a refusal is one
+    sentence."""
+    with new_console(stderr=True).status(printable(what)) if what and sys.stderr.isatty() else nullcontext():
         yield
 
 

@@ -9,7 +9,7 @@ from laboratory import random_tokens, tiny_target
 
 from trainshort.analyze import early_tokens, far_context, recall
 from trainshort.analyze import slopes as slopes_analysis
-from trainshort.analyze.lab import SCORED, Lab, analyses, compare, probe_ends, probes
+from trainshort.analyze.lab import SCORED, Lab, analyses, compare
 from trainshort.errors import InputError
 from trainshort.evaluate.changes import Change, changed, new_slopes
 from trainshort.evaluate.results import summarize
@@ -56,8 +56,8 @@ def lab(target: Target, tokens: np.ndarray, **changes) -> Lab:
 
 def test_probes_are_the_same_targets_after_any_context():
     one = lab(tiny_target(), np.arange(3000) % 32)
-    ends = probe_ends(one, 512)
-    short, long = probes(one, ends, 64), probes(one, ends, 512)
+    ends = one.probe_ends(512)
+    short, long = one.probes(ends, 64), one.probes(ends, 512)
     assert short.shape == (16, 65)
     assert (short == long[:, -65:]).all()
     assert ends[0] >= 513
@@ -100,7 +100,7 @@ def test_far_context_is_found_to_matter_exactly_where_the_model_looks(back: int,
 
 def test_spoiling_changes_the_far_part_only():
     one = lab(tiny_target(), random_tokens(8000))
-    rows = probes(one, probe_ends(one, 512), 512)
+    rows = one.probes(one.probe_ends(512), 512)
     for way in ("shuffle", "replace"):
         spoiled = far_context.spoil(rows, 64, way, one)
         far = 513 - SCORED - 64
@@ -120,7 +120,7 @@ def test_near_distances_double():
 @pytest.mark.parametrize("length", range(34, 80))
 def test_every_way_of_spoiling_leaves_the_near_part_and_something_far(length: int):
     one = Lab(tiny_target(), random_tokens(400), trained_at=16, samples=4, lengths=(length,))
-    rows = probes(one, probe_ends(one, length), length)
+    rows = one.probes(one.probe_ends(length), length)
     _, distances = far_context.scope(one)
     for near in distances:
         for way in far_context.WAYS:
@@ -204,7 +204,7 @@ def test_contexts_shorter_than_what_is_scored_have_the_same_targets_too():
     one = Lab(tiny_target(), random_tokens(2000), trained_at=16, lengths=(16, 64), samples=4)
     result = slopes_analysis.run(one)
     losses = {(row["slopes"], row["context"]): row["loss"] for row in result["rows"]}
-    rows = probes(one, probe_ends(one, 64), 64)
+    rows = one.probes(one.probe_ends(64), 64)
     assert result["scored"] == 4 * 16
     assert losses["trained", 64] == pytest.approx(one.score(rows, 16).mean())
 

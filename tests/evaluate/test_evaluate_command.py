@@ -10,8 +10,10 @@ from laboratory import evaluations, make_run, prose, save_hugging_face
 from trainshort import cli
 from trainshort.checkpoint import load_model
 from trainshort.data.of_run import open_own
-from trainshort.evaluate import evidence, results, text
+from trainshort.errors import InputError
+from trainshort.evaluate import evidence, results, session, target
 from trainshort.evaluate.session import result_path
+from trainshort.evaluate.sweep import Sweep
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +43,18 @@ def evaluate(*words: object) -> int:
 def test_results_that_go_elsewhere_are_of_the_runs_own_data(fresh: Path, tmp_path, monkeypatch):
     """The note of where that data lies is in the run folder; looked for in --out, other text could be taken for it."""
     asked = []
-    monkeypatch.setattr(text, "open_own", lambda run, config: asked.append(run) or open_own(run, config))
+    monkeypatch.setattr(target, "open_own", lambda run, config: asked.append(run) or open_own(run, config))
     assert evaluate(fresh, "--lengths", "1x", "--out", tmp_path / "elsewhere") == 0
     assert asked == [fresh]
     assert list((tmp_path / "elsewhere" / "eval").glob("*.json"))
     assert not (fresh / "eval").exists()
+
+
+def test_no_length_at_all_is_told_before_anything_is_computed(fresh: Path):
+    run = target.RunTarget(fresh)
+    text = target.open_text(run, ())
+    with pytest.raises(InputError, match="give at least one length"):
+        session.evaluate(run, text, Sweep(text.tokens, []))
 
 
 def test_a_sweep_leaves_results_a_picture_and_a_card(fresh: Path, capsys):

@@ -11,8 +11,7 @@ from trainshort.config import DataConfig, ModelConfig
 from trainshort.data import prepare
 from trainshort.data.tokenizer.built import count_words
 from trainshort.errors import InputError
-from trainshort.evaluate.target import ModelTarget, RunTarget, open_target
-from trainshort.evaluate.text import open_text
+from trainshort.evaluate.target import ModelTarget, RunTarget, open_target, open_text
 from trainshort.model import TransformerLM
 
 

@@ -7,8 +7,7 @@ import pytest
 from laboratory import prose, save_hugging_face
 
 from trainshort.evaluate.sweep import score
-from trainshort.evaluate.target import open_target
-from trainshort.evaluate.text import open_text
+from trainshort.evaluate.target import open_target, open_text
 from trainshort.passes import Passes
 
 LENGTH = 64

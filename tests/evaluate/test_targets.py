@@ -14,12 +14,14 @@ import torch
 from laboratory import make_run, random_tokens, save_hugging_face
 from safetensors.torch import load_file, save_file
 
+from trainshort.checkpoint import fingerprint
 from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import HuggingFaceTarget
 from trainshort.evaluate.sweep import Sweep, measure, score
-from trainshort.evaluate.target import RunTarget, fingerprint, looks_like_hub_name, open_target, pick_device
+from trainshort.evaluate.target import RunTarget, looks_like_hub_name, open_target
 from trainshort.interop.doctor import doctor
 from trainshort.interop.importing import ImportRequest, import_model
+from trainshort.machine import pick_device
 from trainshort.passes import Passes
 
 
@@ -144,6 +146,12 @@ def test_a_training_length_can_be_given(folder: Path):
     hugging_face(folder, "bloom")
     assert open_target(str(folder / "bloom")).trained_at is None
     assert open_target(str(folder / "bloom"), trained_at=2048).trained_at == 2048
+
+
+def test_a_folder_in_the_home_folder_is_one(folder: Path, monkeypatch):
+    hugging_face(folder, "llama")
+    monkeypatch.setenv("HOME", str(folder))
+    assert open_target("~/llama").vocabulary == 300
 
 
 def test_the_token_before_the_first_is_the_beginning_of_text(folder: Path):

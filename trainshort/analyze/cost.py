@@ -76,13 +76,8 @@ def _told(found: dict[str, Any]) -> dict[str, Any]:
     if found["status"] != "measured":
         return found
     speed = Timing(found["seconds"]).rate(found["tokens"], "tokens/s")
-    return {
-        "status": "measured",
-        "tokens_per_second": speed.value,
-        "spread": speed.spread,
-        "memory": found["memory"],
-        "tokens": found["tokens"],
-    }
+    kept = {name: found[name] for name in ("status", "memory", "tokens")}
+    return {**kept, "tokens_per_second": speed.value, "spread": speed.spread}
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
@@ -105,8 +100,8 @@ def table(result: dict[str, Any]) -> Group:
     title = f"Tokens per second and peak memory, {result['batch_tokens']:,} tokens a step"
     shown = new_table("position", "length", "train tok/s", "infer tok/s", "train MB", "infer MB")
     for row in result["rows"]:
-        speeds = (_cell(row[kind], "tokens_per_second", 1) for kind in ("training", "inference"))
-        memory = (_cell(row[kind], "memory", 1e6) for kind in ("training", "inference"))
+        speeds = (_cell(row[kind], "tokens_per_second", 1) for kind in KINDS)
+        memory = (_cell(row[kind], "memory", 1e6) for kind in KINDS)
         shown.add_row(row["position"], f"{row['length']:,}", *speeds, *memory)
     return titled(title, shown)
 

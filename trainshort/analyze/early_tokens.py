@@ -58,22 +58,21 @@ def stride_one(lab: Lab, length: int, chosen: np.ndarray, apart: np.ndarray) -> 
     """Losses of the chosen targets, each the last of `length` that are read. The first `length` targets are read from
     the beginning of the text, as without overlap."""
     losses = apart[chosen].copy()
-    later = chosen[chosen >= length]
-    if len(later):
-        rows = np.stack([np.asarray(lab.tokens[t - length : t + 1]) for t in later])
-        losses[chosen >= length] = lab.score(rows, 1)[:, 0]
+    later = chosen >= length
+    if later.any():
+        losses[later] = lab.score(lab.probes(chosen[later] + 1, length), 1)[:, 0]
     return losses
 
 
 def replaced(lab: Lab, length: int, chosen: np.ndarray, sliding: np.ndarray, kept: int) -> dict[str, Any] | None:
     """How much the chosen targets' losses rise when all but the last `kept` tokens before them are another text's."""
-    later = chosen[chosen >= length]
-    if not len(later):
+    later = chosen >= length
+    if not later.any():
         return None
-    rows = np.stack([np.asarray(lab.tokens[t - length : t + 1]) for t in later])
-    starts = lab.rng().integers(len(lab.tokens) - length, size=len(later))
-    rows[:, : length - kept] = [lab.tokens[start : start + length - kept] for start in starts]
-    return compare(sliding[chosen >= length][:, None], lab.score(rows, 1))
+    rows = lab.probes(chosen[later] + 1, length)
+    starts = lab.rng().integers(len(lab.tokens) - length, size=len(rows))
+    rows[:, : length - kept] = lab.rows(starts, length - kept)
+    return compare(sliding[later][:, None], lab.score(rows, 1))
 
 
 Losses = tuple[np.ndarray, np.ndarray]
@@ -86,7 +85,7 @@ def _row(length: int, chosen: np.ndarray, base: Losses, here: Losses) -> dict[st
     context = base_sliding - sliding
     gain = float(base_apart.mean() - apart.mean())
     stride_1 = float(base_apart.mean() - (base_apart[chosen] - base_sliding).mean() - context.mean())
-    counts, sums = (np.array(column) for column in zip(*block_sums(base_apart - apart), strict=True))
+    counts, sums = np.array(block_sums(base_apart - apart)).T
     gain_interval, context_interval = interval_of(sums, counts), interval_of(context)
     return {
         "length": length,
@@ -143,16 +142,7 @@ def _part(name: str, effect: float, interval: Interval | None) -> str:
 
 def table(result: dict[str, Any]) -> Group:
     title = f"Early-token curse, stride 1 on {result['samples']:,} targets (gains in nats)"
-    shown = new_table(
-        "length",
-        "ppl apart",
-        "stride 1",
-        "curse",
-        "gain",
-        "early",
-        "context",
-        "± 95 %",
-    )
+    shown = new_table("length", "ppl apart", "stride 1", "curse", "gain", "early", "context", "± 95 %")
     for row in result["rows"]:
         gains = (f"{row[name]:+.4f}" for name in ("curse", "gain", "from_early", "from_context"))
         ppl = (f"{perplexity(row[name]):.3f}" for name in ("non_overlapping", "stride_1"))

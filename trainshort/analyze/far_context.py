@@ -13,18 +13,7 @@ from typing import Any
 import numpy as np
 from rich.console import Group
 
-from trainshort.analyze.lab import (
-    SCORED,
-    Analysis,
-    Lab,
-    analyses,
-    compare,
-    interval_text,
-    new_table,
-    probe_ends,
-    probes,
-    titled,
-)
+from trainshort.analyze.lab import SCORED, Analysis, Lab, analyses, compare, interval_text, new_table, titled
 from trainshort.errors import InputError
 from trainshort.evaluate.evidence import EFFECT, shows, unbroken
 
@@ -45,8 +34,8 @@ def scope(lab: Lab) -> tuple[int, list[int]]:
 
 def run(lab: Lab) -> dict[str, Any]:
     length, distances = scope(lab)
-    ends = probe_ends(lab, length)
-    whole = probes(lab, ends, length)
+    ends = lab.probe_ends(length)
+    whole = lab.probes(ends, length)
     lab.meter.expect(len(ends) * (length + sum(2 * length + near + SCORED - 1 for near in distances)))
     losses = lab.score(whole, SCORED)
     rows = []
@@ -89,7 +78,7 @@ def spoil(rows: np.ndarray, near: int, way: str, lab: Lab) -> np.ndarray:
         spoiled[:, :far] = rng.permuted(rows[:, :far], axis=1)
     else:
         starts = rng.integers(len(lab.tokens) - far + 1, size=len(rows))
-        spoiled[:, :far] = [lab.tokens[start : start + far] for start in starts]
+        spoiled[:, :far] = lab.rows(starts, far)
     return spoiled
 
 

@@ -28,8 +28,7 @@ from rich.text import Text as Styled
 from trainshort.errors import InputError
 from trainshort.evaluate.results import interval_of
 from trainshort.evaluate.sweep import BATCH_TOKENS, score
-from trainshort.evaluate.target import ModelTarget, Target
-from trainshort.evaluate.text import Text
+from trainshort.evaluate.target import ModelTarget, Target, Text
 from trainshort.files import make_folder, read_object, read_sealed, write_sealed, write_whole
 from trainshort.machine import provenance
 from trainshort.model import TransformerLM
@@ -81,19 +80,29 @@ class Lab:
             "length. Give a longer text or shorter --lengths."
         )
 
+    def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """So many tokens of the text from each start on, (starts, length)."""
+        return np.stack([np.asarray(self.tokens[start : start + length]) for start in starts]).astype(np.int64)
+
+    def probe_ends(self, longest: int) -> np.ndarray:
+        """Where probes end: evenly spread over the text, each with `longest` tokens and one more before it."""
+        room = len(self.tokens) - (longest + 1)
+        count = max(1, min(self.samples, room // SCORED))
+        return longest + 1 + np.linspace(0, room, count).astype(np.int64)
+
+    def probes(self, ends: np.ndarray, length: int) -> np.ndarray:
+        """For each end the `length` + 1 tokens before it: one row per probe, as `score` reads them."""
+        return self.rows(ends - length - 1, length + 1)
+
     def score(self, rows: np.ndarray, scored: int) -> np.ndarray:
         """Losses of the last `scored` tokens of each row, (rows, scored); a row's first token is context only."""
-        inputs, targets = (
-            torch.from_numpy(np.ascontiguousarray(part, dtype=np.int64)) for part in (rows[:, :-1], rows[:, 1:])
-        )
-        length, device = inputs.shape[1], self.target.device
-        size = max(1, self.batch_tokens // length)
-        found = []
+        length, found = rows.shape[1] - 1, []
         with self.target.at(None, length):
-            for some, wanted in zip(inputs.split(size), targets.split(size), strict=True):
-                losses = self.target.token_nll(some.to(device), wanted.to(device), length - scored)
+            for some in torch.from_numpy(rows.astype(np.int64)).split(max(1, self.batch_tokens // length)):
+                inputs, targets = (part.contiguous().to(self.target.device) for part in (some[:, :-1], some[:, 1:]))
+                losses = self.target.token_nll(inputs, targets, length - scored)
                 found.append(losses.double().cpu().numpy())
-                self.meter.advance(some.numel(), f"{length:,} tokens")
+                self.meter.advance(inputs.numel(), f"{length:,} tokens")
         return np.concatenate(found)
 
     def score_all(self, passes: Passes) -> np.ndarray:
@@ -151,18 +160,6 @@ class Notes:
         return self.known[key]
 
 
-def probe_ends(lab: Lab, longest: int) -> np.ndarray:
-    """Where probes end: evenly spread over the text, each with `longest` tokens and one more before it."""
-    room = len(lab.tokens) - (longest + 1)
-    count = max(1, min(lab.samples, room // SCORED))
-    return longest + 1 + np.linspace(0, room, count).astype(np.int64)
-
-
-def probes(lab: Lab, ends: np.ndarray, length: int) -> np.ndarray:
-    """For each end the `length` + 1 tokens before it: one row per probe, as `score_rows` reads them."""
-    return np.stack([np.asarray(lab.tokens[end - length - 1 : end]) for end in ends]).astype(np.int64)
-
-
 def compare(losses: np.ndarray, others: np.ndarray) -> dict[str, Any]:
     """How much higher the others' losses are, probe by probe."""
     difference = others.mean(axis=1) - losses.mean(axis=1)
@@ -218,7 +215,8 @@ def analyze(lab: Lab, text: Text, names: Sequence[str], console: Console, again:
                     raise
                 console.print(f"passed over: {error}", highlight=False, markup=False)
                 continue
-            _write(path, name, origin, result)
+            answer = {"format": FORMAT, "analysis": name, **origin, "result": result}
+            write_sealed(path, answer | {"provenance": provenance(threads=torch.get_num_threads())})
             partial.unlink(missing_ok=True)
         written.append(path)
         console.print(chosen.table(result))
@@ -244,14 +242,3 @@ def _stored(path: Path, origin: dict[str, Any]) -> dict[str, Any] | None:
     content = read_sealed(path, mend="Remove it and analyze again.")
     same = content.get("format") == FORMAT and content.get("digest") == origin["digest"]
     return content["result"] if same else None
-
-
-def _write(path: Path, name: str, origin: dict[str, Any], result: dict[str, Any]) -> None:
-    content = {
-        "format": FORMAT,
-        "analysis": name,
-        **origin,
-        "result": result,
-        "provenance": provenance(threads=torch.get_num_threads()),
-    }
-    write_sealed(path, content)

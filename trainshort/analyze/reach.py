@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trainshort import alibi, clocks
 from trainshort.analyze.far_context import WAYS, spoil
-from trainshort.analyze.lab import SCORED, Analysis, Lab, analyses, compare, new_table, probe_ends, probes, titled
+from trainshort.analyze.lab import SCORED, Analysis, Lab, analyses, compare, new_table, titled
 from trainshort.attention import Call, ClockBias, LinearBias
 from trainshort.attention.formula import visible, written_bias
 from trainshort.bench.recorded import attention_calls
@@ -44,25 +44,25 @@ def scope(lab: Lab) -> tuple[TransformerLM, int]:
 def run(lab: Lab) -> dict[str, Any]:
     model, length = scope(lab)
     tokens = torch.from_numpy(lab.tokens[:length].astype("int64"))[None].to(lab.target.device)
-    ends = probe_ends(lab, length)
+    ends = lab.probe_ends(length)
     lab.meter.expect(length * model.config.layers + len(ends) * (3 * length + lab.trained_at))
-    beyond = spoiled_beyond(lab, probes(lab, ends, length))
+    beyond = spoiled_beyond(lab, lab.probes(ends, length))
     rows = []
     for layer, call in enumerate(attention_calls(model, tokens)):
         mass = mass_by_distance(call)
         lab.meter.advance(length, f"layer {layer}")
         proven = proven_window(call)
-        for head in range(len(mass)):
-            rows.append(
-                {
-                    "layer": layer,
-                    "head": head,
-                    "slope": float(call.bias.slopes[head]) if isinstance(call.bias, LinearBias) else None,
-                    "mean_distance": mean_distance(mass[head]),
-                    "window": window_of(mass[head], MASS),
-                    "proven": None if proven is None else proven[head],
-                }
-            )
+        rows += [
+            {
+                "layer": layer,
+                "head": head,
+                "slope": float(call.bias.slopes[head]) if isinstance(call.bias, LinearBias) else None,
+                "mean_distance": mean_distance(mass[head]),
+                "window": window_of(mass[head], MASS),
+                "proven": None if proven is None else proven[head],
+            }
+            for head in range(len(mass))
+        ]
     return {
         "summary": summary(rows, lab.trained_at, beyond),
         "length": length,

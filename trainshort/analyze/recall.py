@@ -52,16 +52,9 @@ def run(lab: Lab) -> dict[str, Any]:
         for kind in KINDS:
             with_it, without = (lab.score(part, VALUE) for part in probe_rows(lab, kind, distance))
             found = compare(with_it, without)
-            rows.append(
-                {
-                    "kind": kind,
-                    "distance": distance,
-                    "loss": float(with_it.mean()),
-                    "control": found["loss"],
-                    "gain": found["rise"],
-                    "interval": found["interval"],
-                }
-            )
+            losses = {"loss": float(with_it.mean()), "control": found["loss"]}
+            gain = {"gain": found["rise"], "interval": found["interval"]}
+            rows.append({"kind": kind, "distance": distance, **losses, **gain})
     return {"summary": summary(rows), "probes": lab.samples, "scored": VALUE, "cue": CUE, "rows": rows}
 
 
@@ -75,7 +68,7 @@ def probe_rows(lab: Lab, kind: str, distance: int) -> tuple[np.ndarray, np.ndarr
     rng = np.random.default_rng((lab.seed, distance, len(kind)))
     lead, size, length = lab.trained_at // 2, CUE + VALUE, _length(lab, distance)
     starts = rng.integers(len(lab.tokens) - length, size=lab.samples)
-    present = np.stack([np.asarray(lab.tokens[start : start + length]) for start in starts]).astype(np.int64)
+    present = lab.rows(starts, length)
     stretch = _stretches(lab, kind, rng)
     present[:, lead : lead + size] = present[:, -size:] = stretch
     absent = present.copy()
@@ -90,7 +83,7 @@ def _stretches(lab: Lab, kind: str, rng: np.random.Generator) -> np.ndarray:
     size = CUE + VALUE
     if kind == "copy":
         starts = rng.integers(len(lab.tokens) - size, size=lab.samples)
-        return np.stack([np.asarray(lab.tokens[start : start + size]) for start in starts]).astype(np.int64)
+        return lab.rows(starts, size)
     # Token types that the text has: others were never trained and would say nothing.
     known = np.unique(np.asarray(lab.tokens))
     return rng.choice(known, size=(lab.samples, size)).astype(np.int64)

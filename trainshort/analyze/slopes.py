@@ -10,21 +10,10 @@ from typing import Any
 import numpy as np
 from rich.console import Group
 
-from trainshort.analyze.lab import (
-    SCORED,
-    Analysis,
-    Lab,
-    analyses,
-    interval_text,
-    new_table,
-    probe_ends,
-    probes,
-    titled,
-)
+from trainshort.analyze.lab import SCORED, Analysis, Lab, analyses, compare, interval_text, new_table, titled
 from trainshort.errors import InputError
 from trainshort.evaluate.changes import Change, changed
 from trainshort.evaluate.evidence import shows
-from trainshort.evaluate.results import interval_of
 from trainshort.model import TransformerLM
 
 TRAINED = "trained"
@@ -46,28 +35,23 @@ def scope(lab: Lab) -> tuple[TransformerLM, list[int]]:
 
 def run(lab: Lab) -> dict[str, Any]:
     model, lengths = scope(lab)
-    ends, scored = probe_ends(lab, lengths[-1]), min(SCORED, lengths[0])
+    ends, scored = lab.probe_ends(lengths[-1]), min(SCORED, lengths[0])
     lab.meter.expect(len(variants(lab.trained_at)) * len(ends) * sum(lengths))
     losses: dict[tuple[str, int], np.ndarray] = {}
     for variant in variants(lab.trained_at):
         for length in lengths:
             change = None if variant == TRAINED else Change.read("slopes", variant)
             with nullcontext() if change is None else changed(model, change, lab.trained_at, length):
-                losses[variant, length] = lab.score(probes(lab, ends, length), scored)
+                losses[variant, length] = lab.score(lab.probes(ends, length), scored)
     base = losses[TRAINED, lengths[0]]
     found = [_row(variant, length, base, here) for (variant, length), here in losses.items()]
     return {"summary": summary(found, lengths[0]), "probes": len(ends), "scored": int(base.size), "rows": found}
 
 
 def _row(variant: str, length: int, base: np.ndarray, losses: np.ndarray) -> dict[str, Any]:
-    gain = base.mean(axis=1) - losses.mean(axis=1)
-    return {
-        "slopes": variant,
-        "context": length,
-        "loss": float(losses.mean()),
-        "gain": float(gain.mean()),
-        "interval": interval_of(gain),
-    }
+    found = compare(losses, base)
+    told = {"loss": float(losses.mean()), "gain": found["rise"], "interval": found["interval"]}
+    return {"slopes": variant, "context": length, **told}
 
 
 def summary(rows: list[dict[str, Any]], base: int) -> str:

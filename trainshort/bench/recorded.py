@@ -18,9 +18,9 @@ from torch import Tensor
 from trainshort import alibi, clocks
 from trainshort.attention import Call, ClockBias, LinearBias
 from trainshort.cache import Cache
+from trainshort.checkpoint import fingerprint
 from trainshort.errors import InputError
-from trainshort.evaluate.target import RunTarget, fingerprint
-from trainshort.evaluate.text import open_text
+from trainshort.evaluate.target import RunTarget, open_text
 from trainshort.model import Attention, TransformerLM
 
 MADE_UP = ("normal", "scaled")

@@ -118,10 +118,9 @@ class BoundedLayer(LayerCache):
         self._dim = 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        q, (k, v), bias = self._taken(q, k, v, options["bias"])
-        slopes = self._slopes(bias, q.shape[1])
+        q, k, v = self._taken(q, k, v, options["bias"])
         if q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.float32:
-            call = self.next_call(slopes, (k.shape[1], k.shape[3]), options.get("window"))
+            call = self.next_call(options["bias"].slopes, (k.shape[1], k.shape[3]), options.get("window"))
             if call is not None:
                 out = call.attend(q, k, v)
                 self.took_token(k, v)
@@ -130,7 +129,7 @@ class BoundedLayer(LayerCache):
         self.length += q.shape[2]
         return out
 
-    def _taken(self, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> tuple[Tensor, tuple[Tensor, Tensor], Any]:
+    def _taken(self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None) -> tuple[Tensor, Tensor, Tensor]:
         """What `attend` was given, checked, with rings for it."""
         q, (k, v) = q.detach(), detached(k, v)
         if q.shape[0] != 1:
@@ -138,7 +137,7 @@ class BoundedLayer(LayerCache):
         slopes = self._slopes(bias, q.shape[1])
         if not self.rings:
             self._begin(slopes.tolist(), k)
-        return q, (k, v), bias
+        return q, k, v
 
     def _slopes(self, bias: Bias | None, heads: int) -> Float[Tensor, " heads"]:
         if not isinstance(bias, LinearBias):
@@ -294,7 +293,7 @@ class BoundedLayer(LayerCache):
 
     @property
     def bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in self._stored)
+        return sum(x.nbytes for x in self._stored)
 
     def save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         rings = [{name: getattr(ring, name) for name in RingFacts.model_fields} for ring in self.rings]
@@ -313,7 +312,7 @@ class BoundedLayer(LayerCache):
         check(all(head.above <= saved.length for head in saved.heads), "the number of rows above the tolerance")
         for index, ring in enumerate(saved.rings):
             stored = saved_tensor(tensors, f"ring{index}", (2, ring.capacity, self._stored[index].shape[2]), like)
-            check(ring.count <= saved.length and ring.next in ring.places, "the count of a ring")
+            check(ring.count <= saved.length, "the count of a ring")
             # Until a ring has grown it holds all there was, as far as it has room.
             check(bool(saved.grown) or ring.count == min(saved.length, ring.capacity), "the length of a layer")
             self.rings[index] = Ring(**ring.model_dump())

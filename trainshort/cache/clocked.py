@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainshort.attention import Bias, Call, ClockBias
 from trainshort.cache.bounded import MARGIN, BoundedLayer
-from trainshort.cache.facts import check
+from trainshort.cache.facts import check, saved_tensor
 from trainshort.cache.growing import PLACE
 from trainshort.cache.ring import ANYWHERE, CLOCK
 from trainshort.errors import InputError
@@ -34,13 +34,14 @@ class ClockedLayer(BoundedLayer):
     """Rings of one layer under a clock."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        q, (k, v), bias = self._taken(q, k, v, options["bias"])
-        if not self.length and isinstance(bias, ClockBias):
-            for head, first in zip(self.heads, bias.clock[0, :, 0].tolist(), strict=True):
+        q, k, v = self._taken(q, k, v, options["bias"])
+        clock = options["bias"].clock
+        if not self.length:
+            for head, first in zip(self.heads, clock[0, :, 0].tolist(), strict=True):
                 head.began = first
         out = self._read(q, k, v, options)
         self.length += q.shape[2]
-        self.place[CLOCK] = bias.clock[..., -self._clocked :].clone()
+        self.place[CLOCK] = clock[..., -self._clocked :].clone()
         return out
 
     @property
@@ -95,7 +96,7 @@ class ClockedLayer(BoundedLayer):
 
     @property
     def bytes(self) -> int:
-        return super().bytes + sum(x.numel() * x.element_size() for x in self.place.values())
+        return super().bytes + sum(x.nbytes for x in self.place.values())
 
     def save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, facts = super().save()
@@ -112,7 +113,7 @@ class ClockedLayer(BoundedLayer):
             check(len(facts[name]) == heads, "the number of heads")
             for head, value in zip(self.heads, facts[name], strict=True):
                 setattr(head, field, value)
-        check(clock is not None and clock.dtype == torch.float64 and clock.shape[:2] == (1, heads), "the clock")
-        assert clock is not None
-        check(clock.dim() == 3 and clock.shape[2] >= max(ring.count for ring in self.rings), "the clock")
-        self.place = {CLOCK: clock}
+        held = clock.shape[2] if clock is not None and clock.dim() == 3 else 0
+        check(held >= max(ring.count for ring in self.rings), "the clock")
+        kept = saved_tensor(tensors, PLACE + CLOCK, (1, heads, held), torch.empty(0, dtype=torch.float64))
+        self.place = {CLOCK: kept}

@@ -10,19 +10,21 @@ from trainshort.config import Settings
 from trainshort.errors import InputError
 
 
-class Facts(Settings):
-    """Plain numbers of one layer; nothing is converted, nothing unknown is taken."""
+class Plain(Settings):
+    """Plain numbers and words; nothing is converted, nothing unknown is taken."""
 
     model_config = ConfigDict(strict=True)
+
+
+class Facts(Plain):
+    """What any layer holds."""
 
     length: int = Field(ge=0, lt=2**53)
     """Tokens read."""
 
 
-class RingFacts(Settings):
+class RingFacts(Plain):
     """What `Ring` holds beside its keys and values."""
-
-    model_config = ConfigDict(strict=True)
 
     capacity: int = Field(ge=1)
     count: int = Field(ge=0)
@@ -32,20 +34,15 @@ class RingFacts(Settings):
 
     @model_validator(mode="after")
     def _inside(self) -> "RingFacts":
-        if self.count > self.capacity or self.next >= self.capacity:
+        # The next key goes after the last one, anywhere once the ring is full.
+        places = range(self.capacity) if self.count == self.capacity else (self.count,)
+        if self.count > self.capacity or self.next not in places:
             raise ValueError(f"a ring of {self.capacity} keys cannot hold {self.count} and go on at {self.next}")
         return self
 
-    @property
-    def places(self) -> range:
-        """Where the next key may go: after the last one, anywhere once the ring is full."""
-        return range(self.capacity) if self.count == self.capacity else range(self.count, self.count + 1)
 
-
-class HeadFacts(Settings):
+class HeadFacts(Plain):
     """What `Head` holds."""
-
-    model_config = ConfigDict(strict=True)
 
     slope: float
     excess: float
@@ -71,6 +68,11 @@ def saved_tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...
         came = "nothing" if found is None else f"{found.dtype} {tuple(found.shape)}"
         raise InputError(f"'{name}' should be {like.dtype} {shape}, but it holds {came}.")
     return found
+
+
+def under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin so, by the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def check(fits: bool, what: str) -> None:

@@ -16,8 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort.attention import Bias, attend, attend_in_blocks
-from trainshort.cache.facts import Facts, check, saved_tensor
-from trainshort.cache.ring import LANES, Readings, RingCall
+from trainshort.cache.facts import Facts, check, saved_tensor, under
+from trainshort.cache.ring import LANES, Readings, Ring, RingCall, heads_of
 from trainshort.errors import InputError
 
 SMALLEST = 64
@@ -99,7 +99,7 @@ class LayerCache:
         if room is None or self.length == room.shape[3]:
             room = self._make_room(self.length + 1, like)
         if self._call is None:
-            self._call = RingCall.over_room(kv_heads, slopes, dim)
+            self._call = RingCall.of((Ring * kv_heads)(), heads_of(slopes.tolist(), 0.0), dim)
         self._call.lay_over(room, self.length)
         self._call.comes_after(self.length, window)
         return self._call
@@ -133,7 +133,7 @@ class LayerCache:
 
     @property
     def bytes(self) -> int:
-        return 0 if self._room is None else self._room.numel() * self._room.element_size()
+        return 0 if self._room is None else self._room.nbytes
 
     def save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything remembered, as tensors and plain data; `restore` of it continues bit by bit."""
@@ -156,7 +156,7 @@ class LayerCache:
         check(saved.length <= capacity <= max(2 * saved.length, SMALLEST), "the capacity")
         self._room, self.length = like.new_empty(2, 1, heads, capacity, dim), saved.length
         self._room[:, :, :, : self.length] = kept
-        self.place = {name.removeprefix(PLACE): tensor for name, tensor in tensors.items() if name.startswith(PLACE)}
+        self.place = under(tensors, PLACE)
         self.left_out = torch.tensor(saved.left_out)
 
 

@@ -77,13 +77,8 @@ class RingCall(ctypes.Structure):
         call.scratch, call.kept = ctypes.addressof(scratch), (rings, heads, scratch)
         return call
 
-    @classmethod
-    def over_room(cls, kv_heads: int, slopes: Float[Tensor, " heads"], dim: int) -> "RingCall":
-        """A call on rings that are laid over a growing cache's room."""
-        return cls.of((Ring * kv_heads)(), heads_of(slopes.tolist(), 0.0), dim)
-
     def lay_over(self, room: Float[Tensor, "2 1 kv_heads capacity dim"], length: int) -> None:
-        """Rings that never come round: `length` keys, and room for one more at least."""
+        """Lay the rings over a growing cache's room, where they never come round: `length` keys, and room for more."""
         rings = self.kept[0]
         if rings[0].keys == room.data_ptr() and rings[0].count == length:
             return  # as the last call left them

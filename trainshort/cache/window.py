@@ -68,13 +68,12 @@ class WindowLayer(LayerCache):
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add the newest; returns them and the window − 1 before them."""
         new, kept = k.shape[2], min(self.window - 1, self._end - self._begin)
-        if self._room is None or self._end + new > self._room.shape[3]:
-            past = None if self._room is None else self._room[:, :, :, self._end - kept : self._end].clone()
+        room = self._room
+        if room is None or self._end + new > room.shape[3]:
+            past = None if room is None else room[:, :, :, self._end - kept : self._end].clone()
             if kept + new > self._largest:
                 return self._append_many(past, torch.stack([k, v]))
-            self._move(past, new, k)
-        room = self._room
-        assert room is not None
+            room = self._move(past, new, k)
         self._begin = self._end - kept
         room[0, :, :, self._end : self._end + new] = k
         room[1, :, :, self._end : self._end + new] = v
@@ -88,17 +87,18 @@ class WindowLayer(LayerCache):
         """Capacity of the buffer: half a window more than is kept, so that moving is rare."""
         return self.window - 1 + max(SMALLEST, self.window // 2)
 
-    def _move(self, past: Tensor | None, new: int, like: Tensor) -> None:
+    def _move(self, past: Tensor | None, new: int, like: Tensor) -> Tensor:
         """Bring what is kept to the beginning, in a larger buffer while it has not its full size."""
         batch, heads, _, dim = like.shape
-        kept = 0 if past is None else past.shape[3]
-        capacity = 0 if self._room is None else self._room.shape[3]
-        if self._room is None or capacity < self._largest:
+        room, kept = self._room, 0 if past is None else past.shape[3]
+        capacity = 0 if room is None else room.shape[3]
+        if room is None or capacity < self._largest:
             capacity = min(self._largest, max(2 * capacity, kept + new, SMALLEST))
-            self._room = like.new_empty(2, batch, heads, capacity, dim)
+            self._room = room = like.new_empty(2, batch, heads, capacity, dim)
         if past is not None:
-            self._room[:, :, :, :kept] = past
+            room[:, :, :, :kept] = past
         self._begin, self._end = 0, kept
+        return room
 
     def _append_many(self, past: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
         """More than the buffer ever holds, such as a prompt: what will be seen of them goes in, all are returned."""
@@ -133,8 +133,7 @@ class WindowLayer(LayerCache):
 
     @property
     def bytes(self) -> int:
-        first = 0 if self._first is None else self._first.numel() * self._first.element_size()
-        return super().bytes + first
+        return super().bytes + (0 if self._first is None else self._first.nbytes)
 
     def save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if self._room is None:

@@ -41,6 +41,7 @@ __all__ = [
     "State",
     "best",
     "find",
+    "fingerprint",
     "is_hugging_face",
     "latest",
     "load_model",
@@ -194,6 +195,11 @@ def sha256_of(tensors: Mapping[str, Tensor], first: bytes = b"") -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def fingerprint(module: nn.Module, first: bytes = b"") -> str:
+    """sha256 of `first` and of all weights, so that results of other weights are never mixed up with these."""
+    return sha256_of(dict(module.named_parameters()), first)
 
 
 def _write(partial: Path, snapshot: Snapshot, world: World) -> None:

@@ -45,7 +45,8 @@ class OnText:
 
     def open(self) -> "Target":
         """The model, with the folder that its results go to."""
-        from trainshort.evaluate.target import open_target, pick_device
+        from trainshort.evaluate.target import open_target
+        from trainshort.machine import pick_device
 
         at_least(1, trained_at=self.trained_at)
         device = pick_device(self.device)
@@ -92,7 +93,7 @@ class Evaluate(OnText):
         from trainshort.evaluate.changes import Change
         from trainshort.evaluate.session import evaluate
         from trainshort.evaluate.sweep import Sweep
-        from trainshort.evaluate.text import open_text
+        from trainshort.evaluate.target import open_text
         from trainshort.passes import read_lengths
 
         at_least(1, batch_tokens=self.batch_tokens)
@@ -149,7 +150,7 @@ class Analyze(OnText):
 
     def run(self) -> None:
         from trainshort.analyze.lab import Lab, analyses, analyze
-        from trainshort.evaluate.text import open_text
+        from trainshort.evaluate.target import open_text
         from trainshort.methods import methods
         from trainshort.passes import read_lengths
 

@@ -182,8 +182,9 @@ class Harness:
         refuse_unknown(self.tasks, self.include)
         from rich.table import Table  # here, since what is refused above need not wait for torch
 
-        from trainshort.evaluate.target import open_target, pick_device
+        from trainshort.evaluate.target import open_target
         from trainshort.interop.harness import Asked, evaluate_tasks, save
+        from trainshort.machine import pick_device
 
         target = open_target(self.target, device=pick_device(None))
         target.folder = self.out or target.folder
@@ -258,8 +259,7 @@ class Convert:
         return read_command(cls, words, [text, *training])
 
     def run(self) -> None:
-        from trainshort.evaluate.target import RunTarget
-        from trainshort.evaluate.text import open_text
+        from trainshort.evaluate.target import RunTarget, open_text
         from trainshort.interop.converting import STAGES, Recovery
         from trainshort.terminal import StopRequest
         from trainshort.train import train

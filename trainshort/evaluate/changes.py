@@ -12,7 +12,7 @@
 The model is as before when the context ends.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,8 +33,8 @@ KINDS = {
 """What each option knows, and the least number that goes with it (max_bias: above it); None: no number."""
 WHOLE = ("clamp", "window", "blocks")
 EXAMPLES = {
-    "slopes": "interpolate, ntk=4, clamp=512, max_bias=16 or window=512",
-    "rotary": "linear=4, ntk=4, dynamic=1, yarn=4 or blocks=256",
+    "slopes": "slopes are interpolate, ntk=4, clamp=512, max_bias=16 or window=512",
+    "rotary": "rotary is linear=4, ntk=4, dynamic=1, yarn=4 or blocks=256, with a number of at least 1",
 }
 
 
@@ -58,7 +58,7 @@ class Change:
         number = _number(value)
         if kind in KINDS[option] and _fits(kind, KINDS[option][kind], bool(equals), number):
             return Change(option, kind, number or 0.0)
-        raise InputError(f"{option} are {EXAMPLES[option]}; got '{text}'." if option == "slopes" else _rotary(text))
+        raise InputError(f"{EXAMPLES[option]}; got '{text}'.")
 
     @staticmethod
     def chosen(slopes: str | None, rotary: str | None, scores: str | None) -> "Change | None":
@@ -93,10 +93,6 @@ def _fits(kind: str, least: float | None, given: bool, number: float | None) -> 
     return number > least if kind == "max_bias" else number >= least
 
 
-def _rotary(text: str) -> str:
-    return f"rotary is {EXAMPLES['rotary']}, with a number of at least 1; got '{text}'."
-
-
 def new_slopes(trained: Float[Tensor, " heads"], change: Change, trained_at: int, length: int) -> Tensor:
     """The slopes for inputs of this length.
 
@@ -118,13 +114,20 @@ def new_slopes(trained: Float[Tensor, " heads"], change: Change, trained_at: int
 @contextmanager
 def changed(model: TransformerLM, change: Change, trained_at: int, length: int) -> Iterator[None]:
     """Inside, `model` runs with a change, for inputs of this length."""
-    apply: dict[str, Callable[..., None]] = {"slopes": _slopes, "rotary": _rotation, "scores": _scores}
     with ExitStack() as held:
-        apply[change.option](held, model, change, (trained_at, length))
+        if change.option == "slopes":
+            _change_slopes(held, model, change, trained_at, length)
+        if change.option == "rotary":
+            _stretch(held, model, change, trained_at, length)
+        for attention in (module for module in model.modules() if isinstance(module, Attention)):
+            if change.option == "scores":
+                set_until(held, attention, "score_factor", attention.score_factor * change.value)
+            if change.kind in ("window", "blocks"):
+                set_until(held, attention, change.kind, int(change.value))
         yield
 
 
-def _slopes(held: ExitStack, model: TransformerLM, change: Change, lengths: tuple[int, int]) -> None:
+def _change_slopes(held: ExitStack, model: TransformerLM, change: Change, trained_at: int, length: int) -> None:
     trained = model.position.linear_slopes()
     if trained is None:
         raise InputError(
@@ -132,36 +135,21 @@ def _slopes(held: ExitStack, model: TransformerLM, change: Change, lengths: tupl
         )
     before = trained.detach().clone()
     held.callback(lambda: trained.data.copy_(before))
-    trained.data.copy_(new_slopes(before, change, *lengths))
-    if change.kind == "window":
-        for attention in _attentions(model):
-            set_until(held, attention, "window", int(change.value))
+    trained.data.copy_(new_slopes(before, change, trained_at, length))
     if change.kind == "clamp":
         if not isinstance(model.position, Alibi):
             raise InputError(f"--slopes clamp knows ALiBi alone; this model has position='{model.config.position}'.")
         set_until(held, model.position, "clamp", int(change.value))
 
 
-def _rotation(held: ExitStack, model: TransformerLM, change: Change, lengths: tuple[int, int]) -> None:
+def _stretch(held: ExitStack, model: TransformerLM, change: Change, trained_at: int, length: int) -> None:
     if not isinstance(model.position, Rotary):
         raise InputError(
             f"--rotary needs a model with rotary or xpos positions; this one has position='{model.config.position}'."
         )
-    if change.kind == "blocks":
-        for attention in _attentions(model):
-            set_until(held, attention, "blocks", int(change.value))
-        return
-    stretch = Stretch(change.kind, change.value, *lengths)  # pyright: ignore[reportArgumentType]  (checked by `read`)
-    set_until(held, model.position, "stretch", stretch)
-
-
-def _scores(held: ExitStack, model: TransformerLM, change: Change, lengths: tuple[int, int]) -> None:
-    for attention in _attentions(model):
-        set_until(held, attention, "score_factor", attention.score_factor * change.value)
-
-
-def _attentions(model: TransformerLM) -> list[Attention]:
-    return [module for module in model.modules() if isinstance(module, Attention)]
+    if change.kind != "blocks":
+        how: Any = change.kind  # one of Stretch's, as `read` has it
+        set_until(held, model.position, "stretch", Stretch(how, change.value, trained_at, length))
 
 
 def set_until(held: ExitStack, owner: Any, name: str, value: Any) -> None:

@@ -209,9 +209,11 @@ def _mark(rows: list[LengthScore], good: Callable[[LengthScore], bool]) -> dict[
 
 
 def _entry(row: LengthScore) -> dict[str, Any]:
-    numbers = {"tokens": row.tokens, "nll": row.nll, "perplexity": row.perplexity} if row.status == "scored" else {}
-    speed = {"tokens_per_second": row.speed, "memory": row.memory} if row.status == "scored" else {}
-    return {"length": row.length, "status": row.status, "reason": row.reason, **numbers, **speed}
+    told = {"length": row.length, "status": row.status, "reason": row.reason}
+    if row.status != "scored":
+        return told
+    numbers = {"tokens": row.tokens, "nll": row.nll, "perplexity": row.perplexity}
+    return {**told, **numbers, "tokens_per_second": row.speed, "memory": row.memory}
 
 
 def _summary(evaluation: Evaluation, rows: list[LengthScore], base: LengthScore, mark: dict[str, Any]) -> str:
@@ -228,11 +230,10 @@ def _summary(evaluation: Evaluation, rows: list[LengthScore], base: LengthScore,
 
 def save_card(card: dict[str, Any], folder: Path) -> bool:
     """Write the card, unless the folder has one of the same weights on more tokens; whether it was written."""
-    path = folder / CARD
     old = load_card(folder)
     if old and old["target"]["weights"] == card["target"]["weights"] and old["base"]["tokens"] > card["base"]["tokens"]:
         return False
-    write_sealed(path, card)
+    write_sealed(folder / CARD, card)
     return True
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from trainshort.data.hub import hub_answers
 from trainshort.errors import InputError
-from trainshort.evaluate.changes import Change
+from trainshort.evaluate.changes import Change, set_until
 from trainshort.evaluate.target import PRECISIONS, Target, TextTokenizer
 from trainshort.files import read_object
 from trainshort.terminal import first_sentence
@@ -59,8 +59,7 @@ class HuggingFaceTarget(Target):
         self.longest = _table_length(self.model, declared)
         self.vocabulary = config.vocab_size
         self.folder = Path("runs") / re.sub(r"[^\w.]+", "-", Path(name).name if Path(name).is_dir() else name)
-        _refuse_encoder(name, self.model, self.vocabulary)
-        self._head = _separable(self.model, self.vocabulary)
+        self._head = _separable(self.model, *_probed(name, self.model, self.vocabulary))
 
     @cached_property
     def bos(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -80,7 +79,8 @@ class HuggingFaceTarget(Target):
             rows = [_nll(head(part), wanted) for part, wanted in zip(*parts, strict=True)]
             return torch.cat(rows).view(hidden.shape[:2])
         keep = tokens.shape[1] - first
-        only = {"logits_to_keep": keep} if _knows(self.model, "logits_to_keep") else {}
+        known = inspect.signature(self.model.forward).parameters
+        only = {"logits_to_keep": keep} if "logits_to_keep" in known else {}
         rows = []
         for row, wanted in zip(tokens, targets, strict=True):
             logits = self.model(input_ids=row[None], use_cache=False, **only).logits[0, -keep:]
@@ -94,16 +94,9 @@ class HuggingFaceTarget(Target):
             if how is not None and change is not None:
                 held.enter_context(how(self.model, change, self.trained_at, length))
             config = self.model.config
-            setting = TABLE_SETTINGS.get(config.model_type)
-            if setting is None:
-                yield
-                return
-            size = getattr(config, setting)
-            setattr(config, setting, max(size, length))
-            try:
-                yield
-            finally:
-                setattr(config, setting, size)
+            if (setting := TABLE_SETTINGS.get(config.model_type)) is not None:
+                set_until(held, config, setting, max(getattr(config, setting), length))
+            yield
 
     def refusal(self, error: Exception, length: int) -> str | None:
         """Past the length that its configuration declares, a model may fail in its own way: a table that ends, a mask
@@ -120,7 +113,7 @@ class HuggingFaceTarget(Target):
         try:
             return AutoTokenizer.from_pretrained(self._source, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if _wants_code(error):
+            if "trust_remote_code" in str(error):
                 raise InputError(_CODE.format(name=self.name, part="tokenizer")) from None
             return None
 
@@ -169,13 +162,15 @@ class HuggingFaceTokenizer:
 
 def _load(name: str, precision: str) -> Any:
     _refuse_pickles(name)
-    _know_our_own(name)
+    config = Path(name) / "config.json"
+    if config.is_file() and read_object(config).get("model_type") == "trainshort":
+        import trainshort.hf  # noqa: F401  (the class of `export --to hf`, known to transformers once it is imported)
     try:
         return load_causal(name, PRECISIONS[precision])
+    except InputError:
+        raise
     except Exception as error:  # of its many checks, each with an exception of its own
-        if isinstance(error, InputError):
-            raise
-        if _wants_code(error):
+        if "trust_remote_code" in str(error):
             raise InputError(_CODE.format(name=name, part="model")) from None
         reason = first_sentence(error)
         where = "the folder" if Path(name).is_dir() else f"there is no folder '{name}' here, and the hub"
@@ -219,21 +214,10 @@ def check_settings(name: str, settings: Any) -> None:
         check_settings(name, value)
 
 
-def _know_our_own(name: str) -> None:
-    """A folder of `export --to hf` needs our class, which is known to transformers once it is imported."""
-    path = Path(name) / "config.json"
-    if path.is_file() and read_object(path).get("model_type") == "trainshort":
-        import trainshort.hf  # noqa: F401
-
-
 _CODE = (
     "'{name}' needs Python code of its own for its {part}, and trainshort never runs code that comes with a model. "
     "Save it in a form that transformers knows by itself."
 )
-
-
-def _wants_code(error: Exception) -> bool:
-    return "trust_remote_code" in str(error)
 
 
 def _source(name: str) -> str:
@@ -275,32 +259,28 @@ def _table_length(model: nn.Module, declared: int | None) -> int | None:
     return None
 
 
-def _probe(model: Any, vocabulary: int) -> Tensor:
-    device = next(model.parameters()).device
-    return torch.arange(PROBE_TOKENS, device=device)[None] * (vocabulary // PROBE_TOKENS)
-
-
 @torch.no_grad()
-def _refuse_encoder(name: str, model: Any, vocabulary: int) -> None:
-    """transformers loads BERT and its like as causal models, too, and only warns that they see what comes."""
-    tokens = _probe(model, vocabulary)
+def _probed(name: str, model: Any, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """A few tokens, and the model's logits for them. An encoder is refused: transformers loads BERT and its like as
+    causal models, too, and only warns that they see what comes."""
+    device = next(model.parameters()).device
+    tokens = torch.arange(PROBE_TOKENS, device=device)[None] * (vocabulary // PROBE_TOKENS)
     other = torch.cat([tokens[:, :-1], (tokens[:, -1:] + 1) % vocabulary], dim=1)
-    one, two = (model(input_ids=each, use_cache=False).logits[:, :-1].float() for each in (tokens, other))
-    if (one - two).abs().max() > _rounding(model) * one.abs().max():
+    own, others = (model(input_ids=each, use_cache=False).logits.float() for each in (tokens, other))
+    if (own - others)[:, :-1].abs().max() > _rounding(model) * own[:, :-1].abs().max():
         raise InputError(
             f"'{name}' ({type(model).__name__}) sees the tokens it should predict: its predictions change with what "
             "comes after them. Give a causal language model."
         )
+    return tokens, own
 
 
 @torch.no_grad()
-def _separable(model: Any, vocabulary: int) -> tuple[nn.Module, nn.Module] | None:
-    """The model's body and head, if its logits are the one applied to the other's output."""
+def _separable(model: Any, tokens: Tensor, own: Tensor) -> tuple[nn.Module, nn.Module] | None:
+    """The model's body and head, if its own logits are the one applied to the other's output."""
     body, head = model.base_model, model.get_output_embeddings()
     if head is None or body is model:
         return None
-    tokens = _probe(model, vocabulary)
-    own = model(input_ids=tokens, use_cache=False).logits.float()
     ours = head(body(input_ids=tokens, use_cache=False)[0]).float()
     if own.shape != ours.shape:
         return None
@@ -314,10 +294,6 @@ def _rounding(model: nn.Module) -> float:
 
 def _nll(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), targets, reduction="none")
-
-
-def _knows(model: nn.Module, argument: str) -> bool:
-    return argument in inspect.signature(model.forward).parameters
 
 
 def _plain(value: Any) -> bool:

@@ -177,17 +177,12 @@ def interval(row: LengthScore, other: LengthScore | None = None) -> Interval | N
     stretches, which is far narrower; None when there are fewer than two stretches."""
     if len(row.blocks) < 2 or row.status != "scored":
         return None
-    counts, sums = _columns(row)
+    counts, sums = np.array(row.blocks, dtype=np.float64).T
     if other is not None:
         if [count for count, _ in row.blocks] != [count for count, _ in other.blocks]:
             raise InputError("these two evaluations did not score the same text, so they cannot be compared by pairs.")
-        sums = sums - _columns(other)[1]
+        sums = sums - np.array(other.blocks, dtype=np.float64)[:, 1]
     return interval_of(sums, counts)
-
-
-def _columns(row: LengthScore) -> tuple[np.ndarray, np.ndarray]:
-    counts, sums = (np.array(column, dtype=np.float64) for column in zip(*row.blocks, strict=True))
-    return counts, sums
 
 
 def interval_of(sums: np.ndarray, counts: np.ndarray | None = None) -> Interval | None:
@@ -251,10 +246,8 @@ class Query:
 
     def matches(self, evaluation: Evaluation) -> bool:
         target, protocol = evaluation.target, evaluation.protocol
-        if self.step is None:
-            same_weights = target["kind"] == "run"
-        else:
-            same_weights = target["kind"] in ("checkpoint", "run") and target.get("step") == self.step
+        kinds = ("run",) if self.step is None else ("run", "checkpoint")
+        same_weights = target["kind"] in kinds and self.step in (None, target.get("step"))
         as_trained = protocol["slopes"] is None and protocol["precision"] == "float32"
         return same_weights and as_trained and protocol["stride"] == self.stride and self._same_text(evaluation)
 
@@ -271,8 +264,9 @@ def find(folder: Path) -> list[Stored]:
     """The evaluations in a run folder, the newest last. Those that call weights the run's best which no longer are,
     because it was evaluated before its training ended, are left out."""
     found = [Stored(path, *load_checked(path)) for path in sorted((folder / "eval").glob("*.json"))]
-    best = best_step(folder)
-    kept = [one for one in found if best is None or _step(one.evaluation) in (None, best)]
+    targets, best = [one.evaluation.target for one in found], best_step(folder)
+    outdated = [target["kind"] == "run" and target.get("step") not in (None, best) for target in targets]
+    kept = [one for one, old in zip(found, outdated, strict=True) if best is None or not old]
     return sorted(kept, key=lambda one: str(one.evaluation.provenance.get("time", "")))
 
 
@@ -295,8 +289,3 @@ def best_step(folder: Path) -> int | None:
         except (ValueError, KeyError, TypeError, ZeroDivisionError):
             continue  # not validated, or damaged: whoever loads it says so
     return min(losses, key=losses.__getitem__, default=None)
-
-
-def _step(evaluation: Evaluation) -> int | None:
-    """The step that an evaluation takes for the run's best; None for other kinds."""
-    return evaluation.target.get("step") if evaluation.target["kind"] == "run" else None

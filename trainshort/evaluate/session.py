@@ -14,9 +14,8 @@ from trainshort.errors import InputError
 from trainshort.evaluate import evidence, results
 from trainshort.evaluate.picture import draw
 from trainshort.evaluate.results import Evaluation, LengthScore, interval
-from trainshort.evaluate.sweep import Report, Sweep, calibrate, sweep
-from trainshort.evaluate.target import Target
-from trainshort.evaluate.text import Text
+from trainshort.evaluate.sweep import Sweep, calibrate, sweep
+from trainshort.evaluate.target import Target, Text
 from trainshort.machine import provenance
 from trainshort.masking import ROUNDS
 from trainshort.passes import Passes
@@ -53,14 +52,6 @@ def result_path(folder: Path, evaluation: Evaluation) -> Path:
     return folder / "eval" / f"{name}.json"
 
 
-def resumed(evaluation: Evaluation, path: Path) -> Evaluation:
-    """The evaluation with the rows that an earlier session stored. Only numbers are kept: a length that ran out of
-    memory or failed is tried again."""
-    if not path.exists():
-        return evaluation
-    return evaluation.model_copy(update={"rows": tuple(results.load(path).scored)})
-
-
 def evaluate(
     target: Target,
     text: Text,
@@ -78,6 +69,8 @@ def evaluate(
     notes = new_console(stderr=True, quiet=console.quiet)
     if target.mask is not None and plan.stride is not None:
         raise InputError("an encoder is evaluated in blocks that do not overlap; leave out --stride.")
+    if not plan.lengths:
+        raise InputError("nothing was evaluated; give at least one length.")
     for length in plan.lengths:
         plan.passes(length)  # refuses impossible lengths before anything is computed
     if plan.change is not None:
@@ -85,14 +78,14 @@ def evaluate(
             pass  # refuses a model that it does not fit before anything is computed
     evaluation = new_evaluation(target, text, plan, precision)
     path = result_path(target.folder, evaluation)
-    if not again:
-        evaluation = resumed(evaluation, path)
+    if not again and path.exists():  # only numbers are kept: a length that ran out of memory or failed is tried again
+        evaluation = evaluation.model_copy(update={"rows": tuple(results.load(path).scored)})
     todo = [plan.passes(length) for length in plan.lengths if evaluation.row(length) is None]
     state_cost(target, plan, todo, notes)
     if dry_run:
         return evaluation
     with Meter(notes) as meter:
-        evaluation = sweep(target, plan, evaluation, path, _report(todo, meter))
+        evaluation = sweep(target, plan, evaluation, path, meter)
     if not todo and results.load(path).corpus != evaluation.corpus:
         results.save(evaluation, path)  # an older version said less of the text
     finish(evaluation, target, path, console, picture=picture)
@@ -116,37 +109,17 @@ def state_cost(target: Target, plan: Sweep, todo: list[Passes], console: Console
         return
     console.print(f"{target.name}: timing a few passes first.", highlight=False)
     seconds = calibrate(target, plan)
+    at = f"length {todo[0].length:,}" if len(todo) == 1 else f"{len(todo)} lengths"
     passes, read = sum(len(passes) for passes in todo), sum(passes.read for passes in todo)
     console.print(
-        f"{target.name}: {len(plan.tokens):,} targets at {_count(todo)}, {passes:,} passes over {read:,} tokens, "
+        f"{target.name}: {len(plan.tokens):,} targets at {at}, {passes:,} passes over {read:,} tokens, "
         f"about {duration(sum(seconds(passes) for passes in todo))}.",
         highlight=False,
     )
 
 
-def _count(todo: list[Passes]) -> str:
-    return f"length {todo[0].length:,}" if len(todo) == 1 else f"{len(todo)} lengths"
-
-
-def _report(todo: list[Passes], meter: Meter) -> Report:
-    """Progress by the tokens that are read, and a line when a length is done."""
-    meter.expect(sum(passes.read for passes in todo))
-    share = {passes.length: passes.read / passes.tokens for passes in todo}
-    left = {passes.length: passes.tokens for passes in todo}
-
-    def report(length: int, targets: int) -> None:
-        left[length] -= targets
-        meter.advance(targets * share[length], f"length {length:,}")
-        if left[length] <= 0:
-            meter.line(f"length {length:,}: {sum(v <= 0 for v in left.values())} of {len(todo)} done")
-
-    return report
-
-
 def finish(evaluation: Evaluation, target: Target, path: Path, console: Console, *, picture: bool) -> None:
     """The picture if it is wanted, and the card where this evaluation makes one."""
-    if not evaluation.rows:
-        raise InputError("nothing was evaluated; give at least one length.")
     written = [path]
     if picture:
         written += draw([evaluation, *siblings(evaluation, path)], path.with_suffix(""))
@@ -154,10 +127,9 @@ def finish(evaluation: Evaluation, target: Target, path: Path, console: Console,
     if made and evidence.save_card(made, target.folder):
         written.append(target.folder / evidence.CARD)
         console.print(f"{target.name}: {made['summary']}", highlight=False)
-    elif made is None and not plan_has_base(evaluation):
+    elif made is None and (base := evaluation.trained_at) is not None and evaluation.row(base) is None:
         console.print(
-            f"No extrapolation card: it needs the training length {evaluation.trained_at:,} among the lengths.",
-            highlight=False,
+            f"No extrapolation card: it needs the training length {base:,} among the lengths.", highlight=False
         )
     console.print("Written: " + ", ".join(str(file) for file in written), highlight=False, soft_wrap=True)
 
@@ -176,18 +148,13 @@ def siblings(evaluation: Evaluation, path: Path) -> list[Evaluation]:
     return found
 
 
-def plan_has_base(evaluation: Evaluation) -> bool:
-    """Whether the training length was among the lengths, where it is known."""
-    return evaluation.trained_at is None or evaluation.row(evaluation.trained_at) is not None
-
-
-def result_table(evaluation: Evaluation, lengths: Sequence[int] | None = None) -> Table:
+def result_table(evaluation: Evaluation, lengths: Sequence[int]) -> Table:
     """One line per length; the training length is marked."""
     table = Table(title=_title(evaluation), title_justify="left", box=None, pad_edge=False)
     for name in ("length", evaluation.measure, "95 %", "per word", "bits/byte", "tokens/s", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in evaluation.rows:
-        if lengths is None or row.length in lengths:
+        if row.length in lengths:
             table.add_row(*_cells(evaluation, row))
     return table
 
@@ -214,13 +181,9 @@ def _cells(evaluation: Evaluation, row: LengthScore) -> list[str]:
         _number(evaluation.word_perplexity(row), ",.4g"),
         _number(evaluation.bits_per_byte(row), ".4f"),
         _number(row.speed, ",.0f"),
-        _size(row.memory),
+        "" if row.memory is None else f"{row.memory / 1e6:,.0f} MB",
     ]
 
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
-
-
-def _size(memory: int | None) -> str:
-    return "" if memory is None else f"{memory / 1e6:,.0f} MB"

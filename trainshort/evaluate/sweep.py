@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +26,9 @@ from trainshort.files import locked, make_folder, open_file, reason
 from trainshort.machine import Peak, is_out_of_memory, limited
 from trainshort.masking import ROUNDS, hide, rounds_of
 from trainshort.passes import Pass, Passes, fill
+from trainshort.terminal import Meter
 
 BATCH_TOKENS = 16_384
-
-Report = Callable[[int, int], None]
-"""Called with a length and the number of targets just scored at it."""
 
 
 @dataclass(frozen=True)
@@ -98,38 +97,37 @@ def score_masked(target: Target, tokens: np.ndarray, batch: Sequence[Pass]) -> n
     return losses
 
 
-def measure(target: Target, plan: Sweep, length: int, path: Path, report: Report | None = None) -> LengthScore:
-    """One length of a plan as a row. Losses are kept in the file `path` until all are there."""
+def measure(target: Target, plan: Sweep, length: int, path: Path, meter: Meter | None = None) -> LengthScore:
+    """One length of a plan as a row. Losses are kept in the file `path` until all are there; the meter counts the
+    tokens that are read for them."""
     passes = plan.passes(length)
     if target.longest is not None and length > target.longest:
         reason = f"the model's positions end at {target.longest:,} tokens"
         return _without_number(passes, "cannot", reason)
     with open_scores(path, passes) as scores, target.at(plan.change, length):
         try:
-            row = _score_all(target, plan, passes, scores, report)
+            row = _score_all(target, plan, passes, scores, meter or Meter())
         except (RuntimeError, MemoryError, IndexError) as error:
             if is_out_of_memory(error):
-                row = _without_number(passes, "out of memory", _memory_reason(plan))
+                told = "memory ran out" if plan.memory is None else f"{plan.memory:g} GB were not enough"
+                row = _without_number(passes, "out of memory", told)
             elif reason := target.refusal(error, length):
                 row = _without_number(passes, "cannot", reason)
             else:
                 raise
-        scores.remove()
+        path.unlink(missing_ok=True)
     return row
 
 
-def _score_all(target: Target, plan: Sweep, passes: Passes, scores: "Scores", report: Report | None) -> LengthScore:
-    if report and scores.done:
-        report(passes.length, scores.done)
-    before = scores.done
+def _score_all(target: Target, plan: Sweep, passes: Passes, scores: "Scores", meter: Meter) -> LengthScore:
+    before, read_each, what = scores.done, passes.read / passes.tokens, f"length {passes.length:,}"
+    meter.advance(before * read_each, what)
     peak = Peak(target.device)
     began = time.perf_counter()
     with limited(target.device, plan.memory):
-        batches = score(target, plan.tokens, passes, batch_tokens=plan.batch_tokens, done=before)
-        for losses in batches:
+        for losses in score(target, plan.tokens, passes, batch_tokens=plan.batch_tokens, done=before):
             scores.append(losses)
-            if report:
-                report(passes.length, len(losses))
+            meter.advance(len(losses) * read_each, what)
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
     seconds = time.perf_counter() - began
@@ -142,19 +140,17 @@ def _without_number(passes: Passes, status: str, reason: str) -> LengthScore:
     return LengthScore.read({"length": passes.length, "stride": passes.stride, "status": status, "reason": reason})
 
 
-def _memory_reason(plan: Sweep) -> str:
-    return "memory ran out" if plan.memory is None else f"{plan.memory:g} GB were not enough"
-
-
-def sweep(target: Target, plan: Sweep, evaluation: Evaluation, path: Path, report: Report | None = None) -> Evaluation:
+def sweep(target: Target, plan: Sweep, evaluation: Evaluation, path: Path, meter: Meter | None = None) -> Evaluation:
     """The evaluation with all lengths of a plan that it does not hold yet, shortest first; the file at `path` is
     rewritten after each."""
-    for length in plan.lengths:
-        if evaluation.row(length) is not None:
-            continue
+    meter = meter or Meter()
+    todo = [length for length in plan.lengths if evaluation.row(length) is None]
+    meter.expect(sum(plan.passes(length).read for length in todo))
+    for number, length in enumerate(todo, start=1):
         scores = path.with_name(f"{path.stem}.{length}.partial")
-        evaluation = evaluation.with_row(measure(target, plan, length, scores, report))
+        evaluation = evaluation.with_row(measure(target, plan, length, scores, meter))
         save(evaluation, path)
+        meter.line(f"length {length:,}: {number} of {len(todo)} done")
     return evaluation
 
 
@@ -168,14 +164,10 @@ def calibrate(target: Target, plan: Sweep) -> Callable[[Passes], float]:
 
     Timed at the shortest length and at the longest up to CALIBRATION_LENGTH; b stays 0 when there is one length only.
     """
-    usable = [length for length in plan.lengths if target.longest is None or length <= target.longest]
-    points = (
-        sorted({min(usable), max((length for length in usable if length <= CALIBRATION_LENGTH), default=min(usable))})
-        if usable
-        else []
-    )
-    times = [(length, _seconds_per_token(target, plan, length)) for length in points]
-    times = [(length, seconds) for length, seconds in times if seconds is not None]
+    usable = sorted(length for length in plan.lengths if target.longest is None or length <= target.longest)
+    small = [length for length in usable if length <= CALIBRATION_LENGTH] or usable[:1]
+    timed = [(length, _seconds_per_token(target, plan, length)) for length in sorted({*small[:1], *small[-1:]})]
+    times = [(length, seconds) for length, seconds in timed if seconds is not None]
     if not times:
         return lambda passes: 0.0
     (short, quick), (long, slow) = times[0], times[-1]
@@ -186,10 +178,8 @@ def calibrate(target: Target, plan: Sweep) -> Callable[[Passes], float]:
 def _seconds_per_token(target: Target, plan: Sweep, length: int) -> float | None:
     """Time of a small batch, after a first run that warms up unless that took long already; None where it fails, as the
     sweep will."""
-    passes = plan.passes(length)
-    budget = min(plan.batch_tokens, CALIBRATION_TOKENS)
-    batches = list(passes.batches(budget, 0, min(len(passes), 1 + max(1, budget // length))))
-    batch = max(batches, key=lambda one: sum(p.read for p in one))
+    batches = plan.passes(length).batches(min(plan.batch_tokens, CALIBRATION_TOKENS))
+    batch = max(islice(batches, 2), key=lambda one: sum(p.read for p in one))  # the first may be one pass alone
     seconds = 0.0
     with target.at(plan.change, length), limited(target.device, plan.memory):
         try:
@@ -232,9 +222,6 @@ class Scores:
     def read(self) -> np.ndarray:
         self.file.seek(0)
         return np.frombuffer(self.file.read(), dtype=KIND)
-
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
 
 
 def whole_passes(passes: Passes, targets: int) -> int:

@@ -1,12 +1,21 @@
-"""What is evaluated: a run, a checkpoint of it, or any Hugging Face causal language model, behind one small interface.
+"""What is evaluated, and on what: a model behind one small interface, and a text in its own tokens.
 
 Scoring needs four things of a model: losses of given targets, the longest input it can read, the length it was trained
-at, and its tokenizer. Nothing past this file asks which kind it is.
+at, and its tokenizer. It is a run, a checkpoint of it, or any Hugging Face causal language model, and nothing past this
+file asks which. The text that a command line means by --data:
+
+nothing           the run's own data, its validation split
+a folder          prepared data (it has a meta.json), made with the model's own tokenizer
+files             plain text, whole; several are separated by the end token
+anything else     a corpus by name, as `trainshort prepare` knows them; its split
 """
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -15,18 +24,24 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from trainshort.checkpoint import find, is_hugging_face, load_model, read_state, sha256_of
+from trainshort.checkpoint import find, fingerprint, is_hugging_face, load_model, read_state
 from trainshort.config import RunConfig, load_config
-from trainshort.data.of_run import run_tokenizer
+from trainshort.data import Prepared, open_data
+from trainshort.data.corpus import find_corpus
+from trainshort.data.document import splitter
+from trainshort.data.meta import is_data, token_type
+from trainshort.data.of_run import open_own, run_tokenizer
 from trainshort.errors import InputError
 from trainshort.evaluate.changes import Change, changed
+from trainshort.files import read_text
 from trainshort.masking import mask_token, refuse_encoder
 from trainshort.model import TransformerLM
-from trainshort.terminal import first_sentence
 
 EXPORTED = "trainshort.json"
 """In a folder that export made: what it was made of."""
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TABLES = (".jsonl", ".parquet")
+"""Files that hold records and not a text; they are read as a corpus."""
 
 
 class TextTokenizer(Protocol):
@@ -93,15 +108,9 @@ class Target(ABC):
         return next(self.module.parameters()).device
 
     def description(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "kind": self.kind,
-            "trained_at": self.trained_at,
-            "longest": self.longest,
-            "parameters": sum(weight.numel() for weight in self.module.parameters()),
-            "weights": fingerprint(self.module),
-            **self.describe(),
-        }
+        told = {name: getattr(self, name) for name in ("name", "kind", "trained_at", "longest")}
+        size = sum(weight.numel() for weight in self.module.parameters())
+        return {**told, "parameters": size, "weights": fingerprint(self.module), **self.describe()}
 
 
 class ModelTarget(Target):
@@ -163,26 +172,8 @@ class RunTarget(ModelTarget):
         return {"step": self.step, **super().describe()}
 
 
-def pick_device(name: str | None) -> str:
-    """The device that was asked for, if it is there; else a GPU where there is one."""
-    if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(1, device=name).cpu()  # back from it, too: meta takes everything and gives nothing
-    except (RuntimeError, AssertionError) as error:
-        why = "torch knows no such kind" if "device string" in str(error) else first_sentence(error)
-        others = "cpu, cuda or cuda:N" if torch.cuda.is_available() else "cpu"
-        raise InputError(f"the device '{name}' is not available here ({why}). Choose {others}.") from None
-    return name
-
-
 def open_target(
-    name: str,
-    *,
-    device: str = "cpu",
-    precision: str = "float32",
-    trained_at: int | None = None,
-    encoders: bool = False,
+    name: str, *, device: str = "cpu", precision: str = "float32", trained_at: int | None = None, encoders: bool = False
 ) -> Target:
     """The model that `name` means: a folder of ours, a folder of Hugging Face's, or a name on its hub."""
     if precision not in PRECISIONS:
@@ -196,7 +187,7 @@ def open_target(
     elif path.is_dir() or looks_like_hub_name(name):
         from trainshort.evaluate.hugging_face import HuggingFaceTarget
 
-        target = HuggingFaceTarget(name, device=device, precision=precision)
+        target = HuggingFaceTarget(str(path) if path.is_dir() else name, device=device, precision=precision)
     else:
         raise InputError(f"There is no run or model at '{path}'. `ls runs` shows the runs made here.")
     if trained_at is not None:
@@ -218,6 +209,123 @@ def looks_like_hub_name(name: str) -> bool:
     return name.count("/") <= 1 and not name.startswith(("runs/", ".", "/", "~")) and not name.endswith("/")
 
 
-def fingerprint(module: nn.Module) -> str:
-    """sha256 of all weights by name, so that results of other weights are never mixed up with these."""
-    return sha256_of(dict(module.named_parameters()))
+# ---- the text
+
+
+@dataclass(frozen=True)
+class Text:
+    """Targets, and what was counted of the text they came from."""
+
+    name: str
+    split: str | None
+    tokens: np.ndarray
+    words: int
+    """Words between white space."""
+    bytes: int
+    """Bytes of UTF-8."""
+    sha256: str
+    tokenizer: str
+    end: int | None
+    """The token between documents, if there is one."""
+    own: bool = False
+    """Whether it is the data that the run was trained beside, and not a text that was named."""
+    whole: int | None = None
+    """Tokens before the text was cut; None: it was not."""
+
+    def description(self) -> dict[str, Any]:
+        told = {name: getattr(self, name) for name in ("name", "split", "sha256", "tokenizer", "own", "words", "bytes")}
+        return told | {"tokens": len(self.tokens), "whole": self.whole or len(self.tokens)}
+
+
+def open_text(target: Target, data: Sequence[str], split: str = "valid", max_tokens: int | None = None) -> Text:
+    """The text that a command line means, cut after `max_tokens` for a quick look."""
+    text = _whole_text(target, data, split)
+    if not len(text.tokens):
+        raise InputError(f"{text.name} holds no text in its split '{split}'; choose another --data or --split.")
+    largest = int(text.tokens.max())
+    if largest >= target.vocabulary:
+        raise InputError(
+            f"{text.name} holds token {largest}, but {target.name} knows {target.vocabulary:,} types. "
+            "Was it made with another tokenizer?"
+        )
+    if max_tokens is None or max_tokens >= len(text.tokens):
+        return text
+    if max_tokens < 1:
+        raise InputError(f"--max-tokens must be at least 1, got {max_tokens}.")
+    return cut(text, max_tokens, target.tokenizer())
+
+
+def cut(text: Text, count: int, tokenizer: TextTokenizer) -> Text:
+    """The first `count` tokens; their words and bytes are counted in what they spell, end tokens left out."""
+    kept = np.asarray(text.tokens[:count])
+    if tokenizer.ends_lines:
+        pieces = [tokenizer.decode(kept)]
+    else:
+        parts = np.split(kept, np.flatnonzero(kept == text.end))
+        pieces = [tokenizer.decode(part[part != text.end]) for part in parts]
+    return replace(text, tokens=kept, whole=len(text.tokens), **_counted(kept, pieces))
+
+
+def _counted(tokens: np.ndarray, pieces: list[str]) -> dict[str, Any]:
+    return {
+        "words": sum(len(piece.split()) for piece in pieces),
+        "bytes": sum(len(piece.encode()) for piece in pieces),
+        "sha256": hashlib.sha256(tokens.tobytes()).hexdigest(),
+    }
+
+
+def _whole_text(target: Target, data: Sequence[str], split: str) -> Text:
+    if isinstance(target, RunTarget) and (not data or list(data) == [target.config.data.corpus]):
+        return replace(_from_prepared(open_own(target.run, target.config.data), split), own=True)
+    if not data:
+        raise InputError(
+            f"{target.name} does not say which text to use. Give one: --data sotu, --data book.txt, or a folder."
+        )
+    paths = [Path(name).expanduser() for name in data]
+    if len(data) == 1 and is_data(paths[0]):
+        prepared = open_data(paths[0])
+        _refuse_other_tokenizer(target, prepared)
+        return _from_prepared(prepared, split)
+    if all(path.is_file() and path.suffix not in TABLES for path in paths):
+        documents = [read_text(path, mend="Give a text file in UTF-8.", limit=2**36) for path in paths]
+        return _encoded(" ".join(data), None, documents, target.tokenizer())
+    if len(data) > 1:
+        missing = next((path for path in paths if not path.is_file()), paths[0])
+        raise InputError(f"several --data must all be text files, and {missing} is none.")
+    corpus = find_corpus(data[0])
+    rule = splitter(corpus, "strict")
+    documents = [document.text for document in corpus.documents() if rule.split(document) == split]
+    if not documents:
+        raise InputError(f"the corpus '{data[0]}' has no split '{split}'; it has {', '.join(corpus.splits)}.")
+    return _encoded(data[0], split, documents, target.tokenizer())
+
+
+def _from_prepared(prepared: Prepared, split: str) -> Text:
+    tokens, meta = prepared.split(split), prepared.meta
+    counts = meta.splits[split]
+    return Text(
+        meta.corpus, split, tokens, counts.words, counts.bytes, counts.sha256, tokenizer=meta.tokenizer, end=meta.end
+    )
+
+
+def _refuse_other_tokenizer(target: Target, prepared: Prepared) -> None:
+    """Equal numbers of token types would let another tokenizer's data pass as nonsense, so the tokenizers compare."""
+    theirs, ours = json.loads(prepared.tokenizer().to_json()), json.loads(target.tokenizer().to_json())
+    if theirs["model"].get("vocab") != ours["model"].get("vocab"):
+        raise InputError(
+            f"{prepared.folder} was made with another tokenizer ('{prepared.meta.tokenizer}', "
+            f"{prepared.meta.vocabulary:,} types) than {target.name} has ({target.vocabulary:,} types). "
+            "Give the text itself as --data, and it is tokenized for this model."
+        )
+
+
+def _encoded(name: str, split: str | None, documents: list[str], tokenizer: TextTokenizer) -> Text:
+    """Documents as tokens, the end token between two of them, unless the tokenizer ends every line by itself."""
+    parts: list[np.ndarray] = []
+    for index, document in enumerate(documents):
+        if index and tokenizer.end is not None and not tokenizer.ends_lines:
+            parts.append(np.array([tokenizer.end], dtype=np.int64))
+        parts.append(tokenizer.encode(document))
+    tokens = np.concatenate(parts).astype(token_type(tokenizer.vocabulary))
+    counts = _counted(tokens, documents)
+    return Text(name, split, tokens, tokenizer=tokenizer.name, end=tokenizer.end, **counts)

@@ -122,11 +122,8 @@ class RowModel:
             self.head = RowLinear(vocabulary.output_weight, None, model.final_norm)
         # One set of buffers for all layers; x is rewritten in place by each.
         width, keys = config.heads * config.head_width, config.key_heads * config.head_width
-        self._x, self._y, self._wide = (
-            torch.empty(1, 1, config.width),
-            torch.empty(width),
-            torch.empty(config.ffn_width),
-        )
+        self._x = torch.empty(1, 1, config.width)
+        self._y, self._wide = torch.empty(width), torch.empty(config.ffn_width)
         self._qkv = torch.empty(width + 2 * keys)
         self._parts = [part.view(1, -1, 1, config.head_width) for part in self._qkv.split([width, keys, keys])]
         assert library().trainshort_layer_size() == ctypes.sizeof(_Layer), "step.c and one_row.py disagree"
@@ -134,7 +131,8 @@ class RowModel:
             self._calls_of(block, own)  # pyright: ignore[reportArgumentType]
             for block, own in zip(model.layers, self._attentions, strict=True)
         ]
-        self._layers = (_Layer * config.layers)(*(_addresses_of(calls) for calls in self._calls))
+        addresses = [{name: ctypes.addressof(call) for name, call in calls.items()} for calls in self._calls]
+        self._layers = (_Layer * config.layers)(*(_Layer(**of_layer) for of_layer in addresses))
 
     @classmethod
     def of(cls, model: TransformerLM) -> "RowModel | None":
@@ -198,10 +196,6 @@ class RowModel:
             return model.vocabulary.log_scores(model.final_norm(self._x)[0] * scale)
         scores = self.head(self._x)[0]
         return scores if scale == 1 else scores * scale
-
-
-def _addresses_of(calls: dict[str, "_Linear"]) -> _Layer:
-    return _Layer(**{name: ctypes.addressof(call) for name, call in calls.items()})
 
 
 def lacks(model: TransformerLM) -> str | None:

@@ -13,10 +13,10 @@ from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError
 from trainshort.generate.settings import GenerateConfig
 
+Logits = Float[Tensor, " vocabulary"]
 
-def penalize(
-    scores: Float[Tensor, " vocabulary"], seen: Bool[Tensor, " vocabulary"], penalty: float
-) -> Float[Tensor, " vocabulary"]:
+
+def penalize(scores: Logits, seen: Bool[Tensor, " vocabulary"], penalty: float) -> Logits:
     """Tokens seen before: positive scores are divided by the penalty, negative ones multiplied (CTRL's rule).
 
     scores 3 −2 1, the first two seen, penalty 2:   1.5 −4 1
@@ -24,7 +24,7 @@ def penalize(
     return torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
 
 
-def keep_top_k(scores: Float[Tensor, " vocabulary"], k: int) -> Float[Tensor, " vocabulary"]:
+def keep_top_k(scores: Logits, k: int) -> Logits:
     """The k likeliest; of equal ones at the edge as many as fit."""
     if k >= len(scores):
         return scores
@@ -32,7 +32,7 @@ def keep_top_k(scores: Float[Tensor, " vocabulary"], k: int) -> Float[Tensor, " 
     return torch.full_like(scores, -torch.inf).scatter(0, best, scores[best])
 
 
-def keep_top_p(scores: Float[Tensor, " vocabulary"], p: float) -> Float[Tensor, " vocabulary"]:
+def keep_top_p(scores: Logits, p: float) -> Logits:
     """The likeliest tokens, as few as have probability p together.
 
     probabilities 0.5 0.3 0.2:   p = 0.5 keeps one, p = 0.6 two, p = 0.9 all
@@ -45,16 +45,12 @@ def keep_top_p(scores: Float[Tensor, " vocabulary"], p: float) -> Float[Tensor, 
     return torch.full_like(scores, -torch.inf).scatter(0, order, ordered.masked_fill(before >= p, -torch.inf))
 
 
-def keep_min_p(scores: Float[Tensor, " vocabulary"], p: float) -> Float[Tensor, " vocabulary"]:
+def keep_min_p(scores: Logits, p: float) -> Logits:
     """Tokens with at least p times the likeliest one's probability."""
-    if p <= 0:
-        return scores
     return scores.masked_fill(scores < scores.max() + torch.tensor(p).log(), -torch.inf)
 
 
-def filtered(
-    scores: Float[Tensor, " vocabulary"], config: GenerateConfig, seen: Bool[Tensor, " vocabulary"] | None = None
-) -> Float[Tensor, " vocabulary"]:
+def filtered(scores: Logits, config: GenerateConfig, seen: Bool[Tensor, " vocabulary"] | None = None) -> Logits:
     """The scores to draw from, in the order: penalty, temperature, top-k, top-p, min-p."""
     if seen is not None:
         scores = penalize(scores, seen, config.repetition_penalty)
@@ -69,7 +65,7 @@ def filtered(
     return scores
 
 
-def draw(scores: Float[Tensor, " vocabulary"], temperature: float, generator: torch.Generator) -> int:
+def draw(scores: Logits, temperature: float, generator: torch.Generator) -> int:
     """A token by its probability; at temperature 0 the likeliest, the first of equal ones."""
     if temperature == 0:
         return int(scores.argmax())
@@ -145,7 +141,7 @@ class Sample:
         if self.config.tokens is not None and made >= self.config.tokens:
             self.finished = "length"
 
-    def take(self, scores: Float[Tensor, " vocabulary"]) -> Token:
+    def take(self, scores: Logits) -> Token:
         """Choose the next token from the scores after the last one read; with the text that can be shown by then."""
         scores = scores.float().cpu()
         token = draw(filtered(scores, self.config, self.seen), self.config.temperature, self.generator)

@@ -3,9 +3,9 @@
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TextIO
 
 from trainshort.errors import InputError
@@ -39,7 +39,7 @@ class LiveLine:
             self._write(f"\n\x1b7\x1b[1;{self._rows - 1}r\x1b8\x1b[1A")
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._write(f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8")
 
     def reading(self, stream: TokenStream) -> None:
@@ -88,38 +88,29 @@ class Session:
     save_every: int = 0
     """Tokens between two saves; 0 saves at the end only."""
 
+    def __post_init__(self) -> None:
+        self.live = LiveLine(sys.stderr)
+        self.stream.on_read = lambda: self.live.reading(self.stream)
+
     def run(self) -> int:
-        """Make all samples; returns the exit code. A stop by Ctrl-C is an end like any other: saved, certified."""
-        code = 0
-        several = len(self.stream.samples) > 1
-        texts = [""] * len(self.stream.samples)
-        live = LiveLine(sys.stderr)
-        self.stream.on_read = lambda: live.reading(self.stream)
-        try:
-            with live:
-                live.reading(self.stream)
-                for token in self.stream:
-                    if several:
-                        texts[token.sample] += token.text
-                    else:
-                        self._show(token)
-                    self._note(live)
-        except KeyboardInterrupt:
-            code = STOPPED
-            if self.stream.torn:
-                raise InputError(self._torn()) from None
-        if several:
+        """Make all samples; returns the exit code."""
+        if len(self.stream.samples) == 1:
+            whole = self._go_on(self._show)
+            print(flush=True)
+        else:
+            texts = [""] * len(self.stream.samples)
+
+            def collect(token: Token) -> None:
+                texts[token.sample] += token.text
+
+            whole = self._go_on(collect)
             for number, text in enumerate(texts, start=1):
                 print(f"--- sample {number} ---\n{shown(text)}")
-        else:
-            print(flush=True)
-        self.finish(live, "stopped" if code else None)
-        return code
+        self.finish(None if whole else "stopped")
+        return 0 if whole else STOPPED
 
     def interact(self) -> int:
         """Read a line, continue it, and so on: what was read or written is never read again."""
-        live = LiveLine(sys.stderr)
-        self.stream.on_read = lambda: live.reading(self.stream)
         say("type a line to have it continued; Ctrl-C ends a text, Ctrl-D leaves.")
         while True:
             try:
@@ -130,42 +121,47 @@ class Session:
             if not line:
                 continue
             self.stream.feed(line + "\n")
-            try:
-                with live:
-                    for token in self.stream:
-                        self._show(token)
-                        self._note(live)
-            except KeyboardInterrupt:
-                if self.stream.torn:
-                    raise InputError(self._torn()) from None
+            self._go_on(self._show)
             print(flush=True)
-        self.finish(live)
+        self.finish()
         return 0
 
-    def finish(self, live: LiveLine, ended: str | None = None) -> None:
+    def _go_on(self, take: Callable[[Token], None]) -> bool:
+        """Make tokens until all samples have ended; whether they did. A stop by Ctrl-C is an end like any other: saved,
+        certified."""
+        try:
+            with self.live:
+                self.live.reading(self.stream)
+                for token in self.stream:
+                    take(token)
+                    self._note()
+        except KeyboardInterrupt:
+            if self.stream.torn:
+                kept = f" {self.save_to} is as it was saved last." if self.save_to and self.save_to.exists() else ""
+                raise InputError(f"stopped in the middle of a token.{kept}") from None
+            return False
+        return True
+
+    def finish(self, ended: str | None = None) -> None:
         """Save, and say what was made and what was lost."""
         if self.save_to is not None:
             save_state(self.stream, self.save_to)
             say(f"state saved to {self.save_to}; go on with --resume-state {self.save_to}")
         reasons = ended or ", ".join(sorted({sample.finished or "stopped" for sample in self.stream.samples}))
-        say(f"{live.line(self.stream.context)} (ended by: {reasons}); {self.stream.memory}")
+        say(f"{self.live.line(self.stream.context)} (ended by: {reasons}); {self.stream.memory}")
         say(self.stream.certificate)
 
     def _show(self, token: Token) -> None:
         sys.stdout.write(shown(token.text))
         sys.stdout.flush()
 
-    def _note(self, live: LiveLine) -> None:
+    def _note(self) -> None:
         """After each token: the live line, the warning, the save that is due."""
-        live.update(self.stream.context)
+        self.live.update(self.stream.context)
         if self.reach is not None and self.stream.context > self.reach.length:
             if sys.stderr.isatty():
                 print(file=sys.stderr)  # the text stands in the middle of a line
             say(f"the context passes {self.reach.length:,} tokens: {self.reach.words}")
             self.reach = None  # said once
-        if self.save_to is not None and self.save_every and live.tokens % self.save_every == 0:
+        if self.save_to is not None and self.save_every and self.live.tokens % self.save_every == 0:
             save_state(self.stream, self.save_to)
-
-    def _torn(self) -> str:
-        kept = f" {self.save_to} is as it was saved last." if self.save_to and self.save_to.exists() else ""
-        return f"stopped in the middle of a token.{kept}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic_core import to_json
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from trainshort import files
 from trainshort.cache import BoundedCache, Cache
-from trainshort.cache.facts import check, saved_tensor
-from trainshort.checkpoint import sha256_of
+from trainshort.cache.facts import Plain, check, saved_tensor, under
+from trainshort.checkpoint import fingerprint, sha256_of
 from trainshort.config import Settings
 from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError
@@ -81,9 +81,7 @@ def load_state(path: Path, model: TransformerLM, tokenizer: Tokenizer | None = N
                 )
         stream = TokenStream(model.eval(), state.settings.replace(**changes), tokenizer)
         for number, facts in enumerate(state.samples):
-            prefix = f"{number}."
-            mine = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-            stream.samples.append(_restored(stream, number, mine, facts))
+            _restore(stream.begin(), model, under(tensors, f"{number}."), facts)
         stream.waiting = [Token(*values) for values in state.waiting]
         check(all(0 <= token.sample < len(stream.samples) for token in stream.waiting), "a waiting token")
     except InputError as error:
@@ -93,13 +91,11 @@ def load_state(path: Path, model: TransformerLM, tokenizer: Tokenizer | None = N
 
 def model_identity(model: TransformerLM) -> str:
     """sha256 of settings and weights. The attention engine may differ: it changes nothing but rounding."""
-    return sha256_of(dict(model.named_parameters()), to_json(model.config.replace(backend="auto").identity()))
+    return fingerprint(model, to_json(model.config.replace(backend="auto").identity()))
 
 
-class _SavedSample(Settings):
+class _SavedSample(Plain):
     """One sample beside its tensors."""
-
-    model_config = ConfigDict(strict=True)
 
     unread: list[int]
     made: int = Field(ge=0)
@@ -132,9 +128,8 @@ def _sample_state(sample: Sample) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, {**facts, "recent": list(sample.recent), "held": sample.stops.held, "layers": layers}
 
 
-def _restored(stream: TokenStream, number: int, tensors: dict[str, Tensor], facts: _SavedSample) -> Sample:
-    sample = stream.new_sample(number)
-    _restore_cache(sample.cache, stream.model, tensors, facts)
+def _restore(sample: Sample, model: TransformerLM, tensors: dict[str, Tensor], facts: _SavedSample) -> None:
+    _restore_cache(sample.cache, model, tensors, facts)
     ids = [*facts.unread, *facts.recent]
     check(all(0 <= token < sample.vocabulary for token in ids), "a token that is not in the model's vocabulary")
     check(bool(facts.unread) or not facts.layers, "a sample without its newest token")
@@ -145,7 +140,6 @@ def _restored(stream: TokenStream, number: int, tensors: dict[str, Tensor], fact
     sample.replay(facts.recent)
     sample.unread, sample.made, sample.finished = list(facts.unread), facts.made, facts.finished
     sample.stops.held = facts.held
-    return sample
 
 
 def _restore_cache(cache: Cache, model: TransformerLM, tensors: dict[str, Tensor], facts: _SavedSample) -> None:
@@ -154,13 +148,8 @@ def _restore_cache(cache: Cache, model: TransformerLM, tensors: dict[str, Tensor
     like = weight.new_empty(1, config.key_heads, 0, config.head_width)
     bias = model.position.score_bias(1)
     for index, layer_facts in enumerate(facts.layers):
-        prefix = f"layer{index}."
         # Copied, because torch's products may round by where a row lies in memory, and in a file it lies anywhere.
-        stored = {
-            name.removeprefix(prefix): x.to(like.device, copy=True)
-            for name, x in tensors.items()
-            if name.startswith(prefix)
-        }
+        stored = {name: x.to(like.device, copy=True) for name, x in under(tensors, f"layer{index}.").items()}
         cache.layer(index).restore(stored, layer_facts, like, bias)
     check(len({layer.length for layer in cache.layers}) <= 1, "the length of a layer")
     if model.position.reads_text() and cache.length and not isinstance(cache, BoundedCache):

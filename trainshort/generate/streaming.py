@@ -53,13 +53,10 @@ class TokenStream:
 
     def begin(self) -> Sample:
         """One more sample, with its own seed; it wants to be fed before it is continued."""
-        sample = self.new_sample(len(self.samples))
+        cache, vocabulary = new_cache(self.model, self.config), self.model.config.vocabulary
+        sample = Sample(cache, vocabulary, self.config, self.tokenizer, len(self.samples))
         self.samples.append(sample)
         return sample
-
-    def new_sample(self, number: int) -> Sample:
-        cache = new_cache(self.model, self.config)
-        return Sample(cache, self.model.config.vocabulary, self.config, self.tokenizer, number)
 
     def add(self, prompt: Prompt) -> Sample:
         """One more sample, with its own prompt and seed."""
@@ -191,8 +188,18 @@ class TokenStream:
 
     @property
     def certificate(self) -> str:
-        """One line on what was forgotten so far."""
-        return describe(self.caches, self.model.config.tolerance)
+        """One line on what was forgotten or left out so far, over all samples."""
+        bounded = [cache.certificate for cache in self.caches if isinstance(cache, BoundedCache)]
+        if bounded:
+            return str(sum(bounded[1:], bounded[0]))
+        if self.config.mode == "window":
+            return "error certificate: none, a window forgets without proof (mode bounded proves)"
+        left_out = [layer.left_out for cache in self.caches for layer in cache.layers if layer.left_out is not None]
+        mass = float(torch.stack(left_out).max()) if left_out else 0.0
+        if mass == 0:
+            return "error certificate: 0, nothing was forgotten or left out"
+        of = f"(tolerance {self.model.config.tolerance:.0e})"
+        return f"error certificate: {mass:.1e}, left out while reading {of}; nothing was forgotten"
 
 
 def stream(model: TransformerLM, prompt: Prompt, *, tokenizer: Tokenizer | None = None, **settings: Any) -> TokenStream:
@@ -252,17 +259,3 @@ def check_mode(model: TransformerLM, config: GenerateConfig) -> None:
             f"this model was trained with a window of {model.config.window}, and never looks back to the first tokens; "
             "use mode 'window' without sinks."
         )
-
-
-def describe(caches: list[Cache], tolerance: float) -> str:
-    """One line on what was forgotten or left out, over all samples; `tolerance` is the model's own."""
-    bounded = [cache.certificate for cache in caches if isinstance(cache, BoundedCache)]
-    if bounded:
-        return str(sum(bounded[1:], bounded[0]))
-    if any(isinstance(cache, WindowCache) for cache in caches):
-        return "error certificate: none, a window forgets without proof (mode bounded proves)"
-    left_out = [layer.left_out for cache in caches for layer in cache.layers if layer.left_out is not None]
-    mass = float(torch.stack(left_out).max()) if left_out else 0.0
-    if mass == 0:
-        return "error certificate: 0, nothing was forgotten or left out"
-    return f"error certificate: {mass:.1e}, left out while reading (tolerance {tolerance:.0e}); nothing was forgotten"

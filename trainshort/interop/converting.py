@@ -22,8 +22,7 @@ from trainshort.evaluate.picture import lengths_figure
 from trainshort.evaluate.results import Evaluation
 from trainshort.evaluate.session import new_evaluation
 from trainshort.evaluate.sweep import Sweep, sweep
-from trainshort.evaluate.target import Target, open_target
-from trainshort.evaluate.text import Text
+from trainshort.evaluate.target import Target, Text, open_target
 from trainshort.files import make_folder, read_object
 from trainshort.interop.formats import Model, Origin, WeightMap, convertible, shapes_of
 from trainshort.interop.importing import ImportRequest, Source, fetched, open_folder, write_run

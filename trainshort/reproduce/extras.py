@@ -19,11 +19,10 @@ from trainshort.bench.rig import Rig
 from trainshort.claims.collection import COST_FORMAT, read_costs
 from trainshort.config import RunConfig
 from trainshort.data.of_run import open_own
-from trainshort.evaluate.target import RunTarget, pick_device
-from trainshort.evaluate.text import open_text
+from trainshort.evaluate.target import RunTarget, open_text
 from trainshort.files import make_folder, write_sealed
 from trainshort.generate import stream
-from trainshort.machine import provenance
+from trainshort.machine import pick_device, provenance
 from trainshort.reproduce.launchers import cores
 from trainshort.terminal import new_console
 

@@ -205,8 +205,8 @@ def _evaluate(path: Path, query: Query, lengths: list[int]) -> None:
         return
     from trainshort.evaluate.session import evaluate
     from trainshort.evaluate.sweep import Sweep
-    from trainshort.evaluate.target import RunTarget, pick_device
-    from trainshort.evaluate.text import open_text
+    from trainshort.evaluate.target import RunTarget, open_text
+    from trainshort.machine import pick_device
 
     target = RunTarget(path, device=pick_device(None))
     text = open_text(target, (), query.split, query.tokens)
