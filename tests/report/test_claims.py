@@ -77,13 +77,13 @@ def test_two_methods_that_stop_together_are_not_ordered(tmp_path):
 
 
 def test_order_is_not_told_from_methods_that_were_not_read_far(tmp_path):
-    """Table 5 reads only ALiBi past its length; where the others would have stopped, nobody knows."""
+    """Table 5 evaluates only ALiBi past its length; where the others would have stopped, nobody knows."""
     for position in ("sinusoidal", "rotary", "t5"):
         make_run(tmp_path, position, {128: 50.0})
     make_run(tmp_path, "alibi", {128: 50.0, 768: 49.0})
     found = outcome(tmp_path, "extrapolation-order")
     assert found.verdict == "not testable at this scale"
-    assert "read equally far" in found.reason
+    assert "evaluated equally far" in found.reason
 
 
 def test_costs_fail(tmp_path):
@@ -215,7 +215,7 @@ def test_costs_of_two_folders_are_told_with_the_file_of_each(tmp_path):
 
 
 def test_the_interval_over_text_is_of_seeds_that_were_read_so_far(tmp_path):
-    """With the first seed's run read less far there was none, and any difference counted as told."""
+    """With the first seed's run evaluated less far there was none, and any difference counted as told."""
     make_run(tmp_path, "alibi", {128: 50.0})
     folder = make_run(tmp_path, "alibi", {768: 47.0}, seed=2)
     make_run(tmp_path, "sinusoidal", {768: 47.1}, length=3072)
