@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[hf,track,dev]'
 	touch $(STAMP)
 
-demo: $(STAMP)   ## train four position methods, read them at 1 to 16 times their length, write the report
+demo: $(STAMP)   ## train four position methods, evaluate them at 1 to 16 times their length, write the report
 	$(BIN)/trainshort demo
 
 # Two workers with one torch thread each: more threads than cores make torch slower, not faster.

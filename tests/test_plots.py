@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainshort.plots.figures import COLORS, color, round_ticks, spaced
+from trainshort.plots.figures import APART, COLORS, color, lab, round_ticks, spaced
 
 
 def test_a_method_has_one_colour_and_one_of_its_own():
@@ -13,6 +13,16 @@ def test_a_method_has_one_colour_and_one_of_its_own():
     assert len(set(shades.values())) == len(names)
     assert all(len(shade) == 7 and int(shade[1:], 16) >= 0 for shade in shades.values())
     assert color("kerple") == shades["kerple"] == "#84cb4b"
+
+
+def test_a_method_from_outside_does_not_look_like_one_of_the_papers():
+    """By its first digest alone `falls` was #8a42c8, beside T5's #9a63d6."""
+    assert lab("#ffffff") == pytest.approx((100, 0, 0), abs=0.1)
+    assert lab("#ff0000") == pytest.approx((53.2, 80.1, 67.2), abs=1)
+    assert math.dist(lab("#8a42c8"), lab(COLORS["t5"])) < APART
+    shades = [color(name) for name in ("falls", *(f"method-{number}" for number in range(300)))]
+    assert min(math.dist(lab(shade), lab(named)) for shade in shades for named in COLORS.values()) >= APART
+    assert len(set(shades)) > 290
 
 
 @pytest.mark.parametrize(("low", "high"), [(3.9, 4.4), (258.0, 258.1), (17.2, 17.2), (1.01, 1.5), (18, 400), (67, 110)])

@@ -2,14 +2,16 @@
 
 import json
 import math
+import re
 
 import pytest
 from made_up import LAPTOP, make_demo, make_run, write_evaluation
 
+from trainshort.bench.documents import ROOT
 from trainshort.claims.collection import collect
 from trainshort.claims.measured import View, middle
 from trainshort.claims.speed_and_memory import time_saved
-from trainshort.claims.verdicts import judge
+from trainshort.claims.verdicts import AT_FIRST, claims, judge
 from trainshort.evaluate.results import load, save
 from trainshort.recipes.experiments import EvalProtocol, Variant
 
@@ -20,6 +22,15 @@ def verdicts(root) -> dict[str, str]:
 
 def outcome(root, name):
     return next(outcome for claim, outcome in judge(View(collect([root]), LAPTOP)) if claim.name == name)
+
+
+def test_the_document_names_every_claim_that_is_judged_without_an_interval(tmp_path):
+    """The rule about noise came later: whatever stands as it was first written does not know it."""
+    make_demo(tmp_path)
+    assert len(verdicts(tmp_path)) == 19
+    told = (ROOT / "docs" / "reproduce.md").read_text(encoding="utf-8")
+    told = told[told.index("\nFive have no interval") : told.index("\nThe thresholds were written")]
+    assert set(re.findall(r"`(.+?)`", told)) == {name for name, one in claims.items() if one.rule == AT_FIRST}
 
 
 def test_results_like_the_papers_hold(tmp_path):
@@ -77,13 +88,13 @@ def test_two_methods_that_stop_together_are_not_ordered(tmp_path):
 
 
 def test_order_is_not_told_from_methods_that_were_not_read_far(tmp_path):
-    """Table 5 reads only ALiBi past its length; where the others would have stopped, nobody knows."""
+    """Table 5 evaluates only ALiBi past its length; where the others would have stopped, nobody knows."""
     for position in ("sinusoidal", "rotary", "t5"):
         make_run(tmp_path, position, {128: 50.0})
     make_run(tmp_path, "alibi", {128: 50.0, 768: 49.0})
     found = outcome(tmp_path, "extrapolation-order")
     assert found.verdict == "not testable at this scale"
-    assert "read equally far" in found.reason
+    assert "evaluated equally far" in found.reason
 
 
 def test_costs_fail(tmp_path):
@@ -215,7 +226,7 @@ def test_costs_of_two_folders_are_told_with_the_file_of_each(tmp_path):
 
 
 def test_the_interval_over_text_is_of_seeds_that_were_read_so_far(tmp_path):
-    """With the first seed's run read less far there was none, and any difference counted as told."""
+    """With the first seed's run evaluated less far there was none, and any difference counted as told."""
     make_run(tmp_path, "alibi", {128: 50.0})
     folder = make_run(tmp_path, "alibi", {768: 47.0}, seed=2)
     make_run(tmp_path, "sinusoidal", {768: 47.1}, length=3072)

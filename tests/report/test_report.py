@@ -132,9 +132,9 @@ def test_sentences_are_written_from_the_numbers(demo):
     assert headline is not None
     assert "4 small language models, alike but for how they know where in the text a word stands" in about(headline)
     assert sentences(headline) == [
-        "Trained on 128 tokens at a time and read at 128, ALiBi has the lowest perplexity, 50.0 "
+        "Trained on 128 tokens at a time and evaluated at 128, ALiBi has the lowest perplexity, 50.0 "
         "(T5 bias 50.0, Rotary 51.0, Sinusoidal 52.0).",
-        "Read 16 times as far, at 2,048 tokens, ALiBi (-4.0%) is no worse.",
+        "Evaluated 16 times as far, at 2,048 tokens, ALiBi (-4.0%) is no worse.",
         "Getting worse over that distance: Sinusoidal by 265%, Rotary by 116% and T5 bias by 80%.",
     ]
     for sentence in sentences(headline):
@@ -207,7 +207,7 @@ def test_the_table_for_the_terminal(demo):
     table = headline_table(collect([runs]))
     assert table is not None
     assert [column.header for column in table.columns] == [
-        "trained at 128, read at",
+        "trained at 128, evaluated at",
         "ALiBi",
         "T5 bias",
         "Rotary",

@@ -59,7 +59,7 @@ def further(view: View, position: str, at: float, stride: int | None = None) -> 
 
 
 def at_length(view: View, length: int, *positions: str) -> Compared | None:
-    """How much more perplexity one method has than another, both trained and read at a length."""
+    """How much more perplexity one method has than another, both trained and evaluated at a length."""
     one, other = ((trained(position, length), EvalProtocol(length)) for position in positions)
     return view.perplexities(one, other)
 
@@ -86,7 +86,7 @@ def bounds(view: View, position: str) -> tuple[float, float]:
     own = good = view.scale.length(BASE)
     for length in (one for one in sweep(view, trained(position)) if one > own):
         change = further(view, position, length / own)
-        told = above(change, SLACK - 1) if change else "holds"  # a method that cannot be read there is worse there
+        told = above(change, SLACK - 1) if change else "holds"  # a method that cannot be evaluated there is worse there
         if told == "holds":
             return good, length
         good = length if told == "does not hold" else good
@@ -101,7 +101,7 @@ def bounds(view: View, position: str) -> tuple[float, float]:
         "a8d97b8",
         "2026-11-16",
         seen=True,
-        change="methods that were not read equally far are not compared, nor differences within chance",
+        change="methods that were not evaluated equally far are not compared, nor differences within chance",
     ),
 )
 def extrapolation_order(view: View) -> Outcome:
@@ -110,7 +110,7 @@ def extrapolation_order(view: View) -> Outcome:
         return missing("the four methods trained at one length (`--only demo`)")
     farthest = max(length for length, _ in found.values())
     if any(opened and length < farthest for length, opened in found.values()):
-        return missing("the four methods read equally far (`--only demo`)")  # a short one may yet go on
+        return missing("the four methods evaluated equally far (`--only demo`)")  # a short one may yet go on
     text = ", ".join(f"{method_name(m)} {length:,}{'+' if opened else ''}" for m, (length, opened) in found.items())
     reason = f"Longest length at most {SLACK - 1:.0%} above the perplexity at its own; +: no longer one was tried. "
     reason += "One stops sooner than the next when it is surely worse at a length up to which the next surely is not."
@@ -134,7 +134,7 @@ def _sooner(one: tuple[float, float], other: tuple[float, float]) -> Verdict:
 def alibi_holds(view: View) -> Outcome:
     change = further(view, "alibi", 16)
     if change is None:
-        return missing("an ALiBi model read at 1 and 16 times its length")
+        return missing("an ALiBi model evaluated at 1 and 16 times its length")
     reason = f"{change}; up to {SLACK - 1:+.0%} counts as no worse."
     return outcome(opposite(above(change, SLACK - 1)), f"{change.then} at 16 times", reason, change)
 
@@ -148,7 +148,7 @@ def alibi_holds(view: View) -> Outcome:
 def sinusoidal_fails(view: View) -> Outcome:
     change, far = further(view, "sinusoidal", 2), ppl(view, trained("sinusoidal"), 16 * BASE)
     if change is None:
-        return missing("a sinusoidal model read at 1 and 2 times its length")
+        return missing("a sinusoidal model evaluated at 1 and 2 times its length")
     text = f"{change.then} at twice" + (f", {far.value:.2f} at 16 times" if far else "")
     reason = f"{change} at twice the length; {WORSE - 1:+.0%} counts as clearly worse."
     return outcome(above(change, WORSE - 1), text, reason, change, far)
@@ -156,7 +156,7 @@ def sinusoidal_fails(view: View) -> Outcome:
 
 @claim(
     "short-beats-long",
-    "ALiBi trained at 512 and read at 3,072 beats sinusoidal trained at 3,072, on equally many tokens.",
+    "ALiBi trained at 512 and evaluated at 3,072 beats sinusoidal trained at 3,072, on equally many tokens.",
     "18.40 against 18.67 ± 0.24",
     rule=BY_CHANCE,
 )
@@ -193,7 +193,7 @@ def recency_helps(view: View) -> Outcome:
 def flat_sliding(view: View) -> Outcome:
     twice, four = (further(view, "alibi", times, stride=1) for times in (2, 4))
     if twice is None or four is None:
-        return missing("ALiBi read with a sliding window at 1, 2 and 4 times its length")
+        return missing("ALiBi evaluated with a sliding window at 1, 2 and 4 times its length")
     reason = f"{twice} and {four}; up to {FLAT:.0%} either way counts as flat. "
     reason += f"The stride here is {view.scale.stride(1)}."
     text = f"{twice.values[1]:.2f}, {twice.values[0]:.2f}, {four.values[0]:.2f} at 1, 2, 4 times"
@@ -210,7 +210,7 @@ def flat_sliding(view: View) -> Outcome:
 def sliding_no_rescue(view: View) -> Outcome:
     change = further(view, "sinusoidal", 2, stride=1)
     if change is None:
-        return missing("sinusoidal read with a sliding window")
+        return missing("sinusoidal evaluated with a sliding window")
     reason = f"{change}; {WORSE - 1:+.0%} counts as clearly worse."
     return outcome(above(change, WORSE - 1), f"{change.then} at twice", reason, change)
 
@@ -229,7 +229,7 @@ def early_tokens(view: View) -> Outcome:
     read = [rows[length] for rows in found for length in lengths if length in rows]
     rows = [row for row, _ in read if row.status == "scored"]
     if len(rows) < 4:
-        return missing("ALiBi read with and without overlap on the same text")
+        return missing("ALiBi evaluated with and without overlap on the same text")
     plain, sliding = rows[0].perplexity - rows[1].perplexity, rows[2].perplexity - rows[3].perplexity
     text = f"1 to 2 times: {plain:.2f} without overlap, {sliding:.2f} with stride {view.scale.stride(1)}"
     reason = "It holds when less than half of the gain is left with a sliding window."
@@ -251,7 +251,7 @@ def optimum(view: View) -> Outcome:
     found = sweep(view, Variant("cc100", "alibi", BASE)).values()
     rows = [row for row, _ in found if row.status == "scored"]
     if len(rows) < 3:
-        return missing("the 1.3B model read at many lengths (`--only fig6`)")
+        return missing("the 1.3B model evaluated at many lengths (`--only fig6`)")
     best = min(rows, key=lambda row: row.perplexity)
     near = 1.5 * BASE <= best.length <= 3 * BASE
     text = f"best {best.perplexity:.2f} at {best.length:,}; {rows[-1].perplexity:.2f} at {rows[-1].length:,}"

@@ -112,7 +112,7 @@ class View:
         return [run for run in found if run]
 
     def read(self, variant: Variant, reading: EvalProtocol, *, speed: bool = False) -> Measured | None:
-        """Perplexity (or reading speed) at a length, over the seeds."""
+        """Perplexity (or evaluation speed) at a length, over the seeds."""
         found = self.at(variant, reading)
         scored = [row.speed if speed else row.perplexity for row, _ in found if row.status == "scored"]
         values = tuple(value for value in scored if value is not None)
@@ -164,7 +164,7 @@ class View:
 
     def perplexities(self, one: tuple[Variant, EvalProtocol], other: tuple[Variant, EvalProtocol]) -> Compared | None:
         """How much higher the first's perplexity is. The interval is the wider of two: over stretches of the text,
-        where both read the same one, and over the seeds, where there are some for both."""
+        where both were evaluated on the same one, and over the seeds, where there are some for both."""
         first, second = self.read(*one), self.read(*other)
         if first is None or second is None or not first.values or not second.values:
             return None
@@ -182,7 +182,7 @@ class View:
         return (bounds[1] - bounds[0]) / 2 if bounds else 0.0
 
     def curve(self, variant: Variant, reading: EvalProtocol) -> list[tuple[int, float, Path]]:
-        """Tokens trained on and perplexity at a reading, for each checkpoint that was kept and read."""
+        """Tokens trained on and perplexity at a reading, for each checkpoint that was kept and evaluated."""
         points = []
         for run in self.runs(variant):
             settings, length = run.config.train, self.scale.length(reading.length)

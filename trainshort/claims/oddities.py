@@ -48,7 +48,7 @@ def t5_ahead(view: View) -> Outcome:
 def t5_not_flat(view: View) -> Outcome:
     change = further(view, "t5", 4, stride=1)
     if change is None:
-        return missing("T5 read with a sliding window")
+        return missing("T5 evaluated with a sliding window")
     reason = f"{change}. It holds when the rise is more than {FLAT:.0%}."
     return outcome(above(change, FLAT), change.then, reason, change)
 
@@ -86,14 +86,14 @@ def coarse_stride(view: View) -> Outcome:
 
 @claim(
     "sliding-worse",
-    "On BookCorpus ALiBi trained at 512 and read at 3,072 is worse with a sliding window than without.",
+    "On BookCorpus ALiBi trained at 512 and evaluated at 3,072 is worse with a sliding window than without.",
     "13.76 against 13.55",
     oddity=True,
 )
 def sliding_worse(view: View) -> Outcome:
     sliding, plain = (ppl(view, Variant("books", "alibi", BASE), 3072, stride) for stride in (512, None))
     if sliding is None or plain is None:
-        return missing("ALiBi read at six times its length both ways (`--only table9,table10`)")
+        return missing("ALiBi evaluated at six times its length both ways (`--only table9,table10`)")
     stands = " The embedded corpus stands for BookCorpus." if view.scale.stand_in else ""
     text = f"{sliding.value:.2f} against {plain.value:.2f}"
     told = verdict(sliding.value > plain.value)

@@ -95,7 +95,7 @@ def sooner(view: View) -> Outcome:
     for setup, near, far in (("cc100", 1024, 2048), ("wikitext103", BASE, 3072)):
         if found := _sooner(view, Variant(setup, "alibi", near), Variant(setup, "sinusoidal", far)):
             return found
-    return missing("both models read at several moments of their training (`--only demo` or `fig5,table11`)")
+    return missing("both models evaluated at several moments of their training (`--only demo` or `fig5,table11`)")
 
 
 def _sooner(view: View, short: Variant, long: Variant) -> Outcome | None:
@@ -109,7 +109,7 @@ def _sooner(view: View, short: Variant, long: Variant) -> Outcome | None:
     reason = "Time to the same perplexity on the overlapping part of the two curves, from tokens and paired speeds; "
     reason += "the interval is that of the speeds."
     if learned[0][0][1] < learned[1][-1][1]:
-        text = f"ALiBi at its first reading is better than sinusoidal at its end (trained at {lengths})"
+        text = f"ALiBi at its first evaluation is better than sinusoidal at its end (trained at {lengths})"
         return outcome("holds", text, reason, Measured((), found))
     fewer = time_saved(*learned)
     if fewer is None:

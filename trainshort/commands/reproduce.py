@@ -112,7 +112,7 @@ def finish(root: Path, out: Path) -> None:
 
 @dataclass(frozen=True)
 class Demo:
-    """Train four position methods at 128 tokens and read them at up to 2,048, and one at 768; then write the report.
+    """Train four position methods at 128 tokens, evaluate them at up to 2,048, and one at 768; then write the report.
 
     The same as `trainshort reproduce --scale laptop --only demo`: about ten minutes on two cores the first time,
     seconds after that. Stopped in the middle, the same command goes on.

@@ -25,6 +25,10 @@ COLORS = {
     "learned": "#c79a2b",
 }
 """Readable on white and on near-black."""
+APART = 25.0
+"""How far any other method's colour stays from each of these, in CIE L*a*b*; they are at least 37 from one another."""
+XYZ = ((0.434, 0.376, 0.190), (0.213, 0.715, 0.072), (0.018, 0.109, 0.873))
+"""Shares of linear red, green and blue in CIE's X, Y and Z, where white is 1, 1, 1."""
 OTHERS = ("#c2458b", "#4aa3a2", "#a0752f", "#6f7bd0", "#7d9b2a")
 """For lines that are no method's, such as engines, or the second line of one."""
 
@@ -112,13 +116,25 @@ def spaced(places: Sequence[float], most: int = 10) -> tuple[tuple[float, str], 
 def color(method: str) -> str:
     """A position method's colour: the paper's have one each, any other one that follows from its name.
 
-    A hue by the name's digest, as dark as the others, so that it is the same in every figure on every machine.
+    A hue by the name's digest, as dark as the others, so that it is the same in every figure on every machine; by the
+    digest's digest, and so on, while it could be taken for one of the paper's.
     """
     if method in COLORS:
         return COLORS[method]
     digest = hashlib.sha256(method.encode()).digest()
-    hue, lightness = int.from_bytes(digest[:2]) / 65_536, 0.40 + 0.15 * digest[2] / 255
-    return "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, lightness, 0.55))
+    while True:
+        hue, lightness = int.from_bytes(digest[:2]) / 65_536, 0.40 + 0.15 * digest[2] / 255
+        shade = "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, lightness, 0.55))
+        if all(math.dist(lab(shade), lab(named)) >= APART for named in COLORS.values()):
+            return shade
+        digest = hashlib.sha256(digest).digest()
+
+
+def lab(shade: str) -> tuple[float, float, float]:
+    """A colour in CIE L*a*b*, where equal distances look equally different."""
+    linear = [(int(shade[i : i + 2], 16) / 255) ** 2.2 for i in (1, 3, 5)]
+    x, y, z = (sum(w * part for w, part in zip(row, linear, strict=True)) ** (1 / 3) for row in XYZ)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
 KINDS = ("png", "svg")

@@ -15,7 +15,7 @@ from trainshort.runs import run_name
 
 PAPER_LENGTH = 512
 LONG = "sinusoidal"
-"""The method that has to be trained at the length it is to read."""
+"""The method that has to be trained at the length it is evaluated at."""
 ORDER = ("alibi", "t5", "rotary", "sinusoidal")
 NO_WORSE = 0.01
 """Up to one per cent more perplexity counts as no worse."""
@@ -48,7 +48,7 @@ class Headline:
     alike: bool
     """Whether the models differ in their positions only: one of each method, of one size, on as much of one text."""
     beyond: tuple[Curve, ...]
-    """Models that were trained longer, read at their own length: what the lines are measured against."""
+    """Models that were trained longer, evaluated at their own length: what the lines are measured against."""
 
     @property
     def lengths(self) -> list[int]:
@@ -56,7 +56,7 @@ class Headline:
 
 
 def find_headline(collection: Collection) -> Headline | None:
-    """The training length that most runs share, and their curves; None when no run was read at two lengths."""
+    """The training length that most runs share, and their curves; None when no run was evaluated at two lengths."""
     swept = [(run, stored) for run in collection.runs.values() for stored in run.sweeps if _goes_past(run, stored)]
     if not swept:
         return None
@@ -164,7 +164,7 @@ def figure(headline: Headline, *, with_paper: bool) -> Figure:
     ticks = tuple((2.0**k, f"{2**k}x<br>{headline.length * 2**k:,}") for k in range(12) if 2**k <= longest * 1.01)
     return Figure(
         name="headline",
-        title=f"Trained at {headline.length:,} tokens, read at up to {headline.lengths[-1]:,}",
+        title=f"Trained at {headline.length:,} tokens, evaluated at up to {headline.lengths[-1]:,}",
         alt=_alt(headline),
         series=tuple(series),
         x_label="tokens read at once, as multiples of the training length",
@@ -208,13 +208,13 @@ def sentences(headline: Headline) -> list[str]:
     length, longest = headline.length, headline.lengths[-1]
     best = min(headline.lines, key=lambda line: line.points[length])
     others = ", ".join(f"{line.name} {line.points[length]:.1f}" for line in headline.lines if line is not best)
-    first = f"Trained on {length:,} tokens at a time and read at {length:,}, {best.name} has "
+    first = f"Trained on {length:,} tokens at a time and evaluated at {length:,}, {best.name} has "
     first += "the lowest perplexity, " if others else "perplexity "
     first += f"{best.points[length]:.1f}" + (f" ({others})." if others else ".")
     changes = [(line.name, line.points[max(line.points)] / line.points[length] - 1) for line in headline.lines]
     kept = [f"{name} ({change:+.1%})" for name, change in changes if change <= NO_WORSE]
     lost = [f"{name} by {change:.0%}" for name, change in sorted(changes, key=lambda one: -one[1]) if change > NO_WORSE]
-    second = f"Read {longest / length:.0f} times as far, at {longest:,} tokens, "
+    second = f"Evaluated {longest / length:.0f} times as far, at {longest:,} tokens, "
     no_worse = f"{_and(kept)} {'is' if len(kept) == 1 else 'are'} no worse."
     second += no_worse if kept else f"every method is worse than at {length:,}."
     third = f"Getting worse over that distance: {_and(lost)}." if lost else "No method that was tried gets worse."

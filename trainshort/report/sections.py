@@ -16,7 +16,7 @@ from trainshort.report.headline import Curve, Headline
 
 
 def position_figure(headline: Headline) -> Figure | None:
-    """Mean loss by distance from the start of the input, at the longest length every method was read at."""
+    """Mean loss by distance from the start of the input, at the longest length every method was evaluated at."""
     first = [line.stored[0].evaluation for line in headline.lines]
     length = max(set.intersection(*({row.length for row in one.scored} for one in first)))
     series, sources, changes = [], [], []

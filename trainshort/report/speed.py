@@ -54,7 +54,7 @@ ATTENTION = (
 )
 DECODE = Wanted("decode", "Decoding: time per token by context", "cache", "context", "time per token", "ms")
 TRAINING = Wanted("training", "Training speed by method", "model", "tokens", "speed", "tokens/s", log=False)
-EVALUATE = Wanted("evaluate", "Reading speed by method", "model", "tokens", "speed", "tokens/s", log=False)
+EVALUATE = Wanted("evaluate", "Evaluation speed by method", "model", "tokens", "speed", "tokens/s", log=False)
 
 
 def speed(collection: Collection) -> Speed | None:
@@ -165,12 +165,12 @@ AGAINST = "sinusoidal"
 
 
 def cost_figures(collection: Collection) -> list[Figure]:
-    """Speeds of training and reading as multiples of sinusoidal's, and the memory of training."""
+    """Speeds of training and evaluation as multiples of sinusoidal's, and the memory of training."""
     entries = list(collection.costs.values())
     if not entries:
         return []
     made = []
-    for what, title in (("train", "Training speed"), ("read", "Reading speed")):
+    for what, title in (("train", "Training speed"), ("read", "Evaluation speed")):
         name, rounds = f"cost-{what}", RATES[f"{what} speed"]
         if timed := [entry for entry in entries if entry[rounds]]:
             rates = [(entry, entry["tokens"] / statistics.median(entry[rounds])) for entry in timed]

@@ -21,16 +21,16 @@ def about(headline: Headline) -> str:
     who = "it" if len(names) == 1 else "each"
     alike = ", alike but for how they know where in the text a word stands" if headline.alike and names[1:] else ""
     return (
-        f"{count}{alike} ({', '.join(names)}), learned from pieces of {headline.length:,} tokens. Then {who} had to "
-        f"read pieces of up to {longest:,}. A perplexity of 40 means: as unsure of the next token as if 40 were "
-        "equally likely; lower is better, and a line that stays flat to the right is a model that copes with more "
+        f"{count}{alike} ({', '.join(names)}), learned from pieces of {headline.length:,} tokens. Then {who} was "
+        f"evaluated on pieces of up to {longest:,}. A perplexity of 40 means: as unsure of the next token as if 40 "
+        "were equally likely; lower is better, and a line that stays flat to the right is a model that copes with more "
         "text than it was trained on."
     )
 
 
 def found(headline: Headline, view: View | None) -> list[str]:
-    """The results, the most important first; last, ALiBi trained short and read long against sinusoidal trained long on
-    equally many tokens, and what that saves."""
+    """The results, the most important first; last, ALiBi trained short and evaluated long against sinusoidal trained
+    long on equally many tokens, and what that saves."""
     far = EvalProtocol(LONG.length)
     change = view.perplexities((SHORT, far), (LONG, far)) if view else None
     if view is None or change is None:
@@ -39,8 +39,8 @@ def found(headline: Headline, view: View | None) -> list[str]:
     verdict = verdict if change.told else f"cannot tell ({change})"
     near, at = view.scale.length(SHORT.length), view.scale.length(LONG.length)
     told = (
-        f"Train short, test long: ALiBi trained at {near:,} and read at {at:,} has {change.values[0]:.1f}, sinusoidal "
-        f"trained at {at:,} on as many tokens {change.values[1]:.1f}: {verdict}."
+        f"Train short, test long: ALiBi trained at {near:,} and evaluated at {at:,} has {change.values[0]:.1f}, "
+        f"sinusoidal trained at {at:,} on as many tokens {change.values[1]:.1f}: {verdict}."
     )
     savings = _savings(view)
     return [*sentences(headline), told + (f" Training short was {savings} (with random weights)." if savings else "")]

@@ -71,7 +71,7 @@ class Table:
     folded: bool
     note: str
     differences: list[dict[str, str]]
-    """How much more perplexity ALiBi has in one cell than another method that read the same in the same column."""
+    """How much more perplexity ALiBi has in one cell than another method evaluated alike in the same column."""
 
 
 def paper_tables(view: View, sources: Sources) -> list[Table]:

@@ -138,12 +138,12 @@ def _write_claims(judged: Judged, path: Path, scale: str) -> None:
 
 
 def headline_table(collection: Collection) -> Table | None:
-    """Perplexity by method and length; None when nothing was read past its training length."""
+    """Perplexity by method and length; None when nothing was evaluated past its training length."""
     headline = first.find_headline(collection)
     if headline is None:
         return None
     table = Table(box=None, pad_edge=False)
-    table.add_column(f"trained at {headline.length:,}, read at", no_wrap=True)
+    table.add_column(f"trained at {headline.length:,}, evaluated at", no_wrap=True)
     for line in headline.lines:
         table.add_column(line.name, justify="right", no_wrap=True)
     for length in headline.lengths:
