@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import trainshort
-from trainshort.methods import methods
 from trainshort.positions import positions
+from trainshort.settings import methods
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -20,10 +20,10 @@ from trainshort.commands.train import Train
 from trainshort.config import ModelConfig, RunConfig, load_config
 from trainshort.errors import InputError
 from trainshort.generate.state import load_state, save_state
-from trainshort.methods import MOVED, methods
 from trainshort.model import TransformerLM
 from trainshort.plots.figures import color
 from trainshort.positions import positions
+from trainshort.settings import MOVED, methods
 
 HERE = Path(__file__).parent / "plugins"
 KERPLE, GATE, EACH = HERE / "kerple_log.py", HERE / "forget_gate.py", HERE / "one_of_each.py"
@@ -291,7 +291,7 @@ def test_float32_stays_by_the_base_class():
 
 
 def test_worker_processes_find_the_same_plugins(tmp_path):
-    code = "from trainshort.methods import methods; print(methods.get('kerple-log').summary)"
+    code = "from trainshort.settings import methods; print(methods.get('kerple-log').summary)"
     environment = os.environ | {registry.VARIABLE: str(KERPLE)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.startswith("A penalty"), done.stderr
@@ -306,7 +306,8 @@ def test_an_installed_package_is_a_plugin(tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-kerple\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[trainshort.plugins]\nkerple = my_kerple\n")
     code = (
-        "import sys; sys.path.insert(0, '.'); from trainshort.methods import methods; from trainshort import registry\n"
+        "import sys; sys.path.insert(0, '.')\n"
+        "from trainshort import registry; from trainshort.settings import methods\n"
         "print(methods.get('kerple-installed').summary)\n"
         "print([p.name for p in registry.origins([('position method', 'kerple-installed')])])"
     )

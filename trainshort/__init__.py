@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from trainshort.generate import stream
     from trainshort.interop.doctor import doctor
     from trainshort.interop.patch import patch, unpatch
-    from trainshort.methods import MethodSettings
     from trainshort.model import TransformerLM
     from trainshort.positions import LayerInput, PositionMethod
+    from trainshort.settings import MethodSettings
 
 __all__ = [
     "Cache",

@@ -9,11 +9,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
-from trainshort import methods
 from trainshort.errors import ForeignConfigError, InputError
 from trainshort.files import MissingFileError, read_object, write_whole
-from trainshort.methods import FINITE, MethodSettings, NoSettings
-from trainshort.strict import FIRST, MEANT, Settings
+from trainshort.settings import FINITE, FIRST, MEANT, MethodSettings, NoSettings, Settings, as_in_010, settle
 
 FORMAT = 1
 """Raised when a field changes meaning, so that a config of another version is refused instead of misread."""
@@ -131,7 +129,7 @@ class ModelConfig(Settings):
     @classmethod
     def _of_the_method(cls, values: Any) -> Any:
         """The settings of a method have the type that the method gives them; those of 0.1.0 lay beside the others."""
-        return methods.settle(values) if isinstance(values, dict) else values
+        return settle(values) if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -165,7 +163,7 @@ class ModelConfig(Settings):
 
     def identity(self) -> dict[str, Any]:
         values = super().identity()
-        values |= methods.as_in_010(self.position, values.pop("position_settings"))
+        values |= as_in_010(self.position, values.pop("position_settings"))
         first = [name for name in FIRST["ModelConfig"].split() if name in values]  # digests see the order, too
         return {name: values[name] for name in [*first, *(name for name in values if name not in first)]}
 

@@ -17,10 +17,10 @@ from trainshort.config import ModelConfig, RunConfig
 from trainshort.data import BatchStream, Prepared, of_run, open_or_prepare, really
 from trainshort.errors import InputError
 from trainshort.masking import mask_token
-from trainshort.methods import methods
 from trainshort.model import TransformerLM
 from trainshort.parallel import Replica, World
 from trainshort.runs import RunFolder
+from trainshort.settings import methods
 from trainshort.terminal import say
 
 BLOCK_BYTES = 2**14

@@ -11,8 +11,8 @@ from laboratory import make_run, prose, save_hugging_face, tiny_model
 
 from trainshort import cli
 from trainshort.analyze import analyses, cost
-from trainshort.methods import PAPER
 from trainshort.positions import positions
+from trainshort.settings import PAPER
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from torch import nn
 
 from trainshort.attention import DenseBias
 from trainshort.config import ModelConfig
-from trainshort.methods import NoSettings
 from trainshort.positions import LayerInput, PositionMethod, positions
+from trainshort.settings import NoSettings
 
 
 @positions.register("forget-gate")

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from trainshort.attention import DistanceBias
 from trainshort.config import ModelConfig
-from trainshort.methods import MethodSettings
 from trainshort.positions import PositionMethod, positions
+from trainshort.settings import MethodSettings
 
 
 class Settings(MethodSettings):

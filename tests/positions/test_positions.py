@@ -9,10 +9,10 @@ import torch
 
 from trainshort.config import ModelConfig, RunConfig
 from trainshort.errors import InputError
-from trainshort.methods import methods
 from trainshort.model import TransformerLM
 from trainshort.positions import build_position, positions
 from trainshort.positions.bias import buckets
+from trainshort.settings import methods
 
 
 def make(name, width=16, heads=2, **settings):

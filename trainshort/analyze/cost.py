@@ -16,7 +16,7 @@ from trainshort.bench.measure import Timing, alone
 from trainshort.bench.rig import OUT_OF_MEMORY
 from trainshort.config import ModelConfig, RunConfig, TrainConfig
 from trainshort.evaluate.target import RunTarget
-from trainshort.methods import PAPER
+from trainshort.settings import PAPER
 
 ROUNDS = 5
 """Steps that are timed, after one that warms up; their median counts."""

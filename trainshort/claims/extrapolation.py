@@ -25,8 +25,8 @@ from trainshort.claims.verdicts import (
 )
 from trainshort.evaluate.evidence import unbroken
 from trainshort.evaluate.results import LengthScore, interval
-from trainshort.methods import PAPER as ORDER
 from trainshort.recipes.experiments import EvalProtocol, Variant, method_name, queries
+from trainshort.settings import PAPER as ORDER
 
 BASE = 512
 """The training length of the demo and of Figure 1's left half, in the paper's numbers."""

@@ -151,8 +151,8 @@ class Analyze(OnText):
     def run(self) -> None:
         from trainshort.analyze.lab import Lab, analyses, analyze
         from trainshort.evaluate.target import open_text
-        from trainshort.methods import methods
         from trainshort.passes import read_lengths
+        from trainshort.settings import methods
 
         at_least(1, samples=self.samples, batch_tokens=self.batch_tokens)
         at_least(0, seed=self.seed)

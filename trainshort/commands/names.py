@@ -10,7 +10,7 @@ from trainshort.errors import InputError
 from trainshort.registry import Registry, did_you_mean
 
 KINDS = {
-    "positions": "trainshort.methods:methods",
+    "positions": "trainshort.settings:methods",
     "engines": "trainshort.attention:engines",
     "corpora": "trainshort.data.corpus:corpora",
     "tokenizers": "trainshort.data.tokenizer:tokenizers",

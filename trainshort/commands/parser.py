@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from trainshort.errors import InputError
 from trainshort.registry import OPTION as PLUGIN
 from trainshort.registry import did_you_mean
-from trainshort.strict import Settings
+from trainshort.settings import Settings
 
 REQUIRED = MISSING
 """The default of an argument that must be given."""

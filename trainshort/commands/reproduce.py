@@ -7,8 +7,8 @@ from typing import Annotated
 from trainshort.commands.parser import Arg
 from trainshort.errors import InputError
 from trainshort.files import make_folder, try_folder
-from trainshort.methods import methods as known
 from trainshort.registry import did_you_mean
+from trainshort.settings import methods as known
 from trainshort.terminal import new_console, tell
 
 LAUNCHERS = ("local", "slurm")

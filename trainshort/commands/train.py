@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from trainshort.commands.parser import Arg, Option, Parser, UsageError, of_class, of_settings
 from trainshort.config import DataConfig, RunConfig, load_config
 from trainshort.errors import InputError
-from trainshort.methods import MOVED, methods, not_chosen
+from trainshort.settings import MOVED, methods, not_chosen
 from trainshort.terminal import tell
 
 WRITTEN = ("format", "plugins")

@@ -42,10 +42,10 @@ from trainshort.interop import (  # noqa: F401  (registers them)
     weight_files,
 )
 from trainshort.interop.formats import Format, WeightMap, convertible, formats, plan, real, scaled_rotation, section
-from trainshort.methods import RotarySettings
 from trainshort.model import TransformerLM
 from trainshort.registry import Registry
 from trainshort.runs import RunFolder
+from trainshort.settings import RotarySettings
 from trainshort.terminal import first_sentence
 
 NATIVE = ("mpt", "bloom", "falcon")

@@ -37,8 +37,8 @@ from trainshort.attention import Bias, ClockBias, DenseBias, DistanceBias, Linea
 from trainshort.attention.call import unknown_bias
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.methods import Method, MethodSettings, NoSettings, methods, settings_of
 from trainshort.registry import Registry
+from trainshort.settings import Method, MethodSettings, NoSettings, methods, settings_of
 
 FAR = 4099
 """A length at which a bias is looked at beside that of one token, to see whether its slopes depend on it."""

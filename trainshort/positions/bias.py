@@ -10,8 +10,8 @@ from trainshort import alibi
 from trainshort.attention import Bias, DistanceBias, LinearBias
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.methods import AlibiSettings, T5Settings
 from trainshort.positions.base import PositionMethod, positions
+from trainshort.settings import AlibiSettings, T5Settings
 
 
 @positions.register("alibi")

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from trainshort import alibi
 from trainshort.attention import ClockBias
 from trainshort.config import ModelConfig
-from trainshort.methods import FoxSettings
 from trainshort.positions.base import Gate, LayerInput, PositionMethod, positions
+from trainshort.settings import FoxSettings
 
 
 @positions.register("fox")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from trainshort import alibi
 from trainshort.attention import DenseBias, DistanceBias
 from trainshort.config import ModelConfig
-from trainshort.methods import FireSettings, KerpleSettings, NoSettings, SandwichSettings
 from trainshort.positions.base import LayerInput, PositionMethod, positions
+from trainshort.settings import FireSettings, KerpleSettings, NoSettings, SandwichSettings
 
 LEAST = 0.01
 """KERPLE's parameters are kept at this at the least, as in the authors' code."""

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from trainshort.config import ModelConfig
-from trainshort.methods import LearnedSettings, NoSettings
 from trainshort.positions.base import PositionMethod, positions
+from trainshort.settings import LearnedSettings, NoSettings
 
 
 @positions.register("none")

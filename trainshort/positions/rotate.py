@@ -10,8 +10,8 @@ from torch import Tensor
 
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.methods import RotarySettings, XposSettings
 from trainshort.positions.base import PositionMethod, positions
+from trainshort.settings import RotarySettings, XposSettings
 
 
 @positions.register("rotary")

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from trainshort.methods import PAPER as METHODS
 from trainshort.recipes.experiments import (
     Cell,
     EvalProtocol,
@@ -15,6 +14,7 @@ from trainshort.recipes.experiments import (
     method_name,
     published,
 )
+from trainshort.settings import PAPER as METHODS
 
 DEMO_MULTIPLES = (1, 1.25, 1.5, 2, 4, 6, 8, 16)
 """Lengths at which the demo's models are read, as multiples of their own."""

@@ -14,7 +14,7 @@ from trainshort.config import DataConfig, ModelConfig, OptimConfig, RunConfig, T
 from trainshort.presets import presets
 from trainshort.recipes.experiments import Scale, Variant
 from trainshort.registry import Registry
-from trainshort.strict import Settings
+from trainshort.settings import Settings
 
 SETUPS = ("wikitext103", "books", "cc100")
 """The paper's three test beds."""
