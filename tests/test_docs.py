@@ -1,5 +1,7 @@
-"""The documents' code runs: public names with their examples, the walk with a method that is not in the package."""
+"""The documents' code runs: public names with their examples, the walk with a method that is not in the package. And
+what else they name is there: imports, files, pages."""
 
+import ast
 import doctest
 import os
 import re
@@ -11,6 +13,10 @@ from pathlib import Path
 import pytest
 
 import trainshort
+from trainshort.analyze.lab import analyses
+from trainshort.attention import engines
+from trainshort.data.corpus import corpora
+from trainshort.data.tokenizer import tokenizers
 from trainshort.positions import positions
 from trainshort.settings import methods
 
@@ -25,6 +31,8 @@ def text(name: str) -> str:
 def test_every_public_name_has_an_example_that_runs(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "tests" / "data_of_0_1_0", tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
+    tables = (positions, methods, engines, corpora, tokenizers, analyses)
+    before = [set(table.names()) for table in tables]
     try:
         # Without the code fences, which doctest would read as output.
         page = re.sub(r"^```.*$", "", text("api.md"), flags=re.MULTILINE)
@@ -32,15 +40,43 @@ def test_every_public_name_has_an_example_that_runs(tmp_path, monkeypatch):
         runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
         result = runner.run(test)
     finally:
-        for table in (positions, methods):
-            if "loud-tokens" in table.names():
-                table.forget("loud-tokens")
+        added = [set(table.names()) - names for table, names in zip(tables, before, strict=True)]
+        for table, names in zip(tables, added, strict=True):
+            for name in names:
+                table.forget(name)
     assert result.failed == 0
     assert result.attempted > 30
     used = set(re.findall(r"trainshort\.(\w+)", page))
     assert set(trainshort.__all__) <= used, "every public name is used in an example"
+    assert [len(names) for names in added] == [1] * len(tables), "and so is every decorator"
     for name in trainshort.__all__:
         assert getattr(trainshort, name) is not None
+
+
+PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_import_of_a_page_works(page):
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE):
+        code = "".join(one.source for one in doctest.DocTestParser().get_examples(block)) or block
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                exec(ast.unparse(node), {})
+
+
+THEIRS = {"sqrt_alibi.py"}
+"""Files that a page names and a reader writes."""
+
+
+def test_every_source_file_that_a_page_names_is_there():
+    """`trainshort/passes.py`, `attention/sides.py` and `step.c` alike: by the end of its path."""
+    there = {f"/{file.relative_to(ROOT)}" for room in ("trainshort", "tests") for file in (ROOT / room).rglob("*.*")}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        named = re.findall(r"`([\w/.-]+\.(?:py|c|h))`", text) + re.findall(r"\btrainshort/[\w/]+\.(?:py|c|h)\b", text)
+        gone = [name for name in named if name not in THEIRS and not any(file.endswith(f"/{name}") for file in there)]
+        assert gone == [], f"{page.name} names files that are gone"
 
 
 def test_the_core_is_eleven_files_that_are_there():

@@ -57,9 +57,9 @@ _HOMES = {
     "generate": ("stream",),
     "interop.doctor": ("doctor",),
     "interop.patch": ("patch", "unpatch"),
-    "methods": ("MethodSettings",),
     "model": ("TransformerLM",),
     "positions": ("LayerInput", "PositionMethod"),
+    "settings": ("MethodSettings",),
 }
 
 

@@ -34,13 +34,14 @@ def provenance(*, threads: int | None = None) -> dict[str, Any]:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "versions": {"trainshort": trainshort.__version__, "python": platform.python_version()}
-        | {name: _version(name) for name in RECORDED},
+        | {name: version(name) for name in RECORDED},
         "machine": {"system": f"{platform.system()} {platform.machine()}", "cpu": _cpu(), "cores": os.cpu_count()},
         "threads": threads,
     }
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """None: it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

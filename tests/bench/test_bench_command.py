@@ -11,9 +11,10 @@ import torch
 from laboratory import make_run
 from safetensors.torch import load_file, save_file
 
+from trainshort import registry
 from trainshort.attention.call import TOLERANCE
 from trainshort.bench import peers, recorded
-from trainshort.bench.measure import Progress, in_turns
+from trainshort.bench.measure import Progress, alone, in_turns
 from trainshort.bench.measurements import load, median_of
 from trainshort.bench.suites import FULL, QUICK, AttentionPlan, DecodePlan, choose
 from trainshort.checkpoint import load_model
@@ -65,6 +66,31 @@ def test_attention_is_stored_with_its_origin(tmp_path, capsys):
     assert "windowed" in told.out
     assert "attention 2/2: attention at 128 tokens" in told.err
     assert "memory of windowed, 2 of 3" in told.err
+
+
+def test_every_engine_can_be_named(tmp_path, capsys, monkeypatch):
+    """Also a plug-in's, which the process that measures memory finds too; one that cannot says why."""
+    monkeypatch.setenv(registry.VARIABLE, "")
+    monkeypatch.setattr(registry, "_loaded", {})
+    plugin, out = Path(__file__).parents[1] / "plugins" / "one_of_each.py", tmp_path / "a.json"
+    words = "attention --lengths 64 128 --engines sdpa echo flex compiled --rounds 1 --memory none"
+    try:
+        run(*words.split(), "--out", str(out), "--plugin", str(plugin))
+        asked = {"source": "normal", "length": 64, "name": "echo", "tolerance": 0.0, "causal": True}
+        assert alone("attention", **asked)["peak"] > 0
+    finally:
+        for table, name in registry._loaded[str(plugin)].entries:
+            table.forget(name)
+    rows = load(out).suites["attention"]
+    measured = [(row.case["engine"], row.case["tokens"]) for row in rows]
+    assert measured == [
+        *((name, 64) for name in ("plain", "sdpa", "echo", "compiled")),
+        *((name, 128) for name in ("plain", "sdpa", "compiled")),
+    ]
+    assert all(row.measured["error"].value < 1e-5 for row in rows)
+    told = capsys.readouterr().err
+    assert "without echo: is for tests with at most 99 keys" in told
+    assert "without flex: FlexAttention has no backward on the CPU" in told
 
 
 def test_work_is_counted_without_a_clock(tmp_path):
@@ -213,7 +239,10 @@ def test_mistakes_are_explained(tmp_path, capsys):
         ("attention training --tokens 5", r"--tokens concerns decode, and only attention and training was chosen"),
         ("attention --rounds 0", r"--rounds must be at least 1, got 0"),
         ("attention --tolerance 1", r"--tolerance is a share of softmax mass"),
-        ("attention --engines window", r"--engines knows no 'window'\. Did you mean 'windowed'"),
+        (
+            "attention --engines window",
+            r"--engines knows no 'window'\. Did you mean 'windowed'\?.* x-transformers, .*sdpa",
+        ),
         ("decode --parts trained", r"--parts trained reads a run's own text with its trained model; give --run RUN"),
         ("decode --run nowhere", r"There is no run at 'nowhere'"),
         ("decode --parts contexts", r"--parts knows no 'contexts'\. Did you mean 'context'"),

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,17 +14,20 @@ from laboratory import evaluations
 from rich.console import Console
 from tiny_paper import tiny_scale, two_methods
 
+from trainshort import registry
 from trainshort.claims.collection import COST_FILE, read_costs
 from trainshort.commands.reproduce import Reproduce
+from trainshort.commands.train import Train
 from trainshort.errors import InputError
 from trainshort.evaluate.results import Query
-from trainshort.recipes.experiments import choose
+from trainshort.recipes.experiments import choose, with_methods
 from trainshort.recipes.scales import Variant, scales
 from trainshort.reproduce import tasks
 from trainshort.reproduce.extras import measure_costs
 from trainshort.reproduce.launchers import Site, read_site, run_on_cluster
 from trainshort.reproduce.plan import command, make_plan, paper_hours, told
 from trainshort.reproduce.tasks import assign, reproduce, work
+from trainshort.runs import run_name
 
 
 def quiet() -> Console:
@@ -163,8 +167,44 @@ def test_plan_of_the_paper(tmp_path):
 
 
 def test_plan_commands_are_plain_without_many_gpus():
-    assert command("gpu-alibi-512", Path("runs/x"), 1) == "trainshort train gpu-alibi-512 --out runs/x --resume"
-    assert command("gpu-alibi-512", Path("runs/x"), 1, seed=2).endswith("--train.seed 2")
+    assert command("gpu-alibi-512", (), Path("runs/x"), 1) == "trainshort train gpu-alibi-512 --out runs/x --resume"
+    both = make_plan(choose(["table2"]), scales.get("gpu"), Path("runs"), seeds=2)
+    assert {one.command.endswith("--train.seed 2"): one.variant.seed for one in both} == {False: 1, True: 2}
+
+
+@pytest.fixture
+def plugged(monkeypatch):
+    """A method from a file, as `--plugin` brings it."""
+    path = str(Path(__file__).parents[1] / "plugins" / "kerple_log.py")
+    monkeypatch.setenv(registry.VARIABLE, path)
+    monkeypatch.setattr(registry, "_loaded", {})
+    loaded = registry.load_plugin(Path(path))
+    yield path
+    for table, name in loaded.entries:
+        table.forget(name)
+
+
+@pytest.mark.parametrize("scale", ["laptop", "gpu", "paper"])
+def test_every_command_of_a_plan_trains_the_run_that_it_names(scale, plugged):
+    """Also where a method has no recipe of its own: a built-in one, a plug-in's, the paper's in another table."""
+    names = ["alibi", "kerple", "kerple-log", "t5", "none"]
+    chosen = [with_methods(one, names) for one in choose(["demo", "table2", "table5", "table9"])]
+    entries = make_plan(chosen, scales.get(scale), Path("runs"), seeds=2)
+    assert {entry.variant.position for entry in entries} == set(names)
+    for entry in entries:
+        words = shlex.split(entry.command.partition("trainshort train ")[2])
+        assert ("--plugin" in words) == (entry.variant.position == "kerple-log")
+        made = Train.parse(registry.take_plugins(words))
+        assert (run_name(made.config), made.out, made.resume) == (entry.name, Path("runs") / entry.name, True)
+    assert any(f"--model.position kerple-log --plugin {plugged}" in entry.command for entry in entries)
+
+
+def test_a_plan_of_a_scale_without_recipes_names_every_setting(tiny):
+    _, prepared = tiny
+    scale = replace(prepared, build=lambda variant: prepared.build(variant).replace(data={"folder": None}))
+    for entry in make_plan([two_methods()], scale, Path("runs with spaces")):
+        made = Train.parse(shlex.split(entry.command)[2:])
+        assert (made.config, made.out.parent) == (scale.config(entry.variant), Path("runs with spaces"))
 
 
 @pytest.mark.parametrize(

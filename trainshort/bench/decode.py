@@ -5,7 +5,6 @@ alternation would throw each other's data out of the processor's cache. A long c
 and values, the size that the model's own have, are put into the caches, which then cost what real ones cost.
 """
 
-import resource
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +25,7 @@ from trainshort.errors import InputError
 from trainshort.evaluate.target import RunTarget
 from trainshort.generate.one_row import RowModel
 from trainshort.generate.streaming import stream
-from trainshort.machine import resident_memory
+from trainshort.machine import Peak, resident_memory
 from trainshort.model import TransformerLM
 from trainshort.presets import presets
 
@@ -252,6 +251,7 @@ def _endless_row(plan: DecodePlan, progress: Progress) -> Measurement:
     stretch, settled = max(1, min(10_000, count // 10)), max(1, min(20_000, count // 5))
     model = TransformerLM(ModelConfig(vocabulary=256, layers=1, width=32, heads=4))
     made = stream(model, [1], tokens=count, mode="bounded", tolerance=plan.tolerance)
+    peak = Peak(torch.device("cpu"))
     seconds, start, early = [], time.process_time(), resident_memory()
     for number, _ in enumerate(made, start=1):
         if number % stretch == 0:
@@ -262,7 +262,7 @@ def _endless_row(plan: DecodePlan, progress: Progress) -> Measurement:
         if number == settled:
             early = resident_memory()
     warm = seconds[min(1, len(seconds) - 1)]  # the first stretch warms up
-    growth = resident_memory() - early
+    growth, most = resident_memory() - early, peak.bytes()
     cache = made.caches[0]
     assert isinstance(cache, BoundedCache)
     certificate = cache.certificate
@@ -270,10 +270,11 @@ def _endless_row(plan: DecodePlan, progress: Progress) -> Measurement:
         "speed": median_of([stretch / one for one in seconds], "tokens/s of processor time", "higher"),
         "last speed to first": ratio(warm, seconds[-1], "higher"),
         "memory growth": percent(growth, early, "lower"),
-        "peak": megabytes(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss),
         "cache": Measure(value=cache.bytes / 1024, unit="KB", better="lower"),
         "certificate": Measure(value=certificate.mass, better="lower"),
         "rows above tolerance": Measure(value=certificate.above, better="lower"),
     }
+    if most is not None:
+        measured["peak"] = megabytes(most)
     case: Case = {"part": "endless", "tokens": count}
     return Measurement(case=case, measured=measured, seconds={"turns": tuple(seconds)}, note=str(certificate))

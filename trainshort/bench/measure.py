@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from trainshort.bench import measurements
 from trainshort.bench.compare import print_rows
 from trainshort.bench.measurements import RATIO, BenchResult, Measure, Measurement, median_of
 from trainshort.bench.suites import AttentionPlan, Plan
-from trainshort.machine import Peak, provenance, resident_memory, total_memory
+from trainshort.machine import Peak, provenance, resident_memory, total_memory, version
 from trainshort.terminal import new_console
 
 PATIENCE = 10.0
@@ -153,14 +152,6 @@ def answer() -> None:
     asked = json.load(sys.stdin)
     torch.set_num_threads(asked["threads"])
     print(json.dumps(importlib.import_module(f"trainshort.bench.{asked['suite']}").peak(**asked["task"])))
-
-
-def version(package: str) -> str | None:
-    """None: it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 # ---- the machine

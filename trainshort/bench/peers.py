@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainshort import alibi
-from trainshort.attention import Call, ClockBias, LinearBias, attend
+from trainshort.attention import Call, ClockBias, LinearBias, attend, engines
 from trainshort.attention.formula import visible, written_bias
 from trainshort.attention.operator import unavailable
 from trainshort.bench import training
-from trainshort.bench.measure import Progress, version
+from trainshort.bench.measure import Progress
 from trainshort.bench.recorded import Inputs
-from trainshort.bench.suites import ENGINES
+from trainshort.bench.suites import CONTESTANTS
 from trainshort.generate.streaming import stream
 from trainshort.interop.formats import plan
 from trainshort.interop.mpt import MPT
-from trainshort.machine import free_memory
+from trainshort.machine import free_memory, version
 from trainshort.model import TransformerLM
 
 PLAIN = "plain"
@@ -41,11 +41,14 @@ Attend = Callable[[Tensor, Tensor, Tensor, LinearBias | ClockBias], Tensor]
 
 def chosen(names: tuple[str, ...], inputs: Inputs, progress: Progress, causal: bool = True) -> list[str]:
     """Names of those that run on these inputs: the asked ones (none: all that fit), the plain one always."""
-    kept = [name for name in ENGINES if name == PLAIN or not names or name in names]
+    kept = [name for name in CONTESTANTS if name == PLAIN or not names or name in names]
+    others = [name for name in dict.fromkeys(names) if name not in CONTESTANTS]
     heads, length = inputs.q.shape[1:3]
     room = free_memory()
-    left_out: dict[str, str] = {}
-    for name in kept:
+    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    call = Call(q, k, v, inputs.bias, causal=causal)
+    left_out = {name: reason for name in others if (reason := engines.get(name).unsupported(call))}
+    for name in (*kept, *others):
         package = {"mpt": "transformers", "x-transformers": "x-transformers"}.get(name)
         if name in WRITTEN and not causal:
             left_out[name] = "it is causal"
@@ -55,7 +58,7 @@ def chosen(names: tuple[str, ...], inputs: Inputs, progress: Progress, causal: b
             left_out[name] = reason
         elif name in (*SLOW, *WRITTEN) and not names and length > LIMIT:
             left_out[name] = f"slow beyond {LIMIT:,} tokens; --engines {name} measures it all the same"
-        elif name in WRITTEN and room is not None and COPIES * 4 * heads * length**2 > room:
+        elif name in (*WRITTEN, "reference") and room is not None and COPIES * 4 * heads * length**2 > room:
             left_out[name] = f"its {length:,} x {length:,} scores do not fit into the memory that is free"
         elif isinstance(inputs.bias, ClockBias):
             if name == CLOCK:
@@ -66,7 +69,7 @@ def chosen(names: tuple[str, ...], inputs: Inputs, progress: Progress, causal: b
             left_out[name] = "it knows only the paper's slopes"
     for name, reason in left_out.items():
         progress.once(f"without {name}: {reason}")
-    return [name for name in kept if name not in left_out]
+    return [name for name in (*kept, *others) if name not in left_out]
 
 
 def contestant(name: str, inputs: Inputs, tolerance: float, causal: bool = True) -> Attend:
@@ -75,15 +78,14 @@ def contestant(name: str, inputs: Inputs, tolerance: float, causal: bool = True)
     match name:
         case "plain":
             return lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        case "windowed" | "windowed-torch" | "clock":
-            return _ours("windowed" if name == CLOCK else name, tolerance, causal)
         case "written-mask":
             return _written_mask
         case "mpt":
             return _mpt(heads, dim)
         case "x-transformers":
             return _x_transformers(heads)
-    raise ValueError(name)
+        case _:
+            return _ours("windowed" if name == CLOCK else name, tolerance, causal)
 
 
 def _ours(engine: str, tolerance: float, causal: bool) -> Attend:

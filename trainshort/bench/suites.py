@@ -9,14 +9,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.registry import did_you_mean
+from trainshort.registry import did_you_mean, load_plugins
 
-ENGINES = ("plain", "windowed", "clock", "windowed-torch", "written-mask", "mpt", "x-transformers")
+CONTESTANTS = ("plain", "windowed", "clock", "windowed-torch", "written-mask", "mpt", "x-transformers")
+"""Who takes part in the attention benchmark unless others are named; every other engine can be."""
 PARTS = ("context", "weights", "mpt", "endless")
 TRAINED = "trained"
 """The part of decode that reads a run's own text with its trained weights: measured when there is a --run."""
 WORDS = {
-    "engines": ENGINES,
+    "engines": CONTESTANTS,
     "parts": (*PARTS, TRAINED),
     "memory": ("all", "longest", "none"),
     "sides": ("left", "both"),
@@ -33,8 +34,9 @@ class AttentionPlan:
     lengths: tuple[int, ...] = (1024, 4096, 8192, 16_384, 32_768)
     """Tokens at a time."""
     engines: tuple[str, ...] = ()
-    """windowed, clock (the same, slopes as a clock), windowed-torch, written-mask, mpt, x-transformers, beside plain.
-    Default: all that are installed, beyond 8,192 tokens only windowed and clock."""
+    """windowed, clock (the same, slopes as a clock), windowed-torch, written-mask, mpt, x-transformers, beside plain;
+    by name also any other engine (`trainshort list engines`), such as your own. Default: all that are installed,
+    beyond 8,192 tokens only windowed and clock."""
     inputs: str = "normal"
     """normal, scaled (sharper heads), a .safetensors file of q, k, v, or a run folder to record from."""
     layer: int | None = None
@@ -180,6 +182,14 @@ def listed(words: list[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
+def _other_engines() -> tuple[str, ...]:
+    """Asked only where a word is no contestant's: it brings torch."""
+    from trainshort.attention import engines
+
+    load_plugins()
+    return tuple(name for name in engines.names() if name not in CONTESTANTS)
+
+
 def _check(plan: Plan) -> None:
     """Refuse what cannot be measured before the first hour of measuring."""
     for name, value in asdict(plan).items():
@@ -194,6 +204,8 @@ def _check(plan: Plan) -> None:
     for option, known in WORDS.items():
         given = getattr(plan, option, ())
         for one in (given,) if isinstance(given, str) else given:
+            if option == "engines" and one not in known:
+                known += _other_engines()
             if one not in known:
                 raise InputError(f"--{option} knows no '{one}'.{did_you_mean(one, known)} Known: {', '.join(known)}.")
     if not isinstance(plan, AttentionPlan | PreparePlan):

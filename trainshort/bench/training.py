@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from trainshort.bench.measure import Benchmark, Progress, in_turns, matmul_rate, peak_during, peaks, version
+from trainshort.bench.measure import Benchmark, Progress, in_turns, matmul_rate, peak_during, peaks
 from trainshort.bench.measurements import Case, Measurement, megabytes, percent, ratio
 from trainshort.bench.rig import Rig
 from trainshort.bench.suites import TrainingPlan, wants_memory
 from trainshort.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
-from trainshort.machine import free_memory
+from trainshort.machine import free_memory, version
 from trainshort.model import TransformerLM
 from trainshort.positions import positions
 from trainshort.presets import presets

@@ -47,7 +47,7 @@ class RowLinear:
         if isinstance(norm, nn.LayerNorm):
             call.gain, call.shift = _address(norm.weight), _address(norm.bias)
             call.normed, call.eps = 1, norm.eps
-        assert library().trainshort_linear_size() == ctypes.sizeof(_Linear), "row.c and one_row.py disagree"
+        assert library().trainshort_linear_size() == ctypes.sizeof(_Linear), "step.c and one_row.py disagree"
         self._scratch = torch.empty(weight.shape[1])
         call.scratch = self._scratch.data_ptr()
         self._many = weight.numel() > FEW

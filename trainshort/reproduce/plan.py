@@ -4,6 +4,8 @@ Hours at the paper's scale come from the paper's own speeds (Table 1, Figure 7; 
 hours of V100s. At the other scales they come from the costs measured here, where there are any.
 """
 
+import os
+import shlex
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +14,11 @@ from typing import Any
 
 from trainshort.claims.collection import read_costs
 from trainshort.config import RunConfig
-from trainshort.recipes import recipe_name
+from trainshort.recipes import recipe_name, recipes
 from trainshort.recipes.experiments import Experiment, Scale, Variant, published, reseeded
 from trainshort.recipes.scales import PAPER_GPUS
-from trainshort.runs import run_name
+from trainshort.registry import VARIABLE, load_plugin, origins
+from trainshort.runs import flatten, run_name
 
 GPUS_PER_NODE = 8
 
@@ -57,7 +60,7 @@ def _entry(scale: Scale, variant: Variant, config: RunConfig, run: Path, costs: 
     return Entry(
         variant=variant,
         name=run.name,
-        command=command(recipe_name(scale, variant), run, gpus, variant.seed),
+        command=command(*nearest_recipe(config, recipe_name(scale, variant)), run, gpus),
         gpus=gpus,
         memory=paper_memory(variant) if scale.name == "paper" else None,
         tokens=tokens,
@@ -66,9 +69,38 @@ def _entry(scale: Scale, variant: Variant, config: RunConfig, run: Path, costs: 
     )
 
 
-def command(recipe: str, run: Path, gpus: int, seed: int = 1) -> str:
+def nearest_recipe(config: RunConfig, own: str) -> tuple[str, list[str]]:
+    """The recipe that a run has of its own, or else the one with the fewest settings to change, ALiBi's first; and the
+    options that make it this run: --train.seed 2, or --model.position mine --plugin mine.py."""
+    made = {name: recipes.get(name)() for name in ([own] if own in recipes else recipes.names())}
+    options = {name: _options(base, config) for name, base in made.items()}
+    name = min(made, key=lambda one: (len(options[one]), made[one].model.position != "alibi"))
+    return name, options[name] + _plugins(config.model.position)
+
+
+def _options(base: RunConfig, config: RunConfig) -> list[str]:
+    """Words that change a recipe's settings to others."""
+    position, words = config.model.position, []
+    if base.model.position != position:
+        words, base = ["--model.position", position], base.replace(model={"position": position})
+    before, after = (flatten(one.model_dump(mode="json", exclude={"format", "plugins"})) for one in (base, config))
+    for name, value in after.items():
+        if value != before.get(name):
+            several = value if isinstance(value, list) else [value]
+            words += [f"--{name}={value}"] if isinstance(value, bool) else [f"--{name}", *map(str, several)]
+    return words
+
+
+def _plugins(position: str) -> list[str]:
+    """`--plugin` with the file that a method came from; one that is installed needs none."""
+    needed = origins([("position method", position)])
+    named = [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
+    return [word for path in named if load_plugin(Path(path)) in needed for word in ("--plugin", path)]
+
+
+def command(recipe: str, options: Sequence[str], run: Path, gpus: int) -> str:
     """The command that trains one model, resumable by itself."""
-    what = f"train {recipe} --out {run} --resume" + (f" --train.seed {seed}" if seed != 1 else "")
+    what = shlex.join(["train", recipe, "--out", str(run), "--resume", *options])
     if gpus <= 1:
         return f"trainshort {what}"
     nodes = max(1, gpus // GPUS_PER_NODE)

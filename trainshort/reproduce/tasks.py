@@ -108,7 +108,7 @@ class Share:
 
 
 def trained(folder: Path, task: Task) -> bool:
-    return (folder / "checkpoints" / f"step-{task.config.train.steps:09d}" / "manifest.json").exists()
+    return task.config.train.steps in map(step_of, checkpoints(folder))
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -11,7 +11,6 @@ polynomials in place of five steps of one.
 A trial is a run folder like any other, so a search that was stopped goes on. No torch until a trial is trained.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from trainshort.recipes.experiments import Variant
 from trainshort.recipes.scales import LAPTOP_STEP, Way, laptop
 from trainshort.reproduce.tasks import Task, trained
 from trainshort.runs import RunFolder, read_metrics, run_name
+from trainshort.terminal import perplexity
 
 METHODS = ("alibi", "rotary", "t5", "sinusoidal")
 TOKENS = 480 * LAPTOP_STEP
@@ -62,7 +62,9 @@ same batch); on T5's the rate of tables; on sinusoidal's distance from the other
 grow beyond the sinusoids added to them, should be searched. The grid before this one was changed four times while its
 trials ran."""
 WITH_TABLE = ("t5", "learned")
-"""Methods with trained parameters of their own; for others a learning rate of tables means nothing."""
+"""Methods with a trained table; for others a learning rate of tables means nothing. By name, since whether a method has
+trained parameters is known to its module alone, which takes torch; and the rate is part of the names of trials that
+are stored. Parameters that are no table (KERPLE's) are trained at the rate of all others."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def tune(chosen: list[Trial], root: Path, tell: Callable[[str], None]) -> Path:
                 note = str(error)
         store(chosen, root, {trial.name: note} if note else {})
         found = trial.result(root)
-        told = f"{math.exp(found['nll'] / found['count']):.2f}" if found else note or "failed before"
+        told = f"{perplexity(found['nll'] / found['count']):.2f}" if found else note or "failed before"
         tell(f"{number} of {len(chosen)}: {trial.method}, {trial.way}: {told}")
     return root / FILE
 

@@ -1,4 +1,5 @@
-/* What one call is given, as ctypes fills it in (attention/kernel.py mirrors this struct), and how rows come in and go out.
+/* What one call is given, as ctypes fills it in (attention/operator.py mirrors this struct), and how rows come in and
+ * go out.
  *
  * Inputs may be the library's own element type, bfloat16 or float16, with any strides but dim's; all arithmetic is in
  * `real`. Shapes are (batch, heads, tokens, dim); the last query stands on the last key.

@@ -1,4 +1,4 @@
-/* Entry points. Built on first use by kernels/build.py, called through ctypes by attention/kernel.py; no torch headers. */
+/* Entry points. Built on first use by kernels/build.py, called by attention/operator.py (ctypes); no torch headers. */
 #include "forward.h"
 #include "backward.h"
 #include "decode.h"
