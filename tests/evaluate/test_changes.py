@@ -5,10 +5,12 @@ import torch
 from laboratory import make_run, tiny_model
 
 from trainshort import alibi
+from trainshort.attention import LinearBias
 from trainshort.cache import Cache
 from trainshort.cli import main
 from trainshort.errors import InputError
 from trainshort.evaluate.changes import Change, changed, new_slopes
+from trainshort.positions.bias import Alibi
 from trainshort.positions.rotate import Stretch, stretched
 
 
@@ -73,6 +75,26 @@ def test_clamped_slopes_are_the_formula():
         whole = model(tokens)
     torch.testing.assert_close(whole, model(tokens), rtol=0, atol=1e-5)
     assert (found - whole).abs().max() > 1e-3
+
+
+class Computed(Alibi):
+    """A method that keeps no tensor of slopes, as a plug-in may."""
+
+    def score_bias(self, length):
+        return LinearBias(self.slopes * 1)
+
+
+@pytest.mark.parametrize("text", ["max_bias=2", "ntk=4", "interpolate", "clamp=9"])
+def test_slopes_that_are_computed_change_like_those_that_are_kept(text):
+    """They were left as they are, and the result was stored as changed."""
+    kept, computed, tokens = tiny_model(), tiny_model(), torch.randint(32, (1, 40))
+    computed.position = Computed(kept.config, kept.config.position_settings)
+    computed.load_state_dict(kept.state_dict())
+    before = kept(tokens)
+    with changed(kept, Change.read("slopes", text), 16, 40), changed(computed, Change.read("slopes", text), 16, 40):
+        assert torch.equal(computed(tokens), kept(tokens))
+        assert (kept(tokens) - before).abs().max() > 1e-4
+    assert torch.equal(computed(tokens), before)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import trainshort
 from trainshort import InputError, ModelConfig, TransformerLM
 from trainshort.cache import BoundedCache
 from trainshort.data.tokenizer.built import ByteTokenizer
+from trainshort.evaluate.changes import Change, changed
 from trainshort.generate import stream_batch
 from trainshort.generate.state import load_state, save_state
 from trainshort.positions import positions
@@ -179,8 +180,8 @@ def test_modes_that_cannot_are_refused_with_the_reason(position, settings, messa
 
 def test_bounded_memory_of_a_clamped_model_is_refused_as_that():
     model = make_model()
-    model.position.clamp = 64
-    with pytest.raises(InputError, match="needs ALiBi, not clamped, or FoX: alibi gives no bound here"):
+    refused = pytest.raises(InputError, match="needs ALiBi, not clamped, or FoX: alibi gives no bound here")
+    with changed(model, Change.read("slopes", "clamp=64"), 32, 32), refused:
         trainshort.stream(model, [1], mode="bounded")
 
 

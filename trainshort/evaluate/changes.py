@@ -15,6 +15,7 @@ The model is as before when the context ends.
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jaxtyping import Float
@@ -23,7 +24,7 @@ from torch import Tensor
 from trainshort import alibi
 from trainshort.errors import InputError
 from trainshort.model import Attention, TransformerLM
-from trainshort.positions.bias import Alibi
+from trainshort.positions.bias import sloped
 from trainshort.positions.rotate import Rotary, Stretch
 
 KINDS = {
@@ -133,13 +134,11 @@ def _change_slopes(held: ExitStack, model: TransformerLM, change: Change, traine
         raise InputError(
             f"--slopes needs a model with ALiBi positions; this one has position='{model.config.position}'."
         )
-    before = trained.detach().clone()
-    held.callback(lambda: trained.data.copy_(before))
-    trained.data.copy_(new_slopes(before, change, trained_at, length))
-    if change.kind == "clamp":
-        if not isinstance(model.position, Alibi):
-            raise InputError(f"--slopes clamp knows ALiBi alone; this model has position='{model.config.position}'.")
-        set_until(held, model.position, "clamp", int(change.value))
+    slopes = new_slopes(trained.detach().clone(), change, trained_at, length)
+    farthest = int(change.value) if change.kind == "clamp" else None
+    # In place of the method's own bias, which may keep its slopes as a tensor or compute them each time.
+    model.position.score_bias = partial(sloped, slopes, farthest)
+    held.callback(delattr, model.position, "score_bias")
 
 
 def _stretch(held: ExitStack, model: TransformerLM, change: Change, trained_at: int, length: int) -> None:

@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from trainshort.alibi import distances
-from trainshort.attention import LinearBias, attend
+from trainshort.attention import attend
 from trainshort.interop.seen import Method, Seen
-from trainshort.positions.bias import clamped
+from trainshort.positions.bias import sloped
 from trainshort.vocabulary import product, watched
 
 ROWS = 512
@@ -152,7 +152,7 @@ def attended(
         return out.transpose(1, 2).flatten(2), weights if seen.weights else None
     documents = None if seen.documents is None else seen.documents.to(q.device)
     asked = seen.settings
-    bias = LinearBias(slopes) if asked.clamp is None else clamped(slopes, asked.clamp, k.shape[2])
+    bias = sloped(slopes, asked.clamp, k.shape[2])
     settings: dict[str, Any] = {"scale": scale, "dropout": dropout, "tolerance": asked.tolerance}
     out = attend(q, k, v, bias=bias, documents=documents, window=asked.window, **settings)
     assert isinstance(out, Tensor)

@@ -25,7 +25,6 @@ class Alibi(PositionMethod):
     def __init__(self, config: ModelConfig, settings: AlibiSettings) -> None:
         super().__init__(config, settings)
         self.settings, self.plain_heads = settings, config.plain_heads
-        self.clamp: int | None = None  # at inference: farther tokens count as this far
         slopes = torch.empty(config.heads, dtype=torch.float32)
         if settings.learned_slopes:
             self.slopes = nn.Parameter(slopes)
@@ -40,11 +39,13 @@ class Alibi(PositionMethod):
         self.slopes.data.zero_()[:sloped].copy_(first)
 
     def score_bias(self, length: int) -> Bias:
-        return LinearBias(self.slopes) if self.clamp is None else clamped(self.slopes, self.clamp, length)
+        return LinearBias(self.slopes)
 
 
-def clamped(slopes: Float[Tensor, " heads"], farthest: int, length: int) -> DistanceBias:
-    """ALiBi in which what is farther than `farthest` counts as that far."""
+def sloped(slopes: Float[Tensor, " heads"], farthest: int | None, length: int) -> LinearBias | DistanceBias:
+    """ALiBi's bias; with `farthest`, what is farther than that counts as that far."""
+    if farthest is None:
+        return LinearBias(slopes)
     distance = torch.arange(min(length, farthest + 1), device=slopes.device)
     return DistanceBias(-slopes[:, None] * distance)  # whose last column holds for all that is farther
 
