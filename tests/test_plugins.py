@@ -349,6 +349,59 @@ def test_every_commands_help_tells_of_plugins(capsys):
         assert "--plugin FILE.py" in capsys.readouterr().out, name
 
 
+SMALL = ["--layers", "1", "--width", "32", "--heads", "4", "--length", "16", "--batch", "4", "--steps", "2"]
+NO_BIAS = "    def score_bias(self, length): return None\n"
+FAILED = "The position method 'mine' of mine.py failed: "
+FAILING = [
+    (
+        "    def __init__(self, config): super().__init__(config, None)\n" + NO_BIAS,
+        FAILED + "TypeError: A.__init__() takes 2 positional arguments but 3 were given.",
+    ),
+    (
+        "    def score_bias(self): return None\n",
+        FAILED + "TypeError: A.score_bias() takes 1 positional argument but 2 were given.",
+    ),
+    (NO_BIAS.replace("None", "1 / 0"), FAILED + "ZeroDivisionError: division by zero (line 4)."),
+    ("    float32 = ('gone',)\n" + NO_BIAS, FAILED + "AttributeError: 'A' object has no attribute 'gone'."),
+    (
+        NO_BIAS.replace("None", "'steep'"),
+        "bias must be LinearBias, DistanceBias, ClockBias, DenseBias or None, got str.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), FAILING, ids=[message[-30:] for _, message in FAILING])
+def test_a_method_that_fails_is_one_sentence_before_a_folder_is_made(tmp_path, body, message):
+    (tmp_path / "owl.txt").write_text("the owl and the pussy-cat went to sea in a beautiful pea-green boat. " * 200)
+    text = "from trainshort.positions import *\n@positions.register('mine')\nclass A(PositionMethod):\n" + body
+    (tmp_path / "mine.py").write_text(text)
+    words = ("--position", "mine", "--corpus", "owl.txt", "--tokenizer", "bytes", "--out", "run", "--quiet")
+    told = command(tmp_path, "train", "demo-alibi", *SMALL, *words, code=2, plugin=tmp_path / "mine.py")
+    assert message in told
+    assert "Traceback" not in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_engine_that_cannot_is_told_before_a_folder_is_made(tmp_path):
+    (tmp_path / "owl.txt").write_text("the owl and the pussy-cat went to sea in a beautiful pea-green boat. " * 200)
+    words = ("--position", "t5", "--backend", "windowed", "--corpus", "owl.txt", "--tokenizer", "bytes", "--out", "run")
+    told = command(tmp_path, "train", "demo-alibi", *SMALL, *words, "--quiet", code=2, plugin=None)
+    assert "Attention engine 'windowed' cannot do this: it computes linear biases (ALiBi) and clocks (FoX) only" in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_whose_corpus_alone_came_from_a_plugin_does_without_it(tmp_path):
+    (tmp_path / "owl.txt").write_text("the owl and the pussy-cat went to sea in a beautiful pea-green boat. " * 200)
+    words = ("--corpus", "owl", "--tokenizer", "bytes", "--out", "run", "--quiet")
+    command(tmp_path, "train", "demo-alibi", *SMALL, *words, plugin=EACH)
+    (record,) = load_config(tmp_path / "run" / "config.json").plugins
+    assert record.for_data
+    command(tmp_path, "generate", "run", "the", "--tokens", "2", plugin=None)
+    command(tmp_path, "evaluate", "run", "--data", "owl.txt", "--lengths", "16", "--max-tokens", "64", plugin=None)
+    command(tmp_path, "train", "run", "--resume", "--train.steps", "3", "--quiet", plugin=None)
+    assert load_config(tmp_path / "run" / "config.json").plugins == (record,)
+
+
 def test_one_file_may_bring_one_of_each(tmp_path):
     (tmp_path / "owl.txt").write_text("the owl and the pussy-cat went to sea in a beautiful pea-green boat. " * 2000)
     small = "--layers 1 --width 32 --heads 4 --length 16 --batch 4 --steps 2 --corpus owl --tokenizer letters"

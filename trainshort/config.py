@@ -301,6 +301,8 @@ class PluginRecord(Settings):
 
     name: str
     sha256: str
+    for_data: bool = False
+    """Whether only its corpus is used, so that nobody needs it who has the tokens, or another text."""
 
 
 class RunConfig(Settings):

@@ -13,7 +13,7 @@ import torch
 from trainshort import checkpoint, machine, optim, parallel, registry, runs
 from trainshort.attention import engines
 from trainshort.checkpoint import Parts, State, folders
-from trainshort.config import ModelConfig, RunConfig
+from trainshort.config import ModelConfig, PluginRecord, RunConfig
 from trainshort.data import BatchStream, Prepared, of_run, open_or_prepare, really
 from trainshort.errors import InputError
 from trainshort.masking import mask_token
@@ -81,8 +81,12 @@ def with_plugins(config: RunConfig, run: Path) -> RunConfig:
     if config.model.backend != "auto":
         engines.get(config.model.backend)
     chosen = [("position method", config.model.position), ("attention engine", config.model.backend)]
-    chosen += [("corpus", config.data.corpus), ("tokenizer", config.data.tokenizer)]
-    return config.replace(plugins=[{"name": p.name, "sha256": p.sha256} for p in registry.origins(chosen)])
+    needed = registry.origins([*chosen, ("tokenizer", config.data.tokenizer)])
+    corpus = [plugin for plugin in registry.origins([("corpus", config.data.corpus)]) if plugin not in needed]
+    plugins = [PluginRecord(name=p.name, sha256=p.sha256, for_data=p in corpus) for p in (*needed, *corpus)]
+    known = {plugin.name for plugin in plugins}
+    kept = [plugin for plugin in config.plugins if plugin.for_data and plugin.name not in known]
+    return config.model_copy(update={"plugins": (*plugins, *kept)})
 
 
 def resolve(config: RunConfig, vocabulary: int, world: World, *, spare: bool = False) -> RunConfig:
@@ -157,8 +161,12 @@ def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared
         half = False
         if world.main:
             say(f"train.precision is bfloat16, but {reason}: computing in float32.")
+    autocast = partial(torch.autocast, world.device.type, torch.bfloat16) if half else nullcontext
     torch.manual_seed(settings.seed)
-    model = TransformerLM(config.model).to(world.device)
+    with registry.blamed("position method", config.model.position):
+        model = TransformerLM(config.model).to(world.device)
+        with autocast(), torch.random.fork_rng():
+            _try(model, stream)
     model.checkpoint_activations = settings.checkpoint_activations
     if settings.compile:
         for layer in model.layers:  # in place, so that parameters keep their names
@@ -172,8 +180,15 @@ def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared
         optimizer=optim.build(model, config.optim),
         stream=stream,
         valid=prepared.split("valid")[: settings.valid_tokens],
-        autocast=partial(torch.autocast, world.device.type, torch.bfloat16) if half else nullcontext,
+        autocast=autocast,
     )
+
+
+def _try(model: TransformerLM, stream: BatchStream) -> None:
+    """One sequence through the model, so that what no engine can compute, and a method of one's own that fails, is told
+    before a folder is made."""
+    tokens = torch.zeros(1, stream.length, dtype=torch.long, device=next(model.parameters()).device)
+    model.hidden(tokens, documents=tokens if stream.packing == "documents" else None)
 
 
 def restore(job: Job) -> State:

@@ -17,6 +17,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -228,8 +229,24 @@ def _load(key: str, plugin: Plugin, what: str, run: Callable[[], object]) -> Non
 def _line_of(error: BaseException, path: str) -> str:
     if isinstance(error, SyntaxError):
         return ""  # names the line itself
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == path or Path(frame.filename).name == path]
     return f" (line {lines[-1]})" if lines else ""
+
+
+@contextmanager
+def blamed(kind: str, name: str) -> Iterator[None]:
+    """Inside, an error of a plug-in's own code becomes one sentence; errors of the package's stay what they are."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        if not (found := origins([(kind, name)])):
+            raise
+        line = _line_of(error, found[0].name)
+        told = f"{type(error).__name__}: {str(error).rstrip('.')}{line}"
+        raise InputError(f"The {kind} '{name}' of {found[0].name} failed: {told}.") from error
 
 
 def origins(names: Iterable[tuple[str, str]]) -> list[Plugin]:
@@ -241,7 +258,7 @@ def origins(names: Iterable[tuple[str, str]]) -> list[Plugin]:
 
 def require_plugins(needed: "Iterable[PluginRecord]", who: str) -> None:
     """Stop unless the plug-ins that `who` was made with are here as they were then."""
-    for name, digest in [(plugin.name, plugin.sha256) for plugin in needed]:
+    for name, digest in [(plugin.name, plugin.sha256) for plugin in needed if not plugin.for_data]:
         load_plugins()
         if any(plugin.sha256 == digest for plugin in _loaded.values()):
             continue

@@ -37,7 +37,7 @@ from trainshort.attention import Bias, ClockBias, DenseBias, DistanceBias, Linea
 from trainshort.attention.call import unknown_bias
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.registry import Registry
+from trainshort.registry import Registry, blamed
 from trainshort.settings import Method, MethodSettings, NoSettings, methods, settings_of
 
 FAR = 4099
@@ -218,4 +218,5 @@ def build_position(config: ModelConfig) -> PositionMethod:
         )
     if method.one_sided and not config.causal:
         raise InputError(f"{config.position} is defined for causal models; an encoder can use alibi, t5 or rotary.")
-    return method(config, settings_of(config.position, config.position_settings))
+    with blamed(positions.kind, config.position):
+        return method(config, settings_of(config.position, config.position_settings))
