@@ -70,6 +70,30 @@ def test_mistakes_are_one_sentence_and_exit_2(run: Path, capsys, words: list[str
     assert message in capsys.readouterr().err
 
 
+def test_the_cost_past_a_table_is_that_of_a_longer_one(tmp_path):
+    """The run's own weights stop at 24 tokens; it ended in a traceback."""
+    run = make_run(tmp_path, position="learned", position_settings={"longest": 24})
+    words = (
+        "--only",
+        "cost",
+        "--methods",
+        "learned",
+        "--lengths",
+        "16",
+        "64",
+        "--split",
+        "train",
+        "--max-tokens",
+        "2000",
+    )
+    assert analyze(run, *words) == 0
+    rows = json.loads((run / "analysis" / "cost.json").read_text())["result"]["rows"]
+    assert [(row["length"], row["weights"], row["training"]["status"]) for row in rows] == [
+        (16, "run", "measured"),
+        (64, "random", "measured"),
+    ]
+
+
 def test_the_cost_is_measured_in_a_process_of_its_own():
     found = cost.measure(tiny_model(layers=4, width=64).config, 512)
     training, inference = found["training"], found["inference"]

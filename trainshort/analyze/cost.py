@@ -48,9 +48,9 @@ def _tokens(length: int) -> int:
 
 
 def _row(lab: Lab, config: ModelConfig, method: str, length: int) -> dict[str, Any]:
-    weights = None
-    if isinstance(lab.target, RunTarget) and method == config.position:
-        weights = str(lab.target.checkpoint)
+    weights, longest = None, lab.model("the cost analysis").position.longest
+    if isinstance(lab.target, RunTarget) and method == config.position and length <= (longest or length):
+        weights = str(lab.target.checkpoint)  # whose table, if it has one, reaches as far
     model = config.replace(position=method).reaching(length)
     found = lab.notes.get(f"{method} {length}", lambda: measure(model, length, str(lab.target.device), weights))
     lab.meter.advance(_tokens(length), f"{method} at {length:,} tokens")

@@ -153,7 +153,7 @@ def _best(call: Call) -> Engine:
     raise InputError(f"No attention engine can do this: {'; '.join(reasons)}.")
 
 
-def _rank(name: str, engine: Engine) -> float:
+def _rank(name: str, engine: Engine) -> int | float:
     rank = getattr(engine, "rank", 0)
     if not isinstance(rank, int | float):
         raise InputError(f"The rank of attention engine '{name}' is {type(rank).__name__}; it must be a number.")

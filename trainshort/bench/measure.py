@@ -20,6 +20,7 @@ from trainshort.bench import measurements
 from trainshort.bench.compare import print_rows
 from trainshort.bench.measurements import RATIO, BenchResult, Measure, Measurement, median_of
 from trainshort.bench.suites import AttentionPlan, Plan
+from trainshort.errors import InputError
 from trainshort.machine import Peak, provenance, resident_memory, total_memory, version
 from trainshort.terminal import new_console
 
@@ -144,14 +145,21 @@ def alone(suite: str, **task: Any) -> dict[str, Any]:
         raise MemoryError(f"{suite} was killed")
     if done.returncode:
         raise RuntimeError(f"measuring the memory of {suite} {task} failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
+    if "refused" in found:
+        raise InputError(found["refused"])
+    return found
 
 
 def answer() -> None:
     """The other side of `alone`: what to measure comes as JSON, the result goes out as a line of it."""
     asked = json.load(sys.stdin)
     torch.set_num_threads(asked["threads"])
-    print(json.dumps(importlib.import_module(f"trainshort.bench.{asked['suite']}").peak(**asked["task"])))
+    try:
+        found = importlib.import_module(f"trainshort.bench.{asked['suite']}").peak(**asked["task"])
+    except InputError as error:
+        found = {"refused": str(error)}
+    print(json.dumps(found))
 
 
 # ---- the machine
