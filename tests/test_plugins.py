@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from trainshort.generate.state import load_state, save_state
 from trainshort.model import TransformerLM
 from trainshort.plots.figures import color
 from trainshort.positions import positions
+from trainshort.reproduce import tasks
 from trainshort.settings import MOVED, methods
 
 HERE = Path(__file__).parent / "plugins"
@@ -342,6 +344,32 @@ def test_the_same_code_by_another_path_is_the_same_plugin(tmp_path):
     assert all(registry.load_plugin(path) is registry.load_plugin(KERPLE) for path in (copy, link, dotted))
 
 
+def test_a_link_to_itself_is_no_plugin(tmp_path):
+    (tmp_path / "loop.py").symlink_to(tmp_path / "loop.py")
+    with pytest.raises(InputError, match=r"loop\.py"):
+        registry.load_plugin(tmp_path / "loop.py")
+
+
+def test_an_error_that_is_not_a_plugins_stays_what_it_is():
+    kerple = ("position method", "kerple-log")
+    for error in (RuntimeError("out of memory"), ValueError("elsewhere")):
+        with pytest.raises(type(error)), registry.blamed(kerple):
+            raise error
+    refused = pytest.raises(InputError, match=r"of kerple_log\.py failed: TypeError: no such call\.$")
+    with refused, registry.blamed(kerple):
+        raise TypeError("no such call")
+
+
+def test_a_task_reaches_another_process_with_a_plugins_settings(tmp_path):
+    """Workers and cluster jobs get it pickled, before anything is loaded there."""
+    config = RunConfig(model=ModelConfig(position="kerple-log", position_settings={"a": 0.25}))
+    (tmp_path / "task").write_bytes(pickle.dumps(tasks.Task("mine", config)))
+    code = "import pickle; print(pickle.load(open('task', 'rb')).config.model.position_settings.a)"
+    environment = os.environ | {registry.VARIABLE: str(KERPLE), "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "0.25\n", done.stderr
+
+
 def test_every_commands_help_tells_of_plugins(capsys):
     for name in COMMANDS:
         with pytest.raises(SystemExit, match="0"):
@@ -400,6 +428,9 @@ def test_a_run_whose_corpus_alone_came_from_a_plugin_does_without_it(tmp_path):
     command(tmp_path, "evaluate", "run", "--data", "owl.txt", "--lengths", "16", "--max-tokens", "64", plugin=None)
     command(tmp_path, "train", "run", "--resume", "--train.steps", "3", "--quiet", plugin=None)
     assert load_config(tmp_path / "run" / "config.json").plugins == (record,)
+    other = tmp_path / EACH.name
+    other.write_text(EACH.read_text() + "# another hash\n")
+    command(tmp_path, "train", "run", "--resume", "--train.steps", "4", "--quiet", plugin=other)
 
 
 def test_one_file_may_bring_one_of_each(tmp_path):

@@ -80,13 +80,17 @@ def with_plugins(config: RunConfig, run: Path) -> RunConfig:
     methods.get(config.model.position)
     if config.model.backend != "auto":
         engines.get(config.model.backend)
-    chosen = [("position method", config.model.position), ("attention engine", config.model.backend)]
-    needed = registry.origins([*chosen, ("tokenizer", config.data.tokenizer)])
+    needed = registry.origins([*_chosen(config), ("tokenizer", config.data.tokenizer)])
     corpus = [plugin for plugin in registry.origins([("corpus", config.data.corpus)]) if plugin not in needed]
     plugins = [PluginRecord(name=p.name, sha256=p.sha256, for_data=p in corpus) for p in (*needed, *corpus)]
     known = {plugin.name for plugin in plugins}
     kept = [plugin for plugin in config.plugins if plugin.for_data and plugin.name not in known]
     return config.model_copy(update={"plugins": (*plugins, *kept)})
+
+
+def _chosen(config: RunConfig) -> list[tuple[str, str]]:
+    """What the model itself takes from registries."""
+    return [("position method", config.model.position), ("attention engine", config.model.backend)]
 
 
 def resolve(config: RunConfig, vocabulary: int, world: World, *, spare: bool = False) -> RunConfig:
@@ -163,11 +167,11 @@ def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared
             say(f"train.precision is bfloat16, but {reason}: computing in float32.")
     autocast = partial(torch.autocast, world.device.type, torch.bfloat16) if half else nullcontext
     torch.manual_seed(settings.seed)
-    with registry.blamed("position method", config.model.position):
+    with registry.blamed(*_chosen(config)):
         model = TransformerLM(config.model).to(world.device)
-        with autocast(), torch.random.fork_rng():
+        model.checkpoint_activations = settings.checkpoint_activations
+        with autocast(), torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
             _try(model, stream)
-    model.checkpoint_activations = settings.checkpoint_activations
     if settings.compile:
         for layer in model.layers:  # in place, so that parameters keep their names
             layer.compile()
@@ -187,8 +191,9 @@ def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared
 def _try(model: TransformerLM, stream: BatchStream) -> None:
     """One sequence through the model, so that what no engine can compute, and a method of one's own that fails, is told
     before a folder is made."""
-    tokens = torch.zeros(1, stream.length, dtype=torch.long, device=next(model.parameters()).device)
-    model.hidden(tokens, documents=tokens if stream.packing == "documents" else None)
+    first, device = stream.batch(0), next(model.parameters()).device
+    documents = None if first.documents is None else torch.from_numpy(first.documents[:1]).to(device)
+    model.hidden(torch.from_numpy(first.inputs[:1]).long().to(device), documents=documents)
 
 
 def restore(job: Job) -> State:

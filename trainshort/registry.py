@@ -121,6 +121,8 @@ class Plugin:
 
     name: str
     sha256: str
+    place: str = ""
+    """Its file, or the folder of its package."""
     entries: list[tuple["Registry[Any]", str]] = field(default_factory=list)
 
 
@@ -173,7 +175,7 @@ def load_plugins() -> None:
 def load_plugin(path: Path) -> Plugin:
     """Execute a plug-in file; all that it registered is withdrawn if it fails. The same code under another name, or
     installed, is the same plug-in."""
-    key = str(path.resolve())
+    key = os.path.realpath(path)
     if key not in _loaded:
         code = read_bytes(path, mend=MEND)
         digest = hashlib.sha256(code).hexdigest()
@@ -185,7 +187,7 @@ def load_plugin(path: Path) -> Plugin:
             raise InputError(f"{path} is no Python file. {MEND}")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # dataclasses and pydantic look their modules up there
-        plugin = Plugin(path.name, digest)
+        plugin = Plugin(path.name, digest, str(path))
         _load(key, plugin, str(path), lambda: exec(compile(code, str(path), "exec"), vars(module)))
         if not plugin.entries:
             del _loaded[key]
@@ -198,10 +200,11 @@ def _load_installed(point: "EntryPoint") -> None:
         spec = importlib.util.find_spec(point.module)
     except ImportError:  # of the package that it is said to be in; loading it says so
         spec = None
-    files = [] if spec is None or not spec.origin else [Path(spec.origin)]
-    if files and files[0].name == "__init__.py":
-        files = sorted(files[0].parent.rglob("*.py"))
-    plugin = Plugin(point.name, hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest())
+    place = Path(spec.origin if spec and spec.origin else "")
+    place = place.parent if place.name == "__init__.py" else place
+    files = sorted(place.rglob("*.py")) if place.is_dir() and spec else [place] if spec else []
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    plugin = Plugin(point.name, digest, str(place))
     key, what = f"{GROUP}:{point.name}", f"{point.name} (installed, {point.value})"
     if files and any(other.sha256 == plugin.sha256 for other in _loaded.values()):
         _loaded[key] = plugin  # its file was named, too
@@ -220,33 +223,36 @@ def _load(key: str, plugin: Plugin, what: str, run: Callable[[], object]) -> Non
             table.forget(name)
         if isinstance(error, InputError):
             raise InputError(f"The plug-in {what} cannot be used: {error}") from None
-        line = _line_of(error, what)
+        line = _line_of(error, plugin) or ""
         raise InputError(f"The plug-in {what} does not import: {type(error).__name__}: {error}{line}.") from None
     finally:
         _loading.pop()
 
 
-def _line_of(error: BaseException, path: str) -> str:
-    if isinstance(error, SyntaxError):
-        return ""  # names the line itself
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == path or Path(frame.filename).name == path]
-    return f" (line {lines[-1]})" if lines else ""
+def _line_of(error: BaseException, plugin: Plugin) -> str | None:
+    """Where in a plug-in's own code an error came up; None if it was not there, or names its line itself."""
+    frames = [] if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)
+    own = (plugin.place, plugin.place + os.sep)
+    lines = [one.lineno for one in frames if one.filename == own[0] or one.filename.startswith(own[1])]
+    return f" (line {lines[-1]})" if lines else None
 
 
 @contextmanager
-def blamed(kind: str, name: str) -> Iterator[None]:
-    """Inside, an error of a plug-in's own code becomes one sentence; errors of the package's stay what they are."""
+def blamed(*names: tuple[str, str]) -> Iterator[None]:
+    """Inside, an error in the code of a plug-in that registered one of these (kind, name)s, or in how it is called,
+    becomes one sentence; any other stays what it is."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:
-        if not (found := origins([(kind, name)])):
-            raise
-        line = _line_of(error, found[0].name)
-        told = f"{type(error).__name__}: {str(error).rstrip('.')}{line}"
-        raise InputError(f"The {kind} '{name}' of {found[0].name} failed: {told}.") from error
+        for kind, name in names:
+            for plugin in origins([(kind, name)]):
+                line = _line_of(error, plugin)
+                if line is not None or isinstance(error, TypeError | AttributeError):
+                    told = f"{type(error).__name__}: {str(error).rstrip('.')}{line or ''}"
+                    raise InputError(f"The {kind} '{name}' of {plugin.name} failed: {told}.") from error
+        raise
 
 
 def origins(names: Iterable[tuple[str, str]]) -> list[Plugin]:

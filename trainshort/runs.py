@@ -35,8 +35,9 @@ HARMLESS = frozenset({"data.folder"} | _FAST | _NOTED)
 
 ROUNDING = 1e-6
 """Softmax mass whose absence is no larger than float32's rounding: up to here model.tolerance moves no result."""
-CHANGEABLE = HARMLESS | {"train.patience", "train.steps", "train.valid_every", "train.valid_tokens"}
-"""Settings that may differ on resume: how far, how often and on what, not which model or which data."""
+CHANGEABLE = HARMLESS | {"plugins", "train.patience", "train.steps", "train.valid_every", "train.valid_tokens"}
+"""Settings that may differ on resume: how far, how often and on what, not which model or which data. (Plug-ins that the
+run needs have been asked for before.)"""
 
 LOGGED = ("step", "tokens", "seconds")
 """Numbers that every line of metrics.jsonl has."""

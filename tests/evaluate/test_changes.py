@@ -84,6 +84,18 @@ class Computed(Alibi):
         return LinearBias(self.slopes * 1)
 
 
+def test_changes_of_slopes_nest():
+    model, tokens = tiny_model(), torch.randint(32, (1, 40))
+    before = model(tokens)
+    with changed(model, Change.read("slopes", "max_bias=2"), 16, 40):
+        outer = model(tokens)
+        with changed(model, Change.read("slopes", "ntk=4"), 16, 40):
+            assert not torch.equal(model(tokens), outer)
+        assert torch.equal(model(tokens), outer)
+    assert torch.equal(model(tokens), before)
+    assert "score_bias" not in vars(model.position)
+
+
 @pytest.mark.parametrize("text", ["max_bias=2", "ntk=4", "interpolate", "clamp=9"])
 def test_slopes_that_are_computed_change_like_those_that_are_kept(text):
     """They were left as they are, and the result was stored as changed."""

@@ -239,7 +239,21 @@ class FlatterWithLength(PositionMethod):
         return LinearBias(torch.ones(6) / length)
 
 
-@pytest.mark.parametrize("method", [FromTheThirdKeyOn, FlatterWithLength])
+class FlatterFromFarOn(PositionMethod):
+    """ALiBi's as far as most texts go."""
+
+    def score_bias(self, length):
+        return LinearBias(torch.ones(6) * min(1.0, 8192 / length))
+
+
+def test_slopes_of_a_method_that_knows_its_longest_are_not_asked_beyond():
+    model = make_model()
+    model.position = FlatterFromFarOn(model.config, None)
+    model.position.longest = 1024
+    assert model.position.bounds_the_past()
+
+
+@pytest.mark.parametrize("method", [FromTheThirdKeyOn, FlatterWithLength, FlatterFromFarOn])
 def test_a_bias_that_depends_on_the_length_is_the_models_at_every_token(method):
     """Asked at one token alone, the first seemed to have no bias and the second to be ALiBi."""
     model = make_model()

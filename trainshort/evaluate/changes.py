@@ -134,11 +134,12 @@ def _change_slopes(held: ExitStack, model: TransformerLM, change: Change, traine
         raise InputError(
             f"--slopes needs a model with ALiBi positions; this one has position='{model.config.position}'."
         )
+    if getattr(model.position.score_bias(1), "right", None) is not None:
+        raise InputError(f"--slopes changes one side; position='{model.config.position}' has slopes for either.")
     slopes = new_slopes(trained.detach().clone(), change, trained_at, length)
     farthest = int(change.value) if change.kind == "clamp" else None
     # In place of the method's own bias, which may keep its slopes as a tensor or compute them each time.
-    model.position.score_bias = partial(sloped, slopes, farthest)
-    held.callback(delattr, model.position, "score_bias")
+    set_until(held, model.position, "score_bias", partial(sloped, slopes, farthest))
 
 
 def _stretch(held: ExitStack, model: TransformerLM, change: Change, trained_at: int, length: int) -> None:
@@ -153,5 +154,8 @@ def _stretch(held: ExitStack, model: TransformerLM, change: Change, trained_at: 
 
 def set_until(held: ExitStack, owner: Any, name: str, value: Any) -> None:
     """Set an attribute; it is what it was when `held` ends."""
-    held.callback(setattr, owner, name, getattr(owner, name))
+    if name in vars(owner) or not hasattr(type(owner), name):
+        held.callback(setattr, owner, name, getattr(owner, name))
+    else:
+        held.callback(delattr, owner, name)  # the class's own again
     setattr(owner, name, value)

@@ -32,6 +32,7 @@ from trainshort.interop import ctranslate, gguf_file, native, weight_files
 from trainshort.interop.rewriting import Need, Plain, refuse_misfit
 from trainshort.masking import refuse_encoder
 from trainshort.registry import Registry
+from trainshort.runs import RunFolder
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,13 @@ def run_tokenizer(path: Path) -> Tokenizer | None:
     """A run's own tokenizer, or that of its data; none if neither is here, as of some models from elsewhere."""
     from trainshort.data.request import data_folder
 
-    run, config = find(path).parent.parent, load_config(path / "config.json")
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    config = load_config(path / "config.json")
     if (run / of_run.FILE).exists():  # a run that was trained here, and says which it had
         return of_run.run_tokenizer(run, config.data)
-    for folder in (run, data_folder(config.data)):
-        if (folder / TOKENIZER).exists():
-            return load_tokenizer(folder)
-    return None
+    # Runs of 0.1.0 have it in their data alone; what was not trained here has none, whatever data its settings name.
+    trained = [data_folder(config.data)] if RunFolder(run).sessions.exists() else []
+    return next((load_tokenizer(folder) for folder in (run, *trained) if (folder / TOKENIZER).exists()), None)
 
 
 def export(path: Path, to: str, out: Path, dtype: str | None = None) -> tuple[str, ...]:

@@ -33,15 +33,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from trainshort.attention import Bias, ClockBias, DenseBias, DistanceBias, LinearBias
+from trainshort.attention import Bias, DenseBias, LinearBias
 from trainshort.attention.call import unknown_bias
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
 from trainshort.registry import Registry, blamed
 from trainshort.settings import Method, MethodSettings, NoSettings, methods, settings_of
 
-FAR = 4099
-"""A length at which a bias is looked at beside that of one token, to see whether its slopes depend on it."""
+FAR = (4099, 2**24 + 1)
+"""Lengths at which a bias is looked at beside that of one token, to see whether its slopes depend on them."""
 
 
 class LayerInput(NamedTuple):
@@ -144,8 +144,13 @@ class PositionMethod(nn.Module):
         bias = self.score_bias(1) if self.adds_bias() else None
         if not isinstance(bias, LinearBias):
             return None
-        far = self.score_bias(FAR)
-        return bias.slopes if isinstance(far, LinearBias) and torch.equal(bias.slopes, far.slopes) else None
+        for length in FAR if self.longest is None else (self.longest,):
+            far = self.score_bias(length)
+            if not isinstance(far, LinearBias) or not (
+                far.slopes is bias.slopes or torch.equal(far.slopes, bias.slopes)
+            ):
+                return None
+        return bias.slopes
 
     def check_length(self, length: int) -> None:
         """Refuse an input past the longest; a method with no limit has nothing to check."""
@@ -174,11 +179,12 @@ def for_heads(bias: Bias | None, config: ModelConfig) -> Bias | None:
         return bias
     if not isinstance(bias, Bias):
         raise unknown_bias(bias)
-    after = {LinearBias: 0, DistanceBias: 1, ClockBias: 1, DenseBias: 2}[type(bias)]  # dimensions behind the heads
+    # How many dimensions lie behind that of the heads.
+    after = 0 if isinstance(bias, LinearBias) else 2 if isinstance(bias, DenseBias) else 1
     knows = torch.arange(config.heads, device=bias.values.device) < config.heads - config.plain_heads
     knows = knows.view(-1, *[1] * after)
     sides = {field.name: getattr(bias, field.name) for field in fields(bias)}
-    return replace(bias, **{name: torch.where(knows, x, 0) for name, x in sides.items() if x is not None})
+    return replace(bias, **{name: torch.where(knows, x, 0) for name, x in sides.items() if isinstance(x, Tensor)})
 
 
 class Positions(Registry[type[PositionMethod]]):
@@ -218,5 +224,5 @@ def build_position(config: ModelConfig) -> PositionMethod:
         )
     if method.one_sided and not config.causal:
         raise InputError(f"{config.position} is defined for causal models; an encoder can use alibi, t5 or rotary.")
-    with blamed(positions.kind, config.position):
+    with blamed((positions.kind, config.position)):
         return method(config, settings_of(config.position, config.position_settings))

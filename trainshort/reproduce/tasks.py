@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -49,6 +49,13 @@ class Task:
     """The same for the checkpoints that were kept on the way."""
     sample: bool = False
     """Whether a text is generated past the training length, and the reach of attention measured."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Settings by their values: a plug-in's are of a class that another process knows only when it loaded that."""
+        return {**vars(self), "config": self.config.model_dump(mode="json")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, config=RunConfig.read(state["config"]))
 
 
 @dataclass(frozen=True)
