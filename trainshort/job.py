@@ -191,9 +191,10 @@ def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared
 def _try(model: TransformerLM, stream: BatchStream) -> None:
     """One sequence through the model, so that what no engine can compute, and a method of one's own that fails, is told
     before a folder is made."""
-    first, device = stream.batch(0), next(model.parameters()).device
-    documents = None if first.documents is None else torch.from_numpy(first.documents[:1]).to(device)
-    model.hidden(torch.from_numpy(first.inputs[:1]).long().to(device), documents=documents)
+    tokens = torch.zeros(1, stream.length, dtype=torch.long, device=next(model.parameters()).device)
+    # Documents of one token each: how long the text's are is not known here, and a table of positions may be shorter.
+    apart = torch.arange(stream.length, device=tokens.device)[None] if stream.packing == "documents" else None
+    model.hidden(tokens, documents=apart)
 
 
 def restore(job: Job) -> State:
