@@ -200,11 +200,11 @@ def _load_installed(point: "EntryPoint") -> None:
         spec = importlib.util.find_spec(point.module)
     except ImportError:  # of the package that it is said to be in; loading it says so
         spec = None
-    place = Path(spec.origin if spec and spec.origin else "")
-    place = place.parent if place.name == "__init__.py" else place
-    files = sorted(place.rglob("*.py")) if place.is_dir() and spec else [place] if spec else []
+    origin = Path(spec.origin) if spec and spec.origin else None  # a folder without an __init__.py has none
+    place = origin.parent if origin and origin.name == "__init__.py" else origin
+    files = [] if place is None else sorted(place.rglob("*.py")) if place.is_dir() else [place]
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    plugin = Plugin(point.name, digest, str(place))
+    plugin = Plugin(point.name, digest, str(place or ""))
     key, what = f"{GROUP}:{point.name}", f"{point.name} (installed, {point.value})"
     if files and any(other.sha256 == plugin.sha256 for other in _loaded.values()):
         _loaded[key] = plugin  # its file was named, too
@@ -231,7 +231,8 @@ def _load(key: str, plugin: Plugin, what: str, run: Callable[[], object]) -> Non
 
 def _line_of(error: BaseException, plugin: Plugin) -> str | None:
     """Where in a plug-in's own code an error came up; None if it was not there, or names its line itself."""
-    frames = [] if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)
+    known = plugin.place and not isinstance(error, SyntaxError)
+    frames = traceback.extract_tb(error.__traceback__) if known else []
     own = (plugin.place, plugin.place + os.sep)
     lines = [one.lineno for one in frames if one.filename == own[0] or one.filename.startswith(own[1])]
     return f" (line {lines[-1]})" if lines else None
