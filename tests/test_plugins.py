@@ -431,6 +431,8 @@ def test_a_run_whose_corpus_alone_came_from_a_plugin_does_without_it(tmp_path):
     other = tmp_path / EACH.name
     other.write_text(EACH.read_text() + "# another hash\n")
     command(tmp_path, "train", "run", "--resume", "--train.steps", "4", "--quiet", plugin=other)
+    command(tmp_path, "train", "run", "--corpus", "owl.txt", "--out", "again", "--quiet", plugin=None)
+    assert load_config(tmp_path / "again" / "config.json").plugins == ()
 
 
 def test_one_file_may_bring_one_of_each(tmp_path):

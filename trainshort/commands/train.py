@@ -61,6 +61,8 @@ def chosen_config(base: RunConfig, chosen: dict[str, Any]) -> RunConfig:
         for group in groups:
             place = place[group]
         place[last] = value
+    if values["data"]["corpus"] != base.data.corpus:  # a plug-in that brought only the text before is not in this run
+        values["plugins"] = [plugin for plugin in values["plugins"] if not plugin["for_data"]]
     return RunConfig.read(values)
 
 
