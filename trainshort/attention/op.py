@@ -149,7 +149,7 @@ def _best(call: Call) -> Engine:
         if reason is None:
             _announce(name, f" ({'; '.join(reasons)})" if reasons else "")
             return _unless_short(name, call)
-        reasons.append(f"not {name}: {reason}")
+        reasons.append(f"not {name}: {reason.partition('; use ')[0]}")  # advice for those who named it, not for 'auto'
     raise InputError(f"No attention engine can do this: {'; '.join(reasons)}.")
 
 
