@@ -120,10 +120,11 @@ def _differences(experiment: Experiment, view: View) -> Iterator[dict[str, str]]
                 yield {"row": ours.row, "column": ours.column, "other": other.row, "told": told}
 
 
-def _note(experiment: Experiment, view: View) -> str:
+def _note(experiment: Experiment, view: View, *, drawn: bool = False) -> str:
     told = []
     if view.scale.shrink != 1:
-        told.append(f"Lengths are the paper's; here they are divided by {view.scale.shrink}.")
+        which = "Lengths in titles and names" if drawn else "Lengths"  # a figure's axis has those of here
+        told.append(f"{which} are the paper's; here they are divided by {view.scale.shrink}.")
     if costs := dict.fromkeys(cell.quantity for cell in experiment.cells if cell.apart):
         told.append(f"Of random weights and tokens here: {', '.join(costs)}.")
     return " ".join(told)
@@ -185,7 +186,9 @@ def _figure(experiment: Experiment, view: View) -> Figure | None:
         return None
     names = ", ".join(one.name for one in series[:4]) + (f" and {len(series) - 4} more" if series[4:] else "")
     number = experiment.name.replace("fig", "Figure ").replace("table", "Table ")
-    band = any(one.low for one in series)
+    note = _note(experiment, view, drawn=True)
+    if any(one.low for one in series):
+        note += " Bands and bars: one standard deviation over the seeds."
     by_length = experiment.kind == "lines" and experiment.cells[0].quantity != "learning curve"
     places = [x for one in series for x in one.x if not isinstance(x, str)]  # bars have names there
     return Figure(
@@ -198,7 +201,7 @@ def _figure(experiment: Experiment, view: View) -> Figure | None:
         x_log=experiment.kind == "lines",
         y_log=experiment.axes[1] == "perplexity",
         ticks=spaced(places) if by_length else (),
-        note="Bands and bars: one standard deviation over the seeds." if band else "",
+        note=note.lstrip(),
         sources=tuple(dict.fromkeys(sources)),
     )
 
