@@ -13,13 +13,13 @@ import torch
 from compiled_code import needs_kernel
 
 from trainshort import alibi
-from trainshort.attention import LinearBias, attend, operator, windowed
+from trainshort.attention import LinearBias, attend, op, operator
 from trainshort.cache import ring
 from trainshort.errors import InputError
 from trainshort.kernels import build
 
 CACHES = (
-    *(operator.unavailable, operator.has_kernel, operator._library, windowed._announce_once),
+    *(operator.unavailable, operator.has_kernel, operator._library),
     *(ring.unavailable, ring.library, build._private_folder, build._say_once),
 )
 LOADERS = {"attention": lambda: operator._library(False), "decode": ring.library}
@@ -37,6 +37,7 @@ def fresh(monkeypatch, tmp_path):
 def forget():
     for cache in CACHES:
         cache.cache_clear()
+    op._announced.clear()
 
 
 def attention():

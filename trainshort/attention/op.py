@@ -137,7 +137,7 @@ def _best(call: Call) -> Engine:
     Derivatives of any order and direction, and graphs for elsewhere, need plain operations of torch: the formula.
     """
     if tracer() == "export" or call.is_transformed:
-        _announce("reference", "")
+        say_once("attention engine: reference", "reference", logging.INFO)
         return engines.get("reference")
     reasons = []
     ranks = {name: _rank(name, engine) for name, engine in engines.items()}
@@ -147,7 +147,8 @@ def _best(call: Call) -> Engine:
         if reason is None and (passed_over := getattr(engine, "passed_over", None)):
             reason = passed_over(call)
         if reason is None:
-            _announce(name, f" ({'; '.join(reasons)})" if reasons else "")
+            passed = f" ({'; '.join(reasons)})" if reasons else ""
+            say_once(f"attention engine: {name}{passed}", name, logging.INFO)
             return _unless_short(name, call)
         reasons.append(f"not {name}: {reason.partition('; use ')[0]}")  # advice for those who named it, not for 'auto'
     raise InputError(f"No attention engine can do this: {'; '.join(reasons)}.")
@@ -161,10 +162,10 @@ def _rank(name: str, engine: Engine) -> int | float:
 
 
 @torch.compiler.assume_constant_result  # torch.compile would trace the log
-def _announce(name: str, passed_over: str) -> None:
-    if name not in _announced:
-        _announced.add(name)
-        log.info("attention engine: %s%s", name, passed_over)
+def say_once(message: str, about: str | None = None, level: int = logging.WARNING) -> None:
+    if (about or message) not in _announced:
+        _announced.add(about or message)
+        log.log(level, message)
 
 
 def alibi_attention(

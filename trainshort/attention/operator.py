@@ -6,7 +6,6 @@ the structs mirror kernels/attention/call.h.
 """
 
 import ctypes
-import logging
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -18,11 +17,11 @@ from torch import Tensor
 from trainshort.attention import sides, windowed_torch
 from trainshort.attention.call import Call, ClockBias, DistanceBias, LinearBias, contiguous_rows, of_bias, wide
 from trainshort.attention.formula import document_reach, formula
+from trainshort.attention.op import say_once
 from trainshort.attention.windowed_torch import PANEL
 from trainshort.kernels import build
 from trainshort.kernels.build import KernelBuildError
 
-log = logging.getLogger("trainshort.attention")
 DTYPES = {torch.float32: 0, torch.float64: 0, torch.bfloat16: 1, torch.float16: 2}
 MARGIN = 96
 """Numbers that the kernel may touch before a table's distance 0; the same number as in call.h."""
@@ -41,11 +40,8 @@ class _Tensor(ctypes.Structure):
 class _Call(ctypes.Structure):
     _fields_ = [
         *((name, _Tensor) for name in ("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("slopes", "table", "ceiling", "clock", "documents", "reach", "lse", "first", "dropped")
-        ),
-        *((name, ctypes.c_void_p) for name in ("inner", "grad_table", "grad_rows", "grad_keys")),
+        *((name, ctypes.c_void_p) for name in ("slopes", "table", "ceiling", "clock", "documents", "reach", "lse")),
+        *((name, ctypes.c_void_p) for name in ("first", "dropped", "inner", "grad_table", "grad_rows", "grad_keys")),
         *((name, ctypes.c_int64) for name in ("batches", "heads", "kv_heads", "q_len", "k_len", "dim", "window")),
         ("tolerance", ctypes.c_double),
         ("scale", ctypes.c_double),
@@ -122,10 +118,7 @@ def _run(
     given.tolerance = tolerance
     given.parallel = build.torch_threads()
     given.threads = torch.get_num_threads() if batch * heads * q_len * k_len * dim > SMALL else 1
-    if bias.dim() == 1:
-        tensors["slopes"] = bias.float().contiguous()
-    else:
-        tensors["slopes"] = torch.zeros(heads)
+    tensors["slopes"] = bias.float().contiguous() if bias.dim() == 1 else torch.zeros(heads)
     if bias.dim() == 2:
         table = bias.detach().to(wide(q))
         tensors["table"] = torch.nn.functional.pad(table, (MARGIN, PANEL)).contiguous()
@@ -158,15 +151,15 @@ def _forward(
     read, and the mass that may lie before it. The bias is slopes, or (heads, k_len) by distance, or (batch, heads,
     k_len), a clock. With `right`, such a one for the keys after each row's own, it is attention to both sides, and the
     panels of the right one follow those of the left."""
+    given: dict[str, Any] = {"documents": documents, "window": window, "scale": scale, "tolerance": tolerance}
     if right is not None:
-        return sides.forward(_call(q, k, v, bias, documents, window, scale, tolerance, right), compiled)
+        return sides.forward(_call(q, k, v, bias, right, **given), compiled)
     results = out, lse, first, dropped = _empty_results(q)
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
     if compiled and has_kernel(q.shape[3], q.dtype):
-        written = {"out": out, "lse": lse, "first": first, "dropped": dropped}
-        _run("trainshort_forward", bias, documents, window, scale, tolerance, q=q, k=k, v=v, **written)
+        _run("trainshort_forward", bias, **given, q=q, k=k, v=v, out=out, lse=lse, first=first, dropped=dropped)
     else:
-        windowed_torch.forward(_call(q, k, v, bias, documents, window, scale, tolerance, None), *results)
+        windowed_torch.forward(_call(q, k, v, bias, **given), *results)
     return results
 
 
@@ -187,7 +180,7 @@ def _backward(
     right: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, the bias and that of the right side (float64; slopes get none here: an empty tensor)."""
-    call = _call(q, k, v, bias, documents, window, scale, 0.0, right)
+    call = _call(q, k, v, bias, right, documents=documents, window=window, scale=scale, tolerance=0.0)
     gradients = partial(_gradients, compiled=compiled)
     if right is not None:
         return sides.backward(call, grad_out, out, lse, first, gradients)
@@ -226,20 +219,10 @@ def _gradients(
     return grad_q if summed is grad_q else grad_q.copy_(summed), grad_k, grad_v, keys, rows
 
 
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    documents: Tensor | None,
-    window: int | None,
-    scale: float,
-    tolerance: float,
-    right: Tensor | None,
-) -> Call:
+def _call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, right: Tensor | None = None, **given: Any) -> Call:
     """The call again, for what is written in PyTorch."""
     kind = (LinearBias, DistanceBias, ClockBias)[bias.dim() - 1](bias, right)
-    return Call(q, k, v, kind, window, documents, tolerance=tolerance, scale=scale, causal=right is None)
+    return Call(q, k, v, kind, causal=right is None, **given)
 
 
 @_forward.register_fake
@@ -283,7 +266,7 @@ def _keep_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _differentiate_again(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     """Second derivatives come from the formula, whose every step torch can differentiate as often as one likes."""
-    _announce_formula()
+    say_once("second derivatives of attention are computed by the formula of 'reference', which holds all scores")
     documents, *given = ctx.saved_tensors
     given = given if given[5] is not None else given[:5]
     with_bias = given[4].dim() > 1
@@ -293,7 +276,7 @@ def _differentiate_again(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
         leaves = [x.view_as(x) if goes_on and x.requires_grad else x.detach().requires_grad_() for x in given]
         q, k, v, bias = leaves[1:5]
         right = leaves[5] if len(leaves) > 5 else None
-        out, _ = formula(_call(q, k, v, bias, documents, ctx.window, ctx.scale, 0.0, right))
+        out, _ = formula(_call(q, k, v, bias, right, documents=documents, window=ctx.window, scale=ctx.scale))
         inputs = leaves[1:] if with_bias else leaves[1:4]
         first = torch.autograd.grad(out, inputs, leaves[0], create_graph=True)
         asked = [(x, g.to(x.dtype)) for x, g in zip(first, grads, strict=False) if g is not None]
@@ -302,11 +285,6 @@ def _differentiate_again(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
         )
     of_bias = (*second[4:], None)[:2] if with_bias else (None, None)
     return *second[:4], of_bias[0], *[None] * 7, of_bias[1]
-
-
-@cache
-def _announce_formula() -> None:
-    log.warning("second derivatives of attention are computed by the formula of 'reference', which holds all scores")
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep_forward)

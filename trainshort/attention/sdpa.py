@@ -36,11 +36,10 @@ class Sdpa:
         return None
 
     def run(self, call: Call) -> Result:
-        if call.bias is None and call.window is None and call.documents is None:
-            if call.causal and call.q.shape[2] == call.k.shape[2]:
-                return Result(*_attend(call, slice(None), slice(None), mask=None, causal=True))
-            if not call.causal or call.q.shape[2] == 1:
-                return Result(*_attend(call, slice(None), slice(None), mask=None, causal=False))
+        square = call.q.shape[2] == call.k.shape[2]
+        plain = call.bias is None and call.window is None and call.documents is None
+        if plain and (square or not call.causal or call.q.shape[2] == 1):
+            return Result(*_attend(call, slice(None), slice(None), mask=None, causal=call.causal and square))
         parts = [_chunk(call, rows) for rows in _chunks(call)]
         if len(parts) == 1:
             return Result(*parts[0])
@@ -65,13 +64,11 @@ def _chunk(call: Call, rows: slice) -> tuple[Tensor, Tensor | None]:
     reach = k_len if call.window is None else call.window - 1
     last = past + rows.stop if call.causal else min(k_len, past + rows.stop + reach)
     keys = slice(max(0, past + rows.start - reach), last)
-    seen = visible(call, rows, keys)
-    bias = written_bias(call, rows, keys)
-    if bias is None:
-        return _attend(call, rows, keys, mask=seen, causal=False)
-    # Float32 even for half-precision inputs: the CPU kernel adds the mask to float32 scores.
-    dtype = wide(call.q) if call.q.device.type == "cpu" else call.q.dtype
-    mask = torch.where(seen, bias.to(dtype), -math.inf)
+    mask = visible(call, rows, keys)
+    if (bias := written_bias(call, rows, keys)) is not None:
+        # Float32 even for half-precision inputs: the CPU kernel adds the mask to float32 scores.
+        dtype = wide(call.q) if call.q.device.type == "cpu" else call.q.dtype
+        mask = torch.where(mask, bias.to(dtype), -math.inf)
     return _attend(call, rows, keys, mask=mask, causal=False)
 
 

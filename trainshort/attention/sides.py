@@ -5,7 +5,7 @@ A query's own key belongs to the left. So on the right query i stands on key i +
     tokens 0 1 2 3       left    queries 0 1 2 3  keys 0 1 2 3        right   queries 2 1 0  keys 3 2 1
 
 There every distance is short by one, the same for all keys of a row: that leaves the part's weights as they are, and
-moves its log-sum-exp by minus one slope (`_shift`). The two parts are merged by log-sum-exp. Backward, each part gets
+moves its log-sum-exp by minus one slope (`right`). The two parts are merged by log-sum-exp. Backward, each part gets
 the merged output and log-sum-exp, shifted back: its score gradients dS = P (dO·V − dO·O) need nothing else of the other
 part. So the operator of causal attention computes both sides, each with its own proof (docs/windows.md).
 """
@@ -40,23 +40,25 @@ def left(call: Call) -> Call:
     return replace(call, bias=bias, causal=True)
 
 
-def right(call: Call) -> Call | None:
-    """The call over the keys after each row's own, read backwards; None where no row sees any."""
+def right(call: Call) -> tuple[Call, Float[Tensor, "one_or_batch heads rows"]] | None:
+    """The call over the keys after each row's own, read backwards, and what each row's own place there, short by one,
+    adds to its scores; None where no row sees any."""
     q_len, past = call.q.shape[2], call.k.shape[2] - call.q.shape[2]
     if q_len == 1 or call.window == 1:
         return None
     values = mirrored(call)
     match call.bias:
         case LinearBias():
-            bias = LinearBias(values.clamp(max=BLIND))
+            bias, shift = LinearBias(values.clamp(max=BLIND)), -values.double().clamp(max=BLIND)[None, :, None]
         case DistanceBias():
-            bias = DistanceBias(values[:, 1:q_len])
+            bias, shift = DistanceBias(values[:, 1:q_len]), values.new_zeros(1, len(values), 1, dtype=torch.float64)
         case ClockBias():
             bias = ClockBias(values[..., past + 1 :].flip(-1))
+            shift = values.double()[..., past:-1] - values.double()[..., past + 1 :]
         case unknown:
             raise unknown_bias(unknown)
     q, k, v = call.q[:, :, :-1], call.k[:, :, past + 1 :], call.v[:, :, past + 1 :]
-    return replace(
+    backwards = replace(
         call,
         **{name: x.flip(2) for name, x in (("q", q), ("k", k), ("v", v))},
         bias=bias,
@@ -64,21 +66,7 @@ def right(call: Call) -> Call | None:
         documents=None if call.documents is None else call.documents[:, past + 1 :].flip(1),
         causal=True,
     )
-
-
-def _shift(call: Call) -> Float[Tensor, "one_or_batch heads rows"]:
-    """What each row's own place on the right, short by one, adds to its scores there."""
-    past = call.k.shape[2] - call.q.shape[2]
-    values = mirrored(call).double()
-    match call.bias:
-        case LinearBias():
-            return -values.clamp(max=BLIND)[None, :, None]
-        case DistanceBias():
-            return values.new_zeros(1, len(values), 1)
-        case ClockBias():
-            return values[..., past:-1] - values[..., past + 1 :]
-        case unknown:
-            raise unknown_bias(unknown)
+    return backwards, shift
 
 
 def _ends(call: Call) -> Bool[Tensor, "one_or_batch 1 rows"]:
@@ -97,10 +85,11 @@ def forward(call: Call, compiled: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]
     out, lse, first, dropped = _causal(left(call), compiled)
     if (mirror := right(call)) is None:
         return out, lse, first, dropped
-    right_out, right_lse, right_first, right_dropped = _causal(mirror, compiled)
+    backwards, shift = mirror
+    right_out, right_lse, right_first, right_dropped = _causal(backwards, compiled)
     ends, rows, dtype = _ends(call), slice(0, -1), wide(out)
     found = right_out.flip(2).to(dtype).masked_fill(ends[..., None], 0)
-    weight = (right_lse.flip(2) + _shift(call)).masked_fill(ends, -math.inf)
+    weight = (right_lse.flip(2) + shift).masked_fill(ends, -math.inf)
     both = merge(out[:, :, rows].to(dtype), lse[:, :, rows], found, weight)
     for into, merged in zip((out, lse), both, strict=True):
         into[:, :, rows] = merged
@@ -128,10 +117,11 @@ def backward(
     grad_q, grad_k, grad_v, keys, rows = gradients(left(call), grad_out, out, lse, first[..., :panels].contiguous())
     of_left, of_right = of_bias(call, keys, rows), torch.zeros_like(values, dtype=torch.float64)
     if (mirror := right(call)) is not None:
+        backwards, shift = mirror
         # Where a row sees nothing on the right, a log-sum-exp so large that no key has a weight.
-        whole = (lse[:, :, :-1] - _shift(call)).masked_fill(_ends(call), BLIND).flip(2).contiguous()
+        whole = (lse[:, :, :-1] - shift).masked_fill(_ends(call), BLIND).flip(2).contiguous()
         others = (x[:, :, :-1].flip(2) for x in (grad_out, out))
-        more_q, more_k, more_v, keys, rows = gradients(mirror, *others, whole, first[..., panels:].contiguous())
+        more_q, more_k, more_v, keys, rows = gradients(backwards, *others, whole, first[..., panels:].contiguous())
         grad_q[:, :, :-1] += more_q.flip(2)
         grad_k[:, :, past + 1 :] += more_k.flip(2)
         grad_v[:, :, past + 1 :] += more_v.flip(2)

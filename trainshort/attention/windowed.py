@@ -8,18 +8,13 @@ A compiled kernel does the work where a C compiler is at hand (kernels/attention
 (windowed_torch.py); both are one operator (operator.py), so that torch.compile keeps the graph whole.
 """
 
-import logging
-from functools import cache
-
 import torch
 
 from trainshort import clocks
 from trainshort.attention import operator, windowed_torch
 from trainshort.attention.call import Call, ClockBias, LinearBias, unknown_bias
-from trainshort.attention.op import Result, engines
+from trainshort.attention.op import Result, engines, say_once
 from trainshort.attention.sides import BLIND
-
-log = logging.getLogger("trainshort.attention")
 
 
 class Windowed:
@@ -35,26 +30,22 @@ class Windowed:
             return reason
         fault = operator.kernel_fault(call.q.dtype) if self.compiled else None
         if fault:
-            _announce(fault)
+            say_once(f"windowed attention runs in plain PyTorch, which is slower: {fault}")
         wide_heads = call.q.shape[3] > operator.WIDEST
         return windowed_torch.fault() if fault or wide_heads or not self.compiled else None
 
     def run(self, call: Call) -> Result:
-        match call.bias:
-            case ClockBias(clock, right):
-                left, right = clock, clock if right is None else right
-            case LinearBias(slopes, right):
-                both = (slopes, slopes if right is None else right)
-                if torch.is_grad_enabled() and any(x.requires_grad for x in both):
-                    # Trained slopes are a clock's: its gradient is made on the way.
-                    left, right = (clocks.of_slopes(x.clamp(max=BLIND), call.k.shape[2], len(call.q)) for x in both)
-                else:
-                    left, right = (x.detach() for x in both)
-            case unknown:
-                raise unknown_bias(unknown)
+        bias, length, batch = call.bias, call.k.shape[2], len(call.q)
+        if not isinstance(bias, LinearBias | ClockBias):
+            raise unknown_bias(bias)
+        sides = (bias.values, bias.values if bias.right is None else bias.right)
+        if isinstance(bias, LinearBias):
+            trained = torch.is_grad_enabled() and any(x.requires_grad for x in sides)
+            # Trained slopes are a clock's: its gradient is made on the way.
+            sides = [clocks.of_slopes(x.clamp(max=BLIND), length, batch) if trained else x.detach() for x in sides]
         out, lse, _, dropped = torch.ops.trainshort.attention(
-            *(call.q, call.k, call.v, left, call.documents),
-            *(call.window, call.factor, call.tolerance, self.compiled, None if call.causal else right),
+            *(call.q, call.k, call.v, sides[0], call.documents),
+            *(call.window, call.factor, call.tolerance, self.compiled, None if call.causal else sides[1]),
         )
         return Result(out, lse, dropped.amax(-1))
 
@@ -64,16 +55,6 @@ class WindowedTorch(Windowed):
 
     rank = 0  # by name only: for comparison
     compiled = False
-
-
-@torch.compiler.assume_constant_result  # torch.compile would trace the log
-def _announce(fault: str) -> None:
-    _announce_once(fault)
-
-
-@cache
-def _announce_once(fault: str) -> None:
-    log.warning("windowed attention runs in plain PyTorch, which is slower: %s", fault)
 
 
 engines.register("windowed")(Windowed())
