@@ -118,9 +118,15 @@ class BoundedLayer(LayerCache):
         self._dim = 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        q, k, v = self._taken(q, k, v, options["bias"])
-        if q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.float32:
-            call = self.next_call(options["bias"].slopes, (k.shape[1], k.shape[3]), options.get("window"))
+        q, (k, v), bias = q.detach(), detached(k, v), options["bias"]
+        if q.shape[0] != 1:
+            raise InputError(f"a bounded cache holds one sequence, but the input has {q.shape[0]}; use Rows.")
+        slopes = self._slopes(bias, q.shape[1])
+        if not self.rings:
+            self._begin(slopes.tolist(), k)
+        single = q.shape[2] == 1 and isinstance(bias, LinearBias)
+        if single and q.device.type == "cpu" and q.dtype == torch.float32:
+            call = self.next_call(slopes, (k.shape[1], k.shape[3]), options.get("window"))
             if call is not None:
                 out = call.attend(q, k, v)
                 self.took_token(k, v)
@@ -128,16 +134,6 @@ class BoundedLayer(LayerCache):
         out = self._read(q, k, v, options)
         self.length += q.shape[2]
         return out
-
-    def _taken(self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None) -> tuple[Tensor, Tensor, Tensor]:
-        """What `attend` was given, checked, with rings for it."""
-        q, (k, v) = q.detach(), detached(k, v)
-        if q.shape[0] != 1:
-            raise InputError(f"a bounded cache holds one sequence, but the input has {q.shape[0]}; use Rows.")
-        slopes = self._slopes(bias, q.shape[1])
-        if not self.rings:
-            self._begin(slopes.tolist(), k)
-        return q, k, v
 
     def _slopes(self, bias: Bias | None, heads: int) -> Float[Tensor, " heads"]:
         if not isinstance(bias, LinearBias):

@@ -33,14 +33,12 @@ NAMES = {"weights": "weight", "began": "began"}
 class ClockedLayer(BoundedLayer):
     """Rings of one layer under a clock."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        q, k, v = self._taken(q, k, v, options["bias"])
+    def _read(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         clock = options["bias"].clock
         if not self.length:
             for head, first in zip(self.heads, clock[0, :, 0].tolist(), strict=True):
                 head.began = first
-        out = self._read(q, k, v, options)
-        self.length += q.shape[2]
+        out = super()._read(q, k, v, options)
         self.place[CLOCK] = clock[..., -self._clocked :].clone()
         return out
 

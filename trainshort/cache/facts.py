@@ -10,20 +10,20 @@ from trainshort.config import Settings
 from trainshort.errors import InputError
 
 
-class Plain(Settings):
+class Strict(Settings):
     """Plain numbers and words; nothing is converted, nothing unknown is taken."""
 
     model_config = ConfigDict(strict=True)
 
 
-class Facts(Plain):
+class Facts(Strict):
     """What any layer holds."""
 
     length: int = Field(ge=0, lt=2**53)
     """Tokens read."""
 
 
-class RingFacts(Plain):
+class RingFacts(Strict):
     """What `Ring` holds beside its keys and values."""
 
     capacity: int = Field(ge=1)
@@ -41,7 +41,7 @@ class RingFacts(Plain):
         return self
 
 
-class HeadFacts(Plain):
+class HeadFacts(Strict):
     """What `Head` holds."""
 
     slope: float

@@ -26,7 +26,9 @@ FEW = 1 << 15
 """Weights below which one thread is quicker than two."""
 
 
-class _Linear(ctypes.Structure):
+class RowLinear(ctypes.Structure):
+    """out = activation(weight · norm(x) + bias) + residual, of one row."""
+
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "gain", "shift", "residual", "out", "scratch")),
         ("inputs", ctypes.c_int64),
@@ -35,40 +37,31 @@ class _Linear(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("threads", "activation", "normed")),
     ]
 
-
-class RowLinear:
-    """out = activation(weight · norm(x) + bias) + residual, of one row."""
-
     def __init__(
         self, weight: Tensor, bias: Tensor | None, norm: nn.Module | None = None, activation: str | None = None
     ) -> None:
-        call = _Linear(inputs=weight.shape[1], outputs=weight.shape[0], activation=ACTIVATIONS[activation])
-        call.weight, call.bias = weight.data_ptr(), _address(bias)
+        assert library().trainshort_linear_size() == ctypes.sizeof(RowLinear), "step.c and one_row.py disagree"
+        scratch = torch.empty(weight.shape[1])
+        super().__init__(inputs=weight.shape[1], outputs=weight.shape[0], activation=ACTIVATIONS[activation])
+        self.weight, self.bias, self.scratch = weight.data_ptr(), _address(bias), scratch.data_ptr()
         if isinstance(norm, nn.LayerNorm):
-            call.gain, call.shift = _address(norm.weight), _address(norm.bias)
-            call.normed, call.eps = 1, norm.eps
-        assert library().trainshort_linear_size() == ctypes.sizeof(_Linear), "step.c and one_row.py disagree"
-        self._scratch = torch.empty(weight.shape[1])
-        call.scratch = self._scratch.data_ptr()
-        self._many = weight.numel() > FEW
-        self._call, self._run = call, library().trainshort_linear
-        self._keep = (weight, bias, norm)  # the struct holds bare addresses
+            self.gain, self.shift = _address(norm.weight), _address(norm.bias)
+            self.normed, self.eps = 1, norm.eps
+        self.few = weight.numel() <= FEW
+        self.kept = (weight, bias, norm, scratch)  # the struct holds bare addresses
 
     def __call__(self, x: Float[Tensor, "1 1 inputs"]) -> Float[Tensor, "1 1 outputs"]:
-        call = self._call
-        out = x.new_empty(1, 1, call.outputs)
-        call.x, call.out = x.data_ptr(), out.data_ptr()
-        call.threads = torch.get_num_threads() if self._many else 1
-        self._run(ctypes.byref(call))
+        out = x.new_empty(1, 1, self.outputs)
+        self.x, self.out = x.data_ptr(), out.data_ptr()
+        self.threads = 1 if self.few else torch.get_num_threads()
+        library().trainshort_linear(ctypes.byref(self))
         return out
 
-    def between(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> _Linear:
-        """The same as a call from one fixed buffer to another, for step.c."""
-        call = _Linear.from_buffer_copy(self._call)
-        call.x, call.out, call.residual = x.data_ptr(), out.data_ptr(), _address(residual)
-        call.threads = 0 if self._many else 1
-        call.kept = self  # the struct holds bare addresses
-        return call
+    def between(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> "RowLinear":
+        """From one fixed buffer to another, for step.c, which says how many threads many weights get."""
+        self.x, self.out, self.residual = x.data_ptr(), out.data_ptr(), _address(residual)
+        self.threads = 1 if self.few else 0
+        return self
 
 
 class _Layer(ctypes.Structure):
@@ -142,7 +135,7 @@ class RowModel:
         )
         return cls(model) if plain and lacks(model) is None and unavailable() is None else None
 
-    def _calls_of(self, block: Block, own: "_AttentionOfRow") -> dict[str, "_Linear"]:
+    def _calls_of(self, block: Block, own: _AttentionOfRow) -> dict[str, RowLinear]:
         attention, ffn, x = block.attention, block.ffn, self._x
         gates = {}
         if own.gate is not None:

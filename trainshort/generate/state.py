@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainshort import files
 from trainshort.cache import BoundedCache, Cache
-from trainshort.cache.facts import Plain, check, saved_tensor, under
+from trainshort.cache.facts import Strict, check, saved_tensor, under
 from trainshort.checkpoint import fingerprint, sha256_of
 from trainshort.config import Settings
 from trainshort.data.tokenizer import Tokenizer
@@ -94,7 +94,7 @@ def model_identity(model: TransformerLM) -> str:
     return fingerprint(model, to_json(model.config.replace(backend="auto").identity()))
 
 
-class _SavedSample(Plain):
+class _SavedSample(Strict):
     """One sample beside its tensors."""
 
     unread: list[int]
