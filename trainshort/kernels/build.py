@@ -31,6 +31,7 @@ FLAGS = ("-O3", "-std=gnu11", "-mavx2", "-mfma", "-mf16c", "-fPIC", "-shared", "
 SECONDS = 120
 """A build takes a few seconds; a compiler that hangs must not hang the program."""
 log = logging.getLogger("trainshort.kernels")
+"""Its warnings reach standard error unless somebody listens: whoever waits for a build wants to know what for."""
 
 
 class KernelBuildError(Exception):
@@ -57,7 +58,7 @@ def load(name: str, folder: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
     command += [*(f"-I{place}" for place in folders), *sources]
     if loaded := _open_verified(library):
         return loaded
-    _say(f"building the kernel '{name}' in {library.parent}, about 10 s")
+    log.warning(f"building the kernel '{name}' in {library.parent}, about 10 s")
     _compile(command, library)
     if loaded := _open_verified(library):
         return loaded
@@ -135,13 +136,13 @@ def _open_verified(library: Path) -> ctypes.CDLL | None:
         return None
     whole, found = False, os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        _say(f"{library} is not a file that only you can write to")
+        log.warning(f"{library} is not a file that only you can write to")
     else:
         with open(descriptor, "rb", closefd=False) as file:
             content = file.read()
         whole = hashlib.sha256(content[:-32]).digest() == content[-32:]
         if not whole:
-            _say(f"{library} is damaged")
+            log.warning(f"{library} is damaged")
     if not whole:
         os.close(descriptor)
         return None
@@ -186,14 +187,9 @@ def _run(command: list[str]) -> bytes:
     return done.stdout
 
 
-def _say(message: str) -> None:
-    """To standard error unless somebody listens to the log: whoever waits for a build wants to know what for."""
-    log.warning(message)
-
-
 @cache
 def _say_once(message: str) -> None:
-    _say(message)
+    log.warning(message)
 
 
 @cache

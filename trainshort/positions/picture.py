@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trainshort.attention import ClockBias, DenseBias, DistanceBias, LinearBias
+from trainshort.attention import Call
+from trainshort.attention.formula import written_bias
 from trainshort.config import ModelConfig
 from trainshort.plots.figures import OTHERS, Figure, Series, color, draw
 from trainshort.positions import LayerInput, PositionMethod, build_position
@@ -51,18 +52,12 @@ def by_distance(method: PositionMethod, length: int = FARTHEST) -> Float[Tensor,
         q, k = method.rotate(same, same, torch.arange(length)[None])
         return (k[0, 0] @ q[0, 0, -1]).flip(0)[None]
     x, where = torch.randn(1, length, WIDTH), torch.arange(length)[None]
-    bias = method.text_bias(LayerInput(0, x, length, where, {}))
-    match bias:
-        case LinearBias(slopes):
-            return -slopes[:, None] * torch.arange(length)
-        case DistanceBias(table):
-            return table[:, torch.arange(length).clamp(max=table.shape[1] - 1)]
-        case ClockBias(clock):
-            return (clock[0, :, -1:] - clock[0]).flip(1)
-        case DenseBias(values):
-            return values.reshape(-1, length, length)[:, -1].flip(1)
-        case _:
-            raise ValueError(f"{method.name} adds nothing")
+    heads = x.unflatten(2, (HEADS, -1)).transpose(1, 2)
+    call = Call(heads, heads, heads, method.text_bias(LayerInput(0, x, length, where, {})))
+    written = written_bias(call, slice(length - 1, length), slice(0, length))
+    if written is None:
+        raise ValueError(f"{method.name} adds nothing")
+    return written.reshape(-1, length).flip(1)
 
 
 def figure(title: str, settings: dict[str, Any]) -> Figure:
