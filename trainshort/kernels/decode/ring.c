@@ -37,14 +37,6 @@ static double norm(const float *x, int64_t dim) {
     return sqrt(sum);
 }
 
-INLINE float dot(const float *x, const float *y, int64_t padded) {
-    vec sum = {0};
-    for (int64_t t = 0; t < padded; t += LANES) sum += load(x + t) * load(y + t);
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += sum[i];
-    return total;
-}
-
 /* out = out * shrink + weights . values, 32 columns at a time in registers. */
 static void add_values(float *out, float shrink, const float *weights, const float *values, int keys, int64_t padded) {
     int64_t t = 0;

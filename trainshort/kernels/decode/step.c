@@ -68,20 +68,9 @@ static void four(const float *x, const float *weight, int64_t inputs, float *sum
         a += here * load(w[0] + t), b += here * load(w[1] + t);
         c += here * load(w[2] + t), d += here * load(w[3] + t);
     }
-    memset(sums, 0, 4 * sizeof(float));
-    for (int i = 0; i < LANES; i++) sums[0] += a[i], sums[1] += b[i], sums[2] += c[i], sums[3] += d[i];
+    sums[0] = sum_lanes(a), sums[1] = sum_lanes(b), sums[2] = sum_lanes(c), sums[3] = sum_lanes(d);
     for (; t < inputs; t++)
         for (int i = 0; i < 4; i++) sums[i] += x[t] * w[i][t];
-}
-
-static float one(const float *x, const float *weight, int64_t inputs) {
-    vec a = {0};
-    int64_t t = 0;
-    for (; t + LANES <= inputs; t += LANES) a += load(x + t) * load(weight + t);
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += a[i];
-    for (; t < inputs; t++) sum += x[t] * weight[t];
-    return sum;
 }
 
 static void some_outputs(void *context, int64_t item, void *unused) {
@@ -95,7 +84,7 @@ static void some_outputs(void *context, int64_t item, void *unused) {
         if (count == 4)
             four(x, l->weight + o * l->inputs, l->inputs, sums);
         else
-            sums[0] = one(x, l->weight + o * l->inputs, l->inputs);
+            sums[0] = dot(x, l->weight + o * l->inputs, l->inputs);
         for (int64_t i = 0; i < count; i++, o++) {
             const float value = activate(sums[i] + (l->bias ? l->bias[o] : 0), l->activation);
             l->out[o] = value + (l->residual ? l->residual[o] : 0);

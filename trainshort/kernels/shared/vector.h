@@ -72,6 +72,15 @@ INLINE real sum_lanes(vec x) {
     return sum;
 }
 
+INLINE real dot(const real *x, const real *y, int64_t length) {
+    vec sum = {0};
+    int64_t t = 0;
+    for (; t + LANES <= length; t += LANES) sum += load(x + t) * load(y + t);
+    real total = sum_lanes(sum);
+    for (; t < length; t++) total += x[t] * y[t];
+    return total;
+}
+
 INLINE int any(ivec where) { return SIGNS(where) != 0; }
 
 /* table[index] in each lane, for a table of eight. */
