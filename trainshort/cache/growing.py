@@ -38,7 +38,7 @@ class LayerCache:
     """One layer's keys and values, (batch, kv_heads, length, dim) each."""
 
     def __init__(self) -> None:
-        self._room: Tensor | None = None  # (2, batch, kv_heads, capacity, dim)
+        self._room = torch.empty(2, 0, 0, 0, 0)  # (2, batch, kv_heads, capacity, dim), once there is a key to keep
         self.length = 0
         self.place: dict[str, Tensor] = {}
         """What a position method that looks at the text wants back next time (positions.LayerInput)."""
@@ -71,14 +71,13 @@ class LayerCache:
         self, k: Float[Tensor, "batch kv_heads new dim"], v: Float[Tensor, "batch kv_heads new dim"]
     ) -> tuple[Float[Tensor, "batch kv_heads length dim"], Float[Tensor, "batch kv_heads length dim"]]:
         """Add the newest keys and values; returns all of them."""
-        if self._room is not None and self._room.shape[1] != k.shape[0]:
+        if self._room.shape[1] not in (0, k.shape[0]):
             raise InputError(
                 f"this cache holds {self._room.shape[1]} sequences, but the input has {k.shape[0]}; "
                 "use a new Cache for another batch."
             )
-        end = self.length + k.shape[2]
-        room = self._room
-        if room is None or end > room.shape[3]:
+        end, room = self.length + k.shape[2], self._room
+        if end > room.shape[3]:
             room = self._make_room(end, k)
         room[0, :, :, self.length : end] = k
         room[1, :, :, self.length : end] = v
@@ -92,11 +91,10 @@ class LayerCache:
         """
         kv_heads, dim = shape
         like = torch.empty(1, kv_heads, 0, dim)
-        held = like if self._room is None else self._room[0]
-        if dim % LANES or len(held) != 1 or held.dtype != like.dtype or held.device != like.device:
+        room = self._room if self._room.shape[1] else like[None]
+        if dim % LANES or room.shape[1] != 1 or room.dtype != like.dtype or room.device != like.device:
             return None
-        room = self._room
-        if room is None or self.length == room.shape[3]:
+        if self.length == room.shape[3]:
             room = self._make_room(self.length + 1, like)
         if self._call is None:
             self._call = RingCall.of((Ring * kv_heads)(), heads_of(slopes.tolist(), 0.0), dim)
@@ -113,7 +111,7 @@ class LayerCache:
     def under_clock(self, call: RingCall, gates: Float[Tensor, " heads"], sign: float) -> None:
         """The call's bias is a clock, moved on by these gates: log σ(sign · gate)."""
         self._readings = self._readings or Readings()
-        self._readings.lay_under(call, self.place, self._clocked)
+        self._readings.lay_under(call, self.place)
         call.gates, call.sign = gates.data_ptr(), sign
 
     @property
@@ -123,21 +121,20 @@ class LayerCache:
 
     def _make_room(self, length: int, like: Tensor) -> Tensor:
         """Room for `length` tokens and as many more."""
-        capacity = 0 if self._room is None else self._room.shape[3]
         batch, heads, _, dim = like.shape
-        grown = like.new_empty(2, batch, heads, max(length, 2 * capacity, SMALLEST), dim)
-        if self._room is not None:
+        grown = like.new_empty(2, batch, heads, max(length, 2 * self._room.shape[3], SMALLEST), dim)
+        if self.length:
             grown[:, :, :, : self.length] = self._room[:, :, :, : self.length]
         self._room = grown
         return grown
 
     @property
     def bytes(self) -> int:
-        return 0 if self._room is None else self._room.nbytes
+        return self._room.nbytes
 
     def save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything remembered, as tensors and plain data; `restore` of it continues bit by bit."""
-        if self._room is None:
+        if not self.length:
             return {}, {"length": 0}
         kept = {PLACE + name: tensor.contiguous() for name, tensor in self.place.items()}
         kept["kv"] = self._room[:, :, :, : self.length].contiguous()

@@ -118,18 +118,14 @@ class Readings:
         self._held = 0
         self._shown: Tensor | None = None
 
-    def lay_under(self, call: RingCall, place: dict[str, Tensor], keep: int) -> None:
-        """Give a call its clock; of the readings held so far at least the newest `keep` are kept."""
-        clock, room = place.get(CLOCK), self._room
-        if clock is not self._shown or clock is None:
+    def lay_under(self, call: RingCall, place: dict[str, Tensor]) -> None:
+        """Give a call its clock, in new room where what is shown is not ours, or fills ours to the end."""
+        clock = place.get(CLOCK)
+        if clock is None or clock is not self._shown or self._held == self._room.shape[1]:
             self._held = 0 if clock is None else clock.shape[2]
             self._room = torch.empty(call.head_count, 2 * self._held + FIRST_READINGS, dtype=torch.float64)
             if clock is not None:
                 self._room[:, : self._held] = clock[0]
-        elif self._held == room.shape[1]:
-            self._room = torch.empty(len(room), 2 * keep + FIRST_READINGS, dtype=torch.float64)
-            self._room[:, :keep] = room[:, self._held - keep : self._held]
-            self._held = keep
         call.clock, call.clock_stride, call.held = self._room.data_ptr(), self._room.shape[1], self._held
 
     def took_token(self, place: dict[str, Tensor], keep: int) -> None:

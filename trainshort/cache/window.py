@@ -68,12 +68,14 @@ class WindowLayer(LayerCache):
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add the newest; returns them and the window − 1 before them."""
         new, kept = k.shape[2], min(self.window - 1, self._end - self._begin)
+        if not self.length:
+            self._room = k.new_empty(2, *k.shape[:2], 0, k.shape[3])
         room = self._room
-        if room is None or self._end + new > room.shape[3]:
-            past = None if room is None else room[:, :, :, self._end - kept : self._end].clone()
+        if self._end + new > room.shape[3]:
+            past = room[:, :, :, self._end - kept : self._end].clone()
             if kept + new > self._largest:
                 return self._append_many(past, torch.stack([k, v]))
-            room = self._move(past, new, k)
+            room = self._move(past, new)
         self._begin = self._end - kept
         room[0, :, :, self._end : self._end + new] = k
         room[1, :, :, self._end : self._end + new] = v
@@ -87,24 +89,21 @@ class WindowLayer(LayerCache):
         """Capacity of the buffer: half a window more than is kept, so that moving is rare."""
         return self.window - 1 + max(SMALLEST, self.window // 2)
 
-    def _move(self, past: Tensor | None, new: int, like: Tensor) -> Tensor:
+    def _move(self, past: Tensor, new: int) -> Tensor:
         """Bring what is kept to the beginning, in a larger buffer while it has not its full size."""
-        batch, heads, _, dim = like.shape
-        room, kept = self._room, 0 if past is None else past.shape[3]
-        capacity = 0 if room is None else room.shape[3]
-        if room is None or capacity < self._largest:
+        kept, capacity = past.shape[3], self._room.shape[3]
+        if capacity < self._largest:
             capacity = min(self._largest, max(2 * capacity, kept + new, SMALLEST))
-            self._room = room = like.new_empty(2, batch, heads, capacity, dim)
-        if past is not None:
-            room[:, :, :, :kept] = past
+            self._room = past.new_empty(*past.shape[:3], capacity, past.shape[4])
+        self._room[:, :, :, :kept] = past
         self._begin, self._end = 0, kept
-        return room
+        return self._room
 
-    def _append_many(self, past: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
+    def _append_many(self, past: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
         """More than the buffer ever holds, such as a prompt: what will be seen of them goes in, all are returned."""
-        recent = new if past is None else torch.cat([past, new], dim=3)
+        recent = torch.cat([past, new], dim=3)
         last = recent[:, :, :, max(0, recent.shape[3] - self.window + 1) :]
-        self._move(last, 0, new[0])
+        self._move(last, 0)
         self.length += new.shape[3]
         return recent[0], recent[1]
 
@@ -136,7 +135,7 @@ class WindowLayer(LayerCache):
         return super().bytes + (0 if self._first is None else self._first.nbytes)
 
     def save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        if self._room is None:
+        if not self.length:
             return {}, {"length": 0}
         tensors = {"recent": self._room[:, :, :, self._begin : self._end].contiguous()}
         if self._first is not None:
