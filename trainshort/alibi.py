@@ -94,14 +94,10 @@ def proven_windows(
     inputs that are not finite. The arithmetic is float64, so that rounding cannot eat the promise; the cost is
     O(length · dim).
     """
-    batch, heads, q_len, _ = q.shape
-    k_len = k.shape[2]
     window = window_for(most_excess(q, k, scale), slopes.double()[:, None], tolerance)
-    window = window.clamp(1, k_len)  # the row's own key is always read
-
-    blocks = -(-q_len // block)
-    padded = torch.nn.functional.pad(window, (0, blocks * block - q_len), value=1)
-    return padded.view(batch, heads, blocks, block).amax(-1).long()
+    window = window.clamp(1, k.shape[2])  # the row's own key is always read
+    padded = torch.nn.functional.pad(window, (0, -q.shape[2] % block), value=1)
+    return padded.unflatten(2, (-1, block)).amax(-1).long()
 
 
 def most_excess(

@@ -11,7 +11,7 @@ from trainshort.attention import DenseBias, DistanceBias
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
 from trainshort.positions import LayerInput, PositionMethod, build_position, picture, positions
-from trainshort.positions.distance import converges, log_window
+from trainshort.positions.distance import log_window
 
 LENGTH = 5000
 
@@ -110,6 +110,15 @@ def test_fire_is_a_network_of_the_share_of_the_distance():
             hidden = torch.relu(method.wide.weight[:, 0] * share + method.wide.bias)
             expected = method.narrow.weight @ hidden
             torch.testing.assert_close(bias.values[:, i - past, j], expected, rtol=0, atol=1e-5)
+
+
+def converges(table):
+    """The power p with which e^bias falls like d^−p at the table's end: Σ_d e^bias(d) converges where it is above 1.
+
+    A logarithmic bias has one p everywhere; for a faster one it grows with the table, for a bounded one it goes to 0.
+    """
+    last = table.shape[1] - 1
+    return (table[:, last // 2] - table[:, last]) / math.log(last / (last // 2))
 
 
 def test_which_sums_converge():

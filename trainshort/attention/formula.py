@@ -68,11 +68,9 @@ def written_bias(call: Call, rows: slice, keys: slice) -> Float[Tensor, "*batch 
         return bias.values[..., rows, keys]
     distance = distance_between(call, rows, keys)
     left = _one_sided(call, call.bias_tensors[0], distance, rows, keys)
-    return (
-        left
-        if call.causal
-        else torch.where(distance < 0, _one_sided(call, mirrored(call), -distance, rows, keys), left)
-    )
+    if call.causal:
+        return left
+    return torch.where(distance < 0, _one_sided(call, mirrored(call), -distance, rows, keys), left)
 
 
 def mirrored(call: Call) -> Tensor:

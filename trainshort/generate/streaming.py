@@ -179,10 +179,8 @@ class TokenStream:
     def memory(self) -> str:
         """What the caches hold, and how much that is of what all that was read would take."""
         held, config = sum(cache.bytes for cache in self.caches), self.model.config
-        size = next(self.model.parameters()).element_size()
-        whole = (
-            sum(cache.length for cache in self.caches) * 2 * config.layers * config.key_heads * config.head_width * size
-        )
+        token = 2 * config.layers * config.key_heads * config.head_width * next(self.model.parameters()).element_size()
+        whole = token * sum(cache.length for cache in self.caches)
         share = f", {held / whole:.1%} of a full one" if whole > held else ""
         return f"cache {held / 1e6:,.1f} MB{share}"
 

@@ -59,6 +59,11 @@ class LayerInput(NamedTuple):
     text; without a cache, of no effect."""
 
 
+def once(where: Int[Tensor, "batch length"]) -> Int[Tensor, "rows length"]:
+    """One row where all rows of a batch stand at the same places: what follows from places is computed once."""
+    return where[:1] if where.stride(0) == 0 else where
+
+
 class Gate(NamedTuple):
     """A clock goes on by log σ(sign · (weight · x + shift)) at each token; those of plain heads, the last, stand."""
 

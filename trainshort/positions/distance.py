@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainshort import alibi
 from trainshort.attention import DenseBias, DistanceBias
 from trainshort.config import ModelConfig
-from trainshort.positions.base import LayerInput, PositionMethod, positions
+from trainshort.positions.base import LayerInput, PositionMethod, once, positions
 from trainshort.settings import FireSettings, KerpleSettings, NoSettings, SandwichSettings
 
 LEAST = 0.01
@@ -133,7 +133,7 @@ class Fire(PositionMethod):
         self.narrow = nn.Linear(settings.hidden, config.heads, bias=False)  # what is added to a whole row does nothing
 
     def text_bias(self, given: LayerInput) -> DenseBias:
-        where = given.where[:1] if given.where.stride(0) == 0 else given.where
+        where = once(given.where)
         keys = torch.arange(given.length, device=where.device)
         new = where.shape[1]
         distance = (keys[-new:, None] - keys).clamp(min=0).float()
@@ -178,15 +178,6 @@ def _kept(x: Float[Tensor, " heads"], least: float, most: float = math.inf) -> F
 
 def _distances(length: int, like: Tensor) -> Float[Tensor, " length"]:
     return torch.arange(length, device=like.device, dtype=torch.float32)
-
-
-def converges(table: Float[Tensor, "heads distances"]) -> Float[Tensor, " heads"]:
-    """The power p with which e^bias falls like d^−p at the table's end: Σ_d e^bias(d) converges where it is above 1.
-
-    A logarithmic bias has one p everywhere; for a faster one it grows with the table, for a bounded one it goes to 0.
-    """
-    last = table.shape[1] - 1
-    return (table[:, last // 2] - table[:, last]) / math.log(last / (last // 2))
 
 
 def log_window(p: float, a: float, excess: float, tolerance: float) -> float:

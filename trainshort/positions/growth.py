@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from trainshort.config import ModelConfig
+from trainshort.positions.base import once
 
 FIRST = 0.1686
 """SSMax's first s: one over the mean of ln n up to 1,024 tokens, so that scores begin at their usual size."""
@@ -28,7 +29,7 @@ class ScoreGrowth(nn.Module):
     def forward(
         self, q: Float[Tensor, "batch heads length dim"], where: Int[Tensor, "batch length"]
     ) -> Float[Tensor, "batch heads length dim"]:
-        factor = self.factor(where[:1] if where.stride(0) == 0 else where)[..., None]
+        factor = self.factor(once(where))[..., None]
         return (q.to(torch.promote_types(q.dtype, torch.float32)) * factor).to(q.dtype)
 
     def factor(self, where: Int[Tensor, "batch length"]) -> Float[Tensor, "batch one_or_heads length"]:

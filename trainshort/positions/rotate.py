@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.positions.base import PositionMethod, positions
+from trainshort.positions.base import PositionMethod, once, positions
 from trainshort.settings import RotarySettings, XposSettings
 
 
@@ -84,11 +84,6 @@ class XPos(Rotary):
 
 XPOS_POWERS = 64
 """0.4/1.4 to this power is 1e-35, and float32 ends at 1e-38."""
-
-
-def once(where: Int[Tensor, "batch length"]) -> Int[Tensor, "rows length"]:
-    """One row where all rows of a batch stand at the same places: their angles are computed once."""
-    return where[:1] if where.stride(0) == 0 else where
 
 
 def _pairs(dim: int, like: Tensor) -> Float[Tensor, " pairs"]:
