@@ -104,6 +104,21 @@ def test_a_forked_child_and_a_second_thread_work_too():
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("mode", ["full", "bounded"])
+@pytest.mark.parametrize("position", ["alibi", "fox"])
+def test_buffers_are_float32_whatever_torch_makes_by_default(position, mode):
+    """Compiled code reads and writes floats: buffers of half that size would be written past their ends."""
+    model, before = make_model(position=position), torch.get_default_dtype()
+    settings = {"tokens": 80, "temperature": 0, "mode": mode}
+    expected = [(token.id, token.logprob) for token in trainshort.stream(model, [1, 2, 3], **settings)]
+    for default in (torch.float64, torch.bfloat16):
+        try:
+            torch.set_default_dtype(default)
+            assert [(token.id, token.logprob) for token in trainshort.stream(model, [1, 2, 3], **settings)] == expected
+        finally:
+            torch.set_default_dtype(before)
+
+
 def test_weights_that_changed_are_seen():
     model = make_model()
     made = trainshort.stream(model, [1, 2, 3], tokens=9, temperature=0)

@@ -118,7 +118,7 @@ def _run(
     given.tolerance = tolerance
     given.parallel = build.torch_threads()
     given.threads = torch.get_num_threads() if batch * heads * q_len * k_len * dim > SMALL else 1
-    tensors["slopes"] = bias.float().contiguous() if bias.dim() == 1 else torch.zeros(heads)
+    tensors["slopes"] = bias.float().contiguous() if bias.dim() == 1 else torch.zeros(heads, dtype=torch.float32)
     if bias.dim() == 2:
         table = bias.detach().to(wide(q))
         tensors["table"] = torch.nn.functional.pad(table, (MARGIN, PANEL)).contiguous()

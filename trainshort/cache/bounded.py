@@ -155,7 +155,7 @@ class BoundedLayer(LayerCache):
         if not self.use_compiled or compiled.unavailable() is not None:
             return None
         if not self.rings:
-            self._begin(slopes.tolist(), torch.empty(1, shape[0], 0, shape[1]))
+            self._begin(slopes.tolist(), torch.empty(1, shape[0], 0, shape[1], dtype=torch.float32))
         if self._stored[0].dtype != torch.float32 or self._stored[0].device.type != "cpu":
             return None
         if self._call is None:

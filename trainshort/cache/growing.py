@@ -90,7 +90,7 @@ class LayerCache:
         Once the compiled layers ran, `took_token`.
         """
         kv_heads, dim = shape
-        like = torch.empty(1, kv_heads, 0, dim)
+        like = torch.empty(1, kv_heads, 0, dim, dtype=torch.float32)
         room = self._room if self._room.shape[1] else like[None]
         if dim % LANES or room.shape[1] != 1 or room.dtype != like.dtype or room.device != like.device:
             return None

@@ -41,7 +41,7 @@ class RowLinear(ctypes.Structure):
         self, weight: Tensor, bias: Tensor | None, norm: nn.Module | None = None, activation: str | None = None
     ) -> None:
         assert library().trainshort_linear_size() == ctypes.sizeof(RowLinear), "step.c and one_row.py disagree"
-        scratch = torch.empty(weight.shape[1])
+        scratch = weight.new_empty(weight.shape[1])
         super().__init__(inputs=weight.shape[1], outputs=weight.shape[0], activation=ACTIVATIONS[activation])
         self.weight, self.bias, self.scratch = weight.data_ptr(), _address(bias), scratch.data_ptr()
         if isinstance(norm, nn.LayerNorm):
@@ -85,12 +85,12 @@ class _AttentionOfRow(NamedTuple):
         config, attention = model.config, model.layers[index].attention
         assert isinstance(attention, Attention)
         slopes, gate = model.position.linear_slopes(), None if attention.plain else model.position.gate(index)
-        none = torch.zeros(config.heads)
+        none = torch.zeros(config.heads, dtype=torch.float32)
         if slopes is not None:  # the method's own tensor: what changes it changes this
             bias = for_heads(LinearBias(slopes), config)
             slopes = none if attention.plain or bias is None else bias.values
-        open_ = torch.full((config.heads,), math.inf * (1 if gate is None else gate.sign))
-        return cls(attention, none if slopes is None else slopes, gate, open_, torch.empty(config.heads))
+        open_ = torch.full_like(none, math.inf * (1 if gate is None else gate.sign))
+        return cls(attention, none if slopes is None else slopes, gate, open_, torch.empty_like(none))
 
     def factors_at(self, where: int) -> int:
         """The address of what the queries of a token at this place are multiplied by."""
@@ -113,11 +113,11 @@ class RowModel:
         self.head = None
         if isinstance(vocabulary, Vocabulary):
             self.head = RowLinear(vocabulary.output_weight, None, model.final_norm)
-        # One set of buffers for all layers; x is rewritten in place by each.
+        # One set of buffers for all layers; x is rewritten in place by each. Float32, whatever torch's default is.
+        empty = self._weights[0].new_empty
         width, keys = config.heads * config.head_width, config.key_heads * config.head_width
-        self._x = torch.empty(1, 1, config.width)
-        self._y, self._wide = torch.empty(width), torch.empty(config.ffn_width)
-        self._qkv = torch.empty(width + 2 * keys)
+        self._x, self._qkv = empty(1, 1, config.width), empty(width + 2 * keys)
+        self._y, self._wide = empty(width), empty(config.ffn_width)
         self._parts = [part.view(1, -1, 1, config.head_width) for part in self._qkv.split([width, keys, keys])]
         assert library().trainshort_layer_size() == ctypes.sizeof(_Layer), "step.c and one_row.py disagree"
         self._calls = [
@@ -140,7 +140,7 @@ class RowModel:
         gates = {}
         if own.gate is not None:
             shift, given = own.gate.shift, own.gate.weight
-            weight = torch.zeros(len(shift), x.shape[2]) if given is None else given
+            weight = shift.new_zeros(len(shift), x.shape[2]) if given is None else given
             gates["gate"] = RowLinear(weight, shift, block.attention_norm).between(x, own.gates)
         qkv = RowLinear(attention.qkv.weight, attention.qkv.bias, block.attention_norm)
         out = RowLinear(attention.out.weight, attention.out.bias)
