@@ -17,11 +17,30 @@ from trainshort.recipes.experiments import (
 from trainshort.settings import PAPER as METHODS
 
 DEMO_MULTIPLES = (1, 1.25, 1.5, 2, 4, 6, 8, 16)
-"""Lengths at which the demo's models are read, as multiples of their own."""
+"""Lengths at which the demo's models are evaluated, as multiples of their own."""
 COST_LENGTHS = (2048, 16_384)
 """Lengths at which the methods' costs differ, in the paper's numbers: 512 and 4,096 tokens at the laptop."""
-LENGTH, PERPLEXITY, SPEED = "tokens read at once", "perplexity", "tokens/s, training"
-"""What figures have on their axes."""
+PERPLEXITY, SPEED = "perplexity", "tokens/s, training"
+"""What several figures have on an axis."""
+BY_LENGTH: dict[str, Any] = {"kind": "lines", "axes": ("tokens read at once", PERPLEXITY)}
+BY_SPEED: dict[str, Any] = {"kind": "by speed", "axes": (SPEED, PERPLEXITY)}
+"""How several experiments are drawn."""
+Cells = Callable[[], Iterator[Cell]]
+
+
+def filed(name: str, title: str, **drawn: Any) -> Callable[[Cells], Cells]:
+    """Decorator: file an experiment by the function of its cells. `trainshort list` shows that one's docstring, or else
+    the title."""
+
+    def add(cells: Cells) -> Cells:
+        def build() -> Experiment:
+            return Experiment(name, title, tuple(cells()), **drawn)
+
+        build.__doc__ = cells.__doc__ or f"{title}."
+        experiments.register(name)(build)
+        return cells
+
+    return add
 
 
 def label(variant: Variant, read: int | None = None) -> str:
@@ -30,42 +49,43 @@ def label(variant: Variant, read: int | None = None) -> str:
     return f"{method_name(variant.position)}, L = {variant.length}{far}"
 
 
-@experiments.register("demo")
-def demo() -> Experiment:
-    """Four methods trained at one length, read at 1 to 16 times that, and sinusoidal trained at 6 times; sliding
-    windows, cost. Beside Tables 1, 2, 6 and 13 to 15, as far as the paper has these lengths."""
-    cells = []
+def score(row: str, column: str, value: float | None, variant: Variant, at: int, stride: int | None = None) -> Cell:
+    """A perplexity at a length, which is its place in a figure as well."""
+    return Cell(row, column, value, "perplexity", variant, EvalProtocol(at, stride), at)
+
+
+@filed("demo", "Four position methods past their training length")
+def demo() -> Iterator[Cell]:
+    """Four methods trained at one length, evaluated at 1 to 16 times that, and sinusoidal trained at 6 times.
+
+    Sliding windows and cost as well. Beside Tables 1, 2, 6 and 13 to 15, as far as the paper has these lengths.
+    """
     for method in METHODS:
         variant = Variant("wikitext103", method, 512)
         name = method_name(method)
         for multiple in DEMO_MULTIPLES:
             length = round(512 * multiple)
-            printed = _near(method, length)
-            cells.append(Cell(name, f"{multiple:g} L", printed, "perplexity", variant, EvalProtocol(length), length))
+            yield score(name, f"{multiple:g} L", _near(method, length), variant, length)
         for multiple in (1, 2, 4):
             printed = _stride_one(method).get(str(512 * multiple))
             reading = EvalProtocol(512 * multiple, stride=1)
-            cells.append(Cell(name, f"{multiple} L, sliding", printed, "perplexity", variant, reading))
-        numbers = published()["table1"][method]["512"]
-        cells.append(Cell(name, "training tokens/s", numbers["train_wps_k"] * 1e3, "train speed", variant))
-        cells.append(Cell(name, "training GB", numbers["train_mem_gb"], "train memory", variant))
+            yield Cell(name, f"{multiple} L, sliding", printed, "perplexity", variant, reading)
+        yield from _training(name, variant)
         for length in COST_LENGTHS:
             far = Variant("wikitext103", method, length)
-            cells.append(Cell(name, f"training tokens/s at {length // 512} L", None, "train speed", far))
-    cells += short_and_long()
-    return Experiment("demo", "Four position methods past their training length", tuple(cells), "table")
-
-
-def short_and_long() -> Iterator[Cell]:
-    """The paper's title: ALiBi trained at 512 and read at 3,072, against sinusoidal trained there."""
-    far = EvalProtocol(3072)
+            yield Cell(name, f"training tokens/s at {length // 512} L", None, "train speed", far)
+    # The paper's title: ALiBi trained at 512 and evaluated at 3,072, against sinusoidal trained there.
     short, long = Variant("wikitext103", "alibi", 512), Variant("wikitext103", "sinusoidal", 3072)
-    numbers = published()["table1"]["sinusoidal"]["3072"]
-    yield Cell(label(long), "6 L", 18.67, "perplexity", long, far, 3072)
-    yield Cell(label(long), "training tokens/s", numbers["train_wps_k"] * 1e3, "train speed", long)
-    yield Cell(label(long), "training GB", numbers["train_mem_gb"], "train memory", long)
+    yield score(label(long), "6 L", 18.67, long, 3072)
+    yield from _training(label(long), long)
     for variant in (short, long):
-        yield Cell(label(variant), "over training", None, "learning curve", variant, far)
+        yield Cell(label(variant), "over training", None, "learning curve", variant, EvalProtocol(3072))
+
+
+def _training(row: str, variant: Variant) -> Iterator[Cell]:
+    numbers = published()["table1"][variant.position][str(variant.length)]
+    yield Cell(row, "training tokens/s", numbers["train_wps_k"] * 1e3, "train speed", variant)
+    yield Cell(row, "training GB", numbers["train_mem_gb"], "train memory", variant)
 
 
 def _near(method: str, length: int) -> float | None:
@@ -80,7 +100,9 @@ def _stride_one(method: str) -> dict[str, float]:
     return published()[name]["512"] if name else {}
 
 
-def speed_and_memory() -> Iterator[Cell]:
+@filed("table1", "Speed and memory of training and evaluation")
+def table1() -> Iterator[Cell]:
+    """Speed and memory of four methods at three lengths."""
     for method in METHODS:
         for length in (512, 1024, 3072):
             variant = Variant("wikitext103", method, length)
@@ -91,74 +113,52 @@ def speed_and_memory() -> Iterator[Cell]:
             yield Cell(row, "train GB", numbers["train_mem_gb"], "train memory", variant)
 
 
-@experiments.register("table1")
-def table1() -> Experiment:
-    """Speed and memory of four methods at three lengths."""
-    return Experiment("table1", "Speed and memory of training and reading", tuple(speed_and_memory()))
-
-
 def extrapolation(name: str, length: int, *, speed: bool = True) -> Iterator[Cell]:
     """A sweep past the training length: perplexity and speed of each method at each point."""
     for numbers in published()[name]:
         at = numbers["L_valid"]
         for method in METHODS:
-            variant, reading = Variant("wikitext103", method, length), EvalProtocol(at)
+            variant = Variant("wikitext103", method, length)
             row, column = f"{at:,}", method_name(method)
-            yield Cell(row, column, numbers[f"{method}_ppl"], "perplexity", variant, reading, at)
+            yield score(row, column, numbers[f"{method}_ppl"], variant, at)
             if speed:
                 wps = numbers[f"{method}_wps"]
-                yield Cell(row, f"{column} tokens/s", wps, "read speed", variant, reading, at)
-
-
-def _sweep_table(name: str, length: int) -> None:
-    def build() -> Experiment:
-        title = f"Extrapolation of the four methods, trained at {length}"
-        return Experiment(name, title, tuple(extrapolation(name, length)))
-
-    build.__doc__ = f"Extrapolation of four methods trained at {length}."
-    experiments.register(name)(build)
+                yield Cell(row, f"{column} tokens/s", wps, "read speed", variant, EvalProtocol(at), at)
 
 
 for _name, _length in (("table2", 512), ("table3", 1024), ("table4", 3072)):
-    _sweep_table(_name, _length)
+    _title = f"Extrapolation of the four methods, trained at {_length}"
+    filed(_name, _title)(lambda name=_name, length=_length: extrapolation(name, length))
 
 
 def triangle(name: str, setup: str) -> Iterator[Cell]:
-    """ALiBi by training and reading length, and the others at their own length (Tables 5 and 8)."""
+    """ALiBi by training and evaluation length, and the others at their own length (Tables 5 and 8)."""
     numbers = published()[name]
     for length, row in numbers["alibi"].items():
         variant = Variant(setup, "alibi", int(length))
         for at, value in row.items():
-            yield Cell(label(variant), at, value, "perplexity", variant, EvalProtocol(int(at)), int(at))
+            yield score(label(variant), at, value, variant, int(at))
     for method in ("sinusoidal", "rotary", "t5"):
-        for length, value in numbers.get(f"{method}_L_eq_Lvalid", {}).items():
-            variant, reading = Variant(setup, method, int(length)), EvalProtocol(int(length))
-            yield Cell(
-                f"{method_name(method)}, L = L_valid", length, value, "perplexity", variant, reading, int(length)
-            )
+        for at, value in numbers.get(f"{method}_L_eq_Lvalid", {}).items():
+            yield score(f"{method_name(method)}, L = L_valid", at, value, Variant(setup, method, int(at)), int(at))
 
 
-@experiments.register("table5")
-def table5() -> Experiment:
-    """ALiBi by training length and reading length, and the other methods at their own length."""
-    title = "ALiBi trained at one length and read at longer ones"
-    return Experiment("table5", title, tuple(triangle("table5", "wikitext103")), "lines", (LENGTH, PERPLEXITY))
+@filed("table5", "ALiBi trained at one length and evaluated at longer ones", **BY_LENGTH)
+def table5() -> Iterator[Cell]:
+    """ALiBi by training length and evaluation length, and the other methods at their own length."""
+    return triangle("table5", "wikitext103")
 
 
-@experiments.register("table6")
-def table6() -> Experiment:
+@filed("table6", "Validation and test, without overlap", **BY_SPEED)
+def table6() -> Iterator[Cell]:
     """Valid and test perplexity without overlap, with speeds."""
-    cells = []
     for numbers in published()["table6"]:
         variant, at = Variant("wikitext103", numbers["model"], numbers["L"]), numbers["L_valid"]
         row = label(variant, at)
-        cells += [
-            Cell(row, "train tokens/s", numbers["train_wps_k"] * 1e3, "train speed", variant),
-            Cell(row, "read tokens/s", numbers["inf_wps_k"] * 1e3, "read speed", variant, EvalProtocol(at)),
-            Cell(row, "valid", numbers["valid"], "perplexity", variant, EvalProtocol(at, split="valid")),
-            Cell(row, "test", numbers["test"], "perplexity", variant, EvalProtocol(at, split="test")),
-        ]
-    return Experiment("table6", "Validation and test, without overlap", tuple(cells), "by speed", (SPEED, PERPLEXITY))
+        yield Cell(row, "train tokens/s", numbers["train_wps_k"] * 1e3, "train speed", variant)
+        yield Cell(row, "read tokens/s", numbers["inf_wps_k"] * 1e3, "read speed", variant, EvalProtocol(at))
+        for split in ("valid", "test"):
+            yield Cell(row, split, numbers[split], "perplexity", variant, EvalProtocol(at, split=split))
 
 
 def valid_and_test(name: str, setup: str, stride: int | None) -> Iterator[Cell]:
@@ -175,171 +175,112 @@ def valid_and_test(name: str, setup: str, stride: int | None) -> Iterator[Cell]:
             yield Cell(label(variant, at), split, value, "perplexity", variant, EvalProtocol(at, stride, split))
 
 
-def _valid_and_test_table(name: str, title: str, setup: str, stride: int | None) -> None:
-    def build() -> Experiment:
-        return Experiment(name, title, tuple(valid_and_test(name, setup, stride)))
-
-    build.__doc__ = title + "."
-    experiments.register(name)(build)
-
-
-_valid_and_test_table(
-    "table7", "WikiText-103 with a sliding window of stride 512, beside other work", "wikitext103", 512
-)
+STRIDE_512 = "with a sliding window of stride 512, beside other work"
+filed("table7", f"WikiText-103 {STRIDE_512}")(lambda: valid_and_test("table7", "wikitext103", 512))
+filed("table8", "BookCorpus: ALiBi at longer lengths than trained")(lambda: triangle("table8", "books"))
+filed("table9", "BookCorpus: validation and test, without overlap")(lambda: valid_and_test("table9", "books", None))
+filed("table10", f"BookCorpus {STRIDE_512}")(lambda: valid_and_test("table10", "books", 512))
 
 
-@experiments.register("table8")
-def table8() -> Experiment:
-    """BookCorpus: ALiBi by training length and reading length."""
-    return Experiment("table8", "BookCorpus: ALiBi at longer lengths than trained", tuple(triangle("table8", "books")))
-
-
-_valid_and_test_table("table9", "BookCorpus: validation and test, without overlap", "books", None)
-_valid_and_test_table("table10", "BookCorpus with a sliding window of stride 512, beside other work", "books", 512)
-
-
-def large_row(numbers: dict[str, Any], perplexities: dict[int, float], row: str) -> Iterator[Cell]:
-    variant = Variant("cc100", numbers["model"], numbers["L"])
-    yield Cell(row, "train GB", numbers["mem_gb"], "train memory", variant)
-    for at, value in perplexities.items():
-        yield Cell(row, f"at {at}", value, "perplexity", variant, EvalProtocol(at), at)
-
-
-@experiments.register("table11")
-def table11() -> Experiment:
-    """CC100+RoBERTa, 1.3B parameters, at equal time."""
-    cells: list[Cell] = []
-    for numbers in published()["table11"]:
-        values = {int(key.removeprefix("ppl_")): value for key, value in numbers.items() if key.startswith("ppl_")}
+def large(name: str) -> Iterator[Cell]:
+    """CC100+RoBERTa. Table 11 has one length a row ("ppl_1024") and counts updates, Table 12 has several."""
+    for numbers in published()[name]:
         variant = Variant("cc100", numbers["model"], numbers["L"])
-        cells += large_row(numbers, values, f"{label(variant)}, {numbers['updates_k']}k updates")
-    return Experiment("table11", "CC100+RoBERTa, 1.3B parameters: at equal time", tuple(cells))
+        row = label(variant) + (f", {numbers['updates_k']}k updates" if "updates_k" in numbers else "")
+        yield Cell(row, "train GB", numbers["mem_gb"], "train memory", variant)
+        one = {key.removeprefix("ppl_"): value for key, value in numbers.items() if key.startswith("ppl_")}
+        for at, value in numbers.get("ppl", one).items():
+            yield score(row, f"at {at}", value, variant, int(at))
 
 
-@experiments.register("table12")
-def table12() -> Experiment:
-    """CC100+RoBERTa, 1.3B parameters, at equal updates."""
-    cells: list[Cell] = []
-    for numbers in published()["table12"]:
-        values = {int(at): value for at, value in numbers["ppl"].items()}
-        cells += large_row(numbers, values, label(Variant("cc100", numbers["model"], numbers["L"])))
-    return Experiment("table12", "CC100+RoBERTa, 1.3B parameters: at equal updates", tuple(cells))
+filed("table11", "CC100+RoBERTa, 1.3B parameters: at equal time")(lambda: large("table11"))
+filed("table12", "CC100+RoBERTa, 1.3B parameters: at equal updates")(lambda: large("table12"))
 
 
 def sliding(name: str, method: str) -> Iterator[Cell]:
     for length, row in published()[name].items():
         variant = Variant("wikitext103", method, int(length))
         for at, value in row.items():
-            yield Cell(label(variant), at, value, "perplexity", variant, EvalProtocol(int(at), stride=1), int(at))
-
-
-def _sliding_table(name: str, method: str) -> Callable[[], Experiment]:
-    def build() -> Experiment:
-        return Experiment(
-            name, f"{method_name(method)} under a sliding window of stride 1", tuple(sliding(name, method))
-        )
-
-    build.__doc__ = f"{method_name(method)} under a sliding window of stride 1."
-    return experiments.register(name)(build)
+            yield score(label(variant), at, value, variant, int(at), stride=1)
 
 
 for _name, _method in (("table13", "sinusoidal"), ("table14", "t5"), ("table15", "alibi")):
-    _sliding_table(_name, _method)
+    _title = f"{method_name(_method)} under a sliding window of stride 1"
+    filed(_name, _title)(lambda name=_name, method=_method: sliding(name, method))
 
 
-@experiments.register("fig1")
-def fig1() -> Experiment:
+@filed("fig1", "Extrapolation of the four methods", **BY_LENGTH)
+def fig1() -> Iterator[Cell]:
     """Perplexity against length: four methods, trained at 512 and at 1024."""
-    cells = []
     for name, length in (("table2", 512), ("table3", 1024)):
         for cell in extrapolation(name, length, speed=False):
             assert cell.variant
-            cells.append(replace(cell, row=label(cell.variant), column=cell.row))
-    return Experiment("fig1", "Extrapolation of the four methods", tuple(cells), "lines", (LENGTH, PERPLEXITY))
+            yield replace(cell, row=label(cell.variant), column=cell.row)
 
 
-@experiments.register("fig2")
-def fig2() -> Experiment:
-    """Training speed, reading speed and memory as bars."""
-    return Experiment("fig2", "Speed and memory, as bars", tuple(speed_and_memory()), "bars")
+@filed("fig2", "Speed and memory, as bars", kind="bars")
+def fig2() -> Iterator[Cell]:
+    """Training speed, evaluation speed and memory as bars."""
+    return table1()
 
 
-@experiments.register("fig4")
-def fig4() -> Experiment:
+@filed("fig4", "ALiBi evaluated past its length", **BY_LENGTH)
+def fig4() -> Iterator[Cell]:
     """ALiBi past its length, and sinusoidal models at theirs."""
-    cells = tuple(
-        cell
-        for cell in triangle("table5", "wikitext103")
-        if cell.variant and cell.variant.position in ("alibi", "sinusoidal") and cell.x and cell.x >= 512
-    )
-    return Experiment("fig4", "ALiBi read past its length", cells, "lines", (LENGTH, PERPLEXITY))
+    for cell in triangle("table5", "wikitext103"):
+        if cell.variant and cell.variant.position in ("alibi", "sinusoidal") and cell.x and cell.x >= 512:
+            yield cell
 
 
-@experiments.register("fig5")
-def fig5() -> Experiment:
+@filed("fig5", "Perplexity over training time", kind="lines", axes=("minutes of training", PERPLEXITY))
+def fig5() -> Iterator[Cell]:
     """CC100+RoBERTa: validation perplexity over training time."""
-    cells = []
     for name, points in published()["fig5"].items():
-        model, _, read = name.partition("_Lvalid")
+        model, _, at = name.partition("_Lvalid")
         method = "sinusoidal" if model.startswith("sin") else "alibi"
         variant = Variant("cc100", method, int(model.removeprefix("sin").removeprefix("alibi")))
-        reading = EvalProtocol(int(read))
-        row = label(variant, reading.length)
+        row, reading = label(variant, int(at)), EvalProtocol(int(at))
         for updates, hours, value in points:
-            column = f"{updates:,} updates"
-            cells.append(Cell(row, column, value, "learning curve", variant, reading, hours))
-    return Experiment(
-        "fig5", "Perplexity over training time", tuple(cells), "lines", ("minutes of training", PERPLEXITY)
-    )
+            yield Cell(row, f"{updates:,} updates", value, "learning curve", variant, reading, hours)
 
 
-@experiments.register("fig6")
-def fig6() -> Experiment:
+@filed("fig6", "CC100+RoBERTa: extrapolation", **BY_LENGTH)
+def fig6() -> Iterator[Cell]:
     """CC100+RoBERTa: perplexity against length."""
-    cells = []
     for name, points in published()["fig6"].items():
         method, _, length = name.partition("_L")
         variant = Variant("cc100", method, int(length))
         for at, value in points:
-            cells.append(
-                Cell(label(variant), f"{at:,.0f}", value, "perplexity", variant, EvalProtocol(int(at)), int(at))
-            )
-    return Experiment("fig6", "CC100+RoBERTa: extrapolation", tuple(cells), "lines", (LENGTH, PERPLEXITY))
+            yield score(label(variant), f"{at:,.0f}", value, variant, int(at))
 
 
-@experiments.register("fig7")
-def fig7() -> Experiment:
+@filed("fig7", "Training speed", kind="lines", axes=("training length", SPEED))
+def fig7() -> Iterator[Cell]:
     """Training speed against length."""
-    cells = []
     for method, points in published()["fig7"].items():
         for length, speed in points:
             variant = Variant("wikitext103", method, length)
-            cells.append(Cell(method_name(method), f"{length:,}", speed, "train speed", variant, x=length))
-    return Experiment("fig7", "Training speed", tuple(cells), "lines", ("training length", SPEED))
+            yield Cell(method_name(method), f"{length:,}", speed, "train speed", variant, x=length)
 
 
-@experiments.register("fig8")
-def fig8() -> Experiment:
-    """Perplexity read at 3072 against training length, with each model's training speed."""
-    cells = []
+@filed("fig8", "Training speed and perplexity at 3072", **BY_SPEED)
+def fig8() -> Iterator[Cell]:
+    """Perplexity at 3072 against training length, with each model's training speed."""
     for method, points in published()["fig8"].items():
         for length, (speed, value) in points.items():
             variant, reading = Variant("wikitext103", method, int(length)), EvalProtocol(3072)
-            cells.append(Cell(label(variant), "perplexity at 3072", value, "perplexity", variant, reading, speed))
-            cells.append(Cell(label(variant), "train tokens/s", speed, "train speed", variant))
-    title = "Training speed and perplexity at 3072"
-    return Experiment("fig8", title, tuple(cells), "by speed", (SPEED, PERPLEXITY))
+            yield Cell(label(variant), "perplexity at 3072", value, "perplexity", variant, reading, speed)
+            yield Cell(label(variant), "train tokens/s", speed, "train speed", variant)
 
 
-@experiments.register("fig9")
-def fig9() -> Experiment:
+@filed("fig9", "BookCorpus: ALiBi evaluated past its length", **BY_LENGTH)
+def fig9() -> Iterator[Cell]:
     """BookCorpus: ALiBi past its length, and sinusoidal models at theirs."""
-    cells = tuple(triangle("table8", "books"))
-    return Experiment("fig9", "BookCorpus: ALiBi read past its length", cells, "lines", (LENGTH, PERPLEXITY))
+    return triangle("table8", "books")
 
 
-@experiments.register("fig11")
-def fig11() -> Experiment:
+@filed("fig11", "Sliding window of stride 1", **BY_LENGTH)
+def fig11() -> Iterator[Cell]:
     """ALiBi and sinusoidal under a sliding window of stride 1."""
-    cells = (*sliding("table15", "alibi"), *sliding("table13", "sinusoidal"))
-    return Experiment("fig11", "Sliding window of stride 1", cells, "lines", (LENGTH, PERPLEXITY))
+    yield from sliding("table15", "alibi")
+    yield from sliding("table13", "sinusoidal")
