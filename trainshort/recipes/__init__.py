@@ -14,6 +14,8 @@ The demo's models are the laptop's that stand for the paper's 512 tokens, and ar
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from trainshort import presets
 from trainshort.config import RunConfig
@@ -39,41 +41,35 @@ def recipe_name(scale: Scale, variant: Variant) -> str:
     return f"{scale.name}-{setup}{variant.position}-{scale.length(variant.length)}"
 
 
-def _add(scale: Scale, variant: Variant) -> None:
-    def recipe() -> RunConfig:
-        return scale.config(variant)
-
-    length = scale.length(variant.length)
-    recipe.__doc__ = f"{method_name(variant.position)} trained at {length:,} tokens; {scale.summary}."
-    entry: Callable[[], RunConfig] = recipe
-    name = recipe_name(scale, variant)
-    if name not in recipes:
-        recipes.register(name)(entry)
+def _add(name: str, about: str, config: Callable[..., RunConfig], *of: Any) -> None:
+    recipe = partial(config, *of)
+    recipe.__doc__ = about
+    recipes.register(name)(recipe)
 
 
-for _, _scale in scales.items():
-    for _, _build in experiments.items():
-        for _variant in _build().variants(_scale):
-            _add(_scale, _variant)
-for _position in BESIDE:
-    _add(scales.get("laptop"), Variant("wikitext103", _position, DEMO_LENGTH))
+def _demo(position: str) -> Variant:
+    return Variant("wikitext103", position, DEMO_LENGTH)
 
 
-def _add_encoder(position: str) -> None:
-    def recipe() -> RunConfig:
-        config = scales.get("laptop").config(Variant("wikitext103", position, DEMO_LENGTH))
-        return config.replace(model={"causal": False}, train={"valid_tokens": 65_536})
-
-    recipe.__doc__ = f"A masked language model with {method_name(position)}, on the demo's text and length."
-    recipes.register(f"laptop-mlm-{position}-{recipe().train.length}")(recipe)
+def _encoder(position: str) -> RunConfig:
+    config = scales.get("laptop").config(_demo(position))
+    return config.replace(model={"causal": False}, train={"valid_tokens": 65_536})
 
 
+_wanted = [
+    (scale, one) for _, scale in scales.items() for _, build in experiments.items() for one in build().variants(scale)
+]
+_wanted += [(scales.get("laptop"), _demo(position)) for position in BESIDE]
+for _name, (_scale, _one) in {recipe_name(*both): both for both in _wanted}.items():
+    _told = f"{method_name(_one.position)} trained at {_scale.length(_one.length):,} tokens; {_scale.summary}."
+    _add(_name, _told, _scale.config, _one)
 for _position in ("alibi", "sinusoidal", "rotary"):
-    _add_encoder(_position)
+    _told = f"A masked language model with {method_name(_position)}, on the demo's text and length."
+    _add(f"laptop-mlm-{_position}-{_encoder(_position).train.length}", _told, _encoder, _position)
 
 
 @recipes.register("portable-128")
 def portable() -> RunConfig:
     """The preset of this name, trained as the demo: transformers, llama.cpp and CTranslate2 take it as it is."""
-    config = scales.get("laptop").config(Variant("wikitext103", "alibi", DEMO_LENGTH))
+    config = scales.get("laptop").config(_demo("alibi"))
     return config.model_copy(update={"model": presets.get("portable")().replace(vocabulary=0)})

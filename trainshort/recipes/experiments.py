@@ -9,7 +9,7 @@ scale, so that a table and what is computed for it cannot drift apart.
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
@@ -54,21 +54,21 @@ class Scale:
 
     name: str
     summary: str
-    shrink: int
-    """The paper's lengths are divided by this."""
     lengths: tuple[int, ...]
     """The paper's training lengths that are trained at this scale; the others are left out for time."""
-    left_out: Mapping[str, tuple[int, ...]]
-    """Lengths left out in single experiments, by their names."""
-    stride_one: int
-    """Stride that takes the place of the paper's stride 1."""
-    sliding_tokens: int | None
-    """Tokens of text scored by sliding windows; None: all."""
-    eval_tokens: int | None
-    """Tokens of text scored without overlap; None: all."""
-    longest: int
-    """Longest length that is read at this scale."""
     build: Callable[[Variant], RunConfig]
+    shrink: int = 1
+    """The paper's lengths are divided by this."""
+    left_out: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Lengths left out in single experiments, by their names."""
+    stride_one: int = 1
+    """Stride that takes the place of the paper's stride 1."""
+    sliding_tokens: int | None = None
+    """Tokens of text scored by sliding windows; None: all."""
+    eval_tokens: int | None = None
+    """Tokens of text scored without overlap; None: all."""
+    longest: int = 16_384
+    """Longest length that is evaluated at this scale."""
     split: str = "valid"
     """Split on which perplexities are reported, where a cell names none: validation's, as the paper has it, unless the
     recipe was chosen by that."""

@@ -200,7 +200,7 @@ def _cc100(variant: Variant) -> RunConfig:
 
 scales: Registry[Scale] = Registry("scale")
 
-scales.register("laptop")(
+for _scale in (
     Scale(
         name="laptop",
         summary="two CPU cores, 4 layers of width 128, the embedded corpus, lengths divided by 4",
@@ -214,39 +214,26 @@ scales.register("laptop")(
         split="test",
         build=laptop,
         stand_in=True,
-    )
-)
-scales.register("gpu")(
+    ),
     Scale(
         name="gpu",
         summary="one GPU, 6 layers of width 512, WikiText-103 in sub-words, the paper's lengths",
-        shrink=1,
         lengths=LENGTHS,
-        left_out={},
         stride_one=16,
         sliding_tokens=65_536,
-        eval_tokens=None,
-        longest=16_384,
         build=gpu,
         gpus=1,
         stand_in=True,
-    )
-)
-scales.register("paper")(
+    ),
     Scale(
         name="paper",
         summary="the published setup: 8 GPUs for WikiText-103 and BookCorpus, 128 for CC100+RoBERTa",
-        shrink=1,
         lengths=LENGTHS,
-        left_out={},
-        stride_one=1,
-        sliding_tokens=None,
-        eval_tokens=None,
-        longest=16_384,
         build=paper,
         gpus=8,
-    )
-)
+    ),
+):
+    scales.register(_scale.name)(_scale)
 FIRST_LAPTOP = replace(
     scales.get("laptop"), name="laptop of 0.1.0", build=first_laptop, eval_tokens=16_384, split="valid"
 )
