@@ -95,7 +95,6 @@ def bounds(view: View, position: str) -> tuple[float, float]:
 
 @claim(
     "extrapolation-order",
-    "Sinusoidal positions stop being useful soonest, then rotary, then the T5 bias; ALiBi goes farthest.",
     "trained at 512, best at 512 + 20…50, + 200, + 600 and + 12,000 or more",
     rule=Rule(
         "a8d97b8",
@@ -105,6 +104,7 @@ def bounds(view: View, position: str) -> tuple[float, float]:
     ),
 )
 def extrapolation_order(view: View) -> Outcome:
+    """Sinusoidal positions stop being useful soonest, then rotary, then the T5 bias; ALiBi goes farthest."""
     found = {method: one for method in ORDER if (one := usable(view, method))}
     if len(found) < len(ORDER):
         return missing("the four methods trained at one length (`--only demo`)")
@@ -125,13 +125,9 @@ def _sooner(one: tuple[float, float], other: tuple[float, float]) -> Verdict:
     return "does not hold" if other[1] <= one[0] else "cannot tell"
 
 
-@claim(
-    "alibi-holds",
-    "ALiBi is no worse at many times its training length.",
-    "19.73 at 512, 18.34 at 8,512 (16.6 times)",
-    rule=BY_CHANCE,
-)
+@claim("alibi-holds", "19.73 at 512, 18.34 at 8,512 (16.6 times)", rule=BY_CHANCE)
 def alibi_holds(view: View) -> Outcome:
+    """ALiBi is no worse at many times its training length."""
     change = further(view, "alibi", 16)
     if change is None:
         return missing("an ALiBi model evaluated at 1 and 16 times its length")
@@ -139,13 +135,9 @@ def alibi_holds(view: View) -> Outcome:
     return outcome(opposite(above(change, SLACK - 1)), f"{change.then} at 16 times", reason, change)
 
 
-@claim(
-    "sinusoidal-fails",
-    "Sinusoidal positions fail soon after the training length.",
-    "20.05 at 512, 43.54 at 1,012, 305.65 at 8,512",
-    rule=BY_CHANCE,
-)
+@claim("sinusoidal-fails", "20.05 at 512, 43.54 at 1,012, 305.65 at 8,512", rule=BY_CHANCE)
 def sinusoidal_fails(view: View) -> Outcome:
+    """Sinusoidal positions fail soon after the training length."""
     change, far = further(view, "sinusoidal", 2), ppl(view, trained("sinusoidal"), 16 * BASE)
     if change is None:
         return missing("a sinusoidal model evaluated at 1 and 2 times its length")
@@ -154,13 +146,9 @@ def sinusoidal_fails(view: View) -> Outcome:
     return outcome(above(change, WORSE - 1), text, reason, change, far)
 
 
-@claim(
-    "short-beats-long",
-    "ALiBi trained at 512 and evaluated at 3,072 beats sinusoidal trained at 3,072, on equally many tokens.",
-    "18.40 against 18.67 ± 0.24",
-    rule=BY_CHANCE,
-)
+@claim("short-beats-long", "18.40 against 18.67 ± 0.24", rule=BY_CHANCE)
 def short_beats_long(view: View) -> Outcome:
+    """ALiBi trained at 512 and evaluated at 3,072 beats sinusoidal trained at 3,072, on equally many tokens."""
     change = view.perplexities((SHORT, EvalProtocol(LONG.length)), (LONG, EvalProtocol(LONG.length)))
     if change is None:
         return missing("sinusoidal trained at six times the length (`--only demo` or `table6`)")
@@ -168,13 +156,9 @@ def short_beats_long(view: View) -> Outcome:
     return outcome(below(change, 0), change.against, reason, change)
 
 
-@claim(
-    "recency-helps",
-    "ALiBi is better than sinusoidal already at the training length: preferring near tokens helps.",
-    "19.73 against 20.05 at 512; 17.60 against 18.67 at 3,072",
-    rule=BY_CHANCE,
-)
+@claim("recency-helps", "19.73 against 20.05 at 512; 17.60 against 18.67 at 3,072", rule=BY_CHANCE)
 def recency_helps(view: View) -> Outcome:
+    """ALiBi is better than sinusoidal already at the training length: preferring near tokens helps."""
     changes = {at: one for at in view.scale.lengths if (one := at_length(view, at, "alibi", "sinusoidal"))}
     if not changes:
         return missing("ALiBi and sinusoidal models of one length")
@@ -184,13 +168,9 @@ def recency_helps(view: View) -> Outcome:
     return outcome(every(found), text, reason, *changes.values())
 
 
-@claim(
-    "flat-sliding",
-    "With a sliding window ALiBi's curve is flat: it does not use more context than it was trained with.",
-    "stride 1: 17.98 at 512, 17.92 at 1,024, 18.28 at 2,048",
-    rule=BY_CHANCE,
-)
+@claim("flat-sliding", "stride 1: 17.98 at 512, 17.92 at 1,024, 18.28 at 2,048", rule=BY_CHANCE)
 def flat_sliding(view: View) -> Outcome:
+    """With a sliding window ALiBi's curve is flat: it does not use more context than it was trained with."""
     twice, four = (further(view, "alibi", times, stride=1) for times in (2, 4))
     if twice is None or four is None:
         return missing("ALiBi evaluated with a sliding window at 1, 2 and 4 times its length")
@@ -201,13 +181,9 @@ def flat_sliding(view: View) -> Outcome:
     return outcome(flat, text, reason, twice, four)
 
 
-@claim(
-    "sliding-no-rescue",
-    "Sinusoidal's failure is no matter of evaluation: it fails with a sliding window as well.",
-    "stride 1: 18.35 at 512, 204.42 at 1,024",
-    rule=BY_CHANCE,
-)
+@claim("sliding-no-rescue", "stride 1: 18.35 at 512, 204.42 at 1,024", rule=BY_CHANCE)
 def sliding_no_rescue(view: View) -> Outcome:
+    """Sinusoidal's failure is no matter of evaluation: it fails with a sliding window as well."""
     change = further(view, "sinusoidal", 2, stride=1)
     if change is None:
         return missing("sinusoidal evaluated with a sliding window")
@@ -217,11 +193,11 @@ def sliding_no_rescue(view: View) -> Outcome:
 
 @claim(
     "early-tokens",
-    "What ALiBi gains from longer inputs comes mostly from fewer predictions with little context.",
     "512 to 1,024: 0.92 without overlap (19.73 to 18.81), 0.06 with stride 1 (17.98 to 17.92)",
     rule=BY_CHANCE,
 )
 def early_tokens(view: View) -> Outcome:
+    """What ALiBi gains from longer inputs comes mostly from fewer predictions with little context."""
     runs = view.runs(trained("alibi"))
     sliding_query, plain_query = queries(view.scale, EvalProtocol(BASE, stride=1))
     lengths = [view.scale.length(times * BASE) for times in (1, 2)]
@@ -240,12 +216,10 @@ def early_tokens(view: View) -> Outcome:
     return outcome(below(change, 0) if plain > 0 else "does not hold", text, reason, change)
 
 
-@claim(
-    "optimum-near-2l",
-    "With much data and a large model ALiBi is best near twice its length, then rises mildly (a limit of the method).",
-    "1.3B, trained at 512: 9.79, best 9.30 at 1,012, then 9.96 at 10,512",
-)
+@claim("optimum-near-2l", "1.3B, trained at 512: 9.79, best 9.30 at 1,012, then 9.96 at 10,512")
 def optimum(view: View) -> Outcome:
+    """With much data and a large model ALiBi is best near twice its length, then rises mildly (a limit of the
+    method)."""
     if view.scale.stand_in:
         return missing("the 1.3B model on CC100+RoBERTa; a small model on little text says nothing about it")
     found = sweep(view, Variant("cc100", "alibi", BASE)).values()

@@ -6,13 +6,9 @@ from trainshort.claims.verdicts import BY_CHANCE, Outcome, above, below, claim, 
 from trainshort.recipes.experiments import Variant
 
 
-@claim(
-    "every-length",
-    "The text has ALiBi ahead of sinusoidal at every training length; the table has it behind at the two shortest.",
-    "at 64: 28.46 against 28.03; at 128: 23.98 against 23.81",
-    oddity=True,
-)
+@claim("every-length", "at 64: 28.46 against 28.03; at 128: 23.98 against 23.81", oddity=True)
 def every_length(view: View) -> Outcome:
+    """The text has ALiBi ahead of sinusoidal at every training length; the table has it behind at the two shortest."""
     pairs = {at: [ppl(view, trained(one, at), at) for one in ("alibi", "sinusoidal")] for at in (64, 128)}
     known = [(at, alibi, other) for at, (alibi, other) in pairs.items() if alibi and other]
     if not known:
@@ -23,14 +19,9 @@ def every_length(view: View) -> Outcome:
     return outcome(verdict(ahead), text, "It holds when sinusoidal is ahead.", *both)
 
 
-@claim(
-    "t5-ahead",
-    "The T5 bias is slightly ahead of ALiBi at 512; the text claims ALiBi's superiority only for 1,024 and 3,072.",
-    "19.65 against 19.73",
-    oddity=True,
-    rule=BY_CHANCE,
-)
+@claim("t5-ahead", "19.65 against 19.73", oddity=True, rule=BY_CHANCE)
 def t5_ahead(view: View) -> Outcome:
+    """The T5 bias is slightly ahead of ALiBi at 512; the text claims ALiBi's superiority only for 1,024 and 3,072."""
     change = at_length(view, BASE, "t5", "alibi")
     if change is None:
         return missing("ALiBi and T5 models of one length")
@@ -38,14 +29,9 @@ def t5_ahead(view: View) -> Outcome:
     return outcome(below(change, 0), change.against, reason, change)
 
 
-@claim(
-    "t5-not-flat",
-    "The T5 bias is called relatively flat under stride 1, but rises by 26 % at four times its length.",
-    "17.92 at 512, 22.62 at 2,048",
-    oddity=True,
-    rule=BY_CHANCE,
-)
+@claim("t5-not-flat", "17.92 at 512, 22.62 at 2,048", oddity=True, rule=BY_CHANCE)
 def t5_not_flat(view: View) -> Outcome:
+    """The T5 bias is called relatively flat under stride 1, but rises by 26 % at four times its length."""
     change = further(view, "t5", 4, stride=1)
     if change is None:
         return missing("T5 evaluated with a sliding window")
@@ -53,13 +39,9 @@ def t5_not_flat(view: View) -> Outcome:
     return outcome(above(change, FLAT), change.then, reason, change)
 
 
-@claim(
-    "significant",
-    "18.40 against 18.67 ± 0.24 is called significant; it is 1.1 deviations, against one ALiBi run.",
-    "1.1 deviations",
-    oddity=True,
-)
+@claim("significant", "1.1 deviations", oddity=True)
 def significant(view: View) -> Outcome:
+    """18.40 against 18.67 ± 0.24 is called significant; it is 1.1 deviations, against one ALiBi run."""
     short, long = (ppl(view, one, LONG.length) for one in (SHORT, LONG))
     if short is None or long is None or long.spread is None:
         return missing("several seeds of sinusoidal at the longest length (`--only table6 --seeds 3`)")
@@ -69,13 +51,9 @@ def significant(view: View) -> Outcome:
     return outcome(told, text, "It holds when the gap is below two deviations.", short, long)
 
 
-@claim(
-    "stride-512",
-    "At 3,072 a stride of 512 is slightly better than a stride of 1, though it gives less context.",
-    "sinusoidal 17.95 against 18.03; T5 17.37 against 17.41",
-    oddity=True,
-)
+@claim("stride-512", "sinusoidal 17.95 against 18.03; T5 17.37 against 17.41", oddity=True)
 def coarse_stride(view: View) -> Outcome:
+    """At 3,072 a stride of 512 is slightly better than a stride of 1, though it gives less context."""
     coarse, fine = (ppl(view, LONG, LONG.length, stride) for stride in (512, 1))
     if coarse is None or fine is None:
         return missing("sinusoidal at the longest length with both strides (`--only table7,table13`)")
@@ -84,13 +62,9 @@ def coarse_stride(view: View) -> Outcome:
     return outcome(told, text, "It holds when the coarse stride is better.", coarse, fine)
 
 
-@claim(
-    "sliding-worse",
-    "On BookCorpus ALiBi trained at 512 and evaluated at 3,072 is worse with a sliding window than without.",
-    "13.76 against 13.55",
-    oddity=True,
-)
+@claim("sliding-worse", "13.76 against 13.55", oddity=True)
 def sliding_worse(view: View) -> Outcome:
+    """On BookCorpus ALiBi trained at 512 and evaluated at 3,072 is worse with a sliding window than without."""
     sliding, plain = (ppl(view, Variant("books", "alibi", BASE), 3072, stride) for stride in (512, None))
     if sliding is None or plain is None:
         return missing("ALiBi evaluated at six times its length both ways (`--only table9,table10`)")

@@ -32,13 +32,9 @@ def at_lengths(found: dict[int, Compared]) -> str:
     return "; ".join(f"{one} at {length:,}" for length, one in found.items())
 
 
-@claim(
-    "same-speed",
-    "ALiBi trains within 1 % of sinusoidal's speed.",
-    "28.3k against 28.5k tokens/s (-0.7 %)",
-    rule=BY_ROUNDS,
-)
+@claim("same-speed", "28.3k against 28.5k tokens/s (-0.7 %)", rule=BY_ROUNDS)
 def same_speed(view: View) -> Outcome:
+    """ALiBi trains within 1 % of sinusoidal's speed."""
     found = faster(view, "alibi")
     if not found:
         return missing(NEEDS)
@@ -47,13 +43,9 @@ def same_speed(view: View) -> Outcome:
     return outcome(told, at_lengths(found), reason, *found.values())
 
 
-@claim(
-    "same-memory",
-    "ALiBi needs hardly more memory than sinusoidal to train: under 1 %, and at most 100 MB.",
-    "15.3 against 15.3 GB at 512, 19.3 against 19.2 at 1,024",
-    rule=BY_WEIGHINGS,
-)
+@claim("same-memory", "15.3 against 15.3 GB at 512, 19.3 against 19.2 at 1,024", rule=BY_WEIGHINGS)
 def same_memory(view: View) -> Outcome:
+    """ALiBi needs hardly more memory than sinusoidal to train: under 1 %, and at most 100 MB."""
     alibi, sinusoidal = (view.cost(trained(method), "train memory") for method in ("alibi", "sinusoidal"))
     change = view.memories(trained("alibi"), trained("sinusoidal"))
     if alibi is None or sinusoidal is None or change is None:
@@ -63,13 +55,9 @@ def same_memory(view: View) -> Outcome:
     return outcome(opposite(above(change, min(0.01, 0.1 / sinusoidal.value))), text, reason, change)
 
 
-@claim(
-    "others-slower",
-    "Rotary and the T5 bias train more slowly than sinusoidal.",
-    "at 512: rotary -30 %, T5 bias -49 %, in the authors' code",
-    rule=BY_ROUNDS,
-)
+@claim("others-slower", "at 512: rotary -30 %, T5 bias -49 %, in the authors' code", rule=BY_ROUNDS)
 def others_slower(view: View) -> Outcome:
+    """Rotary and the T5 bias train more slowly than sinusoidal."""
     rotary, t5 = faster(view, "rotary"), faster(view, "t5")
     if not rotary or not t5:
         return missing(NEEDS)
@@ -82,7 +70,6 @@ def others_slower(view: View) -> Outcome:
 
 @claim(
     "sooner",
-    "Trained at 1,024, ALiBi reaches a perplexity at 2,048 about 11 % sooner than sinusoidal trained at 2,048.",
     "1.3B: 11 % sooner on the mean of five points, 26.2 against 29.3 GB",
     rule=Rule(
         "a8d97b8",
@@ -92,6 +79,7 @@ def others_slower(view: View) -> Outcome:
     ),
 )
 def sooner(view: View) -> Outcome:
+    """Trained at 1,024, ALiBi reaches a perplexity at 2,048 about 11 % sooner than sinusoidal trained at 2,048."""
     for setup, near, far in (("cc100", 1024, 2048), ("wikitext103", BASE, 3072)):
         if found := _sooner(view, Variant(setup, "alibi", near), Variant(setup, "sinusoidal", far)):
             return found

@@ -65,11 +65,12 @@ Judged = list[tuple[Claim, Outcome]]
 
 
 def claim(
-    name: str, statement: str, published: str, *, oddity: bool = False, rule: Rule = AT_FIRST
+    name: str, published: str, *, oddity: bool = False, rule: Rule = AT_FIRST
 ) -> Callable[[Callable[[View], Outcome]], Callable[[View], Outcome]]:
-    """Decorator: file a check under its claim."""
+    """Decorator: file a check under its claim, whose statement is the check's docstring."""
 
     def add(check: Callable[[View], Outcome]) -> Callable[[View], Outcome]:
+        statement = " ".join((check.__doc__ or "").split())
         claims.register(name)(Claim(name, statement, published, check, oddity, rule))
         return check
 
