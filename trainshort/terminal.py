@@ -147,6 +147,11 @@ class StopRequest:
 # ---- numbers as people read them
 
 
+def listed(words: list[str]) -> str:
+    """a, b and c"""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
 def perplexity(loss: float) -> float:
     """e to the loss; infinity where that is larger than any float."""
     return math.exp(loss) if loss < 700 else math.inf

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainshort.bench.measurements import BenchResult, Measure, Measurement
+from trainshort.bench.measurements import BenchResult, Measure, Measurement, by_kind
 from trainshort.runs import flatten
 from trainshort.terminal import new_console
 
@@ -140,11 +140,7 @@ def shown(measure: Measure) -> str:
 
 def print_rows(rows: list[Measurement], title: str, console: Console) -> None:
     """Rows of one kind under one head; each kind gets a table of its own."""
-    kinds: dict[tuple[str, ...], list[Measurement]] = {}
-    for row in rows:
-        kinds.setdefault(tuple(row.case), []).append(row)
-    for kind in kinds.values():
-        heads = {name: measure.unit for row in kind for name, measure in row.measured.items()}
+    for kind, heads in by_kind(rows):
         table = Table(title=title, title_justify="left")
         for key in kind[0].case:
             table.add_column(key, justify="left" if isinstance(kind[0].case[key], str) else "right", no_wrap=True)

@@ -113,6 +113,14 @@ def ratio(one: float, other: float, better: Literal["lower", "higher"]) -> Measu
     return Measure(value=one / other, unit=RATIO, better=better)
 
 
+def by_kind(rows: Sequence[Measurement]) -> list[tuple[list[Measurement], dict[str, str]]]:
+    """Rows whose cases have the same parts, for a table of their own, and its columns: each measure with its unit."""
+    kinds: dict[tuple[str, ...], list[Measurement]] = {}
+    for row in rows:
+        kinds.setdefault(tuple(row.case), []).append(row)
+    return [(kind, {name: one.unit for row in kind for name, one in row.measured.items()}) for kind in kinds.values()]
+
+
 def save(bench: BenchResult, path: Path) -> None:
     make_folder(path.parent)
     write_sealed(path, json.loads(bench.model_dump_json()))

@@ -10,6 +10,7 @@ from typing import Any
 
 from trainshort.errors import InputError
 from trainshort.registry import did_you_mean, load_plugins
+from trainshort.terminal import listed
 
 CONTESTANTS = ("plain", "windowed", "clock", "windowed-torch", "written-mask", "mpt", "x-transformers")
 """Who takes part in the attention benchmark unless others are named; every other engine can be."""
@@ -175,11 +176,6 @@ def choose(suites: tuple[str, ...], quick: bool, options: Mapping[str, Any]) -> 
 def wants_memory(plan: AttentionPlan | TrainingPlan | EvaluatePlan | PatchPlan, length: int) -> bool:
     """Whether the memory of this length is measured."""
     return plan.memory == "all" or (plan.memory == "longest" and length == max(plan.lengths))
-
-
-def listed(words: list[str]) -> str:
-    """a, b and c"""
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _other_engines() -> tuple[str, ...]:

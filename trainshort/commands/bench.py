@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from trainshort.commands.parser import Arg, Option, Parser, of_class
 from trainshort.errors import InputError
 from trainshort.files import try_file
-from trainshort.terminal import say
+from trainshort.terminal import listed, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -99,7 +99,7 @@ class Bench:
 
 def suite_options() -> list[Option]:
     """Every setting of a suite, once, with the suites that have it and the default that all of these share."""
-    from trainshort.bench.suites import FULL, listed
+    from trainshort.bench.suites import FULL
 
     found: dict[str, list[tuple[str, Option]]] = {}
     for suite, plan in FULL.items():

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainshort.errors import InputError
 from trainshort.files import read_object, replacing, write_whole
@@ -90,17 +90,13 @@ def round_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in kept if 0.9 * low <= tick <= 1.1 * high]
 
 
-def extent(figure: Figure, *, right: bool) -> tuple[float, float] | None:
-    """Smallest and largest value on one of the two vertical axes."""
-    values = [y for one in figure.series if one.right == right for y in (*one.y, *one.low, *one.high)]
-    finite = [value for value in values if math.isfinite(value) and value > 0]
-    return (min(finite), max(finite)) if finite else None
-
-
-def breadth(figure: Figure) -> tuple[float, float] | None:
-    """Smallest and largest place on the horizontal axis."""
-    places = [x for one in figure.series for x in one.x if isinstance(x, int | float) and x > 0]
-    return (min(places), max(places)) if places else None
+def log_ticks(figure: Figure, axis: Literal["x", "y", "right"]) -> list[float]:
+    """Round numbers for an axis of a figure; none where it would be one, or where bars have names."""
+    upright = (y for one in figure.series if one.right == (axis == "right") for y in (*one.y, *one.low, *one.high))
+    places = (x for one in figure.series for x in one.x if not isinstance(x, str))
+    shown = [at for at in (places if axis == "x" else upright) if math.isfinite(at) and at > 0]
+    ticks = round_ticks(min(shown), max(shown)) if shown else []
+    return ticks if len(ticks) > 1 else []
 
 
 def spaced(places: Sequence[float], most: int = 10) -> tuple[tuple[float, str], ...]:
@@ -212,7 +208,7 @@ def _lines(axes: "Axes", figure: Figure) -> None:
     for one in [axes, right] if right else [axes]:
         if figure.y_log:
             one.set_yscale("log")
-            _plain_log(one.yaxis, extent(figure, right=one is right))
+            _plain_log(one.yaxis, log_ticks(figure, "right" if one is right else "y"))
     axes.spines["right"].set_visible(right is not None)
     if right is not None:
         right.set_ylabel(figure.right_label, fontsize=9, color="#666666")
@@ -220,7 +216,7 @@ def _lines(axes: "Axes", figure: Figure) -> None:
         right.spines["top"].set_visible(False)
     if figure.x_log:
         axes.set_xscale("log", base=2)
-        _plain_log(axes.xaxis, breadth(figure))
+        _plain_log(axes.xaxis, log_ticks(figure, "x"))
     if figure.ticks:
         axes.set_xticks([at for at, _ in figure.ticks], [text.replace("<br>", "\n") for _, text in figure.ticks])
         axes.set_xticks([], minor=True)
@@ -237,11 +233,11 @@ def _lines(axes: "Axes", figure: Figure) -> None:
         axes.legend(handles=shown, frameon=False, fontsize=9)
 
 
-def _plain_log(axis: "Axis", ends: tuple[float, float] | None) -> None:
-    """Plain numbers on a log axis, at round places between `ends` if they are given."""
+def _plain_log(axis: "Axis", ticks: list[float]) -> None:
+    """Plain numbers on a log axis, at these places if there are some."""
     from matplotlib.ticker import FuncFormatter
 
-    if ends and len(ticks := round_ticks(*ends)) > 1:
+    if ticks:
         axis.set_ticks(ticks)
         axis.set_ticks([], minor=True)
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.plots.figures import MARK, Figure, Series, breadth, extent, round_ticks
+from trainshort.plots.figures import MARK, Figure, Series, log_ticks
 
 
 def plotly_script() -> str:
@@ -27,8 +27,8 @@ def specification(figure: Figure) -> dict[str, Any]:
         else:
             traces += _lines(series)
     layout: dict[str, Any] = {
-        "xaxis": _axis(figure.x_label, figure.x_log, breadth(figure)),
-        "yaxis": _axis(figure.y_label, figure.y_log, extent(figure, right=False)),
+        "xaxis": _axis(figure.x_label, figure.x_log, log_ticks(figure, "x")),
+        "yaxis": _axis(figure.y_label, figure.y_log, log_ticks(figure, "y")),
         "showlegend": figure.kind != "bars" and len(figure.series) > 1,
     }
     if figure.marks:
@@ -37,14 +37,14 @@ def specification(figure: Figure) -> dict[str, Any]:
     if figure.ticks:
         layout["xaxis"] |= {"tickvals": [at for at, _ in figure.ticks], "ticktext": [text for _, text in figure.ticks]}
     if figure.right_label:
-        right = _axis(figure.right_label, figure.y_log, extent(figure, right=True))
+        right = _axis(figure.right_label, figure.y_log, log_ticks(figure, "right"))
         layout["yaxis2"] = right | {"overlaying": "y", "side": "right", "showgrid": False}
     return {"name": figure.name, "data": traces, "layout": layout}
 
 
-def _axis(label: str, log: bool, ends: tuple[float, float] | None) -> dict[str, Any]:
+def _axis(label: str, log: bool, ticks: list[float]) -> dict[str, Any]:
     axis = {"title": {"text": label}, "type": "log" if log else "-", "automargin": True}
-    if log and ends and len(ticks := round_ticks(*ends)) > 1:
+    if log and ticks:
         axis |= {"tickvals": ticks, "ticktext": [f"{tick:,g}" for tick in ticks]}
     return axis
 

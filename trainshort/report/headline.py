@@ -12,6 +12,7 @@ from trainshort.evaluate.results import LengthScore, Stored, interval, perplexit
 from trainshort.plots.figures import OTHERS, Figure, Series, color
 from trainshort.recipes.experiments import method_name, published
 from trainshort.runs import run_name
+from trainshort.terminal import listed
 
 PAPER_LENGTH = 512
 LONG = "sinusoidal"
@@ -215,11 +216,7 @@ def sentences(headline: Headline) -> list[str]:
     kept = [f"{name} ({change:+.1%})" for name, change in changes if change <= NO_WORSE]
     lost = [f"{name} by {change:.0%}" for name, change in sorted(changes, key=lambda one: -one[1]) if change > NO_WORSE]
     second = f"Evaluated {longest / length:.0f} times as far, at {longest:,} tokens, "
-    no_worse = f"{_and(kept)} {'is' if len(kept) == 1 else 'are'} no worse."
+    no_worse = f"{listed(kept)} {'is' if len(kept) == 1 else 'are'} no worse."
     second += no_worse if kept else f"every method is worse than at {length:,}."
-    third = f"Getting worse over that distance: {_and(lost)}." if lost else "No method that was tried gets worse."
+    third = f"Getting worse over that distance: {listed(lost)}." if lost else "No method that was tried gets worse."
     return [first, second, third]
-
-
-def _and(parts: list[str]) -> str:
-    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

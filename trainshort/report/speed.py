@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.bench.compare import number
-from trainshort.bench.measurements import BenchResult, Measure, Measurement
+from trainshort.bench.measurements import BenchResult, Measure, Measurement, by_kind
 from trainshort.claims.collection import Collection
 from trainshort.claims.measured import RATES, middle, session
 from trainshort.plots.figures import OTHERS, Figure, Series, color
@@ -127,12 +127,8 @@ def _figure(wanted: Wanted, rows: list[Measurement], path: Path, suffix: str, mo
 
 def _tables(title: str, rows: list[Measurement], path: Path) -> list[SpeedTable]:
     """One for each kind of case."""
-    kinds: dict[tuple[str, ...], list[Measurement]] = {}
-    for row in rows:
-        kinds.setdefault(tuple(row.case), []).append(row)
     made = []
-    for kind in kinds.values():
-        heads = {name: measure.unit for row in kind for name, measure in row.measured.items()}
+    for kind, heads in by_kind(rows):
         cells = [(row.name, [_cell(row.measured.get(name)) for name in heads]) for row in kind]
         columns = [f"{name}, {unit}" if unit else name for name, unit in heads.items()]
         made.append(SpeedTable(title, columns, cells, path))

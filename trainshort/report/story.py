@@ -78,14 +78,18 @@ def trust(headline: Headline, collection: Collection, judged: Judged) -> list[st
             "split, out of the same grid of ways for all (trainshort tune)."
         )
     if judged:
-        counts = tally(judged)
-        told.append(
-            f"Of {sum(counts.values())} claims of the paper {counts['holds']} hold here, {counts['does not hold']} do "
-            f"not, {counts['cannot tell']} cannot be told from chance; not tried: "
-            f"{counts['not testable at this scale']}."
-        )
+        told.append(f"Of {tally(judged).total()} claims of the paper {verdicts(judged)}")
     told.append("Small models on little text: compare the shapes of lines with the paper's, not the values.")
     return told
+
+
+def verdicts(judged: Judged) -> str:
+    """How many claims hold, and how many do not."""
+    counts = tally(judged)
+    return (
+        f"{counts['holds']} hold here, {counts['does not hold']} do not, {counts['cannot tell']} cannot be told from "
+        f"chance; not tested with what was run: {counts['not testable at this scale']}."
+    )
 
 
 def summary(headline: Headline, view: View | None, judged: Judged) -> dict[str, Any]:

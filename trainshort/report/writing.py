@@ -8,7 +8,7 @@ from rich.table import Table
 
 from trainshort.claims.collection import Collection
 from trainshort.claims.measured import View
-from trainshort.claims.verdicts import Claim, Judged, judge, tally
+from trainshort.claims.verdicts import Claim, Judged, judge
 from trainshort.files import make_folder, write_sealed, write_whole
 from trainshort.plots.figures import Figure, draw_all
 from trainshort.report import headline as first
@@ -40,7 +40,7 @@ def write_report(collection: Collection, out: Path) -> Path:
         "lines": headline.lines if headline else (),
         "lengths": headline.lengths if headline else [],
         "claims": judged,
-        "tally": _tally(judged),
+        "tally": story.verdicts(judged),
         "rules": _rules([claim for claim, _ in judged]),
         "scale": scale.name if scale else "",
         "costs": costs,
@@ -74,14 +74,6 @@ def _figures(collection: Collection, headline: first.Headline | None, view: View
     return [figure for figure in made if figure]
 
 
-def _tally(judged: Judged) -> str:
-    counts = tally(judged)
-    return (
-        f"{counts['holds']} hold, {counts['does not hold']} do not, {counts['cannot tell']} cannot be told from "
-        f"chance; not tested with what was run: {counts['not testable at this scale']}."
-    )
-
-
 def _rules(claims: list[Claim]) -> str:
     """Which verdicts follow a rule that was there before the numbers, and which do not."""
     later = [claim for claim in claims if claim.rule.seen]
@@ -99,14 +91,8 @@ def _stored_tables(collection: Collection, tables: list[PaperTable]) -> dict[str
         "format": 1,
         "seeds": len({run.config.train.seed for run in collection.runs.values()}),
         "tables": [
-            {
-                "name": one.name,
-                "title": one.title,
-                "columns": one.columns,
-                "rows": [[row, [_stored_cell(cell) for cell in cells]] for row, cells in one.rows],
-                "note": one.note,
-                "differences": one.differences,
-            }
+            {key: getattr(one, key) for key in ("name", "title", "columns", "rows", "note", "differences")}
+            | {"rows": [[row, [_stored_cell(cell) for cell in cells]] for row, cells in one.rows]}
             for one in tables
         ],
         "provenance": records[-1] if records else {},
