@@ -32,11 +32,15 @@ def result(time: str, forward: float, engine: str = "windowed") -> BenchResult:
             ),
             "training": (row({"model": "alibi", "tokens": 512}, speed=1234.5),),
             "evaluate": (row({"model": "alibi", "tokens": 512}, speed=2345.5),),
-            "decode": tuple(
-                row({"part": "context", "cache": kind, "context": at}, time_per_token=at / 1000)
-                for kind in ("full", "bounded")
-                for at in (1024, 65_536)
+            "decode": (
+                *(
+                    row({"part": "context", "cache": kind, "context": at}, time_per_token=at / 1000)
+                    for kind in ("full", "bounded")
+                    for at in (1024, 65_536)
+                ),
+                row({"part": "trained", "run": "demo", "split": "test", "context": 1024}, keys_kept=12.5),
             ),
+            "patch": (row({"model": "patched", "tokens": 512}, forward=3.5),),
         },
     )
 

@@ -58,7 +58,8 @@ EVALUATE = Wanted("evaluate", "Evaluation speed by method", "model", "tokens", "
 
 
 def speed(collection: Collection) -> Speed | None:
-    """Of every suite the newest result; attention once for each kind of inputs. None without results."""
+    """Of every suite the newest result: of attention for each kind of inputs, of decode for each part. None without
+    results."""
     made = Speed([], [], [])
     used: dict[Path, dict[str, None]] = {}
 
@@ -70,15 +71,18 @@ def speed(collection: Collection) -> Speed | None:
             made.figures.extend(drawn for one in wanted if (drawn := _figure(one, rows, path, suffix, more)))
             made.tables.extend(_tables(f"{suite}{more}", rows, path))
 
-    everything = [row for _, bench in collection.benches for row in _rows(bench, "attention", {})]
-    for index, inputs in enumerate(dict.fromkeys(str(row.case.get("inputs", "")) for row in everything)):
+    def values(suite: str, name: str) -> dict[str, None]:
+        rows = (row for _, bench in collection.benches for row in bench.suites.get(suite, ()))
+        return dict.fromkeys(str(row.case.get(name, "")) for row in rows)
+
+    for index, inputs in enumerate(values("attention", "inputs")):
         suffix = f"-{index + 1}" if index else ""
         add("attention", *ATTENTION, suffix=suffix, more=f", {inputs} inputs", inputs=inputs)
     add("training", TRAINING)
     add("evaluate", EVALUATE)
-    add("decode", DECODE, part="context")
-    for part in ("weights", "greedy", "mpt", "endless"):
-        add("decode", part=part)
+    for part in values("decode", "part"):
+        add("decode", *([DECODE] if part == "context" else []), part=part)
+    add("patch")
     add("prepare")
     benches = dict(collection.benches)
     made.notes.extend(f"{', '.join(suites).capitalize()}: {_note(benches[path])}" for path, suites in used.items())
