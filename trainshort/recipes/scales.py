@@ -6,7 +6,7 @@ many tokens per step at every length.
 """
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -105,25 +105,23 @@ def first_laptop(variant: Variant) -> RunConfig:
     )
 
 
+def _on_gpus(variant: Variant, batch: int, steps: int, every: int, **more: Any) -> TrainConfig:
+    """A GPU's run: in bfloat16, validated and saved every so many steps."""
+    own = {"length": variant.length, "seed": variant.seed, "precision": "bfloat16"}
+    return TrainConfig(batch=batch, steps=steps, valid_every=every, save_every=every, **own, **more)
+
+
 GPU_TOKENS = 36_864
 
 
 def gpu(variant: Variant) -> RunConfig:
     """6 layers, width 512, on WikiText-103 in sub-words: an hour or so on one GPU."""
+    micro = 1 if variant.length > 1024 else None
     return RunConfig(
         model=_as_the_paper(presets.get("small")(), variant.position).replace(dropout=0.1),
         data=DataConfig(corpus="wikitext-103", tokenizer="bpe", vocabulary=8192),
         optim=OptimConfig(lr=1e-3, warmup=1000, clip=1.0),
-        train=TrainConfig(
-            length=variant.length,
-            batch=GPU_TOKENS // variant.length,
-            micro_batch=1 if variant.length > 1024 else None,
-            steps=20_000,
-            seed=variant.seed,
-            precision="bfloat16",
-            valid_every=1000,
-            save_every=1000,
-        ),
+        train=_on_gpus(variant, GPU_TOKENS // variant.length, steps=20_000, every=1000, micro_batch=micro),
     )
 
 
@@ -141,6 +139,7 @@ def _wikitext(variant: Variant) -> RunConfig:
     books = variant.setup == "books"
     # At 2,048 the released command fits 4 sequences in 9,216 tokens, so a step has 65,536; elsewhere 73,728.
     batch = 32 if variant.length == 2048 else PAPER_TOKENS // variant.length
+    micro = 1 if variant.length == 3072 else None
     return RunConfig(
         # A sub-word vocabulary has the size of its tokenizer.json, so the data gives it.
         model=presets.get(variant.setup)().replace(position=variant.position, vocabulary=0 if books else 267_744),
@@ -159,17 +158,7 @@ def _wikitext(variant: Variant) -> RunConfig:
             weight_decay=0.0,
             clip=0.1,
         ),
-        train=TrainConfig(
-            length=variant.length,
-            batch=batch,
-            micro_batch=1 if variant.length == 3072 else None,
-            steps=286_000,
-            seed=variant.seed,
-            precision="bfloat16",
-            valid_every=2000,
-            valid_tokens=217_646,
-            save_every=2000,
-        ),
+        train=_on_gpus(variant, batch, steps=286_000, every=2000, micro_batch=micro, valid_tokens=217_646),
     )
 
 
@@ -182,18 +171,15 @@ def _cc100(variant: Variant) -> RunConfig:
         model=presets.get("cc100")().replace(position=variant.position, vocabulary=0),
         data=DataConfig(corpus="cc100", tokenizer="gpt2/tokenizer.json", vocabulary=51_200),
         optim=OptimConfig(lr=7.5e-5, warmup=2000, schedule="linear", weight_decay=0.0, clip=0.1),
-        train=TrainConfig(
-            length=variant.length,
-            batch=CC100_TOKENS // variant.length,
-            micro_batch=max(1, 2048 // variant.length),
+        train=_on_gpus(
+            variant,
+            CC100_TOKENS // variant.length,
             steps=50_000,
-            seed=variant.seed,
-            precision="bfloat16",
+            every=1000,
+            micro_batch=max(1, 2048 // variant.length),
             parallel="fsdp",
             checkpoint_activations=False,
-            valid_every=1000,
             valid_tokens=649_000,
-            save_every=1000,
         ),
     )
 
