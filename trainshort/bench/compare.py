@@ -127,15 +127,14 @@ def wide_console() -> Console:
     return new_console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
 
 
-def number(measure: Measure) -> str:
+def number(value: float) -> str:
     """`1,234`, `0.57`, `4.3e-08`"""
-    value = measure.value
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def shown(measure: Measure) -> str:
     """With its spread, as a reader's first question is how sure a number is."""
-    return number(measure) + ("" if measure.spread is None else f" ±{100 * measure.spread:.0f}%")
+    return number(measure.value) + ("" if measure.spread is None else f" ±{100 * measure.spread:.0f}%")
 
 
 def print_rows(rows: list[Measurement], title: str, console: Console) -> None:

@@ -2,6 +2,7 @@
 
 import statistics
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -94,38 +95,45 @@ def _rows(bench: BenchResult, suite: str, case: dict[str, str]) -> list[Measurem
     return [row for row in rows if all(row.case.get(name, "") == value for name, value in case.items())]
 
 
+Lines = dict[str, dict[int, tuple[float, float, float]]]
+"""Of each line its points by their place: how much, and the lower and upper end of its band."""
+
+
 def _figure(wanted: Wanted, rows: list[Measurement], path: Path, suffix: str, more: str) -> Figure | None:
     """Lines with a band of their spread; None where nothing was measured."""
-    lines: dict[str, list[tuple[int, float, float, float]]] = {}
+    lines: Lines = {}
     for row in rows:
         measure, at = row.measured.get(wanted.measure), row.case.get(wanted.across)
         if measure is not None and isinstance(at, int) and measure.value > 0:
             value, spread = measure.value, measure.value * (measure.spread or 0.0)
-            point = at, value, max(value - spread, 0.05 * value), value + spread
-            lines.setdefault(str(row.case.get(wanted.line)), []).append(point)
-    series = []
-    for index, (name, points) in enumerate(lines.items()):
-        x, y, low, high = zip(*sorted(points), strict=True)
-        shade = SHADES.get(name) or (color(name) if wanted.line == "model" else OTHERS[index % len(OTHERS)])
-        series.append(Series(method_name(name), x, y, shade, low, high))
-    places = sorted({at for points in lines.values() for at, *_ in points})
-    if not places:
+            point = value, max(value - spread, 0.05 * value), value + spread
+            lines.setdefault(str(row.case.get(wanted.line)), {})[at] = point
+    if not lines:
         return None
+    shades = dict(zip(lines, cycle(OTHERS), strict=False)) if wanted.line != "model" else {}
+    name, title = f"speed-{wanted.name}{suffix}", f"{wanted.title}{more}"
+    drawn = _lines(lines, shades | SHADES, name, title, wanted.across, wanted.label)
+    return replace(drawn, y_log=wanted.log, sources=(path,))
+
+
+def _lines(lines: Lines, shades: dict[str, str], name: str, title: str, x_label: str, y_label: str) -> Figure:
+    """A line of a shade, or else of its method's colour, with a tick at every point."""
+    series = []
+    for line, points in lines.items():
+        x, y, low, high = zip(*((at, *points[at]) for at in sorted(points)), strict=True)
+        series.append(Series(method_name(line), x, y, shades.get(line) or color(line), low, high))
     told = "; ".join(
-        f"{method_name(name)} " + ", ".join(f"{number(Measure(value=y))} at {x:,}" for x, y, *_ in sorted(points))
-        for name, points in lines.items()
+        f"{one.name} " + ", ".join(f"{number(y)} at {x:,}" for x, y in zip(one.x, one.y, strict=True)) for one in series
     )
     return Figure(
-        name=f"speed-{wanted.name}{suffix}",
-        title=f"{wanted.title}{more}",
-        alt=f"{wanted.title}{more}, {wanted.label} against {wanted.across}: {told}.",
+        name=name,
+        title=title,
+        alt=f"{title}, {y_label} against {x_label}: {told}.",
         series=tuple(series),
-        x_label=wanted.across,
-        y_label=wanted.label,
+        x_label=x_label,
+        y_label=y_label,
         x_log=True,
-        y_log=wanted.log,
-        ticks=tuple((at, f"{at:,}") for at in places),
-        sources=(path,),
+        ticks=tuple((at, f"{at:,}") for at in sorted({at for points in lines.values() for at in points})),
     )
 
 
@@ -140,7 +148,7 @@ def _tables(title: str, rows: list[Measurement], path: Path) -> list[SpeedTable]
 
 
 def _cell(measure: Measure | None) -> tuple[str, str]:
-    return (number(measure), repr(measure.value)) if measure else ("", "")
+    return (number(measure.value), repr(measure.value)) if measure else ("", "")
 
 
 def _note(bench: BenchResult) -> str:
@@ -185,32 +193,16 @@ def cost_figures(collection: Collection) -> list[Figure]:
 def _speed(entries: list[dict[str, Any]], name: str, title: str, rounds: str) -> Figure | None:
     """A line per method over the lengths at which it took turns with sinusoidal; None when that is one length."""
     base = {(session(one), one["length"]): one[rounds] for one in entries if one["position"] == AGAINST}
-    lines: dict[str, dict[int, tuple[float, float, float]]] = {}
+    lines: Lines = {}
     for entry in entries:
         turns = base.get((session(entry), entry["length"]))
         if turns and entry["position"] != AGAINST:
             ratios = [theirs / ours for ours, theirs in zip(entry[rounds], turns, strict=True)]
             lines.setdefault(entry["position"], {})[entry["length"]] = middle(ratios)
-    lengths = sorted({at for points in lines.values() for at in points})
-    if len(lengths) < 2:
+    if len({at for points in lines.values() for at in points}) < 2:
         return None
-    series = []
-    for position, points in lines.items():
-        x, y, low, high = zip(*((at, *points[at]) for at in sorted(points)), strict=True)
-        series.append(Series(method_name(position), x, y, color(position), low, high))
-    told = "; ".join(
-        f"{one.name} {one.y[0]:.2f} at {one.x[0]:,} and {one.y[-1]:.2f} at {one.x[-1]:,}" for one in series
-    )
-    return Figure(
-        name=name,
-        title=f"{title}, as a multiple of sinusoidal's",
-        alt=f"{title} by length, as a multiple of sinusoidal's: {told}.",
-        series=tuple(series),
-        x_label="tokens in a sequence",
-        y_label="times sinusoidal's speed",
-        x_log=True,
-        ticks=tuple((length, f"{length:,}") for length in lengths),
-    )
+    title = f"{title}, as a multiple of sinusoidal's"
+    return _lines(lines, {}, name, title, "tokens in a sequence", "times sinusoidal's speed")
 
 
 def _bars(found: list[tuple[dict[str, Any], float]], name: str, title: str, unit: str) -> Figure:
