@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from laboratory import evaluations
 from tiny_paper import tiny_scale, two_methods
 
@@ -19,8 +20,6 @@ SCRIPT = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-import torch
-torch.set_num_threads(1)
 from test_reproduce_kill import one_task
 from trainshort.reproduce.tasks import work
 work(one_task(Path(sys.argv[2]), int(sys.argv[4])), Path(sys.argv[3]))
@@ -42,7 +41,8 @@ def test_killed_in_the_middle_it_goes_on(tmp_path, steps):
     here = Path(__file__).parent
     path = os.pathsep.join((str(here), str(here.parent), str(here.parents[1])))
     arguments = [sys.executable, "-c", SCRIPT, str(here.parent), str(tmp_path), str(tmp_path / "killed"), str(steps)]
-    process = subprocess.Popen(arguments, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+    threads = str(torch.get_num_threads())  # results are bit-exact for one number of threads
+    process = subprocess.Popen(arguments, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": threads})
     metrics = RunFolder(tmp_path / "killed" / task.name).metrics
     try:
         while process.poll() is None and len(read_lines(metrics)) < steps // 3:
