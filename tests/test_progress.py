@@ -3,10 +3,11 @@
 import io
 import math
 
+import pytest
 from rich.console import Console
 
 from trainshort import terminal
-from trainshort.terminal import Display, perplexity
+from trainshort.terminal import Display, Meter, duration, perplexity
 
 UPDATE = {"step": 50, "loss": 2.0, "lr": 1e-3, "tokens_per_second": 12345.6}
 VALID = {"step": 50, "valid_loss": 1.0}
@@ -36,7 +37,7 @@ def test_elsewhere_a_plain_line_comes_now_and_then(monkeypatch):
             display.show(UPDATE | {"step": step})
     lines = console.file.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["0/100", "10/100", "40/100", "100/100"]
-    assert lines[1] == "step 10/100  loss 2.000  ppl 7.389  12,346 tokens/s  lr 1.00e-03  0:00:36 left"
+    assert lines[1] == "step 10/100  loss 2.000  ppl 7.389  12,346 tokens/s  lr 1.00e-03  36 s left"
     assert "\x1b" not in console.file.getvalue()
 
 
@@ -55,3 +56,23 @@ def test_quiet_shows_nothing_but_notes():
 def test_perplexity_does_not_overflow():
     assert perplexity(0.0) == 1.0
     assert perplexity(1e6) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(0.1, "1 s"), (89, "89 s"), (400, "7 min"), (40_000, "11.1 h"), (4_000_000, "1,111.1 h")]
+)
+def test_a_time_is_told_in_one_form_however_long_it_is(seconds, told):
+    assert duration(seconds) == told
+
+
+def test_time_left_goes_by_the_pace_of_this_session(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), force_terminal=False, width=160)
+    with Meter(console) as meter:
+        meter.expect(1.0, 0.4)
+        for amount in (0.0, 0.1, 0.1, 0.4):
+            now[0] += 43_200.0
+            meter.advance(amount, "1 of 2 models")
+    told = ("40% done", "50% done, about 120.0 h left", "60% done, about 72.0 h left")
+    assert console.file.getvalue().splitlines() == [f"  1 of 2 models: {one}" for one in told]

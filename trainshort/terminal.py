@@ -12,14 +12,13 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from functools import cache
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
-    from rich.progress import Progress
+    from rich.progress import Progress, ProgressColumn
     from rich.segment import Segment
     from rich.text import Text
 
@@ -160,11 +159,11 @@ def perplexity(loss: float) -> float:
 def duration(seconds: float) -> str:
     """A time as people say it.
 
-    40 → 40 s      400 → 7 min      40000 → 11.1 h
+    40 → 40 s      400 → 7 min      40000 → 11.1 h      100000 → 27.8 h
     """
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
-    return f"{round(seconds / 60)} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+    return f"{round(seconds / 60)} min" if seconds < 90 * 60 else f"{seconds / 3600:,.1f} h"
 
 
 # ---- progress: a live line at a terminal, an occasional plain line elsewhere. Nothing is read back from here
@@ -173,100 +172,35 @@ PLAIN_SECONDS = 10.0
 """Time between two lines when the output is not a terminal."""
 
 
-class Display:
-    """What a person sees of training: the records of metrics.jsonl as they come, on the console unless `quiet`, on a
-    TensorBoard writer if given."""
-
-    def __init__(
-        self, step: int, steps: int, *, quiet: bool = False, board: Any = None, console: "Console | None" = None
-    ) -> None:
-        self.steps = steps
-        self.quiet = quiet
-        self.console = console or new_console(stderr=True)
-        self.next_line = 0.0
-        self.began, self.first = time.monotonic(), step
-        self.board = board
-        self.live: Progress | None = None
-        if self.console.is_terminal and not quiet:
-            from rich import progress as rich
-
-            columns = (rich.TextColumn("step"), rich.MofNCompleteColumn(), rich.BarColumn(bar_width=20))
-            columns += (rich.TextColumn("{task.fields[numbers]}"), rich.TimeRemainingColumn(compact=True))
-            self.live = rich.Progress(*columns, console=self.console)
-            self.task = self.live.add_task("", total=steps, completed=step, numbers="")
-
-    def __enter__(self) -> Self:
-        if self.live:
-            self.live.start()
-        elif not self.quiet:  # the first line of numbers may be minutes away
-            self._print(f"step {self.first}/{self.steps}  training")
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.live:
-            self.live.stop()
-        if self.board:
-            self.board.close()
-
-    def show(self, record: dict[str, float]) -> None:
-        """One record of metrics.jsonl."""
-        step = int(record["step"])
-        if self.board:
-            for name, value in record.items():
-                if name not in ("step", "seconds"):
-                    self.board.add_scalar(name, value, step)
-        if self.quiet:
-            return
-        where, valid = f"step {step}/{self.steps}", "valid_loss" in record
-        loss = record["valid_loss" if valid else "loss"]
-        if valid:
-            self._print(f"{where}  valid loss {loss:.4f}  ppl {perplexity(loss):.4g}")
-            return
-        numbers = (
-            f"loss {loss:.3f}  ppl {perplexity(loss):.4g}  "
-            f"{record['tokens_per_second']:,.0f} tokens/s  lr {record['lr']:.2e}"
-        )
-        if self.live:
-            self.live.update(self.task, completed=step, numbers=numbers)
-        elif time.monotonic() >= self.next_line or step == self.steps:
-            self.next_line = time.monotonic() + PLAIN_SECONDS
-            self._print(f"{where}  {numbers}  {self._left(step)}")
-
-    def note(self, message: str) -> None:
-        """What is not a number; shown even when quiet."""
-        self._print(f"trainshort: {message}")
-
-    def _print(self, line: str) -> None:
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    def _left(self, step: int) -> str:
-        """Time left, from the pace of this session."""
-        if step <= self.first:
-            return ""
-        seconds = (time.monotonic() - self.began) / (step - self.first) * (self.steps - step)
-        return f"{timedelta(seconds=round(seconds))} left"
-
-
 class Meter:
     """Counts work that is done against work that is expected, in any unit, and says so on `console`."""
 
+    margin, stays = "  ", False
+    """What plain lines begin with, and whether the live line is still seen when the work is done."""
+
     def __init__(self, console: "Console | None" = None) -> None:
         self.console = console or new_console(stderr=True, quiet=True)
-        self.total, self.done, self.what = 0.0, 0.0, "starting"
+        self.total = self.first = self.done = 0.0
+        self.what = "starting"
         self.began = self.told = time.monotonic()
         self._bar: Progress | None = None
+
+    def columns(self) -> "tuple[ProgressColumn, ...]":
+        """What the live line is made of."""
+        from rich import progress as rich
+
+        word = rich.TextColumn
+        work = (rich.SpinnerColumn(), word("{task.description}"), rich.BarColumn(bar_width=30))
+        gone = (word("{task.percentage:>3.0f} %"), rich.TimeElapsedColumn(), word("gone,"))
+        return (*work, *gone, rich.TimeRemainingColumn(compact=True), word("left"))
 
     def __enter__(self) -> Self:
         if self.console.is_terminal and not self.console.quiet:
             from rich import progress as rich
 
-            word = rich.TextColumn
-            columns = (rich.SpinnerColumn(), word("{task.description}"), rich.BarColumn(bar_width=30))
-            columns += (word("{task.percentage:>3.0f} %"), rich.TimeElapsedColumn(), word("gone,"))
-            columns += (rich.TimeRemainingColumn(compact=True), word("left"))
-            self._bar = rich.Progress(*columns, console=self.console, transient=True)
+            self._bar = rich.Progress(*self.columns(), console=self.console, transient=not self.stays)
             self._bar.start()
-            self._bar.add_task(self.what, total=None)
+            self._bar.add_task(self.what, total=self.total or None, completed=self.done)  # pyright: ignore[reportArgumentType]
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -274,11 +208,11 @@ class Meter:
             self._bar.stop()
             self._bar = None
 
-    def expect(self, total: float) -> None:
-        """Forget what was counted; so much is to be done."""
-        self.total, self.done, self.began = total, 0.0, time.monotonic()
+    def expect(self, total: float, done: float = 0) -> None:
+        """Forget what was counted; so much is to be done, of which some was done before."""
+        self.total, self.first, self.done, self.began = total, done, done, time.monotonic()
         if self._bar is not None:
-            self._bar.reset(self._bar.task_ids[0], total=total)
+            self._bar.reset(self._bar.task_ids[0], total=total, completed=done)  # pyright: ignore[reportArgumentType]
 
     def advance(self, amount: float, what: str | None = None) -> None:
         """So much more is done; `what` names the part that it belonged to."""
@@ -286,10 +220,85 @@ class Meter:
         self.what = what or self.what
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self.done, description=self.what)
-        elif time.monotonic() - self.told > PLAIN_SECONDS and self.done < self.total:
-            left = (time.monotonic() - self.began) * (self.total / self.done - 1) if self.done else 0.0
-            self.line(f"{self.what}: {self.done / self.total:.0%} done, about {duration(left)} left")
+        elif self.is_due():
+            self.line(self.state())
+            self.told = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Whether it is time for a plain line."""
+        return self.done < self.total and time.monotonic() - self.told >= PLAIN_SECONDS
+
+    def state(self) -> str:
+        """What a plain line says."""
+        left = self.left()
+        return f"{self.what}: {self.done / self.total:.0%} done{left and f', about {left}'}"
+
+    def left(self) -> str:
+        """Time left, from the pace since `expect`; empty when there is none yet, or nothing is left."""
+        if not self.first < self.done < self.total:
+            return ""
+        pace = (time.monotonic() - self.began) / (self.done - self.first)
+        return f"{duration(pace * (self.total - self.done))} left"
 
     def line(self, text: str) -> None:
-        self.console.print(f"  {text}", highlight=False, markup=False, soft_wrap=True)
-        self.told = time.monotonic()
+        self.console.print(self.margin + text, highlight=False, markup=False, soft_wrap=True)
+
+
+class Display(Meter):
+    """What a person sees of training: the records of metrics.jsonl as they come, on the console unless `quiet`, on a
+    TensorBoard writer if given."""
+
+    margin, stays = "", True
+
+    def __init__(
+        self, step: int, steps: int, *, quiet: bool = False, board: Any = None, console: "Console | None" = None
+    ) -> None:
+        super().__init__(console or new_console(stderr=True))
+        self.expect(steps, step)
+        self.quiet, self.board = quiet, board
+        self.what, self.told = "", -math.inf  # the first numbers are told at once
+
+    def columns(self) -> "tuple[ProgressColumn, ...]":
+        from rich import progress as rich
+
+        steps = (rich.TextColumn("step"), rich.MofNCompleteColumn(), rich.BarColumn(bar_width=20))
+        return (*steps, rich.TextColumn("{task.description}"), rich.TimeRemainingColumn(compact=True))
+
+    def __enter__(self) -> Self:
+        if not self.quiet:
+            super().__enter__()
+            if self._bar is None:  # the first line of numbers may be minutes away
+                self.line(f"step {self.done}/{self.total}  training")
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        super().__exit__(kind, error, trace)
+        if self.board:
+            self.board.close()
+
+    def show(self, record: dict[str, float]) -> None:
+        """One record of metrics.jsonl."""
+        step, valid = int(record["step"]), "valid_loss" in record
+        if self.board:
+            for name, value in record.items():
+                if name not in ("step", "seconds"):
+                    self.board.add_scalar(name, value, step)
+        if self.quiet:
+            return
+        loss = record["valid_loss" if valid else "loss"]
+        told = f"loss {loss:.{4 if valid else 3}f}  ppl {perplexity(loss):.4g}"
+        if valid:
+            self.line(f"step {step}/{self.total}  valid {told}")
+        else:
+            pace = f"{record['tokens_per_second']:,.0f} tokens/s  lr {record['lr']:.2e}"
+            self.advance(step - self.done, f"{told}  {pace}")
+
+    def is_due(self) -> bool:
+        return super().is_due() or self.done == self.total
+
+    def state(self) -> str:
+        return f"step {self.done}/{self.total}  {self.what}  {self.left()}"
+
+    def note(self, message: str) -> None:
+        """What is not a number; shown even when quiet."""
+        self.line(f"trainshort: {message}")

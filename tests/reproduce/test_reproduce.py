@@ -66,7 +66,7 @@ def test_work_goes_to_the_end_and_a_second_run_finds_nothing_to_do(tiny, tmp_pat
     assert not tasks.finished(tmp_path, task)
     reproduce(assignment, tmp_path, console=quiet())
     assert tasks.finished(tmp_path, task)
-    assert tasks.share(tmp_path, task).done == tasks.share(tmp_path, task).total
+    assert tasks.fraction_done([task], tmp_path) == 1.0
     folder = tmp_path / task.name
     sample = json.loads((folder / tasks.SAMPLE).read_text())
     assert [one["end"] for one in sample["passages"]] == [16, 64, 256]

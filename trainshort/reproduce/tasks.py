@@ -8,7 +8,6 @@ has a number. Progress is counted in tokens put through a model; one trained on 
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trainshort.claims.collection import COST_FILE, read_costs
 from trainshort.config import RunConfig
-from trainshort.evaluate.results import Query, Stored, best_step, find, rows
+from trainshort.evaluate.results import Query, best_step, find, rows
 from trainshort.files import make_folder
 from trainshort.recipes.experiments import Experiment, Scale, moments, queries, reseeded
 from trainshort.runs import RunFolder, present, read_metrics, run_name
+from trainshort.terminal import Meter
 
 if TYPE_CHECKING:
     from trainshort.reproduce.launchers import Site
@@ -33,8 +32,6 @@ SAMPLE = Path("samples") / "sample.json"
 REACH = Path("analysis") / "reach.json"
 SAMPLED = "demo"
 """The experiment whose models also write a text; those of its shortest length, which are read far beyond it."""
-PLAIN_SECONDS = 20.0
-"""Time between two lines when the output is not a terminal."""
 
 
 @dataclass
@@ -106,14 +103,6 @@ def _add(experiment: Experiment, scale: Scale, tasks: dict[str, Task]) -> None:
             task.curves.setdefault(moments(scale, reading), set()).add(scale.length(reading.length))
 
 
-@dataclass(frozen=True)
-class Share:
-    """Work done and in all, in tokens read."""
-
-    done: float
-    total: float
-
-
 def trained(folder: Path, task: Task) -> bool:
     return task.config.train.steps in map(step_of, checkpoints(folder))
 
@@ -123,10 +112,22 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for path in present(folder) if (path / "manifest.json").exists()]
 
 
-def missing(found: list[Stored], query: Query, lengths: set[int]) -> list[int]:
-    """Lengths without a number: never tried, or tried and failed (out of memory, cannot), which is tried again."""
-    have = {length for length, (row, _) in rows(found, query).items() if row.status == "scored"}
-    return sorted(lengths - have)
+def missing(folder: Path, task: Task) -> list[tuple[Path, Query, list[int]]]:
+    """Evaluations that a model lacks: of the run or one of its checkpoints, by which query, at which lengths. They
+    have no number: never tried, or tried and failed (out of memory, cannot), which is tried again."""
+    found, best = find(folder), best_step(folder)
+    wanted = [(folder, query, lengths) for query, lengths in task.lengths.items()]
+    for checkpoint in checkpoints(folder) if task.curves else ():
+        step = step_of(checkpoint)
+        # The best one is the run itself: its evaluations lie in one file, and must go on being the run's.
+        path = folder if step == best else checkpoint
+        wanted += [(path, replace(query, step=step), lengths) for query, lengths in task.curves.items()]
+    lacking = []
+    for path, query, lengths in wanted:
+        have = {length for length, (row, _) in rows(found, query).items() if row.status == "scored"}
+        if lengths - have:
+            lacking.append((path, query, sorted(lengths - have)))
+    return lacking
 
 
 def step_of(checkpoint: Path) -> int:
@@ -137,37 +138,26 @@ def finished(root: Path, task: Task) -> bool:
     """Whether nothing is left to do."""
     folder = root / task.name
     extras = (SAMPLE, REACH) if task.sample else ()
-    if not trained(folder, task) or not all((folder / file).exists() for file in extras):
-        return False
-    found = find(folder)
-    if any(missing(found, query, lengths) for query, lengths in task.lengths.items()):
-        return False
-    steps = [step_of(path) for path in checkpoints(folder)]
-    curves = [(replace(query, step=step), lengths) for query, lengths in task.curves.items() for step in steps]
-    return not any(missing(found, query, lengths) for query, lengths in curves)
+    there = trained(folder, task) and all((folder / file).exists() for file in extras)
+    return there and not missing(folder, task)
 
 
-def share(root: Path, task: Task) -> Share:
-    """How far a task is. Text that is not cut counts as 100,000 tokens here; it only shapes the progress bar."""
-    folder, settings = root / task.name, task.config.train
-    step = STEP_WEIGHT * settings.batch * settings.length
-    total = done = 0.0
-    total += step * settings.steps
-    done += step * (settings.steps if trained(folder, task) else last_step(folder))
-    found = find(folder)
-    for query, lengths in task.lengths.items():
-        left = set(missing(found, query, lengths))
-        for length in lengths:
+def fraction_done(tasks: Sequence[Task], root: Path) -> float:
+    """How far tasks are. Text that is not cut counts as 100,000 tokens here; it only shapes the progress bar."""
+    done = total = 0.0
+    for task in tasks:
+        folder, settings = root / task.name, task.config.train
+        step, steps = STEP_WEIGHT * settings.batch * settings.length, [settings.steps]
+        total += step * settings.steps
+        if not trained(folder, task):
+            steps = [record["step"] for record in read_metrics(RunFolder(folder))]
+        done += step * max(steps, default=0)
+        left = {(query, length) for _, query, lengths in missing(folder, task) for length in lengths}
+        for query, length in ((query, length) for query, lengths in task.lengths.items() for length in lengths):
             reads = (query.tokens or 100_000) * (length / (query.stride or length))
             total += reads
-            done += reads * (length not in left)
-    return Share(done, total)
-
-
-def last_step(folder: Path) -> int:
-    """The last step that was logged."""
-    records = read_metrics(RunFolder(folder))
-    return records[-1]["step"] if records else 0
+            done += reads * ((query, length) not in left)
+    return done / max(1.0, total)
 
 
 def work(task: Task, root: Path) -> str:
@@ -187,16 +177,8 @@ def train_model(task: Task, root: Path) -> None:
 def evaluate_model(task: Task, root: Path) -> None:
     """All that is wanted of a trained model: its evaluations, its learning curve, a text, the reach of its heads."""
     folder = root / task.name
-    found = find(folder)
-    for query, lengths in task.lengths.items():
-        _evaluate(folder, query, missing(found, query, lengths))
-    best = best_step(folder)
-    for checkpoint in checkpoints(folder) if task.curves else ():
-        step = step_of(checkpoint)
-        for query, lengths in task.curves.items():
-            at = replace(query, step=step)
-            # The best one is the run itself: its evaluations lie in one file, and must go on being the run's.
-            _evaluate(folder if step == best else checkpoint, at, missing(found, at, lengths))
+    for path, query, lengths in missing(folder, task):
+        _evaluate(path, query, lengths)
     if task.sample:
         from trainshort.reproduce.extras import measure_reach, write_sample
 
@@ -208,8 +190,6 @@ def evaluate_model(task: Task, root: Path) -> None:
 
 def _evaluate(path: Path, query: Query, lengths: list[int]) -> None:
     """Evaluate a run's best weights, or one checkpoint, at some lengths; the report draws them all."""
-    if not lengths:
-        return
     from trainshort.evaluate.session import evaluate
     from trainshort.evaluate.sweep import Sweep
     from trainshort.evaluate.target import RunTarget, open_text
@@ -242,7 +222,7 @@ def reproduce(
                 from trainshort.reproduce.launchers import Site, run_on_cluster
 
                 run_on_cluster(todo, root, done, site or Site(gpus=assignment.scale.gpus))
-    if missing_costs(assignment, root):
+    if assignment.costs.keys() - read_costs(root).keys():  # asked here, since what measures them takes torch
         from trainshort.reproduce.extras import measure_costs
 
         console.print("Measuring speed and memory ...", highlight=False)
@@ -262,55 +242,26 @@ def run_here(todo: list[Task], root: Path, done: Callable[[str], None], jobs: in
         done(work(task, root))
 
 
-def missing_costs(assignment: Assignment, root: Path) -> bool:
-    """Whether a wanted cost was not measured yet; told without torch."""
-    return bool(assignment.costs and assignment.costs.keys() - read_costs(root).keys())
-
-
 @contextmanager
-def _progress(todo: list[Task], root: Path, console: Console) -> Iterator:
-    """The bar follows the files that training and evaluation write, so it serves a cluster as well."""
-    stop = threading.Event()
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), TextColumn("{task.percentage:>3.0f} %"))
-    live = Progress(*columns, TimeRemainingColumn(compact=True), console=console, disable=not console.is_terminal)
-    bar = live.add_task(f"{len(todo)} models", total=1.0)
-    begun = time.monotonic()
-    first = _fraction(todo, root)
-    finished: list[str] = []
+def _progress(todo: list[Task], root: Path, console: Console) -> Iterator[Callable[[str], None]]:
+    """The meter follows the files that training and evaluation write, so it serves a cluster as well."""
+    stop, finished = threading.Event(), 0
 
     def follow() -> None:
-        next_line = begun + PLAIN_SECONDS
         while not stop.wait(1.0):
-            fraction = _fraction(todo, root)
-            live.update(bar, completed=fraction, description=f"{len(finished)} of {len(todo)} models")
-            if not console.is_terminal and time.monotonic() >= next_line:
-                next_line = time.monotonic() + PLAIN_SECONDS
-                console.print(_line(fraction, first, begun, len(finished), len(todo)), highlight=False)
-
-    watcher = threading.Thread(target=follow, daemon=True)
+            meter.advance(fraction_done(todo, root) - meter.done, f"{finished} of {len(todo)} models")
 
     def done(name: str) -> None:
-        finished.append(name)
-        console.print(f"{name} is done ({len(finished)} of {len(todo)}).", highlight=False)
+        nonlocal finished
+        finished += 1
+        console.print(f"{name} is done ({finished} of {len(todo)}).", highlight=False)
 
-    with live:
+    with Meter(console) as meter:
+        meter.expect(1.0, fraction_done(todo, root))
+        watcher = threading.Thread(target=follow, daemon=True)
         watcher.start()
         try:
             yield done
         finally:
             stop.set()
             watcher.join()
-
-
-def _fraction(todo: list[Task], root: Path) -> float:
-    shares = [share(root, task) for task in todo]
-    return sum(share.done for share in shares) / max(1.0, sum(share.total for share in shares))
-
-
-def _line(fraction: float, first: float, begun: float, finished: int, count: int) -> str:
-    """`37 % of all, 1 of 4 models done, about 0:05:10 left`"""
-    left = ""
-    if fraction > first:
-        seconds = int((time.monotonic() - begun) * (1 - fraction) / (fraction - first))
-        left = f", about {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
-    return f"{fraction:.0%} of all, {finished} of {count} models done{left}"
