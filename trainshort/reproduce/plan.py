@@ -19,6 +19,7 @@ from trainshort.recipes.experiments import Experiment, Scale, Variant, published
 from trainshort.recipes.scales import PAPER_GPUS
 from trainshort.registry import VARIABLE, load_plugin, origins
 from trainshort.runs import flatten, run_name
+from trainshort.terminal import duration
 
 GPUS_PER_NODE = 8
 
@@ -53,20 +54,16 @@ def make_plan(chosen: Sequence[Experiment], scale: Scale, root: Path, seeds: int
 
 
 def _entry(scale: Scale, variant: Variant, config: RunConfig, run: Path, costs: dict[str, Any]) -> Entry:
-    gpus = PAPER_GPUS[variant.setup] if scale.name == "paper" else 1 if scale.name == "gpu" else 0
-    settings = config.train
-    tokens = settings.steps * settings.batch * settings.length
-    hours = paper_hours(variant, tokens) if scale.name == "paper" else _measured_hours(costs, run.name, tokens)
-    return Entry(
-        variant=variant,
-        name=run.name,
-        command=command(*nearest_recipe(config, recipe_name(scale, variant)), run, gpus),
-        gpus=gpus,
-        memory=paper_memory(variant) if scale.name == "paper" else None,
-        tokens=tokens,
-        hours=hours,
-        parameters=parameters(config),
-    )
+    tokens = config.train.steps * config.train.batch * config.train.length
+    gpus, memory, hours = scale.gpus, None, None
+    if scale.name == "paper":
+        row = _paper_row(variant)
+        gpus, memory = PAPER_GPUS[variant.setup], row.get("mem_gb", row.get("train_mem_gb"))
+        hours = paper_hours(variant, tokens)
+    elif entry := costs.get(run.name):
+        hours = tokens / (entry["tokens"] / statistics.median(entry["train_seconds"])) / 3600
+    line = command(*nearest_recipe(config, recipe_name(scale, variant)), run, gpus)
+    return Entry(variant, run.name, line, gpus, memory, tokens, hours, parameters(config))
 
 
 def nearest_recipe(config: RunConfig, own: str) -> tuple[str, list[str]]:
@@ -108,43 +105,22 @@ def command(recipe: str, options: Sequence[str], run: Path, gpus: int) -> str:
     return f"torchrun --nnodes={nodes} --nproc_per_node={min(gpus, GPUS_PER_NODE)} {where} -m trainshort {what}"
 
 
-def paper_speed(variant: Variant) -> float | None:
-    """Training tokens per second of one V100, as Table 1 or Figure 7 has it."""
-    row = published()["table1"].get(variant.position, {}).get(str(variant.length))
-    if row:
-        return row["train_wps_k"] * 1e3
-    return dict(published()["fig7"].get(variant.position, [])).get(variant.length)
-
-
 def paper_hours(variant: Variant, tokens: int) -> float | None:
     """Wall-clock hours on the paper's GPUs: ALiBi at 512 on 8 V100, 21.1 billion tokens at 28,300 each: 25.9."""
-    gpus = PAPER_GPUS[variant.setup]
+    row, gpus = _paper_row(variant), PAPER_GPUS[variant.setup]
     if variant.setup == "cc100":
-        row = _large(variant)
         return row["gpu_hours_k"] * 1e3 / gpus if row else None
-    speed = paper_speed(variant)
+    speed = dict(published()["fig7"].get(variant.position, [])).get(variant.length)
+    speed = row["train_wps_k"] * 1e3 if row else speed
     return tokens / gpus / speed / 3600 if speed else None
 
 
-def paper_memory(variant: Variant) -> float | None:
-    """GB per GPU in training, where the paper gives it."""
+def _paper_row(variant: Variant) -> dict[str, Any]:
+    """What the paper measured of this training: a row of Table 12 or Table 1; empty where it has none."""
     if variant.setup == "cc100":
-        row = _large(variant)
-        return row["mem_gb"] if row else None
-    row = published()["table1"].get(variant.position, {}).get(str(variant.length))
-    return row["train_mem_gb"] if row else None
-
-
-def _large(variant: Variant) -> dict[str, Any] | None:
-    rows = published()["table12"]
-    return next((row for row in rows if (row["model"], row["L"]) == (variant.position, variant.length)), None)
-
-
-def _measured_hours(costs: dict[str, Any], name: str, tokens: int) -> float | None:
-    entry = costs.get(name)
-    if entry is None:
-        return None
-    return tokens / (entry["tokens"] / statistics.median(entry["train_seconds"])) / 3600
+        rows = published()["table12"]
+        return next((row for row in rows if (row["model"], row["L"]) == (variant.position, variant.length)), {})
+    return published()["table1"].get(variant.position, {}).get(str(variant.length), {})
 
 
 def parameters(config: RunConfig) -> int:
@@ -164,28 +140,16 @@ def told(entries: Sequence[Entry], scale: Scale) -> str:
     lines = [f"{scale.name}: {scale.summary}", f"{len(entries)} models", ""]
     for one in entries:
         facts = [f"{one.parameters:,} parameters", f"{one.tokens:,} tokens"]
-        if one.gpus:
-            facts.append(f"{one.gpus} GPU{'s' if one.gpus > 1 else ''}")
-        if one.memory:
-            facts.append(f"{one.memory:g} GB each")
-        facts.append(
-            "hours unknown"
-            if one.hours is None
-            else f"{one.hours:,.1f} h"
-            if one.hours >= 1
-            else f"{60 * one.hours:.1f} min"
-        )
+        facts += [f"{one.gpus} GPU{'s' if one.gpus > 1 else ''}"] if one.gpus else []
+        facts += [f"{one.memory:g} GB each"] if one.memory else []
+        facts.append("hours unknown" if one.hours is None else duration(3600 * one.hours))
         lines += [f"{one.name}: {', '.join(facts)}", f"  {one.command}"]
-    known = [one for one in entries if one.hours is not None]
+    known = {one.name: one.hours for one in entries if one.hours is not None}
     if known and scale.name == "paper":
-        gpu_hours = sum((one.hours or 0) * one.gpus for one in known)
-        lines += [
-            "",
-            f"In all {gpu_hours:,.0f} GPU-hours of V100s for {len(known)} models whose speed the paper gives.",
-        ]
+        gpu_hours = sum(one.gpus * known.get(one.name, 0) for one in entries)
+        total = f"{gpu_hours:,.0f} GPU-hours of V100s for {len(known)} models whose speed the paper gives."
+        lines += ["", f"In all {total}"]
     elif known:
-        lines += [
-            "",
-            f"In all {sum(one.hours or 0 for one in known):.1f} h for {len(known)} models, one after the other.",
-        ]
+        total = duration(3600 * sum(known.values()))
+        lines += ["", f"In all {total} for {len(known)} models, one after the other."]
     return "\n".join(lines)
