@@ -211,10 +211,10 @@ def test_a_plan_of_a_scale_without_recipes_names_every_setting(tiny):
     ("options", "sentence"),
     [
         ({"scale": "laptp"}, "Unknown scale 'laptp'. Did you mean 'laptop'? Known: laptop, gpu, paper."),
-        ({"only": "tabel5"}, "Unknown experiment 'tabel5'. Did you mean 'table5'?"),
+        ({"only": ("tabel5",)}, "Unknown experiment 'tabel5'. Did you mean 'table5'?"),
         ({"launcher": "slrm"}, "Unknown launcher 'slrm'. Did you mean 'slurm'? Known: local, slurm."),
         ({"seeds": 0}, "--seeds is a number from 1 to 9, got 0."),
-        ({"scale": "paper", "only": "table5"}, "The paper's scale does not run on one machine. See --plan"),
+        ({"scale": "paper", "only": ("table5",)}, "The paper's scale does not run on one machine. See --plan"),
     ],
 )
 def test_mistakes_are_told(options, sentence):
@@ -230,7 +230,7 @@ def test_slurm_that_is_not_there_is_told(tiny, tmp_path):
     with pytest.raises(InputError, match="Use --launcher local"):
         run_on_cluster(trained_alone(tiny[1]).tasks, tmp_path, lambda name: None, Site())
     with pytest.raises(InputError, match="Use --launcher local"):
-        Reproduce(only="demo", launcher="slurm", out=tmp_path / "runs", report=tmp_path / "page").run()
+        Reproduce(only=("demo",), launcher="slurm", out=tmp_path / "runs", report=tmp_path / "page").run()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -243,7 +243,7 @@ def test_slurm_that_does_not_answer_is_told_before_anything_is_made(tmp_path, mo
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(programs), prepend=":")
     with pytest.raises(InputError, match=r"^Slurm is installed here and does not answer \(squeue\)\."):
-        Reproduce(only="demo", launcher="slurm", out=tmp_path / "runs", report=tmp_path / "page").run()
+        Reproduce(only=("demo",), launcher="slurm", out=tmp_path / "runs", report=tmp_path / "page").run()
     assert list(tmp_path.iterdir()) == [programs]
 
 

@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from trainshort.commands.parser import Arg, Option, Parser, of_class
+from trainshort.commands.parser import Arg, Option, of_class, read_command
 from trainshort.errors import InputError
 from trainshort.files import try_file
 from trainshort.terminal import listed, say
@@ -45,15 +45,13 @@ class Bench:
     """An earlier result; afterwards a table shows what changed."""
     results: Path | None = None
     """A stored result to compare with --against, instead of measuring."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Settings of the suites that were given."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Those of the suites that were given."""
 
     @classmethod
     def parse(cls, words: list[str]) -> "Bench":
         """From the command line: the options above, and one for every setting of a suite."""
-        own = [option for option in of_class(cls) if option.field != "options"]
-        values = Parser("trainshort bench", [*own, *suite_options()], described(cls)).parse(words)
-        return cls(**{one.field: values.pop(one.field) for one in own}, options=values)
+        return read_command(cls, words, suite_options(), described(cls))
 
     def run(self) -> None:
         from trainshort.bench.compare import compare, print_comparison, wide_console
@@ -76,9 +74,9 @@ class Bench:
         from trainshort.bench.measure import run
         from trainshort.bench.suites import choose
 
-        plans = choose(self.suites, self.quick, self.options)
-        inputs = self.options.get("inputs")
-        if self.options.get("layer") is not None and not (inputs and Path(inputs).is_dir()):
+        plans = choose(self.suites, self.quick, self.settings)
+        inputs = self.settings.get("inputs")
+        if self.settings.get("layer") is not None and not (inputs and Path(inputs).is_dir()):
             raise InputError("--layer chooses what is recorded from a run; give --inputs RUN with it.")
         out = self.out or Path("runs/bench") / f"{datetime.now():%Y-%m-%d-%H%M%S}.json"
         if out.exists():
@@ -91,8 +89,7 @@ class Bench:
     def _refuse_measuring(self) -> None:
         if self.against is None:
             raise InputError("--results is compared with another file; give it by --against OLD.json.")
-        given = [name for name, value in self.options.items() if value not in (None, ())]
-        given += [name for name in ("quick", "out", "suites") if getattr(self, name)]
+        given = [*self.settings, *(name for name in ("quick", "out", "suites") if getattr(self, name))]
         if given:
             raise InputError(f"--results compares two stored files and measures nothing; leave out {', '.join(given)}.")
 

@@ -133,10 +133,10 @@ def of_settings(settings: Settings, prefix: str = "", *, leave: Sequence[str] = 
     return found
 
 
-def read_command(kind: type[Any], words: Sequence[str], more: Sequence[Option] = ()) -> Any:
+def read_command(kind: type[Any], words: Sequence[str], more: Sequence[Option] = (), text: str = "") -> Any:
     """A command as its words say. What they give of `more` than its fields becomes its `settings`, by field."""
     own = [option for option in of_class(kind) if option.field != "settings"]
-    given = Parser(f"trainshort {kind.__name__.lower()}", [*own, *more], kind.__doc__ or "").given(words)
+    given = Parser(f"trainshort {kind.__name__.lower()}", [*own, *more], text or kind.__doc__ or "").parse(words)
     if more:
         given["settings"] = {option.field: given.pop(option.field) for option in more if option.field in given}
     return kind(**given)
@@ -166,10 +166,6 @@ class Parser:
     description: str
 
     def parse(self, words: Sequence[str]) -> dict[str, Any]:
-        """Values by field, defaults included."""
-        return {one.field: one.default for one in self.options} | self.given(words)
-
-    def given(self, words: Sequence[str]) -> dict[str, Any]:
         """Values by field, of the options that the words give."""
         left, plain = list(words), []
         values: dict[str, Any] = {}
@@ -229,7 +225,7 @@ class Parser:
             apart = [part.strip() for word in words for part in word.split(",") if part.strip()]
             if not apart:
                 raise self.error(f"{name} names nothing, got '{' '.join(words)}': {option.help}")
-            words = words if option.count else apart
+            words = apart
         kinds = option.kinds if option.count else option.kinds[:1] * len(words)
         made = tuple(self._one(name, kind, word) for kind, word in zip(kinds, words, strict=True))
         return made if get_origin(option.plain) in (tuple, list) else made[0]

@@ -31,9 +31,9 @@ class Reproduce:
 
     scale: str = "laptop"
     """laptop (two cores, minutes), gpu (one GPU, hours) or paper (8 to 128 GPUs, days)."""
-    only: Annotated[str, Arg(names=True)] = ""
+    only: Annotated[tuple[str, ...], Arg(names=True)] = ()
     """Tables and figures by name, such as demo,table5,fig1. Default: all."""
-    methods: Annotated[str, Arg(names=True)] = ""
+    methods: Annotated[tuple[str, ...], Arg(names=True)] = ()
     """Position methods in place of the paper's, such as alibi,mine: in the demo and in tables that compare some."""
     seeds: int = 1
     """Train every model with so many seeds; the report gives mean and spread."""
@@ -56,9 +56,11 @@ class Reproduce:
         from trainshort.reproduce.launchers import cluster, read_site
 
         scale = scales.get(self.scale)
-        chosen = choose(self.only.split(","))
-        if methods := _named(self.methods):
-            chosen = choose_methods(chosen, methods, named=bool(self.only.strip()))
+        chosen = choose(self.only)
+        for name in self.methods:
+            known.get(name)
+        if self.methods:
+            chosen = choose_methods(chosen, list(self.methods), named=bool(self.only))
         if self.launcher not in LAUNCHERS:
             hint = did_you_mean(self.launcher, LAUNCHERS)
             raise InputError(f"Unknown launcher '{self.launcher}'.{hint} Known: {', '.join(LAUNCHERS)}.")
@@ -89,14 +91,6 @@ class Reproduce:
         finish(root, page)
 
 
-def _named(methods: str) -> list[str]:
-    """Position methods from the command line; an unknown one is told before anything is computed."""
-    names = [name.strip() for name in methods.split(",") if name.strip()]
-    for name in names:
-        known.get(name)
-    return names
-
-
 def finish(root: Path, out: Path) -> None:
     """The report, the table of the headline, and where to look."""
     from trainshort.claims.collection import collect
@@ -123,7 +117,7 @@ class Demo:
       trainshort demo --out /tmp/runs --report /tmp/report
     """
 
-    methods: Annotated[str, Arg(names=True)] = ""
+    methods: Annotated[tuple[str, ...], Arg(names=True)] = ()
     """Position methods in place of the paper's four, such as alibi,none or your own."""
     out: Path | None = None
     """Folder of the runs. Default: runs/laptop."""
@@ -131,7 +125,7 @@ class Demo:
     """Folder of the report. Default: report/laptop."""
 
     def run(self) -> None:
-        Reproduce(only="demo", methods=self.methods, out=self.out, report=self.report).run()
+        Reproduce(only=("demo",), methods=self.methods, out=self.out, report=self.report).run()
 
 
 @dataclass(frozen=True)
@@ -167,7 +161,7 @@ class Tune:
       trainshort tune --methods alibi,t5 --tokens 1228800
     """
 
-    methods: Annotated[str, Arg(names=True)] = ""
+    methods: Annotated[tuple[str, ...], Arg(names=True)] = ()
     """Position methods, such as alibi,t5. Default: the paper's four."""
     tokens: int | None = None
     """Tokens that each trial is trained on. Default: 368,640, less than a third of the demo's."""
@@ -179,5 +173,7 @@ class Tune:
 
         if self.tokens is not None and self.tokens < 10_000:
             raise InputError(f"--tokens is what a trial is trained on, at least 10000; got {self.tokens}.")
-        made = tune.trials(_named(self.methods) or list(tune.METHODS), self.tokens or tune.TOKENS)
+        for name in self.methods:
+            known.get(name)
+        made = tune.trials(self.methods or tune.METHODS, self.tokens or tune.TOKENS)
         tell(f"Results: {tune.tune(made, self.out, tell)}")

@@ -153,14 +153,15 @@ class Train:
             )
         base, out = (RunConfig(), Path("runs/RECIPE")) if words[0].startswith("-") else find_recipe(words[0])
         base = with_method(base, words)
-        own = {option.field: option for option in of_class(cls) if option.field != "config"}
-        own["out"] = replace(own["out"], default=out)
+        own = [
+            replace(one, default=out) if one.field == "out" else one for one in of_class(cls) if one.field != "config"
+        ]
         settings = of_settings(base, leave=WRITTEN)
-        parser = RunParser("trainshort train", [*own.values(), *settings], cls.__doc__ or "", base.model.position)
-        chosen = parser.parse(words)
-        config = chosen_config(base, {one.field: chosen[one.field] for one in settings})
+        given = RunParser("trainshort train", [*own, *settings], cls.__doc__ or "", base.model.position).parse(words)
+        config = chosen_config(base, {one.field: given.pop(one.field) for one in settings if one.field in given})
         _refuse_another_text(config, base)
-        return cls(config=config, **{name: chosen[name] for name in own})
+        given.setdefault("out", out)
+        return cls(config=config, **given)
 
     def run(self) -> None:
         from trainshort.parallel import own_rank
@@ -183,14 +184,14 @@ def find_recipe(name: str) -> tuple[RunConfig, Path]:
     from trainshort.recipes import recipes
 
     path = Path(name)
-    if name not in recipes and path.is_dir():
+    if name in recipes or not (path.exists() or path.suffix == ".json"):
+        return recipes.get(name)(), Path("runs") / name
+    if path.is_dir():
         return load_config(path / "config.json"), path
-    if name not in recipes and path.suffix != ".json" and path.exists():
-        mend = f"To train on a text: trainshort train demo-alibi --data.corpus {name}."
-        raise InputError(f"{name} is a file, and neither a recipe nor a run folder nor a config.json. {mend}")
-    if name not in recipes and path.suffix == ".json":
+    if path.suffix == ".json":
         return load_config(path), path.parent if path.name == "config.json" else Path("runs") / path.stem
-    return recipes.get(name)(), Path("runs") / name
+    mend = f"To train on a text: trainshort train demo-alibi --data.corpus {name}."
+    raise InputError(f"{name} is a file, and neither a recipe nor a run folder nor a config.json. {mend}")
 
 
 def _refuse_another_text(config: RunConfig, base: RunConfig) -> None:
