@@ -69,12 +69,8 @@ def _commit() -> str | None:
 
 def _cpu(field: str = "model name") -> str:
     """The processor's name, where the system tells it, or another thing about it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith(field)]
-    return names[0] if names else platform.processor()
+    names = (line.partition(":")[2].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith(field))
+    return next(names, "") or platform.processor()
 
 
 @functools.cache

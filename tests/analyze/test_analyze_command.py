@@ -165,7 +165,7 @@ def test_a_folder_that_is_no_run_is_named_in_quotes(tmp_path, monkeypatch, capsy
 def test_what_takes_minutes_is_asked_last():
     order = sorted(analyses.names(), key=lambda name: analyses.get(name).slow)
     assert order[-1] == "cost"
-    assert all(analyses.get(name).__doc__ for name in order)  # what `trainshort list` shows
+    assert all(analyses.get(name).question for name in order)  # what `trainshort list` shows
 
 
 def test_a_costs_row_says_oom_and_numbers():
@@ -178,11 +178,22 @@ def test_a_costs_row_says_oom_and_numbers():
     cells = [list(column.cells) for column in shown.renderables[1].columns]
     assert cells[2] == ["1,234", "OOM"]
     assert cells[5] == ["2", "2"]
-    assert cost.summary([*rows, {**rows[0], "position": "sinusoidal"}]) == (
-        "at 8 tokens ALiBi infers as fast as sinusoidal, as far as these rounds can tell (±4%)"
+
+
+def test_the_cost_concludes_about_every_method_that_was_measured():
+    def row(position, length, speed):
+        found = {"status": "measured", "tokens_per_second": speed, "spread": 0.02}
+        return {"position": position, "length": length, "inference": found if speed else {"status": "out of memory"}}
+
+    rows = [row("alibi", 8, 1234.5), row("t5", 8, 1240.0), row("mine", 8, None), row("sinusoidal", 4, 1.0)]
+    assert cost.summary([*rows, row("sinusoidal", 8, 2469.0)]) == (
+        "at 8 tokens, inference against sinusoidal's: alibi at 50% (±4%) of its speed; t5 at 50% (±4%) of its speed; "
+        "mine out of memory"
     )
-    slower = {**rows[0], "position": "sinusoidal", "inference": {**measured, "tokens_per_second": 2469.0}}
-    assert cost.summary([*rows, slower]) == "at 8 tokens ALiBi infers at 50% (±4%) of sinusoidal's speed"
+    assert cost.summary(rows) == (
+        "at 8 tokens, inference against alibi's: t5 as fast, as far as these rounds can tell (±4%); mine out of memory"
+    )
+    assert cost.summary(rows[:1]) == cost.summary(rows[2:3]) == "measured up to 8 tokens"
 
 
 @pytest.mark.slow

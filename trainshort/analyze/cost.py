@@ -81,19 +81,25 @@ def _told(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """ALiBi against sinusoidal at the longest length: what the paper's Table 1 is about."""
+    """Every method's inference at the longest length against sinusoidal's, as in the paper's Table 1, or against the
+    first that was measured."""
     longest = max(row["length"] for row in rows)
     at = {row["position"]: row["inference"] for row in rows if row["length"] == longest}
-    both = [at.get(name, OUT_OF_MEMORY) for name in ("alibi", "sinusoidal")]
-    if any(one["status"] != "measured" for one in both):
+    base = next((name for name in (PAPER[0], *at) if at.get(name, OUT_OF_MEMORY)["status"] == "measured"), None)
+    if base is None or len(at) == 1:
         return f"measured up to {longest:,} tokens"
-    ratio = both[0]["tokens_per_second"] / both[1]["tokens_per_second"]
-    spread = sum(one["spread"] or 0.0 for one in both)
+    told = [f"{name} {_against(found, at[base])}" for name, found in at.items() if name != base]
+    return f"at {longest:,} tokens, inference against {base}'s: {'; '.join(told)}"
+
+
+def _against(found: dict[str, Any], base: dict[str, Any]) -> str:
+    if found["status"] != "measured":
+        return found["status"]
+    ratio = found["tokens_per_second"] / base["tokens_per_second"]
+    spread = (found["spread"] or 0.0) + (base["spread"] or 0.0)
     if abs(ratio - 1) <= spread:
-        return (
-            f"at {longest:,} tokens ALiBi infers as fast as sinusoidal, as far as these rounds can tell (±{spread:.0%})"
-        )
-    return f"at {longest:,} tokens ALiBi infers at {ratio:.0%} (±{spread:.0%}) of sinusoidal's speed"
+        return f"as fast, as far as these rounds can tell (±{spread:.0%})"
+    return f"at {ratio:.0%} (±{spread:.0%}) of its speed"
 
 
 def table(result: dict[str, Any]) -> Group:

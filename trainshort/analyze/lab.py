@@ -135,9 +135,6 @@ class Analysis:
     """Raises `InputError` where model, text or lengths do not allow the question. Of all questions that are asked by
     name this is called before the first is begun."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "__doc__", self.question)  # what `trainshort list analyses` shows
-
 
 analyses: Registry[Analysis] = Registry("analysis", needs=("run", "table"))
 

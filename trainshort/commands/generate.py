@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from trainshort import files
 from trainshort.commands.parser import Arg, at_least, of_settings, read_command
 from trainshort.errors import InputError
+from trainshort.generate.settings import GenerateConfig
 from trainshort.terminal import say
 
 if TYPE_CHECKING:
@@ -69,8 +70,6 @@ class Generate:
     @classmethod
     def parse(cls, words: list[str]) -> "Generate":
         """From the command line: the options above, and one for every setting of GenerateConfig."""
-        from trainshort.generate.settings import GenerateConfig
-
         return read_command(cls, words, of_settings(GenerateConfig()))
 
     def run(self) -> int:
@@ -80,7 +79,6 @@ class Generate:
         from trainshort.evaluate.changes import Change
         from trainshort.evaluate.target import refuse_foreign_export
         from trainshort.generate.session import Session
-        from trainshort.generate.settings import GenerateConfig
 
         prompts = self._prompts()
         refuse_foreign_export(self.run_folder)
@@ -102,7 +100,6 @@ class Generate:
     ) -> AbstractContextManager[None]:
         """Inside, the model runs with the change that the options ask for."""
         from trainshort.evaluate.changes import changed
-        from trainshort.generate.settings import GenerateConfig
 
         tokens = GenerateConfig.read(settings).tokens
         if tokens is None or self.interactive or self.save_state or self.resume_state:
@@ -199,7 +196,6 @@ class Generate:
         return [prompt for prompt in prompts for _ in range(self.samples)]
 
     def _stream(self, opened: "Opened", settings: dict[str, Any], prompts: list[str]) -> "TokenStream":
-        from trainshort.generate.settings import GenerateConfig
         from trainshort.generate.state import load_state
         from trainshort.generate.streaming import TokenStream
 

@@ -50,11 +50,11 @@ Work = Callable[[Task, Path], None]
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
-def jobs_for(count: int) -> int:
-    """How many of `count` models to run at a time: with a GPU one, else one for each core."""
+def jobs_here() -> int:
+    """How many models to run at a time: with a GPU one, else one for each core."""
     import torch
 
-    return 1 if torch.cuda.is_available() else max(1, min(count, cores(), MOST))
+    return 1 if torch.cuda.is_available() else min(cores(), MOST)
 
 
 def cores() -> int:
@@ -94,7 +94,10 @@ def run_side_by_side(tasks: list[Task], root: Path, done: Callable[[str], None],
                 else:
                     done(task.name)
     finally:
-        _stop([worker for *_, worker in running.values()])
+        for *_, worker in running.values():
+            worker.terminate()
+        for *_, worker in running.values():
+            worker.join()
     if failed:
         raise InputError(f"{len(failed)} models failed: {'; '.join(failed)}. The same command runs what is missing.")
 
@@ -144,13 +147,6 @@ def _last_word(ended: Connection, worker: BaseProcess) -> str | None:
         worker.join()
 
 
-def _stop(workers: list[BaseProcess]) -> None:
-    for worker in workers:
-        worker.terminate()
-    for worker in workers:
-        worker.join()
-
-
 POLL_SECONDS = 0.5
 QUEUE_SECONDS = 10.0
 """Time between two looks at the queue, which tells of jobs that ended without a word."""
@@ -177,16 +173,16 @@ class Site(Settings):
         """In submitit's words."""
         wanted = {
             "timeout_min": self.minutes,
-            "gpus_per_node": self.gpus or None,
+            "gpus_per_node": self.gpus,
             "cpus_per_task": self.cores,
             "mem_gb": self.memory,
             "slurm_partition": self.partition,
             "slurm_account": self.account,
             "slurm_qos": self.qos,
-            "slurm_setup": list(self.setup) or None,
-            "slurm_additional_parameters": dict(self.options) or None,
+            "slurm_setup": list(self.setup),
+            "slurm_additional_parameters": self.options,
         }
-        return {name: value for name, value in wanted.items() if value is not None}
+        return {name: value for name, value in wanted.items() if value}
 
 
 def read_site(path: Path | None, gpus: int) -> Site:
@@ -233,7 +229,7 @@ def cluster(root: Path, site: Site, kind: str = "slurm") -> Any:
         executor.update_parameters(name="trainshort", **site.parameters())
     except (RuntimeError, ValueError) as error:
         raise InputError(f"submitit cannot start jobs here ({error}). Use --launcher local.") from None
-    if kind == "slurm" and _queued([]) is None:
+    if kind == "slurm" and _queued() is None:
         raise InputError("Slurm is installed here and does not answer (squeue). Start it, or use --launcher local.")
     return executor
 
@@ -251,7 +247,8 @@ def run_on_cluster(tasks: list[Task], root: Path, done: Callable[[str], None], s
             f"Slurm did not take the jobs ({_cause(str(error))}). Say what it wants in a site file (--site), "
             "or use --launcher local."
         ) from None
-    _wait(dict(zip([task.name for task in tasks], jobs, strict=True)), root, done, _queued if kind == "slurm" else None)
+    names = [task.name for task in tasks]
+    _wait(dict(zip(names, jobs, strict=True)), root, done, queue=kind == "slurm")
 
 
 def _cause(message: str) -> str:
@@ -261,19 +258,17 @@ def _cause(message: str) -> str:
     return (errors or lines or ["no reason given"])[-1].partition(": ")[2] or lines[-1]
 
 
-def _queued(ids: list[str]) -> set[str] | None:
-    """Which of these jobs are waiting or running; None when Slurm does not answer just now. Unlike the accounts that
-    submitit asks, the queue is there on every cluster."""
+def _queued() -> set[str] | None:
+    """The jobs that are waiting or running; None when Slurm does not answer just now. Unlike the accounts that submitit
+    asks, the queue is there on every cluster."""
     try:
         asked = subprocess.run(["squeue", "--noheader", "--format=%A"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return set(asked.stdout.split()) & set(ids) if asked.returncode == 0 else None
+    return set(asked.stdout.split()) if asked.returncode == 0 else None
 
 
-def _wait(
-    jobs: dict[str, Any], root: Path, done: Callable[[str], None], queued: Callable[[list[str]], set[str] | None] | None
-) -> None:
+def _wait(jobs: dict[str, Any], root: Path, done: Callable[[str], None], *, queue: bool) -> None:
     """Until all jobs have ended; then the failed ones are named. What the others made stays."""
     failed: list[str] = []
     gone: set[str] = set()
@@ -285,8 +280,8 @@ def _wait(
                 done(name)
             else:
                 failed.append(f"{name} ({_cause(str(error))})")
-        if queued and jobs and time.monotonic() >= look:
-            there = queued([job.job_id for job in jobs.values()])
+        if queue and jobs and time.monotonic() >= look:
+            there = _queued()
             lost = set() if there is None else {name for name, job in jobs.items() if job.job_id not in there}
             for name in lost & gone:  # missing twice, so that a result still on its way is not taken for a failure
                 if not jobs[name].done():

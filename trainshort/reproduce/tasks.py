@@ -232,9 +232,9 @@ def reproduce(
 
 def run_here(todo: list[Task], root: Path, done: Callable[[str], None], jobs: int | None = None) -> None:
     """On this machine, `jobs` models at a time (None: as many as serve), each with its share of the cores."""
-    from trainshort.reproduce.launchers import jobs_for, run_side_by_side  # which import this file
+    from trainshort.reproduce.launchers import jobs_here, run_side_by_side  # which import this file
 
-    jobs = min(len(todo), jobs or jobs_for(len(todo)))
+    jobs = min(len(todo), jobs or jobs_here())
     if jobs > 1:
         run_side_by_side(todo, root, done, jobs)
         return
