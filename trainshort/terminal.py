@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -45,12 +45,10 @@ def say(message: str) -> None:
     print(f"trainshort: {printable(message)}", file=sys.stderr, flush=True)
 
 
-@contextmanager
-def waiting(what: str | None) -> Iterator[None]:
+def waiting(what: str | None) -> AbstractContextManager[object]:
     """Show at a terminal what is waited for, if anything is, until it is over: nothing of it stays, so a refusal is one
     sentence."""
-    with new_console(stderr=True).status(printable(what)) if what and sys.stderr.isatty() else nullcontext():
-        yield
+    return new_console(stderr=True).status(printable(what)) if what and sys.stderr.isatty() else nullcontext()
 
 
 def shown(text: str) -> str:

@@ -52,7 +52,7 @@ def _row(lab: Lab, config: ModelConfig, method: str, length: int) -> dict[str, A
     if isinstance(lab.target, RunTarget) and method == config.position and length <= (longest or length):
         weights = str(lab.target.checkpoint)  # whose table, if it has one, reaches as far
     model = config.replace(position=method).reaching(length)
-    found = lab.notes.get(f"{method} {length}", lambda: measure(model, length, str(lab.target.device), weights))
+    found = lab.noted(f"{method} {length}", lambda: measure(model, length, str(lab.target.device), weights))
     lab.meter.advance(_tokens(length), f"{method} at {length:,} tokens")
     return {"position": method, "length": length, "weights": "run" if weights else "random", **found}
 

@@ -56,8 +56,8 @@ class Lab:
     """Position methods asked for, where several are compared; an analysis has its own when there are none."""
     meter: Meter = field(default_factory=Meter)
     """Where an analysis says how much it will read, and is told to have read it."""
-    notes: "Notes" = field(default_factory=lambda: Notes(None))
-    """What an earlier session measured of the same question before it was stopped."""
+    notes: Path | None = None
+    """File that keeps measurements of one question until it is answered."""
 
     def rng(self) -> np.random.Generator:
         return np.random.default_rng(self.seed)
@@ -120,6 +120,18 @@ class Lab:
             raise InputError(f"{what} looks inside trainshort's own models, and {self.target.name} is none of them.")
         return self.target.model
 
+    def noted(self, key: str, measure: Callable[[], Any]) -> Any:
+        """What an earlier session measured under this key before it was stopped; else what is measured now, which is
+        then noted: for questions that take minutes."""
+        known: dict[str, Any] = {}
+        if self.notes is not None and self.notes.is_file():
+            known = read_object(self.notes, mend="Remove it and analyze again.")
+        if key not in known:
+            known[key] = measure()
+            if self.notes is not None:
+                write_whole(self.notes, json.dumps(known, allow_nan=False))
+        return known[key]
+
 
 @dataclass(frozen=True)
 class Analysis:
@@ -137,24 +149,6 @@ class Analysis:
 
 
 analyses: Registry[Analysis] = Registry("analysis", needs=("run", "table"))
-
-
-class Notes:
-    """Measurements of one analysis that are kept in a file until it is answered, for questions that take minutes."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self.known: dict[str, Any] = (
-            read_object(path, mend="Remove it and analyze again.") if path is not None and path.is_file() else {}
-        )
-
-    def get(self, key: str, measure: Callable[[], Any]) -> Any:
-        """What was noted under this key; else what is measured now, which then is."""
-        if key not in self.known:
-            self.known[key] = measure()
-            if self.path is not None:
-                write_whole(self.path, json.dumps(self.known, allow_nan=False))
-        return self.known[key]
 
 
 def compare(losses: np.ndarray, others: np.ndarray) -> dict[str, Any]:
@@ -206,7 +200,7 @@ def analyze(lab: Lab, text: Text, names: Sequence[str], console: Console, again:
                 chosen.fits(lab)
                 make_folder(path.parent)
                 with Meter(notes) as meter:
-                    result = chosen.run(replace(lab, meter=meter, notes=Notes(partial)))
+                    result = chosen.run(replace(lab, meter=meter, notes=partial))
             except InputError as error:
                 if names:
                     raise

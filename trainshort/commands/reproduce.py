@@ -66,7 +66,7 @@ class Reproduce:
             raise InputError(f"Unknown launcher '{self.launcher}'.{hint} Known: {', '.join(LAUNCHERS)}.")
         if self.site is not None and self.launcher == "local":
             raise InputError("--site says what a Slurm job asks for; give --launcher slurm with it.")
-        site = read_site(self.site, scale.gpus)
+        site = read_site(self.site, scale.gpus) if self.launcher == "slurm" else None
         if not 1 <= self.seeds <= 9:
             raise InputError(f"--seeds is a number from 1 to 9, got {self.seeds}.")
         if self.jobs is not None and (self.jobs < 1 or self.launcher != "local"):
@@ -80,14 +80,14 @@ class Reproduce:
         from trainshort.reproduce.tasks import assign, reproduce
 
         assignment = assign(chosen, scale, range(1, self.seeds + 1))
-        if scale.name == "paper" and self.launcher == "local":
+        if scale.name == "paper" and site is None:
             raise InputError("The paper's scale does not run on one machine. See --plan for the commands to start.")
-        if self.launcher == "slurm":
+        if site is not None:
             cluster(root, site)  # that there is none is told before a folder is made
         try_folder(root)  # both, before either is made
         make_folder(page, mend="Choose another --report.")
         make_folder(root)
-        reproduce(assignment, root, launcher=self.launcher, jobs=self.jobs, site=site, console=new_console())
+        reproduce(assignment, root, jobs=self.jobs, site=site, console=new_console())
         finish(root, page)
 
 

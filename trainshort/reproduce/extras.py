@@ -86,13 +86,9 @@ def _memories(configs: dict[str, RunConfig], device: str) -> dict[str, list[int]
     def weigh(config: RunConfig) -> int | None:
         return alone("rig", config=config.model_dump(mode="json"), device=device)["training"].get("above")
 
-    names = [name for name in configs for _ in range(WEIGHINGS)]
     with ThreadPoolExecutor(cores() if device == "cpu" else 1) as several:
-        found = list(several.map(weigh, [configs[name] for name in names]))
-    return {
-        name: [peak for other, peak in zip(names, found, strict=True) if other == name and peak is not None]
-        for name in configs
-    }
+        begun = {name: several.map(weigh, [config] * WEIGHINGS) for name, config in configs.items()}
+        return {name: [peak for peak in peaks if peak is not None] for name, peaks in begun.items()}
 
 
 WRITTEN, TIMES = 64, (1, 4, 16)

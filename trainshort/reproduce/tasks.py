@@ -59,7 +59,6 @@ class Task:
 class Assignment:
     """All that a set of experiments needs at one scale."""
 
-    scale: Scale
     tasks: list[Task]
     costs: dict[str, RunConfig]
     """Configurations whose speed is measured, by run name."""
@@ -81,7 +80,7 @@ def assign(chosen: Sequence[Experiment], scale: Scale, seeds: Iterable[int] = (1
             config = scale.config(variant)
             costs[run_name(config)] = config
     weighed, read = (_asked(chosen, scale, quantity) for quantity in ("train memory", "read speed"))
-    return Assignment(scale, list(tasks.values()), costs, weighed, read)
+    return Assignment(list(tasks.values()), costs, weighed, read)
 
 
 def _asked(chosen: Sequence[Experiment], scale: Scale, quantity: str) -> frozenset[str]:
@@ -176,9 +175,16 @@ def train_model(task: Task, root: Path) -> None:
 
 def evaluate_model(task: Task, root: Path) -> None:
     """All that is wanted of a trained model: its evaluations, its learning curve, a text, the reach of its heads."""
+    from trainshort.evaluate.session import evaluate
+    from trainshort.evaluate.sweep import Sweep
+    from trainshort.evaluate.target import RunTarget, open_text
+    from trainshort.machine import pick_device
+
     folder = root / task.name
     for path, query, lengths in missing(folder, task):
-        _evaluate(path, query, lengths)
+        target = RunTarget(path, device=pick_device(None))
+        text = open_text(target, (), query.split, query.tokens)
+        evaluate(target, text, Sweep(text.tokens, lengths, query.stride), picture=False)  # the report draws them all
     if task.sample:
         from trainshort.reproduce.extras import measure_reach, write_sample
 
@@ -188,40 +194,27 @@ def evaluate_model(task: Task, root: Path) -> None:
             measure_reach(folder)
 
 
-def _evaluate(path: Path, query: Query, lengths: list[int]) -> None:
-    """Evaluate a run's best weights, or one checkpoint, at some lengths; the report draws them all."""
-    from trainshort.evaluate.session import evaluate
-    from trainshort.evaluate.sweep import Sweep
-    from trainshort.evaluate.target import RunTarget, open_text
-    from trainshort.machine import pick_device
-
-    target = RunTarget(path, device=pick_device(None))
-    text = open_text(target, (), query.split, query.tokens)
-    evaluate(target, text, Sweep(text.tokens, lengths, query.stride), picture=False)
-
-
 def reproduce(
     assignment: Assignment,
     root: Path,
     *,
-    launcher: str = "local",
     jobs: int | None = None,
     site: "Site | None" = None,
     console: Console,
 ) -> None:
-    """Compute what is missing under `root`, here or on a cluster."""
+    """Compute what is missing under `root`: here, or on a cluster if its site is given."""
     todo = [task for task in assignment.tasks if not finished(root, task)]
     kept = len(assignment.tasks) - len(todo)
     if kept:
         console.print(f"{kept} of {len(assignment.tasks)} models are done already, in {root}.", highlight=False)
     if todo:
         with _progress(todo, root, console) as done:
-            if launcher == "local":
+            if site is None:
                 run_here(todo, root, done, jobs)
             else:
-                from trainshort.reproduce.launchers import Site, run_on_cluster
+                from trainshort.reproduce.launchers import run_on_cluster
 
-                run_on_cluster(todo, root, done, site or Site(gpus=assignment.scale.gpus))
+                run_on_cluster(todo, root, done, site)
     if assignment.costs.keys() - read_costs(root).keys():  # asked here, since what measures them takes torch
         from trainshort.reproduce.extras import measure_costs
 
