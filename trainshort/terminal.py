@@ -295,7 +295,7 @@ class Display(Meter):
         return super().is_due() or self.done == self.total
 
     def state(self) -> str:
-        return f"step {self.done}/{self.total}  {self.what}  {self.left()}"
+        return f"step {self.done}/{self.total}  {self.what}  {self.left()}".rstrip()
 
     def note(self, message: str) -> None:
         """What is not a number; shown even when quiet."""

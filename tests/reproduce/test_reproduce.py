@@ -16,6 +16,7 @@ from tiny_paper import tiny_scale, two_methods
 
 from trainshort import registry
 from trainshort.claims.collection import COST_FILE, read_costs
+from trainshort.commands.parser import read_command
 from trainshort.commands.reproduce import Reproduce
 from trainshort.commands.train import Train
 from trainshort.errors import InputError
@@ -205,6 +206,11 @@ def test_a_plan_of_a_scale_without_recipes_names_every_setting(tiny):
     for entry in make_plan([two_methods()], scale, Path("runs with spaces")):
         made = Train.parse(shlex.split(entry.command)[2:])
         assert (made.config, made.out.parent) == (scale.config(entry.variant), Path("runs with spaces"))
+
+
+@pytest.mark.parametrize("words", [["demo,table 5"], ["demo,", "table 5"], ["demo", "table 5"]])
+def test_names_come_with_commas_or_apart(words):
+    assert read_command(Reproduce, ["--only", *words, "--seeds", "2"]) == Reproduce(only=("demo", "table 5"), seeds=2)
 
 
 @pytest.mark.parametrize(
