@@ -87,6 +87,15 @@ def _refuse(verb: str, path: Path, error: OSError | ValueError, mend: str) -> No
     raise InputError(f"Cannot {verb} {path}: {reason(error)}. {mend}".rstrip()) from None
 
 
+@contextmanager
+def refusing(verb: str, path: Path, mend: str) -> Iterator[None]:
+    """Around, or as a decorator of, what the system may refuse: that is told in words."""
+    try:
+        yield
+    except OSError as error:
+        _refuse(verb, path, error, mend)
+
+
 # ---- reading
 
 
@@ -110,13 +119,10 @@ def open_file(path: Path, *, mend: str = RESTORE) -> BufferedReader:
 
 def read_bytes(path: Path, *, mend: str = RESTORE, limit: int = LIMIT) -> bytes:
     """The content of a regular file that is not larger than `limit`."""
-    with open_file(path, mend=mend) as file:
+    with open_file(path, mend=mend) as file, refusing("read", path, mend):
         if os.fstat(file.fileno()).st_size > limit:
             raise InputError(f"Cannot read {path}: it has more than the {limit:,} bytes such a file can have. {mend}")
-        try:
-            return file.read()
-        except OSError as error:
-            _refuse("read", path, error, mend)
+        return file.read()
 
 
 def read_text(path: Path, *, mend: str = RESTORE, limit: int = LIMIT) -> str:
@@ -169,11 +175,8 @@ def _shallow(values: Any) -> bool:
 
 
 def sha256(path: Path, *, mend: str = RESTORE) -> str:
-    with open_file(path, mend=mend) as file:
-        try:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            _refuse("read", path, error, mend)
+    with open_file(path, mend=mend) as file, refusing("read", path, mend):
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---- writing
@@ -274,7 +277,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         what = "link" if path.is_symlink() else "file"
         raise InputError(f"{path} is a {what}, and a new folder was expected there. {ANOTHER}")
     if path.exists() and any(path.iterdir()):
-        raise InputError(f"{path} already exists and is not empty. Choose another --out.")
+        raise InputError(f"{path} already exists and is not empty. {ANOTHER}")
     partial = path.with_name(f".{path.name}{PARTIAL}")
     make_folder(path.parent)
     shutil.rmtree(partial, ignore_errors=True)

@@ -11,12 +11,11 @@ A save writes a new folder beside, brings it to the disk, then renames it. So wh
 before it are untouched, and what is there is complete. A file that changed later is found by its sha256.
 """
 
-import contextlib
 import hashlib
 import math
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from trainshort.checkpoint import folders
 from trainshort.checkpoint.folders import STATE, State, best, find, is_hugging_face, latest, read_state
 from trainshort.config import ModelConfig, RunConfig, load_config, save_config
 from trainshort.errors import InputError
-from trainshort.files import reason, refused, sync, write_whole
+from trainshort.files import refused, refusing, sync, write_whole
 from trainshort.model import TransformerLM
 from trainshort.parallel import World
 from trainshort.terminal import say
@@ -75,7 +74,8 @@ def save(run: Path, snapshot: Snapshot, world: World) -> Path:
     folder = run / "checkpoints" / folders.name(snapshot.state.step)
     if world.first_says(folder.exists):
         return folder  # the same step of the same run: the same content
-    partial, guarded = folders.partial(folder), _guarded(folder)
+    mend = "The checkpoints before it are intact; make room there, then go on by --resume."
+    partial, guarded = folders.partial(folder), refusing("save", folder, mend)
     try:
         world.on_main(guarded(lambda: _begin(partial, snapshot)))
         world.together(guarded(lambda: _write(partial, snapshot, world)))
@@ -84,22 +84,9 @@ def save(run: Path, snapshot: Snapshot, world: World) -> Path:
         world.on_main(guarded(lambda: folders.publish(folder, digests)))
     except BaseException:
         if world.main:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(partial)
+            shutil.rmtree(partial, ignore_errors=True)
         raise
     return folder
-
-
-@contextlib.contextmanager
-def _guarded(folder: Path) -> Iterator[None]:
-    """Around, or as a decorator of, what writes: what a disk can do to it is told in words."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(
-            f"Cannot save {folder}: {reason(error)}. The checkpoints before it are intact; "
-            "make room there, then go on by --resume."
-        ) from error
 
 
 def _begin(partial: Path, snapshot: Snapshot) -> None:

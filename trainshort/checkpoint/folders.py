@@ -210,11 +210,8 @@ def sweep(run: Path) -> None:
     """Clear what a kill left behind: saves and removals that were cut off. Only for the process that holds the run."""
     for path in RunFolder(run).checkpoints.iterdir():
         if path.name.startswith((".partial-", ".removed-")):
-            try:
+            with files.refusing("remove", path, "Remove it, then go on by --resume."):
                 _remove(path)
-            except OSError as error:
-                why = files.reason(error)
-                raise InputError(f"Cannot remove {path}: {why}. Remove it, then go on by --resume.") from None
 
 
 def set_aside(run: Path, after: Path) -> None:

@@ -95,7 +95,7 @@ def jsonl_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Recor
         while line := file.readline(LONGEST_RECORD + 1):
             if len(line) > LONGEST_RECORD:
                 raise InputError(
-                    f"{path}, line {_line_number(path, at)}, has more than {LONGEST_RECORD >> 20} MiB. "
+                    f"{_line(path, at)}, has more than {LONGEST_RECORD >> 20} MiB. "
                     "Write one object per line, and cut what is longer."
                 )
             if line.strip():
@@ -110,21 +110,17 @@ def _record_text(line: bytes, errors: Errors, path: Path, at: int) -> str:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
         if isinstance(error, json.JSONDecodeError):  # which counts lines within the record
             why = f"{error.msg} at its character {error.pos + 1}"
-        raise InputError(
-            f"{path}, line {_line_number(path, at)}, is not JSON ({why}). Write one object per line."
-        ) from None
+        raise InputError(f"{_line(path, at)}, is not JSON ({why}). Write one object per line.") from None
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
-        raise InputError(
-            f"{path}, line {_line_number(path, at)}: expected an object with a string in its field 'text', got "
-            f"{_shown(record)}."
-        )
+        got = _shown(record)
+        raise InputError(f"{_line(path, at)}: expected an object with a string in its field 'text', got {got}.")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:  # half of a surrogate pair, written as \ud800
         if errors == "strict":
             raise InputError(
-                f"{path}, line {_line_number(path, at)}, holds half of a surrogate pair, which is not valid Unicode. "
+                f"{_line(path, at)}, holds half of a surrogate pair, which is not valid Unicode. "
                 "Mend it, or use --errors replace."
             ) from None
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -140,14 +136,14 @@ def _shown(record: Any) -> str:
     return json.dumps(record)[:40]
 
 
-def _line_number(path: Path, at: int) -> int:
-    """Which line of a file begins at byte `at`, counted from 1."""
+def _line(path: Path, at: int) -> str:
+    """The line of a file that begins at byte `at`, as messages name it; lines are counted from 1."""
     number = 1
     with _open(path) as file:
         while at > 0 and (block := file.read(min(at, BLOCK))):
             number += block.count(b"\n")
             at -= len(block)
-    return number
+    return f"{path}, line {number}"
 
 
 def parquet_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Record]:

@@ -22,7 +22,7 @@ from trainshort.errors import InputError
 from trainshort.evaluate.changes import Change
 from trainshort.evaluate.results import Evaluation, LengthScore, save, summarize
 from trainshort.evaluate.target import Target
-from trainshort.files import locked, make_folder, open_file, reason
+from trainshort.files import locked, make_folder, open_file, refusing
 from trainshort.machine import Peak, is_out_of_memory, limited
 from trainshort.masking import ROUNDS, hide, rounds_of
 from trainshort.passes import Pass, Passes, fill
@@ -210,13 +210,9 @@ class Scores:
         self.file.truncate(self.done * KIND.itemsize)
 
     def append(self, losses: np.ndarray) -> None:
-        try:
+        with refusing("write", self.path, "Make room there, then run it again."):
             self.file.write(losses.astype(KIND).tobytes())
             self.file.flush()
-        except OSError as error:
-            raise InputError(
-                f"Cannot write {self.path}: {reason(error)}. Make room there, then run it again."
-            ) from error
         self.done += len(losses)
 
     def read(self) -> np.ndarray:

@@ -14,7 +14,7 @@ import codecs
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -129,30 +129,10 @@ class ByteDecoder:
         return self._utf8.decode(b"", final=True)
 
 
-class WordDecoder:
-    """For tokens that are words: a space between two, a new line at the line end's token."""
-
-    def __init__(self, words: Sequence[str], line_end: int) -> None:
-        self._words = words
-        self._line_end = line_end
-        self._fresh = True
-
-    def push(self, token: int) -> str:
-        if token == self._line_end:
-            self._fresh = True
-            return "\n"
-        space = "" if self._fresh else " "
-        self._fresh = False
-        return space + self._words[token]
-
-    def finish(self) -> str:
-        return ""
-
-
 class WholeDecoder:
     """For any other tokenizer: decodes all tokens since the last safe place, and shows what has become longer.
 
-    Some decoders (WordPiece, SentencePiece) look at neighbours, so no token has a spelling of its own.
+    Some tokenizers (WordPiece, SentencePiece, words) look at neighbours, so no token has a spelling of its own.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:

@@ -18,7 +18,7 @@ from trainshort.data.tokenizer import (
     Ids,
     SavedTokenizer,
     Tokenizer,
-    WordDecoder,
+    WholeDecoder,
     byte_alphabet,
     byte_numbers,
     cut,
@@ -198,11 +198,11 @@ class WordTokenizer(Tokenizer):
         return self.encode(text if finished else text + "\n")
 
     def decode(self, ids: Iterable[int]) -> str:
-        decoder = self.decoder()
-        return "".join(decoder.push(token) for token in self.checked(ids))
+        words = ["\n" if token == self.LINE_END else self.words[token] for token in self.checked(ids)]
+        return " ".join(words).replace(" \n", "\n").replace("\n ", "\n")
 
     def decoder(self) -> Decoder:
-        return WordDecoder(self.words, self.LINE_END)
+        return WholeDecoder(self.decode)
 
     def to_json(self) -> str:
         from tokenizers import Regex, models, normalizers, pre_tokenizers
