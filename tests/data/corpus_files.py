@@ -11,6 +11,7 @@ from trainshort.config import DataConfig
 from trainshort.data.corpus import find_corpus
 from trainshort.data.document import Corpus
 from trainshort.data.meta import FILE as CHECKED_FILE
+from trainshort.data.meta import Prepared
 
 
 def write_parquet(path: Path, texts: list, group: int = 3, column: str = "text") -> None:
@@ -33,6 +34,12 @@ def part(folder: Path, name: str, count: int) -> Corpus:
 
 def settings(text: Path, folder: Path | None, **changes) -> DataConfig:
     return DataConfig.read({"corpus": str(text), "folder": folder, "vocabulary": 300} | changes)
+
+
+def verify(prepared: Prepared) -> None:
+    """Read everything once more, whatever is remembered, and compare it with the checksums."""
+    (prepared.folder / CHECKED_FILE).unlink()
+    prepared.check()
 
 
 def content(folder: Path) -> dict[str, str]:

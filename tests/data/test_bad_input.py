@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from corpus_files import part, texts, write_parquet
+from corpus_files import part, texts, verify, write_parquet
 
 from trainshort.config import DataConfig
 from trainshort.data import open_data, prepare
@@ -230,4 +230,4 @@ def test_too_few_open_files_are_told(prepared: Path, tmp_path: Path) -> None:
             prepare(config, progress=False, workers=2)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    prepare(config, progress=False).verify()
+    verify(prepare(config, progress=False))

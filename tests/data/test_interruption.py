@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from corpus_files import content, settings
+from corpus_files import content, settings, verify
 
 from trainshort.data import open_data, prepare
 from trainshort.data import pipeline as pipeline_module
@@ -87,7 +87,7 @@ def check_kills(text: Path, tmp_path: Path, kills: int) -> int:
     prepare(settings(text, tmp_path / "whole"), progress=False)
     hit = kill_until_done(text, tmp_path / "killed", kills, seed=int(tmp_path.name))
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
-    open_data(tmp_path / "killed").verify()
+    verify(open_data(tmp_path / "killed"))
     return hit
 
 
@@ -151,7 +151,7 @@ def interrupted(text: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with monkeypatch.context() as patch:
         patch.setattr(pipeline_module, "PIECE_CHARACTERS", 50_000)
         patch.setattr(pipeline_module, "COMMIT_SECONDS", 0)
-        patch.setattr(pipeline_module, "_finish", lambda job: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(pipeline_module, "_finish", lambda job, note: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prepare(settings(text, folder), progress=False, workers=1)
 
@@ -169,7 +169,7 @@ def test_without_resume_it_begins_anew(text: Path, tmp_path: Path, monkeypatch: 
     (tmp_path / "out" / "train.bin").write_bytes(b"")  # damage that continuing would notice
     with pytest.raises(InputError, match=r"train\.bin is shorter than unfinished\.json says"):
         prepare(settings(text, tmp_path / "out"), progress=False)
-    prepare(settings(text, tmp_path / "out"), progress=False, resume=False).verify()
+    verify(prepare(settings(text, tmp_path / "out"), progress=False, resume=False))
 
 
 def test_ctrl_c_says_how_to_continue(text: Path, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_ctrl_c_says_how_to_continue(text: Path, tmp_path: Path) -> None:
     _, said = child.communicate()
     assert child.returncode == 130
     assert said.strip() == f"Stopped. The same command continues in {tmp_path / 'out'}."
-    prepare(settings(text, tmp_path / "out"), progress=False).verify()
+    verify(prepare(settings(text, tmp_path / "out"), progress=False))
 
 
 def test_workers_leave_when_their_parent_is_killed(text: Path, tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_killed_worker_is_told(text: Path, tmp_path: Path, monkeypatch: pytest
     assert bystander.poll() is None
     bystander.communicate()
     monkeypatch.setattr(pipeline_module.Writer, "append", original)
-    prepare(settings(text, tmp_path / "out"), progress=False, workers=2).verify()
+    verify(prepare(settings(text, tmp_path / "out"), progress=False, workers=2))
 
 
 def test_a_full_disk_is_told_and_nothing_is_lost(text: Path, tmp_path: Path) -> None:
@@ -247,4 +247,4 @@ def test_two_processes_share_one_folder(text: Path, tmp_path: Path) -> None:
     """As under torchrun: the second waits for the first, and opens what it made."""
     both = [start(text, tmp_path / "out", workers=1) for _ in range(2)]
     assert [child.wait() for child in both] == [0, 0]
-    open_data(tmp_path / "out").verify()
+    verify(open_data(tmp_path / "out"))

@@ -17,7 +17,7 @@ from pathlib import Path
 from trainshort.data.corpus import corpora
 from trainshort.data.text_files import file_corpus
 from trainshort.data.tokenizer import tokenizers
-from trainshort.data.tokenizer.built import WordTokenizer, count_words
+from trainshort.data.tokenizer.built import WordTokenizer
 
 @corpora.register("poems")
 def poems():
@@ -33,7 +33,7 @@ class Shouted(WordTokenizer):
 
     @classmethod
     def build(cls, texts, vocabulary, size):
-        return cls(count_words((text.upper() for text in texts), vocabulary).words)
+        return super().build((text.upper() for text in texts), vocabulary, size)
 
     @classmethod
     def recognize(cls, layout, library):
@@ -63,7 +63,7 @@ def test_a_corpus_and_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
     data = open_data(tmp_path / "1")
     assert WordTokenizer.UNKNOWN not in data.split("train"), "every word was read in capitals"
     meta = data.meta
-    assert (meta.corpus, meta.tokenizer, meta.request.vocabulary) == ("poems", "shouted", 16)
+    assert (meta.request.corpus, meta.tokenizer, meta.request.vocabulary) == ("poems", "shouted", 16)
     unknown = trainshort(*made, folder=tmp_path)
     assert unknown.returncode == 2
     assert "'poems' is neither a known corpus nor a file or folder" in unknown.stderr

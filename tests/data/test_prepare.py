@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpus_files import content, settings, write_jsonl
+from corpus_files import content, settings, verify, write_jsonl
 
 from trainshort import files
 from trainshort.cli import main
@@ -54,10 +54,10 @@ def test_what_is_prepared_is_the_text(tokenizer: str, text: Path, tmp_path: Path
         ends = [*starts[1:], len(tokens)]
         for document, start, end in zip(documents, starts, ends, strict=True):
             assert tokens[start:end].tolist() == found.encode_document(document).tolist()
-    prepared.verify()
+    verify(prepared)
     assert prepared.meta.vocabulary == found.vocabulary
     assert prepared.meta.tokenizer == tokenizer
-    assert prepared.meta.corpus == str(text)
+    assert prepared.meta.request.corpus == str(text)
     assert sorted(path.name for path in prepared.folder.iterdir()) == sorted(
         [f"{s}{kind}.bin" for s in by_split for kind in ("", ".documents")]
         + ["checked.json", "meta.json", "tokenizer.json"]

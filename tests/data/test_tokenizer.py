@@ -20,7 +20,7 @@ from trainshort.data.tokenizer import (
     parse_tokenizer,
     save_tokenizer,
 )
-from trainshort.data.tokenizer.built import ByteTokenizer, WordTokenizer, count_words, sample, train_bpe
+from trainshort.data.tokenizer.built import BytePairTokenizer, ByteTokenizer, WordTokenizer, sample
 from trainshort.errors import InputError
 
 TEXT = (
@@ -28,7 +28,7 @@ TEXT = (
     "It's the people's  house — the people's. \u00a0 x\n"
 ) * 5
 
-BPE = train_bpe([TEXT], 320)
+BPE = BytePairTokenizer.build([TEXT], 320, None)
 texts = st.text(st.one_of(st.sampled_from(list(" \n\t\r\x1c\u00a0\u2003aeT'.,é中🙂1")), st.characters(codec="utf-8")))
 
 
@@ -93,7 +93,10 @@ def test_bpe_ends_documents_and_reads_its_end_token_in_a_text_as_text() -> None:
 
 
 def test_bpe_is_the_same_whatever_the_order_of_threads() -> None:
-    assert train_bpe([TEXT, "other words"], 300).to_json() == train_bpe([TEXT, "other words"], 300).to_json()
+    assert (
+        BytePairTokenizer.build([TEXT, "other words"], 300, None).to_json()
+        == BytePairTokenizer.build([TEXT, "other words"], 300, None).to_json()
+    )
 
 
 def test_a_sample_is_spread_evenly_and_never_empty(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,19 +114,19 @@ def test_a_sample_ends_when_it_is_large_enough(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_words_are_counted_sorted_and_padded_as_fairseq_does() -> None:
-    tokenizer = count_words(["b c b <unk>\n", "a c b </s> d\n"], 100)
+    tokenizer = WordTokenizer.build(["b c b <unk>\n", "a c b </s> d\n"], 100, None)
     assert tokenizer.words[:8] == ["<s>", "<pad>", "</s>", "<unk>", "b", "c", "a", "d"]
     assert tokenizer.vocabulary == 8
-    tokenizer = count_words(["b c b <unk>\n", "a c b </s> d e\n"], 100)
+    tokenizer = WordTokenizer.build(["b c b <unk>\n", "a c b </s> d e\n"], 100, None)
     assert tokenizer.words[8:] == ["e", *(f"madeupword{n:04d}" for n in range(7))]
-    assert count_words(["b c b a"], 9).vocabulary == 8
-    assert count_words(["a b c d e f g h"], 9).words[4:] == ["a", "b", "c", "d", "e"]
+    assert WordTokenizer.build(["b c b a"], 9, None).vocabulary == 8
+    assert WordTokenizer.build(["a b c d e f g h"], 9, None).words[4:] == ["a", "b", "c", "d", "e"]
 
 
 def test_words_that_are_too_many_lose_the_rarest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainshort.data.tokenizer.built.MOST_WORDS", 10)
     text = [" ".join(f"rare{n}" for n in range(start, start + 6)) + " often often" for start in range(0, 60, 6)]
-    tokenizer = count_words(text, 1000)
+    tokenizer = WordTokenizer.build(text, 1000, None)
     assert tokenizer.words[4] == "often"
     assert tokenizer.vocabulary < 24
 
@@ -160,7 +163,7 @@ def test_saved_bytes_and_words_are_the_same_for_the_library(text: str) -> None:
 
 
 def test_saving_and_loading_gives_the_same_tokenizer(tmp_path: Path) -> None:
-    for tokenizer in (ByteTokenizer(), count_words(["b c b a"], 10), BPE):
+    for tokenizer in (ByteTokenizer(), WordTokenizer.build(["b c b a"], 10, None), BPE):
         save_tokenizer(tokenizer, tmp_path)
         for loaded in (load_tokenizer(tmp_path), load_tokenizer(tmp_path / "tokenizer.json")):
             assert type(loaded) is type(tokenizer)
@@ -226,10 +229,10 @@ def test_mistakes_are_told(tmp_path: Path, bert: Path) -> None:
         load_tokenizer(tmp_path / "broken.json")
     with pytest.raises(InputError, match=r"Token 256 is outside the vocabulary of 256 \(0 to 255\)"):
         ByteTokenizer().decode([1, 256])
-    for tokenizer in (BPE, load_tokenizer(bert), count_words(["a"], 8)):
+    for tokenizer in (BPE, load_tokenizer(bert), WordTokenizer.build(["a"], 8, None)):
         with pytest.raises(InputError, match=f"Token {tokenizer.vocabulary} is outside"):
             tokenizer.decode([tokenizer.vocabulary])
     with pytest.raises(InputError, match="bpe needs a vocabulary of at least 257"):
-        train_bpe(["a"], 256)
+        BytePairTokenizer.build(["a"], 256, None)
     with pytest.raises(InputError, match="words needs a vocabulary of at least 8"):
-        count_words(["a"], 7)
+        WordTokenizer.build(["a"], 7, None)

@@ -9,7 +9,7 @@ from laboratory import make_run, prose, save_hugging_face
 
 from trainshort.config import DataConfig, ModelConfig
 from trainshort.data import prepare
-from trainshort.data.tokenizer.built import count_words
+from trainshort.data.tokenizer.built import WordTokenizer
 from trainshort.errors import InputError
 from trainshort.evaluate.target import ModelTarget, RunTarget, open_target, open_text
 from trainshort.model import TransformerLM
@@ -69,7 +69,7 @@ def test_several_files_are_separated_by_the_end_token(run: RunTarget, tmp_path):
 
 def test_words_end_their_lines_whatever_they_are_called(tmp_path):
     """A word tokenizer that came as a file has the file's name; its end token is a line end, which the text has."""
-    words = count_words(["a b c a b a"], 8)
+    words = WordTokenizer.build(["a b c a b a"], 8, None)
     words.name = "mine"
     target = ModelTarget(TransformerLM(ModelConfig(vocabulary=8, layers=1, width=8, heads=2)), trained_at=8)
     target.tokenizer = lambda: words

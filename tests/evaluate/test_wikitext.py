@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from laboratory import tiny_target
 
-from trainshort.data.tokenizer.built import count_words
+from trainshort.data.tokenizer.built import WordTokenizer
 from trainshort.evaluate.sweep import Sweep, measure
 
 TARGETS = 217_646
@@ -21,7 +21,7 @@ def words() -> np.ndarray:
     if not root or not path.exists():
         pytest.skip("needs TRAINSHORT_DATA with wikitext-103-eval/wiki.valid.tokens")
     text = path.read_text(encoding="utf-8")
-    return count_words([text], 1000).encode(text)
+    return WordTokenizer.build([text], 1000, None).encode(text)
 
 
 @pytest.mark.slow

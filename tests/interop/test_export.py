@@ -214,9 +214,9 @@ def test_a_run_copied_without_its_tokenizer_is_not_exported_without_one(tmp_path
 
 def bpe_run(path: Path) -> Path:
     """A run with a BPE trained on a little text, and one token more in the model than it makes."""
-    from trainshort.data.tokenizer.built import train_bpe
+    from trainshort.data.tokenizer.built import BytePairTokenizer
 
-    tokenizer = train_bpe(iter(["The state of the Union is strong, and naïve café. " * 50]), 300)
+    tokenizer = BytePairTokenizer.build(iter(["The state of the Union is strong, and naïve café. " * 50]), 300, None)
     run = make_run(path, biases=False, vocabulary=tokenizer.vocabulary + 1)
     (run / "tokenizer.json").write_text(tokenizer.to_json())
     return run

@@ -18,7 +18,7 @@ from trainshort.bench.measurements import Case, Measurement, median_of
 from trainshort.bench.suites import PreparePlan
 from trainshort.data.corpus import find_corpus
 from trainshort.data.tokenizer import SavedTokenizer, Tokenizer
-from trainshort.data.tokenizer.built import ByteTokenizer, count_words, train_bpe
+from trainshort.data.tokenizer.built import BytePairTokenizer, ByteTokenizer, WordTokenizer
 
 THREADS = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
@@ -55,14 +55,15 @@ def measure(plan: PreparePlan, progress: Progress) -> list[Measurement]:
     for vocabulary in plan.vocabularies:
         trained: list[SavedTokenizer] = []
         name = f"bpe {vocabulary}"
-        add(name, "training", lambda v=vocabulary, kept=trained: kept.append(train_bpe(texts, v)), rounds=1)
+        build = partial(BytePairTokenizer.build, texts, vocabulary, None)
+        add(name, "training", lambda build=build, kept=trained: kept.append(build()), rounds=1)
         saved = trained[0].library.to_str()
         # A copy for each round: a tokenizer remembers the words it has seen.
         copies = [SavedTokenizer(Library.from_str(saved), "bpe") for _ in range(plan.rounds)]
         add(name, "encoding", lambda copies=copies: _encode_all(copies.pop(), texts))
         library = Library.from_str(saved)
         add(name, "the library alone", lambda tool=library: [tool.encode(t, add_special_tokens=False) for t in texts])
-    words = count_words(texts, 32_768)
+    words = WordTokenizer.build(texts, 32_768, None)
     add("words", "encoding", partial(_encode_all, words, texts))
     add("bytes", "encoding", partial(_encode_all, ByteTokenizer(), texts))
     return rows

@@ -4,7 +4,6 @@ Tokens are appended; now and then everything is flushed to disk and `unfinished.
 the corpus goes on. After a kill the files are cut back to that, so the result is the same as without one.
 """
 
-import json
 import os
 import sys
 import time
@@ -50,8 +49,10 @@ def read_note(folder: Path) -> Note | None:
         return None
 
 
-def write_note(folder: Path, note: Note) -> None:
+def write_note(folder: Path, note: Note, **changes: Any) -> Note:
+    note = note.model_copy(update=changes)
     files.write_sealed(folder / UNFINISHED_FILE, note.model_dump(mode="json"), mend=ROOM)
+    return note
 
 
 class Writer:
@@ -94,10 +95,7 @@ class Writer:
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
-        # Through JSON, so that a note read back and one written now are the same.
-        update = {"cursor": json.loads(json.dumps(cursor)), "done": done, "splits": dict(self._counts)}
-        self.note = self.note.model_copy(update=update)
-        write_note(self.folder, self.note)
+        self.note = write_note(self.folder, self.note, cursor=cursor, done=done, splits=dict(self._counts))
 
     def close(self) -> None:
         for file in self._files.values():

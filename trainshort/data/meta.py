@@ -152,10 +152,6 @@ class Meta(Settings):
     splits: dict[str, SplitMeta]
 
     @property
-    def corpus(self) -> str:
-        return self.request.corpus
-
-    @property
     def bos(self) -> int:
         """Read before a text's first token: the end token, as fairseq does."""
         return self.end or 0
@@ -179,28 +175,21 @@ class Prepared:
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.folder, name=self.meta.tokenizer)
 
-    def verify(self) -> None:
-        """Read everything once more, whatever is remembered, and compare it with the checksums."""
-        for path, expected in self._checksums().items():
-            if files.sha256(path) != expected:
-                raise _damaged(path)
-
     def check(self) -> None:
         """Compare all files with their checksums; what did not change since it was found whole is not read."""
-        checked, expected = Checked(self.folder), self._checksums()
+        checked, expected = Checked(self.folder), {self.folder / TOKENIZER_FILE: self.meta.tokenizer_sha256}
+        for name, split in self.meta.splits.items():
+            expected[bin_path(self.folder, name)] = split.sha256
+            expected[offsets_path(self.folder, name)] = split.documents_sha256
         if sum(_stat(path).st_size for path in expected) > WORTH_SAYING and not checked.known:
             say(f"checking {self.folder} once, as it is new here ...")
         for path, checksum in expected.items():
             if not checked.same(path.name, [path], checksum):
-                raise _damaged(path)
+                raise InputError(
+                    f"{path} is damaged or belongs to another preparation: its checksum is not the one in meta.json. "
+                    f"{_AGAIN}"
+                )
         checked.save()
-
-    def _checksums(self) -> dict[Path, str]:
-        expected = {self.folder / TOKENIZER_FILE: self.meta.tokenizer_sha256}
-        for name, split in self.meta.splits.items():
-            expected[bin_path(self.folder, name)] = split.sha256
-            expected[offsets_path(self.folder, name)] = split.documents_sha256
-        return expected
 
     def _split(self, name: str) -> SplitMeta:
         if name not in self.meta.splits:
@@ -265,12 +254,6 @@ def _check_size(path: Path, count: int, width: int, what: str) -> None:
             f"{path} should hold {count:,} {what} in {count * width:,} bytes as its meta.json says, "
             f"but has {size:,} bytes. {_AGAIN}"
         )
-
-
-def _damaged(path: Path) -> InputError:
-    return InputError(
-        f"{path} is damaged or belongs to another preparation: its checksum is not the one in meta.json. {_AGAIN}"
-    )
 
 
 def _map(path: Path, count: int, dtype: str) -> np.ndarray:

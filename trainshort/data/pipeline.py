@@ -85,9 +85,9 @@ def prepare(
         note = _begin(job, resume)
         with job.progress.shown():
             note = note if note.ready else _settled(job, note)
-            seconds, encoded = _encode(job, note)
-            prepared = _finish(job)
-    _report(job, prepared, encoded, seconds)
+            note, rate = _encode(job, note)
+            prepared = _finish(job, note)
+    _report(job, prepared, rate)
     return prepared
 
 
@@ -115,9 +115,7 @@ def _begin(job: Preparation, resume: bool) -> Note:
         )
     for name in there:
         (job.folder / name).unlink()
-    note = Note(request=job.request)
-    write_note(job.folder, note)
-    return note
+    return write_note(job.folder, Note(request=job.request))
 
 
 def _settled(job: Preparation, note: Note) -> Note:
@@ -129,9 +127,7 @@ def _settled(job: Preparation, note: Note) -> Note:
         tokenizer = _tokenizer(job, rule)
         files.write_whole(job.folder / TOKENIZER_FILE, tokenizer.to_json(), mend=ROOM)
         decided = {"ready": True, "missing": rule.missing, "test_below": rule.test, "valid_below": rule.valid}
-        note = note.model_copy(update=decided)
-        write_note(job.folder, note)
-        return note
+        return write_note(job.folder, note, **decided)
     except InputError:
         (job.folder / layout.UNFINISHED_FILE).unlink(missing_ok=True)
         with suppress(OSError):
@@ -156,8 +152,8 @@ def _tokenizer(job: Preparation, rule: Splitter) -> Tokenizer:
     return tokenizers.get(kind).build(texts, job.config.vocabulary, None if job.corpus.streamed else job.corpus.size)
 
 
-def _encode(job: Preparation, note: Note) -> tuple[float, int]:
-    """Append all tokens that are not there yet; how long it took, and how many bytes of text it was."""
+def _encode(job: Preparation, note: Note) -> tuple[Note, float]:
+    """Append all tokens that are not there yet; the note of all, and how many bytes of text a second took."""
     tokenizer = load_tokenizer(job.folder)
     rule = Splitter(note.missing, note.test_below, note.valid_below)
     splits = tuple(name for name in SPLITS if name in job.corpus.splits or name in rule.missing)
@@ -177,7 +173,7 @@ def _encode(job: Preparation, note: Note) -> tuple[float, int]:
                     writer.commit(*last)
                     committed = time.perf_counter()
         writer.commit(*last)
-    return time.perf_counter() - started, encoded
+    return writer.note, encoded / max(time.perf_counter() - started, 1e-9)
 
 
 def portions(corpus: Corpus, rule: Splitter, cursor: Any, errors: Errors) -> Iterator[Portion]:
@@ -194,10 +190,8 @@ def portions(corpus: Corpus, rule: Splitter, cursor: Any, errors: Errors) -> Ite
         yield Portion(documents, document.cursor, document.done)
 
 
-def _finish(job: Preparation) -> Prepared:
+def _finish(job: Preparation, note: Note) -> Prepared:
     """Checksums, then meta.json, which makes the folder complete."""
-    note = read_note(job.folder)
-    assert note is not None
     empty = [name for name, split in note.splits.items() if not split.tokens]
     if empty:
         documents = sum(split.documents for split in note.splits.values())
@@ -229,15 +223,15 @@ def _finish(job: Preparation) -> Prepared:
     return _open_same(job.folder, job.config)  # as it is found from now on; tells of a corpus that changed meanwhile
 
 
-def _report(job: Preparation, prepared: Prepared, encoded: int, seconds: float) -> None:
+def _report(job: Preparation, prepared: Prepared, rate: float) -> None:
     splits = prepared.meta.splits.values()
     size = sum(split.bytes for split in splits) / 1e6
     read = f"{sum(split.documents for split in splits):,} documents, {size:.1f} MB"
     if count := len(job.corpus.paths):
         read = f"{count:,} {'file' if count == 1 else 'files'}, {read}"
-    rate, whole = encoded / 1e6 / max(seconds, 1e-9), time.perf_counter() - job.progress.started
+    whole, speed = time.perf_counter() - job.progress.started, f"{rate / 1e6:.1f} MB/s"
     processes = "1 process" if job.workers == 1 else f"{job.workers} processes"
-    job.progress.say(f"{describe(prepared)}. Read {read} in {whole:.1f} s, encoded at {rate:.1f} MB/s by {processes}.")
+    job.progress.say(f"{describe(prepared)}. Read {read} in {whole:.1f} s, encoded at {speed} by {processes}.")
     if others := job.corpus.passed_over:
         job.progress.say(f"Passed over {len(others):,}: {_by_reason(others)}.")
 

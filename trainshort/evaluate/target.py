@@ -304,7 +304,14 @@ def _from_prepared(prepared: Prepared, split: str) -> Text:
     tokens, meta = prepared.split(split), prepared.meta
     counts = meta.splits[split]
     return Text(
-        meta.corpus, split, tokens, counts.words, counts.bytes, counts.sha256, tokenizer=meta.tokenizer, end=meta.end
+        meta.request.corpus,
+        split,
+        tokens,
+        counts.words,
+        counts.bytes,
+        counts.sha256,
+        tokenizer=meta.tokenizer,
+        end=meta.end,
     )
 
 

@@ -29,7 +29,7 @@ from trainshort.errors import InputError
 SAMPLE_BYTES = 1 << 25
 """BPE is trained on about this much text; more changes few merges and costs time and memory."""
 PART = 4096
-"""Characters of which a sample consists at least; also given to the trainer at a time, so that its threads share."""
+"""Characters that a part of a sample has at least; the trainer gets it in parts, so that its threads share."""
 
 
 @tokenizers.register("bpe")
@@ -41,9 +41,23 @@ class BytePairTokenizer(SavedTokenizer):
 
     @classmethod
     def build(cls, texts: Iterable[str], vocabulary: int, size: int | None) -> "BytePairTokenizer":
+        least = len(byte_alphabet()) + 1
+        if vocabulary < least:
+            raise InputError(
+                f"bpe needs a vocabulary of at least {least} (the bytes and an end token), not {vocabulary}."
+            )
+        from tokenizers import models, trainers
+
+        saved = _byte_level(models.BPE())
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=sorted(byte_alphabet().values()),
+            show_progress=False,
+        )
         # A stream's beginning has to do: reading all of it for a sample would download all of it twice.
-        share = min(1.0, SAMPLE_BYTES / size) if size else 1.0
-        return train_bpe(sample(texts, share), vocabulary)
+        saved.train_from_iterator(sample(texts, min(1.0, SAMPLE_BYTES / size) if size else 1.0), trainer)
+        return cls(saved, "bpe")
 
     @classmethod
     def recognize(cls, layout: dict[str, Any], library: Any) -> "BytePairTokenizer | None":
@@ -67,23 +81,6 @@ def sample(texts: Iterable[str], share: float) -> Iterator[str]:
             seen += len(part)
         if taken >= SAMPLE_BYTES * (1 if share == 1 else 2):
             return
-
-
-def train_bpe(texts: Iterable[str], vocabulary: int) -> BytePairTokenizer:
-    least = len(byte_alphabet()) + 1
-    if vocabulary < least:
-        raise InputError(f"bpe needs a vocabulary of at least {least} (the bytes and an end token), not {vocabulary}.")
-    from tokenizers import models, trainers
-
-    saved = _byte_level(models.BPE())
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(byte_alphabet().values()),
-        show_progress=False,
-    )
-    saved.train_from_iterator((part for text in texts for part in cut(text, PART)), trainer)
-    return BytePairTokenizer(saved, "bpe")
 
 
 @tokenizers.register("bytes")
@@ -175,7 +172,25 @@ class WordTokenizer(Tokenizer):
 
     @classmethod
     def build(cls, texts: Iterable[str], vocabulary: int, size: int | None) -> "WordTokenizer":
-        return count_words(texts, vocabulary)
+        """The most frequent words, ties in the order of the alphabet, as fairseq sorts them.
+
+        "b a b <unk>" with room for 8:   <s> <pad> </s> <unk> b a madeupword0000 madeupword0001
+        """
+        if vocabulary < PADDING:
+            raise InputError(f"words needs a vocabulary of at least {PADDING}, not {vocabulary}.")
+        counts: Counter[str] = Counter()
+        for text in texts:
+            counts.update(text.split())
+            if len(counts) > MOST_WORDS:
+                counts = _without_the_rarest(counts)
+        for word in cls.SPECIAL:
+            counts.pop(word, None)
+        ranked = sorted(counts, key=lambda word: (-counts[word], word))
+        words = [*cls.SPECIAL, *ranked][:vocabulary]
+        filled = min(vocabulary, -(-len(words) // PADDING) * PADDING)
+        # A text that contains such a word itself would otherwise have two numbers for it.
+        made_up = (word for number in range(filled) if (word := f"madeupword{number:04d}") not in counts)
+        return cls([*words, *(next(made_up) for _ in range(filled - len(words)))])
 
     @classmethod
     def recognize(cls, layout: dict[str, Any], library: Any) -> "WordTokenizer | None":
@@ -213,29 +228,6 @@ class WordTokenizer(Tokenizer):
         saved.normalizer = normalizers.Replace(line, self._line_end)  # pyright: ignore[reportAttributeAccessIssue]
         saved.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
         return saved.to_str()
-
-
-def count_words(texts: Iterable[str], vocabulary: int) -> WordTokenizer:
-    """The most frequent words, ties in the order of the alphabet, as fairseq sorts them.
-
-    "b a b <unk>" with room for 8:   <s> <pad> </s> <unk> b a madeupword0000 madeupword0001
-    """
-    special = WordTokenizer.SPECIAL
-    if vocabulary < PADDING:
-        raise InputError(f"words needs a vocabulary of at least {PADDING}, not {vocabulary}.")
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(text.split())
-        if len(counts) > MOST_WORDS:
-            counts = _without_the_rarest(counts)
-    for word in special:
-        counts.pop(word, None)
-    ranked = sorted(counts, key=lambda word: (-counts[word], word))
-    words = [*special, *ranked][:vocabulary]
-    filled = min(vocabulary, -(-len(words) // PADDING) * PADDING)
-    # A text that contains such a word itself would otherwise have two numbers for it.
-    made_up = (word for number in range(filled) if (word := f"madeupword{number:04d}") not in counts)
-    return WordTokenizer([*words, *(next(made_up) for _ in range(filled - len(words)))])
 
 
 def _without_the_rarest(counts: Counter[str]) -> Counter[str]:
