@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainshort.errors import InputError
-from trainshort.passes import Pass, Passes, fill, paper_lengths, position_edges, read_lengths
+from trainshort.passes import PAPER_STEPS, Pass, Passes, fill, position_edges, read_lengths
 
 
 @st.composite
@@ -83,7 +83,7 @@ def test_inputs_begin_with_the_token_before_the_block():
 
 
 def test_the_papers_grid():
-    lengths = paper_lengths(512)
+    lengths = read_lengths(["paper"], 512, 10)
     assert lengths[:4] == [512, 513, 522, 532]
     assert lengths[-2:] == [14_512, 15_512]
     assert {612, 712, 1512, 2512} <= set(lengths)
@@ -94,7 +94,7 @@ def test_lengths_as_a_user_writes_them():
     assert read_lengths(["512", "128,256"], None, 10) == [128, 256, 512]
     assert read_lengths(["1x,8x"], 128, 10) == [128, 1024]
     assert read_lengths(["16_384"], None, 10) == [16_384]
-    assert read_lengths(["paper"], 1024, 10) == paper_lengths(1024)
+    assert read_lengths(["paper"], 1024, 10) == [1024 + step for step in PAPER_STEPS]
     assert read_lengths([], 128, 600) == [128, 256, 512]
 
 

@@ -124,19 +124,12 @@ def join() -> Iterator[World]:
         nodes = size // int(os.environ.get("LOCAL_WORLD_SIZE", size))
         yield World(rank=rank, size=size, nodes=nodes, device=device, store=PrefixStore("trainshort", store))
     finally:
-        _leave()
-
-
-def _leave() -> None:
-    """Destroy the group without a deadlock.
-
-    gloo's threads drop the tensors of the last exchange when they get Python's lock. Whoever drops the group itself
-    waits for those threads, and DDP's reducer does so without giving up the lock. So reducers go first, then the
-    threads get time to finish. (Without this, runs on two ranks were seen to hang here.)
-    """
-    gc.collect()
-    time.sleep(0.1)
-    dist.destroy_process_group()
+        # gloo's threads drop the tensors of the last exchange when they get Python's lock. Whoever drops the group
+        # itself waits for those threads, and DDP's reducer does so without giving up the lock. So reducers go first,
+        # then the threads get time to finish. (Without this, runs on two ranks were seen to hang here.)
+        gc.collect()
+        time.sleep(0.1)
+        dist.destroy_process_group()
 
 
 def _store(rank: int, size: int) -> Store:

@@ -14,13 +14,14 @@ BOS (the end-of-line or end-of-text token, as fairseq does).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 
 import numpy as np
 
 from trainshort.errors import InputError
 
 PAPER_STEPS = (0, 1, *range(10, 100, 10), *range(100, 1000, 100), *range(1000, 15_001, 1000))
-"""How far past the training length the paper's Tables 2 to 4 go, point by point."""
+"""How far past the training length the paper's Tables 2 to 4 go: 0, 1, 10 … 100, 200 … 1000, 2000 … 15000."""
 
 DEFAULT_MULTIPLES = (1, 2, 4, 8, 16)
 
@@ -89,15 +90,10 @@ class Passes:
         tokens 10, length 4, stride 2, budget 8:    [0]  [1 2]  [3]      (pass 0 scores more than the others)
         """
         together = max(1, budget // self.length)
-        batch: list[Pass] = []
-        for index in range(begin, len(self)):
-            one = self[index]
-            if batch and (len(batch) == together or (batch[0].read, batch[0].scored) != (one.read, one.scored)):
+        passes = (self[index] for index in range(begin, len(self)))
+        for _, alike in groupby(passes, key=lambda one: (one.read, one.scored)):
+            while batch := list(islice(alike, together)):
                 yield batch
-                batch = []
-            batch.append(one)
-        if batch:
-            yield batch
 
     def positions(self) -> np.ndarray:
         """For each target, its distance from the start of the pass that scores it; it sees one input more than that.
@@ -121,11 +117,6 @@ def fill(tokens: np.ndarray, passes: Sequence[Pass], bos: int) -> tuple[np.ndarr
     return inputs, targets
 
 
-def paper_lengths(trained_at: int) -> list[int]:
-    """The paper's grid: L + k for k = 0, 1, 10 … 100, 200 … 1000, 2000 … 15000."""
-    return [trained_at + step for step in PAPER_STEPS]
-
-
 def read_lengths(words: Sequence[str], trained_at: int | None, tokens: int) -> list[int]:
     """Lengths as a user writes them, ascending: numbers ("128 256" or "128,256"), multiples of the training length
     ("1x 2x 16x"), or "paper". Nothing given: 1, 2, 4, 8 and 16 times the training length, as far as the text goes."""
@@ -136,7 +127,7 @@ def read_lengths(words: Sequence[str], trained_at: int | None, tokens: int) -> l
     for word in (part for text in words for part in text.split(",") if part):
         number = word.removesuffix("x").replace("_", "")
         if word == "paper":
-            lengths.update(paper_lengths(_known(trained_at, "the paper's grid")))
+            lengths.update(_known(trained_at, "the paper's grid") + step for step in PAPER_STEPS)
         elif number.isascii() and number.isdigit() and int(number) > 0:
             lengths.add(int(number) * (_known(trained_at, f"'{word}'") if word.endswith("x") else 1))
         else:

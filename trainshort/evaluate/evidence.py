@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,8 @@ def unbroken(found: Iterable[tuple[int, bool]]) -> int | None:
 
     64 holds, 128 holds, 256 does not, 512 holds:   128
     """
-    farthest = None
-    for distance, holds in sorted(found):
-        if not holds:
-            break
-        farthest = distance
-    return farthest
+    holding = list(takewhile(lambda tried: tried[1], sorted(found)))
+    return holding[-1][0] if holding else None
 
 
 def span(what: str, found: Iterable[tuple[int, bool]]) -> str:
@@ -116,8 +113,7 @@ def pooled(row: LengthScore) -> list[Bin]:
         else:
             bins.append(one)
     if len(bins) > 1 and bins[-1].count < ENOUGH:
-        last = bins.pop()
-        bins[-1] = bins[-1].and_also(last)
+        bins[-2:] = [bins[-2].and_also(bins[-1])]
     return [one for one in bins if one.count >= ENOUGH]
 
 

@@ -66,16 +66,15 @@ def evaluate(
     """Measure all lengths of a plan; returns the evaluation, which then lies in the target's folder. Results are shown
     on `console` (default: nowhere); cost and progress go to standard error beside it."""
     console = console or new_console(quiet=True)
-    notes = new_console(stderr=True, quiet=console.quiet)
+    notes = new_console(stderr=True, quiet=console.quiet, highlight=False)
     if target.mask is not None and plan.stride is not None:
         raise InputError("an encoder is evaluated in blocks that do not overlap; leave out --stride.")
     if not plan.lengths:
         raise InputError("nothing was evaluated; give at least one length.")
     for length in plan.lengths:
         plan.passes(length)  # refuses impossible lengths before anything is computed
-    if plan.change is not None:
-        with target.at(plan.change, min(plan.lengths)):
-            pass  # refuses a model that it does not fit before anything is computed
+    with target.at(plan.change, min(plan.lengths)):
+        pass  # a change that does not fit the model is refused before anything is computed
     evaluation = new_evaluation(target, text, plan, precision)
     path = result_path(target.folder, evaluation)
     if not again and path.exists():  # only numbers are kept: a length that ran out of memory or failed is tried again
@@ -99,7 +98,6 @@ def state_cost(target: Target, plan: Sweep, todo: list[Passes], console: Console
         console.print(
             f"The text has {len(plan.tokens):,} tokens: at length {longest:,} it is read whole, which says nothing "
             f"about inputs of {longest:,} tokens. The extrapolation card leaves that length out.",
-            highlight=False,
             soft_wrap=True,
         )
     known = len(plan.lengths) - len(todo)
@@ -107,14 +105,13 @@ def state_cost(target: Target, plan: Sweep, todo: list[Passes], console: Console
         console.print(f"{known} of {len(plan.lengths)} lengths were scored before; --again scores them anew.")
     if not todo or console.quiet:
         return
-    console.print(f"{target.name}: timing a few passes first.", highlight=False)
+    console.print(f"{target.name}: timing a few passes first.")
     seconds = calibrate(target, plan)
     at = f"length {todo[0].length:,}" if len(todo) == 1 else f"{len(todo)} lengths"
     passes, read = sum(len(passes) for passes in todo), sum(passes.read for passes in todo)
     console.print(
         f"{target.name}: {len(plan.tokens):,} targets at {at}, {passes:,} passes over {read:,} tokens, "
-        f"about {duration(sum(seconds(passes) for passes in todo))}.",
-        highlight=False,
+        f"about {duration(sum(seconds(passes) for passes in todo))}."
     )
 
 

@@ -302,17 +302,8 @@ def _whole_text(target: Target, data: Sequence[str], split: str) -> Text:
 
 def _from_prepared(prepared: Prepared, split: str) -> Text:
     tokens, meta = prepared.split(split), prepared.meta
-    counts = meta.splits[split]
-    return Text(
-        meta.request.corpus,
-        split,
-        tokens,
-        counts.words,
-        counts.bytes,
-        counts.sha256,
-        tokenizer=meta.tokenizer,
-        end=meta.end,
-    )
+    counts = meta.splits[split].model_dump(include={"words", "bytes", "sha256"})
+    return Text(meta.request.corpus, split, tokens, tokenizer=meta.tokenizer, end=meta.end, **counts)
 
 
 def _refuse_other_tokenizer(target: Target, prepared: Prepared) -> None:

@@ -143,15 +143,14 @@ class WholeDecoder:
     def push(self, token: int) -> str:
         self._tokens.append(token)
         text = self._decode(self._tokens)
-        if text.endswith("\ufffd") or not text.startswith(self._shown):
-            return ""
-        return self._take(text)
+        return "" if text.endswith("\ufffd") else self._take(text)
 
     def finish(self) -> str:
-        text = self._decode(self._tokens)
-        return self._take(text) if text.startswith(self._shown) else ""
+        return self._take(self._decode(self._tokens))
 
     def _take(self, text: str) -> str:
+        if not text.startswith(self._shown):
+            return ""
         new = text[len(self._shown) :]
         self._shown = text
         # Decoding stays quick on long texts: start again from one token, whose own text is then known.
