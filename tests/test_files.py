@@ -251,6 +251,10 @@ def test_a_place_for_a_folder_or_file_is_tried_and_nothing_is_left(tmp_path):
         files.try_folder(tmp_path / "file" / "inside")
     with pytest.raises(InputError, match=r"Cannot write .*inside: a file is in the way .* Choose another --out.$"):
         files.try_file(tmp_path / "file" / "inside")
+    with pytest.raises(
+        InputError, match=r"^The folder \S*folder cannot be made: a file is in the way .*\. Elsewhere\.$"
+    ):
+        files.try_file(tmp_path / "file" / "folder" / "inside", mend="Elsewhere.")
 
 
 @pytest.mark.parametrize(

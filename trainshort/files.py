@@ -244,18 +244,18 @@ def none_left_empty(path: Path) -> Iterator[None]:
                 one.rmdir()
 
 
-def try_folder(path: Path) -> None:
+def try_folder(path: Path, *, mend: str = ANOTHER) -> None:
     """Stop if no folder can be made there, before any work is done for it; nothing is left behind."""
     with none_left_empty(path):
-        make_folder(path)
+        make_folder(path, mend=mend)
 
 
 def try_file(path: Path, *, mend: str = ANOTHER) -> None:
     """Stop if no file can be written there; nothing is left behind."""
+    if not os.path.exists(path.parent):
+        return try_folder(path.parent, mend=mend)
     partial = path.with_name(path.name + PARTIAL)
     try:
-        if not path.parent.exists():
-            return try_folder(path.parent)
         partial.write_bytes(b"")
         partial.unlink()
     except (OSError, ValueError) as error:

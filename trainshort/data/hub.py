@@ -82,20 +82,15 @@ class HubCorpus:
             raise InputError(f"'{self.name}' is read through datasets: pip install 'trainshort[hf]'.") from None
         datasets.logging.set_verbosity_error()  # retries are theirs to make, and not the user's to read
         huggingface_hub.logging.set_verbosity_error()
-        local = self.path in BUILDERS or Path(self.path).exists()
-        if not local and not hub_answers():
-            raise InputError(
-                f"'{self.name}' is no file or folder here or in $TRAINSHORT_DATA, and the hub does not answer. "
-                "Check the network, or download the files and give their folder."
-            )
+        nowhere = f"'{self.name}' is no file or folder here or in $TRAINSHORT_DATA, and the hub"
+        download = "or download the files and give their folder."
+        if not (self.path in BUILDERS or Path(self.path).exists() or hub_answers()):
+            raise InputError(f"{nowhere} does not answer. Check the network, {download}")
         try:
             loaded = datasets.load_dataset(self.path, self.config, streaming=True, **self.options)
         except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
             reason = first_sentence(error)
-            raise InputError(
-                f"'{self.name}' is no file or folder here or in $TRAINSHORT_DATA, and the hub could not serve it: "
-                f"{reason}. Check the name, or download the files and give their folder."
-            ) from None
+            raise InputError(f"{nowhere} could not serve it: {reason}. Check the name, {download}") from None
         found = {_SPLITS[name]: stream for name, stream in loaded.items() if name in _SPLITS}
         if not found:
             raise InputError(f"'{self.name}' should have a split 'train'; it has {', '.join(loaded)}.")

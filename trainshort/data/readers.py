@@ -104,8 +104,9 @@ def jsonl_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Recor
 
 
 def _record_text(line: bytes, errors: Errors, path: Path, at: int) -> str:
+    decoded = _decode(line, errors, path, at)
     try:
-        record = json.loads(_decode(line, errors, path, at))
+        record = json.loads(decoded)
     except (ValueError, RecursionError) as error:  # of the syntax, of a number of 5,000 digits, of nesting
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
         if isinstance(error, json.JSONDecodeError):  # which counts lines within the record

@@ -102,8 +102,7 @@ def measure(target: Target, plan: Sweep, length: int, path: Path, meter: Meter |
     tokens that are read for them."""
     passes = plan.passes(length)
     if target.longest is not None and length > target.longest:
-        reason = f"the model's positions end at {target.longest:,} tokens"
-        return _without_number(passes, "cannot", reason)
+        return _without_number(passes, "cannot", f"the model's positions end at {target.longest:,} tokens")
     with open_scores(path, passes) as scores, target.at(plan.change, length):
         try:
             row = _score_all(target, plan, passes, scores, meter or Meter())
