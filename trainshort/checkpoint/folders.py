@@ -105,15 +105,13 @@ def _losses(run: Path, say: Say) -> dict[Path, float]:
 
 
 def _first_whole(folders: Iterable[Path], say: Say) -> Path | None:
-    passed_over = False
-    for folder in folders:
+    for passed_over, folder in enumerate(folders):
         problem = damage(folder)
         if problem is None:
             if passed_over:
                 say(f"Using {folder} instead.")
             return folder
         say(f"{folder} is damaged: {problem}. It is passed over.")
-        passed_over = True
     return None
 
 

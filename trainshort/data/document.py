@@ -170,24 +170,19 @@ def text_hash(text: str) -> int:
 
 
 def splitter(corpus: Corpus, errors: Errors) -> Splitter:
-    """The rule for this corpus; small corpora are read for it."""
+    """The rule for this corpus. Small corpora are read for it: the bounds are some of their sorted hashes, with a
+    twentieth of the documents, and one at least, below each."""
     missing = tuple(name for name in SPLITS[1:] if name not in corpus.splits) if "train" in corpus.splits else ()
     if not missing:
         return Splitter(())
-    if corpus.size is not None and corpus.size <= SMALL:
-        hashes = (text_hash(document.text) for document in corpus.documents(errors=errors) if document.split == "train")
-        return _exact(corpus.name, missing, hashes)
-    share = min(HELD_OUT, HELD_OUT_BYTES / corpus.size) if corpus.size else HELD_OUT
-    return Splitter(missing, int(share * 2**64), int(2 * share * 2**64))
-
-
-def _exact(name: str, missing: tuple[str, ...], hashes: Iterable[int]) -> Splitter:
-    """Bounds between the sorted hashes: a twentieth of the documents below each, and one at least."""
-    ranked = sorted(set(hashes))
+    if corpus.size is None or corpus.size > SMALL:
+        share = min(HELD_OUT, HELD_OUT_BYTES / corpus.size) if corpus.size else HELD_OUT
+        return Splitter(missing, int(share * 2**64), int(2 * share * 2**64))
+    ranked = sorted({text_hash(one.text) for one in corpus.documents(errors=errors) if one.split == "train"})
     if len(ranked) < 3:
         raise InputError(
-            f"'{name}' holds {len(ranked)} different document{'' if len(ranked) == 1 else 's'}, too few to split into "
-            "train, valid and test. Give more text, or files named train, valid and test."
+            f"'{corpus.name}' holds {len(ranked)} different document{'' if len(ranked) == 1 else 's'}, too few to "
+            "split into train, valid and test. Give more text, or files named train, valid and test."
         )
-    share = max(1, round(HELD_OUT * len(ranked)))
-    return Splitter(missing, ranked[share], ranked[2 * share])
+    held_out = max(1, round(HELD_OUT * len(ranked)))
+    return Splitter(missing, ranked[held_out], ranked[2 * held_out])

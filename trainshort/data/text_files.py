@@ -67,8 +67,7 @@ class FileCorpus:
     def documents(self, cursor: Any = None, errors: Errors = "strict") -> Iterator[Document]:
         first, cursor = cursor or (0, None)
         before = sum(file.size for file in self.files[:first])
-        for index in range(first, len(self.files)):
-            file = self.files[index]
+        for index, file in enumerate(self.files[first:], first):
             for row in self._rows(file, cursor, errors):
                 if row.text:
                     yield Document(row.text, file.split, [index, row.cursor], before + row.done)

@@ -100,8 +100,7 @@ def state_cost(target: Target, plan: Sweep, todo: list[Passes], console: Console
             f"about inputs of {longest:,} tokens. The extrapolation card leaves that length out.",
             soft_wrap=True,
         )
-    known = len(plan.lengths) - len(todo)
-    if known:
+    if known := len(plan.lengths) - len(todo):
         console.print(f"{known} of {len(plan.lengths)} lengths were scored before; --again scores them anew.")
     if not todo or console.quiet:
         return
