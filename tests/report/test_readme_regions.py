@@ -8,7 +8,7 @@ from made_up import LAPTOP, ORIGIN, make_demo, make_run
 
 from trainshort.claims.collection import collect
 from trainshort.claims.measured import View
-from trainshort.files import read_sealed, write_sealed
+from trainshort.files import write_sealed
 from trainshort.plots.plotly import specification
 from trainshort.recipes.experiments import Variant
 from trainshort.report import readme
@@ -46,16 +46,6 @@ def test_the_demos_table_and_sentences_come_from_its_report(stored):
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert (stored / "docs" / "headline.png").stat().st_size > 10_000
-
-
-def test_a_demo_stored_in_older_words_is_told_in_todays(stored):
-    region = "<!-- obtained: demo -->\n<!-- end of obtained -->\n"
-    today = readme.written(region)
-    values = read_sealed(stored / "demo.json")
-    values["found"] = [one.replace("Evaluated ", "Read ").replace("evaluated at", "read at") for one in values["found"]]
-    assert sum("read at" in one or "Read 16 times" in one for one in values["found"]) == 3
-    write_sealed(stored / "demo.json", values)
-    assert readme.written(region) == today
 
 
 def test_tables_are_stored_only_with_several_seeds(stored):

@@ -30,8 +30,6 @@ DOCUMENTS = ("README.md", "docs/reproduce.md", "docs/evaluation.md")
 REGION = re.compile(r"(<!-- obtained: (\S+) -->\n)(.*?)(<!-- end of obtained -->)", re.DOTALL)
 BESIDE = "read tokens/s"
 """A column that documents leave out: evaluations are timed while other models train beside them."""
-OLD_WORDS = {"Read ": "Evaluated ", " and read at ": " and evaluated at "}
-"""How sentences that were stored before the report spoke of evaluating are told; what is stored stays as it is."""
 PAPER = (512, 8512)
 """Lengths of the paper's Table 2 that stand beside the demo's first and last."""
 
@@ -54,8 +52,6 @@ def demo(values: dict[str, Any]) -> str:
         "95 % intervals over that text; one seed."
     )
     found = "\n".join(f"- {sentence}" for sentence in values["found"])
-    for old, new in OLD_WORDS.items():
-        found = found.replace(old, new)
     return f"{table(head, rows)}\n{where} {_origin(values, 'demo')}\n\n{found}\n"
 
 
