@@ -275,12 +275,10 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
     """Add one line; the file ends with a whole one (`keep_lines`)."""
     # Through JSON, so that what is written and what is read back have the same checksum.
     record = json.loads(json.dumps({**record, files.SEALED: True}, allow_nan=False))
-    try:
+    with files.refusing("write", path, MEND):
         line = json.dumps({**record, files.CHECKSUM: _checksum(_last_line(path), record)})
         with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-    except OSError as error:
-        raise InputError(f"Cannot write {path}: {files.reason(error)}. {MEND}") from None
 
 
 def _last_line(path: Path) -> bytes:
@@ -307,8 +305,6 @@ def keep_lines(path: Path, count: int) -> None:
 
 def sync_lines(path: Path) -> None:
     """Bring the lines appended so far to the disk."""
-    try:
+    with files.refusing("write", path, MEND):
         if path.exists():
             files.sync(path)
-    except OSError as error:
-        raise InputError(f"Cannot write {path}: {files.reason(error)}. {MEND}") from None

@@ -91,8 +91,14 @@ def _stored_tables(collection: Collection, tables: list[PaperTable]) -> dict[str
         "format": 1,
         "seeds": len({run.config.train.seed for run in collection.runs.values()}),
         "tables": [
-            {key: getattr(one, key) for key in ("name", "title", "columns", "rows", "note", "differences")}
-            | {"rows": [[row, [_stored_cell(cell) for cell in cells]] for row, cells in one.rows]}
+            {
+                "name": one.name,
+                "title": one.title,
+                "columns": one.columns,
+                "rows": [[row, [_stored_cell(cell) for cell in cells]] for row, cells in one.rows],
+                "note": one.note,
+                "differences": one.differences,
+            }
             for one in tables
         ],
         "provenance": records[-1] if records else {},
