@@ -167,19 +167,6 @@ def test_gradients_by_finite_differences(name):
     )
 
 
-@needs_kernel
-def test_second_derivatives():
-    (q, k, v, clock), _ = draw((1, 1, 1, 24, 0, 4), torch.float64)
-
-    def slope_of_gradient(name):
-        leaf = clock.clone().requires_grad_()
-        out = attend(q, k, v, bias=ClockBias(leaf), backend=name).square().sum()
-        (first,) = torch.autograd.grad(out, leaf, create_graph=True)
-        return torch.autograd.grad(first.square().sum(), leaf)[0]
-
-    torch.testing.assert_close(slope_of_gradient("windowed"), slope_of_gradient("reference"))
-
-
 @both
 def test_learned_slopes_keep_their_windows(implementation):
     """The gradient of a slope is a clock's."""

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from trainshort.attention import sides, windowed_torch
 from trainshort.attention.call import Call, ClockBias, DistanceBias, LinearBias, contiguous_rows, of_bias, wide
-from trainshort.attention.formula import document_reach, formula
-from trainshort.attention.op import say_once
+from trainshort.attention.formula import document_reach
 from trainshort.attention.windowed_torch import PANEL
 from trainshort.kernels import build
 from trainshort.kernels.build import KernelBuildError
@@ -259,36 +258,7 @@ def _differentiate(ctx: Any, grad_out: Tensor, *_: Tensor | None) -> tuple[Tenso
     return *grads, of_bias.to(bias.dtype) if trained else None, None, None, None, None, None, of_right
 
 
-def _keep_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    grad_out, q, k, v, bias, documents, ctx.window, ctx.scale, *_, right = inputs
-    ctx.save_for_backward(documents, grad_out, q, k, v, bias, right)
-
-
-def _differentiate_again(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Second derivatives come from the formula, whose every step torch can differentiate as often as one likes."""
-    say_once("second derivatives of attention are computed by the formula of 'reference', which holds all scores")
-    documents, *given = ctx.saved_tensors
-    given = given if given[5] is not None else given[:5]
-    with_bias = given[4].dim() > 1
-    goes_on = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Each under a name of its own, since the incoming gradient may itself have come from the queries.
-        leaves = [x.view_as(x) if goes_on and x.requires_grad else x.detach().requires_grad_() for x in given]
-        q, k, v, bias = leaves[1:5]
-        right = leaves[5] if len(leaves) > 5 else None
-        out, _ = formula(_call(q, k, v, bias, right, documents=documents, window=ctx.window, scale=ctx.scale))
-        inputs = leaves[1:] if with_bias else leaves[1:4]
-        first = torch.autograd.grad(out, inputs, leaves[0], create_graph=True)
-        asked = [(x, g.to(x.dtype)) for x, g in zip(first, grads, strict=False) if g is not None]
-        second = torch.autograd.grad(
-            [x for x, _ in asked], leaves, [g for _, g in asked], create_graph=goes_on, allow_unused=True
-        )
-    of_bias = (*second[4:], None)[:2] if with_bias else (None, None)
-    return *second[:4], of_bias[0], *[None] * 7, of_bias[1]
-
-
 _forward.register_autograd(_differentiate, setup_context=_keep_forward)
-_backward.register_autograd(_differentiate_again, setup_context=_keep_backward)
 
 
 def _empty_results(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
