@@ -13,7 +13,7 @@ from trainshort.attention.windowed_torch import PANEL
 
 needs_kernel = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 both = pytest.mark.parametrize("implementation", [pytest.param("compiled", marks=needs_kernel), "torch"])
-ENGINES = {"compiled": "windowed", "torch": "windowed-torch"}
+BACKENDS = {"compiled": "windowed", "torch": "windowed-torch"}
 
 
 class Problem(NamedTuple):
@@ -23,22 +23,27 @@ class Problem(NamedTuple):
     k: Tensor
     v: Tensor
     slopes: Tensor
-    documents: Tensor | None = None
+    segment_ids: Tensor | None = None
     window: int | None = None
 
 
 def attend_windowed(problem: Problem, tolerance: float, implementation: str) -> tuple[Tensor, ...]:
     """Output, log-sum-exp and certificate by one of the two."""
-    q, k, v, slopes, documents, window = problem
-    options = {"documents": documents, "window": window, "tolerance": tolerance, "backend": ENGINES[implementation]}
-    return attend(q, k, v, bias=LinearBias(slopes), return_lse=True, return_certificate=True, **options)
+    q, k, v, slopes, segment_ids, window = problem
+    options = {
+        "segment_ids": segment_ids,
+        "window": window,
+        "tolerance": tolerance,
+        "backend": BACKENDS[implementation],
+    }
+    return attend(q, k, v, bias=LinearBias(slopes), return_stats=True, **options)
 
 
 def operate(problem: Problem, tolerance: float, implementation: str) -> tuple[Tensor, ...]:
     """The bare operator: output, log-sum-exp, each panel's first key, and the mass that may lie before it."""
-    q, k, v, bias, documents, window = problem
+    q, k, v, bias, segment_ids, window = problem
     return torch.ops.trainshort.attention(
-        q, k, v, bias, documents, window, q.shape[3] ** -0.5, tolerance, implementation == "compiled"
+        q, k, v, bias, segment_ids, window, q.shape[3] ** -0.5, tolerance, implementation == "compiled"
     )
 
 

@@ -53,7 +53,7 @@ assert not heavy, heavy
         ("corpora", ["sotu", "stdlib", "wikitext-2", "wikitext-103", "bookcorpus"]),
         ("recipes", ["demo-alibi", "demo-sinusoidal"]),
         ("presets", ["wikitext103", "books", "cc100"]),
-        ("engines", ["reference", "sdpa"]),
+        ("backends", ["reference", "sdpa"]),
         ("tokenizers", ["bytes", "words", "bpe"]),
         ("analyses", ["reach", "cost"]),
         ("experiments", ["demo", "table5", "fig1"]),

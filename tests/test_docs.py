@@ -14,7 +14,7 @@ import pytest
 
 import trainshort
 from trainshort.analyze.lab import analyses
-from trainshort.attention import engines
+from trainshort.attention import backends
 from trainshort.data.corpus import corpora
 from trainshort.data.tokenizer import tokenizers
 from trainshort.positions import positions
@@ -31,7 +31,7 @@ def text(name: str) -> str:
 def test_every_public_name_has_an_example_that_runs(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "tests" / "data_of_0_1_0", tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
-    tables = (positions, methods, engines, corpora, tokenizers, analyses)
+    tables = (positions, methods, backends, corpora, tokenizers, analyses)
     before = [set(table.names()) for table in tables]
     try:
         # Without the code fences, which doctest would read as output.

@@ -51,9 +51,9 @@ def test_masks_of_training_are_a_function_of_seed_step_and_row():
 
 def test_what_fills_the_last_block_is_hidden_from_the_others():
     batches = [BatchStream(np.arange(10), length=4, batch_size=1, seed=0, mask=10, bos=9).batch(n) for n in range(3)]
-    short = next(batch for batch in batches if batch.documents is not None)
-    assert short.documents is not None
-    assert short.documents.tolist() == [[0, 0, 1, 1]]
+    short = next(batch for batch in batches if batch.segment_ids is not None)
+    assert short.segment_ids is not None
+    assert short.segment_ids.tolist() == [[0, 0, 1, 1]]
     assert (short.targets[:, 2:] == IGNORED).all()
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from trainshort import Cache, InputError, ModelConfig, TransformerLM
-from trainshort.attention import engines
+from trainshort.attention import backends
 from trainshort.attention.operator import unavailable
 from trainshort.config import AdaptiveConfig
 from trainshort.positions import positions
@@ -13,7 +13,7 @@ from trainshort.presets import presets
 from trainshort.vocabulary import IGNORED
 
 METHODS = positions.names()
-QUICK_ENGINES = [name for name in engines.names() if name != "flex"]
+QUICK_BACKENDS = [name for name in backends.names() if name != "flex"]
 
 
 def tiny(**settings):
@@ -45,7 +45,7 @@ def test_t5_adds_one_table_for_all_layers():
 
 
 @pytest.mark.parametrize("position", METHODS)
-@pytest.mark.parametrize("backend", ["auto", *QUICK_ENGINES])
+@pytest.mark.parametrize("backend", ["auto", *QUICK_BACKENDS])
 def test_token_by_token_equals_one_pass(position, backend):
     """Prefill, chunked prefill and decoding, to four times the length a model of this kind is usually trained at."""
     if position not in ("alibi", "fox") and backend.startswith("windowed"):
@@ -80,8 +80,8 @@ def test_the_future_is_invisible(position):
 def test_a_document_packed_second_equals_itself_alone(position):
     model = tiny(position=position)
     tokens = torch.randint(256, (1, 30))
-    documents = torch.tensor([[4] * 11 + [9] * 19])
-    packed = model(tokens, documents=documents)
+    segment_ids = torch.tensor([[4] * 11 + [9] * 19])
+    packed = model(tokens, segment_ids=segment_ids)
     torch.testing.assert_close(packed[:, 11:], model(tokens[:, 11:]), rtol=0, atol=1e-5)
     torch.testing.assert_close(packed[:, :11], model(tokens[:, :11]), rtol=0, atol=1e-5)
 
@@ -191,7 +191,7 @@ def test_bfloat16_model_stays_close_to_float32():
         (lambda: tiny()(torch.tensor([[256]])), "token id 256 is outside the model's vocabulary of 256"),
         (lambda: tiny()(torch.tensor([[-1]])), "token id -1 is outside"),
         (lambda: tiny(position="alibbi"), "Unknown position method 'alibbi'. Did you mean 'alibi'"),
-        (lambda: tiny(backend="sdpaa"), "Unknown attention engine 'sdpaa'. Did you mean 'sdpa'"),
+        (lambda: tiny(backend="sdpaa"), "Unknown attention backend 'sdpaa'. Did you mean 'sdpa'"),
         (lambda: tiny(width=100, heads=8), "width 100 is not a multiple of heads 8; choose width 96"),
         (lambda: tiny(width=12, heads=4, position="rotary"), "rotary turns pairs"),
         (lambda: tiny(kv_heads=3), "kv_heads 3 must divide heads 4"),
@@ -204,8 +204,8 @@ def test_bfloat16_model_stays_close_to_float32():
         ),
         (lambda: tiny(adaptive={"cutoffs": (5, 3)}), "cutoffs must be ascending"),
         (
-            lambda: tiny()(torch.ones(1, 4, dtype=torch.long), documents=torch.ones(1, 3)),
-            "documents must number every token",
+            lambda: tiny()(torch.ones(1, 4, dtype=torch.long), segment_ids=torch.ones(1, 3)),
+            "segment_ids must have the shape of tokens",
         ),
     ],
 )

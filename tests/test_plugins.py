@@ -154,8 +154,8 @@ BAD = {
     "'new' does nothing: it lacks embed, rotate, score_bias alike.",
     "from trainshort.positions import *\n@positions.register('new')\nclass A: ...\n": "position method 'new' must be a "
     "class that extends PositionMethod.",
-    "from trainshort.attention import engines\n@engines.register('new')\nclass A: ...\n": "attention engine 'new' "
-    "lacks unsupported() and run().",
+    "from trainshort.attention import backends\n@backends.register('new')\nclass A: ...\n": "attention backend 'new' "
+    "lacks unsupported_reason() and run().",
     "from trainshort.analyze.lab import analyses\n@analyses.register('new')\ndef ask(lab): ...\n": "analysis 'new' "
     "lacks run() and table().",
     "from trainshort.data.corpus import corpora\ncorpora.register('new')('text.txt')\n": "corpus 'new' lacks "
@@ -393,7 +393,7 @@ FAILING = [
     ("    float32 = ('gone',)\n" + NO_BIAS, FAILED + "AttributeError: 'A' object has no attribute 'gone'."),
     (
         NO_BIAS.replace("None", "'steep'"),
-        "bias must be LinearBias, DistanceBias, ClockBias, DenseBias or None, got str.",
+        "bias must be LinearBias, DistanceBias, DecayBias, DenseBias or None, got str.",
     ),
 ]
 
@@ -410,11 +410,11 @@ def test_a_method_that_fails_is_one_sentence_before_a_folder_is_made(tmp_path, b
     assert not (tmp_path / "run").exists()
 
 
-def test_an_engine_that_cannot_is_told_before_a_folder_is_made(tmp_path):
+def test_a_backend_that_cannot_is_told_before_a_folder_is_made(tmp_path):
     (tmp_path / "owl.txt").write_text("the owl and the pussy-cat went to sea in a beautiful pea-green boat. " * 200)
     words = ("--position", "t5", "--backend", "windowed", "--corpus", "owl.txt", "--tokenizer", "bytes", "--out", "run")
     told = command(tmp_path, "train", "demo-alibi", *SMALL, *words, "--quiet", code=2, plugin=None)
-    assert "Attention engine 'windowed' cannot do this: it computes linear biases (ALiBi) and clocks (FoX) only" in told
+    assert "Attention backend 'windowed' does not support this call" in told
     assert not (tmp_path / "run").exists()
 
 

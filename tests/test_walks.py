@@ -24,7 +24,7 @@ def test_a_token(mode):
 
 @pytest.mark.skipif(unavailable(False) is not None, reason="counts the compiled path")
 def test_one_attention():
-    """The second call of its kind: which engine is the best for it was found out by the first."""
+    """The second call of its kind: which backend is the best for it was found out by the first."""
     q, k, v = (torch.randn(1, 8, 300, 64) for _ in range(3))
     bias = LinearBias(alibi.slopes(8))
 

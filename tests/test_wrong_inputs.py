@@ -328,8 +328,8 @@ WRONG = [
     ("bench evaluate --run runs/tinny", "There is no run at 'runs/tinny'. Give a run folder, or one of the"),
     # list, show
     ("list position", "Cannot list 'position'. Did you mean 'positions'? Choose: positions,"),
-    ("list ''", "KIND is empty: positions, engines, corpora, tokenizers"),
-    ("list positions engines", "'engines' is one word too many. See trainshort list --help."),
+    ("list ''", "KIND is empty: positions, backends, corpora, tokenizers"),
+    ("list positions backends", "'backends' is one word too many. See trainshort list --help."),
     ("list positions --plugin text.txt", "text.txt is no Python file. Give --plugin the path of a Python file."),
     ("show", "RECIPE is missing: Name of the recipe; `trainshort list recipes`"),
     ("show demo-alibbi", "Unknown recipe 'demo-alibbi'. Did you mean 'demo-alibi'? Known:"),

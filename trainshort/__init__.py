@@ -9,7 +9,7 @@ __version__ = "0.2.0.dev0"
 
 if TYPE_CHECKING:
     from trainshort import alibi, presets
-    from trainshort.attention import ClockBias, DenseBias, DistanceBias, LinearBias, alibi_attention, attend
+    from trainshort.attention import DecayBias, DenseBias, DistanceBias, LinearBias, alibi_attention, attend
     from trainshort.cache import Cache
     from trainshort.checkpoint import load_model
     from trainshort.config import ModelConfig, RunConfig
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cache",
-    "ClockBias",
+    "DecayBias",
     "DenseBias",
     "DistanceBias",
     "InputError",
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "attention": ("ClockBias", "DenseBias", "DistanceBias", "LinearBias", "alibi_attention", "attend"),
+    "attention": ("DecayBias", "DenseBias", "DistanceBias", "LinearBias", "alibi_attention", "attend"),
     "cache": ("Cache",),
     "checkpoint": ("load_model",),
     "config": ("ModelConfig", "RunConfig"),

@@ -49,7 +49,7 @@ def distances(q_len: int, k_len: int, device: torch.device | None = None) -> Int
 
 
 def bias(slopes: Float[Tensor, " heads"], q_len: int, k_len: int) -> Float[Tensor, "heads q_len k_len"]:
-    """The written-out bias, −slope·distance, with −inf on the future. For tests and small inputs: engines compute it
+    """The written-out bias, −slope·distance, with −inf on the future. For tests and small inputs: backends compute it
     on the fly."""
     distance = distances(q_len, k_len, slopes.device)
     linear = -slopes.float()[:, None, None] * distance

@@ -27,7 +27,7 @@ COMMANDS = {
     "generate": ("generate", "continue a text, at any length"),
     "harness": ("interop", "tasks of lm-evaluation-harness on a model"),
     "import": ("interop", "a model from elsewhere, as a run folder"),
-    "list": ("names", "all that can be chosen by name: positions, engines, recipes and more"),
+    "list": ("names", "all that can be chosen by name: positions, backends, recipes and more"),
     "prepare": ("train", "turn text into tokens on disk"),
     "report": ("reproduce", "one page from stored results"),
     "reproduce": ("reproduce", "the paper's tables and figures, at a scale"),
@@ -95,7 +95,7 @@ class _Shown(logging.Handler):
 
 
 def _show_choices() -> None:
-    """Which attention engine was chosen, and why: one line each."""
+    """Which attention backend was chosen, and why: one line each."""
     log = logging.getLogger("trainshort.attention")
     if not log.handlers:
         log.addHandler(_Shown())

@@ -116,7 +116,7 @@ class ModelConfig(Settings):
     window: int | None = Field(default=None, ge=1)
     """Sliding-window attention over this many tokens. Default: all that came before."""
     backend: str = "auto"
-    """Attention engine; `trainshort list engines` names them."""
+    """Attention backend; `trainshort list backends` names them."""
     tolerance: float = Field(default=1e-6, ge=0, lt=1)
     """ALiBi: softmax mass that attention may leave out of a row where that is proven and saves work; 0: nothing."""
 

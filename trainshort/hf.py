@@ -106,13 +106,13 @@ class TrainshortForCausalLM(PreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
-        documents = _documents(attention_mask, position_ids, input_ids.shape[1]) if past == 0 else None
-        packed = documents is not None and _several(documents)
+        segment_ids = _segment_ids(attention_mask, position_ids, input_ids.shape[1]) if past == 0 else None
+        packed = segment_ids is not None and _several(segment_ids)
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not self.training and not packed:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is None:
-            hidden = self.model.hidden(input_ids, documents=documents)
+            hidden = self.model.hidden(input_ids, segment_ids=segment_ids)
         elif packed:
             raise InputError("Documents packed into one row have no one past. Read them without past_key_values.")
         else:
@@ -124,7 +124,7 @@ class TrainshortForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)  # pyright: ignore
 
 
-def _documents(mask: Tensor | None, where: Tensor | None, length: int) -> Tensor | None:
+def _segment_ids(mask: Tensor | None, where: Tensor | None, length: int) -> Tensor | None:
     """Numbers of documents, which begin where positions do not go on; 0 is padding. None where all is one text."""
     text = _text(mask, length)
     if where is None or where.shape[1] < 2:
@@ -135,10 +135,10 @@ def _documents(mask: Tensor | None, where: Tensor | None, length: int) -> Tensor
     return numbers if bool((numbers > 1).any()) else None
 
 
-def _several(documents: Tensor) -> bool:
+def _several(segment_ids: Tensor) -> bool:
     """Whether a row holds more than one, beside padding."""
-    least = documents.where(documents > 0, documents.max()).amin(1)
-    return bool((documents.amax(1) > least).any())
+    least = segment_ids.where(segment_ids > 0, segment_ids.max()).amin(1)
+    return bool((segment_ids.amax(1) > least).any())
 
 
 def _text(mask: Tensor | None, total: int) -> Tensor | None:
@@ -157,13 +157,13 @@ class _Borrowed:
 
     def __init__(self, cache: Cache, mask: Tensor | None, past: int, new: int) -> None:
         self.cache, self.length, self.total = cache, past, past + new
-        self.documents = _text(mask, self.total)
+        self.segment_ids = _text(mask, self.total)
 
     def offset(self, batch: int) -> int | Tensor:
         """What to add to each new token's index to have its place in its own text, padding not counted."""
-        if self.documents is None:
+        if self.segment_ids is None:
             return self.length
-        places = self.documents.cumsum(1)[:, self.length :] - 1
+        places = self.segment_ids.cumsum(1)[:, self.length :] - 1
         return places - torch.arange(places.shape[1], device=places.device)
 
     def layer(self, index: int) -> "_BorrowedLayer":
@@ -194,7 +194,7 @@ class _BorrowedLayer:
         kept_k, kept_v = self.whole.cache.update(self._with_clock(k), v, self.index)
         if self.whole.length:  # else there is nothing but these, and the cache's are copies
             k, v = kept_k[:, :, : self.whole.total, : k.shape[3]], kept_v[:, :, : self.whole.total]
-        settings["documents"] = self.whole.documents
+        settings["segment_ids"] = self.whole.segment_ids
         out = attend(q, k, v, **settings) if blocks is None else attend_in_blocks(q, k, v, blocks=blocks, **settings)
         assert isinstance(out, Tensor)
         return out

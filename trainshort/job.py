@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from trainshort import checkpoint, machine, optim, parallel, registry, runs
-from trainshort.attention import engines
+from trainshort.attention import backends
 from trainshort.checkpoint import Parts, State, folders
 from trainshort.config import ModelConfig, PluginRecord, RunConfig
 from trainshort.data import BatchStream, Prepared, of_run, open_or_prepare, really
@@ -74,12 +74,12 @@ def begun(config: RunConfig, run: Path, world: World, *, resume: bool, quiet: bo
 
 
 def with_plugins(config: RunConfig, run: Path) -> RunConfig:
-    """The settings with the plug-ins they need; a method or engine that nobody knows is refused here, before any work
+    """The settings with the plug-ins they need; a method or backend that nobody knows is refused here, before any work
     is done for it."""
     registry.require_plugins(config.plugins, str(run))
     methods.get(config.model.position)
     if config.model.backend != "auto":
-        engines.get(config.model.backend)
+        backends.get(config.model.backend)
     needed = registry.origins([*_chosen(config), ("tokenizer", config.data.tokenizer)])
     corpus = [plugin for plugin in registry.origins([("corpus", config.data.corpus)]) if plugin not in needed]
     plugins = [PluginRecord(name=p.name, sha256=p.sha256, for_data=p in corpus) for p in (*needed, *corpus)]
@@ -90,7 +90,7 @@ def with_plugins(config: RunConfig, run: Path) -> RunConfig:
 
 def _chosen(config: RunConfig) -> list[tuple[str, str]]:
     """What the model itself takes from registries."""
-    return [("position method", config.model.position), ("attention engine", config.model.backend)]
+    return [("position method", config.model.position), ("attention backend", config.model.backend)]
 
 
 def resolve(config: RunConfig, vocabulary: int, world: World, *, spare: bool = False) -> RunConfig:
@@ -189,12 +189,11 @@ def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared
 
 
 def _try(model: TransformerLM, stream: BatchStream) -> None:
-    """One sequence through the model, so that what no engine can compute, and a method of one's own that fails, is told
-    before a folder is made."""
+    """Run one sequence through the model, so that errors appear before a run folder is created."""
     tokens = torch.zeros(1, stream.length, dtype=torch.long, device=next(model.parameters()).device)
     # Documents of one token each: how long the text's are is not known here, and a table of positions may be shorter.
     apart = torch.arange(stream.length, device=tokens.device)[None] if stream.packing == "documents" else None
-    model.hidden(tokens, documents=apart)
+    model.hidden(tokens, segment_ids=apart)
 
 
 def restore(job: Job) -> State:

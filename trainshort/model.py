@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainshort.attention import Bias, attend, attend_in_blocks, engines
+from trainshort.attention import Bias, attend, attend_in_blocks, backends
 from trainshort.cache import Cache, LayerCache
 from trainshort.config import IGNORED, ModelConfig
 from trainshort.errors import InputError
@@ -43,7 +43,7 @@ class Step(NamedTuple):
     where: Int[Tensor, "batch length"]
     bias: Bias | None
     """The bias that all layers share; a method that looks at the text gives each its own."""
-    documents: Int[Tensor, "batch length"] | None
+    segment_ids: Int[Tensor, "batch length"] | None
 
 
 class TransformerLM(nn.Module):
@@ -60,7 +60,7 @@ class TransformerLM(nn.Module):
         if config.vocabulary < 1:
             raise InputError("a model needs a vocabulary; set model.vocabulary, or let the data give it.")
         if config.backend != "auto":
-            engines.get(config.backend)  # an unknown engine should not wait for the first batch to be noticed
+            backends.get(config.backend)  # an unknown backend should not wait for the first batch to be noticed
         if not config.causal and config.score_growth != "none":
             raise InputError("score_growth counts the tokens that came before; an encoder sees all: leave it off.")
         self.config = config
@@ -83,7 +83,7 @@ class TransformerLM(nn.Module):
         tokens: Int[Tensor, "batch length"],
         targets: Int[Tensor, "batch length"] | None = None,
         *,
-        documents: Int[Tensor, "batch length"] | None = None,
+        segment_ids: Int[Tensor, "batch length"] | None = None,
         cache: Cache | None = None,
     ) -> Tensor | Loss:
         """Logits of the next token at each position (of an encoder: of the token there), or with targets the loss;
@@ -91,14 +91,14 @@ class TransformerLM(nn.Module):
 
         One `forward` for both, because DDP and FSDP hook exactly this call.
         """
-        hidden = self.hidden(tokens, documents=documents, cache=cache)
+        hidden = self.hidden(tokens, segment_ids=segment_ids, cache=cache)
         if targets is None:
             return self.vocabulary.log_scores(hidden)
         total = self.vocabulary.total_nll(hidden.flatten(0, 1), targets.flatten())
         return Loss(total, (targets != IGNORED).sum())
 
-    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Loss:
-        result = self(tokens, targets, documents=documents)
+    def loss(self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None) -> Loss:
+        result = self(tokens, targets, segment_ids=segment_ids)
         assert isinstance(result, Loss)
         return result
 
@@ -116,15 +116,15 @@ class TransformerLM(nn.Module):
         self,
         tokens: Int[Tensor, "batch length"],
         *,
-        documents: Int[Tensor, "batch length"] | None = None,
+        segment_ids: Int[Tensor, "batch length"] | None = None,
         cache: Cache | None = None,
     ) -> Float[Tensor, "batch length width"]:
         """The last layer's output, before it becomes scores over the vocabulary."""
-        self._check(tokens, documents, cache)
-        where = _where(tokens, 0 if cache is None else cache.offset(len(tokens)), documents)
+        self._check(tokens, segment_ids, cache)
+        where = _where(tokens, 0 if cache is None else cache.offset(len(tokens)), segment_ids)
         length = (0 if cache is None else cache.length) + tokens.shape[1]
-        self.position.check_length(length if documents is None else int(where.max()) + 1)
-        step = Step(where, for_heads(self.position.score_bias(length), self.config), documents)
+        self.position.check_length(length if segment_ids is None else int(where.max()) + 1)
+        step = Step(where, for_heads(self.position.score_bias(length), self.config), segment_ids)
 
         x = self.dropout(self.embed(tokens, where))
         for index, layer in enumerate(self.layers):
@@ -146,15 +146,17 @@ class TransformerLM(nn.Module):
             x = x * config.embedding_factor
         return self.position.embed(self.embedding_norm(x), where)
 
-    def _check(self, tokens: Tensor, documents: Tensor | None, cache: Cache | None) -> None:
+    def _check(self, tokens: Tensor, segment_ids: Tensor | None, cache: Cache | None) -> None:
         if tokens.dim() != 2 or 0 in tokens.shape:
             raise InputError(
                 f"tokens must have shape (batch, length) with at least one token; got {tuple(tokens.shape)}."
             )
         if cache is not None and not self.config.causal:
             refuse_encoder("A cache")
-        if documents is not None and (documents.shape != tokens.shape or cache is not None):
-            raise InputError("documents must number every token, shape (batch, length), and do not go with a cache.")
+        if segment_ids is not None and (segment_ids.shape != tokens.shape or cache is not None):
+            raise InputError(
+                "segment_ids must have the shape of tokens, (batch, length), and cannot be combined with a cache."
+            )
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high >= self.config.vocabulary:
@@ -258,8 +260,8 @@ class Attention(nn.Module):
             v,
             bias=self.bias(x, position, step, cache),
             window=self.window,
-            documents=step.documents,
-            dropout=config.attention_dropout if self.training else 0.0,
+            segment_ids=step.segment_ids,
+            dropout_p=config.attention_dropout if self.training else 0.0,
             backend=config.backend,
             tolerance=config.tolerance,
             **({} if config.causal else {"causal": False}),
@@ -292,18 +294,18 @@ def _norm(config: ModelConfig) -> nn.Module:
     return nn.LayerNorm(config.width, eps=config.norm_eps, bias=config.has_biases("norm"))
 
 
-def _where(tokens: Tensor, start: int | Tensor, documents: Tensor | None) -> Int[Tensor, "batch length"]:
-    """Each token's position, counted from the beginning of its own document, or on from what a cache has read.
+def _where(tokens: Tensor, start: int | Tensor, segment_ids: Tensor | None) -> Int[Tensor, "batch length"]:
+    """Each token's position, counted from the beginning of its own segment, or on from what a cache has read.
 
-    documents 7 7 7 4 4 9   →   0 1 2 0 1 0
+    segment_ids 7 7 7 4 4 9   →   0 1 2 0 1 0
     """
     index = torch.arange(tokens.shape[1], device=tokens.device)
     start = start.to(tokens.device) if isinstance(start, Tensor) else start
     index = (index + start).clamp(min=0).expand(tokens.shape)  # below 0 is padding, which stands nowhere
-    if documents is None:
+    if segment_ids is None:
         return index
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    begins = torch.ones_like(segment_ids, dtype=torch.bool)
+    begins[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
     return index - index.where(begins, 0).cummax(dim=1).values
 
 

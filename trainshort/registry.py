@@ -1,4 +1,4 @@
-"""Names for what can be chosen (positions, engines, corpora, tokenizers, recipes), the user's own too. No torch.
+"""Names for what can be chosen (positions, backends, corpora, tokenizers, recipes), the user's own too. No torch.
 
 One class for all of them, so that adding is always a decorator and an unknown name always helps:
 
@@ -100,7 +100,7 @@ class Registry(Generic[Entry]):
 
 # ---- plug-ins: files named by `--plugin`, and installed packages (entry points `trainshort.plugins`)
 #
-# A plug-in registers whatever it likes by the package's own decorators: position methods, attention engines, corpora,
+# A plug-in registers whatever it likes by the package's own decorators: position methods, attention backends, corpora,
 # tokenizers, analyses. It is loaded in one of two ways only, because the user named its file, or because the user
 # installed it. A run never brings code: it holds the name and sha256 of what it needs, and asks for it.
 #

@@ -143,12 +143,12 @@ def _accumulate(job: Job, step: int, batch: Batch, count: int) -> float:
 
 def _loss(job: Job, batch: Batch, rows: slice) -> Loss:
     """Some of a batch's sequences through the model."""
-    arrays = (batch.inputs, batch.targets, batch.documents)
-    inputs, targets, documents = (
+    arrays = (batch.inputs, batch.targets, batch.segment_ids)
+    inputs, targets, segment_ids = (
         None if array is None else torch.from_numpy(array[rows]).to(job.world.device) for array in arrays
     )
     with job.autocast():
-        return job.replica.forward(inputs, targets, documents=documents)
+        return job.replica.forward(inputs, targets, segment_ids=segment_ids)
 
 
 def _seed(seed: int, step: int, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""Attention reach: weights as the reference engine has them, windows that hold what they say."""
+"""Attention reach: weights as the reference backend has them, windows that hold what they say."""
 
 import pytest
 import torch
@@ -7,14 +7,14 @@ from laboratory import random_tokens, tiny_model, tiny_target
 from trainshort import alibi
 from trainshort.analyze import reach
 from trainshort.analyze.lab import Lab
-from trainshort.attention import engines
+from trainshort.attention import backends
 from trainshort.bench.recorded import attention_calls
 from trainshort.positions import positions
 
 
 @pytest.mark.parametrize("position", ["alibi", "rotary", "t5", "none"])
 @pytest.mark.parametrize("changes", [{}, {"kv_heads": 2}, {"window": 5}])
-def test_weights_give_the_output_that_the_engine_gives(position: str, changes: dict):
+def test_weights_give_the_output_that_the_backend_gives(position: str, changes: dict):
     model = tiny_model(position, **changes)
     tokens = torch.arange(30)[None] * 7 % 32
     calls = attention_calls(model, tokens)
@@ -23,7 +23,7 @@ def test_weights_give_the_output_that_the_engine_gives(position: str, changes: d
         weights = reach.attention_weights(call, slice(0, 30))
         torch.testing.assert_close(weights.sum(-1), torch.ones(1, 4, 30))
         out = weights @ call.v.repeat_interleave(call.group, dim=1)
-        expected = engines.get("reference").run(call).out
+        expected = backends.get("reference").run(call).out
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Clocks: a bias c_i − c_j through every engine that takes it, with its gradient, and windows proven for any clock."""
+"""Clocks: a bias c_i − c_j through every backend that takes it, with its gradient, and windows proven for any clock."""
 
 import math
 
@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainshort import alibi, clocks
-from trainshort.attention import ClockBias, LinearBias, attend, engines
+from trainshort.attention import DecayBias, LinearBias, attend, backends
 from trainshort.errors import InputError
 
-ENGINES = [pytest.param("windowed", marks=needs_kernel), pytest.param("compiled", marks=needs_kernel)]
-ENGINES += ["windowed-torch", "sdpa", "reference"]
+BACKENDS = [pytest.param("windowed", marks=needs_kernel), pytest.param("compiled", marks=needs_kernel)]
+BACKENDS += ["windowed-torch", "sdpa", "reference"]
 
 
 def forgetting(batch, heads, length, generator=None):
@@ -53,44 +53,44 @@ def draw(shape, dtype=torch.float32, seed=0):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(2, 4, 2, 333, 70, 16), (1, 2, 2, 60, 0, 64), (2, 2, 1, 3, 400, 8)])
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_output_and_gradients_are_within_the_budget(name, shape, dtype):
     """At most twice what the plain formula loses; the clock's own gradient included."""
     inputs, grad_out = draw(shape, dtype)
     exact = with_gradients(
-        lambda *x: attend(*x[:3], bias=ClockBias(x[3]), backend="reference"), [x.double() for x in inputs], grad_out
+        lambda *x: attend(*x[:3], bias=DecayBias(x[3]), backend="reference"), [x.double() for x in inputs], grad_out
     )
     lost = with_gradients(plain, inputs, grad_out)
-    ours = with_gradients(lambda *x: attend(*x[:3], bias=ClockBias(x[3]), backend=name), inputs, grad_out)
+    ours = with_gradients(lambda *x: attend(*x[:3], bias=DecayBias(x[3]), backend=name), inputs, grad_out)
     for what, x, y, e in zip(("out", "q", "k", "v", "clock"), ours, lost, exact, strict=True):
         budget = 2 * (y.double() - e).norm()
         assert (x.double() - e).norm() <= budget, what
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_an_even_clock_is_alibi(name):
     (q, k, v, _), _ = draw((2, 4, 2, 300, 33, 16))
     slopes = alibi.slopes(4)
     clock = clocks.of_slopes(slopes, k.shape[2], 2)
     expected = attend(q, k, v, bias=LinearBias(slopes), backend="reference")
-    torch.testing.assert_close(attend(q, k, v, bias=ClockBias(clock), backend=name), expected, rtol=0, atol=3e-6)
-    shifted = ClockBias(clock + 1e6)  # only differences count, however late it is
+    torch.testing.assert_close(attend(q, k, v, bias=DecayBias(clock), backend=name), expected, rtol=0, atol=3e-6)
+    shifted = DecayBias(clock + 1e6)  # only differences count, however late it is
     torch.testing.assert_close(attend(q, k, v, bias=shifted, backend=name), expected, rtol=0, atol=3e-6)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_documents_windows_and_decoding(name):
     """ALiBi with packed documents is a clock, too: within a document only its own ticks count."""
     (q, k, v, clock), _ = draw((2, 4, 2, 300, 0, 16))
-    documents = torch.randint(0, 4, (2, 300), generator=torch.Generator().manual_seed(1)).sort(-1).values
-    for options in ({"documents": documents}, {"window": 40}):
-        expected = attend(q, k, v, bias=ClockBias(clock), backend="reference", **options)
-        found = attend(q, k, v, bias=ClockBias(clock), backend=name, **options)
+    segment_ids = torch.randint(0, 4, (2, 300), generator=torch.Generator().manual_seed(1)).sort(-1).values
+    for options in ({"segment_ids": segment_ids}, {"window": 40}):
+        expected = attend(q, k, v, bias=DecayBias(clock), backend="reference", **options)
+        found = attend(q, k, v, bias=DecayBias(clock), backend=name, **options)
         torch.testing.assert_close(found, expected, rtol=0, atol=3e-6)
-    whole = attend(q, k, v, bias=ClockBias(clock), backend="reference")
+    whole = attend(q, k, v, bias=DecayBias(clock), backend="reference")
     for begin, end in ((0, 100), (100, 102), (102, 103), (103, 300)):
         seen = (q[:, :, begin:end], k[:, :, :end], v[:, :, :end])
-        part = attend(*seen, bias=ClockBias(clock[..., :end]), backend=name)
+        part = attend(*seen, bias=DecayBias(clock[..., :end]), backend=name)
         torch.testing.assert_close(part, whole[:, :, begin:end], rtol=0, atol=3e-6)
 
 
@@ -124,7 +124,7 @@ def test_no_row_leaves_out_more_than_promised(implementation, kind, shape, scale
     assert (left_out <= promised.double() + 1e-15).all()
     assert promised.max() <= tolerance * (1 + 1e-6)
     exact = weights @ v.double().repeat_interleave(heads // kv_heads, 1)
-    formula = attend(q, k, v, bias=ClockBias(clock), backend="reference").double()
+    formula = attend(q, k, v, bias=DecayBias(clock), backend="reference").double()
     largest = v.double().norm(dim=-1).max()
     rounding = 4 * (formula - exact).abs().max() + (1e-6 + 1e-6 * scale) * largest
     assert (out.double() - exact).norm(dim=-1).max() <= 2 * tolerance * largest + rounding
@@ -149,7 +149,7 @@ def test_torch_compile_keeps_the_graph_whole():
     inputs, grad_out = draw((1, 2, 2, 150, 0, 16))
 
     def attention(q, k, v, clock):
-        return attend(q, k, v, bias=ClockBias(clock), backend="windowed")
+        return attend(q, k, v, bias=DecayBias(clock), backend="windowed")
 
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     for x, y in zip(
@@ -158,12 +158,12 @@ def test_torch_compile_keeps_the_graph_whole():
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("name", ENGINES[:3])
+@pytest.mark.parametrize("name", BACKENDS[:3])
 def test_gradients_by_finite_differences(name):
     (q, k, v, clock), _ = draw((1, 2, 1, 40, 3, 4), torch.float64)
     leaves = [x.requires_grad_() for x in (q, k, v, clock)]
     assert torch.autograd.gradcheck(
-        lambda *x: attend(*x[:3], bias=ClockBias(x[3]), backend=name), leaves, fast_mode=True, atol=1e-6
+        lambda *x: attend(*x[:3], bias=DecayBias(x[3]), backend=name), leaves, fast_mode=True, atol=1e-6
     )
 
 
@@ -176,7 +176,7 @@ def test_learned_slopes_keep_their_windows(implementation):
     def through(name, dtype):
         leaf = slopes.clone().requires_grad_()
         given = (x.to(dtype) for x in (q, k, v))
-        out, left = attend(*given, bias=LinearBias(leaf), backend=name, return_certificate=True)
+        out, _, left = attend(*given, bias=LinearBias(leaf), backend=name, return_stats=True)
         return torch.autograd.grad(out, leaf, grad_out.to(dtype))[0].double(), left
 
     exact, _ = through("reference", torch.float64)
@@ -189,8 +189,8 @@ def test_learned_slopes_keep_their_windows(implementation):
 @pytest.mark.parametrize("tolerance", [0.0, 1e-6])
 def test_flex_takes_clocks(tolerance):
     (q, k, v, clock), _ = draw((1, 2, 2, 300, 0, 16))
-    expected = attend(q, k, v, bias=ClockBias(clock), backend="reference")
-    found = attend(q, k, v, bias=ClockBias(clock), backend="flex", tolerance=tolerance)
+    expected = attend(q, k, v, bias=DecayBias(clock), backend="reference")
+    found = attend(q, k, v, bias=DecayBias(clock), backend="flex", tolerance=tolerance)
     torch.testing.assert_close(found, expected, rtol=0, atol=3e-6)
 
 
@@ -202,22 +202,22 @@ def test_starts_in_small_integers():
 
 def test_a_clock_that_is_none():
     (q, k, v, clock), _ = draw((2, 4, 2, 20, 0, 16))
-    with pytest.raises(InputError, match=r"shape \(2, 4, 20\), in floats; got \(2, 4, 19\) of torch.float64"):
-        attend(q, k, v, bias=ClockBias(clock[..., 1:]))
-    with pytest.raises(InputError, match=r"in floats; got \(2, 4, 20\) of torch.int64"):
-        attend(q, k, v, bias=ClockBias(clock.long()))
+    with pytest.raises(InputError, match=r"\(batch, heads, k_len\) = \(2, 4, 20\), got \(2, 4, 19\) of torch.float64"):
+        attend(q, k, v, bias=DecayBias(clock[..., 1:]))
+    with pytest.raises(InputError, match=r"must be a floating-point tensor .* got \(2, 4, 20\) of torch.int64"):
+        attend(q, k, v, bias=DecayBias(clock.long()))
     clock[0, 1, 2] = math.nan
-    with pytest.raises(InputError, match="a clock must be finite everywhere; this one has readings that are not"):
-        attend(q, k, v, bias=ClockBias(clock))
+    with pytest.raises(InputError, match=r"DecayBias\.cumulative must be finite"):
+        attend(q, k, v, bias=DecayBias(clock))
 
 
-def test_every_engine_of_the_package_takes_clocks_or_says_why_not():
+def test_every_backend_of_the_package_takes_clocks_or_says_why_not():
     (q, k, v, clock), _ = draw((1, 2, 2, 40, 0, 8))
     for name in ("reference", "sdpa", "windowed-torch", "flex"):
-        assert engines.get(name).unsupported(attend_call(q, k, v, clock)) is None, name
+        assert backends.get(name).unsupported_reason(attend_call(q, k, v, clock)) is None, name
 
 
 def attend_call(q, k, v, clock):
-    from trainshort.attention import Call
+    from trainshort.attention import AttentionCall
 
-    return Call(q, k, v, ClockBias(clock))
+    return AttentionCall(q, k, v, DecayBias(clock))

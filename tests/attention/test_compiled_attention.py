@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainshort import alibi
-from trainshort.attention import DenseBias, DistanceBias, LinearBias, attend, engines
-from trainshort.attention.call import Call
+from trainshort.attention import DenseBias, DistanceBias, LinearBias, attend, backends
+from trainshort.attention.call import AttentionCall
 from trainshort.attention.compiled import table_by_distance
 from trainshort.attention.formula import visible, written_bias
 from trainshort.attention.op import choose
@@ -39,11 +39,11 @@ def test_every_gradient_is_the_oracles(heads, lengths, distances, window, packed
     q_len, k_len = lengths[0], sum(lengths)
     shapes = ((heads[0], q_len), (heads[1], k_len), (heads[1], k_len))
     tensors = [torch.randn(2, *shape, 8, dtype=torch.float64) for shape in shapes]
-    documents = (torch.rand(2, k_len) < 0.03).cumsum(1) * 5 - 2 if packed else None
+    segment_ids = (torch.rand(2, k_len) < 0.03).cumsum(1) * 5 - 2 if packed else None
     # The oracle multiplies slopes by distances in float32: exact for slopes of few bits, but not so their gradients.
     values = torch.randint(1, 256, (heads[0],)) / 256 if linear else torch.randn(heads[0], distances).double()
     make_bias = LinearBias if linear else DistanceBias
-    options = {"window": window, "documents": documents}
+    options = {"window": window, "segment_ids": segment_ids}
     grad_out = torch.randn(tensors[0].shape, dtype=torch.float64)
     exact = with_gradients("reference", tensors, make_bias, values, grad_out, **options)
     ours = with_gradients("compiled", tensors, make_bias, values, grad_out, **options)
@@ -77,30 +77,32 @@ def test_the_gradient_of_the_bias_loses_no_more_than_twice_what_the_plain_formul
 @needs_kernel
 def test_it_serves_what_torchs_fast_kernel_cannot_train():
     q = torch.randn(1, 4, 40, 8, requires_grad=True)
-    assert choose(Call(q, q, q, DistanceBias(torch.randn(4, 9, requires_grad=True)))) is engines.get("compiled")
-    assert choose(Call(q, q, q, LinearBias(alibi.slopes(4).requires_grad_()))) is engines.get("windowed")
-    assert choose(Call(q, q, q, LinearBias(alibi.slopes(4)))) is engines.get("windowed")
-    assert choose(Call(q, q, q, DenseBias(torch.randn(4, 40, 40)))) is engines.get("sdpa")
+    assert choose(AttentionCall(q, q, q, DistanceBias(torch.randn(4, 9, requires_grad=True)))) is backends.get(
+        "compiled"
+    )
+    assert choose(AttentionCall(q, q, q, LinearBias(alibi.slopes(4).requires_grad_()))) is backends.get("windowed")
+    assert choose(AttentionCall(q, q, q, LinearBias(alibi.slopes(4)))) is backends.get("windowed")
+    assert choose(AttentionCall(q, q, q, DenseBias(torch.randn(4, 40, 40)))) is backends.get("sdpa")
 
 
 @needs_kernel
 def test_without_a_bias_it_serves_where_torchs_vectors_are_no_wider(monkeypatch):
     q = torch.randn(1, 4, 40, 8)
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
-    assert choose(Call(q, q, q)) is engines.get("compiled")
+    assert choose(AttentionCall(q, q, q)) is backends.get("compiled")
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
-    for narrow, engine in ((False, "sdpa"), (True, "compiled")):
+    for narrow, backend in ((False, "sdpa"), (True, "compiled")):
         monkeypatch.setattr("trainshort.attention.compiled.mkl_is_narrow", lambda narrow=narrow: narrow)
         monkeypatch.setattr("trainshort.attention.op._chosen", {})
-        assert choose(Call(q, q, q)) is engines.get(engine)
+        assert choose(AttentionCall(q, q, q)) is backends.get(backend)
 
 
 @needs_kernel
 def test_one_query_against_a_long_past():
     tensors = [torch.randn(2, 4, n, 16) for n in (1, 700, 700)]
     bias = DistanceBias(torch.randn(4, 129))
-    out, lse = attend(*tensors, bias=bias, backend="compiled", return_lse=True)
-    expected, expected_lse = attend(*tensors, bias=bias, backend="reference", return_lse=True)
+    out, lse, _ = attend(*tensors, bias=bias, backend="compiled", return_stats=True)
+    expected, expected_lse, _ = attend(*tensors, bias=bias, backend="reference", return_stats=True)
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
 
@@ -155,9 +157,9 @@ def test_a_value_that_is_not_finite_stays_in_the_rows_that_see_it():
 def test_tables_are_cut_and_continued():
     q = torch.randn(1, 2, 5, 8)
     table = torch.arange(6.0).reshape(2, 3)
-    call = Call(q, q, q, DistanceBias(table))
+    call = AttentionCall(q, q, q, DistanceBias(table))
     assert table_by_distance(call, call.bias.table).tolist() == [[0, 1, 2, 2, 2], [3, 4, 5, 5, 5]]
-    call = Call(q[:, :, :2], q[:, :, :2], q[:, :, :2], DistanceBias(table))
+    call = AttentionCall(q[:, :, :2], q[:, :, :2], q[:, :, :2], DistanceBias(table))
     assert table_by_distance(call, call.bias.table).tolist() == [[0, 1], [3, 4]]
 
 
@@ -165,14 +167,14 @@ def test_tables_are_cut_and_continued():
     ("change", "reason"),
     [
         ({"bias": DenseBias(torch.zeros(1, 4, 4))}, "it computes biases by distance (T5, ALiBi), clocks (FoX) or none"),
-        ({"dropout": 0.1}, "it has no dropout"),
+        ({"dropout_p": 0.1}, "it has no dropout"),
         ({"q": torch.zeros(1, 1, 4, 8, device="meta")}, "it runs on the CPU"),
     ],
 )
 def test_it_says_why_it_cannot(change, reason):
     fields = {"q": torch.zeros(1, 1, 4, 8), "bias": DistanceBias(torch.ones(1, 3)), **change}
-    call = Call(fields["q"], fields["q"], fields["q"], fields["bias"], dropout=fields.get("dropout", 0.0))
-    said = engines.get("compiled").unsupported(call)
+    call = AttentionCall(fields["q"], fields["q"], fields["q"], fields["bias"], dropout_p=fields.get("dropout_p", 0.0))
+    said = backends.get("compiled").unsupported_reason(call)
     assert said is not None
     assert reason in said
 
@@ -181,11 +183,11 @@ def test_without_the_kernel_sdpa_takes_over(monkeypatch):
     monkeypatch.setattr("trainshort.attention.operator.kernel_fault", lambda dtype: "there is no C compiler here")
     monkeypatch.setattr("trainshort.attention.op._chosen", {})
     q = torch.randn(1, 2, 20, 8, requires_grad=True)
-    call = Call(q, q, q, DistanceBias(torch.ones(2, 3, requires_grad=True)))
-    assert engines.get("compiled").unsupported(call) == (
+    call = AttentionCall(q, q, q, DistanceBias(torch.ones(2, 3, requires_grad=True)))
+    assert backends.get("compiled").unsupported_reason(call) == (
         "it needs the compiled kernel, and there is no C compiler here; use 'sdpa'"
     )
-    assert choose(call) is engines.get("sdpa")
+    assert choose(call) is backends.get("sdpa")
 
 
 TABLES = {
@@ -217,9 +219,9 @@ def test_what_a_table_lets_it_leave_out_is_no_more_than_promised(kind, heads, le
     q, k, v = (torch.randn(1, h, n, 16) for h, n in ((heads[0], q_len), (heads[1], k_len), (heads[1], k_len)))
     q = q * loud
     table = TABLES[kind](torch.arange(float(k_len)), torch.rand(heads[0], 1))
-    documents = (torch.rand(1, k_len) < 0.01).cumsum(1) if packed else None
-    out, _, first, dropped = torch.ops.trainshort.attention(q, k, v, table, documents, None, 0.25, tolerance, True)
-    call = Call(q.double(), k.double(), v.double(), DistanceBias(table.double()), None, documents)
+    segment_ids = (torch.rand(1, k_len) < 0.01).cumsum(1) if packed else None
+    out, _, first, dropped = torch.ops.trainshort.attention(q, k, v, table, segment_ids, None, 0.25, tolerance, True)
+    call = AttentionCall(q.double(), k.double(), v.double(), DistanceBias(table.double()), None, segment_ids)
     rows, keys = slice(0, q_len), slice(0, k_len)
     scores = call.q @ call.k.repeat_interleave(call.group, 1).transpose(-1, -2) * call.factor
     scores = scores + written_bias(call, rows, keys)
@@ -258,7 +260,7 @@ def test_gradients_where_a_table_skips():
     table, grad_out = TABLES["power"](torch.arange(700.0), torch.rand(4, 1)), torch.randn(2, 4, 700, 16)
     ours = with_gradients("compiled", tensors, DistanceBias, table, grad_out)
     exact = with_gradients("reference", [x.double() for x in tensors], DistanceBias, table.double(), grad_out)
-    _, left_out = attend(*tensors, bias=DistanceBias(table), backend="compiled", return_certificate=True)
-    assert 0 < float(left_out.max()) <= 1e-6
+    certificate = attend(*tensors, bias=DistanceBias(table), backend="compiled", return_stats=True).certificate
+    assert 0 < float(certificate.max()) <= 1e-6
     for o, e in zip(ours, exact, strict=True):
         torch.testing.assert_close(o.double(), e, atol=2e-4, rtol=1e-4)

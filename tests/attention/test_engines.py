@@ -1,4 +1,4 @@
-"""Every engine against the oracle in float64, forward and gradients, within a budget that the plain formula sets.
+"""Every backend against the oracle in float64, forward and gradients, within a budget that the plain formula sets.
 
 Budget: twice what the plain formula loses in the same dtype, and nothing besides. Both errors are root mean squares
 over several draws of the same shape, because a single draw of a small shape says more about luck: the plain formula is
@@ -13,10 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainshort import alibi
-from trainshort.attention import DenseBias, DistanceBias, LinearBias, attend, engines
-from trainshort.attention.call import Call
+from trainshort.attention import DenseBias, DistanceBias, LinearBias, attend, backends
+from trainshort.attention.call import AttentionCall
 
-ENGINES = [name for name in engines.names() if name not in ("reference", "flex")]
+BACKENDS = [name for name in backends.names() if name not in ("reference", "flex")]
 
 
 def plain_formula(q, k, v, bias_values):
@@ -86,7 +86,9 @@ def check_against_oracle(name, shape, kind, dtype, seed, causal=True):
     draws = math.ceil(NUMBERS / (batch * kv_heads * q_len * dim))
     for rows in (batch, batch * (draws - 1)) if draws > 1 else (batch,):  # one draw as it is, the others side by side
         inputs, bias, grad_out = draw((rows, *shape[1:]), kind, dtype, generator)
-        if engines.get(name).unsupported(Call(inputs[0].requires_grad_(), *inputs[1:], bias, causal=causal)):
+        if backends.get(name).unsupported_reason(
+            AttentionCall(inputs[0].requires_grad_(), *inputs[1:], bias, causal=causal)
+        ):
             return
         values = written(bias, q_len, q_len + past, kv_heads * group, causal)
         options = {"bias": bias, "causal": causal}
@@ -118,7 +120,7 @@ CASES = given(
 
 
 @DTYPES
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", BACKENDS)
 @CASES
 @example(shape=(1, 4, 1, 700, 0, 32), kind="linear", seed=1)
 @example(shape=(1, 2, 3, 257, 500, 16), kind="linear", seed=2)
@@ -128,7 +130,7 @@ def test_within_the_budget_of_the_oracle(name, dtype, shape, kind, seed):
 
 
 @DTYPES
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", BACKENDS)
 @given(
     shape=SHAPES,
     kind=st.sampled_from(["none", "linear", "two slopes", "two tables", "dense"]),
@@ -142,7 +144,7 @@ def test_both_sides_within_the_budget_of_the_oracle(name, dtype, shape, kind, se
 
 @pytest.mark.slow
 @DTYPES
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", BACKENDS)
 @CASES
 @example(shape=(1, 8, 1, 1300, 0, 32), kind="linear", seed=1)
 @example(shape=(2, 2, 3, 257, 1100, 16), kind="linear", seed=2)
@@ -151,12 +153,12 @@ def test_within_the_budget_of_the_oracle_in_many_shapes(name, dtype, shape, kind
     check_against_oracle(name, shape, kind, dtype, seed)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_gradients_by_finite_differences(name):
     """In float64, where finite differences mean something; 140 rows reach past a diagonal block."""
     q, k, v = (torch.randn(1, 2, n, 4, dtype=torch.float64, requires_grad=True) for n in (140, 143, 143))
     bias = LinearBias(alibi.slopes(2))
-    reason = engines.get(name).unsupported(Call(q, k, v, bias))
+    reason = backends.get(name).unsupported_reason(AttentionCall(q, k, v, bias))
     if reason:
         pytest.skip(reason)
     assert torch.autograd.gradcheck(
@@ -170,8 +172,8 @@ def test_bfloat16_rows_at_16384_keys_are_those_of_float32(name):
 
     Attention weights are read off by letting the values be an identity, 128 keys of the row at a time.
     """
-    if name not in engines:
-        pytest.skip(f"no engine '{name}'")
+    if name not in backends:
+        pytest.skip(f"no backend '{name}'")
     k_len, heads, dim, near = 16_384, 8, 128, 2048
     q, k = torch.randn(1, heads, 1, dim).bfloat16(), torch.randn(1, heads, k_len, dim).bfloat16()
     bias = LinearBias(alibi.slopes(heads))

@@ -14,8 +14,8 @@ def test_flex_equals_the_oracle(case):
     if case == "linear":
         options = {"bias": LinearBias(alibi.slopes(4))}
     else:
-        documents = torch.tensor([[0] * 118 + [1] * 10, [0] * 128])
-        options = {"bias": DistanceBias(torch.randn(4, 9)), "window": 20, "documents": documents}
+        segment_ids = torch.tensor([[0] * 118 + [1] * 10, [0] * 128])
+        options = {"bias": DistanceBias(torch.randn(4, 9)), "window": 20, "segment_ids": segment_ids}
     expected = attend(q, k, v, backend="reference", **options)
     torch.testing.assert_close(attend(q, k, v, backend="flex", **options), expected, rtol=0, atol=2e-6)
 
@@ -23,8 +23,8 @@ def test_flex_equals_the_oracle(case):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"return_lse": True}, "no log-sum-exp on the CPU; use 'windowed' or 'sdpa'"),
-        ({"dropout": 0.1}, "no dropout; use 'sdpa'"),
+        ({"return_stats": True}, "no log-sum-exp on the CPU; use 'windowed' or 'sdpa'"),
+        ({"dropout_p": 0.1}, "no dropout; use 'sdpa'"),
         ({"bias": DenseBias(torch.zeros(2, 4, 4))}, "gains nothing"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Every engine over every way a tensor can lie in memory, and at the edge of what numbers hold."""
+"""Every backend over every way a tensor can lie in memory, and at the edge of what numbers hold."""
 
 import pytest
 import torch
@@ -7,10 +7,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainshort import alibi
-from trainshort.attention import DenseBias, DistanceBias, LinearBias, attend, engines
-from trainshort.attention.call import Call
+from trainshort.attention import DenseBias, DistanceBias, LinearBias, attend, backends
+from trainshort.attention.call import AttentionCall
 
-ENGINES = [name for name in engines.names() if name not in ("reference", "flex")]
+BACKENDS = [name for name in backends.names() if name not in ("reference", "flex")]
 
 
 def strided_rows(x):
@@ -65,7 +65,7 @@ def make_bias(kind, heads, q_len, k_len):
     return None
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", BACKENDS)
 @given(
     layouts=st.tuples(*(st.sampled_from(LAYOUTS) for _ in range(3))),
     shape=st.tuples(st.sampled_from([(1, 1), (4, 2), (3, 3)]), st.sampled_from([1, 7, 70, 210]), st.integers(0, 60)),
@@ -85,13 +85,13 @@ def test_any_layout_gives_the_same_numbers(name, layouts, shape, dim, kind, lse,
     leaves = [torch.randn(2, *one, dim) for one in shapes]
     q, k, v = (layout(x.requires_grad_(train)) for layout, x in zip(layouts, leaves, strict=True))
     bias = make_bias(kind, heads, q_len, q_len + past)
-    documents = torch.arange(q_len + past)[None].expand(2, -1) // 40 if packed else None
-    if engines.get(name).unsupported(Call(q, k, v, bias, documents=documents, needs_lse=lse)):
+    segment_ids = torch.arange(q_len + past)[None].expand(2, -1) // 40 if packed else None
+    if backends.get(name).unsupported_reason(AttentionCall(q, k, v, bias, segment_ids=segment_ids, needs_lse=lse)):
         return
-    found = attend(q, k, v, bias=bias, documents=documents, backend=name, return_lse=lse)
+    found = attend(q, k, v, bias=bias, segment_ids=segment_ids, backend=name, return_stats=lse)
     plain = [x.double().contiguous() for x in (q, k, v)]
-    exact = attend(*plain, bias=bias, documents=documents, backend="reference", return_lse=lse)
-    found, exact = (list(x) if lse else [x] for x in (found, exact))
+    exact = attend(*plain, bias=bias, segment_ids=segment_ids, backend="reference", return_stats=lse)
+    found, exact = ([x.out, x.lse] if lse else [x] for x in (found, exact))
     if train:
         grad_out = heads_inside(torch.randn(2, heads, q_len, dim))
         found += torch.autograd.grad(found[0], leaves, strided_rows(grad_out))
@@ -100,16 +100,16 @@ def test_any_layout_gives_the_same_numbers(name, layouts, shape, dim, kind, lse,
         torch.testing.assert_close(ours.double(), wanted.double(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("options", [{}, {"window": 5}, {"documents": True}], ids=["plain", "window", "documents"])
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"segment_ids": True}], ids=["plain", "window", "segment_ids"])
 def test_scores_far_below_zero(name, options):
     """Scores of -1e32 and lower, in rows of any length, one, five and many at a time: 0.1.0 gave NaN there."""
     for q_len in (2, 30, 400):
         q, k, v = (torch.rand(1, 2, q_len, 8) + 1 for _ in range(3))
         q, k = q * 3e15, k * -3e16
         asked = {"bias": LinearBias(alibi.slopes(2)), "window": options.get("window")}
-        asked["documents"] = (torch.arange(q_len) // 7)[None] if "documents" in options else None
-        if engines.get(name).unsupported(Call(q, k, v, **asked)):
+        asked["segment_ids"] = (torch.arange(q_len) // 7)[None] if "segment_ids" in options else None
+        if backends.get(name).unsupported_reason(AttentionCall(q, k, v, **asked)):
             return
         expected = attend(q.double(), k.double(), v.double(), backend="reference", **asked)
         out = attend(q, k, v, backend=name, **asked)
@@ -148,6 +148,6 @@ def test_a_certificate_of_zero_means_that_nothing_was_left_out(implementation, t
     slopes = torch.full((2,), 0.2)
     _, _, first, dropped = operate(Problem(q, k, v, slopes), tolerance, implementation)
     assert torch.equal(dropped == 0, first == 0)
-    _, left_out = attend(q, k, v, bias=LinearBias(slopes), tolerance=tolerance, return_certificate=True)
-    assert (left_out > 0).all() == (tolerance >= 1e-30)
-    assert (left_out <= tolerance).all()
+    certificate = attend(q, k, v, bias=LinearBias(slopes), tolerance=tolerance, return_stats=True).certificate
+    assert (certificate > 0).all() == (tolerance >= 1e-30)
+    assert (certificate <= tolerance).all()

@@ -47,18 +47,18 @@ def test_the_last_tokens_of_padded_texts():
 
 def test_padding_and_documents_together():
     _, (q, k, v), mask = batch("right")
-    documents = torch.arange(64).expand(3, -1) // 20 - 1
-    out = alibi_attention(q, k, v, key_padding_mask=mask, documents=documents)
-    with_padding_apart = torch.where(mask, 99, documents)
-    expected = attend(q, k, v, bias=LinearBias(alibi.slopes(2)), documents=with_padding_apart, backend="reference")
+    segment_ids = torch.arange(64).expand(3, -1) // 20 - 1
+    out = alibi_attention(q, k, v, key_padding_mask=mask, segment_ids=segment_ids)
+    with_padding_apart = torch.where(mask, 99, segment_ids)
+    expected = attend(q, k, v, bias=LinearBias(alibi.slopes(2)), segment_ids=with_padding_apart, backend="reference")
     torch.testing.assert_close(out[1, :, :40], expected[1, :, :40], rtol=0, atol=2e-6)
 
 
 def test_what_else_users_pass():
     q, (k, v) = torch.randn(2, 4, 90, 8), (torch.randn(2, 2, 90, 8) for _ in range(2))
-    documents, bias = torch.arange(90).expand(2, -1) // 50, LinearBias(alibi.slopes(4))
-    out = alibi_attention(q, k, v, window=7, scale=0.3, documents=documents, tolerance=0.0)
-    expected = attend(q, k, v, bias=bias, window=7, scale=0.3, documents=documents, backend="reference")
+    segment_ids, bias = torch.arange(90).expand(2, -1) // 50, LinearBias(alibi.slopes(4))
+    out = alibi_attention(q, k, v, window=7, scale=0.3, segment_ids=segment_ids, tolerance=0.0)
+    expected = attend(q, k, v, bias=bias, window=7, scale=0.3, segment_ids=segment_ids, backend="reference")
     torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
     ones = torch.ones_like(v)
     dropped = torch.stack([alibi_attention(q, k, ones, dropout_p=0.5) for _ in range(50)])

@@ -1,4 +1,4 @@
-"""Attention to both sides: what an encoder asks of `attend`, for every engine that can."""
+"""Attention to both sides: what an encoder asks of `attend`, for every backend that can."""
 
 import math
 
@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from trainshort import alibi, alibi_attention
-from trainshort.attention import Call, ClockBias, DistanceBias, LinearBias, attend, engines
+from trainshort.attention import AttentionCall, DecayBias, DistanceBias, LinearBias, attend, backends
 from trainshort.errors import InputError
 
-ENGINES = [name for name in engines.names() if name != "flex"]
+BACKENDS = [name for name in backends.names() if name != "flex"]
 both = pytest.mark.parametrize("name", ["windowed", "windowed-torch"])
 
 
@@ -19,13 +19,13 @@ def randn(*shape, seed=0, dtype=torch.float32):
 
 
 def run(name, q, k, v, **options):
-    if reason := engines.get(name).unsupported(Call(q, k, v, causal=False, **options)):
+    if reason := backends.get(name).unsupported_reason(AttentionCall(q, k, v, causal=False, **options)):
         pytest.skip(f"{name}: {reason}")
     return attend(q, k, v, causal=False, backend=name, **options)
 
 
 @pytest.mark.parametrize("heads", [8, 12])
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_the_formula_of_jina_bert_and_mosaic_bert(name, heads):
     """Both add −m·|i − j| to q·k/√d before the softmax, m from the paper's rule with its filling for counts that are no
     power of two (12 heads: those of 8, then every second of 16), the same on either side, and −∞ (there the smallest
@@ -39,7 +39,7 @@ def test_the_formula_of_jina_bert_and_mosaic_bert(name, heads):
     bias = -slopes.double()[:, None, None] * (place[None] - place[:, None]).abs()
     scores = q.double() @ k.double().transpose(-1, -2) / math.sqrt(dim) + bias
     expected = scores.masked_fill(padding[:, None, None], -math.inf).softmax(-1) @ v.double()
-    ours = run(name, q, k, v, bias=LinearBias(alibi.slopes(heads)), documents=padding.long())
+    ours = run(name, q, k, v, bias=LinearBias(alibi.slopes(heads)), segment_ids=padding.long())
     real = ~padding[:, None, :, None].expand_as(ours)
     torch.testing.assert_close(ours.double()[real], expected[real], rtol=0, atol=2e-6)
     if name == "reference":
@@ -48,13 +48,13 @@ def test_the_formula_of_jina_bert_and_mosaic_bert(name, heads):
 
 
 @pytest.mark.parametrize("bias", [None, LinearBias(torch.zeros(4))], ids=["none", "slope 0"])
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_without_slopes_it_is_plain_full_attention(name, bias):
     q, k, v = (randn(2, 4, 130, 16, seed=seed) for seed in range(3))
     torch.testing.assert_close(run(name, q, k, v, bias=bias), F.scaled_dot_product_attention(q, k, v))
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_a_head_that_sees_one_side(name):
     """Infinite slopes: head 0 is causal, head 1 sees its own key and what follows, head 2 itself alone."""
     infinite = math.inf
@@ -74,7 +74,9 @@ def test_a_head_that_sees_one_side(name):
     assert after[100:].ne(0).any()
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 30}, {"documents": 70}, {"window": 9, "documents": 50}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 30}, {"segment_ids": 70}, {"window": 9, "segment_ids": 50}], ids=str
+)
 @pytest.mark.parametrize("kind", ["slopes", "table", "clock"])
 @pytest.mark.parametrize("name", ["windowed", "windowed-torch", "compiled", "sdpa"])
 def test_what_is_trained_and_what_is_hidden(name, kind, options):
@@ -82,13 +84,13 @@ def test_what_is_trained_and_what_is_hidden(name, kind, options):
     q, grad_out = randn(2, 4, 120, 16), randn(2, 4, 120, 16, seed=1)
     k, v = (randn(2, 2, 150, 16, seed=seed) for seed in (2, 3))
     options = dict(options)
-    if "documents" in options:
-        options["documents"] = (torch.arange(150) // options["documents"]).expand(2, -1)
+    if "segment_ids" in options:
+        options["segment_ids"] = (torch.arange(150) // options["segment_ids"]).expand(2, -1)
     forget = F.logsigmoid(randn(2, 4, 150, seed=4)).double().cumsum(-1)
     make, first, second = {
         "slopes": (LinearBias, alibi.slopes(4), alibi.slopes(4).flip(0)),
         "table": (DistanceBias, randn(4, 9), randn(4, 6, seed=5)),
-        "clock": (ClockBias, forget, 0.3 * forget),
+        "clock": (DecayBias, forget, 0.3 * forget),
     }[kind]
 
     def gradients(backend, dtype):
@@ -97,7 +99,9 @@ def test_what_is_trained_and_what_is_hidden(name, kind, options):
         out = attend(*leaves, bias=make(*biases), causal=False, backend=backend, tolerance=0.0, **options)
         return [out, *torch.autograd.grad(out, [*leaves, *biases], grad_out.to(dtype))]
 
-    if reason := engines.get(name).unsupported(Call(q, k, v, make(first, second), causal=False, **options)):
+    if reason := backends.get(name).unsupported_reason(
+        AttentionCall(q, k, v, make(first, second), causal=False, **options)
+    ):
         pytest.skip(reason)
     for ours, exact in zip(gradients(name, torch.float32), gradients("reference", torch.float64), strict=True):
         scale = max(1.0, exact.abs().max().item())
@@ -109,8 +113,8 @@ def test_the_certificate_covers_what_both_sides_left_out(name):
     """In float64 the mass left out of a row shows in its log-sum-exp: 1 − e^(ours − exact)."""
     q, k, v = (randn(1, 4, 900, 8, seed=seed, dtype=torch.float64) for seed in range(3))
     bias = LinearBias(torch.tensor([0.5, 0.05, 0.02, 0.2]), torch.tensor([0.1, 0.2, 0.02, math.inf]))
-    call = Call(q, k, v, bias, tolerance=1e-2, causal=False)
-    left_out = engines.get(name).run(call).left_out
+    call = AttentionCall(q, k, v, bias, tolerance=1e-2, causal=False)
+    left_out = backends.get(name).run(call).certificate
     _, lse, first, _ = torch.ops.trainshort.attention(
         q, k, v, bias.slopes, None, None, call.factor, 1e-2, name == "windowed", bias.right
     )
@@ -133,15 +137,15 @@ def two_sided(bias, length):
 @both
 def test_torch_knows_the_operator_with_two_sides(name):
     q, k, v = (randn(2, 4, 50, 16, seed=seed).requires_grad_() for seed in range(3))
-    documents = (torch.arange(50) // 20).expand(2, -1)
+    segment_ids = (torch.arange(50) // 20).expand(2, -1)
     clock = (-torch.rand(2, 4, 50, dtype=torch.float64)).cumsum(-1)
     for bias, right in ((alibi.slopes(4), alibi.slopes(4).flip(0)), (clock, 2 * clock)):
         settings = (20, 0.25)
-        arguments = (q, k, v, bias, documents, *settings, 1e-6, name == "windowed", right)
+        arguments = (q, k, v, bias, segment_ids, *settings, 1e-6, name == "windowed", right)
         torch.library.opcheck(torch.ops.trainshort.attention.default, arguments)
         results = [x.detach() for x in torch.ops.trainshort.attention(*arguments)[:3]]
         leaves = [x.detach() for x in (q, k, v)]
-        arguments = (randn(2, 4, 50, 16), *leaves, bias, documents, *settings, *results, name == "windowed", right)
+        arguments = (randn(2, 4, 50, 16), *leaves, bias, segment_ids, *settings, *results, name == "windowed", right)
         torch.library.opcheck(torch.ops.trainshort.attention_backward.default, arguments)
 
 
@@ -176,7 +180,7 @@ def test_flex(kind):
     clock = F.logsigmoid(randn(1, 2, 400, seed=4)).double().cumsum(-1)
     bias = {
         "slopes": LinearBias(torch.tensor([0.5, math.inf]), torch.tensor([0.3, 0.2])),
-        "clock": ClockBias(clock, 0.5 * clock),
+        "clock": DecayBias(clock, 0.5 * clock),
         "table": DistanceBias(randn(2, 9), randn(2, 6, seed=5)),
     }[kind]
     expected = attend(q, k, v, bias=bias, causal=False, backend="reference")
@@ -197,29 +201,28 @@ def test_what_is_refused():
 
 
 @pytest.mark.parametrize("name", ["windowed", "windowed-torch", "compiled"])
-def test_a_document_that_another_interrupts_is_refused_by_engines_that_cannot(name):
+def test_a_document_that_another_interrupts_is_refused_by_backends_that_cannot(name):
     q, k, v = (randn(1, 2, 30, 8, seed=seed) for seed in range(3))
-    given = {"bias": LinearBias(torch.tensor([0.1, 0.2])), "documents": torch.arange(30)[None] // 10 % 2}
-    said = f"Attention engine '{name}' cannot do this: it reads both sides only of documents that lie in one piece; use"
-    with pytest.raises(InputError, match=f"{said} 'sdpa'."):
+    given = {"bias": LinearBias(torch.tensor([0.1, 0.2])), "segment_ids": torch.arange(30)[None] // 10 % 2}
+    with pytest.raises(InputError, match=f"Attention backend '{name}' does not support .* each segment is contiguous"):
         attend(q, k, v, **given, causal=False, backend=name)
     attend(q, k, v, **given, backend=name)  # of the left alone it is none of anybody's business
 
 
 @pytest.mark.parametrize("kind", ["slopes", "clock", "table", "none"])
-def test_auto_reads_documents_in_pieces_by_another_engine(kind):
+def test_auto_reads_documents_in_pieces_by_another_backend(kind):
     """Whatever was chosen for the same shapes before: with whole documents, the kernel."""
     q, k, v = (randn(2, 2, 40, 8, seed=seed).requires_grad_() for seed in range(3))
     bias = {
         "slopes": LinearBias(torch.tensor([0.1, 0.2])),
-        "clock": ClockBias(F.logsigmoid(randn(2, 2, 40, seed=4)).double().cumsum(-1)),
+        "clock": DecayBias(F.logsigmoid(randn(2, 2, 40, seed=4)).double().cumsum(-1)),
         "table": DistanceBias(randn(2, 9)),
         "none": None,
     }[kind]
     whole = torch.arange(40).expand(2, -1) // 10
     broken = torch.stack([whole[0], whole[0] % 2])
-    for documents in (whole, broken, whole):
-        given = {"bias": bias, "documents": documents, "causal": False}
+    for segment_ids in (whole, broken, whole):
+        given = {"bias": bias, "segment_ids": segment_ids, "causal": False}
         ours, exact = (attend(q, k, v, **given, backend=name) for name in ("auto", "reference"))
         torch.testing.assert_close(ours, exact, rtol=0, atol=2e-6)
         grads = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (ours, exact))
@@ -231,28 +234,29 @@ def test_a_graph_meets_documents_in_pieces():
     q, k, v = (randn(1, 2, 40, 8, seed=seed) for seed in range(3))
     broken = torch.arange(40)[None] // 10 % 2
 
-    def function(documents):
-        return attend(q, k, v, bias=LinearBias(torch.tensor([0.1, 0.2])), documents=documents, causal=False)
+    def function(segment_ids):
+        return attend(q, k, v, bias=LinearBias(torch.tensor([0.1, 0.2])), segment_ids=segment_ids, causal=False)
 
     with pytest.raises(
-        InputError, match="kernel cannot do this: it reads both sides only of documents that lie in one"
+        InputError,
+        match="kernel does not support this call: it supports causal=False only if",
     ):
         torch.compile(function)(broken)
 
 
-@pytest.mark.parametrize("documents", [None, torch.arange(40)[None] // 20])
-def test_padding_in_several_places(documents):
+@pytest.mark.parametrize("segment_ids", [None, torch.arange(40)[None] // 20])
+def test_padding_in_several_places(segment_ids):
     """In front, between documents and behind: those are whole, so proven windows read them."""
     q, k, v = (randn(1, 2, 40, 8, seed=seed) for seed in range(3))
     mask = torch.zeros(1, 40, dtype=torch.bool)
     mask[:, :3] = mask[:, 35:] = True
-    if documents is not None:
+    if segment_ids is not None:
         mask[:, 18:22] = True
-    ours = alibi_attention(q, k, v, key_padding_mask=mask, documents=documents, causal=False)
+    ours = alibi_attention(q, k, v, key_padding_mask=mask, segment_ids=segment_ids, causal=False)
     scores = q @ k.transpose(-1, -2) / 8**0.5
     far = (torch.arange(40)[:, None] - torch.arange(40)).abs()
     scores = scores - alibi.slopes(2)[:, None, None] * far
-    apart = torch.zeros(1, 40, dtype=torch.long) if documents is None else documents
+    apart = torch.zeros(1, 40, dtype=torch.long) if segment_ids is None else segment_ids
     seen = ~mask[:, None, None] & (apart[:, None, :, None] == apart[:, None, None, :])
     exact = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
     torch.testing.assert_close(ours[:, :, ~mask[0]], exact[:, :, ~mask[0]], rtol=0, atol=2e-6)

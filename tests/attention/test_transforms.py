@@ -48,7 +48,7 @@ def test_dual_numbers():
 
 
 @pytest.mark.parametrize("name", ["windowed", "windowed-torch", "compiled", "sdpa", "flex"])
-def test_engines_without_forward_mode_say_who_has_it(name):
+def test_backends_without_forward_mode_say_who_has_it(name):
     with forward_mode.dual_level():
         dual = forward_mode.make_dual(q.float(), t.float())
         bias = LinearBias(alibi.slopes(2))
@@ -57,7 +57,7 @@ def test_engines_without_forward_mode_say_who_has_it(name):
 
 
 @pytest.mark.parametrize("name", ["windowed", "windowed-torch"])
-def test_engines_without_torch_func_say_who_has_it(name):
+def test_backends_without_torch_func_say_who_has_it(name):
     with pytest.raises(
         InputError, match=r"torch\.func and forward-mode .* do not reach into its kernel; use 'reference'"
     ):
@@ -165,7 +165,7 @@ def test_what_takes_over_is_said(caplog, monkeypatch):
     monkeypatch.setattr("trainshort.attention.op._chosen", {})
     with caplog.at_level(logging.INFO, logger="trainshort.attention"):
         torch.func.grad(loss)(q)
-    assert [record.getMessage() for record in caplog.records] == ["attention engine: reference"]
+    assert [record.getMessage() for record in caplog.records] == ["attention backend: reference"]
 
 
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])

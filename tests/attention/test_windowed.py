@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainshort import alibi
-from trainshort.attention import LinearBias, attend, engines
-from trainshort.attention.call import Call
+from trainshort.attention import LinearBias, attend, backends
+from trainshort.attention.call import AttentionCall
 from trainshort.errors import InputError
 
 KINDS = [
@@ -261,15 +261,13 @@ def test_attend_takes_a_tolerance_and_returns_a_certificate(backend):
     bias = LinearBias(torch.tensor([1.0, 0.5, 0.25, 0.125]))
     exact = attend(q.double(), k.double(), v.double(), bias=bias, backend="reference")
     for tolerance in (0.0, 1e-6, 0.1):
-        out, lse, left_out = attend(
-            q, k, v, bias=bias, backend=backend, tolerance=tolerance, return_lse=True, return_certificate=True
-        )
+        out, lse, certificate = attend(q, k, v, bias=bias, backend=backend, tolerance=tolerance, return_stats=True)
         assert lse.shape == (2, 4, 700)
-        assert left_out.shape == (2, 4)
-        assert left_out.max() <= tolerance
-        assert (left_out.max() > 0) == (backend != "sdpa" and tolerance > 0)
+        assert certificate.shape == (2, 4)
+        assert certificate.max() <= tolerance
+        assert (certificate.max() > 0) == (backend != "sdpa" and tolerance > 0)
         assert (out - exact).norm(dim=-1).max() <= 2 * tolerance * v.norm(dim=-1).max() + 1e-5
-    out, left_out = attend(q, k, v, bias=bias, backend=backend, return_certificate=True)
+    out = attend(q, k, v, bias=bias, backend=backend, return_stats=True).out
     assert torch.equal(out, attend(q, k, v, bias=bias, backend=backend))
 
 
@@ -285,13 +283,13 @@ def test_mistakes_are_told_in_words():
     ("change", "reason"),
     [
         ({"bias": None}, "it computes linear biases"),
-        ({"dropout": 0.1}, "it has no dropout"),
+        ({"dropout_p": 0.1}, "it has no dropout"),
         ({"q": torch.zeros(1, 1, 4, 8, device="meta")}, "it runs on the CPU"),
     ],
 )
 def test_it_says_why_it_cannot(change, reason):
     fields = {"q": torch.zeros(1, 1, 4, 8), "bias": LinearBias(torch.ones(1)), **change}
-    call = Call(fields["q"], fields["q"], fields["q"], fields["bias"], dropout=fields.get("dropout", 0.0))
-    said = engines.get("windowed").unsupported(call)
+    call = AttentionCall(fields["q"], fields["q"], fields["q"], fields["bias"], dropout_p=fields.get("dropout_p", 0.0))
+    said = backends.get("windowed").unsupported_reason(call)
     assert said is not None
     assert reason in said

@@ -8,7 +8,7 @@ import torch
 from compiled_code import needs_kernel
 from safetensors.torch import save_file
 
-from trainshort.attention import ClockBias, attend
+from trainshort.attention import DecayBias, attend
 from trainshort.bench.attention import acp_work, needed_work, passes, work
 from trainshort.bench.measure import Progress
 from trainshort.bench.peers import PLAIN, chosen, contestant
@@ -42,7 +42,7 @@ def of_a_text(length, fall=0.05):
     made = make_inputs("normal", length)
     torch.manual_seed(3)
     clock = -(torch.rand(1, 8, length, dtype=torch.float64) * fall).cumsum(-1)
-    return replace(made, bias=ClockBias(clock))
+    return replace(made, bias=DecayBias(clock))
 
 
 @needs_kernel
@@ -86,7 +86,7 @@ def test_the_kernel_reads_more_than_is_needed_and_less_than_all():
 def test_what_a_row_needs_is_counted():
     """Equal scores and a clock that falls by 1: beyond distance d lies e^-d of the mass; e^-2.5 needs 3 keys a row."""
     inputs = of_a_text(200)
-    even = replace(inputs, q=inputs.q * 0, bias=ClockBias(-torch.arange(200.0).double().expand(1, 8, -1)))
+    even = replace(inputs, q=inputs.q * 0, bias=DecayBias(-torch.arange(200.0).double().expand(1, 8, -1)))
     seen = torch.arange(1, 25)  # of the first panel, the only one that is asked
     assert needed_work(even, math.exp(-2.5))[0] == pytest.approx(float(seen.clamp(max=3).sum() / seen.sum()))
 

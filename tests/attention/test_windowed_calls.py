@@ -22,16 +22,16 @@ def with_gradients(function, leaves, grad_out):
     return [out.detach(), *torch.autograd.grad(out, leaves, grad_out.to(out.dtype))]
 
 
-def check_against_oracle(tensors, slopes, window, documents, implementation):
+def check_against_oracle(tensors, slopes, window, segment_ids, implementation):
     """Twice what the plain formula loses in the same dtype, plus roundings (see test_engines.py for the budget)."""
     dim, dtype = tensors[0].shape[-1], tensors[0].dtype
     grad_out = torch.randn(tensors[0].shape).to(dtype)
 
     def reference(*x):
-        return attend(*x, bias=LinearBias(slopes), window=window, documents=documents, backend="reference")
+        return attend(*x, bias=LinearBias(slopes), window=window, segment_ids=segment_ids, backend="reference")
 
     def ours(*x):
-        return attend_windowed(Problem(*x, slopes, documents, window), 1e-6, implementation)[0]
+        return attend_windowed(Problem(*x, slopes, segment_ids, window), 1e-6, implementation)[0]
 
     exact = with_gradients(reference, [x.double() for x in tensors], grad_out)
     plain = with_gradients(reference, tensors, grad_out)
@@ -62,16 +62,16 @@ def test_any_call_is_within_the_budget_of_the_oracle(implementation, heads, leng
     q_len, k_len = lengths[0], sum(lengths)
     q = torch.randn(2, heads[0], q_len, dim).to(dtype)
     k, v = (torch.randn(2, heads[1], k_len, dim).to(dtype) for _ in range(2))
-    documents = (torch.rand(2, k_len) < 0.03).cumsum(1) * 5 - 2 if packed else None
-    check_against_oracle((q, k, v), alibi.slopes(heads[0]), window, documents, implementation)
+    segment_ids = (torch.rand(2, k_len) < 0.03).cumsum(1) * 5 - 2 if packed else None
+    check_against_oracle((q, k, v), alibi.slopes(heads[0]), window, segment_ids, implementation)
 
 
 @both
 def test_documents_may_come_back(implementation):
     """Numbers need not ascend: a document interrupted by another one goes on where it stopped."""
-    documents = torch.tensor([7, 7, 3, 3, 7, 3, 7, 9]).repeat_interleave(40)[None]
+    segment_ids = torch.tensor([7, 7, 3, 3, 7, 3, 7, 9]).repeat_interleave(40)[None]
     tensors = [torch.randn(1, 2, 320, 16) for _ in range(3)]
-    check_against_oracle(tensors, alibi.slopes(2), None, documents, implementation)
+    check_against_oracle(tensors, alibi.slopes(2), None, segment_ids, implementation)
 
 
 @both
@@ -104,8 +104,8 @@ def test_decoding_a_batch_of_different_lengths(implementation):
     q = torch.randn(3, 4, 1, 16)
     k, v = (torch.randn(3, 2, room, 16) for _ in range(2))
     slopes = alibi.slopes(4)
-    documents = torch.stack([torch.arange(room) >= room - n for n in lengths]).long()
-    out, _, _ = attend_windowed(Problem(q, k, v, slopes, documents, None), 1e-6, implementation)
+    segment_ids = torch.stack([torch.arange(room) >= room - n for n in lengths]).long()
+    out, _, _ = attend_windowed(Problem(q, k, v, slopes, segment_ids, None), 1e-6, implementation)
     for i, n in enumerate(lengths):
         own = (q[i : i + 1], k[i : i + 1, :, room - n :], v[i : i + 1, :, room - n :])
         alone = attend(*own, bias=LinearBias(slopes), backend="reference")
@@ -135,23 +135,23 @@ def test_what_is_not_finite_is_never_skipped(implementation, value, which):
 @both
 def test_operators_are_registered_as_torch_wants_them(implementation):
     q, k, v = (torch.randn(2, 4, 50, 16, requires_grad=True) for _ in range(3))
-    documents = (torch.rand(2, 50) < 0.1).cumsum(1)
+    segment_ids = (torch.rand(2, 50) < 0.1).cumsum(1)
     compiled = implementation == "compiled"
-    arguments = (q, k, v, alibi.slopes(4), documents, 20, 0.25, 1e-6, compiled)
+    arguments = (q, k, v, alibi.slopes(4), segment_ids, 20, 0.25, 1e-6, compiled)
     torch.library.opcheck(torch.ops.trainshort.attention.default, arguments)
     out, lse, first, _ = (x.detach() for x in torch.ops.trainshort.attention(*arguments))
     leaves = [x.detach() for x in (q, k, v)]
-    arguments = (torch.randn_like(q), *leaves, alibi.slopes(4), documents, 20, 0.25, out, lse, first, compiled)
+    arguments = (torch.randn_like(q), *leaves, alibi.slopes(4), segment_ids, 20, 0.25, out, lse, first, compiled)
     torch.library.opcheck(torch.ops.trainshort.attention_backward.default, arguments)
 
 
 @both
 def test_gradcheck(implementation):
     leaves = [torch.randn(1, heads, 40, 6, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
-    documents = (torch.arange(40) // 15)[None]
+    segment_ids = (torch.arange(40) // 15)[None]
 
     def function(*x):
-        return attend_windowed(Problem(*x, alibi.slopes(4), documents, 12), 0.0, implementation)[0]
+        return attend_windowed(Problem(*x, alibi.slopes(4), segment_ids, 12), 0.0, implementation)[0]
 
     assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
 

@@ -7,8 +7,8 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from trainshort import alibi
-from trainshort.attention import LinearBias, attend
-from trainshort.attention.call import Call
+from trainshort.attention import LinearBias, attend, run_attention
+from trainshort.attention.call import AttentionCall
 from trainshort.attention.flex import BLOCK, _score_function, proven_block_mask
 from trainshort.attention.formula import visible
 
@@ -30,7 +30,7 @@ def written_out(mask, q_len, k_len):
     return pairs[:, :, :q_len, :k_len]
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 200}, {"documents": 150}], ids=["plain", "window", "documents"])
+@pytest.mark.parametrize("options", [{}, {"window": 200}, {"segment_ids": 150}], ids=["plain", "window", "segment_ids"])
 @pytest.mark.parametrize("lengths", [(600, 600), (300, 777), (1, 1000), (128, 256)])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both sides"])
 def test_blocks_left_out_carry_no_more_than_the_tolerance(lengths, options, causal):
@@ -38,10 +38,10 @@ def test_blocks_left_out_carry_no_more_than_the_tolerance(lengths, options, caus
     tolerance = 1e-4
     q, k = torch.randn(2, 4, q_len, 16), torch.randn(2, 2, k_len, 16)
     slopes = torch.tensor([1.0, 0.25, 1 / 16, 0.0])
-    if "documents" in options:
-        options = {"documents": (torch.arange(k_len) // options["documents"]).expand(2, -1)}
+    if "segment_ids" in options:
+        options = {"segment_ids": (torch.arange(k_len) // options["segment_ids"]).expand(2, -1)}
     right = None if causal else slopes * torch.tensor([1, 0.5, 4, 1])
-    call = Call(q, k, k, LinearBias(slopes, right), tolerance=tolerance, causal=causal, **options)
+    call = AttentionCall(q, k, k, LinearBias(slopes, right), tolerance=tolerance, causal=causal, **options)
     pairs = written_out(proven_block_mask(call), q_len, k_len)
     seen = visible(call, slice(0, q_len), slice(0, k_len)).expand_as(pairs)
     assert (seen | (pairs != 2)).all()  # full blocks are not masked, so they must be visible whole
@@ -59,23 +59,23 @@ def test_values_that_are_not_finite_are_read_at_any_distance():
     q = torch.randn(1, 1, 512, 8)
     v = q.clone()
     v[0, 0, 3, 3] = math.inf
-    mask = proven_block_mask(Call(q, q, v, LinearBias(torch.ones(1))))
+    mask = proven_block_mask(AttentionCall(q, q, v, LinearBias(torch.ones(1))))
     assert (written_out(mask, 512, 512)[0, 0].tril() > 0)[torch.ones(512, 512).tril() > 0].all()
 
 
-def test_the_engine_leaves_out_what_its_tolerance_allows_and_says_so():
+def test_the_backend_leaves_out_what_its_tolerance_allows_and_says_so():
     """All scores equal, so that a key's weight is its bias alone: e^(−m·distance). Only the far keys have a value."""
     q, k, v = torch.zeros(1, 1, 16, 16), torch.zeros(1, 1, 512, 16), torch.zeros(1, 1, 512, 16)
     v[:, :, :128] = 1.0
     bias = LinearBias(torch.tensor([0.02]))
     exact = attend(q, k, v, bias=bias, backend="reference")
     assert exact.min() > 1e-4
-    whole, none = attend(q, k, v, bias=bias, backend="flex", tolerance=0.0, return_certificate=True)
-    torch.testing.assert_close(whole, exact, rtol=1e-4, atol=0)
-    assert none.max() == 0
-    out, left_out = attend(q, k, v, bias=bias, backend="flex", tolerance=0.5, return_certificate=True)
-    assert (out == 0).all()
-    assert exact.max() < left_out.max() == 0.5
+    whole = run_attention(AttentionCall(q, k, v, bias, tolerance=0.0), "flex")
+    torch.testing.assert_close(whole.out, exact, rtol=1e-4, atol=0)
+    assert whole.certificate.max() == 0
+    skipped = run_attention(AttentionCall(q, k, v, bias, tolerance=0.5), "flex")
+    assert (skipped.out == 0).all()
+    assert exact.max() < skipped.certificate.max() == 0.5
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_flex_attention_reads_only_those_blocks():
     """The unread half of the keys is poison: a result that is a number shows that it was not touched."""
     q, k, v = (torch.randn(1, 2, 1024, 16) for _ in range(3))
     slopes = torch.tensor([1.0, 0.5])
-    call = Call(q[:, :, -128:], k, v, LinearBias(slopes))
+    call = AttentionCall(q[:, :, -128:], k, v, LinearBias(slopes))
     mask = proven_block_mask(call)
     expected = attend(call.q, k, v, bias=call.bias, backend="reference")
     poisoned = v.clone()

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainshort import alibi
-from trainshort.attention import LinearBias, attend, engines, windowed_torch
-from trainshort.attention.call import Call
+from trainshort.attention import LinearBias, attend, backends, windowed_torch
+from trainshort.attention.call import AttentionCall
 
 
 @given(q_len=st.integers(1, 500), past=st.integers(0, 300), window=st.sampled_from([None, 100]))
@@ -19,7 +19,7 @@ def test_masks_and_row_shifts_add_up_to_the_bias(q_len, past, window):
     """And every pair of query and key that can matter is in exactly one part."""
     slopes, k_len = alibi.slopes(3), q_len + past
     tensors = torch.zeros(1, 3, q_len, 8), *(torch.zeros(1, 3, k_len, 8) for _ in range(2))
-    call = Call(*tensors, LinearBias(slopes), window, tolerance=0.0)
+    call = AttentionCall(*tensors, LinearBias(slopes), window, tolerance=0.0)
     expected = alibi.bias(slopes, q_len, k_len)
     if window:
         expected = expected.masked_fill(alibi.distances(q_len, k_len) >= window, -math.inf)
@@ -73,7 +73,7 @@ def test_the_self_test_notices_a_kernel_that_ignores_the_mask(forgetful, monkeyp
     honest = windowed_torch.flash
     monkeypatch.setattr(windowed_torch, "flash", lambda q, k, v, attn_mask, scale: honest(q, k, v, scale=scale))
     q = torch.randn(1, 2, 5, 8)
-    reason = engines.get("windowed").unsupported(Call(q, q, q, LinearBias(alibi.slopes(2))))
+    reason = backends.get("windowed").unsupported_reason(AttentionCall(q, q, q, LinearBias(alibi.slopes(2))))
     assert "something else with a row mask; use 'sdpa'" in (reason or "")
 
 

@@ -28,7 +28,7 @@ def test_targets_are_the_inputs_shifted_by_one() -> None:
     # The tokens are their own positions, so a target is its input plus one, and blocks begin at multiples of 7.
     assert (batch.targets == batch.inputs + 1).all()
     assert (batch.targets[:, 0] % 7 == 0).all()
-    assert batch.documents is None
+    assert batch.segment_ids is None
 
 
 @given(st.integers(20, 60), st.integers(1, 20))
@@ -116,11 +116,11 @@ def test_documents_are_told_apart_and_nothing_is_predicted_across() -> None:
     packed = stream(batch_size=1, packing="documents", documents=starts)
     for step in range(packed.blocks):
         batch = packed.batch(step)
-        assert batch.documents is not None
-        assert batch.documents.dtype == np.int32
+        assert batch.segment_ids is not None
+        assert batch.segment_ids.dtype == np.int32
         targets = packed.block_numbers(step)[0] * 7 + np.arange(7)
         owner = np.searchsorted(starts, np.maximum(targets - 1, 0), side="right") - 1
-        assert np.array_equal(batch.documents[0], owner - owner[0])
+        assert np.array_equal(batch.segment_ids[0], owner - owner[0])
         crosses = np.isin(targets, starts[1:]) | (targets >= 1000)
         assert np.array_equal(batch.targets[0], np.where(crosses, IGNORED, targets))
 

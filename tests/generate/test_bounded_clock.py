@@ -60,7 +60,7 @@ def test_the_certificate_is_above_what_was_forgotten():
         for head in range(2):
             lost[head] = max(lost[head], float(weights[0, head, t, : t - held[head]].sum()))
         now = slice(t, t + 1)
-        bias = trainshort.ClockBias(clock[..., : t + 1])
+        bias = trainshort.DecayBias(clock[..., : t + 1])
         layer.attend(q[:, :, now], k[:, :, now], v[:, :, now], bias=bias)
     assert layer.rings[0].count < length
     assert lost[0] > 0

@@ -152,7 +152,7 @@ LEFT_TO_TORCH = [
     ({"parallel_blocks": True}, "parallel blocks"),
     ({"activation": "silu"}, "the activation silu"),
     ({"clip_qkv": 0.5}, "clip_qkv"),
-    ({"backend": "sdpa"}, "engine sdpa"),
+    ({"backend": "sdpa"}, "backend sdpa"),
     ({"position": "rotary"}, "turned queries and keys"),
     ({"position": "t5"}, "bias that is not linear"),
     ({"position": "fire"}, "biases that look at the text"),

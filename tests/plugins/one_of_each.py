@@ -1,24 +1,24 @@
-"""One of each thing that a plug-in can bring: an engine, a corpus, a tokenizer, an analysis."""
+"""One of each thing that a plug-in can bring: a backend, a corpus, a tokenizer, an analysis."""
 
 from rich.console import Group
 
 from trainshort.analyze.lab import Analysis, Lab, analyses
-from trainshort.attention import Call, engines
+from trainshort.attention import AttentionCall, backends
 from trainshort.data.corpus import corpora, find_corpus
 from trainshort.data.tokenizer import SavedTokenizer, tokenizers
 
 
-@engines.register("echo")
+@backends.register("echo")
 class Echo:
     """The reference under another name."""
 
     @staticmethod
-    def unsupported(call: Call) -> str | None:
+    def unsupported_reason(call: AttentionCall) -> str | None:
         return "is for tests with at most 99 keys" if call.k.shape[2] > 99 else None
 
     @staticmethod
-    def run(call: Call):
-        return engines.get("reference").run(call)
+    def run(call: AttentionCall):
+        return backends.get("reference").run(call)
 
 
 @corpora.register("owl")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainshort import alibi
-from trainshort.attention import ClockBias, attend
+from trainshort.attention import DecayBias, attend
 from trainshort.bench.recorded import attention_calls
 from trainshort.cache import Cache, Rows
 from trainshort.config import ModelConfig
@@ -37,7 +37,7 @@ def tiny(**settings):
 def test_the_bias_is_the_sum_of_log_gates_between(settings):
     method, x = make(**settings), torch.randn(2, 9, 16)
     bias = method.text_bias(LayerInput(1, x, 9, torch.arange(9).expand(2, 9), {}))
-    assert isinstance(bias, ClockBias)
+    assert isinstance(bias, DecayBias)
     logits = method.shift.double().view(2, 4)[1].expand(2, 9, 4)
     if method.weight is not None:
         logits = logits + x.double() @ method.weight[1].double().T
@@ -45,7 +45,7 @@ def test_the_bias_is_the_sum_of_log_gates_between(settings):
     for i in range(9):
         for j in range(i + 1):
             expected = log_gate[:, j + 1 : i + 1].sum(1)
-            torch.testing.assert_close(bias.clock[:, :, i] - bias.clock[:, :, j], expected, rtol=0, atol=1e-5)
+            torch.testing.assert_close(bias.cumulative[:, :, i] - bias.cumulative[:, :, j], expected, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
@@ -106,7 +106,7 @@ def test_rows_of_different_texts_go_on_with_their_own_clocks():
 def test_recorded_calls_do_not_move_the_clock():
     model, tokens = tiny(), torch.randint(64, (1, 50))
     for at_once, chunked in zip(attention_calls(model, tokens), attention_calls(model, tokens, 20), strict=True):
-        torch.testing.assert_close(chunked.bias.clock, at_once.bias.clock, rtol=0, atol=1e-4)
+        torch.testing.assert_close(chunked.bias.cumulative, at_once.bias.cumulative, rtol=0, atol=1e-4)
         torch.testing.assert_close(chunked.q, at_once.q, rtol=0, atol=1e-4)
 
 

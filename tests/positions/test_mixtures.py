@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainshort import alibi
-from trainshort.attention import ClockBias, DenseBias, DistanceBias, LinearBias
+from trainshort.attention import DecayBias, DenseBias, DistanceBias, LinearBias
 from trainshort.cache import Cache
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
@@ -65,8 +65,8 @@ def test_token_by_token_equals_one_pass(position, changes):
     whole, cache = model(tokens), Cache()
     pieces = [model(part, cache=cache) for part in (tokens[:, :50], tokens[:, 50:51], tokens[:, 51:])]
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=2e-5)
-    documents = torch.tensor([[1] * 40 + [2] * 50] * 2)
-    torch.testing.assert_close(model(tokens, documents=documents)[:, 40:], model(tokens[:, 40:]), rtol=0, atol=2e-5)
+    segment_ids = torch.tensor([[1] * 40 + [2] * 50] * 2)
+    torch.testing.assert_close(model(tokens, segment_ids=segment_ids)[:, 40:], model(tokens[:, 40:]), rtol=0, atol=2e-5)
 
 
 def test_every_nth_layer_knows_no_positions_and_sees_all():
@@ -135,7 +135,7 @@ def test_mixtures_that_do_not_add_up(changes, said):
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape", "heads_at"), [(LinearBias, (4,), 0), (DistanceBias, (4, 5), 0), (ClockBias, (2, 4, 5), 1)]
+    ("kind", "shape", "heads_at"), [(LinearBias, (4,), 0), (DistanceBias, (4, 5), 0), (DecayBias, (2, 4, 5), 1)]
 )
 def test_plain_heads_have_nothing_on_either_side(kind, shape, heads_at):
     """The right side of an encoder's bias is kept, and a head that would be blind there sees it."""
@@ -152,6 +152,6 @@ def test_plain_heads_of_a_written_bias_and_of_one_that_nobody_knows():
     assert written.values[:, :3].eq(1).all()
     assert written.values[:, 3].eq(0).all()
     with pytest.raises(
-        InputError, match="bias must be LinearBias, DistanceBias, ClockBias, DenseBias or None, got str"
+        InputError, match="bias must be LinearBias, DistanceBias, DecayBias, DenseBias or None, got str"
     ):
         for_heads("falling", config)

@@ -25,7 +25,7 @@ from torch import Tensor
 from trainshort import alibi, clocks
 from trainshort.analyze.far_context import WAYS, spoil
 from trainshort.analyze.lab import SCORED, Analysis, Lab, analyses, compare, new_table, titled
-from trainshort.attention import Call, ClockBias, LinearBias
+from trainshort.attention import AttentionCall, DecayBias, LinearBias
 from trainshort.attention.formula import visible, written_bias
 from trainshort.bench.recorded import attention_calls
 from trainshort.evaluate.evidence import shows
@@ -81,7 +81,7 @@ def spoiled_beyond(lab: Lab, whole: np.ndarray) -> list[dict[str, Any]]:
     return [{"way": way, **compare(losses, lab.score(spoil(whole, lab.trained_at, way, lab), SCORED))} for way in WAYS]
 
 
-def mass_by_distance(call: Call) -> Float[Tensor, "heads distances"]:
+def mass_by_distance(call: AttentionCall) -> Float[Tensor, "heads distances"]:
     """Mean share of attention at each distance 0, 1, 2, …, over the later half of the queries."""
     heads, length = call.q.shape[1], call.k.shape[2]
     total = torch.zeros(heads, length, dtype=torch.float64)
@@ -96,7 +96,7 @@ def mass_by_distance(call: Call) -> Float[Tensor, "heads distances"]:
     return total / (length - first)
 
 
-def attention_weights(call: Call, rows: slice) -> Float[Tensor, "batch heads rows keys"]:
+def attention_weights(call: AttentionCall, rows: slice) -> Float[Tensor, "batch heads rows keys"]:
     """Softmax weights of some query rows over all keys."""
     keys = slice(0, call.k.shape[2])
     k = call.k.repeat_interleave(call.group, dim=1).float()
@@ -119,13 +119,13 @@ def window_of(mass: Float[Tensor, " distances"], share: float) -> int:
     return int(reached.int().argmax()) + 1
 
 
-def proven_window(call: Call) -> list[int] | None:
+def proven_window(call: AttentionCall) -> list[int] | None:
     """The widest, over the later half of the queries, of the windows that provably hold MASS of their row; None where
     the bias proves none."""
     match call.bias:
         case LinearBias(slopes):
             windows = alibi.proven_windows(call.q, call.k, slopes, tolerance=1 - MASS, block=1)[0]
-        case ClockBias(clock):
+        case DecayBias(clock):
             starts = clocks.proven_starts(alibi.most_excess(call.q, call.k), clock, 1 - MASS)[0]
             windows = torch.arange(call.k.shape[2])[-call.q.shape[2] :] - starts.cpu() + 1
         case _:

@@ -1,27 +1,37 @@
-"""Attention engines behind one call, `attend`. Importing this package registers them all."""
+"""The function `attend`, its biases and its backends. Importing this package registers all backends."""
 
 from trainshort.attention import compiled, flex, formula, sdpa, windowed
-from trainshort.attention.call import Bias, Call, ClockBias, DenseBias, DistanceBias, LinearBias
+from trainshort.attention.call import AttentionCall, Bias, BiasKind, DecayBias, DenseBias, DistanceBias, LinearBias
 from trainshort.attention.formula import merge
-from trainshort.attention.op import Engine, Result, alibi_attention, attend, attend_in_blocks, engines
+from trainshort.attention.op import (
+    AttentionOutput,
+    Backend,
+    alibi_attention,
+    attend,
+    attend_in_blocks,
+    backends,
+    run_attention,
+)
 
 __all__ = [
+    "AttentionCall",
+    "AttentionOutput",
+    "Backend",
     "Bias",
-    "Call",
-    "ClockBias",
+    "BiasKind",
+    "DecayBias",
     "DenseBias",
     "DistanceBias",
-    "Engine",
     "LinearBias",
-    "Result",
     "alibi_attention",
     "attend",
     "attend_in_blocks",
+    "backends",
     "compiled",
-    "engines",
     "flex",
     "formula",
     "merge",
+    "run_attention",
     "sdpa",
     "windowed",
 ]

@@ -1,7 +1,8 @@
-"""What one attention call is: queries, keys, values, a bias, what may be seen; checked before any engine sees it."""
+"""The arguments of one attention call and the biases that can be added to the scores."""
 
 import math
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
 import torch
 import torch.autograd.forward_ad as forward_mode
@@ -11,16 +12,36 @@ from torch import Tensor
 from trainshort.errors import InputError
 
 
-@dataclass(frozen=True)
-class LinearBias:
-    """score(h, i, j) −= slopes[h] · (i − j); engines compute it on the fly.
+class AttentionBias:
+    """Base class of the biases that are added to the attention scores."""
 
-    Without a causal mask, keys on the right lose right[h] · (j − i), and an infinite slope says that a head does not
-    see that side."""
+    right: Tensor | None = None
+    """The bias of the keys to the right of the query. None means that both sides use the same bias."""
+
+
+@dataclass(frozen=True)
+class LinearBias(AttentionBias):
+    """A bias that falls linearly with the distance between query and key (ALiBi).
+
+    With query position i and key position j, the score of head h changes as follows:
+
+        score[h, i, j] -= slopes[h] * (i - j)
+
+    The backends compute the bias while they compute the scores, so the bias takes no memory.
+
+    Args:
+        slopes: One slope per query head. `trainshort.alibi.slopes(heads)` returns the slopes of the ALiBi paper.
+        right: The slopes for keys to the right of the query, used with `causal=False` only:
+            `score[h, i, j] -= right[h] * (j - i)`. None means that both sides use `slopes`.
+            With `causal=False`, an infinite slope hides that side from the head.
+
+    Example:
+        >>> bias = LinearBias(torch.tensor([0.5, 0.25]))
+        >>> out = attend(q, k, v, bias=bias)  # q has two heads
+    """
 
     slopes: Float[Tensor, " heads"]
     right: Float[Tensor, " heads"] | None = None
-    """None: as on the left."""
 
     @property
     def values(self) -> Tensor:
@@ -28,13 +49,23 @@ class LinearBias:
 
 
 @dataclass(frozen=True)
-class DistanceBias:
-    """score(h, i, j) += table[h, i − j]; distances past the table use its last column (T5). Without a causal mask, keys
-    on the right have right[h, j − i]."""
+class DistanceBias(AttentionBias):
+    """A bias that is looked up in a table by the distance between query and key (T5).
+
+    With query position i and key position j, the score of head h changes as follows:
+
+        score[h, i, j] += table[h, i - j]
+
+    A distance beyond the end of the table uses the last column of the table.
+
+    Args:
+        table: One row per query head and one column per distance. Column 0 is distance 0.
+        right: The table for keys to the right of the query, used with `causal=False` only:
+            `score[h, i, j] += right[h, j - i]`. None means that both sides use `table`.
+    """
 
     table: Float[Tensor, "heads distances"]
     right: Float[Tensor, "heads distances"] | None = None
-    """None: as on the left."""
 
     @property
     def values(self) -> Tensor:
@@ -42,29 +73,59 @@ class DistanceBias:
 
 
 @dataclass(frozen=True)
-class ClockBias:
-    """score(b, h, i, j) += clock[b, h, i] − clock[b, h, j], with a reading for every key (FoX; clocks.py). In float64:
-    a clock grows with the text, and its differences count. Without a causal mask, keys on the right have
-    right[b, h, j] − right[b, h, i]: a clock that falls is a penalty on either side."""
+class DecayBias(AttentionBias):
+    """A bias given by cumulative log decays (the Forgetting Transformer, FoX).
 
-    clock: Float[Tensor, "batch heads k_len"]
+    In the Forgetting Transformer, a forget gate between 0 and 1 is computed for each token and head. `cumulative` is
+    the cumulative sum of the logarithms of these gates. With query position i and key position j, the score of head h
+    in sequence b changes as follows:
+
+        score[b, h, i, j] += cumulative[b, h, i] - cumulative[b, h, j]
+
+    Args:
+        cumulative: The cumulative log decay at each key position. Use float64 for long sequences: the values grow with
+            the length, but only their differences matter.
+        right: The cumulative log decay for keys to the right of the query, used with `causal=False` only:
+            `score[b, h, i, j] += right[b, h, j] - right[b, h, i]`. Falling values are therefore a penalty on both
+            sides. None means that both sides use `cumulative`.
+    """
+
+    cumulative: Float[Tensor, "batch heads k_len"]
     right: Float[Tensor, "batch heads k_len"] | None = None
-    """None: as on the left."""
 
     @property
     def values(self) -> Tensor:
-        return self.clock
+        return self.cumulative
 
 
 @dataclass(frozen=True)
-class DenseBias:
-    """score(b, h, i, j) += values[b, h, i, j]: whatever else a method wants, written out by the caller; without a batch
-    dimension it is the same for all."""
+class DenseBias(AttentionBias):
+    """A bias that contains one value for each pair of query and key.
+
+    With query row i and key position j, the score of head h in sequence b changes as follows:
+
+        score[b, h, i, j] += values[b, h, i, j]
+
+    Args:
+        values: The bias. Without a batch dimension, all sequences of the batch use the same bias.
+    """
 
     values: Float[Tensor, "*batch heads q_len k_len"]
 
 
-Bias = LinearBias | DistanceBias | ClockBias | DenseBias
+Bias = LinearBias | DistanceBias | DecayBias | DenseBias
+
+
+class BiasKind(IntEnum):
+    """The meaning of the tensor that `torch.ops.trainshort.attention` receives as its bias."""
+
+    SLOPES = 0
+    """`LinearBias.slopes`, shape (heads,)."""
+    TABLE = 1
+    """One value per distance, shape (heads, k_len)."""
+    DECAY = 2
+    """`DecayBias.cumulative`, shape (batch, heads, k_len)."""
+
 
 SMALLEST = 1e-30
 """Tolerances below it are 0: nothing is left out. So small a mass has no room in a float's exponent."""
@@ -73,22 +134,36 @@ TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
-class Call:
-    """One checked request. Everything an engine needs to know, and all it may look at."""
+class AttentionCall:
+    """The arguments of one attention call.
+
+    A backend receives an `AttentionCall` and nothing else. `check` has checked the arguments before.
+
+    Args:
+        q: The queries. The last query is aligned with the last key.
+        k: The keys. The number of query heads must be a multiple of the number of key heads.
+        v: The values, with the same shape as `k`.
+        bias: The bias that is added to the scores, or None.
+        window: The number of keys that a query sees in a sliding window, its own key included, or None.
+        segment_ids: The segment that each key belongs to, or None. A query sees only the keys of its own segment.
+        dropout_p: The probability that an attention weight is dropped.
+        needs_lse: Whether the backend must return the log-sum-exp of the scores.
+        tolerance: The softmax mass that a backend may drop from each query, if the backend can prove this bound.
+        scale: The factor applied to the product of query and key. None means 1 / sqrt(dim).
+        causal: Whether a query sees no keys to its right.
+    """
 
     q: Float[Tensor, "batch heads q_len dim"]
     k: Float[Tensor, "batch kv_heads k_len dim"]
     v: Float[Tensor, "batch kv_heads k_len dim"]
     bias: Bias | None = None
     window: int | None = None
-    documents: Int[Tensor, "batch k_len"] | None = None
-    dropout: float = 0.0
+    segment_ids: Int[Tensor, "batch k_len"] | None = None
+    dropout_p: float = 0.0
     needs_lse: bool = False
     tolerance: float = TOLERANCE
     scale: float | None = None
-    """What products of queries and keys are multiplied with; None: 1/√dim."""
     causal: bool = True
-    """False: keys on the right are seen too."""
 
     @property
     def factor(self) -> float:
@@ -101,36 +176,63 @@ class Call:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """All of it but the numbers in its tensors, and whether documents are in pieces: calls of one signature are
-        computed by one engine."""
-        bias, right = None if self.bias is None else self.bias.values, getattr(self.bias, "right", None)
+        """Return everything that the choice of a backend depends on.
+
+        The signature contains shapes, dtypes and options, but no values of tensors. The exception is `in_pieces`,
+        which depends on the values of `segment_ids`. All calls with the same signature are run by the same backend.
+        """
+        bias = None if self.bias is None else self.bias.values
+        right = None if self.bias is None else self.bias.right
         return (
-            *(self.q.shape, self.k.shape, self.q.dtype, self.q.device, torch.is_grad_enabled()),
-            *(self.q.requires_grad, self.k.requires_grad, self.v.requires_grad, type(self.bias)),
-            *(None if bias is None else (bias.shape, bias.dtype, bias.requires_grad), self.documents is None),
-            *(self.window, self.dropout, self.needs_lse, self.tolerance, self.scale, self.causal),
+            self.q.shape,
+            self.k.shape,
+            self.q.dtype,
+            self.q.device,
+            torch.is_grad_enabled(),
+            self.q.requires_grad,
+            self.k.requires_grad,
+            self.v.requires_grad,
+            type(self.bias),
+            None if bias is None else (bias.shape, bias.dtype, bias.requires_grad),
+            self.segment_ids is None,
+            self.window,
+            self.dropout_p,
+            self.needs_lse,
+            self.tolerance,
+            self.scale,
+            self.causal,
             None if right is None else (right.shape, right.dtype, right.requires_grad),
             None if self.causal else self.in_pieces,
         )
 
     @property
     def in_pieces(self) -> bool:
-        """Whether both sides are seen and a document is interrupted by another: then a row's neighbour does not tell
-        what it sees. Not asked where an answer would have to be waited for (devices, graphs).
+        """Return whether a segment is interrupted by another segment in a call without a causal mask.
 
-            documents 7 7 3 3: no      7 3 3 7: yes
+        A backend can then not decide from the neighbor of a key whether a segment ends there.
+        The answer is False on devices other than the CPU and while a graph is traced, because reading the values would
+        wait for the device or would not be possible.
+
+        Example:
+            segment_ids 7 7 3 3: False
+            segment_ids 7 3 3 7: True
         """
-        if self.causal or self.documents is None or self.documents.device.type != "cpu" or tracer() is not None:
+        if self.causal or self.segment_ids is None or self.segment_ids.device.type != "cpu" or tracer() is not None:
             return False
-        rows, in_order = self.documents, self.documents.sort(dim=1).values
-        changes, kinds = ((x[:, 1:] != x[:, :-1]).sum(1) for x in (rows, in_order))
-        return bool((changes > kinds).any())
+        rows = self.segment_ids
+        in_order = rows.sort(dim=1).values
+        changes_in_row = (rows[:, 1:] != rows[:, :-1]).sum(1)
+        changes_if_sorted = (in_order[:, 1:] != in_order[:, :-1]).sum(1)
+        return bool((changes_in_row > changes_if_sorted).any())
 
     @property
     def bias_tensors(self) -> tuple[Tensor, ...]:
-        """The bias's own tensors: none, one, or one for each side."""
-        right = getattr(self.bias, "right", None)
-        return tuple(x for x in (None if self.bias is None else self.bias.values, right) if x is not None)
+        """Return the tensors of the bias: no tensor, one tensor, or one tensor for each side."""
+        if self.bias is None:
+            return ()
+        if self.bias.right is None:
+            return (self.bias.values,)
+        return (self.bias.values, self.bias.right)
 
     @property
     def bias_needs_grad(self) -> bool:
@@ -165,8 +267,8 @@ def tracer() -> str | None:
     return "compile" if torch.compiler.is_compiling() else None
 
 
-def check(call: Call) -> None:
-    """Refuse what no engine should see."""
+def check(call: AttentionCall) -> None:
+    """Refuse what no backend should see."""
     q, k = call.q, call.k
     check_tensors(q, k, call.v)
     _check_bias(call)
@@ -174,15 +276,14 @@ def check(call: Call) -> None:
         raise InputError(f"window must be at least 1 (a token sees itself), got {call.window}.")
     if not 0 <= call.tolerance < 1:
         raise InputError(f"tolerance is a share of softmax mass, at least 0 and less than 1; got {call.tolerance}.")
-    if not 0 <= call.dropout < 1:
-        raise InputError(f"dropout must be in [0, 1), got {call.dropout}.")
+    if not 0 <= call.dropout_p < 1:
+        raise InputError(f"dropout_p must be in [0, 1), got {call.dropout_p}.")
     if call.scale is not None and not 0 < call.scale < math.inf:
         raise InputError(f"scale must be positive and finite, got {call.scale}.")
-    documents = call.documents
-    if documents is not None and documents.shape != (q.shape[0], k.shape[2]):
+    segment_ids = call.segment_ids
+    if segment_ids is not None and segment_ids.shape != (q.shape[0], k.shape[2]):
         raise InputError(
-            f"documents must number every key position, shape (batch, k_len) = {(q.shape[0], k.shape[2])}; "
-            f"got {tuple(documents.shape)}."
+            f"segment_ids must have shape (batch, k_len) = {(q.shape[0], k.shape[2])}, got {tuple(segment_ids.shape)}."
         )
 
 
@@ -210,7 +311,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _check_bias(call: Call) -> None:
+def _check_bias(call: AttentionCall) -> None:
     heads, q_len, k_len = call.q.shape[1], call.q.shape[2], call.k.shape[2]
     match call.bias:
         case None:
@@ -226,15 +327,15 @@ def _check_bias(call: Call) -> None:
         case DistanceBias(table):
             if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < 1:
                 raise InputError(f"a distance bias has shape (heads={heads}, distances); got {tuple(table.shape)}.")
-        case ClockBias(clock):
+        case DecayBias(cumulative):
             shape = (call.q.shape[0], heads, k_len)
-            if clock.shape != shape or not clock.is_floating_point():
+            if cumulative.shape != shape or not cumulative.is_floating_point():
                 raise InputError(
-                    f"a clock has one reading per text, query head and key, shape {shape}, in floats; got "
-                    f"{tuple(clock.shape)} of {clock.dtype}."
+                    f"DecayBias.cumulative must be a floating-point tensor of shape (batch, heads, k_len) = {shape}, "
+                    f"got {tuple(cumulative.shape)} of {cumulative.dtype}."
                 )
-            if clock.device.type == "cpu" and tracer() is None and not clock.isfinite().all():
-                raise InputError("a clock must be finite everywhere; this one has readings that are not.")
+            if cumulative.device.type == "cpu" and tracer() is None and not cumulative.isfinite().all():
+                raise InputError("DecayBias.cumulative must be finite, but some values are infinite or NaN.")
         case DenseBias(values):
             shape = (heads, q_len, k_len)
             if values.shape not in (shape, (call.q.shape[0], *shape)):
@@ -245,7 +346,8 @@ def _check_bias(call: Call) -> None:
             raise unknown_bias(unknown)
     if call.bias.values.device != call.q.device:
         raise InputError(f"the bias is on {call.bias.values.device}, but q on {call.q.device}; move it there.")
-    if (right := getattr(call.bias, "right", None)) is not None:
+    right = call.bias.right
+    if right is not None:
         if call.causal:
             raise InputError("a bias for the right side needs causal=False; causal attention sees the left side only.")
         _check_bias(replace(call, bias=type(call.bias)(right)))
@@ -261,7 +363,7 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def of_bias(call: Call, keys: Tensor, rows: Tensor) -> Tensor:
+def of_bias(call: AttentionCall, keys: Tensor, rows: Tensor) -> Tensor:
     """The gradient of one side's bias, from where it stands for keys and, if it is a clock, where it does for rows."""
     if call.bias_tensors[0].dim() < 3:
         return keys.sum(0)
@@ -270,7 +372,7 @@ def of_bias(call: Call, keys: Tensor, rows: Tensor) -> Tensor:
 
 
 def unknown_bias(bias: object) -> InputError:
-    """A bias that an engine does not know is an error everywhere: dropped in silence it would be another model."""
+    """A bias that a backend does not know is an error everywhere: dropped in silence it would be another model."""
     return InputError(
-        f"bias must be LinearBias, DistanceBias, ClockBias, DenseBias or None, got {type(bias).__name__}."
+        f"bias must be LinearBias, DistanceBias, DecayBias, DenseBias or None, got {type(bias).__name__}."
     )

@@ -15,8 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trainshort.attention import operator
-from trainshort.attention.call import Call, ClockBias, DistanceBias, LinearBias, unknown_bias, wide
-from trainshort.attention.op import Result, engines
+from trainshort.attention.call import AttentionCall, DecayBias, DistanceBias, LinearBias, unknown_bias, wide
+from trainshort.attention.op import AttentionOutput, backends
 from trainshort.attention.sides import BLIND
 from trainshort.machine import mkl_is_narrow
 
@@ -26,14 +26,14 @@ class Compiled:
 
     rank = 30
 
-    def passed_over(self, call: Call) -> str | None:
+    def skip_reason(self, call: AttentionCall) -> str | None:
         """Our kernel's vectors are those of AVX2. Where torch's are wider, plain attention is left to it (not measured;
         where they could be and are not, ours takes 0.5 to 0.78 of the time)."""
         wider = call.bias is None and _torch_is_wider()
         return "without a bias torch's own kernel has the wider vectors" if wider else None
 
-    def unsupported(self, call: Call) -> str | None:
-        if not (call.bias is None or isinstance(call.bias, DistanceBias | LinearBias | ClockBias)):
+    def unsupported_reason(self, call: AttentionCall) -> str | None:
+        if not (call.bias is None or isinstance(call.bias, DistanceBias | LinearBias | DecayBias)):
             return "it computes biases by distance (T5, ALiBi), clocks (FoX) or none; use 'sdpa'"
         if call.q.shape[3] > operator.WIDEST:
             return f"its heads are at most {operator.WIDEST} wide, these are {call.q.shape[3]}; use 'sdpa'"
@@ -42,23 +42,23 @@ class Compiled:
         fault = operator.kernel_fault(call.q.dtype)
         return f"it needs the compiled kernel, and {fault}; use 'sdpa'" if fault else None
 
-    def run(self, call: Call) -> Result:
+    def run(self, call: AttentionCall) -> AttentionOutput:
         match call.bias:
             case None:
                 values = [torch.zeros(call.q.shape[1])]
-            case ClockBias():
+            case DecayBias():
                 values = call.bias_tensors
             case _:
                 values = [table_by_distance(call, side) for side in call.bias_tensors]
         allowed = call.tolerance if isinstance(call.bias, DistanceBias) else 0.0
         out, lse, _, dropped = torch.ops.trainshort.attention(
-            *(call.q, call.k, call.v, values[0], call.documents, call.window, call.factor, allowed, True),
+            *(call.q, call.k, call.v, values[0], call.segment_ids, call.window, call.factor, allowed, True),
             None if call.causal else values[-1],
         )
-        return Result(out, lse, dropped.amax(-1))
+        return AttentionOutput(out, lse, dropped.amax(-1))
 
 
-def table_by_distance(call: Call, values: Tensor) -> Float[Tensor, "heads k_len"]:
+def table_by_distance(call: AttentionCall, values: Tensor) -> Float[Tensor, "heads k_len"]:
     """The bias of one side's slopes or table at every distance that can occur."""
     distance = torch.arange(call.k.shape[2])
     match call.bias:
@@ -77,4 +77,4 @@ def _torch_is_wider() -> bool:
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512") and not mkl_is_narrow()
 
 
-engines.register("compiled")(Compiled())
+backends.register("compiled")(Compiled())

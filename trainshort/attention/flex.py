@@ -1,4 +1,4 @@
-"""FlexAttention: the bias as a score function, compiled into torch's own kernel. The engine for GPUs.
+"""FlexAttention: the bias as a score function, compiled into torch's own kernel. The backend for GPUs.
 
 Proven windows become its block mask: FlexAttention skips blocks that its mask does not list, forward and backward. The
 proof is the one of `alibi.proven_windows`; what it leaves out is at most the tolerance of any row's softmax mass.
@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from trainshort import alibi, clocks
-from trainshort.attention.call import Bias, Call, ClockBias, DenseBias, DistanceBias, LinearBias, unknown_bias
+from trainshort.attention.call import AttentionCall, Bias, DecayBias, DenseBias, DistanceBias, LinearBias, unknown_bias
 from trainshort.attention.formula import mirrored
-from trainshort.attention.op import Result, engines
+from trainshort.attention.op import AttentionOutput, backends
 from trainshort.attention.sides import BLIND
 
 BLOCK = 128
@@ -31,17 +31,17 @@ class Flex:
 
     rank = 20
 
-    def passed_over(self, call: Call) -> str | None:
+    def skip_reason(self, call: AttentionCall) -> str | None:
         """On GPUs only this one adds the bias to float32 scores without writing it out."""
         return None if call.q.device.type == "cuda" else "FlexAttention is taken by itself on GPUs only"
 
-    def unsupported(self, call: Call) -> str | None:
+    def unsupported_reason(self, call: AttentionCall) -> str | None:
         on_cpu = call.q.device.type == "cpu"
         if on_cpu and call.needs_grad:
             return "FlexAttention has no backward on the CPU; use 'sdpa', or train on a GPU"
         if on_cpu and call.needs_lse:
             return "FlexAttention returns no log-sum-exp on the CPU; use 'windowed' or 'sdpa'"
-        if call.dropout:
+        if call.dropout_p:
             return "FlexAttention has no dropout; use 'sdpa'"
         if isinstance(call.bias, DenseBias):
             return "a written-out bias gains nothing from it; use 'sdpa'"
@@ -49,7 +49,7 @@ class Flex:
             return "FlexAttention knows neither torch.func nor forward-mode derivatives; use 'reference'"
         return None
 
-    def run(self, call: Call) -> Result:
+    def run(self, call: AttentionCall) -> AttentionOutput:
         """The certificate is the promise itself: what was really left out is not looked at again."""
         mask = proven_block_mask(call) if _may_skip(call) else whole_block_mask(call)
         result = _compiled(call.q.device.type)(
@@ -64,13 +64,13 @@ class Flex:
         )
         out, lse = result if call.needs_lse else (result, None)
         most = call.tolerance if _may_skip(call) else 0.0
-        return Result(out, lse, call.q.new_full(call.q.shape[:2], most, dtype=torch.float32))
+        return AttentionOutput(out, lse, call.q.new_full(call.q.shape[:2], most, dtype=torch.float32))
 
 
-def _may_skip(call: Call) -> bool:
+def _may_skip(call: AttentionCall) -> bool:
     """Whether there can be blocks to leave out, and somebody asked for no gradient of the slopes that decide it."""
     longer = call.k.shape[2] > BLOCK
-    return isinstance(call.bias, LinearBias | ClockBias) and longer and call.tolerance > 0 and not call.bias_needs_grad
+    return isinstance(call.bias, LinearBias | DecayBias) and longer and call.tolerance > 0 and not call.bias_needs_grad
 
 
 @cache
@@ -82,7 +82,7 @@ def _compiled(device: str) -> Any:
     return torch.compile(flex_attention, dynamic=False if device == "cpu" else None)
 
 
-def _score_function(call: Call) -> Any:
+def _score_function(call: AttentionCall) -> Any:
     """The bias as FlexAttention wants it: of the score at query i, counted from the first query, and key j."""
     if call.bias is None:
         return None
@@ -105,7 +105,7 @@ def _one_sided(bias: Bias, values: Tensor) -> Any:
         case DistanceBias():
             last = values.shape[1] - 1
             return lambda b, h, i, j, distance: values[h, distance.clamp(0, last)]
-        case ClockBias():
+        case DecayBias():
             high = values.float()  # two floats for each reading; what is lost of the first is in the second
             low = (values.double() - high.double()).float()
             return lambda b, h, i, j, distance: (high[b, h, i] - high[b, h, j]) + (low[b, h, i] - low[b, h, j])
@@ -113,7 +113,7 @@ def _one_sided(bias: Bias, values: Tensor) -> Any:
             raise unknown_bias(unknown)
 
 
-def proven_block_mask(call: Call) -> BlockMask:
+def proven_block_mask(call: AttentionCall) -> BlockMask:
     """The blocks that can matter. Blocks that every row of a query block sees whole need no mask and are listed apart.
 
     4 blocks, windows of 1, 1, 2 and 1 blocks      d: on the diagonal, masked   f: full   -: skipped, proven
@@ -129,12 +129,12 @@ def proven_block_mask(call: Call) -> BlockMask:
     finite = call.v.isfinite().all()  # 0 · NaN is NaN at any distance
     first = torch.where(finite, _by_block(_proven_first(call)).amin(-1), 0)
     last = ends.expand_as(first) if call.causal else torch.where(finite, _by_block(_proven_last(call)).amax(-1), k_len)
-    plain = call.window is None and call.documents is None
+    plain = call.window is None and call.segment_ids is None
     if call.window is not None:
         first = torch.maximum(first, starts - call.window + 1)
         last = torch.minimum(last, ends + (0 if call.causal else call.window - 1))
     begin, end = first.clamp(min=0) // BLOCK, (last + BLOCK - 1) // BLOCK
-    # Rows of a block differ in what they see: at the end of causal attention, or by windows and documents anywhere.
+    # Rows of a block differ in what they see: at the end of causal attention, or by windows and segments anywhere.
     differ = torch.maximum(begin, (starts + 1) // BLOCK) if call.causal else end
     masked = differ if plain else begin
     count, indices = _listed(masked, end, k_len)
@@ -157,7 +157,7 @@ def _by_block(rows: Int[Tensor, "batch heads q_len"]) -> Int[Tensor, "batch head
     return torch.cat([rows, more], dim=2).unflatten(2, (-1, BLOCK))
 
 
-def _proven_first(call: Call) -> Int[Tensor, "batch heads q_len"]:
+def _proven_first(call: AttentionCall) -> Int[Tensor, "batch heads q_len"]:
     """The first key that each query must read. Half the tolerance where there is a right side to be promised, too: both
     bounds are against the same own key."""
     tolerance = call.tolerance if call.causal else call.tolerance / 2
@@ -167,26 +167,26 @@ def _proven_first(call: Call) -> Int[Tensor, "batch heads q_len"]:
             windows = alibi.proven_windows(call.q, call.k, values.clamp(max=BLIND), tolerance, 1, call.factor)
             positions = torch.arange(call.k.shape[2] - call.q.shape[2], call.k.shape[2], device=call.q.device)
             return torch.where(windows >= call.k.shape[2], 0, positions - windows + 1)
-        case ClockBias():
+        case DecayBias():
             return clocks.proven_starts(alibi.most_excess(call.q, call.k, call.factor), values, tolerance)
         case unknown:
             raise unknown_bias(unknown)
 
 
-def _proven_last(call: Call) -> Int[Tensor, "batch heads q_len"]:
+def _proven_last(call: AttentionCall) -> Int[Tensor, "batch heads q_len"]:
     """Behind the last key that each query must read: the same on the text read backwards."""
     past, values = call.k.shape[2] - call.q.shape[2], mirrored(call)
-    bias = ClockBias(values[..., past:].flip(-1)) if isinstance(call.bias, ClockBias) else LinearBias(values)
+    bias = DecayBias(values[..., past:].flip(-1)) if isinstance(call.bias, DecayBias) else LinearBias(values)
     backwards = replace(call, q=call.q.flip(2), k=call.k[:, :, past:].flip(2), v=call.v[:, :, past:], bias=bias)
     return call.k.shape[2] - _proven_first(backwards).flip(2)
 
 
-def whole_block_mask(call: Call) -> BlockMask:
+def whole_block_mask(call: AttentionCall) -> BlockMask:
     """Every block that any row may see."""
     q_len, k_len = call.q.shape[2], call.k.shape[2]
     return create_block_mask(
         _mask_function(call),
-        B=None if call.documents is None else call.q.shape[0],
+        B=None if call.segment_ids is None else call.q.shape[0],
         H=None,
         Q_LEN=q_len,
         KV_LEN=k_len,
@@ -194,16 +194,16 @@ def whole_block_mask(call: Call) -> BlockMask:
     )
 
 
-def _mask_function(call: Call) -> Any:
-    past, window, documents, causal = call.k.shape[2] - call.q.shape[2], call.window, call.documents, call.causal
+def _mask_function(call: AttentionCall) -> Any:
+    past, window, segment_ids, causal = call.k.shape[2] - call.q.shape[2], call.window, call.segment_ids, call.causal
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         distance = i + past - j
         visible = distance >= 0 if causal else distance < call.k.shape[2]  # all of them
         if window is not None:
             visible = visible & (distance < window) & (distance > -window)
-        if documents is not None:
-            visible = visible & (documents[b, i + past] == documents[b, j])
+        if segment_ids is not None:
+            visible = visible & (segment_ids[b, i + past] == segment_ids[b, j])
         return visible
 
     return seen
@@ -218,4 +218,4 @@ def _listed(
     return (end - begin).int(), numbers.int()
 
 
-engines.register("flex")(Flex())
+backends.register("flex")(Flex())

@@ -1,6 +1,6 @@
-"""Attention as the formula reads, nothing clever: the engine `reference`, which every other is measured against.
+"""Attention as the formula reads, nothing clever: the backend `reference`, which every other is measured against.
 
-And what engines share: what a row may see, biases written out, and results put together.
+And what backends share: what a row may see, biases written out, and results put together.
 """
 
 import math
@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trainshort.attention.call import Call, ClockBias, DenseBias, DistanceBias, LinearBias, unknown_bias, wide
-from trainshort.attention.op import Result, engines
+from trainshort.attention.call import AttentionCall, DecayBias, DenseBias, DistanceBias, LinearBias, unknown_bias, wide
+from trainshort.attention.op import AttentionOutput, backends
 
 
 class Reference:
@@ -18,17 +18,17 @@ class Reference:
 
     rank = 1
 
-    def unsupported(self, call: Call) -> str | None:
+    def unsupported_reason(self, call: AttentionCall) -> str | None:
         return None
 
-    def run(self, call: Call) -> Result:
-        return Result(*formula(call))
+    def run(self, call: AttentionCall) -> AttentionOutput:
+        return AttentionOutput(*formula(call))
 
 
-engines.register("reference")(Reference())
+backends.register("reference")(Reference())
 
 
-def formula(call: Call) -> tuple[Tensor, Tensor]:
+def formula(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """softmax(q·k/√d + bias) · v over what each row may see, and the log-sum-exp of its scores."""
     dtype = wide(call.q)
     k, v = (x.to(dtype).repeat_interleave(call.group, dim=1) for x in (call.k, call.v))
@@ -37,7 +37,7 @@ def formula(call: Call) -> tuple[Tensor, Tensor]:
     if (bias := written_bias(call, rows, keys)) is not None:
         scores = scores + bias.to(dtype)
     scores = scores.masked_fill(~visible(call, rows, keys), -math.inf)
-    weights = torch.nn.functional.dropout(scores.softmax(-1), call.dropout)
+    weights = torch.nn.functional.dropout(scores.softmax(-1), call.dropout_p)
     return (weights @ v).to(call.q.dtype), scores.logsumexp(-1).float()
 
 
@@ -52,15 +52,15 @@ def merge(
     return out + (other_out - out) * share, torch.logaddexp(lse, other_lse)
 
 
-def distance_between(call: Call, rows: slice, keys: slice) -> Int[Tensor, "rows keys"]:
+def distance_between(call: AttentionCall, rows: slice, keys: slice) -> Int[Tensor, "rows keys"]:
     """How far some keys lie behind some query rows; negative in the future."""
     past, device = call.k.shape[2] - call.q.shape[2], call.q.device
     queries = torch.arange(past + rows.start, past + rows.stop, device=device)
     return queries[:, None] - torch.arange(keys.start, keys.stop, device=device)
 
 
-def written_bias(call: Call, rows: slice, keys: slice) -> Float[Tensor, "*batch heads rows keys"] | None:
-    """The bias of some query rows on some keys, for engines that need it written out."""
+def written_bias(call: AttentionCall, rows: slice, keys: slice) -> Float[Tensor, "*batch heads rows keys"] | None:
+    """The bias of some query rows on some keys, for backends that need it written out."""
     bias = call.bias
     if bias is None:
         return None
@@ -73,13 +73,15 @@ def written_bias(call: Call, rows: slice, keys: slice) -> Float[Tensor, "*batch 
     return torch.where(distance < 0, _one_sided(call, mirrored(call), -distance, rows, keys), left)
 
 
-def mirrored(call: Call) -> Tensor:
+def mirrored(call: AttentionCall) -> Tensor:
     """What the bias says of the right side, for a text read backwards, where a clock that falls would rise."""
     right = call.bias_tensors[-1]
-    return -right if isinstance(call.bias, ClockBias) else right
+    return -right if isinstance(call.bias, DecayBias) else right
 
 
-def _one_sided(call: Call, values: Tensor, distance: Int[Tensor, "rows keys"], rows: slice, keys: slice) -> Tensor:
+def _one_sided(
+    call: AttentionCall, values: Tensor, distance: Int[Tensor, "rows keys"], rows: slice, keys: slice
+) -> Tensor:
     """What one side's slopes, table or clock say of keys at a distance that counts towards that side."""
     match call.bias:
         case LinearBias():
@@ -88,34 +90,34 @@ def _one_sided(call: Call, values: Tensor, distance: Int[Tensor, "rows keys"], r
             return -slopes * distance if call.causal else torch.where(distance == 0, 0.0, -slopes * distance)
         case DistanceBias():
             return values[:, distance.clamp(0, values.shape[1] - 1)]
-        case ClockBias():
+        case DecayBias():
             own = values[..., call.k.shape[2] - call.q.shape[2] :]
             return own[..., rows, None] - values[..., None, keys]
         case unknown:
             raise unknown_bias(unknown)
 
 
-def visible(call: Call, rows: slice, keys: slice) -> Bool[Tensor, "one_or_batch 1 rows keys"]:
+def visible(call: AttentionCall, rows: slice, keys: slice) -> Bool[Tensor, "one_or_batch 1 rows keys"]:
     """Which of some keys some query rows may see."""
     distance = distance_between(call, rows, keys)
     seen = distance >= 0 if call.causal else torch.ones_like(distance, dtype=torch.bool)
     if call.window is not None:
         seen = seen & (distance.abs() < call.window)
-    if call.documents is None:
+    if call.segment_ids is None:
         return seen[None, None]
-    queries = call.documents[:, -call.q.shape[2] :][:, rows]
-    return (seen & (queries[:, :, None] == call.documents[:, None, keys]))[:, None]
+    queries = call.segment_ids[:, -call.q.shape[2] :][:, rows]
+    return (seen & (queries[:, :, None] == call.segment_ids[:, None, keys]))[:, None]
 
 
 def document_reach(
-    documents: Int[Tensor, "batch k_len"],
+    segment_ids: Int[Tensor, "batch k_len"],
 ) -> tuple[Int[Tensor, "batch k_len"], Int[Tensor, "batch k_len"]]:
-    """Documents renumbered from 0, and for each position the first one of the same document, both int32.
+    """Segments renumbered from 0, and for each position the first one of the same segment, both int32.
 
-    documents  7 7 7 3 3   ->   1 1 1 0 0   and   0 0 0 3 3
+    segment_ids  7 7 7 3 3   ->   1 1 1 0 0   and   0 0 0 3 3
     """
-    names, numbers = documents.unique(return_inverse=True)
-    batch, length = documents.shape
+    names, numbers = segment_ids.unique(return_inverse=True)
+    batch, length = segment_ids.shape
     positions = torch.arange(length).expand(batch, length)
     first = torch.full((batch, len(names)), length).scatter_reduce(1, numbers, positions, "amin")
     return numbers.int().contiguous(), first.gather(1, numbers).int().contiguous()

@@ -1,10 +1,11 @@
-"""`attend`: the one attention call of this package, for training, prefill, chunked prefill and decoding alike.
+"""`attend`: the attention function for training, prefill, chunked prefill and decoding.
 
-The engines live beside it and register themselves; each says in words what it cannot do, and has a rank among them.
+The backends are in the other modules of this package and register themselves in `backends`.
 """
 
 import logging
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, Protocol, overload, runtime_checkable
 
 import torch
 import torch.autograd.forward_ad as forward_mode
@@ -12,50 +13,135 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trainshort import alibi
-from trainshort.attention.call import SMALLEST, TOLERANCE, Bias, Call, LinearBias, check, check_tensors, tracer
+from trainshort.attention.call import SMALLEST, TOLERANCE, AttentionCall, Bias, LinearBias, check, check_tensors, tracer
 from trainshort.errors import InputError
 from trainshort.registry import Registry
 
 log = logging.getLogger("trainshort.attention")
 
 
-class Result(NamedTuple):
-    """What an engine gives back."""
+class AttentionOutput(NamedTuple):
+    """The attention output and two statistics of the attention weights.
 
-    out: Tensor
-    """In q's dtype."""
+    `attend(..., return_stats=True)` returns an `AttentionOutput` in which all fields are filled. A backend may leave
+    `lse` None if `AttentionCall.needs_lse` is False, and `certificate` None if no key was dropped.
+
+    Attributes:
+        out: The attention output, in the dtype of `q`.
+        lse: The log-sum-exp of the scores of each query (natural logarithm), in float32 or float64. It has no gradient.
+            `merge` uses the log-sum-exp to combine attention over separate ranges of keys.
+        certificate: An upper bound on the softmax mass (the sum of attention weights) that was dropped from any query,
+            for each batch entry and head. The certificate is at most `tolerance`, and 0 if no key was dropped.
+    """
+
+    out: Float[Tensor, "batch heads q_len dim"]
     lse: Float[Tensor, "batch heads q_len"] | None = None
-    """The rows' log-sum-exp, in float32 or wider; None unless the call needs it."""
-    left_out: Float[Tensor, "batch heads"] | None = None
-    """The largest softmax mass that any row of a head can have left out, at most call.tolerance; None: nothing."""
+    certificate: Float[Tensor, "batch heads"] | None = None
 
 
 @runtime_checkable
-class Engine(Protocol):
-    """A way to compute a call: one file beside this one, or a plug-in's, that ends in
+class Backend(Protocol):
+    """An implementation of attention that `attend` can use.
 
-    engines.register("mine")(Mine())
+    A backend is an object with the two methods below. It is registered under a name:
 
-    It may have two things more. `rank`, a number: the higher, the sooner 'auto' asks it; without one it is taken by
-    name only. `passed_over(call)`: why 'auto' should ask the next one although this one can, in words, or None.
+        backends.register("mine")(MyBackend())
+
+    A backend may also have these two members:
+
+    - `rank`: a number. `backend="auto"` tries the backends in the order of their ranks, highest rank first. A backend
+      without a positive rank is used only if the caller names it.
+    - `skip_reason(call)`: a method that returns why `backend="auto"` should prefer another backend, although this
+      backend supports the call. It returns None if `backend="auto"` can use this backend.
     """
 
-    def unsupported(self, call: Call) -> str | None:
-        """Why this engine cannot, in words a user can act on; None when it can.
+    def unsupported_reason(self, call: AttentionCall) -> str | None:
+        """Return why this backend does not support a call.
 
-        Asked once for all calls of one `Call.signature`: it does not depend on numbers in tensors.
+        The answer is cached for all calls with the same `AttentionCall.signature`. It must not depend on the values of
+        tensors.
+
+        Args:
+            call: The arguments of the call.
+
+        Returns:
+            A reason that tells the user what to do, such as "it supports linear biases only; use 'sdpa'".
+            None if the backend supports the call.
         """
         ...
 
-    def run(self, call: Call) -> Result: ...
+    def run(self, call: AttentionCall) -> AttentionOutput:
+        """Compute attention.
+
+        Args:
+            call: The arguments of the call. `unsupported_reason` returned None for a call with the same signature.
+
+        Returns:
+            The attention output and its statistics.
+        """
+        ...
 
 
-engines: Registry[Engine] = Registry("attention engine", needs=("unsupported", "run"))
+backends: Registry[Backend] = Registry("attention backend", needs=("unsupported_reason", "run"))
 _announced: set[str] = set()
-_chosen: dict[tuple[object, ...], Engine] = {}
+_chosen: dict[tuple[object, ...], Backend] = {}
 MOST_CHOSEN = 4096
 """Choices that are remembered; a text that grows token by token asks for a new one each time."""
 FEW_KEYS = 16
+
+
+@overload
+def attend(
+    q: Float[Tensor, "batch heads q_len dim"],
+    k: Float[Tensor, "batch kv_heads k_len dim"],
+    v: Float[Tensor, "batch kv_heads k_len dim"],
+    *,
+    bias: Bias | None = ...,
+    window: int | None = ...,
+    segment_ids: Int[Tensor, "batch k_len"] | None = ...,
+    dropout_p: float = ...,
+    scale: float | None = ...,
+    backend: str = ...,
+    tolerance: float = ...,
+    causal: bool = ...,
+    return_stats: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def attend(
+    q: Float[Tensor, "batch heads q_len dim"],
+    k: Float[Tensor, "batch kv_heads k_len dim"],
+    v: Float[Tensor, "batch kv_heads k_len dim"],
+    *,
+    bias: Bias | None = ...,
+    window: int | None = ...,
+    segment_ids: Int[Tensor, "batch k_len"] | None = ...,
+    dropout_p: float = ...,
+    scale: float | None = ...,
+    backend: str = ...,
+    tolerance: float = ...,
+    causal: bool = ...,
+    return_stats: Literal[True],
+) -> AttentionOutput: ...
+
+
+@overload
+def attend(
+    q: Float[Tensor, "batch heads q_len dim"],
+    k: Float[Tensor, "batch kv_heads k_len dim"],
+    v: Float[Tensor, "batch kv_heads k_len dim"],
+    *,
+    bias: Bias | None = ...,
+    window: int | None = ...,
+    segment_ids: Int[Tensor, "batch k_len"] | None = ...,
+    dropout_p: float = ...,
+    scale: float | None = ...,
+    backend: str = ...,
+    tolerance: float = ...,
+    causal: bool = ...,
+    return_stats: bool,
+) -> Tensor | AttentionOutput: ...
 
 
 def attend(
@@ -65,99 +151,143 @@ def attend(
     *,
     bias: Bias | None = None,
     window: int | None = None,
-    documents: Int[Tensor, "batch k_len"] | None = None,
-    dropout: float = 0.0,
+    segment_ids: Int[Tensor, "batch k_len"] | None = None,
+    dropout_p: float = 0.0,
     scale: float | None = None,
     backend: str = "auto",
     tolerance: float = TOLERANCE,
-    return_lse: bool = False,
-    return_certificate: bool = False,
     causal: bool = True,
-) -> Tensor | tuple[Tensor, ...]:
-    """Causal attention; the last query is aligned with the last key.
+    return_stats: bool = False,
+) -> Tensor | AttentionOutput:
+    """Compute scaled dot-product attention. With `causal=True`, the last query is aligned with the last key.
 
-        q_len=2, k_len=5, distance:   3 2 1 0 .      '.' = masked
-                                      4 3 2 1 0
+    This alignment is the alignment of FlashAttention and of PyTorch's `causal_lower_right`. PyTorch's `is_causal=True`
+    aligns the first query with the first key instead. The alignments differ only if there are fewer queries than keys.
 
-    Fewer key than query heads share them in consecutive groups (GQA). `window` n: a query sees its own key and the
-    n − 1 before it. `documents` gives each key position the number of its document; queries, being the last positions,
-    take theirs from it, and see only keys of the same number. With `return_lse` the log-sum-exp of each row's scores
-    comes too (natural log, float32, without gradient), so that results over ranges of keys can be put together by
-    `merge`. `tolerance` is the softmax mass that an engine may leave out of a row where it proves that it is no more
-    (0: nothing); with `return_certificate` the largest mass so left out, per batch entry and head, comes last.
-    `scale` multiplies the products of queries and keys; by default 1/√dim. Without `causal` (an encoder) keys on the
-    right are seen as well: biases count the distance to either side, and a `window` n reaches n − 1 tokens each way.
+    The distance between query and key for q_len=2 and k_len=5, where '.' marks a key that the query does not see:
+
+        3 2 1 0 .
+        4 3 2 1 0
+
+    Args:
+        q: The queries. There may be fewer queries than keys, for example when a text is continued token by token.
+        k: The keys. The number of query heads must be a multiple of the number of key heads. Consecutive query heads
+            then share one key head (grouped-query attention).
+        v: The values, with the same shape as `k`.
+        bias: The bias that is added to the scores: a `LinearBias`, `DistanceBias`, `DecayBias` or `DenseBias`.
+        window: The size of a sliding window. A query sees its own key and the `window - 1` keys before it. With
+            `causal=False`, a query also sees the `window - 1` keys after it.
+        segment_ids: The segment that each key belongs to, as integers. A query sees only the keys of its own segment.
+            The queries belong to the segments of the last keys. Use segments to pack several sequences into one row.
+        dropout_p: The probability that an attention weight is dropped.
+        scale: The factor applied to the product of query and key. The default is 1 / sqrt(dim).
+        backend: The name of a backend, or "auto" for the backend with the highest rank that supports the call.
+        tolerance: The softmax mass (the sum of attention weights) that a backend may drop from each query to save
+            work. A backend drops keys only if it can prove this bound. With 0, no key is dropped.
+        causal: Whether a query sees no keys to its right. Use False for encoders.
+        return_stats: Whether to return an `AttentionOutput` with the log-sum-exp and the certificate.
+
+    Returns:
+        The attention output with the shape and dtype of `q`, or an `AttentionOutput` if `return_stats` is True.
+
+    Raises:
+        InputError: If an argument is invalid, if the named backend does not support the call, or if no backend
+            supports the call.
+
+    Example:
+        >>> out = attend(q, k, v, bias=LinearBias(alibi.slopes(8)))
+        >>> out, lse, certificate = attend(q, k, v, bias=LinearBias(alibi.slopes(8)), return_stats=True)
     """
-    allowed = 0.0 if 0 < tolerance < SMALLEST else tolerance
-    call = Call(q, k, v, bias, window, documents, dropout, return_lse, allowed, scale, causal)
+    call = AttentionCall(q, k, v, bias, window, segment_ids, dropout_p, return_stats, tolerance, scale, causal)
+    result = run_attention(call, backend)
+    if not return_stats:
+        return result.out
+
+    out, lse, certificate = result
+    assert lse is not None, "a backend must return the log-sum-exp if it supports the call"
+    lse = lse.detach().to(torch.promote_types(q.dtype, torch.float32))
+    if certificate is None:
+        certificate = q.new_zeros(q.shape[:2], dtype=torch.float32)
+    return AttentionOutput(out, lse, certificate)
+
+
+def run_attention(call: AttentionCall, backend: str = "auto") -> AttentionOutput:
+    """Check the arguments of a call, choose a backend and run the call.
+
+    Args:
+        call: The arguments of the call.
+        backend: The name of a backend, or "auto".
+
+    Returns:
+        What the backend returned. The certificate is None if no key was dropped.
+
+    Raises:
+        InputError: If an argument is invalid or not supported.
+    """
+    if 0 < call.tolerance < SMALLEST:
+        call = replace(call, tolerance=0.0)
     check(call)
-    result = (choose(call) if backend == "auto" else _named(backend, call)).run(call)
-    results = [result.out]
-    if return_lse:
-        assert result.lse is not None, "an engine that can has a log-sum-exp"
-        results.append(result.lse.detach().to(torch.promote_types(q.dtype, torch.float32)))
-    if return_certificate:
-        nothing = q.new_zeros(q.shape[:2], dtype=torch.float32)
-        results.append(nothing if result.left_out is None else result.left_out)
-    return tuple(results) if len(results) > 1 else result.out
+    chosen_backend = choose(call) if backend == "auto" else _named(backend, call)
+    return chosen_backend.run(call)
 
 
-def choose(call: Call) -> Engine:
-    """The engine for a call under 'auto', remembered for all that are like it."""
+def choose(call: AttentionCall) -> Backend:
+    """The backend for a call under 'auto', remembered for all that are like it."""
     if tracer() is not None or forward_mode._current_level >= 0:
         return _best(call)
-    key = (engines.changes, call.signature)
-    engine = _chosen.get(key)  # one look: another thread may clear the memory at any time
-    if engine is None:
+    key = (backends.changes, call.signature)
+    backend = _chosen.get(key)  # one look: another thread may clear the memory at any time
+    if backend is None:
         if len(_chosen) >= MOST_CHOSEN:
             _chosen.clear()
-        engine = _chosen[key] = _best(call)
-    return engine
+        backend = _chosen[key] = _best(call)
+    return backend
 
 
-def _named(name: str, call: Call) -> Engine:
-    if reason := engines.get(name).unsupported(call):
-        raise InputError(f"Attention engine '{name}' cannot do this: {reason}.")
+def _named(name: str, call: AttentionCall) -> Backend:
+    if reason := backends.get(name).unsupported_reason(call):
+        raise InputError(f"Attention backend '{name}' does not support this call: {reason}.")
     return _unless_short(name, call)
 
 
-def _unless_short(name: str, call: Call) -> Engine:
-    """The engine of this name; but the formula itself where one trains through a few keys.
+def _unless_short(name: str, call: AttentionCall) -> Backend:
+    """The backend of this name; but the formula itself where one trains through a few keys.
 
     A kernel's backward pass recomputes the weights from a rounded log-sum-exp. Among a few keys that is most of its
     error, and shows where the formula is exact: one key alone has weight 1 and passes no gradient to its query. So few
     keys are no slower to compute plainly.
     """
-    return engines.get("reference" if call.needs_grad and call.k.shape[2] <= FEW_KEYS else name)
+    return backends.get("reference" if call.needs_grad and call.k.shape[2] <= FEW_KEYS else name)
 
 
-def _best(call: Call) -> Engine:
-    """The engine of the highest rank that can do it; said once in the log.
+def _best(call: AttentionCall) -> Backend:
+    """The backend of the highest rank that can do it; said once in the log.
 
     Derivatives of any order and direction, and graphs for elsewhere, need plain operations of torch: the formula.
     """
     if tracer() == "export" or call.is_transformed:
-        say_once("attention engine: reference", "reference", logging.INFO)
-        return engines.get("reference")
+        say_once("attention backend: reference", "reference", logging.INFO)
+        return backends.get("reference")
     reasons = []
-    ranks = {name: _rank(name, engine) for name, engine in engines.items()}
+    ranks = {name: _rank(name, backend) for name, backend in backends.items()}
     for name in sorted((name for name in ranks if ranks[name] > 0), key=lambda name: -ranks[name]):
-        engine = engines.get(name)
-        reason = engine.unsupported(call)
-        if reason is None and (passed_over := getattr(engine, "passed_over", None)):
-            reason = passed_over(call)
+        backend = backends.get(name)
+        reason = backend.unsupported_reason(call)
+        skip_reason = getattr(backend, "skip_reason", None)
+        if reason is None and skip_reason is not None:
+            reason = skip_reason(call)
         if reason is None:
             passed = f" ({'; '.join(reasons)})" if reasons else ""
-            say_once(f"attention engine: {name}{passed}", name, logging.INFO)
+            say_once(f"attention backend: {name}{passed}", name, logging.INFO)
             return _unless_short(name, call)
         reasons.append(f"not {name}: {reason.partition('; use ')[0]}")  # advice for those who named it, not for 'auto'
-    raise InputError(f"No attention engine can do this: {'; '.join(reasons)}.")
+    raise InputError(f"No attention backend supports this call: {'; '.join(reasons)}.")
 
 
-def _rank(name: str, engine: Engine) -> int | float:
-    rank = getattr(engine, "rank", 0)
+def _rank(name: str, backend: Backend) -> int | float:
+    rank = getattr(backend, "rank", 0)
     if not isinstance(rank, int | float):
-        raise InputError(f"The rank of attention engine '{name}' is {type(rank).__name__}; it must be a number.")
+        raise InputError(f"The rank of attention backend '{name}' is {type(rank).__name__}; it must be a number.")
     return rank
 
 
@@ -175,31 +305,64 @@ def alibi_attention(
     slopes: Float[Tensor, " heads"] | None = None,
     *,
     key_padding_mask: Bool[Tensor, "batch k_len"] | None = None,
-    documents: Int[Tensor, "batch k_len"] | None = None,
+    segment_ids: Int[Tensor, "batch k_len"] | None = None,
     window: int | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     tolerance: float = TOLERANCE,
     causal: bool = True,
 ) -> Float[Tensor, "batch heads q_len dim"]:
-    """ALiBi attention for anybody's model: causal, fast, and off by no more than `tolerance` of any row's softmax mass
-    beside rounding (0: nothing is left out). Slopes default to the paper's for this many heads. Without `causal` it is
-    an encoder's, −slope · |i − j|.
+    """Compute attention with ALiBi (attention with linear biases). The last query is aligned with the last key.
 
-    Fewer key than query heads share them (GQA). `key_padding_mask` is True where a key is padding, in front or behind,
-    as in torch.nn.MultiheadAttention (Hugging Face's attention_mask is its opposite: pass `attention_mask == 0`); rows
-    that are padding themselves get numbers that mean nothing. `documents`, `window` and `scale` are those of `attend`.
-    Under autocast q, k and v are brought to its dtype, as torch's scaled_dot_product_attention does.
+    The function adds `-slopes[h] * (i - j)` to the score of query position i and key position j in head h. With
+    `causal=False`, the function adds `-slopes[h] * |i - j|`. Under autocast, `q`, `k` and `v` are cast to the autocast
+    dtype, as in PyTorch's `scaled_dot_product_attention`.
+
+    Args:
+        q: The queries. There may be fewer queries than keys.
+        k: The keys. The number of query heads must be a multiple of the number of key heads (grouped-query attention).
+        v: The values, with the same shape as `k`.
+        slopes: One slope per query head. The default is the slopes of the ALiBi paper.
+        key_padding_mask: True where a key is padding, as in `torch.nn.MultiheadAttention`. Padding may be on the left
+            or on the right. The output of padding tokens has no meaning. The `attention_mask` of Hugging Face
+            tokenizers is 1 for tokens: pass `attention_mask == 0`.
+        segment_ids: The segment that each key belongs to, as integers. A query sees only the keys of its own segment.
+        window: The size of a sliding window. A query sees its own key and the `window - 1` keys before it.
+        dropout_p: The probability that an attention weight is dropped.
+        scale: The factor applied to the product of query and key. The default is 1 / sqrt(dim).
+        tolerance: The softmax mass (the sum of attention weights) that may be dropped from each query to save work.
+            With 0, no key is dropped.
+        causal: Whether a query sees no keys to its right. Use False for encoders.
+
+    Returns:
+        The attention output with the shape of `q`.
+
+    Raises:
+        InputError: If an argument is invalid or not supported.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 8, 1024, 64) for _ in range(3))
+        >>> alibi_attention(q, k, v).shape
+        torch.Size([1, 8, 1024, 64])
     """
     q, k, v = _cast_by_autocast(q, k, v)
     check_tensors(q, k, v)
     if key_padding_mask is not None:
-        documents = _padding_apart(key_padding_mask, documents, (k.shape[0], k.shape[2]))
-    bias = LinearBias(alibi.slopes(q.shape[1]).to(q.device) if slopes is None else slopes)
-    allowed = {"window": window, "documents": documents, "tolerance": tolerance, "causal": causal}
-    out = attend(q, k, v, bias=bias, dropout=dropout_p, scale=scale, **allowed)
-    assert isinstance(out, Tensor)
-    return out
+        segment_ids = _padding_apart(key_padding_mask, segment_ids, (k.shape[0], k.shape[2]))
+    if slopes is None:
+        slopes = alibi.slopes(q.shape[1]).to(q.device)
+    return attend(
+        q,
+        k,
+        v,
+        bias=LinearBias(slopes),
+        window=window,
+        segment_ids=segment_ids,
+        dropout_p=dropout_p,
+        scale=scale,
+        tolerance=tolerance,
+        causal=causal,
+    )
 
 
 def _cast_by_autocast(*tensors: Tensor) -> list[Tensor]:
@@ -210,10 +373,14 @@ def _cast_by_autocast(*tensors: Tensor) -> list[Tensor]:
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
 
-def _padding_apart(mask: Tensor, documents: Tensor | None, shape: tuple[int, int]) -> Int[Tensor, "batch k_len"]:
-    """Padding as documents of its own: nobody else sees it, distances stay true, and no row is left without a key.
+def _padding_apart(mask: Tensor, segment_ids: Tensor | None, shape: tuple[int, int]) -> Int[Tensor, "batch k_len"]:
+    """Return segment ids in which each run of padding is a segment of its own.
 
-    mask 1 1 0 0 0 1   ->   documents 1 1 0 0 0 2
+    Tokens do not see padding, distances between tokens stay the same, and every query sees at least one key.
+
+    Example:
+        mask        1 1 0 0 0 1
+        segment_ids 1 1 0 0 0 2
     """
     if mask.dtype != torch.bool or mask.shape != shape:
         raise InputError(
@@ -222,10 +389,10 @@ def _padding_apart(mask: Tensor, documents: Tensor | None, shape: tuple[int, int
         )
     begins = mask.clone()
     begins[:, 1:] &= ~mask[:, :-1]
-    runs = begins.cumsum(1)  # each of its own: a document in one piece is what every engine can do
-    if documents is None:
+    runs = begins.cumsum(1)  # every backend supports segments in one piece
+    if segment_ids is None:
         return torch.where(mask, runs, 0)
-    return torch.where(mask, documents.amin() - runs, documents)
+    return torch.where(mask, segment_ids.amin() - runs, segment_ids)
 
 
 def attend_in_blocks(

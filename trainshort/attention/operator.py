@@ -1,5 +1,5 @@
 """The kernel as an operator that torch knows: the call into C, its gradient, its shapes for torch.compile, and plain
-PyTorch in its place where it cannot be built. `windowed` and `compiled` are engines on it.
+PyTorch in its place where it cannot be built. `windowed` and `compiled` are backends on it.
 
 Torch's operators take tensors and numbers only, so a `Call` is laid out in nine arguments, which go into C as they are;
 the structs mirror kernels/attention/call.h.
@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trainshort.attention import sides, windowed_torch
-from trainshort.attention.call import Call, ClockBias, DistanceBias, LinearBias, contiguous_rows, of_bias, wide
+from trainshort.attention.call import AttentionCall, DecayBias, DistanceBias, LinearBias, contiguous_rows, of_bias, wide
 from trainshort.attention.formula import document_reach
 from trainshort.attention.windowed_torch import PANEL
 from trainshort.kernels import build
@@ -39,7 +39,7 @@ class _Tensor(ctypes.Structure):
 class _Call(ctypes.Structure):
     _fields_ = [
         *((name, _Tensor) for name in ("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v")),
-        *((name, ctypes.c_void_p) for name in ("slopes", "table", "ceiling", "clock", "documents", "reach", "lse")),
+        *((name, ctypes.c_void_p) for name in ("slopes", "table", "ceiling", "clock", "segment_ids", "reach", "lse")),
         *((name, ctypes.c_void_p) for name in ("first", "dropped", "inner", "grad_table", "grad_rows", "grad_keys")),
         *((name, ctypes.c_int64) for name in ("batches", "heads", "kv_heads", "q_len", "k_len", "dim", "window")),
         ("tolerance", ctypes.c_double),
@@ -75,11 +75,11 @@ def kernel_fault(dtype: torch.dtype) -> str | None:
     return unavailable(dtype == torch.float64)
 
 
-def beyond(call: Call) -> str | None:
+def beyond(call: AttentionCall) -> str | None:
     """What the operator cannot do, whatever the bias."""
     if call.q.device.type != "cpu":
         return "it runs on the CPU; use 'flex' or 'sdpa'"
-    if call.dropout:
+    if call.dropout_p:
         return "it has no dropout; use 'sdpa'"
     if call.q.dtype not in DTYPES:
         return f"it does not compute in {call.q.dtype}; use float32, bfloat16, float16 or float64"
@@ -102,7 +102,7 @@ def has_kernel(width: int, dtype: torch.dtype) -> bool:
 def _run(
     entry: str,
     bias: Tensor,
-    documents: Tensor | None,
+    segment_ids: Tensor | None,
     window: int | None,
     scale: float,
     tolerance: float,
@@ -125,8 +125,8 @@ def _run(
             tensors["ceiling"] = table.flip(-1).cummax(-1).values.flip(-1).contiguous()
     if bias.dim() == 3:
         tensors["clock"] = bias.detach().double().contiguous()
-    if documents is not None:
-        tensors["documents"], tensors["reach"] = document_reach(documents)
+    if segment_ids is not None:
+        tensors["segment_ids"], tensors["reach"] = document_reach(segment_ids)
     for name, x in tensors.items():
         setattr(given, name, (x.data_ptr(), *x.stride()[:3]) if x.dim() == 4 else x.data_ptr())
     if getattr(_library(q.dtype == torch.float64), entry)(ctypes.byref(given)):
@@ -139,7 +139,7 @@ def _forward(
     k: Tensor,
     v: Tensor,
     bias: Tensor,
-    documents: Tensor | None,
+    segment_ids: Tensor | None,
     window: int | None,
     scale: float,
     tolerance: float,
@@ -150,7 +150,7 @@ def _forward(
     read, and the mass that may lie before it. The bias is slopes, or (heads, k_len) by distance, or (batch, heads,
     k_len), a clock. With `right`, such a one for the keys after each row's own, it is attention to both sides, and the
     panels of the right one follow those of the left."""
-    given: dict[str, Any] = {"documents": documents, "window": window, "scale": scale, "tolerance": tolerance}
+    given: dict[str, Any] = {"segment_ids": segment_ids, "window": window, "scale": scale, "tolerance": tolerance}
     if right is not None:
         return sides.forward(_call(q, k, v, bias, right, **given), compiled)
     results = out, lse, first, dropped = _empty_results(q)
@@ -169,7 +169,7 @@ def _backward(
     k: Tensor,
     v: Tensor,
     bias: Tensor,
-    documents: Tensor | None,
+    segment_ids: Tensor | None,
     window: int | None,
     scale: float,
     out: Tensor,
@@ -179,7 +179,7 @@ def _backward(
     right: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, the bias and that of the right side (float64; slopes get none here: an empty tensor)."""
-    call = _call(q, k, v, bias, right, documents=documents, window=window, scale=scale, tolerance=0.0)
+    call = _call(q, k, v, bias, right, segment_ids=segment_ids, window=window, scale=scale, tolerance=0.0)
     gradients = partial(_gradients, compiled=compiled)
     if right is not None:
         return sides.backward(call, grad_out, out, lse, first, gradients)
@@ -188,7 +188,7 @@ def _backward(
 
 
 def _gradients(
-    call: Call, grad_out: Tensor, out: Tensor, lse: Tensor, first: Tensor, compiled: bool
+    call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, first: Tensor, compiled: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Of q, k and v of one causal call; of a table, for each batch entry, or of a clock where it stands for keys; and
     of a clock where it stands for rows."""
@@ -208,7 +208,7 @@ def _gradients(
             case 3:
                 written["grad_rows"], written["grad_keys"] = rows, keys
         given = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out, "lse": lse, "first": first}
-        _run("trainshort_backward", bias, call.documents, call.window, call.factor, 0.0, **given, **written)
+        _run("trainshort_backward", bias, call.segment_ids, call.window, call.factor, 0.0, **given, **written)
     else:
         given = (replace(call, q=q, k=k, v=v), grad_out, out, lse, first, (summed, grad_k, grad_v))
         if bias.dim() == 3:
@@ -218,14 +218,14 @@ def _gradients(
     return grad_q if summed is grad_q else grad_q.copy_(summed), grad_k, grad_v, keys, rows
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, right: Tensor | None = None, **given: Any) -> Call:
+def _call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, right: Tensor | None = None, **given: Any) -> AttentionCall:
     """The call again, for what is written in PyTorch."""
-    kind = (LinearBias, DistanceBias, ClockBias)[bias.dim() - 1](bias, right)
-    return Call(q, k, v, kind, causal=right is None, **given)
+    kind = (LinearBias, DistanceBias, DecayBias)[bias.dim() - 1](bias, right)
+    return AttentionCall(q, k, v, kind, causal=right is None, **given)
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, documents: Any, window: int | None, *rest: Any) -> Any:
+def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, segment_ids: Any, window: int | None, *rest: Any) -> Any:
     out, lse, *panels = _empty_results(q)
     if rest[3:] and rest[3] is not None and window != 1:
         more = -(-(q.shape[2] - 1) // PANEL)
@@ -242,16 +242,16 @@ def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *rest: An
 
 
 def _keep_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, bias, documents, ctx.window, ctx.scale, _, ctx.compiled, right = inputs
+    q, k, v, bias, segment_ids, ctx.window, ctx.scale, _, ctx.compiled, right = inputs
     out, lse, first, dropped = output
-    ctx.save_for_backward(q, k, v, bias, documents, out, lse, first, right)
+    ctx.save_for_backward(q, k, v, bias, segment_ids, out, lse, first, right)
     ctx.mark_non_differentiable(lse, first, dropped)
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, bias, documents, *results, right = ctx.saved_tensors
+    q, k, v, bias, segment_ids, *results, right = ctx.saved_tensors
     *grads, of_bias, of_right = torch.ops.trainshort.attention_backward(
-        grad_out, q, k, v, bias, documents, ctx.window, ctx.scale, *results, ctx.compiled, right
+        grad_out, q, k, v, bias, segment_ids, ctx.window, ctx.scale, *results, ctx.compiled, right
     )
     trained = bias.dim() > 1
     of_right = of_right.to(bias.dtype) if trained and right is not None else None

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainshort.attention.call import Call, ClockBias, contiguous_rows, wide
+from trainshort.attention.call import AttentionCall, DecayBias, contiguous_rows, wide
 from trainshort.attention.formula import visible, written_bias
-from trainshort.attention.op import Result, engines
+from trainshort.attention.op import AttentionOutput, backends
 
 MASK_ELEMENTS = 1 << 24
 """Largest mask written at once (64 MB in float32): large enough to keep the kernel busy, small beside a model."""
@@ -23,11 +23,11 @@ class Sdpa:
 
     rank = 10
 
-    def unsupported(self, call: Call) -> str | None:
+    def unsupported_reason(self, call: AttentionCall) -> str | None:
         device = call.q.device.type
         if device != "cpu" and call.bias is not None and call.q.dtype in (torch.bfloat16, torch.float16):
             return "its masks have the inputs' dtype there, which rounds the bias; use 'flex', or float32 inputs"
-        if call.needs_lse and (device != "cpu" or call.dropout or call.bias_needs_grad):
+        if call.needs_lse and (device != "cpu" or call.dropout_p or call.bias_needs_grad):
             return (
                 "it returns a log-sum-exp only on the CPU, without dropout and without a trained bias; use 'reference'"
             )
@@ -35,22 +35,22 @@ class Sdpa:
             return "torch's kernel has no forward-mode derivatives; use 'reference'"
         return None
 
-    def run(self, call: Call) -> Result:
+    def run(self, call: AttentionCall) -> AttentionOutput:
         square = call.q.shape[2] == call.k.shape[2]
-        plain = call.bias is None and call.window is None and call.documents is None
+        plain = call.bias is None and call.window is None and call.segment_ids is None
         if plain and (square or not call.causal or call.q.shape[2] == 1):
-            return Result(*_attend(call, slice(None), slice(None), mask=None, causal=call.causal and square))
+            return AttentionOutput(*_attend(call, slice(None), slice(None), mask=None, causal=call.causal and square))
         parts = [_chunk(call, rows) for rows in _chunks(call)]
         if len(parts) == 1:
-            return Result(*parts[0])
+            return AttentionOutput(*parts[0])
         lses = [lse for _, lse in parts if lse is not None]
-        return Result(torch.cat([out for out, _ in parts], dim=2), torch.cat(lses, dim=2) if lses else None)
+        return AttentionOutput(torch.cat([out for out, _ in parts], dim=2), torch.cat(lses, dim=2) if lses else None)
 
 
-def _chunks(call: Call) -> list[slice]:
+def _chunks(call: AttentionCall) -> list[slice]:
     """Stretches of queries whose masks are of bounded size."""
     q_len = call.q.shape[2]
-    by_text = call.documents is not None or isinstance(call.bias, ClockBias)
+    by_text = call.segment_ids is not None or isinstance(call.bias, DecayBias)
     masks = (call.q.shape[1] if call.bias is not None else 1) * (call.q.shape[0] if by_text else 1)
     reach = call.k.shape[2] if call.window is None else min(call.k.shape[2], 2 * call.window)
     rows = max(1, min(q_len, MASK_ELEMENTS // (masks * reach)))
@@ -59,7 +59,7 @@ def _chunks(call: Call) -> list[slice]:
     return [slice(start, min(start + rows, q_len)) for start in range(0, q_len, rows)]
 
 
-def _chunk(call: Call, rows: slice) -> tuple[Tensor, Tensor | None]:
+def _chunk(call: AttentionCall, rows: slice) -> tuple[Tensor, Tensor | None]:
     k_len, past = call.k.shape[2], call.k.shape[2] - call.q.shape[2]
     reach = k_len if call.window is None else call.window - 1
     last = past + rows.stop if call.causal else min(k_len, past + rows.stop + reach)
@@ -72,7 +72,9 @@ def _chunk(call: Call, rows: slice) -> tuple[Tensor, Tensor | None]:
     return _attend(call, rows, keys, mask=mask, causal=False)
 
 
-def _attend(call: Call, rows: slice, keys: slice, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor | None]:
+def _attend(
+    call: AttentionCall, rows: slice, keys: slice, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor | None]:
     q, k, v = call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys]
     if call.needs_lse:
         if mask is not None and mask.dtype == torch.bool:
@@ -88,9 +90,9 @@ def _attend(call: Call, rows: slice, keys: slice, mask: Tensor | None, causal: b
         # Torch's own grouping adds the gradients of a group up in one long float32 sum: twice the error.
         k, v, shared = *(x.repeat_interleave(call.group, dim=1) for x in (k, v)), False
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=call.dropout, is_causal=causal, scale=call.scale, enable_gqa=shared
+        q, k, v, attn_mask=mask, dropout_p=call.dropout_p, is_causal=causal, scale=call.scale, enable_gqa=shared
     )
     return out, None
 
 
-engines.register("sdpa")(Sdpa())
+backends.register("sdpa")(Sdpa())

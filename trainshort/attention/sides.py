@@ -18,29 +18,29 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from trainshort.attention.call import Call, ClockBias, DistanceBias, LinearBias, of_bias, unknown_bias, wide
+from trainshort.attention.call import AttentionCall, DecayBias, DistanceBias, LinearBias, of_bias, unknown_bias, wide
 from trainshort.attention.formula import merge, mirrored
 from trainshort.attention.windowed_torch import PANEL
 from trainshort.errors import InputError
 
-IN_PIECES = "it reads both sides only of documents that lie in one piece; use 'sdpa'"
+IN_PIECES = "it supports causal=False only if each segment is contiguous; use 'sdpa'"
 BLIND = 1e9
 """A slope in place of an infinite one: no product of queries and keys makes up for it, and 0 times it is 0."""
 
 
-def left(call: Call) -> Call:
+def left(call: AttentionCall) -> AttentionCall:
     """The call over a row's own key and those before it."""
     match call.bias:
         case LinearBias(slopes):
             bias = LinearBias(slopes.clamp(max=BLIND))
-        case DistanceBias(values) | ClockBias(values):
+        case DistanceBias(values) | DecayBias(values):
             bias = type(call.bias)(values)
         case unknown:
             raise unknown_bias(unknown)
     return replace(call, bias=bias, causal=True)
 
 
-def right(call: Call) -> tuple[Call, Float[Tensor, "one_or_batch heads rows"]] | None:
+def right(call: AttentionCall) -> tuple[AttentionCall, Float[Tensor, "one_or_batch heads rows"]] | None:
     """The call over the keys after each row's own, read backwards, and what each row's own place there, short by one,
     adds to its scores; None where no row sees any."""
     q_len, past = call.q.shape[2], call.k.shape[2] - call.q.shape[2]
@@ -52,8 +52,8 @@ def right(call: Call) -> tuple[Call, Float[Tensor, "one_or_batch heads rows"]] |
             bias, shift = LinearBias(values.clamp(max=BLIND)), -values.double().clamp(max=BLIND)[None, :, None]
         case DistanceBias():
             bias, shift = DistanceBias(values[:, 1:q_len]), values.new_zeros(1, len(values), 1, dtype=torch.float64)
-        case ClockBias():
-            bias = ClockBias(values[..., past + 1 :].flip(-1))
+        case DecayBias():
+            bias = DecayBias(values[..., past + 1 :].flip(-1))
             shift = values.double()[..., past:-1] - values.double()[..., past + 1 :]
         case unknown:
             raise unknown_bias(unknown)
@@ -63,25 +63,25 @@ def right(call: Call) -> tuple[Call, Float[Tensor, "one_or_batch heads rows"]] |
         **{name: x.flip(2) for name, x in (("q", q), ("k", k), ("v", v))},
         bias=bias,
         window=None if call.window is None else call.window - 1,
-        documents=None if call.documents is None else call.documents[:, past + 1 :].flip(1),
+        segment_ids=None if call.segment_ids is None else call.segment_ids[:, past + 1 :].flip(1),
         causal=True,
     )
     return backwards, shift
 
 
-def _ends(call: Call) -> Bool[Tensor, "one_or_batch 1 rows"]:
-    """Rows that are the last of their document: they see nothing on the right, where they stand on another's key."""
-    if call.documents is None:
+def _ends(call: AttentionCall) -> Bool[Tensor, "one_or_batch 1 rows"]:
+    """Rows that are the last of their segment: they see nothing on the right, where they stand on another's key."""
+    if call.segment_ids is None:
         return torch.zeros(1, 1, 1, dtype=torch.bool)
-    own = call.documents[:, -call.q.shape[2] :]
+    own = call.segment_ids[:, -call.q.shape[2] :]
     return (own[:, :-1] != own[:, 1:])[:, None]
 
 
-def forward(call: Call, compiled: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(call: AttentionCall, compiled: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both sides by the operator's causal calls: output, log-sum-exp, and what it tells of each panel of rows, those of
     the right side after those of the left."""
-    if call.in_pieces:  # of a graph, which was made before there were documents
-        raise InputError(f"The compiled attention kernel cannot do this: {IN_PIECES}.")
+    if call.in_pieces:  # of a graph, which was made before there were segments
+        raise InputError(f"The compiled attention kernel does not support this call: {IN_PIECES}.")
     out, lse, first, dropped = _causal(left(call), compiled)
     if (mirror := right(call)) is None:
         return out, lse, first, dropped
@@ -96,15 +96,15 @@ def forward(call: Call, compiled: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return out, lse, torch.cat([first, right_first], dim=2), torch.cat([dropped, right_dropped], dim=2)
 
 
-def _causal(call: Call, compiled: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _causal(call: AttentionCall, compiled: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.ops.trainshort.attention(
-        *(call.q, call.k, call.v, call.bias_tensors[0], call.documents),
+        *(call.q, call.k, call.v, call.bias_tensors[0], call.segment_ids),
         *(call.window, call.factor, call.tolerance, compiled),
     )
 
 
 def backward(
-    call: Call,
+    call: AttentionCall,
     grad_out: Tensor,
     out: Tensor,
     lse: Tensor,

@@ -12,8 +12,8 @@ import torch
 
 from trainshort import clocks
 from trainshort.attention import operator, windowed_torch
-from trainshort.attention.call import Call, ClockBias, LinearBias, unknown_bias
-from trainshort.attention.op import Result, engines, say_once
+from trainshort.attention.call import AttentionCall, DecayBias, LinearBias, unknown_bias
+from trainshort.attention.op import AttentionOutput, backends, say_once
 from trainshort.attention.sides import BLIND
 
 
@@ -23,8 +23,8 @@ class Windowed:
     rank = 50
     compiled = True
 
-    def unsupported(self, call: Call) -> str | None:
-        if not isinstance(call.bias, LinearBias | ClockBias):
+    def unsupported_reason(self, call: AttentionCall) -> str | None:
+        if not isinstance(call.bias, LinearBias | DecayBias):
             return "it computes linear biases (ALiBi) and clocks (FoX) only; use 'sdpa'"
         if reason := operator.beyond(call):
             return reason
@@ -34,9 +34,9 @@ class Windowed:
         wide_heads = call.q.shape[3] > operator.WIDEST
         return windowed_torch.fault() if fault or wide_heads or not self.compiled else None
 
-    def run(self, call: Call) -> Result:
+    def run(self, call: AttentionCall) -> AttentionOutput:
         bias, length, batch = call.bias, call.k.shape[2], len(call.q)
-        if not isinstance(bias, LinearBias | ClockBias):
+        if not isinstance(bias, LinearBias | DecayBias):
             raise unknown_bias(bias)
         sides = (bias.values, bias.values if bias.right is None else bias.right)
         if isinstance(bias, LinearBias):
@@ -44,10 +44,10 @@ class Windowed:
             # Trained slopes are a clock's: its gradient is made on the way.
             sides = [clocks.of_slopes(x.clamp(max=BLIND), length, batch) if trained else x.detach() for x in sides]
         out, lse, _, dropped = torch.ops.trainshort.attention(
-            *(call.q, call.k, call.v, sides[0], call.documents),
+            *(call.q, call.k, call.v, sides[0], call.segment_ids),
             *(call.window, call.factor, call.tolerance, self.compiled, None if call.causal else sides[1]),
         )
-        return Result(out, lse, dropped.amax(-1))
+        return AttentionOutput(out, lse, dropped.amax(-1))
 
 
 class WindowedTorch(Windowed):
@@ -57,5 +57,5 @@ class WindowedTorch(Windowed):
     compiled = False
 
 
-engines.register("windowed")(Windowed())
-engines.register("windowed-torch")(WindowedTorch())
+backends.register("windowed")(Windowed())
+backends.register("windowed-torch")(WindowedTorch())

@@ -8,7 +8,7 @@ windows. All of them lie before all of the chunk's queries, so their bias splits
 
 (With a clock, c_i − c_j = (c_i − c_edge) + (c_edge − c_j).) The first part is the same for a whole row: it leaves the
 softmax untouched and only shifts its log-sum-exp. The second is one number per key, a mask of one row that torch's
-kernel takes. So nothing large is written (only sliding windows and documents need a written mask there). Both are exact
+kernel takes. So nothing large is written (only sliding windows and segments need a written mask there). Both are exact
 where it counts, because a key near the edge has a bias near zero; one such row over a whole text, slope × key position,
 would round at the size of slope × length. The parts are
 merged by log-sum-exp; backward calls the flash kernel's own backward with the merged result and adds up in place,
@@ -25,7 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort import alibi, clocks
-from trainshort.attention.call import SMALLEST, Call, ClockBias, LinearBias, contiguous_rows, wide
+from trainshort.attention.call import SMALLEST, AttentionCall, DecayBias, LinearBias, contiguous_rows, wide
 from trainshort.attention.formula import document_reach, merge, visible, written_bias
 
 PANEL = 24
@@ -50,7 +50,7 @@ class Part:
     diagonal: bool
 
 
-def forward(call: Call, out: Tensor, lse: Tensor, first: Tensor, dropped: Tensor) -> None:
+def forward(call: AttentionCall, out: Tensor, lse: Tensor, first: Tensor, dropped: Tensor) -> None:
     """Fill the output, the rows' log-sum-exp, each panel's first key, and the mass that may lie before it."""
     tolerance = call.tolerance if call.tolerance >= SMALLEST else 0.0
     first.copy_(first_keys(call, tolerance))
@@ -78,7 +78,7 @@ def forward(call: Call, out: Tensor, lse: Tensor, first: Tensor, dropped: Tensor
 
 
 def backward(
-    call: Call,
+    call: AttentionCall,
     grad_out: Tensor,
     out: Tensor,
     lse: Tensor,
@@ -109,7 +109,7 @@ def backward(
 
 
 def backward_of_clock(
-    call: Call,
+    call: AttentionCall,
     grad_out: Tensor,
     out: Tensor,
     lse: Tensor,
@@ -136,16 +136,16 @@ def backward_of_clock(
     return -columns / call.factor, rows / call.factor
 
 
-def first_keys(call: Call, tolerance: float) -> Int[Tensor, "batch heads panels"]:
-    """The first key that each panel of query rows reads: whatever is latest of proof, sliding window and documents."""
+def first_keys(call: AttentionCall, tolerance: float) -> Int[Tensor, "batch heads panels"]:
+    """The first key that each panel of query rows reads: whatever is latest of proof, sliding window and segments."""
     batch, heads, q_len, _ = call.q.shape
     k_len = call.k.shape[2]
     finite = bool(call.v.isfinite().all())  # 0 · NaN is NaN: a value that is not finite matters at any distance
     allowed = tolerance if finite else 0.0
     starts = torch.arange(k_len - q_len, k_len, CHUNK)
     reach = starts - (k_len if call.window is None else call.window) + 1
-    if call.documents is not None:
-        earliest = document_reach(call.documents)[1][:, k_len - q_len :].long()
+    if call.segment_ids is not None:
+        earliest = document_reach(call.segment_ids)[1][:, k_len - q_len :].long()
         padded = torch.nn.functional.pad(earliest, (0, -q_len % CHUNK), value=k_len)
         reach = torch.maximum(reach, padded.unflatten(1, (-1, CHUNK)).amin(-1))[:, None]
     # A chunk's diagonal block is always whole. Where everything is read there is nothing before key 0.
@@ -154,17 +154,19 @@ def first_keys(call: Call, tolerance: float) -> Int[Tensor, "batch heads panels"
     return first.repeat_interleave(CHUNK // PANEL, dim=2)[..., : -(-q_len // PANEL)]
 
 
-def _proven_first(call: Call, tolerance: float, starts: Int[Tensor, " chunks"]) -> Int[Tensor, "batch heads chunks"]:
+def _proven_first(
+    call: AttentionCall, tolerance: float, starts: Int[Tensor, " chunks"]
+) -> Int[Tensor, "batch heads chunks"]:
     """The first key that each chunk of queries must read, by the proof."""
-    if isinstance(call.bias, ClockBias):
-        rows = clocks.proven_starts(alibi.most_excess(call.q, call.k, call.factor), call.bias.clock, tolerance)
+    if isinstance(call.bias, DecayBias):
+        rows = clocks.proven_starts(alibi.most_excess(call.q, call.k, call.factor), call.bias.cumulative, tolerance)
         padded = torch.nn.functional.pad(rows, (0, -rows.shape[2] % CHUNK), value=call.k.shape[2])
         return padded.unflatten(2, (-1, CHUNK)).amin(-1)
     windows = alibi.proven_windows(call.q, call.k, _slopes(call), tolerance, CHUNK, call.factor)
     return torch.where(windows >= call.k.shape[2], 0, starts - windows + 1)
 
 
-def _parts(call: Call, first: Int[Tensor, "batch heads panels"]) -> Iterator[Part]:
+def _parts(call: AttentionCall, first: Int[Tensor, "batch heads panels"]) -> Iterator[Part]:
     """For each chunk of queries its diagonal block, then what lies before it, by groups of heads with like windows."""
     heads, q_len = call.q.shape[1:3]
     past = call.k.shape[2] - q_len
@@ -183,12 +185,12 @@ def _parts(call: Call, first: Int[Tensor, "batch heads panels"]) -> Iterator[Par
                 begin = head
 
 
-def _slopes(call: Call) -> Float[Tensor, " heads"]:
-    assert isinstance(call.bias, LinearBias), "checked by the engine"
+def _slopes(call: AttentionCall) -> Float[Tensor, " heads"]:
+    assert isinstance(call.bias, LinearBias), "checked by the backend"
     return call.bias.slopes
 
 
-def _operands(call: Call, part: Part) -> tuple[Tensor, Tensor, Tensor]:
+def _operands(call: AttentionCall, part: Part) -> tuple[Tensor, Tensor, Tensor]:
     group, heads = call.group, part.heads
     k, v = call.k[:, :, part.keys], call.v[:, :, part.keys]
     if group == 1:
@@ -202,19 +204,19 @@ def _operands(call: Call, part: Part) -> tuple[Tensor, Tensor, Tensor]:
 class _Masks:
     """The bias of each part, up to what is constant in a row, and that constant."""
 
-    def __init__(self, call: Call, dtype: torch.dtype) -> None:
+    def __init__(self, call: AttentionCall, dtype: torch.dtype) -> None:
         self.call = call
         self.dtype = dtype
-        self.diagonals: dict[int, Tensor] = {}  # without documents, diagonal blocks of one size are all the same
+        self.diagonals: dict[int, Tensor] = {}  # without segments, diagonal blocks of one size are all the same
 
     def of(self, part: Part) -> tuple[Tensor, Tensor | float]:
         size = part.rows.stop - part.rows.start
-        clock = self.call.bias.clock if isinstance(self.call.bias, ClockBias) else None
-        if part.diagonal and self.call.documents is None and clock is None:
+        clock = self.call.bias.cumulative if isinstance(self.call.bias, DecayBias) else None
+        if part.diagonal and self.call.segment_ids is None and clock is None:
             if size not in self.diagonals:
                 self.diagonals[size] = self._written(part)
             return self.diagonals[size], 0.0
-        if part.diagonal or self.call.window is not None or self.call.documents is not None:
+        if part.diagonal or self.call.window is not None or self.call.segment_ids is not None:
             return self._written(part), 0.0
         if clock is not None:
             past, own = self.call.k.shape[2] - self.call.q.shape[2], clock.double()[:, part.heads]
@@ -234,7 +236,7 @@ class _Masks:
 
 
 def _left_out(
-    call: Call, lse: Float[Tensor, "batch heads q_len"], first: Int[Tensor, "batch heads panels"]
+    call: AttentionCall, lse: Float[Tensor, "batch heads q_len"], first: Int[Tensor, "batch heads panels"]
 ) -> Float[Tensor, "batch heads panels"]:
     """The most that a panel's rows can have left out: the bound of `alibi.proven_windows` again, with the row's real
     denominator in place of its own key alone, and the largest norm among the keys that were left out."""
@@ -246,9 +248,9 @@ def _left_out(
     largest = largest.repeat_interleave(group, dim=1).gather(2, (start - 1).clamp(min=0))
     norm = torch.linalg.vector_norm(call.q, dim=-1, dtype=torch.float64)
     excess = norm * largest * call.factor - lse.double()
-    if isinstance(call.bias, ClockBias):
-        before = clocks.weight_before(call.bias.clock).gather(2, start)
-        mass = torch.exp(excess + call.bias.clock.double()[..., k_len - q_len :] + before)
+    if isinstance(call.bias, DecayBias):
+        before = clocks.weight_before(call.bias.cumulative).gather(2, start)
+        mass = torch.exp(excess + call.bias.cumulative.double()[..., k_len - q_len :] + before)
     else:
         nearest = rows + k_len - q_len - start + 1  # distance of the nearest key left out
         mass = alibi.mass_beyond(excess, _slopes(call).double()[:, None], nearest)
@@ -259,13 +261,13 @@ def _left_out(
     return padded.unflatten(2, (-1, PANEL)).amax(-1).float()
 
 
-def _reach(call: Call) -> Int[Tensor, "one_or_batch q_len"]:
+def _reach(call: AttentionCall) -> Int[Tensor, "one_or_batch q_len"]:
     """The first key each query row may see."""
     q_len, k_len = call.q.shape[2], call.k.shape[2]
     reach = torch.arange(k_len - q_len, k_len) - (k_len if call.window is None else call.window) + 1
-    if call.documents is not None:
-        reach = torch.maximum(reach, document_reach(call.documents)[1][:, k_len - q_len :])
-    return reach.clamp(min=0).expand(1 if call.documents is None else call.q.shape[0], -1)
+    if call.segment_ids is not None:
+        reach = torch.maximum(reach, document_reach(call.segment_ids)[1][:, k_len - q_len :])
+    return reach.clamp(min=0).expand(1 if call.segment_ids is None else call.q.shape[0], -1)
 
 
 @torch.compiler.assume_constant_result  # an answer, not an experiment for torch.compile to trace

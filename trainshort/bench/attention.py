@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trainshort.attention import ClockBias, attend
+from trainshort.attention import DecayBias, attend
 from trainshort.attention.windowed_torch import PANEL
 from trainshort.bench.measure import Benchmark, Progress, in_turns, matmul_rate, peak_during, peaks
 from trainshort.bench.measurements import Case, Measure, Measurement, megabytes, percent, ratio
@@ -84,9 +84,9 @@ def passes(function: Attend, inputs: Inputs, backward: bool) -> Callable[[], obj
         return torch.no_grad()(lambda: function(inputs.q, inputs.k, inputs.v, inputs.bias))
     q, k, v = leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     bias = inputs.bias
-    if isinstance(bias, ClockBias):
-        bias = ClockBias(bias.clock.detach().requires_grad_())
-        leaves.append(bias.clock)
+    if isinstance(bias, DecayBias):
+        bias = DecayBias(bias.cumulative.detach().requires_grad_())
+        leaves.append(bias.cumulative)
     # The plain one has no bias to give a gradient to.
     return lambda: torch.autograd.grad(function(q, k, v, bias), leaves, inputs.grad_out, allow_unused=True)
 

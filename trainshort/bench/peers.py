@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainshort import alibi
-from trainshort.attention import Call, ClockBias, LinearBias, attend, engines
+from trainshort.attention import AttentionCall, DecayBias, LinearBias, attend, backends
 from trainshort.attention.formula import visible, written_bias
 from trainshort.attention.operator import unavailable
 from trainshort.bench import training
@@ -36,7 +36,7 @@ WRITTEN = ("written-mask", "mpt", "x-transformers")
 COPIES = 6
 """Scores of all heads that they hold at once, forward and backward: 12 GB at 8,192 tokens and 8 heads."""
 
-Attend = Callable[[Tensor, Tensor, Tensor, LinearBias | ClockBias], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, LinearBias | DecayBias], Tensor]
 
 
 def chosen(names: tuple[str, ...], inputs: Inputs, progress: Progress, causal: bool = True) -> list[str]:
@@ -46,8 +46,8 @@ def chosen(names: tuple[str, ...], inputs: Inputs, progress: Progress, causal: b
     heads, length = inputs.q.shape[1:3]
     room = free_memory()
     q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    call = Call(q, k, v, inputs.bias, causal=causal)
-    left_out = {name: reason for name in others if (reason := engines.get(name).unsupported(call))}
+    call = AttentionCall(q, k, v, inputs.bias, causal=causal)
+    left_out = {name: reason for name in others if (reason := backends.get(name).unsupported_reason(call))}
     for name in (*kept, *others):
         package = {"mpt": "transformers", "x-transformers": "x-transformers"}.get(name)
         if name in WRITTEN and not causal:
@@ -60,7 +60,7 @@ def chosen(names: tuple[str, ...], inputs: Inputs, progress: Progress, causal: b
             left_out[name] = f"slow beyond {LIMIT:,} tokens; --engines {name} measures it all the same"
         elif name in (*WRITTEN, "reference") and room is not None and COPIES * 4 * heads * length**2 > room:
             left_out[name] = f"its {length:,} x {length:,} scores do not fit into the memory that is free"
-        elif isinstance(inputs.bias, ClockBias):
+        elif isinstance(inputs.bias, DecayBias):
             if name == CLOCK:
                 left_out[name] = "the inputs have a clock already, and so has windowed"
             elif name in WRITTEN[1:]:
@@ -89,7 +89,7 @@ def contestant(name: str, inputs: Inputs, tolerance: float, causal: bool = True)
 
 
 def _ours(engine: str, tolerance: float, causal: bool) -> Attend:
-    def run(q: Tensor, k: Tensor, v: Tensor, bias: LinearBias | ClockBias) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: LinearBias | DecayBias) -> Tensor:
         out = attend(q, k, v, bias=bias, backend=engine, tolerance=tolerance, causal=causal)
         assert isinstance(out, Tensor)
         return out
@@ -97,10 +97,10 @@ def _ours(engine: str, tolerance: float, causal: bool) -> Attend:
     return run
 
 
-def _written_mask(q: Tensor, k: Tensor, v: Tensor, bias: LinearBias | ClockBias) -> Tensor:
+def _written_mask(q: Tensor, k: Tensor, v: Tensor, bias: LinearBias | DecayBias) -> Tensor:
     if isinstance(bias, LinearBias):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=alibi.bias(bias.slopes, q.shape[2], k.shape[2])[None])
-    call, everything = Call(q, k, v, bias), slice(0, q.shape[2])
+    call, everything = AttentionCall(q, k, v, bias), slice(0, q.shape[2])
     written = written_bias(call, everything, everything)
     assert written is not None, "a clock is a bias"
     mask = written.to(q.dtype).masked_fill(~visible(call, everything, everything), -torch.inf)
@@ -115,7 +115,7 @@ def _mpt(heads: int, dim: int) -> Attend:
     module = MptAttention(MptConfig(d_model=heads * dim, n_heads=heads), layer_idx=0)
     module.Wqkv, module.out_proj = torch.nn.Identity(), torch.nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
 
-    def run(q: Tensor, k: Tensor, v: Tensor, bias: LinearBias | ClockBias) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: LinearBias | DecayBias) -> Tensor:
         length = q.shape[2]
         joined = torch.cat([x.transpose(1, 2).flatten(2) for x in (q, k, v)], dim=-1)
         future = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainshort import alibi, clocks
-from trainshort.attention import Call, ClockBias, LinearBias
+from trainshort.attention import AttentionCall, DecayBias, LinearBias
 from trainshort.cache import Cache
 from trainshort.checkpoint import fingerprint
 from trainshort.errors import InputError
@@ -34,14 +34,14 @@ class Inputs:
     q: Float[Tensor, "1 heads length dim"]
     k: Float[Tensor, "1 heads length dim"]
     v: Float[Tensor, "1 heads length dim"]
-    bias: LinearBias | ClockBias
+    bias: LinearBias | DecayBias
     grad_out: Float[Tensor, "1 heads length dim"]
 
     def with_clock(self) -> "Inputs":
         """The same, with slopes told as a clock."""
-        if isinstance(self.bias, ClockBias):
+        if isinstance(self.bias, DecayBias):
             return self
-        return replace(self, bias=ClockBias(clocks.of_slopes(self.bias.slopes, self.q.shape[2])))
+        return replace(self, bias=DecayBias(clocks.of_slopes(self.bias.slopes, self.q.shape[2])))
 
 
 def make_inputs(source: str, length: int) -> Inputs:
@@ -68,13 +68,13 @@ def _read(path: Path, length: int, generator: torch.Generator) -> Inputs:
     if recorded["q"].shape[2] < length:
         raise InputError(f"{path} holds {recorded['q'].shape[2]} tokens; asked for {length}. Give shorter --lengths.")
     q, k, v = (recorded[name][:1, :, :length].float().contiguous() for name in "qkv")
-    bias: LinearBias | ClockBias = LinearBias(recorded.get("slopes", alibi.slopes(q.shape[1])))
+    bias: LinearBias | DecayBias = LinearBias(recorded.get("slopes", alibi.slopes(q.shape[1])))
     if "clock" in recorded:
         if recorded["clock"].shape != recorded["q"].shape[:3]:
             raise InputError(f"{path}: its clock must have a reading for each head and token, as q, k and v do.")
         if not recorded["clock"].isfinite().all():
             raise InputError(f"{path}: its clock must be finite everywhere; this one has readings that are not.")
-        bias = ClockBias(recorded["clock"][:1, :, :length].double().contiguous())
+        bias = DecayBias(recorded["clock"][:1, :, :length].double().contiguous())
     return Inputs(q, k, v, bias, torch.randn(q.shape, generator=generator))
 
 
@@ -110,7 +110,7 @@ def record(target: RunTarget, index: int, length: int, path: Path) -> dict[str, 
     match call.bias:
         case LinearBias(slopes):
             tensors["slopes"] = slopes.detach().clone()
-        case ClockBias(clock):
+        case DecayBias(clock):
             tensors["clock"] = clock.contiguous()
         case _:
             raise InputError(f"layer {index} of {target.name} knows no positions; choose another --layer.")
@@ -128,10 +128,12 @@ def record(target: RunTarget, index: int, length: int, path: Path) -> dict[str, 
 
 def attention_calls(
     model: TransformerLM, tokens: Int[Tensor, "batch length"], chunk: int | None = None
-) -> tuple[Call, ...]:
+) -> tuple[AttentionCall, ...]:
     """One call per layer, from the first to the last. `chunk` tokens are read at a time where a long text would take
     too much memory at once; the calls are those of the whole text all the same (their bias is the last chunk's)."""
-    parts: dict[Attention, list[Call]] = {layer: [] for layer in model.modules() if isinstance(layer, Attention)}
+    parts: dict[Attention, list[AttentionCall]] = {
+        layer: [] for layer in model.modules() if isinstance(layer, Attention)
+    }
 
     def record(layer: Attention, arguments: tuple[Any, ...]) -> None:
         x, position, step, cache = arguments[:4]
@@ -140,7 +142,7 @@ def attention_calls(
         bias = layer.bias(x, position, step, cache)
         if cache is not None:  # the layer itself asks again, and must find its place as it was
             cache.place = remembered
-        parts[layer].append(Call(q, k, v, bias, layer.window, step.documents))
+        parts[layer].append(AttentionCall(q, k, v, bias, layer.window, step.segment_ids))
 
     with ExitStack() as held, torch.no_grad():
         for layer in parts:
@@ -151,7 +153,7 @@ def attention_calls(
     return tuple(_joined(calls) for calls in parts.values())
 
 
-def _joined(calls: list[Call]) -> Call:
+def _joined(calls: list[AttentionCall]) -> AttentionCall:
     if len(calls) == 1:
         return calls[0]
     return replace(calls[-1], **{name: torch.cat([getattr(call, name) for call in calls], dim=2) for name in "qkv"})

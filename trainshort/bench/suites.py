@@ -36,7 +36,7 @@ class AttentionPlan:
     """Tokens at a time."""
     engines: tuple[str, ...] = ()
     """windowed, clock (the same, slopes as a clock), windowed-torch, written-mask, mpt, x-transformers, beside plain;
-    by name also any other engine (`trainshort list engines`), such as your own. Default: all that are installed,
+    by name also any other engine (`trainshort list backends`), such as your own. Default: all that are installed,
     beyond 8,192 tokens only windowed and clock."""
     inputs: str = "normal"
     """normal, scaled (sharper heads), a .safetensors file of q, k, v, or a run folder to record from."""
@@ -180,10 +180,10 @@ def wants_memory(plan: AttentionPlan | TrainingPlan | EvaluatePlan | PatchPlan, 
 
 def _other_engines() -> tuple[str, ...]:
     """Asked only where a word is no contestant's: it brings torch."""
-    from trainshort.attention import engines
+    from trainshort.attention import backends
 
     load_plugins()
-    return tuple(name for name in engines.names() if name not in CONTESTANTS)
+    return tuple(name for name in backends.names() if name not in CONTESTANTS)
 
 
 def _check(plan: Plan) -> None:

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort import alibi
-from trainshort.attention import Bias, Call, LinearBias, attend
+from trainshort.attention import AttentionCall, Bias, LinearBias, attend
 from trainshort.cache import ring as compiled
 from trainshort.cache.facts import BoundedFacts, HeadFacts, RingFacts, check, saved_tensor
 from trainshort.cache.growing import SMALLEST, Cache, LayerCache, detached
@@ -35,7 +35,7 @@ SETTLED = 4.0
 """Queries with fewer than this / slope tokens behind them say nothing about later ones: their log-sum-exp still grows
 with every key. A ring starts to forget much later than that."""
 ENGINE_SHARE = 0.1
-"""Share of the tolerance that the engine may leave out while it reads a chunk."""
+"""Share of the tolerance that the backend may leave out while it reads a chunk."""
 
 
 @dataclass(frozen=True)
@@ -182,8 +182,8 @@ class BoundedLayer(LayerCache):
             past = self.chronological(index)[..., : self._dim]
             keys, values = (torch.cat([past[i], x[0, index]]) for i, x in enumerate((k, v)))
             bias = self._bias_of(options["bias"], heads, len(keys))
-            call = Call(q[:, heads], keys[None, None], values[None, None], bias, options.get("window"))
-            out, lse, left = attend(
+            call = AttentionCall(q[:, heads], keys[None, None], values[None, None], bias, options.get("window"))
+            out, lse, certificate = attend(
                 call.q,
                 call.k,
                 call.v,
@@ -191,16 +191,17 @@ class BoundedLayer(LayerCache):
                 window=call.window,
                 backend=options.get("backend", "auto"),
                 tolerance=self.tolerance * ENGINE_SHARE,
-                return_lse=True,
-                return_certificate=True,
+                return_stats=True,
             )
+            assert lse is not None
+            assert certificate is not None
             ring.peak = _largest_finite(ring.peak, _norms(k[0, index]))
-            self._account(index, call, lse[0].double(), left[0].tolist())
+            self._account(index, call, lse[0].double(), certificate[0].tolist())
             self._keep(index, call)
             parts.append(out)
         return torch.cat(parts, dim=1)
 
-    def _account(self, index: int, call: Call, lse: Float[Tensor, "group new"], left: list[float]) -> None:
+    def _account(self, index: int, call: AttentionCall, lse: Float[Tensor, "group new"], left: list[float]) -> None:
         """What the forgotten keys can have weighed in each new row, and how far each query reaches."""
         ring, reach = self.rings[index], _norms(call.q[0]) / math.sqrt(self._dim)
         distance = ring.count + 1 + torch.arange(lse.shape[1], device=lse.device)  # of the nearest forgotten key
@@ -223,26 +224,26 @@ class BoundedLayer(LayerCache):
         return LinearBias(bias.slopes[heads])
 
     def _forgotten(
-        self, number: int, call: Call, excess: Float[Tensor, " new"], distance: Int[Tensor, " new"]
+        self, number: int, call: AttentionCall, excess: Float[Tensor, " new"], distance: Int[Tensor, " new"]
     ) -> Float[Tensor, " new"]:
         """The most that a head's forgotten keys can have weighed in each row."""
         return alibi.mass_beyond(excess, torch.tensor(self.heads[number].slope, dtype=torch.float64), distance)
 
-    def _fallen(self, number: int, call: Call) -> Float[Tensor, " new"]:
+    def _fallen(self, number: int, call: AttentionCall) -> Float[Tensor, " new"]:
         """How far the bias has fallen since the text began, at each new row."""
         rows = torch.arange(call.q.shape[2], device=call.q.device, dtype=torch.float64)
         return (self.length + rows) * self.heads[number].slope
 
-    def _wanted(self, index: int, call: Call) -> int:
+    def _wanted(self, index: int, call: AttentionCall) -> int:
         group = call.q.shape[1]
         return wanted(self.heads[index * group : (index + 1) * group], self.tolerance, call.window or ANYWHERE)
 
-    def _forget(self, index: int, call: Call, gone: int) -> None:
+    def _forget(self, index: int, call: AttentionCall, gone: int) -> None:
         """The oldest of the call's keys are forgotten."""
         ring = self.rings[index]
         ring.far = _larger(ring.far, float(_norms(call.k[0, 0, :gone]).max()))
 
-    def _keep(self, index: int, call: Call) -> None:
+    def _keep(self, index: int, call: AttentionCall) -> None:
         """Put the newest keys into the ring; grow it first where the promise asks for it."""
         ring = self.rings[index]
         keys, values, new = call.k[0, 0], call.v[0, 0], call.q.shape[2]

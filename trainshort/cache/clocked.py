@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from trainshort.attention import Bias, Call, ClockBias
+from trainshort.attention import AttentionCall, Bias, DecayBias
 from trainshort.cache.bounded import MARGIN, BoundedLayer
 from trainshort.cache.facts import check, saved_tensor
 from trainshort.cache.growing import PLACE
@@ -34,7 +34,7 @@ class ClockedLayer(BoundedLayer):
     """Rings of one layer under a clock."""
 
     def _read(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        clock = options["bias"].clock
+        clock = options["bias"].cumulative
         if not self.length:
             for head, first in zip(self.heads, clock[0, :, 0].tolist(), strict=True):
                 head.began = first
@@ -47,27 +47,27 @@ class ClockedLayer(BoundedLayer):
         return max((ring.count for ring in self.rings), default=0)
 
     def _slopes(self, bias: Bias | None, heads: int) -> Float[Tensor, " heads"]:
-        if not isinstance(bias, ClockBias | None):
+        if not isinstance(bias, DecayBias | None):
             raise InputError("this bounded cache is for models whose bias is a clock (FoX).")
         return torch.zeros(heads)
 
     def _bias_of(self, bias: Bias, heads: slice, keys: int) -> Bias:
-        assert isinstance(bias, ClockBias)
-        return ClockBias(bias.clock[:, heads, -keys:])
+        assert isinstance(bias, DecayBias)
+        return DecayBias(bias.cumulative[:, heads, -keys:])
 
-    def _clock(self, number: int, call: Call) -> Float[Tensor, " keys"]:
-        assert isinstance(call.bias, ClockBias)
-        return call.bias.clock[0, number % call.q.shape[1]].double()
+    def _clock(self, number: int, call: AttentionCall) -> Float[Tensor, " keys"]:
+        assert isinstance(call.bias, DecayBias)
+        return call.bias.cumulative[0, number % call.q.shape[1]].double()
 
     def _forgotten(
-        self, number: int, call: Call, excess: Float[Tensor, " new"], distance: Int[Tensor, " new"]
+        self, number: int, call: AttentionCall, excess: Float[Tensor, " new"], distance: Int[Tensor, " new"]
     ) -> Float[Tensor, " new"]:
         return torch.exp(excess + self._clock(number, call)[-len(excess) :] + self.heads[number].weight)
 
-    def _fallen(self, number: int, call: Call) -> Float[Tensor, " new"]:
+    def _fallen(self, number: int, call: AttentionCall) -> Float[Tensor, " new"]:
         return self.heads[number].began - self._clock(number, call)[-call.q.shape[2] :]
 
-    def _wanted(self, index: int, call: Call) -> int:
+    def _wanted(self, index: int, call: AttentionCall) -> int:
         """Keys to keep so that a query like the farthest-reaching so far, with a margin, loses no more than promised; a
         quarter more where a ring must grow, since gates that stay open ask for one more key with every token."""
         group, most = call.q.shape[1], 1
@@ -84,7 +84,7 @@ class ClockedLayer(BoundedLayer):
             most += most // 4
         return max(1, min(most, limit))
 
-    def _forget(self, index: int, call: Call, gone: int) -> None:
+    def _forget(self, index: int, call: AttentionCall, gone: int) -> None:
         super()._forget(index, call, gone)
         group = call.q.shape[1]
         for number in range(index * group, (index + 1) * group):

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from trainshort.attention import Bias, attend, attend_in_blocks
+from trainshort.attention import AttentionCall, Bias, attend_in_blocks, run_attention
 from trainshort.cache.facts import Facts, check, saved_tensor, under
 from trainshort.cache.ring import LANES, Readings, Ring, RingCall, heads_of
 from trainshort.errors import InputError
@@ -43,7 +43,7 @@ class LayerCache:
         self.place: dict[str, Tensor] = {}
         """What a position method that looks at the text wants back next time (positions.LayerInput)."""
         self.left_out: Float[Tensor, ""] | None = None
-        """The largest share of any softmax that an engine proved it could leave out (the model's tolerance)."""
+        """The largest share of any softmax that a backend proved it could leave out (the model's tolerance)."""
         self._call: RingCall | None = None
         self._readings: Readings | None = None  # of a clock, once a token was read by compiled code
 
@@ -59,9 +59,13 @@ class LayerCache:
         """Attention of the newest tokens over all that came before and themselves; `options` are `attend`'s."""
         if blocks is not None:
             return attend_in_blocks(q, *self.append(*detached(k, v)), blocks=blocks, **options)
-        out, left_out = attend(q, *self.append(*detached(k, v)), **options, return_certificate=True)
-        self.left_out = left_out.max() if self.left_out is None else torch.maximum(self.left_out, left_out.max())
-        return out
+        backend = options.pop("backend", "auto")
+        all_k, all_v = self.append(*detached(k, v))
+        result = run_attention(AttentionCall(q, all_k, all_v, **options), backend)
+        if result.certificate is not None:
+            largest = result.certificate.max()
+            self.left_out = largest if self.left_out is None else torch.maximum(self.left_out, largest)
+        return result.out
 
     def text_bias(self, ask: Ask, rows: slice = slice(None)) -> Any:
         """The bias of a method that looks at the text, for what `attend` is given next, of these rows of the batch."""

@@ -55,12 +55,11 @@ class WindowLayer(LayerCache):
         start = self.length
         recent_k, recent_v = self.append(k, v)
         if not self.sinks:
-            out = attend(q, recent_k, recent_v, window=window, **options)
-            assert isinstance(out, Tensor)
-            return out
+            return attend(q, recent_k, recent_v, window=window, **options)
         self._keep_first(k, v, start)
-        out, lse = attend(q, recent_k, recent_v, window=window, return_lse=True, **options)
-        return self._with_sinks(q, out, lse, start, options.get("bias"))
+        result = attend(q, recent_k, recent_v, window=window, return_stats=True, **options)
+        assert result.lse is not None
+        return self._with_sinks(q, result.out, result.lse, start, options.get("bias"))
 
     def next_call(self, slopes: Tensor, shape: tuple[int, int], window: int | None) -> None:
         return None

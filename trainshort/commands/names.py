@@ -11,7 +11,7 @@ from trainshort.registry import Registry, did_you_mean
 
 KINDS = {
     "positions": "trainshort.settings:methods",
-    "engines": "trainshort.attention:engines",
+    "backends": "trainshort.attention:backends",
     "corpora": "trainshort.data.corpus:corpora",
     "tokenizers": "trainshort.data.tokenizer:tokenizers",
     "analyses": "trainshort.analyze.lab:analyses",
@@ -28,8 +28,6 @@ KINDS = {
 
 FILLED_BY = {"claims": ("extrapolation", "speed_and_memory", "oddities")}
 """Modules beside a registry that fill it."""
-OLD = {"backends": "engines"}
-"""What kinds were called in 0.1.0."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +41,11 @@ class List:
     """
 
     kind: Annotated[str, Arg(positional=True)] = ""
-    """positions, engines, corpora, tokenizers, analyses, presets, recipes, experiments, scales, claims, formats (that
+    """positions, backends, corpora, tokenizers, analyses, presets, recipes, experiments, scales, claims, formats (that
     `import` reads), convertible or exports."""
 
     def run(self) -> None:
-        kind = OLD.get(self.kind, self.kind)
+        kind = self.kind
         if kind and kind not in KINDS:
             raise InputError(f"Cannot list '{kind}'.{did_you_mean(kind, KINDS)} Choose: {', '.join(KINDS)}.")
         registry.load_plugins()

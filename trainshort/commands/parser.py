@@ -273,7 +273,7 @@ class Parser:
         for one in self.options:
             group = "arguments" if one.positional else one.name.rpartition(".")[0] or "options"
             groups.setdefault(group, []).append((_spelled(one), _described(one)))
-        groups.setdefault("options", []).append((f"{PLUGIN} FILE.py", "Methods, engines and more of your own."))
+        groups.setdefault("options", []).append((f"{PLUGIN} FILE.py", "Methods, backends and more of your own."))
         tables = [f"{group}:\n{_table(rows, width)}" for group, rows in groups.items()]
         return "\n\n".join([self.usage(), _paragraphs(self.description, width), *tables]) + "\n"
 

@@ -121,8 +121,8 @@ class Batch:
 
     inputs: Int64[np.ndarray, "batch length"]
     targets: Int64[np.ndarray, "batch length"]
-    documents: Int32[np.ndarray, "batch length"] | None
-    """Which positions of a row belong to the same document; None: all of them."""
+    segment_ids: Int32[np.ndarray, "batch length"] | None
+    """The segment that each token belongs to, or None if each row is one segment. Tokens see only their own segment."""
 
 
 @dataclass(eq=False)

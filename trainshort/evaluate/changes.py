@@ -134,7 +134,8 @@ def _change_slopes(held: ExitStack, model: TransformerLM, change: Change, traine
         raise InputError(
             f"--slopes needs a model with ALiBi positions; this one has position='{model.config.position}'."
         )
-    if getattr(model.position.score_bias(1), "right", None) is not None:
+    bias = model.position.score_bias(1)
+    if bias is not None and bias.right is not None:
         raise InputError(f"--slopes changes one side; position='{model.config.position}' has slopes for either.")
     slopes = new_slopes(trained.detach().clone(), change, trained_at, length)
     farthest = int(change.value) if change.kind == "clamp" else None

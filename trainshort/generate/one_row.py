@@ -200,7 +200,7 @@ def lacks(model: TransformerLM) -> str | None:
         "parallel blocks": config.parallel_blocks,
         f"the activation {config.activation}": config.activation not in ACTIVATIONS,
         "clip_qkv": config.clip_qkv is not None,
-        f"engine {config.backend}": config.backend != "auto",
+        f"backend {config.backend}": config.backend != "auto",
         "biases that look at the text": position.reads_text() and position.gate(0) is None,
         "turned queries and keys": position.rotates(),
         "bias that is not linear": position.adds_bias() and position.linear_slopes() is None,

@@ -150,11 +150,11 @@ def attended(
     if seen.weights or seen.mask is not None or seen.places is not None:
         out, weights = _written_out(q, k, v, seen, scale, dropout)
         return out.transpose(1, 2).flatten(2), weights if seen.weights else None
-    documents = None if seen.documents is None else seen.documents.to(q.device)
+    segment_ids = None if seen.segment_ids is None else seen.segment_ids.to(q.device)
     asked = seen.settings
     bias = sloped(slopes, asked.clamp, k.shape[2])
-    settings: dict[str, Any] = {"scale": scale, "dropout": dropout, "tolerance": asked.tolerance}
-    out = attend(q, k, v, bias=bias, documents=documents, window=asked.window, **settings)
+    settings: dict[str, Any] = {"scale": scale, "dropout_p": dropout, "tolerance": asked.tolerance}
+    out = attend(q, k, v, bias=bias, segment_ids=segment_ids, window=asked.window, **settings)
     assert isinstance(out, Tensor)
     return out.transpose(1, 2).flatten(2), None
 
@@ -175,8 +175,8 @@ def _written_out(
     if seen.mask is None:
         apart = distances(new, total, q.device)
         hidden = (apart < 0) | (apart >= (asked.window or total))
-        if seen.documents is not None:
-            numbers = seen.documents.to(q.device)[:, None]
+        if seen.segment_ids is not None:
+            numbers = seen.segment_ids.to(q.device)[:, None]
             hidden = hidden | (numbers[..., -new:, None] != numbers[..., None, :])
         scores = scores.masked_fill(hidden, least)
     else:

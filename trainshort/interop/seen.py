@@ -46,7 +46,7 @@ class Seen:
     settings: PatchSettings
     total: int
     """Keys, with those of the past."""
-    documents: Int[Tensor, "batch keys"] | None
+    segment_ids: Int[Tensor, "batch keys"] | None
     places: Int[Tensor, "batch keys"] | None
     """Tokens before each key, where padding stands between them and is not to be counted."""
     mask: Tensor | None
@@ -112,13 +112,13 @@ def what_is_seen(
     if mask is not None and mask.dim() == 4:
         return Seen(settings, total, None, None, mask, weights)
     text = None if mask is None else _text(mask, total)
-    documents = _documents(packing, batch, new) if past == 0 else None
+    segment_ids = _segment_ids(packing, batch, new) if past == 0 else None
     if text is not None:
-        documents = text.long() if documents is None else torch.where(text, documents, -1)
+        segment_ids = text.long() if segment_ids is None else torch.where(text, segment_ids, -1)
     places = None
     if text is not None and settings.counts_tokens and _has_holes(text):
         places = text.long().cumsum(1) - 1
-    return Seen(settings, total, documents, places, None, weights)
+    return Seen(settings, total, segment_ids, places, None, weights)
 
 
 def _text(mask: Tensor, total: int) -> Bool[Tensor, "batch keys"] | None:
@@ -138,7 +138,7 @@ def _has_holes(text: Bool[Tensor, "batch keys"]) -> bool:
     return bool((begins.sum(1) + text[:, 0] > 1).any())
 
 
-def _documents(packing: Mapping[str, Tensor], batch: int, new: int) -> Int[Tensor, "batch keys"] | None:
+def _segment_ids(packing: Mapping[str, Tensor], batch: int, new: int) -> Int[Tensor, "batch keys"] | None:
     """Numbers of packed documents, which begin where positions do not go on.
 
     positions  0 1 2 0 1 0   ->   0 0 0 1 1 2

@@ -81,7 +81,7 @@ class PositionMethod(nn.Module):
     """Names of parameters and buffers that stay float32 whatever the model becomes: half precision has no room for
     fine slopes."""
     keeps_clock: ClassVar[bool] = False
-    """Whether the bias is a ClockBias whose readings lie in the cache's place under "clock". A bounded
+    """Whether the bias is a DecayBias whose readings lie in the cache's place under "clock". A bounded
     cache drops those of keys that it forgot."""
     one_sided: ClassVar[bool] = False
     """Whether it means something only where a token sees nothing after it."""

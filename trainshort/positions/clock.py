@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from trainshort import alibi
-from trainshort.attention import ClockBias
+from trainshort.attention import DecayBias
 from trainshort.config import ModelConfig
 from trainshort.positions.base import Gate, LayerInput, PositionMethod, positions
 from trainshort.settings import FoxSettings
@@ -64,7 +64,7 @@ class Fox(PositionMethod):
         weight = None if self.weight is None else self.weight[layer, :gated]
         return Gate(weight, self.shift.view(-1, self.heads)[layer, :gated], -1.0 if self.settings.turned else 1.0)
 
-    def text_bias(self, given: LayerInput) -> ClockBias:
+    def text_bias(self, given: LayerInput) -> DecayBias:
         weight, shift, sign = self.gate(given.layer)
         gate = shift.expand(*given.x.shape[:2], -1)
         if weight is not None:
@@ -74,4 +74,4 @@ class Fox(PositionMethod):
         if (before := given.place.get("clock")) is not None:
             clock = torch.cat([before, before[..., -1:] + clock], dim=-1)
         given.place["clock"] = clock
-        return ClockBias(clock)
+        return DecayBias(clock)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trainshort.attention import Call
+from trainshort.attention import AttentionCall
 from trainshort.attention.formula import written_bias
 from trainshort.config import ModelConfig
 from trainshort.plots.figures import OTHERS, Figure, Series, color, draw
@@ -53,7 +53,7 @@ def by_distance(method: PositionMethod, length: int = FARTHEST) -> Float[Tensor,
         return (k[0, 0] @ q[0, 0, -1]).flip(0)[None]
     x, where = torch.randn(1, length, WIDTH), torch.arange(length)[None]
     heads = x.unflatten(2, (HEADS, -1)).transpose(1, 2)
-    call = Call(heads, heads, heads, method.text_bias(LayerInput(0, x, length, where, {})))
+    call = AttentionCall(heads, heads, heads, method.text_bias(LayerInput(0, x, length, where, {})))
     written = written_bias(call, slice(length - 1, length), slice(0, length))
     if written is None:
         raise ValueError(f"{method.name} adds nothing")

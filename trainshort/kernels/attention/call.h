@@ -23,8 +23,8 @@ typedef struct {
     const real *table;        /* (heads, MARGIN + k_len + PANEL) bias by distance, in place of slopes, or NULL */
     const real *ceiling;      /* (heads, k_len) the table's largest value at each distance or farther, or NULL */
     const double *clock;      /* (batch, heads, k_len) bias clock[i] - clock[j], in place of slopes, or NULL */
-    const int32_t *documents; /* (batch, k_len) document of each key, or NULL */
-    const int32_t *reach;     /* (batch, k_len) first key of the same document, or NULL */
+    const int32_t *segment_ids; /* (batch, k_len) segment of each key, or NULL */
+    const int32_t *reach;     /* (batch, k_len) first key of the same segment, or NULL */
     double *lse;              /* (batch, heads, q_len); a float would round every weight that backward makes of it */
     int32_t *first;           /* (batch, heads, panels) first key a panel of queries read */
     float *dropped;           /* (batch, heads, panels) softmax mass that may lie before it */

@@ -15,20 +15,20 @@ typedef struct {
     real *query, *out; /* [dim] */
     real top, sum;
     int64_t position, reach, head, row;
-    int32_t document;
+    int32_t segment_id;
 } Row;
 
 /* Scores of one row on one block; -infinity where it may not look. Returns their maximum. */
 static real row_scores(const Call *c, const Row *row, int64_t batch, int64_t start, int keys, const real *k,
                        real *scores) {
     const int padded = padded_dim(c);
-    const int32_t *documents = c->documents ? c->documents + batch * c->k_len : NULL;
+    const int32_t *segment_ids = c->segment_ids ? c->segment_ids + batch * c->k_len : NULL;
     const HeadBias bias = head_bias(c, batch, row->head);
     real top = -INFINITY;
     for (int j = 0; j < KEYS; j++) {
         const int64_t distance = row->position - (start + j);
         const int outside = j >= keys || distance < 0 || distance >= c->window;
-        if (outside || (documents && documents[start + j] != row->document)) {
+        if (outside || (segment_ids && segment_ids[start + j] != row->segment_id)) {
             scores[j] = -INFINITY;
             continue;
         }
@@ -75,7 +75,7 @@ static void begin_row(const Call *c, int64_t batch, Row *row, real *memory) {
     row->top = LOWEST, row->sum = 0;
     row->position = place.lowest;
     row->reach = place.reach;
-    row->document = c->documents ? c->documents[batch * c->k_len + row->position] : 0;
+    row->segment_id = c->segment_ids ? c->segment_ids[batch * c->k_len + row->position] : 0;
 }
 
 static void end_row(const Call *c, int64_t batch, Row *row, int64_t first) {

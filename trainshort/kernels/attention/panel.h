@@ -1,4 +1,4 @@
-/* A panel of query rows: which positions and documents its lanes stand for, and its scores on a block of keys. */
+/* A panel of query rows: which positions and segments its lanes stand for, and its scores on a block of keys. */
 #ifndef TRAINSHORT_PANEL_H
 #define TRAINSHORT_PANEL_H
 
@@ -7,9 +7,9 @@
 enum { PANELS = 4, ROWS = PANELS * PANEL }; /* query rows that share one pass over the keys */
 
 typedef struct {
-    ivec document[WIDE];
+    ivec segment_id[WIDE];
     int64_t lowest, highest; /* positions of the first and the last real row */
-    int64_t reach;           /* no row sees a key before this one (sliding window, documents) */
+    int64_t reach;           /* no row sees a key before this one (sliding window, segments) */
     int rows;                /* real rows; the lanes after them are padding */
 } Panel;
 
@@ -18,14 +18,14 @@ static void place_panel(const Call *c, int64_t batch, int64_t row, Panel *panel)
     panel->lowest = position(c, row);
     panel->highest = panel->lowest + panel->rows - 1;
     panel->reach = larger_of(0, panel->lowest - c->window + 1);
-    const int32_t *documents = c->documents ? c->documents + batch * c->k_len : NULL;
+    const int32_t *segment_ids = c->segment_ids ? c->segment_ids + batch * c->k_len : NULL;
     int64_t earliest = panel->highest;
     for (int i = 0; i < PANEL; i++) {
         const int64_t at = panel->lowest + i, real_at = smaller_of(at, panel->highest);
-        panel->document[i / LANES][i % LANES] = documents ? documents[real_at] : 0;
-        if (documents) earliest = smaller_of(earliest, c->reach[batch * c->k_len + real_at]);
+        panel->segment_id[i / LANES][i % LANES] = segment_ids ? segment_ids[real_at] : 0;
+        if (segment_ids) earliest = smaller_of(earliest, c->reach[batch * c->k_len + real_at]);
     }
-    if (documents) panel->reach = larger_of(panel->reach, earliest);
+    if (segment_ids) panel->reach = larger_of(panel->reach, earliest);
 }
 
 /* How far each of some lanes lies behind or before a key. Rows and keys are told apart as whole numbers: a float has no
@@ -82,7 +82,7 @@ static void add_bias(const Panel *panel, real scale, HeadBias bias, int64_t star
 
 /* Whether some row of the panel must not see some of these keys. */
 INLINE int needs_hiding(const Call *c, const Panel *panel, int64_t start, int keys) {
-    return c->documents || start + keys - 1 > panel->lowest || panel->highest - start >= c->window;
+    return c->segment_ids || start + keys - 1 > panel->lowest || panel->highest - start >= c->window;
 }
 
 INLINE ivec hidden_lanes(const Call *c, const Panel *panel, int64_t batch, int64_t key, int w) {
@@ -92,14 +92,14 @@ INLINE ivec hidden_lanes(const Call *c, const Panel *panel, int64_t batch, int64
     const int64_t ahead = key - panel->lowest, beyond = ahead + c->window;
     ivec hidden = (lane < (whole)smaller_of(larger_of(ahead, 0), PANEL)) |
                   (lane >= (whole)smaller_of(larger_of(beyond, 0), PANEL));
-    if (c->documents) {
+    if (c->segment_ids) {
         const int64_t last = smaller_of(key, c->k_len - 1); /* keys past the end are in everybody's future */
-        hidden |= panel->document[w] != c->documents[batch * c->k_len + last];
+        hidden |= panel->segment_id[w] != c->segment_ids[batch * c->k_len + last];
     }
     return hidden;
 }
 
-/* The future, what is outside the window, and other documents get -infinity. */
+/* The future, what is outside the window, and other segments get -infinity. */
 static void hide(const Call *c, const Panel *panel, int64_t batch, int64_t start, int keys, real *restrict scores) {
     for (int j = 0; j < keys; j++)
         for (int w = 0; w < WIDE; w++) {
