@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainshort.attention import LinearBias, attend
+from trainshort.attention import BiasKind, LinearBias, attend
 from trainshort.attention.operator import unavailable
 from trainshort.attention.windowed_torch import PANEL
 
@@ -42,8 +42,9 @@ def attend_windowed(problem: Problem, tolerance: float, implementation: str) -> 
 def operate(problem: Problem, tolerance: float, implementation: str) -> tuple[Tensor, ...]:
     """The bare operator: output, log-sum-exp, each panel's first key, and the mass that may lie before it."""
     q, k, v, bias, segment_ids, window = problem
+    kind = BiasKind.DECAY if bias.dim() == 3 else BiasKind.SLOPES
     return torch.ops.trainshort.attention(
-        q, k, v, bias, segment_ids, window, q.shape[3] ** -0.5, tolerance, implementation == "compiled"
+        q, k, v, bias, kind.value, segment_ids, window, q.shape[3] ** -0.5, tolerance, implementation == "compiled"
     )
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainshort import alibi
-from trainshort.attention import DenseBias, DistanceBias, LinearBias, attend, backends
+from trainshort.attention import BiasKind, DenseBias, DistanceBias, LinearBias, attend, backends
 from trainshort.attention.call import AttentionCall
 from trainshort.attention.compiled import table_by_distance
 from trainshort.attention.formula import visible, written_bias
@@ -121,15 +121,20 @@ def test_the_number_of_threads_changes_no_bit():
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
+def operate_on_table(q, k, v, table, segment_ids, tolerance):
+    kind = BiasKind.TABLE.value
+    return torch.ops.trainshort.attention(q, k, v, table, kind, segment_ids, None, 0.25, tolerance, True)
+
+
 @needs_kernel
 def test_operators_with_a_table_are_as_torch_wants_them():
     q, k, v = (torch.randn(2, 4, 50, 16, requires_grad=True) for _ in range(3))
     table = torch.randn(4, 50, requires_grad=True)
-    arguments = (q, k, v, table, None, 20, 0.25, 0.0, True)
+    arguments = (q, k, v, table, BiasKind.TABLE.value, None, 20, 0.25, 0.0, True)
     torch.library.opcheck(torch.ops.trainshort.attention.default, arguments)
     out, lse, first, _ = (x.detach() for x in torch.ops.trainshort.attention(*arguments))
     leaves = [x.detach() for x in (q, k, v)]
-    rest = (table.detach(), None, 20, 0.25, out, lse, first, True)
+    rest = (table.detach(), BiasKind.TABLE.value, None, 20, 0.25, out, lse, first, True)
     torch.library.opcheck(torch.ops.trainshort.attention_backward.default, (torch.randn_like(q), *leaves, *rest))
 
 
@@ -220,7 +225,7 @@ def test_what_a_table_lets_it_leave_out_is_no_more_than_promised(kind, heads, le
     q = q * loud
     table = TABLES[kind](torch.arange(float(k_len)), torch.rand(heads[0], 1))
     segment_ids = (torch.rand(1, k_len) < 0.01).cumsum(1) if packed else None
-    out, _, first, dropped = torch.ops.trainshort.attention(q, k, v, table, segment_ids, None, 0.25, tolerance, True)
+    out, _, first, dropped = operate_on_table(q, k, v, table, segment_ids, tolerance)
     call = AttentionCall(q.double(), k.double(), v.double(), DistanceBias(table.double()), None, segment_ids)
     rows, keys = slice(0, q_len), slice(0, k_len)
     scores = call.q @ call.k.repeat_interleave(call.group, 1).transpose(-1, -2) * call.factor
@@ -243,14 +248,14 @@ def test_tables_that_fall_skip_and_others_do_not():
     read = {}
     for kind, values in TABLES.items():
         table = values(distance, one * 0.5)
-        first = torch.ops.trainshort.attention(q, k, v, table, None, None, 0.25, 1e-6, True)[2]
+        first = operate_on_table(q, k, v, table, None, 1e-6)[2]
         read[kind] = int(first.amax())
     assert min(read[kind] for kind in ("power", "away from a centre", "waves", "late summit")) > 0
     assert read["constant tail"] > 0  # e^-25 times a thousand keys
     flat, plain = TABLES["constant tail"](distance, one * 0), -1.5 * torch.log1p(distance).expand(2, -1)
-    assert not torch.ops.trainshort.attention(q, k, v, flat, None, None, 0.25, 1e-6, True)[2].any()
-    assert not torch.ops.trainshort.attention(q, k, v, plain, None, None, 0.25, 1e-6, True)[2].any()
-    assert torch.ops.trainshort.attention(q, k, v, 4 * plain, None, None, 0.25, 1e-2, True)[2].any()
+    assert not operate_on_table(q, k, v, flat, None, 1e-6)[2].any()
+    assert not operate_on_table(q, k, v, plain, None, 1e-6)[2].any()
+    assert operate_on_table(q, k, v, 4 * plain, None, 1e-2)[2].any()
 
 
 @needs_kernel

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from trainshort import alibi, alibi_attention
-from trainshort.attention import AttentionCall, DecayBias, DistanceBias, LinearBias, attend, backends
+from trainshort.attention import AttentionCall, BiasKind, DecayBias, DistanceBias, LinearBias, attend, backends
 from trainshort.errors import InputError
 
 BACKENDS = [name for name in backends.names() if name != "flex"]
@@ -114,15 +114,15 @@ def test_the_certificate_covers_what_both_sides_left_out(name):
     q, k, v = (randn(1, 4, 900, 8, seed=seed, dtype=torch.float64) for seed in range(3))
     bias = LinearBias(torch.tensor([0.5, 0.05, 0.02, 0.2]), torch.tensor([0.1, 0.2, 0.02, math.inf]))
     call = AttentionCall(q, k, v, bias, tolerance=1e-2, causal=False)
-    left_out = backends.get(name).run(call).certificate
+    certificate = backends.get(name).run(call).certificate
     _, lse, first, _ = torch.ops.trainshort.attention(
-        q, k, v, bias.slopes, None, None, call.factor, 1e-2, name == "windowed", bias.right
+        q, k, v, bias.slopes, BiasKind.SLOPES.value, None, None, call.factor, 1e-2, name == "windowed", bias.right
     )
     exact = (q @ k.transpose(-1, -2) * call.factor + two_sided(bias, 900)).logsumexp(-1)
     mass = -torch.expm1(lse - exact)
     rounding = 1e-12 if name == "windowed" else 2e-7  # torch's kernel takes a short exponential in any precision
-    assert (mass.amax(-1) <= left_out + rounding).all()
-    assert (left_out <= 1e-2).all()
+    assert (mass.amax(-1) <= certificate + rounding).all()
+    assert (certificate <= 1e-2).all()
     assert (mass.amax(-1) > 1e-9).any(), "something must have been skipped"
     halves = first[..., : -(-900 // 24)], first[..., -(-900 // 24) :]
     assert all((half > 0).any() for half in halves), "on either side"
@@ -139,13 +139,14 @@ def test_torch_knows_the_operator_with_two_sides(name):
     q, k, v = (randn(2, 4, 50, 16, seed=seed).requires_grad_() for seed in range(3))
     segment_ids = (torch.arange(50) // 20).expand(2, -1)
     clock = (-torch.rand(2, 4, 50, dtype=torch.float64)).cumsum(-1)
-    for bias, right in ((alibi.slopes(4), alibi.slopes(4).flip(0)), (clock, 2 * clock)):
-        settings = (20, 0.25)
-        arguments = (q, k, v, bias, segment_ids, *settings, 1e-6, name == "windowed", right)
+    slopes = alibi.slopes(4)
+    for kind, bias, right in ((BiasKind.SLOPES, slopes, slopes.flip(0)), (BiasKind.DECAY, clock, 2 * clock)):
+        settings = (kind.value, segment_ids, 20, 0.25)
+        arguments = (q, k, v, bias, *settings, 1e-6, name == "windowed", right)
         torch.library.opcheck(torch.ops.trainshort.attention.default, arguments)
         results = [x.detach() for x in torch.ops.trainshort.attention(*arguments)[:3]]
         leaves = [x.detach() for x in (q, k, v)]
-        arguments = (randn(2, 4, 50, 16), *leaves, bias, segment_ids, *settings, *results, name == "windowed", right)
+        arguments = (randn(2, 4, 50, 16), *leaves, bias, *settings, *results, name == "windowed", right)
         torch.library.opcheck(torch.ops.trainshort.attention_backward.default, arguments)
 
 

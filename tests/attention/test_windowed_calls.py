@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainshort import alibi
-from trainshort.attention import LinearBias, attend
+from trainshort.attention import BiasKind, LinearBias, attend
 from trainshort.kernels import build
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
@@ -137,11 +137,12 @@ def test_operators_are_registered_as_torch_wants_them(implementation):
     q, k, v = (torch.randn(2, 4, 50, 16, requires_grad=True) for _ in range(3))
     segment_ids = (torch.rand(2, 50) < 0.1).cumsum(1)
     compiled = implementation == "compiled"
-    arguments = (q, k, v, alibi.slopes(4), segment_ids, 20, 0.25, 1e-6, compiled)
+    arguments = (q, k, v, alibi.slopes(4), BiasKind.SLOPES.value, segment_ids, 20, 0.25, 1e-6, compiled)
     torch.library.opcheck(torch.ops.trainshort.attention.default, arguments)
     out, lse, first, _ = (x.detach() for x in torch.ops.trainshort.attention(*arguments))
     leaves = [x.detach() for x in (q, k, v)]
-    arguments = (torch.randn_like(q), *leaves, alibi.slopes(4), segment_ids, 20, 0.25, out, lse, first, compiled)
+    settings = (alibi.slopes(4), BiasKind.SLOPES.value, segment_ids, 20, 0.25)
+    arguments = (torch.randn_like(q), *leaves, *settings, out, lse, first, compiled)
     torch.library.opcheck(torch.ops.trainshort.attention_backward.default, arguments)
 
 

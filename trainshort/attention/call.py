@@ -127,6 +127,17 @@ class BiasKind(IntEnum):
     """`DecayBias.cumulative`, shape (batch, heads, k_len)."""
 
 
+BIAS_TYPES = {BiasKind.SLOPES: LinearBias, BiasKind.TABLE: DistanceBias, BiasKind.DECAY: DecayBias}
+
+
+def bias_kind_of(bias: Bias | None) -> BiasKind:
+    """Return the bias kind that belongs to the type of a bias."""
+    for kind, bias_type in BIAS_TYPES.items():
+        if isinstance(bias, bias_type):
+            return kind
+    raise unknown_bias(bias)
+
+
 SMALLEST = 1e-30
 """Tolerances below it are 0: nothing is left out. So small a mass has no room in a float's exponent."""
 TOLERANCE = 1e-6
@@ -365,7 +376,7 @@ def wide(x: Tensor) -> torch.dtype:
 
 def of_bias(call: AttentionCall, keys: Tensor, rows: Tensor) -> Tensor:
     """The gradient of one side's bias, from where it stands for keys and, if it is a clock, where it does for rows."""
-    if call.bias_tensors[0].dim() < 3:
+    if not isinstance(call.bias, DecayBias):
         return keys.sum(0)
     keys[..., call.k.shape[2] - call.q.shape[2] :] += rows
     return keys

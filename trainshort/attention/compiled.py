@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trainshort.attention import operator
-from trainshort.attention.call import AttentionCall, DecayBias, DistanceBias, LinearBias, unknown_bias, wide
+from trainshort.attention.call import AttentionCall, BiasKind, DecayBias, DistanceBias, LinearBias, unknown_bias, wide
 from trainshort.attention.op import AttentionOutput, backends
 from trainshort.attention.sides import BLIND
 from trainshort.machine import mkl_is_narrow
@@ -45,14 +45,26 @@ class Compiled:
     def run(self, call: AttentionCall) -> AttentionOutput:
         match call.bias:
             case None:
+                kind = BiasKind.SLOPES
                 values = [torch.zeros(call.q.shape[1])]
             case DecayBias():
+                kind = BiasKind.DECAY
                 values = call.bias_tensors
             case _:
+                kind = BiasKind.TABLE
                 values = [table_by_distance(call, side) for side in call.bias_tensors]
         allowed = call.tolerance if isinstance(call.bias, DistanceBias) else 0.0
         out, lse, _, dropped = torch.ops.trainshort.attention(
-            *(call.q, call.k, call.v, values[0], call.segment_ids, call.window, call.factor, allowed, True),
+            call.q,
+            call.k,
+            call.v,
+            values[0],
+            kind.value,
+            call.segment_ids,
+            call.window,
+            call.factor,
+            allowed,
+            True,  # use the compiled kernel
             None if call.causal else values[-1],
         )
         return AttentionOutput(out, lse, dropped.amax(-1))

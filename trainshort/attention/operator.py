@@ -1,8 +1,8 @@
 """The kernel as an operator that torch knows: the call into C, its gradient, its shapes for torch.compile, and plain
 PyTorch in its place where it cannot be built. `windowed` and `compiled` are backends on it.
 
-Torch's operators take tensors and numbers only, so a `Call` is laid out in nine arguments, which go into C as they are;
-the structs mirror kernels/attention/call.h.
+PyTorch operators take tensors and numbers only, so an `AttentionCall` is passed as separate arguments. The structs
+mirror kernels/attention/call.h.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trainshort.attention import sides, windowed_torch
-from trainshort.attention.call import AttentionCall, DecayBias, DistanceBias, LinearBias, contiguous_rows, of_bias, wide
+from trainshort.attention.call import BIAS_TYPES, AttentionCall, BiasKind, bias_kind_of, contiguous_rows, of_bias, wide
 from trainshort.attention.formula import document_reach
 from trainshort.attention.windowed_torch import PANEL
 from trainshort.kernels import build
@@ -102,6 +102,7 @@ def has_kernel(width: int, dtype: torch.dtype) -> bool:
 def _run(
     entry: str,
     bias: Tensor,
+    bias_kind: int,
     segment_ids: Tensor | None,
     window: int | None,
     scale: float,
@@ -117,13 +118,16 @@ def _run(
     given.tolerance = tolerance
     given.parallel = build.torch_threads()
     given.threads = torch.get_num_threads() if batch * heads * q_len * k_len * dim > SMALL else 1
-    tensors["slopes"] = bias.float().contiguous() if bias.dim() == 1 else torch.zeros(heads, dtype=torch.float32)
-    if bias.dim() == 2:
+    if bias_kind == BiasKind.SLOPES:
+        tensors["slopes"] = bias.float().contiguous()
+    else:
+        tensors["slopes"] = torch.zeros(heads, dtype=torch.float32)
+    if bias_kind == BiasKind.TABLE:
         table = bias.detach().to(wide(q))
         tensors["table"] = torch.nn.functional.pad(table, (MARGIN, PANEL)).contiguous()
         if tolerance > 0:
             tensors["ceiling"] = table.flip(-1).cummax(-1).values.flip(-1).contiguous()
-    if bias.dim() == 3:
+    if bias_kind == BiasKind.DECAY:
         tensors["clock"] = bias.detach().double().contiguous()
     if segment_ids is not None:
         tensors["segment_ids"], tensors["reach"] = document_reach(segment_ids)
@@ -139,6 +143,7 @@ def _forward(
     k: Tensor,
     v: Tensor,
     bias: Tensor,
+    bias_kind: int,
     segment_ids: Tensor | None,
     window: int | None,
     scale: float,
@@ -146,19 +151,36 @@ def _forward(
     compiled: bool,
     right: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, log-sum-exp (float64: the backward pass makes weights of it), the first key each panel of query rows
-    read, and the mass that may lie before it. The bias is slopes, or (heads, k_len) by distance, or (batch, heads,
-    k_len), a clock. With `right`, such a one for the keys after each row's own, it is attention to both sides, and the
-    panels of the right one follow those of the left."""
+    """Compute attention on the CPU, with the compiled kernel or in PyTorch.
+
+    Args:
+        q: The queries.
+        k: The keys.
+        v: The values.
+        bias: The bias of the keys to the left of the query. `bias_kind` says what the tensor contains.
+        bias_kind: A value of `BiasKind`.
+        segment_ids: The segment that each key belongs to, or None.
+        window: The size of a sliding window, or None.
+        scale: The factor applied to the product of query and key.
+        tolerance: The softmax mass that may be dropped from each query.
+        compiled: Whether to use the compiled kernel if it is available.
+        right: The bias of the keys to the right of the query. None means causal attention.
+
+    Returns:
+        The output, the log-sum-exp (in float64, because the backward pass computes the attention weights from it), the
+        first key that each panel of query rows reads, and an upper bound on the softmax mass that each panel dropped.
+        Without a causal mask, the panels of the right side follow the panels of the left side.
+    """
     given: dict[str, Any] = {"segment_ids": segment_ids, "window": window, "scale": scale, "tolerance": tolerance}
     if right is not None:
-        return sides.forward(_call(q, k, v, bias, right, **given), compiled)
+        return sides.forward(_call(q, k, v, bias, bias_kind, right, **given), compiled)
     results = out, lse, first, dropped = _empty_results(q)
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
     if compiled and has_kernel(q.shape[3], q.dtype):
-        _run("trainshort_forward", bias, **given, q=q, k=k, v=v, out=out, lse=lse, first=first, dropped=dropped)
+        tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "first": first, "dropped": dropped}
+        _run("trainshort_forward", bias, bias_kind, **given, **tensors)
     else:
-        windowed_torch.forward(_call(q, k, v, bias, **given), *results)
+        windowed_torch.forward(_call(q, k, v, bias, bias_kind, **given), *results)
     return results
 
 
@@ -169,6 +191,7 @@ def _backward(
     k: Tensor,
     v: Tensor,
     bias: Tensor,
+    bias_kind: int,
     segment_ids: Tensor | None,
     window: int | None,
     scale: float,
@@ -179,7 +202,7 @@ def _backward(
     right: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, the bias and that of the right side (float64; slopes get none here: an empty tensor)."""
-    call = _call(q, k, v, bias, right, segment_ids=segment_ids, window=window, scale=scale, tolerance=0.0)
+    call = _call(q, k, v, bias, bias_kind, right, segment_ids=segment_ids, window=window, scale=scale, tolerance=0.0)
     gradients = partial(_gradients, compiled=compiled)
     if right is not None:
         return sides.backward(call, grad_out, out, lse, first, gradients)
@@ -192,57 +215,89 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Of q, k and v of one causal call; of a table, for each batch entry, or of a clock where it stands for keys; and
     of a clock where it stands for rows."""
-    bias = call.bias_tensors[0]
+    bias, bias_kind = call.bias_tensors[0], bias_kind_of(call.bias)
     grad_q, grad_k, grad_v = (_like(x) for x in (call.q, call.k, call.v))
     q, k, v, grad_out = (contiguous_rows(x) for x in (call.q, call.k, call.v, grad_out))
     # The gradient of q is added up over stretches of keys, so it needs full precision in between.
     summed = grad_q.zero_() if q.dtype == wide(q) else torch.zeros(q.shape, dtype=wide(q))
-    keys = _empty_grad_bias(q, k, bias).zero_()
-    rows = q.new_zeros(q.shape[:3] if bias.dim() == 3 else (0,), dtype=torch.float64)
+    keys = _empty_grad_bias(q, k, bias_kind).zero_()
+    rows = q.new_zeros(q.shape[:3] if bias_kind == BiasKind.DECAY else (0,), dtype=torch.float64)
     if compiled and has_kernel(q.shape[3], q.dtype):
         written = {"grad_q": summed, "grad_k": grad_k, "grad_v": grad_v}
         written["inner"] = torch.empty_like(lse, dtype=summed.dtype)
-        match bias.dim():
-            case 2:
-                written["grad_table"] = keys
-            case 3:
-                written["grad_rows"], written["grad_keys"] = rows, keys
+        if bias_kind == BiasKind.TABLE:
+            written["grad_table"] = keys
+        if bias_kind == BiasKind.DECAY:
+            written["grad_rows"] = rows
+            written["grad_keys"] = keys
         given = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out, "lse": lse, "first": first}
-        _run("trainshort_backward", bias, call.segment_ids, call.window, call.factor, 0.0, **given, **written)
+        options = (call.segment_ids, call.window, call.factor, 0.0)
+        _run("trainshort_backward", bias, bias_kind, *options, **given, **written)
     else:
         given = (replace(call, q=q, k=k, v=v), grad_out, out, lse, first, (summed, grad_k, grad_v))
-        if bias.dim() == 3:
+        if bias_kind == BiasKind.DECAY:
             keys, rows = windowed_torch.backward_of_clock(*given)
         else:
             windowed_torch.backward(*given)
     return grad_q if summed is grad_q else grad_q.copy_(summed), grad_k, grad_v, keys, rows
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, right: Tensor | None = None, **given: Any) -> AttentionCall:
-    """The call again, for what is written in PyTorch."""
-    kind = (LinearBias, DistanceBias, DecayBias)[bias.dim() - 1](bias, right)
-    return AttentionCall(q, k, v, kind, causal=right is None, **given)
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, bias_kind: int, right: Tensor | None = None, **given: Any
+) -> AttentionCall:
+    """Build an `AttentionCall` from the arguments of the operator."""
+    bias_type = BIAS_TYPES[BiasKind(bias_kind)]
+    return AttentionCall(q, k, v, bias_type(bias, right), causal=right is None, **given)
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, segment_ids: Any, window: int | None, *rest: Any) -> Any:
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    bias_kind: int,
+    segment_ids: Tensor | None,
+    window: int | None,
+    scale: float,
+    tolerance: float,
+    compiled: bool,
+    right: Tensor | None = None,
+) -> Any:
     out, lse, *panels = _empty_results(q)
-    if rest[3:] and rest[3] is not None and window != 1:
+    if right is not None and window != 1:
         more = -(-(q.shape[2] - 1) // PANEL)
         panels = [torch.cat([x, x.new_empty(*x.shape[:2], more)], dim=2) for x in panels]
     return out, lse, *panels
 
 
 @_backward.register_fake
-def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *rest: Any) -> Any:
-    clock, right = bias.dim() == 3, rest[7] if rest[7:] else None
-    of_bias = _empty_grad_bias(q, k, bias) if clock else _empty_grad_bias(q, k, bias).sum(0)
-    of_right = torch.empty_like(of_bias) if right is not None and bias.dim() > 1 else of_bias.new_empty(0)
+def _(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    bias_kind: int,
+    segment_ids: Tensor | None,
+    window: int | None,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    first: Tensor,
+    compiled: bool,
+    right: Tensor | None = None,
+) -> Any:
+    of_bias = _empty_grad_bias(q, k, bias_kind)
+    if bias_kind != BiasKind.DECAY:
+        of_bias = of_bias.sum(0)
+    has_right_gradient = right is not None and bias_kind != BiasKind.SLOPES
+    of_right = torch.empty_like(of_bias) if has_right_gradient else of_bias.new_empty(0)
     return *(_like(x) for x in (q, k, v)), of_bias, of_right
 
 
 def _keep_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, bias, segment_ids, ctx.window, ctx.scale, _, ctx.compiled, right = inputs
+    q, k, v, bias, ctx.bias_kind, segment_ids, ctx.window, ctx.scale, _, ctx.compiled, right = inputs
     out, lse, first, dropped = output
     ctx.save_for_backward(q, k, v, bias, segment_ids, out, lse, first, right)
     ctx.mark_non_differentiable(lse, first, dropped)
@@ -251,11 +306,14 @@ def _keep_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 def _differentiate(ctx: Any, grad_out: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, bias, segment_ids, *results, right = ctx.saved_tensors
     *grads, of_bias, of_right = torch.ops.trainshort.attention_backward(
-        grad_out, q, k, v, bias, segment_ids, ctx.window, ctx.scale, *results, ctx.compiled, right
+        grad_out, q, k, v, bias, ctx.bias_kind, segment_ids, ctx.window, ctx.scale, *results, ctx.compiled, right
     )
-    trained = bias.dim() > 1
+    # The operator computes no gradient of slopes.
+    trained = ctx.bias_kind != BiasKind.SLOPES
+    of_bias = of_bias.to(bias.dtype) if trained else None
     of_right = of_right.to(bias.dtype) if trained and right is not None else None
-    return *grads, of_bias.to(bias.dtype) if trained else None, None, None, None, None, None, of_right
+    without_gradient = (None,) * 6  # bias_kind, segment_ids, window, scale, tolerance, compiled
+    return *grads, of_bias, *without_gradient, of_right
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep_forward)
@@ -270,9 +328,9 @@ def _empty_results(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return out, lse, q.new_empty(panels, dtype=torch.int32), q.new_empty(panels, dtype=torch.float32)
 
 
-def _empty_grad_bias(q: Tensor, k: Tensor, bias: Tensor) -> Float[Tensor, "batch heads k_len"]:
+def _empty_grad_bias(q: Tensor, k: Tensor, bias_kind: int) -> Float[Tensor, "batch heads k_len"]:
     """Of a clock, or one of the table for each batch entry, since entries are worked on at the same time."""
-    entries = q.shape[0] if bias.dim() > 1 else 0
+    entries = 0 if bias_kind == BiasKind.SLOPES else q.shape[0]
     return q.new_empty(entries, q.shape[1], k.shape[2], dtype=torch.float64)
 
 

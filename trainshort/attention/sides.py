@@ -18,7 +18,16 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from trainshort.attention.call import AttentionCall, DecayBias, DistanceBias, LinearBias, of_bias, unknown_bias, wide
+from trainshort.attention.call import (
+    AttentionCall,
+    DecayBias,
+    DistanceBias,
+    LinearBias,
+    bias_kind_of,
+    of_bias,
+    unknown_bias,
+    wide,
+)
 from trainshort.attention.formula import merge, mirrored
 from trainshort.attention.windowed_torch import PANEL
 from trainshort.errors import InputError
@@ -98,8 +107,16 @@ def forward(call: AttentionCall, compiled: bool) -> tuple[Tensor, Tensor, Tensor
 
 def _causal(call: AttentionCall, compiled: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.ops.trainshort.attention(
-        *(call.q, call.k, call.v, call.bias_tensors[0], call.segment_ids),
-        *(call.window, call.factor, call.tolerance, compiled),
+        call.q,
+        call.k,
+        call.v,
+        call.bias_tensors[0],
+        bias_kind_of(call.bias).value,
+        call.segment_ids,
+        call.window,
+        call.factor,
+        call.tolerance,
+        compiled,
     )
 
 
@@ -125,9 +142,11 @@ def backward(
         grad_q[:, :, :-1] += more_q.flip(2)
         grad_k[:, :, past + 1 :] += more_k.flip(2)
         grad_v[:, :, past + 1 :] += more_v.flip(2)
-        if values.dim() == 2:
+        if isinstance(call.bias, DistanceBias):
             of_right[:, 1:q_len] = keys.sum(0)
-        elif values.dim() == 3:  # its readings count with the other sign there (`mirrored`)
+        elif isinstance(call.bias, DecayBias):  # its readings count with the other sign there (`mirrored`)
             of_right[..., past + 1 :] -= keys.flip(2)
             of_right[..., past:-1] -= rows.flip(2)
-    return grad_q, grad_k, grad_v, of_left, of_right if values.dim() > 1 else of_right.new_empty(0)
+    if isinstance(call.bias, LinearBias):
+        of_right = of_right.new_empty(0)  # The operator computes no gradient of slopes.
+    return grad_q, grad_k, grad_v, of_left, of_right

@@ -12,7 +12,7 @@ import torch
 
 from trainshort import clocks
 from trainshort.attention import operator, windowed_torch
-from trainshort.attention.call import AttentionCall, DecayBias, LinearBias, unknown_bias
+from trainshort.attention.call import AttentionCall, BiasKind, DecayBias, LinearBias, bias_kind_of, unknown_bias
 from trainshort.attention.op import AttentionOutput, backends, say_once
 from trainshort.attention.sides import BLIND
 
@@ -38,14 +38,28 @@ class Windowed:
         bias, length, batch = call.bias, call.k.shape[2], len(call.q)
         if not isinstance(bias, LinearBias | DecayBias):
             raise unknown_bias(bias)
-        sides = (bias.values, bias.values if bias.right is None else bias.right)
+        sides = [bias.values, bias.values if bias.right is None else bias.right]
+        kind = bias_kind_of(bias)
         if isinstance(bias, LinearBias):
             trained = torch.is_grad_enabled() and any(x.requires_grad for x in sides)
-            # Trained slopes are a clock's: its gradient is made on the way.
-            sides = [clocks.of_slopes(x.clamp(max=BLIND), length, batch) if trained else x.detach() for x in sides]
+            if trained:
+                # The operator has no gradient of slopes. Equal decays give the same bias, and they have a gradient.
+                sides = [clocks.of_slopes(slopes.clamp(max=BLIND), length, batch) for slopes in sides]
+                kind = BiasKind.DECAY
+            else:
+                sides = [slopes.detach() for slopes in sides]
         out, lse, _, dropped = torch.ops.trainshort.attention(
-            *(call.q, call.k, call.v, sides[0], call.segment_ids),
-            *(call.window, call.factor, call.tolerance, self.compiled, None if call.causal else sides[1]),
+            call.q,
+            call.k,
+            call.v,
+            sides[0],
+            kind.value,
+            call.segment_ids,
+            call.window,
+            call.factor,
+            call.tolerance,
+            self.compiled,
+            None if call.causal else sides[1],
         )
         return AttentionOutput(out, lse, dropped.amax(-1))
 

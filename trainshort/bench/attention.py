@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainshort.attention import DecayBias, attend
+from trainshort.attention.call import bias_kind_of
 from trainshort.attention.windowed_torch import PANEL
 from trainshort.bench.measure import Benchmark, Progress, in_turns, matmul_rate, peak_during, peaks
 from trainshort.bench.measurements import Case, Measure, Measurement, megabytes, percent, ratio
@@ -114,7 +115,11 @@ def work(inputs: Inputs, tolerance: float) -> dict[str, Measure]:
     what that much of the mass needs, whoever finds it out."""
     length, bias = inputs.q.shape[2], inputs.bias.values
     scale, rows = 1 / math.sqrt(inputs.q.shape[3]), torch.arange(length)
-    first = torch.ops.trainshort.attention(inputs.q, inputs.k, inputs.v, bias, None, None, scale, tolerance, True)[2]
+    kind = bias_kind_of(inputs.bias).value
+    results = torch.ops.trainshort.attention(
+        inputs.q, inputs.k, inputs.v, bias, kind, None, None, scale, tolerance, True
+    )
+    first = results[2]
     ours = (rows - first[0][:, rows // PANEL] + 1).double().sum() / _causal_pairs(inputs)
     theirs, (needed, in_blocks) = acp_work(inputs, tolerance, scale), needed_work(inputs, tolerance)
     shares = {"work": float(ours), "work by ACP": theirs, "work needed": needed, "work needed in blocks": in_blocks}
