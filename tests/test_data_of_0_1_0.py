@@ -1,4 +1,4 @@
-"""What 0.1.0 wrote is read by every version: a run, prepared data, generation states, stored results."""
+"""What 0.1.0 wrote is read by every version: a run, prepared data, stored results."""
 
 import json
 import shutil
@@ -78,12 +78,6 @@ def test_a_run_is_analyzed(place):
     command("analyze", RUN, "--only", "reach", "--samples", "8", "--lengths", "1x", "2x")
     assert stored.read_text() != before
     assert read_sealed(stored)
-
-
-@pytest.mark.parametrize("mode", ["full", "bounded", "window"])
-def test_a_generation_goes_on_with_the_same_text(place, mode, capsysbinary):
-    command("generate", RUN, "--resume-state", f"states/{mode}.state", "--tokens", "12")
-    assert capsysbinary.readouterr().out == (place / "states" / f"{mode}.txt").read_bytes()
 
 
 @pytest.mark.parametrize("method", ["none", "sinusoidal", "learned", "rotary", "t5", "alibi"])

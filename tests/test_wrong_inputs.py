@@ -218,7 +218,6 @@ WRONG = [
     ("generate hf the", "hf is a model of type 'gpt2', with learned positions; trainshort convert makes an"),
     ("generate runs/tinny the", "There is no run folder runs/tinny. `ls runs` shows the runs made"),
     (f"generate {RUN} the --seed 99999999999999999999", "Setting 'seed' cannot be 99999999999999999999: input"),
-    (f"generate {RUN} the --save-state data", "--save-state data is a folder; name a file in it."),
     ("generate text.txt the", "text.txt is a file, and a checkpoint is a folder of safetensors and"),
     (f"generate {RUN}", "the prompt is empty. Give a text to continue, --prompt-file FILE, or"),
     (f"generate {RUN} ''", "the prompt is empty. Give a text to continue, --prompt-file FILE, or"),
@@ -234,14 +233,6 @@ WRONG = [
     (f"generate {RUN} the --tolerance 2", "Setting 'tolerance' cannot be 2.0: input should be less than 1."),
     (f"generate {RUN} the --prompt-file text.txt", "give the prompt as an argument or by --prompt-file, not both."),
     (f"generate {RUN} --prompt-file nowhere.txt", "There is no file nowhere.txt. Give a text file in UTF-8."),
-    (f"generate {RUN} --resume-state text.txt", "text.txt is no state file, or was cut short (Error while"),
-    (f"generate {RUN} --resume-state nowhere.state", "There is no saved state at nowhere.state."),
-    (
-        f"generate {RUN} the --save-state /proc/foo/a.state",
-        "There is no folder /proc/foo to save the state in; make it first.",
-    ),
-    (f"generate {RUN} the --save-state /proc/foo", "Cannot write /proc/foo: no such file or directory. Choose another"),
-    (f"generate {RUN} the --save-every 5", "--save-every needs a file to save to: --save-state FILE."),
     (f"generate {RUN} the --interactive --samples 2", "at most one prompt, not from standard input, no --samples."),
     (f"generate {RUN} the --samples 0", "--samples must be at least 1, got 0."),
     (

@@ -28,7 +28,6 @@ FILES = (
     Path("data/tiny/meta.json"),
     Path("data/tiny/tokenizer.json"),
     Path("data/tiny/valid.bin"),
-    Path("states/full.state"),
 )
 KINDS = {
     "fifo": os.mkfifo,
@@ -48,7 +47,6 @@ COMMANDS = {
     "evaluate": f"evaluate {RUN} --lengths 1x 2x",
     "analyze": f"analyze {RUN} --only reach --samples 4 --lengths 1x",
     "generate": f"generate {RUN} the --tokens 3",
-    "go on": f"generate {RUN} --resume-state states/full.state --tokens 3",
     "resume": f"train {RUN} --resume --train.steps 9 --quiet",
 }
 ALL = list(itertools.product(FILES, KINDS, COMMANDS))

@@ -7,7 +7,6 @@ import trainshort
 from trainshort.cache import BoundedCache, Cache
 from trainshort.cache.clocked import ClockedLayer
 from trainshort.config import ModelConfig
-from trainshort.generate.state import load_state, save_state
 from trainshort.model import TransformerLM
 
 
@@ -68,27 +67,10 @@ def test_the_certificate_is_above_what_was_forgotten():
         assert lost[head] <= layer.heads[head].mass <= 1e-3
 
 
-def test_memory_is_bounded_and_the_state_goes_on_bit_by_bit(tmp_path):
+def test_memory_is_bounded():
     model = fox(position_settings={})
     made = trainshort.stream(model, [1, 2, 3], tokens=120, mode="bounded", stop_at_end=False)
-    for _ in range(70):
-        next(made)
-    save_state(made, tmp_path / "state")
-    rest = list(made)
-    resumed = load_state(tmp_path / "state", model)
-    assert list(resumed) == rest
-    assert resumed.certificate == made.certificate
+    assert len(list(made)) == 120
     layer = made.caches[0].layer(0)
     assert layer.place["clock"].shape[2] == max(ring.count for ring in layer.rings)
     assert layer.place["clock"].shape[2] < 120
-
-
-@pytest.mark.parametrize("changes", [{}, {"plain_every": 2}, {"position": "fire", "position_settings": {}}], ids=str)
-def test_a_full_cache_goes_on_bit_by_bit(tmp_path, changes):
-    model = fox(**changes) if "position" not in changes else TransformerLM(fox().config.replace(**changes)).eval()
-    made = trainshort.stream(model, [1, 2, 3], tokens=12, stop_at_end=False)
-    for _ in range(6):
-        next(made)
-    save_state(made, tmp_path / "state")
-    rest = list(made)
-    assert list(load_state(tmp_path / "state", model)) == rest

@@ -27,9 +27,9 @@ def outcome(root, name):
 def test_the_document_names_every_claim_that_is_judged_without_an_interval(tmp_path):
     """The rule about noise came later: whatever stands as it was first written does not know it."""
     make_demo(tmp_path)
-    assert len(verdicts(tmp_path)) == 19
+    assert len(verdicts(tmp_path)) == 13
     told = (ROOT / "docs" / "reproduce.md").read_text(encoding="utf-8")
-    told = told[told.index("\nFive have no interval") : told.index("\nThe thresholds were written")]
+    told = told[told.index("\nOne claim has no interval") : told.index("\nThe thresholds were written")]
     assert set(re.findall(r"`(.+?)`", told)) == {name for name, one in claims.items() if one.rule == AT_FIRST}
 
 
@@ -47,12 +47,10 @@ def test_results_like_the_papers_hold(tmp_path):
         "same-speed",
         "same-memory",
         "others-slower",
-        "t5-not-flat",
     ):
         assert found[name] == "holds", name
-    for name in ("short-beats-long", "sooner", "optimum-near-2l", "significant", "every-length"):
+    for name in ("short-beats-long", "sooner", "optimum-near-2l"):
         assert found[name] == "not testable at this scale", name
-    assert found["t5-ahead"] == "does not hold"
 
 
 @pytest.mark.parametrize(
@@ -167,14 +165,11 @@ def test_a_difference_within_the_spread_of_seeds_cannot_be_told(tmp_path):
     assert outcome(tmp_path, "short-beats-long").verdict == "cannot tell"
 
 
-def test_short_beats_long_and_its_significance(tmp_path):
+def test_short_beats_long(tmp_path):
     make_run(tmp_path, "alibi", {128: 50.0, 768: 47.0})
     for seed, value in ((1, 49.0), (2, 50.0), (3, 51.0)):
         make_run(tmp_path, "sinusoidal", {768: value}, length=3072, seed=seed)
     assert outcome(tmp_path, "short-beats-long").verdict == "holds"
-    found = outcome(tmp_path, "significant")
-    assert found.obtained == "3.0 deviations (47.00 against 50.00 ± 1.00)"
-    assert found.verdict == "does not hold"
 
 
 def test_seeds_are_averaged(tmp_path):

@@ -82,21 +82,20 @@ def filled(model: TransformerLM, cache: Cache, context: int) -> Cache:
 
     A bounded cache reads no more of them than its rings take to fill; from there on it only counts.
     """
-    first, bias = cache.layer(0), model.position.score_bias(1)
+    layers = [cache.layer(index) for index in range(model.config.layers)]
+    bias = model.position.score_bias(1)
     read = min(context, SETTLED) if isinstance(cache, BoundedCache) else context
     sizes = own_sizes(model)
     for start in range(0, read, CHUNK):
         shape = (1, model.config.heads, min(CHUNK, read - start), model.config.head_width)
         q, k, v = (torch.randn(shape) * size for size in sizes)
-        if isinstance(cache, BoundedCache):
-            first.attend(q, k, v, bias=bias)
-        else:
-            first.append(k, v)
-    first.length = context
-    like = torch.empty(1, model.config.key_heads, 0, model.config.head_width)
-    for index in range(1, model.config.layers):
-        tensors, facts = first.save()
-        cache.layer(index).restore({name: tensor.clone() for name, tensor in tensors.items()}, facts, like, bias)
+        for layer in layers:
+            if isinstance(cache, BoundedCache):
+                layer.attend(q, k, v, bias=bias)
+            else:
+                layer.append(k, v)
+    for layer in layers:
+        layer.length = context
     return cache
 
 

@@ -12,7 +12,7 @@ passed the tolerance, it is counted. docs/generation.md has the proof.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -24,7 +24,6 @@ from torch import Tensor
 from trainshort import alibi
 from trainshort.attention import AttentionCall, Bias, LinearBias, attend
 from trainshort.cache import ring as compiled
-from trainshort.cache.facts import BoundedFacts, HeadFacts, RingFacts, check, saved_tensor
 from trainshort.cache.growing import SMALLEST, Cache, LayerCache, detached
 from trainshort.cache.ring import ANYWHERE, LANES, Head, Ring, RingCall, heads_of
 from trainshort.errors import InputError
@@ -275,11 +274,8 @@ class BoundedLayer(LayerCache):
         fresh = old.new_zeros(2, capacity, old.shape[2])
         fresh[:, : ring.count] = old
         ring.next, ring.capacity = ring.count % capacity, capacity
-        self._place(index, fresh)
-
-    def _place(self, index: int, stored: Tensor) -> None:
-        self._stored[index] = stored
-        self.rings[index].keys, self.rings[index].values = stored[0].data_ptr(), stored[1].data_ptr()
+        ring.keys, ring.values = fresh[0].data_ptr(), fresh[1].data_ptr()
+        self._stored[index] = fresh
 
     def _insert(self, index: int, k: Float[Tensor, "new dim"], v: Float[Tensor, "new dim"]) -> None:
         ring, stored = self.rings[index], self._stored[index]
@@ -291,32 +287,6 @@ class BoundedLayer(LayerCache):
     @property
     def bytes(self) -> int:
         return sum(x.nbytes for x in self._stored)
-
-    def save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        rings = [{name: getattr(ring, name) for name in RingFacts.model_fields} for ring in self.rings]
-        heads = [{name: getattr(head, name) for name in HeadFacts.model_fields} for head in self.heads]
-        facts = {"length": self.length, "grown": self.grown, "dim": self._dim, "rings": rings, "heads": heads}
-        return {f"ring{index}": stored for index, stored in enumerate(self._stored)}, facts
-
-    def restore(self, tensors: Mapping[str, Tensor], facts: dict[str, Any], like: Tensor, bias: Bias | None) -> None:
-        saved = BoundedFacts.read(facts)
-        if not saved.length:
-            return
-        slopes = self._slopes(bias, len(saved.heads)).tolist()
-        self._begin(slopes, like)
-        check(saved.dim == self._dim and len(saved.rings) == len(self.rings), "the number of rings")
-        check([head.slope for head in saved.heads] == slopes, "a slope")
-        check(all(head.above <= saved.length for head in saved.heads), "the number of rows above the tolerance")
-        for index, ring in enumerate(saved.rings):
-            stored = saved_tensor(tensors, f"ring{index}", (2, ring.capacity, self._stored[index].shape[2]), like)
-            check(ring.count <= saved.length, "the count of a ring")
-            # Until a ring has grown it holds all there was, as far as it has room.
-            check(bool(saved.grown) or ring.count == min(saved.length, ring.capacity), "the length of a layer")
-            self.rings[index] = Ring(**ring.model_dump())
-            self._place(index, stored)
-        for index, head in enumerate(saved.heads):
-            self.heads[index] = Head(**head.model_dump())
-        self.length, self.grown = saved.length, saved.grown
 
 
 def wanted(heads: Sequence[Head], tolerance: float, limit: int = ANYWHERE) -> int:

@@ -12,7 +12,6 @@ through ring.c, which moves the clock on itself.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,13 +20,8 @@ from torch import Tensor
 
 from trainshort.attention import AttentionCall, Bias, DecayBias
 from trainshort.cache.bounded import MARGIN, BoundedLayer
-from trainshort.cache.facts import check, saved_tensor
-from trainshort.cache.growing import PLACE
 from trainshort.cache.ring import ANYWHERE, CLOCK
 from trainshort.errors import InputError
-
-NAMES = {"weights": "weight", "began": "began"}
-"""What a saved state calls the numbers of all heads, and what a head calls its own."""
 
 
 class ClockedLayer(BoundedLayer):
@@ -95,23 +89,3 @@ class ClockedLayer(BoundedLayer):
     @property
     def bytes(self) -> int:
         return super().bytes + sum(x.nbytes for x in self.place.values())
-
-    def save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors, facts = super().save()
-        if self.length:
-            tensors[PLACE + CLOCK] = self.place[CLOCK].contiguous()
-        return tensors, facts | {name: [getattr(head, field) for head in self.heads] for name, field in NAMES.items()}
-
-    def restore(self, tensors: Mapping[str, Tensor], facts: dict[str, Any], like: Tensor, bias: Bias | None) -> None:
-        super().restore(tensors, facts, like, None)
-        if not self.length:
-            return
-        heads, clock = len(self.heads), tensors.get(PLACE + CLOCK)
-        for name, field in NAMES.items():
-            check(len(facts[name]) == heads, "the number of heads")
-            for head, value in zip(self.heads, facts[name], strict=True):
-                setattr(head, field, value)
-        held = clock.shape[2] if clock is not None and clock.dim() == 3 else 0
-        check(held >= max(ring.count for ring in self.rings), "the clock")
-        kept = saved_tensor(tensors, PLACE + CLOCK, (1, heads, held), torch.empty(0, dtype=torch.float64))
-        self.place = {CLOCK: kept}

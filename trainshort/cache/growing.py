@@ -7,7 +7,7 @@
 Room grows by doubling, so appending n tokens copies O(n) in all; what `attend` gets are views.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort.attention import AttentionCall, Bias, attend_in_blocks, run_attention
-from trainshort.cache.facts import Facts, check, saved_tensor, under
 from trainshort.cache.ring import LANES, Readings, Ring, RingCall, heads_of
 from trainshort.errors import InputError
 
@@ -24,14 +23,6 @@ SMALLEST = 64
 """Tokens that a cache has room for at first."""
 Ask = Callable[[slice, int, dict[str, Tensor]], Bias | None]
 """What a position method says to some rows of the batch, the number of keys before them, and its place in the cache."""
-PLACE = "place_"
-"""Before the names of a position method's own tensors, where a layer is saved."""
-
-
-class _GrowingFacts(Facts):
-    capacity: int | None = None
-    """Tokens that there is room for; states of version 0.1.0 do not say."""
-    left_out: float = 0.0
 
 
 class LayerCache:
@@ -135,30 +126,6 @@ class LayerCache:
     @property
     def bytes(self) -> int:
         return self._room.nbytes
-
-    def save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything remembered, as tensors and plain data; `restore` of it continues bit by bit."""
-        if not self.length:
-            return {}, {"length": 0}
-        kept = {PLACE + name: tensor.contiguous() for name, tensor in self.place.items()}
-        kept["kv"] = self._room[:, :, :, : self.length].contiguous()
-        left_out = 0.0 if self.left_out is None else float(self.left_out)
-        return kept, {"length": self.length, "capacity": self._room.shape[3], "left_out": left_out}
-
-    def restore(self, tensors: Mapping[str, Tensor], facts: dict[str, Any], like: Tensor, bias: Bias | None) -> None:
-        """Take up what `save` gave. `like` is empty keys of the model's own, (1, kv_heads, 0, dim); a file says no more
-        than fits them. The room is as large as it was: torch's products may round by where a row lies in memory."""
-        saved = _GrowingFacts.read(facts)
-        if not saved.length:
-            return
-        _, heads, _, dim = like.shape
-        kept = saved_tensor(tensors, "kv", (2, 1, heads, saved.length, dim), like)
-        capacity = saved.length if saved.capacity is None else saved.capacity
-        check(saved.length <= capacity <= max(2 * saved.length, SMALLEST), "the capacity")
-        self._room, self.length = like.new_empty(2, 1, heads, capacity, dim), saved.length
-        self._room[:, :, :, : self.length] = kept
-        self.place = under(tensors, PLACE)
-        self.left_out = torch.tensor(saved.left_out)
 
 
 @dataclass

@@ -11,7 +11,6 @@ Methods that add or turn positions before the cache (sinusoidal, learned, rotary
 them only the mask changes. The generator refuses sinks for rotary, whose keys would have to be turned anew.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trainshort.attention import Bias, DistanceBias, LinearBias, attend, merge
-from trainshort.cache.facts import Facts, check, saved_tensor
 from trainshort.cache.growing import SMALLEST, Cache, LayerCache, detached
 from trainshort.errors import InputError
 
@@ -132,37 +130,6 @@ class WindowLayer(LayerCache):
     @property
     def bytes(self) -> int:
         return super().bytes + (0 if self._first is None else self._first.nbytes)
-
-    def save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        if not self.length:
-            return {}, {"length": 0}
-        tensors = {"recent": self._room[:, :, :, self._begin : self._end].contiguous()}
-        if self._first is not None:
-            tensors["first"] = self._first
-        return tensors, {"length": self.length, "begin": self._begin, "capacity": self._room.shape[3]}
-
-    def restore(self, tensors: Mapping[str, Tensor], facts: dict[str, Any], like: Tensor, bias: Bias | None) -> None:
-        saved = _WindowFacts.read(facts)
-        if not saved.length:
-            return
-        _, heads, _, dim = like.shape
-        count = tensors["recent"].shape[3] if "recent" in tensors and tensors["recent"].dim() == 5 else 0
-        recent = saved_tensor(tensors, "recent", (2, 1, heads, count, dim), like)
-        begin, capacity = saved.begin, count if saved.capacity is None else saved.capacity
-        check(min(saved.length, self.window - 1) <= count <= saved.length, "the number of recent tokens")
-        check(0 <= begin <= capacity - count and capacity <= 2 * (count + SMALLEST), "the capacity")
-        if self.sinks:
-            self._first = saved_tensor(tensors, "first", (2, 1, heads, min(self.sinks, saved.length), dim), like)
-        self._room = like.new_empty(2, 1, heads, capacity, dim)
-        self.length, self._begin, self._end = saved.length, begin, begin + count
-        self._room[:, :, :, begin : self._end] = recent
-
-
-class _WindowFacts(Facts):
-    """Where what is remembered lies in its buffer; states of version 0.1.0 do not say."""
-
-    begin: int = 0
-    capacity: int | None = None
 
 
 def _bias_at(bias: Bias | None, distance: Tensor) -> Float[Tensor, "heads rows keys"] | float:

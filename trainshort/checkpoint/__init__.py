@@ -175,18 +175,18 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | buffers
 
 
-def sha256_of(tensors: Mapping[str, Tensor], first: bytes = b"") -> str:
-    """sha256 of `first` and of all tensors by name, with type, shape and every byte."""
-    digest = hashlib.sha256(first)
+def sha256_of(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 of all tensors by name, with type, shape and every byte."""
+    digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def fingerprint(module: nn.Module, first: bytes = b"") -> str:
-    """sha256 of `first` and of all weights, so that results of other weights are never mixed up with these."""
-    return sha256_of(dict(module.named_parameters()), first)
+def fingerprint(module: nn.Module) -> str:
+    """sha256 of all weights, so that results of other weights are never mixed up with these."""
+    return sha256_of(dict(module.named_parameters()))
 
 
 def _write(partial: Path, snapshot: Snapshot, world: World) -> None:

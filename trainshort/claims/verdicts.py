@@ -55,8 +55,6 @@ class Claim:
     statement: str
     published: str
     check: Callable[[View], Outcome]
-    oddity: bool = False
-    """Whether it is an inconsistency of the paper and not one of its claims."""
     rule: Rule = AT_FIRST
 
 
@@ -65,13 +63,13 @@ Judged = list[tuple[Claim, Outcome]]
 
 
 def claim(
-    name: str, published: str, *, oddity: bool = False, rule: Rule = AT_FIRST
+    name: str, published: str, *, rule: Rule = AT_FIRST
 ) -> Callable[[Callable[[View], Outcome]], Callable[[View], Outcome]]:
     """Decorator: file a check under its claim, whose statement is the check's docstring."""
 
     def add(check: Callable[[View], Outcome]) -> Callable[[View], Outcome]:
         statement = " ".join((check.__doc__ or "").split())
-        claims.register(name)(Claim(name, statement, published, check, oddity, rule))
+        claims.register(name)(Claim(name, statement, published, check, rule))
         return check
 
     return add
@@ -124,11 +122,11 @@ def outcome(told: Verdict, obtained: str, reason: str, *found: Measured | Compar
 
 def judge(view: View) -> Judged:
     """Every claim with its outcome."""
-    from trainshort.claims import extrapolation, oddities, speed_and_memory  # noqa: F401  (each files its checks)
+    from trainshort.claims import extrapolation, speed_and_memory  # noqa: F401  (each files its checks)
 
     return [(one, one.check(view)) for _, one in claims.items()]
 
 
 def tally(judged: Judged) -> Counter[Verdict]:
-    """How often each verdict was given on what the paper claims; its oddities are no claims."""
-    return Counter(found.verdict for claim, found in judged if not claim.oddity)
+    """Count how often each verdict was given."""
+    return Counter(found.verdict for _, found in judged)

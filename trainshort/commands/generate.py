@@ -26,15 +26,14 @@ class Generate:
     """Continue a text with a trained model, as far as wanted, in memory that can be bounded.
 
     Text goes to standard output as it is made; speed, warnings and the error certificate to standard error. Ctrl-C
-    ends after the token at hand, and saves the state where --save-state asks for it.
+    ends after the token at hand.
 
     Examples:
       trainshort generate runs/demo-alibi "The state of the union"
       trainshort generate runs/demo-alibi --prompt-file speech.txt --tokens 500 --temperature 0.8 --top-p 0.95
       cat speech.txt | trainshort generate runs/demo-alibi - --samples 3
       trainshort generate runs/demo-alibi "We" "The Congress of" --tokens 50
-      trainshort generate runs/demo-alibi "We" --endless --tolerance 1e-6 --save-state we.state
-      trainshort generate runs/demo-alibi --resume-state we.state --endless
+      trainshort generate runs/demo-alibi "We" --endless --tolerance 1e-6
       trainshort generate runs/demo-alibi --interactive --mode bounded
     """
 
@@ -47,15 +46,9 @@ class Generate:
     endless: bool = False
     """Go on until stopped, also past the end of a text; in mode bounded unless --mode says otherwise."""
     interactive: bool = False
-    """Ask for a line, continue it, ask again; the state stays."""
+    """Ask for a line, continue it, ask again. The text so far is remembered."""
     samples: int = 1
     """Samples of each prompt, made side by side."""
-    save_state: Annotated[Path | None, Arg(metavar="FILE")] = None
-    """File to save the state to at the end."""
-    save_every: int = 0
-    """Save the state also after every so many tokens."""
-    resume_state: Annotated[Path | None, Arg(metavar="FILE")] = None
-    """State to go on from; a prompt is then read after it."""
     tokenizer: Annotated[Path | None, Arg(metavar="FILE")] = None
     """A tokenizer.json in place of the run's own."""
     slopes: str | None = None
@@ -65,7 +58,7 @@ class Generate:
     scores: str | None = None
     """Factor of every product of a query and a key, such as 1.2."""
     settings: Any = None
-    """Those of GenerateConfig that were given. The rest have their defaults, or those of the saved state."""
+    """The settings of GenerateConfig that were given on the command line. The others have their defaults."""
 
     @classmethod
     def parse(cls, words: list[str]) -> "Generate":
@@ -83,8 +76,7 @@ class Generate:
         prompts = self._prompts()
         refuse_foreign_export(self.run_folder)
         self._check_run()
-        if self.resume_state is None:
-            GenerateConfig.read(self.settings)  # a wrong one is told before the model is loaded
+        GenerateConfig.read(self.settings)  # a wrong one is told before the model is loaded
         change = Change.chosen(self.slopes, self.rotary, self.scores)
         opened = self._brought_in() if is_hugging_face(self.run_folder) else self._own()
         settings = self._settings(opened.model)
@@ -92,7 +84,7 @@ class Generate:
             stream = self._stream(opened, settings, prompts)
             if line := extrapolation(self.run_folder):  # told when nothing is left to refuse
                 say(f"{self.run_folder}: {line}.")
-            session = Session(stream, opened.reach, self.save_state, self.save_every)
+            session = Session(stream, opened.reach)
             return session.interact() if self.interactive else session.run()
 
     def _changed(
@@ -102,10 +94,9 @@ class Generate:
         from trainshort.evaluate.changes import changed
 
         tokens = GenerateConfig.read(settings).tokens
-        if tokens is None or self.interactive or self.save_state or self.resume_state:
+        if tokens is None or self.interactive:
             raise InputError(
-                f"--{change.option} is for one text of a known length; it does not go with --endless, --interactive or "
-                "saved states."
+                f"--{change.option} is for one text of a known length; it does not go with --endless or --interactive."
             )
         if change.kind == "blocks" and self.settings.get("mode", "full") != "full":
             raise InputError(
@@ -118,26 +109,14 @@ class Generate:
 
     def _check(self) -> None:
         at_least(1, samples=self.samples)
-        at_least(0, save_every=self.save_every)
-        if self.save_every and self.save_state is None:
-            raise InputError("--save-every needs a file to save to: --save-state FILE.")
         if self.endless and (self.interactive or not {"tokens", "stop"}.isdisjoint(self.settings)):
             raise InputError("--endless goes on until stopped; it does not go with --tokens, --stop or --interactive.")
         if self.prompt and self.prompt_file:
             raise InputError("give the prompt as an argument or by --prompt-file, not both.")
-        if self.resume_state and (self.samples > 1 or len(self.prompt) > 1):
-            raise InputError("--resume-state goes on with the samples it saved; give at most one prompt, no --samples.")
         if self.interactive and (self.samples > 1 or len(self.prompt) > 1 or "-" in self.prompt):
             raise InputError(
                 "--interactive is one conversation: at most one prompt, not from standard input, no --samples."
             )
-        if self.save_state is None:
-            return
-        if self.save_state.is_dir():
-            raise InputError(f"--save-state {self.save_state} is a folder; name a file in it.")
-        if not self.save_state.absolute().parent.is_dir():
-            raise InputError(f"There is no folder {self.save_state.parent} to save the state in; make it first.")
-        files.try_file(self.save_state, mend="Choose another --save-state.")
 
     def _check_run(self) -> None:
         from trainshort.evaluate.target import looks_like_hub_name
@@ -189,23 +168,15 @@ class Generate:
             prompts = [files.read_text(self.prompt_file, mend="Give a text file in UTF-8.")]
         else:
             prompts = [_read_stdin() if prompt == "-" else prompt for prompt in self.prompt]
-        if any(not prompt for prompt in prompts) or not (prompts or self.resume_state or self.interactive):
+        if any(not prompt for prompt in prompts) or not (prompts or self.interactive):
             raise InputError(
                 "the prompt is empty. Give a text to continue, --prompt-file FILE, or - for standard input."
             )
         return [prompt for prompt in prompts for _ in range(self.samples)]
 
     def _stream(self, opened: "Opened", settings: dict[str, Any], prompts: list[str]) -> "TokenStream":
-        from trainshort.generate.state import load_state
         from trainshort.generate.streaming import TokenStream
 
-        if self.resume_state is not None:
-            stream = load_state(self.resume_state, opened.model, opened.tokenizer, **settings)
-            if not prompts:
-                stream.go_on()
-            for number in range(len(stream.samples) if prompts else 0):
-                stream.feed(prompts[0], number)
-            return stream
         stream = TokenStream(opened.model, GenerateConfig.read(settings), opened.tokenizer)
         for prompt in prompts:
             stream.add(prompt)
@@ -218,7 +189,7 @@ class Generate:
         if not self.endless:
             return self.settings
         settings = {**self.settings, "tokens": None, "stop_at_end": False}
-        if "mode" not in settings and self.resume_state is None:
+        if "mode" not in settings:
             if not model.position.bounds_the_past():
                 raise InputError(
                     f"--endless in bounded memory needs ALiBi or FoX; this model has {model.config.position}. "

@@ -26,7 +26,7 @@ KINDS = {
 }
 """Every registry, and where it is full. Only the one that is asked for is imported: positions need no torch."""
 
-FILLED_BY = {"claims": ("extrapolation", "speed_and_memory", "oddities")}
+FILLED_BY = {"claims": ("extrapolation", "speed_and_memory")}
 """Modules beside a registry that fill it."""
 
 

@@ -1,7 +1,7 @@
 """Text at any length, with a promise about memory and error.
 
 Reading order: settings.py, sample.py (from scores to a token; one text), streaming.py (`stream`, and which cache a mode
-means), one_row.py (a token in compiled code), state.py (save and resume), session.py (the terminal).
+means), one_row.py (a token in compiled code), session.py (the terminal).
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,5 @@
 """One text in the making: its cache, its randomness, its words, and why it ended."""
 
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -73,7 +72,7 @@ def draw(scores: Logits, temperature: float, generator: torch.Generator) -> int:
 
 
 REPLAYED = 64
-"""Tokens remembered to bring a fresh decoder to where the old one stood; a character has at most four bytes."""
+"""Tokens at the end of a prompt that a new decoder reads. A character has at most four bytes."""
 
 
 class Token(NamedTuple):
@@ -95,7 +94,6 @@ class Sample:
         self.cache, self.vocabulary, self.config, self.number = cache, vocabulary, config, number
         self.end = tokenizer.end if tokenizer is not None and config.stop_at_end else None
         self.unread: list[int] = []
-        self.recent: deque[int] = deque(maxlen=REPLAYED)
         self.made = 0
         self.finished: str | None = None
         self.generator = torch.Generator().manual_seed(config.seed + number)
@@ -129,12 +127,6 @@ class Sample:
         for token in tokens[-REPLAYED:]:
             self._decode(token)  # its text is the caller's own; what matters is where the decoder then stands
 
-    def go_on(self) -> None:
-        """As many tokens again, whatever it had ended by."""
-        if not self.context:
-            raise InputError("the prompt is empty; nothing was read or made so far, so give a text to continue.")
-        self.made, self.finished, self.stops.stopped = 0, None, False
-
     def count(self, made: int) -> None:
         """Tokens that were made before and are still to be shown are among those asked for."""
         self.made = made
@@ -162,7 +154,6 @@ class Sample:
         return Token(token, text, logprob, self.number)
 
     def _decode(self, token: int) -> str:
-        self.recent.append(token)
         if self.tokenizer is None or self.decoder is None:
             return ""
         known = token < self.tokenizer.vocabulary  # models from elsewhere have room for more tokens
@@ -172,12 +163,6 @@ class Sample:
         """What decoder and stop texts still hold back."""
         rest = "" if self.decoder is None else self.decoder.finish()
         return self.stops.push(rest) + self.stops.finish()
-
-    def replay(self, recent: Sequence[int]) -> None:
-        """Bring the decoder to where it stood after these tokens."""
-        self.recent.clear()
-        for token in recent:
-            self._decode(token)
 
 
 class StopStrings:

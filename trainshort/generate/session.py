@@ -5,12 +5,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self, TextIO
 
 from trainshort.errors import InputError
 from trainshort.generate.sample import Token
-from trainshort.generate.state import save_state
 from trainshort.generate.streaming import TokenStream
 from trainshort.terminal import say, shown
 
@@ -84,9 +82,6 @@ class Session:
 
     stream: TokenStream
     reach: KnownGood | None = None
-    save_to: Path | None = None
-    save_every: int = 0
-    """Tokens between two saves; 0 saves at the end only."""
 
     def __post_init__(self) -> None:
         self.live = LiveLine(sys.stderr)
@@ -127,8 +122,7 @@ class Session:
         return 0
 
     def _go_on(self, take: Callable[[Token], None]) -> bool:
-        """Make tokens until all samples have ended; whether they did. A stop by Ctrl-C is an end like any other: saved,
-        certified."""
+        """Make tokens until all samples have ended. Return False if Ctrl-C ended them."""
         try:
             with self.live:
                 self.live.reading(self.stream)
@@ -137,16 +131,12 @@ class Session:
                     self._note()
         except KeyboardInterrupt:
             if self.stream.torn:
-                kept = f" {self.save_to} is as it was saved last." if self.save_to and self.save_to.exists() else ""
-                raise InputError(f"stopped in the middle of a token.{kept}") from None
+                raise InputError("stopped in the middle of a token.") from None
             return False
         return True
 
     def finish(self, ended: str | None = None) -> None:
-        """Save, and say what was made and what was lost."""
-        if self.save_to is not None:
-            save_state(self.stream, self.save_to)
-            say(f"state saved to {self.save_to}; go on with --resume-state {self.save_to}")
+        """Print a summary: the number of tokens, why the text ended, and the error certificate."""
         reasons = ended or ", ".join(sorted({sample.finished or "stopped" for sample in self.stream.samples}))
         say(f"{self.live.line(self.stream.context)} (ended by: {reasons}); {self.stream.memory}")
         say(self.stream.certificate)
@@ -156,12 +146,10 @@ class Session:
         sys.stdout.flush()
 
     def _note(self) -> None:
-        """After each token: the live line, the warning, the save that is due."""
+        """After each token, update the live line. Print the warning about the context length once."""
         self.live.update(self.stream.context)
         if self.reach is not None and self.stream.context > self.reach.length:
             if sys.stderr.isatty():
                 print(file=sys.stderr)  # the text stands in the middle of a line
             say(f"the context passes {self.reach.length:,} tokens: {self.reach.words}")
             self.reach = None  # said once
-        if self.save_to is not None and self.save_every and self.live.tokens % self.save_every == 0:
-            save_state(self.stream, self.save_to)

@@ -10,7 +10,7 @@ Mode = Literal["full", "bounded", "window"]
 
 
 class GenerateConfig(Settings):
-    """One set of settings for the command line, `stream` and saved states."""
+    """The settings of `trainshort generate` and of `trainshort.stream`."""
 
     tokens: int | None = Field(default=256, ge=1)
     """Tokens to make per sample; none: without end."""

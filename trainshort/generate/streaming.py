@@ -3,7 +3,7 @@
     for token in trainshort.stream(model, "Once upon", tokenizer=tokenizer, tokens=100, temperature=0.8):
         print(token.text, end="")
 
-A stream can be fed more text, saved, resumed, and asked for its certificate at any time. The prompt is read in chunks,
+A stream can be fed more text and asked for its certificate at any time. The prompt is read in chunks,
 the samples of a batch side by side; every token is read exactly once.
 """
 
@@ -68,16 +68,8 @@ class TokenStream:
     def feed(self, prompt: Prompt, sample: int = 0) -> None:
         """More text for a sample to continue; what it has read or made stays read."""
         self.samples[sample].feed(self.tokens_of(prompt))
-        self._count_waiting(sample)
-
-    def go_on(self) -> None:
-        """As many tokens again of every sample."""
-        for number, sample in enumerate(self.samples):
-            sample.go_on()
-            self._count_waiting(number)
-
-    def _count_waiting(self, sample: int) -> None:
-        self.samples[sample].count(sum(token.sample == sample for token in self.waiting))
+        made = sum(token.sample == sample for token in self.waiting)
+        self.samples[sample].count(made)
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -142,7 +134,9 @@ class TokenStream:
         marked as torn. Python delivers signals to the main thread only; elsewhere there is nothing to hold back.
         """
         if self.torn:
-            raise InputError("this stream was stopped in the middle of a token; resume it from its last saved state.")
+            raise InputError(
+                "this stream was interrupted in the middle of a token and cannot continue. Create a new stream."
+            )
         main, waiting = threading.current_thread() is threading.main_thread(), False
 
         def hold(number: int, frame: FrameType | None) -> None:

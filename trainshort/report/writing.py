@@ -120,7 +120,6 @@ def _write_claims(judged: Judged, path: Path, scale: str) -> None:
             "verdict": outcome.verdict,
             "reason": outcome.reason,
             "detectable": outcome.detectable,
-            "oddity": claim.oddity,
             "rule": {"commit": claim.rule.commit, "date": claim.rule.date, "numbers seen": claim.rule.seen},
             "sources": [str(source) for source in outcome.sources],
         }
