@@ -9,9 +9,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from trainshort.alibi import distances
-from trainshort.attention import attend
+from trainshort.attention import LinearBias, attend
 from trainshort.interop.seen import Method, Seen
-from trainshort.positions.bias import sloped
 from trainshort.vocabulary import product, watched
 
 ROWS = 512
@@ -151,10 +150,8 @@ def attended(
         out, weights = _written_out(q, k, v, seen, scale, dropout)
         return out.transpose(1, 2).flatten(2), weights if seen.weights else None
     documents = None if seen.documents is None else seen.documents.to(q.device)
-    asked = seen.settings
-    bias = sloped(slopes, asked.clamp, k.shape[2])
-    settings: dict[str, Any] = {"scale": scale, "dropout": dropout, "tolerance": asked.tolerance}
-    out = attend(q, k, v, bias=bias, documents=documents, window=asked.window, **settings)
+    settings: dict[str, Any] = {"scale": scale, "dropout": dropout, "tolerance": seen.settings.tolerance}
+    out = attend(q, k, v, bias=LinearBias(slopes), documents=documents, **settings)
     assert isinstance(out, Tensor)
     return out.transpose(1, 2).flatten(2), None
 
@@ -167,14 +164,11 @@ def _written_out(
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     places = torch.arange(total, device=q.device)[None] if seen.places is None else seen.places.to(q.device)
     distance = places[:, None, -new:, None] - places[:, None, None, :]
-    asked = seen.settings
-    distance = distance if asked.clamp is None else distance.clamp(max=asked.clamp)
     slopes = seen.settings.slopes.to(q.device)[:, None, None]
     scores = q.float() @ k.float().mT * scale - slopes * distance
     least = torch.finfo(torch.float32).min / 2
     if seen.mask is None:
-        apart = distances(new, total, q.device)
-        hidden = (apart < 0) | (apart >= (asked.window or total))
+        hidden = distances(new, total, q.device) < 0
         if seen.documents is not None:
             numbers = seen.documents.to(q.device)[:, None]
             hidden = hidden | (numbers[..., -new:, None] != numbers[..., None, :])

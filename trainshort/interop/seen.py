@@ -34,9 +34,6 @@ class PatchSettings:
     """Distances are counted in tokens also where padding stands between them (BLOOM, Falcon), not in places (MPT)."""
     report: Any = None
     """What `patch` gave back."""
-    clamp: int | None = None
-    """Farther tokens count as this far; with `window`, only at inference (changing.py)."""
-    window: int | None = None
 
 
 @dataclass(frozen=True)
