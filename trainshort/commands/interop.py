@@ -171,7 +171,6 @@ class Harness:
 
     def run(self) -> None:
         from trainshort.files import try_folder
-        from trainshort.interop.task_names import refuse_unknown
 
         at_least(1, length=self.length, limit=self.limit, batch=self.batch)
         at_least(0, shots=self.shots)
@@ -179,8 +178,8 @@ class Harness:
             raise InputError(f"--include is a folder of task definitions (YAML); {self.include} is none.")
         if self.out is not None:
             try_folder(self.out)
-        refuse_unknown(self.tasks, self.include)
-        from rich.table import Table  # here, since what is refused above need not wait for torch
+        # Import torch only after the checks above.
+        from rich.table import Table
 
         from trainshort.evaluate.target import open_target
         from trainshort.interop.harness import Asked, evaluate_tasks, save
