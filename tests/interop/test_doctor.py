@@ -15,7 +15,7 @@ from transformers.models.mpt import modeling_mpt  # noqa: E402
 
 from trainshort import InputError, doctor, patch  # noqa: E402
 from trainshort.cli import main  # noqa: E402
-from trainshort.interop.exporting import export  # noqa: E402
+from trainshort.interop.export import export  # noqa: E402
 
 ODD = {"alibi_bias_max": 16, "logit_scale": 2.0, "no_bias": False, "expansion_ratio": 2}
 ODD_ATTENTION = {"qk_ln": True, "prefix_lm": True, "kv_n_heads": 2}

@@ -17,9 +17,9 @@ from trainshort.cli import run as command
 from trainshort.data.tokenizer.built import WordTokenizer
 from trainshort.evaluate import evidence
 from trainshort.evaluate.hugging_face import HuggingFaceTarget
-from trainshort.interop.exporting import export
-from trainshort.interop.importing import ImportRequest, import_model
-from trainshort.interop.verifying import verify
+from trainshort.interop.export import export
+from trainshort.interop.export.verify import verify
+from trainshort.interop.import_model import ImportRequest, import_model
 from trainshort.presets import presets
 
 pytest.importorskip("transformers")

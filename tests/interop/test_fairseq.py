@@ -18,8 +18,8 @@ from trainshort.checkpoint import load_model
 from trainshort.cli import run as command
 from trainshort.config import load_config
 from trainshort.data.tokenizer import load_tokenizer
-from trainshort.interop import pickles
-from trainshort.interop.importing import ImportRequest, import_model
+from trainshort.interop import safe_unpickle
+from trainshort.interop.import_model import ImportRequest, import_model
 from trainshort.presets import presets
 
 HERE = Path(__file__).parent / "fairseq"
@@ -74,7 +74,7 @@ def test_a_dictionary_that_does_not_match(tmp_path):
 
 def changed(tmp_path: Path, change) -> str:
     """A checkpoint of the plain model with something else in it."""
-    saved = pickles.read(HERE / "plain-cfg.pt")
+    saved = safe_unpickle.read(HERE / "plain-cfg.pt")
     saved = {"model": dict(saved["model"]), "cfg": saved["cfg"]}
     change(saved)
     torch.save(saved, tmp_path / "changed.pt")
@@ -178,7 +178,7 @@ def test_the_released_layout_at_full_size(tmp_path):
     script = f"""
 import torch
 from pathlib import Path
-from trainshort.interop.importing import ImportRequest, import_model
+from trainshort.interop.import_model import ImportRequest, import_model
 from trainshort.machine import Peak
 peak = Peak(torch.device("cpu"))  # ru_maxrss is taken over from the process that started this one
 import_model(ImportRequest({str(tmp_path / "alibi_wt103_L512.pt")!r}), Path({str(tmp_path / "run")!r}))

@@ -13,7 +13,7 @@ from trainshort import InputError
 from trainshort.cli import run as command
 from trainshort.evaluate.results import load
 from trainshort.files import read_sealed
-from trainshort.interop.exporting import export
+from trainshort.interop.export import export
 
 ROLLING = """
 task: book

@@ -18,7 +18,7 @@ import trainshort
 from trainshort import InputError
 from trainshort.checkpoint import load_model
 from trainshort.config import load_config
-from trainshort.interop.importing import ImportRequest, import_model
+from trainshort.interop.import_model import ImportRequest, import_model
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,8 +15,8 @@ from trainshort.checkpoint import load_model
 from trainshort.cli import run as command
 from trainshort.config import load_config
 from trainshort.data.tokenizer.built import ByteTokenizer
-from trainshort.interop.exporting import export
-from trainshort.interop.importing import ImportRequest, import_model
+from trainshort.interop.export import export
+from trainshort.interop.import_model import ImportRequest, import_model
 
 TEXT = "The state of the Union is strong. " * 400
 
@@ -135,7 +135,7 @@ def test_a_run_without_tokenizer_says_so(place):
 
 PEAK = """
 import sys, torch
-from trainshort.interop.importing import ImportRequest, import_model
+from trainshort.interop.import_model import ImportRequest, import_model
 from trainshort.machine import Peak
 from pathlib import Path
 peak = Peak(torch.device("cpu"))
@@ -148,7 +148,7 @@ print(peak.bytes())
 @pytest.mark.slow
 def test_a_model_passes_through_in_little_memory(tmp_path):
     """Peak memory of an import, torch and the interpreter included: the weights and a gigabyte at most."""
-    from trainshort.interop import weight_files
+    from trainshort.interop import safetensors_io
 
     shapes, (width, words) = {}, (1024, 20_000)
     shapes["transformer.wte.weight"] = (words, width)
@@ -162,7 +162,7 @@ def test_a_model_passes_through_in_little_memory(tmp_path):
               "max_seq_len": 64, "attn_config": {"alibi": True}}  # fmt: skip
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
-    weight_files.write(tmp_path / "theirs" / "model.safetensors", shapes, lambda name: torch.full(shapes[name], 0.01))
+    safetensors_io.write(tmp_path / "theirs" / "model.safetensors", shapes, lambda name: torch.full(shapes[name], 0.01))
     size = (tmp_path / "theirs" / "model.safetensors").stat().st_size
     assert size > 300e6
     words = [sys.executable, "-c", PEAK, str(tmp_path / "theirs"), str(tmp_path / "run")]

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models  # noqa: E402
 
 from trainshort.cache import Cache  # noqa: E402
 from trainshort.cli import main  # noqa: E402
-from trainshort.interop.importing import ImportRequest, load_here  # noqa: E402
+from trainshort.interop.import_model import ImportRequest, load_here  # noqa: E402
 
 LONG = 4 * LENGTH
 

@@ -14,7 +14,7 @@ from hugging import LENGTH, WORDS, make, off, right, unrounded  # noqa: E402
 
 import trainshort  # noqa: E402
 from trainshort import InputError, patch, unpatch, vocabulary  # noqa: E402
-from trainshort.interop import families  # noqa: E402
+from trainshort.interop.patch import families  # noqa: E402
 
 KINDS = {
     "mpt": {"kind": "mpt"},

@@ -5,8 +5,18 @@ from typing import Any
 
 from trainshort import alibi
 from trainshort.errors import InputError
-from trainshort.interop.bloom import BLOCKS
-from trainshort.interop.formats import Format, Model, Weights, formats, length_of, model_config, number, real, require
+from trainshort.interop.formats.base import (
+    Format,
+    Model,
+    Weights,
+    formats,
+    length_of,
+    model_config,
+    number,
+    real,
+    require,
+)
+from trainshort.interop.formats.bloom import BLOCKS
 
 ACTIVATIONS = {
     "gelu": "gelu",

@@ -27,21 +27,18 @@ from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import load_causal
 from trainshort.evaluate.target import refuse_foreign_export
 from trainshort.files import new_folder, read_object, sha256, write_whole
-from trainshort.interop import (  # noqa: F401  (registers them)
-    baichuan,
-    bloom,
-    btlm,
-    fairseq,
-    falcon,
-    gpt2,
-    gpt_neox,
-    llama,
-    mpt,
-    own,
-    refact,
-    weight_files,
+from trainshort.interop import safetensors_io
+from trainshort.interop.formats import fairseq
+from trainshort.interop.formats.base import (
+    Format,
+    WeightMap,
+    convertible,
+    formats,
+    plan,
+    real,
+    scaled_rotation,
+    section,
 )
-from trainshort.interop.formats import Format, WeightMap, convertible, formats, plan, real, scaled_rotation, section
 from trainshort.model import TransformerLM
 from trainshort.registry import Registry
 from trainshort.runs import RunFolder
@@ -181,7 +178,7 @@ def open_folder(folder: Path, request: ImportRequest, known: Registry[Format] = 
         raise InputError(f"{folder} is a run folder of trainshort already. Use it as it is.")
     if not isinstance(kind, str) or kind not in known or kind == "fairseq":
         raise InputError(f"{folder} is a model of type {str(kind)[:60]!r}, {_instead(str(kind), known)}.")
-    weights = weight_files.StoredWeights(folder)
+    weights = safetensors_io.StoredWeights(folder)
     reading = plan(known.get(kind), settings, weights)
     given = request.tokenizer or (folder / FILE if (folder / FILE).exists() else None)
     tokenizer = None if given is None else _fitting(load_tokenizer(given), reading.model.config.vocabulary)
@@ -236,7 +233,7 @@ def _write_checkpoint(run: Path, config: RunConfig, reading: WeightMap) -> None:
     save_config(config, folder / "config.json")
     state = State(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
     write_whole(folder / STATE, state.model_dump_json(indent=2) + "\n")
-    weight_files.write(folder / "model" / WHOLE, reading.shapes, reading.tensor)
+    safetensors_io.write(folder / "model" / WHOLE, reading.shapes, reading.tensor)
     folders.write_manifest(folder, {name: folders.digest_of(folder / name) for name in folders.files_of(folder)})
 
 

@@ -7,7 +7,7 @@ kv_n_heads and biases are ignored there), so that its logits differ where those 
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.interop.formats import (
+from trainshort.interop.formats.base import (
     Format,
     Model,
     Weights,

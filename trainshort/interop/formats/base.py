@@ -81,7 +81,7 @@ class Format:
 
 formats: Registry[Format] = Registry("model type")
 convertible: Registry[Format] = Registry("model type")
-"""Those with other positions than ALiBi, which can be converted (converting.py)."""
+"""Those with other positions than ALiBi, which can be converted (convert.py)."""
 
 
 class Renamed(Mapping[str, Tensor]):

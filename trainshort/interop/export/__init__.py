@@ -28,8 +28,9 @@ from trainshort.errors import InputError
 from trainshort.evaluate import evidence
 from trainshort.evaluate.target import EXPORTED as RECORD
 from trainshort.files import new_folder, write_whole
-from trainshort.interop import ctranslate, gguf_file, native, weight_files
-from trainshort.interop.rewriting import Need, Plain, refuse_misfit
+from trainshort.interop import safetensors_io
+from trainshort.interop.export import ctranslate2, gguf, hf_native
+from trainshort.interop.export.transforms import Need, Plain, refuse_misfit
 from trainshort.masking import refuse_encoder
 from trainshort.registry import Registry
 from trainshort.runs import RunFolder
@@ -191,7 +192,7 @@ def _write_hugging_face(folder: Path, run: Exported, config: dict[str, Any], ten
     write_whole(folder / "config.json", json.dumps(config | ends, indent=2) + "\n")
     write_whole(folder / "generation_config.json", json.dumps({**ends, "use_cache": True}, indent=2) + "\n")
     shapes = {name: tuple(weight.shape) for name, weight in tensors.items()}
-    weight_files.write(folder / weight_files.SINGLE, shapes, tensors.__getitem__, metadata={"format": "pt"})
+    safetensors_io.write(folder / safetensors_io.SINGLE, shapes, tensors.__getitem__, metadata={"format": "pt"})
     if run.tokenizer is not None:
         text = json.dumps(tokenizer_config(run.tokenizer, run.length), indent=2) + "\n"
         write_whole(folder / "tokenizer_config.json", text)
@@ -201,48 +202,50 @@ def tokenizer_config(tokenizer: Tokenizer, length: int) -> dict[str, Any]:
     """Text stays text: a special token's spelling inside a text is not the token, here and there."""
     made: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": native.REACH * length,
+        "model_max_length": hf_native.REACH * length,
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,
     }
     if isinstance(tokenizer, WordTokenizer):
         word = WordTokenizer.SPECIAL[WordTokenizer.LINE_END]
         made |= {"bos_token": word, "eos_token": word, "unk_token": WordTokenizer.SPECIAL[WordTokenizer.UNKNOWN]}
-    elif not gguf_file.is_bytes(tokenizer) and END_OF_TEXT in tokenizer.to_json():
+    elif not gguf.is_bytes(tokenizer) and END_OF_TEXT in tokenizer.to_json():
         made |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     return made
 
 
 def _write_gguf(folder: Path, run: Exported) -> None:
     assert run.tokenizer is not None
-    gguf_file.write(
-        folder, run.model, name=run.name, length=native.REACH * run.length, tokenizer=run.tokenizer, kind=run.dtype
+    gguf.write(
+        folder, run.model, name=run.name, length=hf_native.REACH * run.length, tokenizer=run.tokenizer, kind=run.dtype
     )
 
 
 def _write_ctranslate(folder: Path, run: Exported) -> None:
-    ctranslate.write(folder, run.model, tokenizer=run.tokenizer)
+    ctranslate2.write(folder, run.model, tokenizer=run.tokenizer)
 
 
 def _same(model: Plain) -> Plain:
     return model
 
 
-_as_mpt = _write_native(native.mpt_config, native.mpt_tensors)
-_as_bloom = _write_native(native.bloom_config, native.bloom_tensors)
-targets.register("hf-mpt")(Destination("transformers, as an MPT", native.MPT_NEEDS, native.as_mpt, _as_mpt))
-targets.register("hf-bloom")(Destination("transformers, as a BLOOM", native.BLOOM_NEEDS, native.as_bloom, _as_bloom))
+_as_mpt = _write_native(hf_native.mpt_config, hf_native.mpt_tensors)
+_as_bloom = _write_native(hf_native.bloom_config, hf_native.bloom_tensors)
+targets.register("hf-mpt")(Destination("transformers, as an MPT", hf_native.MPT_NEEDS, hf_native.as_mpt, _as_mpt))
+targets.register("hf-bloom")(
+    Destination("transformers, as a BLOOM", hf_native.BLOOM_NEEDS, hf_native.as_bloom, _as_bloom)
+)
 targets.register("hf")(Destination("transformers, by trainshort's own class; any model", (), _same, _write_own))
 targets.register("gguf")(
     Destination(
         "llama.cpp, as an MPT or a BLOOM (GGUF)",
-        gguf_file.NEEDS,
-        gguf_file.rewritten,
+        gguf.NEEDS,
+        gguf.rewritten,
         _write_gguf,
-        gguf_file.TYPES,
-        gguf_file.tokenizer_misfit,
+        gguf.TYPES,
+        gguf.tokenizer_misfit,
     )
 )
 targets.register("ctranslate2")(
-    Destination("CTranslate2, as its own decoder", ctranslate.NEEDS, ctranslate.rewritten, _write_ctranslate)
+    Destination("CTranslate2, as its own decoder", ctranslate2.NEEDS, ctranslate2.rewritten, _write_ctranslate)
 )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trainshort.interop.formats import (
+from trainshort.interop.formats.base import (
     Format,
     Model,
     Weights,

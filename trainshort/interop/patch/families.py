@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from trainshort import alibi
 from trainshort.errors import InputError
-from trainshort.interop import patched, seen
-from trainshort.interop.seen import Method
+from trainshort.interop.patch import forward, masks
+from trainshort.interop.patch.masks import Method
 
 ORIGINAL = "_trainshort_original"
 """On a class made here: the one it was made of."""
@@ -60,10 +60,10 @@ class Family:
             case "ffn":
                 return {"forward": self.narrow}
             case "block":
-                return {"__call__": seen.block_call}
+                return {"__call__": masks.block_call}
             case "body":
-                return {"forward": seen.body_forward, **self.quiet}
-        return {"forward": seen.outer_forward, "create_masks_for_generate": seen.masks_for_generate}
+                return {"forward": masks.body_forward, **self.quiet}
+        return {"forward": masks.outer_forward, "create_masks_for_generate": masks.masks_for_generate}
 
 
 def _falcon_slopes(config: Any) -> Tensor:
@@ -78,8 +78,8 @@ def _nothing(original: Method, self: nn.Module, *args: Any, **kwargs: Any) -> No
 FAMILIES = {
     "mpt": Family(
         *("MptModel", "MptBlock", "MptAttention", "MptMLP", "MptPreTrainedModel"),
-        attend=patched.mpt_attention,
-        narrow=patched.mpt_ffn,
+        attend=forward.mpt_attention,
+        narrow=forward.mpt_ffn,
         slopes=lambda config: alibi.slopes(config.n_heads, config.attn_config.alibi_bias_max),
         counts_tokens=False,
         quiet={"build_mpt_alibi_tensor": _nothing},
@@ -87,8 +87,8 @@ FAMILIES = {
     ),
     "bloom": Family(
         *("BloomModel", "BloomBlock", "BloomAttention", "BloomMLP", "BloomPreTrainedModel"),
-        attend=patched.bloom_attention,
-        narrow=patched.bloom_ffn,
+        attend=forward.bloom_attention,
+        narrow=forward.bloom_ffn,
         slopes=lambda config: alibi.slopes(config.n_head),
         counts_tokens=True,
         quiet={"build_alibi_tensor": _nothing},
@@ -96,8 +96,8 @@ FAMILIES = {
     ),
     "falcon": Family(
         *("FalconModel", "FalconDecoderLayer", "FalconAttention", "FalconMLP", "FalconPreTrainedModel"),
-        attend=patched.falcon_attention,
-        narrow=patched.falcon_ffn,
+        attend=forward.falcon_attention,
+        narrow=forward.falcon_ffn,
         slopes=_falcon_slopes,
         counts_tokens=True,
         quiet={"use_alibi": property(lambda self: False)},
@@ -129,7 +129,7 @@ def take_back(module: nn.Module) -> bool:
     if original is None:
         return False
     module.__class__ = original
-    vars(module).pop(seen.SETTINGS, None)
+    vars(module).pop(masks.SETTINGS, None)
     if "_old_forward" in vars(module):
         module._old_forward = MethodType(original.forward, module)  # pyright: ignore[reportArgumentType]
     return True

@@ -15,7 +15,8 @@ from torch import Tensor
 from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import load_causal
 from trainshort.files import read_json, read_object
-from trainshort.interop import ctranslate, gguf_file
+from trainshort.interop.export.ctranslate2 import GROWTH
+from trainshort.interop.export.gguf import FILE
 
 MEND = "Export the run again."
 LOGITS = 1 << 24
@@ -87,9 +88,9 @@ class LlamaCpp(Runtime):
 
     def __init__(self, folder: Path, longest: int) -> None:
         llama: Any = importlib.import_module("xllamacpp")  # which tells a type checker nothing of itself
-        self.vocabulary = _gguf_vocabulary(folder / gguf_file.FILE)
+        self.vocabulary = _gguf_vocabulary(folder / FILE)
         asked = llama.CommonParams()
-        asked.model.path = str(folder / gguf_file.FILE)
+        asked.model.path = str(folder / FILE)
         asked.n_ctx, asked.n_parallel, asked.verbosity, asked.warmup = longest + 64, 1, 0, False
         asked.n_batch = asked.n_ubatch = 512
         asked.cpuparams.n_threads = asked.cpuparams_batch.n_threads = torch.get_num_threads()
@@ -153,7 +154,7 @@ class CTranslate2(Runtime):
 
         self.generator = ctranslate2.Generator(str(folder), device="cpu", compute_type="float32")
         self.words = read_json(folder / "vocabulary.json", mend=MEND)
-        for length in range(1, longest + 1, ctranslate.GROWTH - 1):
+        for length in range(1, longest + 1, GROWTH - 1):
             self.generator.forward_batch([[0] * length])  # its table grows by so much a call, and no more
 
     def log_probabilities(self, tokens: list[int]) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from trainshort.errors import InputError
-from trainshort.interop.families import FAMILIES
 from trainshort.interop.patch import Patched, put_in
-from trainshort.interop.seen import SETTINGS
+from trainshort.interop.patch.families import FAMILIES
+from trainshort.interop.patch.masks import SETTINGS
 
 WORDS, LAYERS, LONGEST = 128, 2, 1024
 MOST_HEADS = 512

@@ -1,9 +1,9 @@
 """GPT-NeoX and Pythia: rotary positions, attention and feed-forward layers side by side. Converted, not imported;
-`generate` takes it with its rotation, of the first part of each head (importing.py)."""
+`generate` takes it with its rotation, of the first part of each head (import_model.py)."""
 
 from typing import Any
 
-from trainshort.interop.formats import (
+from trainshort.interop.formats.base import (
     Format,
     Model,
     Weights,

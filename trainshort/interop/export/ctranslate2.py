@@ -12,7 +12,7 @@ import torch
 
 from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError
-from trainshort.interop.rewriting import PLAIN_ALIBI, Need, Plain, unscaled
+from trainshort.interop.export.transforms import PLAIN_ALIBI, Need, Plain, unscaled
 
 NEEDS = (
     *PLAIN_ALIBI,

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainshort import alibi
-from trainshort.interop.families import FAMILIES
+from trainshort.interop.doctor.tiny_model import LIMITS, Specimen, text
 from trainshort.interop.patch import put_in
-from trainshort.interop.specimen import LIMITS, Specimen, text
+from trainshort.interop.patch.families import FAMILIES
 
 SHORT, LONG, LIMIT = 48, 600, 64
 """Tokens: within any limit; past where eight bits tell positions apart; the limit that a copy is given."""

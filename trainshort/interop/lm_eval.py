@@ -19,8 +19,8 @@ from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import HuggingFaceTarget
 from trainshort.evaluate.target import RunTarget, Target
 from trainshort.files import make_folder, write_sealed
-from trainshort.interop.exporting import tokenizer_config
-from trainshort.interop.gguf_file import is_bytes
+from trainshort.interop.export import tokenizer_config
+from trainshort.interop.export.gguf import is_bytes
 from trainshort.machine import provenance
 from trainshort.terminal import first_sentence
 

@@ -4,7 +4,7 @@ parametrisation (query · key divided by the heads' width, embeddings and logits
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.interop.formats import (
+from trainshort.interop.formats.base import (
     Format,
     Model,
     Weights,

@@ -19,7 +19,15 @@ import torch
 from trainshort.data.tokenizer import Tokenizer, byte_alphabet
 from trainshort.data.tokenizer.built import ByteTokenizer, WordTokenizer
 from trainshort.errors import InputError
-from trainshort.interop.rewriting import NO_CLIPPED_SCALE, PLAIN_ALIBI, Need, Plain, normed_table, unscaled, with_biases
+from trainshort.interop.export.transforms import (
+    NO_CLIPPED_SCALE,
+    PLAIN_ALIBI,
+    Need,
+    Plain,
+    normed_table,
+    unscaled,
+    with_biases,
+)
 
 FILE = "model.gguf"
 TYPES = ("f32", "f16", "q8_0")

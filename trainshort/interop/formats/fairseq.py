@@ -13,8 +13,8 @@ from trainshort.config import AdaptiveConfig
 from trainshort.data.tokenizer.built import WordTokenizer
 from trainshort.errors import InputError
 from trainshort.files import read_text
-from trainshort.interop import pickles
-from trainshort.interop.formats import (
+from trainshort.interop import safe_unpickle
+from trainshort.interop.formats.base import (
     Format,
     Model,
     Weights,
@@ -35,13 +35,13 @@ OLDEST_VERSION = 3
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], Weights]:
     """A checkpoint's settings, flat, and its tensors."""
-    saved = pickles.read(path)
+    saved = safe_unpickle.read(path)
     weights = saved.get("model")
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
         raise InputError(f"{path} holds no model: a fairseq checkpoint has its tensors under 'model'.")
     weights = {name: weight for name, weight in weights.items() if isinstance(weight, Tensor)}
     for name, weight in weights.items():
-        if not pickles.is_stored(weight):
+        if not safe_unpickle.is_stored(weight):
             raise InputError(f"{path} does not hold the numbers of {name!r}, only what they would look like.")
     settings = _settings(saved, path)
     if wrong := next((name for name, value in settings.items() if isinstance(value, Tensor)), None):
@@ -57,9 +57,9 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], Weights]:
 
 def _settings(saved: dict[str, Any], path: Path) -> dict[str, Any]:
     """`args` of older versions, flat; `cfg` of later ones, in sections."""
-    args, cfg = pickles.plain(saved.get("args")), pickles.plain(saved.get("cfg"))
+    args, cfg = safe_unpickle.plain(saved.get("args")), safe_unpickle.plain(saved.get("cfg"))
     if isinstance(cfg, dict) and cfg.get("model") is not None:
-        model, task = pickles.plain(cfg["model"]), pickles.plain(cfg.get("task"))
+        model, task = safe_unpickle.plain(cfg["model"]), safe_unpickle.plain(cfg.get("task"))
         if isinstance(model, dict):
             return {**model, **({} if not isinstance(task, dict) else {"task": task})}
     if isinstance(args, dict):

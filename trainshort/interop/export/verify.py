@@ -17,8 +17,8 @@ from trainshort.config import load_config
 from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError
 from trainshort.files import read_object, write_whole
-from trainshort.interop.exporting import RECORD, run_tokenizer
-from trainshort.interop.runtimes import Runtime, open_engine
+from trainshort.interop.export import RECORD, run_tokenizer
+from trainshort.interop.export.runtimes import Runtime, open_engine
 from trainshort.masking import refuse_encoder
 from trainshort.model import TransformerLM
 

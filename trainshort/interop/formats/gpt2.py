@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from trainshort.interop.btlm import BTLM
-from trainshort.interop.formats import Format, Model, Weights, convertible, model_config, number, real, require
-from trainshort.interop.formats import activation as known
+from trainshort.interop.formats.base import Format, Model, Weights, convertible, model_config, number, real, require
+from trainshort.interop.formats.base import activation as known
+from trainshort.interop.formats.btlm import BTLM
 
 POSITIONS = "transformer.wpe.weight"
 

@@ -6,10 +6,7 @@ They carry what those classes really follow, which is less than their configs ca
 from typing import Any
 
 from trainshort.config import ModelConfig
-from trainshort.interop.bloom import BLOOM
-from trainshort.interop.formats import Format, turned_back
-from trainshort.interop.mpt import MPT
-from trainshort.interop.rewriting import (
+from trainshort.interop.export.transforms import (
     PLAIN_ALIBI,
     Need,
     Plain,
@@ -19,6 +16,9 @@ from trainshort.interop.rewriting import (
     wide_ffn,
     with_biases,
 )
+from trainshort.interop.formats.base import Format, turned_back
+from trainshort.interop.formats.bloom import BLOOM
+from trainshort.interop.formats.mpt import MPT
 
 REACH = 16
 """Times the training length that an MPT is given room for; its class fails past max_seq_len."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainshort.alibi import distances
 from trainshort.attention import LinearBias, attend
-from trainshort.interop.seen import Method, Seen
+from trainshort.interop.patch.masks import Method, Seen
 from trainshort.vocabulary import product, watched
 
 ROWS = 512

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from trainshort.attention.call import TOLERANCE
 from trainshort.errors import InputError
-from trainshort.interop.families import FAMILIES, Family, original_class, put_around, take_back
-from trainshort.interop.patched import ROWS
-from trainshort.interop.seen import SETTINGS, PatchSettings
+from trainshort.interop.patch.families import FAMILIES, Family, original_class, put_around, take_back
+from trainshort.interop.patch.forward import ROWS
+from trainshort.interop.patch.masks import SETTINGS, PatchSettings
 from trainshort.vocabulary import is_quicker
 
 TOKENS = 10

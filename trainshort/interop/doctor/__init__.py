@@ -19,12 +19,12 @@ from torch import nn
 from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import check_settings
 from trainshort.files import read_object
-from trainshort.interop.families import FAMILIES, original_class
-from trainshort.interop.importing import fetched, type_of
+from trainshort.interop.doctor.probes import PROBES, Finding
+from trainshort.interop.doctor.tiny_model import Specimen
+from trainshort.interop.import_model import fetched, type_of
 from trainshort.interop.patch import patched_as
-from trainshort.interop.probes import PROBES, Finding
-from trainshort.interop.specimen import Specimen
-from trainshort.interop.weight_files import StoredWeights
+from trainshort.interop.patch.families import FAMILIES, original_class
+from trainshort.interop.safetensors_io import StoredWeights
 from trainshort.terminal import first_sentence
 
 SETTINGS = ("config.json", "*.index.json")

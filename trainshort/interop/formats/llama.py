@@ -1,13 +1,13 @@
 """Llama and its relatives (Mistral, Qwen2): rotary positions, RMSNorm, SwiGLU, grouped heads. Converted, not imported.
 
 Its q and k rows lie in the order that rotation in halves wants; without rotation any order common to both will do, and
-`generate`, which takes it with its rotation, lays them in pairs (importing.py).
+`generate`, which takes it with its rotation, lays them in pairs (import_model.py).
 """
 
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.interop.formats import (
+from trainshort.interop.formats.base import (
     Format,
     Model,
     Weights,
