@@ -22,7 +22,7 @@ from trainshort.interop import safe_unpickle
 from trainshort.interop.import_model import ImportRequest, import_model
 from trainshort.presets import presets
 
-HERE = Path(__file__).parent / "fairseq"
+HERE = Path(__file__).parents[1] / "fairseq"
 FILES = sorted(HERE.glob("*.pt"))
 
 
