@@ -29,16 +29,8 @@ from trainshort.evaluate.target import refuse_foreign_export
 from trainshort.files import new_folder, read_object, sha256, write_whole
 from trainshort.interop import safetensors_io
 from trainshort.interop.formats import fairseq
-from trainshort.interop.formats.base import (
-    Format,
-    WeightMap,
-    convertible,
-    formats,
-    plan,
-    real,
-    scaled_rotation,
-    section,
-)
+from trainshort.interop.formats.base import Format, WeightMap, convertible, formats, plan
+from trainshort.interop.formats.read_config import real, scaled_rotation, section
 from trainshort.model import TransformerLM
 from trainshort.registry import Registry
 from trainshort.runs import RunFolder

@@ -4,18 +4,8 @@ max_position_embeddings, and these do not."""
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.interop.formats.base import (
-    Format,
-    Model,
-    Turn,
-    Weights,
-    formats,
-    line,
-    model_config,
-    number,
-    real,
-    require,
-)
+from trainshort.interop.formats.base import Format, Model, Turn, Weights, formats, line
+from trainshort.interop.formats.read_config import model_config, number, real, require
 
 SECOND = 125_696
 """Vocabulary of Baichuan 2, which divides each row of its output matrix by its length whenever it is used."""

@@ -2,18 +2,8 @@
 
 from typing import Any
 
-from trainshort.interop.formats.base import (
-    Format,
-    Model,
-    Weights,
-    formats,
-    length_of,
-    line,
-    model_config,
-    number,
-    real,
-    require,
-)
+from trainshort.interop.formats.base import Format, Model, Weights, formats, line
+from trainshort.interop.formats.read_config import length_of, model_config, number, real, require
 
 
 def read(theirs: dict[str, Any], weights: Weights) -> Model:

@@ -4,18 +4,8 @@ parametrisation (query · key divided by the heads' width, embeddings and logits
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.interop.formats.base import (
-    Format,
-    Model,
-    Weights,
-    formats,
-    line,
-    model_config,
-    number,
-    real,
-    require,
-    section,
-)
+from trainshort.interop.formats.base import Format, Model, Weights, formats, line
+from trainshort.interop.formats.read_config import model_config, number, real, require, section
 
 SLOPES = "transformer.relative_pe.slopes"
 

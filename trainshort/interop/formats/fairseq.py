@@ -14,18 +14,8 @@ from trainshort.data.tokenizer.built import WordTokenizer
 from trainshort.errors import InputError
 from trainshort.files import read_text
 from trainshort.interop import safe_unpickle
-from trainshort.interop.formats.base import (
-    Format,
-    Model,
-    Weights,
-    formats,
-    length_of,
-    line,
-    model_config,
-    number,
-    real,
-    require,
-)
+from trainshort.interop.formats.base import Format, Model, Weights, formats, line
+from trainshort.interop.formats.read_config import length_of, model_config, number, real, require
 
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 """What fairseq calls accurate is the approximation by tanh."""

@@ -5,18 +5,9 @@ from typing import Any
 
 from trainshort import alibi
 from trainshort.errors import InputError
-from trainshort.interop.formats.base import (
-    Format,
-    Model,
-    Weights,
-    formats,
-    length_of,
-    model_config,
-    number,
-    real,
-    require,
-)
+from trainshort.interop.formats.base import Format, Model, Weights, formats
 from trainshort.interop.formats.bloom import BLOCKS
+from trainshort.interop.formats.read_config import length_of, model_config, number, real, require
 
 ACTIVATIONS = {
     "gelu": "gelu",

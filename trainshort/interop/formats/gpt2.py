@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from trainshort.interop.formats.base import Format, Model, Weights, convertible, model_config, number, real, require
-from trainshort.interop.formats.base import activation as known
+from trainshort.interop.formats.base import Format, Model, Weights, convertible
 from trainshort.interop.formats.btlm import BTLM
+from trainshort.interop.formats.read_config import activation as known
+from trainshort.interop.formats.read_config import model_config, number, real, require
 
 POSITIONS = "transformer.wpe.weight"
 

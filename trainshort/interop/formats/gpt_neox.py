@@ -3,18 +3,8 @@
 
 from typing import Any
 
-from trainshort.interop.formats.base import (
-    Format,
-    Model,
-    Weights,
-    activation,
-    convertible,
-    line,
-    model_config,
-    number,
-    real,
-    scaled_rotation,
-)
+from trainshort.interop.formats.base import Format, Model, Weights, convertible, line
+from trainshort.interop.formats.read_config import activation, model_config, number, real, scaled_rotation
 
 
 def read(theirs: dict[str, Any], weights: Weights) -> Model:

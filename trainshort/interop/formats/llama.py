@@ -7,18 +7,8 @@ Its q and k rows lie in the order that rotation in halves wants; without rotatio
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.interop.formats.base import (
-    Format,
-    Model,
-    Weights,
-    activation,
-    convertible,
-    line,
-    model_config,
-    number,
-    real,
-    scaled_rotation,
-)
+from trainshort.interop.formats.base import Format, Model, Weights, convertible, line
+from trainshort.interop.formats.read_config import activation, model_config, number, real, scaled_rotation
 
 OUT = "model.layers.0.self_attn.o_proj.bias"
 

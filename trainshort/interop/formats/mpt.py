@@ -7,19 +7,8 @@ kv_n_heads and biases are ignored there), so that its logits differ where those 
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.interop.formats.base import (
-    Format,
-    Model,
-    Weights,
-    formats,
-    length_of,
-    line,
-    model_config,
-    number,
-    real,
-    require,
-    section,
-)
+from trainshort.interop.formats.base import Format, Model, Weights, formats, line
+from trainshort.interop.formats.read_config import length_of, model_config, number, real, require, section
 
 FLAT = {
     "alibi": "alibi",

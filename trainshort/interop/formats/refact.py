@@ -5,7 +5,8 @@ The norms subtract the mean: so does the code that came with the model, whatever
 
 from typing import Any
 
-from trainshort.interop.formats.base import Format, Model, Weights, formats, line, model_config, number, real, require
+from trainshort.interop.formats.base import Format, Model, Weights, formats, line
+from trainshort.interop.formats.read_config import model_config, number, real, require
 
 MULTIPLE = 256
 """The feed-forward width is two thirds of n_inner, rounded up to a multiple of this."""

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainshort.config import ModelConfig
-from trainshort.interop.formats.base import Format, Model, Origin, Weights, formats, length_of, line, section
+from trainshort.interop.formats.base import Format, Model, Origin, Weights, formats, line
+from trainshort.interop.formats.read_config import length_of, section
 
 
 class _Prefixed(Mapping[str, Origin]):
