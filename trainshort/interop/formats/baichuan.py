@@ -39,6 +39,7 @@ _BLOCK = "model.layers.{}."
 
 BAICHUAN = Format(
     name="baichuan",
+    summary="Baichuan-13B and Baichuan2-13B, a Llama with ALiBi",
     read=read,
     lines={
         "vocabulary.embedding": line("model.embed_tokens"),

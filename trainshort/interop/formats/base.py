@@ -64,6 +64,8 @@ class Format:
     """One kind of foreign model."""
 
     name: str
+    summary: str
+    """One line for `trainshort list`."""
     read: Callable[[dict[str, Any], Weights], Model]
     """Its settings in ours; what does not fit is refused with the setting's name."""
     lines: Mapping[str, Origin]

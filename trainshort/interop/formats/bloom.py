@@ -42,6 +42,7 @@ BLOCKS = {
 
 BLOOM = Format(
     name="bloom",
+    summary="BLOOM, ALiBi with a norm after the embeddings",
     read=read,
     lines=BLOCKS | {"embedding_norm": line("transformer.word_embeddings_layernorm")},
     superfluous=("*.self_attention.masked_bias", "*.self_attention.bias"),

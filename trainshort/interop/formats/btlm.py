@@ -62,6 +62,7 @@ _BLOCK = "transformer.h.{}."
 
 BTLM = Format(
     name="btlm",
+    summary="BTLM-3B-8k and Jais, ALiBi with GPT-2 tensor names",
     read=read,
     lines={
         "vocabulary.embedding": line("transformer.wte"),

@@ -154,6 +154,7 @@ MOST_BANDS = 16
 
 FAIRSEQ = Format(
     name="fairseq",
+    summary="ALiBi checkpoints of the paper's authors (fairseq)",
     read=read_settings,
     lines={
         "vocabulary.embedding": line("decoder.embed_tokens"),

@@ -53,6 +53,12 @@ def read(theirs: dict[str, Any], weights: Weights) -> Model:
     return Model(config, length_of(length), (NOTE,), packed)  # pyright: ignore[reportArgumentType]
 
 
-FALCON = Format(name="falcon", read=read, lines=BLOCKS, copies={"lm_head.weight": "transformer.word_embeddings.weight"})
+FALCON = Format(
+    name="falcon",
+    summary="Falcon-RW, Falcon with ALiBi",
+    read=read,
+    lines=BLOCKS,
+    copies={"lm_head.weight": "transformer.word_embeddings.weight"},
+)
 for _kind in ("falcon", "RefinedWeb", "RefinedWebModel"):
     formats.register(_kind)(FALCON)

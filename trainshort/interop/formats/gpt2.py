@@ -32,6 +32,7 @@ def read(theirs: dict[str, Any], weights: Weights) -> Model:
 
 GPT2 = Format(
     name="gpt2",
+    summary="GPT-2, learned positions",
     read=read,
     lines={name: one for name, one in BTLM.lines.items() if name != "layers.{}.ffn.gate"},  # BTLM took over GPT-2's
     superfluous=(POSITIONS, "*.attn.bias", "*.attn.masked_bias"),

@@ -28,6 +28,7 @@ _BLOCK = "gpt_neox.layers.{}."
 
 GPT_NEOX = Format(
     name="gpt_neox",
+    summary="GPT-NeoX and Pythia, rotary positions",
     read=read,
     lines={
         "vocabulary.embedding": line("gpt_neox.embed_in"),

@@ -48,6 +48,7 @@ _ATTENTION = _BLOCK + "self_attn."
 
 LLAMA = Format(
     name="llama",
+    summary="Llama, Mistral and Qwen2, rotary positions",
     read=read,
     lines={
         "vocabulary.embedding": line("model.embed_tokens"),

@@ -81,6 +81,7 @@ _BLOCK = "transformer.blocks.{}."
 
 MPT = Format(
     name="mpt",
+    summary="MPT and replit-code, ALiBi",
     read=read,
     lines={
         "vocabulary.embedding": line("transformer.wte"),

@@ -41,6 +41,7 @@ _BLOCK = "transformer.h.{}."
 
 REFACT = Format(
     name="refact",
+    summary="Refact-1.6B, ALiBi with one key head",
     read=read,
     lines={
         "vocabulary.embedding": line("transformer.wte"),
