@@ -15,12 +15,12 @@ import torch
 
 from trainshort.data.of_run import run_tokenizer
 from trainshort.data.tokenizer import Tokenizer, byte_alphabet
+from trainshort.data.tokenizer.built import ByteTokenizer
 from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import HuggingFaceTarget
 from trainshort.evaluate.target import RunTarget, Target
 from trainshort.files import make_folder, write_sealed
-from trainshort.interop.export import tokenizer_config
-from trainshort.interop.export.gguf import is_bytes
+from trainshort.interop.export.hf import tokenizer_config
 from trainshort.machine import provenance
 from trainshort.terminal import first_sentence
 
@@ -138,7 +138,7 @@ def _to_transformers_tokenizer(tokenizer: Tokenizer, length: int) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     settings = tokenizer_config(tokenizer, length)
-    if is_bytes(tokenizer):
+    if isinstance(tokenizer, ByteTokenizer):
         # The byte tokenizer has no special tokens, and the harness needs an end token and a padding token.
         settings |= dict.fromkeys(("bos_token", "eos_token"), byte_alphabet()[0])
     settings["pad_token"] = settings.get("eos_token")

@@ -1,72 +1,30 @@
-"""A run becomes a folder that other programs load: weights, tokenizer, generation settings, model card.
+"""Export a run to a folder that another program loads: weights, tokenizer, generation settings and model card.
 
-    hf-mpt, hf-bloom   transformers' own classes, no code of ours
-    hf                 our class (import trainshort.hf), which carries every model
-    gguf               llama.cpp
-    ctranslate2        CTranslate2
-
-What a target has no word for is rewritten where that is exact and refused where it is not. The folder appears when it
-is whole; `trainshort.json` in it says which run it was made of, for verify.
+Each export target is one module of this package. A target first transforms the weights into an equal model that the
+other program supports. A model that cannot be transformed exactly is not exported. The file `trainshort.json` in the
+folder names the run, and `verify` reads this file.
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import trainshort
 from trainshort.checkpoint import find, load_model, sha256_of
-from trainshort.config import ModelConfig, load_config
+from trainshort.config import load_config
 from trainshort.data import of_run
-from trainshort.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 from trainshort.data.tokenizer import FILE as TOKENIZER
-from trainshort.data.tokenizer.built import WordTokenizer
+from trainshort.data.tokenizer import Tokenizer, load_tokenizer
 from trainshort.errors import InputError
 from trainshort.evaluate import evidence
 from trainshort.evaluate.target import EXPORTED as RECORD
 from trainshort.files import new_folder, write_whole
-from trainshort.interop import safetensors_io
-from trainshort.interop.export import ctranslate2, gguf, hf_native
-from trainshort.interop.export.transforms import Need, Plain, refuse_misfit
+from trainshort.interop.export import ctranslate2, gguf, hf, hf_native  # noqa: F401  (registers the targets)
+from trainshort.interop.export.base import Exported, targets
+from trainshort.interop.export.transforms import Plain, refuse_misfit
 from trainshort.masking import refuse_encoder
-from trainshort.registry import Registry
 from trainshort.runs import RunFolder
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What is exported: a run's best checkpoint, with what describes it."""
-
-    path: Path
-    model: Plain
-    length: int
-    tokenizer: Tokenizer | None
-    dtype: str = "f32"
-    card: dict[str, Any] | None = None
-    """Its extrapolation card, if that is of these weights."""
-
-    @property
-    def name(self) -> str:
-        return self.path.resolve().name
-
-
-@dataclass(frozen=True)
-class Destination:
-    """Where a model can go."""
-
-    summary: str
-    needs: tuple[Need, ...]
-    rewrite: Callable[[Plain], Plain]
-    write: Callable[[Path, Exported], None]
-    dtypes: tuple[str, ...] = ("f32",)
-    tokenizer_misfit: Callable[[Tokenizer | None], str | None] = lambda _: None
-    """Why it cannot carry a run's tokenizer, and what would have fitted."""
-
-
-targets: Registry[Destination] = Registry("export target")
 
 
 def open_run(path: Path, dtype: str = "f32") -> Exported:
@@ -121,11 +79,6 @@ def _card(run: Exported, to: str) -> str:
     """What a reader of the folder should know."""
     config, reach = run.model.config, run.card
     count = sum(weight.numel() for weight in run.model.weights.values())
-    use = {
-        "hf": "import trainshort.hf, then AutoModelForCausalLM.from_pretrained",
-        "gguf": "llama.cpp",
-        "ctranslate2": "ctranslate2.Generator; call it once with a short prompt before a long one",
-    }.get(to, "AutoModelForCausalLM.from_pretrained, in float32")
     lines = [
         "---\nlibrary_name: trainshort\ntags: [alibi, length-extrapolation]\n---",
         f"# {run.name}",
@@ -133,7 +86,7 @@ def _card(run: Exported, to: str) -> str:
         f"{config.width}, {config.heads} heads, {count:,} parameters, positions: {config.position}.",
         f"Trained at {run.length:,} tokens. " + ("" if reach else "Longer inputs: not measured."),
         *([] if reach is None else _extrapolation(reach)),
-        f"Load with: {use}.",
+        f"Load with: {targets.get(to).loading}.",
         *(f"Rewritten for this format: {note}." for note in run.model.done),
     ]
     return "\n\n".join(lines) + "\n"
@@ -156,96 +109,3 @@ def _extrapolation(reach: dict[str, Any]) -> list[str]:
         f"without overlap. Weights sha256 {str(reach['target']['weights'])[:16]}.",
         "\n".join(rows),
     ]
-
-
-# ---- Hugging Face folders
-
-
-def _write_native(
-    config: Callable[[ModelConfig, int], dict[str, Any]], tensors: Callable[[Plain], dict[str, torch.Tensor]]
-) -> Callable[[Path, Exported], None]:
-    def write(folder: Path, run: Exported) -> None:
-        _write_hugging_face(folder, run, config(run.model.config, run.length), tensors(run.model))
-
-    return write
-
-
-def _write_own(folder: Path, run: Exported) -> None:
-    try:
-        from trainshort.hf import TrainshortConfig
-    except ImportError:
-        raise InputError("--to hf needs the hf extra: pip install 'trainshort[hf]'.") from None
-    config = TrainshortConfig.of(run.model.config, run.length).to_dict()
-    names = ("TrainshortConfig", "TrainshortForCausalLM")
-    auto = zip(("AutoConfig", "AutoModelForCausalLM"), names, strict=True)
-    config |= {"architectures": [names[1]], "auto_map": {kind: f"modeling_trainshort.{name}" for kind, name in auto}}
-    config["dtype"] = "float32"
-    tensors = {f"model.{name}": weight for name, weight in run.model.weights.items()}
-    _write_hugging_face(folder, run, config, tensors)
-    text = f"from trainshort.hf import {', '.join(names)}\n\n__all__ = {list(names)!r}\n"
-    write_whole(folder / "modeling_trainshort.py", text)
-
-
-def _write_hugging_face(folder: Path, run: Exported, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    end = None if run.tokenizer is None else run.tokenizer.end
-    ends = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
-    write_whole(folder / "config.json", json.dumps(config | ends, indent=2) + "\n")
-    write_whole(folder / "generation_config.json", json.dumps({**ends, "use_cache": True}, indent=2) + "\n")
-    shapes = {name: tuple(weight.shape) for name, weight in tensors.items()}
-    safetensors_io.write(folder / safetensors_io.SINGLE, shapes, tensors.__getitem__, metadata={"format": "pt"})
-    if run.tokenizer is not None:
-        text = json.dumps(tokenizer_config(run.tokenizer, run.length), indent=2) + "\n"
-        write_whole(folder / "tokenizer_config.json", text)
-
-
-def tokenizer_config(tokenizer: Tokenizer, length: int) -> dict[str, Any]:
-    """Text stays text: a special token's spelling inside a text is not the token, here and there."""
-    made: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": hf_native.REACH * length,
-        "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,
-    }
-    if isinstance(tokenizer, WordTokenizer):
-        word = WordTokenizer.SPECIAL[WordTokenizer.LINE_END]
-        made |= {"bos_token": word, "eos_token": word, "unk_token": WordTokenizer.SPECIAL[WordTokenizer.UNKNOWN]}
-    elif not gguf.is_bytes(tokenizer) and END_OF_TEXT in tokenizer.to_json():
-        made |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
-    return made
-
-
-def _write_gguf(folder: Path, run: Exported) -> None:
-    assert run.tokenizer is not None
-    gguf.write(
-        folder, run.model, name=run.name, length=hf_native.REACH * run.length, tokenizer=run.tokenizer, kind=run.dtype
-    )
-
-
-def _write_ctranslate(folder: Path, run: Exported) -> None:
-    ctranslate2.write(folder, run.model, tokenizer=run.tokenizer)
-
-
-def _same(model: Plain) -> Plain:
-    return model
-
-
-_as_mpt = _write_native(hf_native.mpt_config, hf_native.mpt_tensors)
-_as_bloom = _write_native(hf_native.bloom_config, hf_native.bloom_tensors)
-targets.register("hf-mpt")(Destination("transformers, as an MPT", hf_native.MPT_NEEDS, hf_native.as_mpt, _as_mpt))
-targets.register("hf-bloom")(
-    Destination("transformers, as a BLOOM", hf_native.BLOOM_NEEDS, hf_native.as_bloom, _as_bloom)
-)
-targets.register("hf")(Destination("transformers, by trainshort's own class; any model", (), _same, _write_own))
-targets.register("gguf")(
-    Destination(
-        "llama.cpp, as an MPT or a BLOOM (GGUF)",
-        gguf.NEEDS,
-        gguf.rewritten,
-        _write_gguf,
-        gguf.TYPES,
-        gguf.tokenizer_misfit,
-    )
-)
-targets.register("ctranslate2")(
-    Destination("CTranslate2, as its own decoder", ctranslate2.NEEDS, ctranslate2.rewritten, _write_ctranslate)
-)

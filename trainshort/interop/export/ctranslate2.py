@@ -9,9 +9,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError
+from trainshort.files import read_json
+from trainshort.interop.export.base import (
+    EXPORT_AGAIN_HINT,
+    Destination,
+    Exported,
+    MaxError,
+    Runtime,
+    last_log_probabilities,
+    targets,
+)
 from trainshort.interop.export.transforms import PLAIN_ALIBI, Need, Plain, unscaled
 
 NEEDS = (
@@ -32,12 +43,13 @@ def rewritten(model: Plain) -> Plain:
     return unscaled(model)
 
 
-def write(folder: Path, model: Plain, *, tokenizer: Tokenizer | None) -> None:
+def write(folder: Path, run: Exported) -> None:
+    """Write the model and its vocabulary in the format of CTranslate2."""
     try:
         from ctranslate2 import specs
     except ImportError:
         raise InputError("CTranslate2 needs the interop extra: pip install 'trainshort[interop]'.") from None
-    config, weights = model.config, model.weights
+    config, weights, tokenizer = run.model.config, run.model.weights, run.tokenizer
     activations = {
         "relu": specs.Activation.RELU,
         "gelu": specs.Activation.GELU,
@@ -109,3 +121,37 @@ def _norm(spec: Any, weights: dict[str, torch.Tensor], name: str) -> None:
     weight = weights[f"{name}.weight"]
     spec.gamma = _array(weight)
     spec.beta = _array(weights.get(f"{name}.bias", torch.zeros_like(weight)))
+
+
+class CTranslate2(Runtime):
+    package = "ctranslate2"
+
+    def __init__(self, folder: Path, longest: int) -> None:
+        import ctranslate2
+
+        self.generator = ctranslate2.Generator(str(folder), device="cpu", compute_type="float32")
+        self.words = read_json(folder / "vocabulary.json", mend=EXPORT_AGAIN_HINT)
+        for length in range(1, longest + 1, GROWTH - 1):
+            self.generator.forward_batch([[0] * length])  # its table grows by so much a call, and no more
+
+    def log_probabilities(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
+        return last_log_probabilities(torch.from_numpy(np.array(self.generator.forward_batch([tokens])))[0])
+
+    def greedy(self, tokens: list[int], count: int) -> list[int]:
+        prompt = [[self.words[token] for token in tokens]]
+        limits = {"max_length": count, "min_length": count, "sampling_topk": 1}
+        made = self.generator.generate_batch(prompt, include_prompt_in_result=False, **limits)
+        return made[0].sequences_ids[0]
+
+
+targets.register("ctranslate2")(
+    Destination(
+        summary="CTranslate2, as its own decoder",
+        needs=NEEDS,
+        rewrite=rewritten,
+        write=write,
+        runtime=CTranslate2,
+        max_errors={"f32": MaxError(logits=1e-4, kl=1e-6)},
+        loading="ctranslate2.Generator; call it once with a short prompt before a long one",
+    )
+)

@@ -6,8 +6,10 @@ half-precision numbers, whichever GELU a model has; verify measures what that co
 """
 
 import errno
+import importlib
 import json
 import os
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,10 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trainshort.data.tokenizer import Tokenizer, byte_alphabet
-from trainshort.data.tokenizer.built import ByteTokenizer, WordTokenizer
+from trainshort.data.tokenizer.built import WordTokenizer
 from trainshort.errors import InputError
+from trainshort.interop.export.base import MAX_LENGTH_MULTIPLE, Destination, Exported, MaxError, Runtime, targets
 from trainshort.interop.export.transforms import (
     NO_CLIPPED_SCALE,
     PLAIN_ALIBI,
@@ -30,7 +34,15 @@ from trainshort.interop.export.transforms import (
 )
 
 FILE = "model.gguf"
-TYPES = ("f32", "f16", "q8_0")
+MAX_ERRORS = {
+    "f32": MaxError(logits=1e-2, kl=1e-5),
+    "f16": MaxError(logits=3e-2, kl=1e-4),
+    "q8_0": MaxError(logits=3e-1, kl=1e-2),
+}
+"""llama.cpp computes GELU with a table of half-precision numbers, so even `f32` has a large error."""
+ASKED = 64
+"""The number of positions that `verify` compares, evenly spaced over an input. llama.cpp's server returns the
+probabilities of the next token only, so each position needs one request."""
 NEEDS = (
     *PLAIN_ALIBI,
     NO_CLIPPED_SCALE,
@@ -61,19 +73,21 @@ def rewritten(model: Plain) -> Plain:
     return with_biases(model) if model.config.embedding_norm else model
 
 
-def write(folder: Path, model: Plain, *, name: str, length: int, tokenizer: Tokenizer, kind: str) -> None:
-    """The model and its tokenizer as one file."""
+def write(folder: Path, run: Exported) -> None:
+    """Write the model and its tokenizer to one file."""
     try:
         import gguf
     except ImportError:
         raise InputError("GGUF needs the interop extra: pip install 'trainshort[interop]'.") from None
+    assert run.tokenizer is not None, "checked by tokenizer_misfit"
+    model, kind = run.model, run.dtype
     config = model.config
     arch = "bloom" if config.embedding_norm else "mpt"
     writer = gguf.GGUFWriter(folder / FILE, arch)
-    writer.add_name(name)
+    writer.add_name(run.name)
     types = {"f32": gguf.LlamaFileType.ALL_F32, "f16": gguf.LlamaFileType.MOSTLY_F16}
     writer.add_file_type(types.get(kind, gguf.LlamaFileType.MOSTLY_Q8_0))
-    writer.add_context_length(length)
+    writer.add_context_length(MAX_LENGTH_MULTIPLE * run.length)
     writer.add_embedding_length(config.width)
     writer.add_block_count(config.layers)
     writer.add_feed_forward_length(config.ffn_width)
@@ -84,7 +98,7 @@ def write(folder: Path, model: Plain, *, name: str, length: int, tokenizer: Toke
         writer.add_max_alibi_bias(model.max_bias)
         if config.clip_qkv is not None:
             writer.add_clamp_kqv(config.clip_qkv)
-    _add_tokenizer(writer, tokenizer, config.vocabulary)
+    _add_tokenizer(writer, run.tokenizer, config.vocabulary)
     for ours, weight in model.weights.items():
         data, stored = _stored(gguf, weight.detach().float().contiguous(), kind)
         writer.add_tensor(_name(ours), data, raw_dtype=stored)
@@ -169,5 +183,75 @@ def _byte_level(layout: dict[str, Any]) -> bool:
     return bool(plain) and layout["model"]["type"] == "BPE" and layout.get("normalizer") is None
 
 
-def is_bytes(tokenizer: Tokenizer | None) -> bool:
-    return isinstance(tokenizer, ByteTokenizer)
+class LlamaCpp(Runtime):
+    """llama.cpp by the wheel xllamacpp, asked as a server is: all log-probabilities of the token after a prompt."""
+
+    package = "xllamacpp"
+    ends = True
+
+    def __init__(self, folder: Path, longest: int) -> None:
+        llama: Any = importlib.import_module("xllamacpp")  # which tells a type checker nothing of itself
+        self.vocabulary = _read_vocabulary_size(folder / FILE)
+        asked = llama.CommonParams()
+        asked.model.path = str(folder / FILE)
+        asked.n_ctx, asked.n_parallel, asked.verbosity, asked.warmup = longest + 64, 1, 0, False
+        asked.n_batch = asked.n_ubatch = 512
+        asked.cpuparams.n_threads = asked.cpuparams_batch.n_threads = torch.get_num_threads()
+        asked.cache_type_k = asked.cache_type_v = llama.ggml_type.GGML_TYPE_F32
+        self.server = llama.Server(asked)
+        self._whole = (self.encode("a") or [0])[0]
+
+    def log_probabilities(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
+        """Each prompt is the one before and some tokens more, so that the server reads every token once."""
+        count = min(ASKED, len(tokens))
+        where = (torch.arange(1, count + 1) * len(tokens) / count).long() - 1  # the last one always
+        return where, torch.stack([self._next(tokens[: at + 1]) for at in where.tolist()])
+
+    def _next(self, tokens: list[int]) -> Tensor:
+        """The server shows probabilities only beside a token whose text is whole, so that it is made to choose one; the
+        probabilities are the model's all the same."""
+        asked = {"prompt": tokens, "n_predict": 1, "temperature": 0.0, "n_probs": self.vocabulary}
+        answer = self.server.handle_completions({**asked, "cache_prompt": True, "logit_bias": [[self._whole, 1e4]]})
+        answer = json.loads(answer) if isinstance(answer, str | bytes) else answer
+        shown = (answer.get("choices") or [{}])[0].get("logprobs")
+        if not shown:
+            raise InputError(f"llama.cpp did not answer with probabilities: {str(answer)[:200]}")
+        row = torch.full((self.vocabulary,), -torch.inf)
+        for one in shown["content"][0]["top_logprobs"]:
+            row[one["id"]] = one["logprob"]
+        return row
+
+    def greedy(self, tokens: list[int], count: int) -> list[int]:
+        """Token by token, each after what the server remembers of those before."""
+        made: list[int] = []
+        for _ in range(count):
+            made.append(int(self._next([*tokens, *made]).argmax()))
+        return made
+
+    def encode(self, text: str) -> list[int] | None:
+        body = json.dumps({"content": text, "add_special": False, "parse_special": False}).encode()
+        address = f"{self.server.listening_address}/tokenize"
+        request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["tokens"]
+
+
+def _read_vocabulary_size(path: Path) -> int:
+    """Return the number of token types in a GGUF file."""
+    import gguf
+
+    return next(int(tensor.shape[1]) for tensor in gguf.GGUFReader(path).tensors if tensor.name == "token_embd.weight")
+
+
+targets.register("gguf")(
+    Destination(
+        summary="llama.cpp, as an MPT or a BLOOM (GGUF)",
+        needs=NEEDS,
+        rewrite=rewritten,
+        write=write,
+        runtime=LlamaCpp,
+        max_errors=MAX_ERRORS,
+        loading="llama.cpp",
+        tokenizer_misfit=tokenizer_misfit,
+    )
+)

@@ -1,11 +1,15 @@
-"""Folders that Hugging Face's own MPT and BLOOM classes load: no code of ours, none of anybody's on the hub.
+"""Export targets `hf-mpt` and `hf-bloom`: Hugging Face folders for the MPT and BLOOM classes of transformers.
 
-They carry what those classes really follow, which is less than their configs can say.
+The folders need no code of trainshort. These classes ignore some settings that their configs can hold, so a model that
+needs such a setting is not exported.
 """
 
+from pathlib import Path
 from typing import Any
 
 from trainshort.config import ModelConfig
+from trainshort.interop.export.base import MAX_LENGTH_MULTIPLE, Destination, Exported, targets
+from trainshort.interop.export.hf import MAX_ERRORS, Transformers, write_hugging_face_folder
 from trainshort.interop.export.transforms import (
     PLAIN_ALIBI,
     Need,
@@ -19,9 +23,6 @@ from trainshort.interop.export.transforms import (
 from trainshort.interop.formats.base import Format, turned_back
 from trainshort.interop.formats.bloom import BLOOM
 from trainshort.interop.formats.mpt import MPT
-
-REACH = 16
-"""Times the training length that an MPT is given room for; its class fails past max_seq_len."""
 
 
 def _no_biases(config: ModelConfig) -> bool:
@@ -70,7 +71,7 @@ def mpt_config(config: ModelConfig, length: int) -> dict[str, Any]:
         "n_layers": config.layers,
         "expansion_ratio": 4,
         "vocab_size": config.vocabulary,
-        "max_seq_len": REACH * length,
+        "max_seq_len": MAX_LENGTH_MULTIPLE * length,
         "trained_at": length,
         "no_bias": True,
         "learned_pos_emb": False,
@@ -131,3 +132,39 @@ def mpt_tensors(model: Plain) -> dict[str, Any]:
 
 def bloom_tensors(model: Plain) -> dict[str, Any]:
     return renamed(BLOOM, model)
+
+
+def write_mpt(folder: Path, run: Exported) -> None:
+    config = mpt_config(run.model.config, run.length)
+    write_hugging_face_folder(folder, run, config, mpt_tensors(run.model))
+
+
+def write_bloom(folder: Path, run: Exported) -> None:
+    config = bloom_config(run.model.config, run.length)
+    write_hugging_face_folder(folder, run, config, bloom_tensors(run.model))
+
+
+_LOADING = "AutoModelForCausalLM.from_pretrained, in float32"
+
+targets.register("hf-mpt")(
+    Destination(
+        summary="transformers, as an MPT",
+        needs=MPT_NEEDS,
+        rewrite=as_mpt,
+        write=write_mpt,
+        runtime=Transformers,
+        max_errors=MAX_ERRORS,
+        loading=_LOADING,
+    )
+)
+targets.register("hf-bloom")(
+    Destination(
+        summary="transformers, as a BLOOM",
+        needs=BLOOM_NEEDS,
+        rewrite=as_bloom,
+        write=write_bloom,
+        runtime=Transformers,
+        max_errors=MAX_ERRORS,
+        loading=_LOADING,
+    )
+)

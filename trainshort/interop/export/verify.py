@@ -7,6 +7,7 @@ units of the logits' deviation.
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -18,7 +19,7 @@ from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError
 from trainshort.files import read_object, write_whole
 from trainshort.interop.export import RECORD, run_tokenizer
-from trainshort.interop.export.runtimes import Runtime, open_engine
+from trainshort.interop.export.base import EXPORT_AGAIN_HINT, MaxError, Runtime, targets
 from trainshort.masking import refuse_encoder
 from trainshort.model import TransformerLM
 
@@ -37,16 +38,6 @@ AWKWARD = (
     "",
 )
 
-LIMITS = {
-    "hf-mpt": (1e-4, 1e-6),
-    "hf-bloom": (1e-4, 1e-6),
-    "hf": (1e-4, 1e-6),
-    "ctranslate2": (1e-4, 1e-6),
-    "gguf": (1e-2, 1e-5),
-    "gguf f16": (3e-2, 1e-4),
-    "gguf q8_0": (3e-1, 1e-2),
-}
-"""Largest difference, in deviations, and largest divergence. llama.cpp's GELU is a table of half-precision numbers."""
 ROUNDING = 4 * 2.0**-24
 """Of slope times index, which other programs add where we add slope times distance."""
 
@@ -85,9 +76,8 @@ def verify(folder: Path, run: Path | None = None) -> Verification:
     """Load an export in its own program and compare it with the run it was made of."""
     record = read_object(folder / RECORD, mend="Give a folder that trainshort export made.")
     to, length = str(record.get("to")), record.get("trained_at")
-    kind = f"{to} {record.get('dtype')}"
-    limits = LIMITS.get(kind, LIMITS.get(to))
-    if limits is None or type(length) is not int or length < 1:
+    max_error = _find_max_error(to, str(record.get("dtype")))
+    if max_error is None or type(length) is not int or length < 1:
         raise InputError(f"{folder / RECORD} does not say what was exported. Export the run again.")
     run = run or _origin(folder, record.get("run"))
     ours = load_model(_same_length(run, folder, length))
@@ -97,16 +87,16 @@ def verify(folder: Path, run: Path | None = None) -> Verification:
         raise InputError(_another(folder, f"knows {known:,} token types", run, f"{ours.config.vocabulary:,}"))
     rows, problems = [], []
     for times in TIMES:
-        row = _compare(ours, engine, times * length, limits[0])
+        row = _compare(ours, engine, times * length, max_error.logits)
         rows.append(row)
-        if not row.difference <= row.limit or not row.kl <= limits[1]:
+        if not row.difference <= row.limit or not row.kl <= max_error.kl:
             problems.append(
                 f"at {row.length:,} tokens the logits differ by {row.difference:.1e} of their deviation "
-                f"(allowed {row.limit:.0e}), KL {row.kl:.1e} (allowed {limits[1]:.0e})"
+                f"(allowed {row.limit:.0e}), KL {row.kl:.1e} (allowed {max_error.kl:.0e})"
             )
     tokenizer = run_tokenizer(run)
     end = None if tokenizer is None or engine.ends else tokenizer.end
-    same = _same_greedy(ours, engine, length, limits[0], end)
+    same = _same_greedy(ours, engine, length, max_error.logits, end)
     if not same:
         problems.append(f"greedy text after {length} tokens is another")
     tokens = None if tokenizer is None else _same_tokens(tokenizer, engine)
@@ -115,6 +105,42 @@ def verify(folder: Path, run: Path | None = None) -> Verification:
     report = Verification(engine.version, rows, same, tokens, problems)
     write_whole(folder / RESULT, json.dumps(asdict(report), indent=2) + "\n")
     return report
+
+
+def _find_max_error(to: str, dtype: str) -> MaxError | None:
+    """Return the errors that are accepted for a target and a dtype, or None if one of them is unknown."""
+    if to not in targets:
+        return None
+    return targets.get(to).max_errors.get(dtype)
+
+
+def open_engine(to: str, folder: Path, longest: int) -> Runtime:
+    """Load an export in the program it was made for.
+
+    Args:
+        to: The name of the export target.
+        folder: The folder of the export.
+        longest: The length of the longest input that will be read.
+
+    Returns:
+        The loaded export.
+
+    Raises:
+        InputError: If the program is not installed, or if it cannot open the export.
+    """
+    runtime: Any = targets.get(to).runtime
+    try:
+        return runtime(folder, longest)
+    except ImportError as error:
+        raise InputError(
+            f"{runtime.package} is not installed ({error}), so that {folder} cannot be verified: "
+            "pip install 'trainshort[interop,hf]'."
+        ) from None
+    except InputError:
+        raise
+    except Exception as error:  # A damaged export can make its program fail with any exception.
+        first = " ".join(str(error).split())[:160] or type(error).__name__
+        raise InputError(f"{runtime.package} cannot open {folder} ({first}). {EXPORT_AGAIN_HINT}") from None
 
 
 def _origin(folder: Path, run: object) -> Path:

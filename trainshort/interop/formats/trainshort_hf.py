@@ -30,7 +30,5 @@ def read(theirs: dict[str, Any], weights: Weights) -> Model:
     return Model(config, length_of(length))
 
 
-OWN = Format(
-    name="trainshort", summary="Folder that `trainshort export --to hf` wrote", read=read, lines=_Prefixed()
-)
+OWN = Format(name="trainshort", summary="Folder that `trainshort export --to hf` wrote", read=read, lines=_Prefixed())
 formats.register("trainshort")(OWN)
