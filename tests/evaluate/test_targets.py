@@ -20,7 +20,7 @@ from trainshort.evaluate.hugging_face import HuggingFaceTarget
 from trainshort.evaluate.sweep import Sweep, measure, score
 from trainshort.evaluate.target import RunTarget, looks_like_hub_name, open_target
 from trainshort.interop.doctor import doctor
-from trainshort.interop.importing import ImportRequest, import_model
+from trainshort.interop.import_model import ImportRequest, import_model
 from trainshort.machine import pick_device
 from trainshort.passes import Passes
 

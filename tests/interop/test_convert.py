@@ -12,8 +12,8 @@ from trainshort.checkpoint import load_model
 from trainshort.cli import run as command
 from trainshort.config import RunConfig, TrainConfig, load_config
 from trainshort.evaluate import evidence, results
-from trainshort.interop.converting import convert, open_patient
-from trainshort.interop.importing import ImportRequest
+from trainshort.interop.convert import convert, open_patient
+from trainshort.interop.import_model import ImportRequest
 from trainshort.model import TransformerLM
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ import torch
 
 from trainshort import InputError
 from trainshort.data.tokenizer.built import ByteTokenizer
-from trainshort.interop.importing import ImportRequest, import_model
+from trainshort.interop.import_model import ImportRequest, import_model
 
 FAIRSEQ = Path(__file__).parent / "fairseq"
 

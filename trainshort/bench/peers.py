@@ -20,8 +20,8 @@ from trainshort.bench.measure import Progress
 from trainshort.bench.recorded import Inputs
 from trainshort.bench.suites import CONTESTANTS
 from trainshort.generate.streaming import stream
-from trainshort.interop.formats import plan
-from trainshort.interop.mpt import MPT
+from trainshort.interop.formats.base import plan
+from trainshort.interop.formats.mpt import MPT
 from trainshort.machine import free_memory, version
 from trainshort.model import TransformerLM
 

@@ -101,12 +101,10 @@ class Evaluate(OnText):
             raise InputError(f"--memory is a number of gigabytes above 0, got {self.memory}.")
         change = Change.chosen(self.slopes, self.rotary, self.scores)
         target = self.open()
+        # Find out early whether the model supports the change. Reading the text can take long.
         if change is not None and target.kind == "huggingface":
-            from trainshort.interop.changing import changed_elsewhere
-
-            target.change_by = changed_elsewhere
             with target.at(change, target.trained_at or 1):
-                pass  # one that the model does not know is told before the text is read
+                pass
         text = open_text(target, self.data, self.split, self.max_tokens)
         lengths = read_lengths(self.lengths, target.trained_at, len(text.tokens))
         plan = Sweep(text.tokens, lengths, self.stride, change, self.batch_tokens, self.memory)

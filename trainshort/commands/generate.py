@@ -151,7 +151,7 @@ class Generate:
     def _brought_in(self) -> "Opened":
         """A Hugging Face folder, imported into memory for this one use."""
         from trainshort.generate.session import KnownGood
-        from trainshort.interop.importing import ImportRequest, load_here
+        from trainshort.interop.import_model import ImportRequest, load_here
 
         model, source = load_here(ImportRequest(str(self.run_folder), tokenizer=self.tokenizer))
         if source.tokenizer is None:

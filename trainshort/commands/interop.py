@@ -12,7 +12,7 @@ from trainshort.errors import InputError
 from trainshort.terminal import new_console, printable, say, tell
 
 if TYPE_CHECKING:
-    from trainshort.interop.verifying import Verification
+    from trainshort.interop.export.verify import Verification
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Import:
     """The training length, for a model that does not tell it."""
 
     def run(self) -> None:
-        from trainshort.interop.importing import ImportRequest, import_model
+        from trainshort.interop.import_model import ImportRequest, import_model
 
         at_least(1, trained_at=self.trained_at)
         import_model(ImportRequest(self.source, self.dictionary, self.tokenizer, self.trained_at), self.out)
@@ -72,8 +72,8 @@ class Export:
     """Load the export in its program and compare."""
 
     def run(self) -> int:
-        from trainshort.interop.exporting import export
-        from trainshort.interop.verifying import verify
+        from trainshort.interop.export import export
+        from trainshort.interop.export.verify import verify
 
         for note in export(self.run_folder, self.to, self.out, self.dtype):
             say(f"{note}.")
@@ -97,7 +97,7 @@ class Verify:
     """The run it was made of, if that has moved."""
 
     def run(self) -> int:
-        from trainshort.interop.verifying import verify
+        from trainshort.interop.export.verify import verify
 
         return _told(verify(self.folder, self.run_folder))
 
@@ -171,7 +171,6 @@ class Harness:
 
     def run(self) -> None:
         from trainshort.files import try_folder
-        from trainshort.interop.task_names import refuse_unknown
 
         at_least(1, length=self.length, limit=self.limit, batch=self.batch)
         at_least(0, shots=self.shots)
@@ -179,11 +178,11 @@ class Harness:
             raise InputError(f"--include is a folder of task definitions (YAML); {self.include} is none.")
         if self.out is not None:
             try_folder(self.out)
-        refuse_unknown(self.tasks, self.include)
-        from rich.table import Table  # here, since what is refused above need not wait for torch
+        # Import torch only after the checks above.
+        from rich.table import Table
 
         from trainshort.evaluate.target import open_target
-        from trainshort.interop.harness import Asked, evaluate_tasks, save
+        from trainshort.interop.lm_eval import Asked, evaluate_tasks, save
         from trainshort.machine import pick_device
 
         target = open_target(self.target, device=pick_device(None))
@@ -260,7 +259,7 @@ class Convert:
 
     def run(self) -> None:
         from trainshort.evaluate.target import RunTarget, open_text
-        from trainshort.interop.converting import STAGES, Recovery
+        from trainshort.interop.convert import STAGES, Recovery
         from trainshort.terminal import StopRequest
         from trainshort.train import train
 
@@ -282,8 +281,8 @@ class Convert:
         """The run folder with the converted model in it: where the model can be read as it was, and the settings."""
         from trainshort.data.corpus import find_corpus
         from trainshort.data.tokenizer import FILE
-        from trainshort.interop.converting import convert, open_patient, refuse_another, refuse_target
-        from trainshort.interop.importing import ImportRequest
+        from trainshort.interop.convert import convert, open_patient, refuse_another, refuse_target
+        from trainshort.interop.import_model import ImportRequest
         from trainshort.runs import RunFolder, refuse_existing
 
         refuse_target(self.to)

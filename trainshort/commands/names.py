@@ -20,9 +20,9 @@ KINDS = {
     "experiments": "trainshort.recipes.experiments:experiments",
     "scales": "trainshort.recipes.scales:scales",
     "claims": "trainshort.claims.verdicts:claims",
-    "formats": "trainshort.interop.importing:formats",
-    "convertible": "trainshort.interop.importing:convertible",
-    "exports": "trainshort.interop.exporting:targets",
+    "formats": "trainshort.interop.formats:formats",
+    "convertible": "trainshort.interop.formats:convertible",
+    "exports": "trainshort.interop.export:targets",
 }
 """Every registry, and where it is full. Only the one that is asked for is imported: positions need no torch."""
 

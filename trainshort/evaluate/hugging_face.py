@@ -89,10 +89,7 @@ class HuggingFaceTarget(Target):
 
     @contextmanager
     def at(self, change: Change | None, length: int) -> Iterator[None]:
-        how = self.change_by
-        with super().at(None if how else change, length), ExitStack() as held:
-            if how is not None and change is not None:
-                held.enter_context(how(self.model, change, self.trained_at, length))
+        with super().at(change, length), ExitStack() as held:
             config = self.model.config
             if (setting := TABLE_SETTINGS.get(config.model_type)) is not None:
                 set_until(held, config, setting, max(getattr(config, setting), length))

@@ -13,7 +13,7 @@ anything else     a corpus by name, as `trainshort prepare` knows them; its spli
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,8 +76,6 @@ class Target(ABC):
     module: nn.Module
     folder: Path
     """Where results go: the run folder, or one like it."""
-    change_by: Callable[[Any, Change, int | None, int], AbstractContextManager[None]] | None = None
-    """How a model that is not ours is changed at inference; given by whoever may know of interop."""
 
     @abstractmethod
     def token_nll(
@@ -101,7 +99,10 @@ class Target(ABC):
         """Inside, the model is set up for inputs of this length, changed otherwise if asked for."""
         if change is None:
             return nullcontext()
-        raise InputError(f"--{change.option} changes models of trainshort's own; {self.name} is none.")
+        raise InputError(
+            f"--{change.option} supports runs of trainshort only, and {self.name} is a Hugging Face model. "
+            "Import the model with `trainshort import` and evaluate the imported run."
+        )
 
     @property
     def device(self) -> torch.device:

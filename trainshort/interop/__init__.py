@@ -1,15 +1,14 @@
-"""Other people's models in, ours out: one file a format, its weight names as data.
+"""Import models of other programs, export runs to other programs, and use ALiBi attention in Hugging Face models.
 
-    formats.py       what a format is, and the exact ways in which its tensors are ours turned round
-    mpt.py ...       one format each: which settings it has, which names
-    pickles.py       PyTorch's pickles, read without executing anything
-    weight_files.py  safetensors, read and written a tensor at a time
-    importing.py     a source becomes a whole run folder
-    converting.py    a model with other positions becomes an ALiBi model
-    exporting.py     a run becomes a folder of another program, which verifying.py asks (runtimes.py)
-    harness.py       tasks of lm-evaluation-harness, whose names task_names.py knows sooner
-    patch.py         our attention in a loaded model of transformers (seen.py, patched.py, families.py: how)
-    doctor.py        what such a model gets wrong (probes.py), found on a tiny copy of it (specimen.py)
+    formats/            model formats that can be imported or converted
+    import_model.py     import a model as a run folder
+    convert.py          convert a model with other positions to ALiBi
+    export/             export targets, and the comparison of an export with its run
+    lm_eval.py          tasks of lm-evaluation-harness
+    patch/              ALiBi attention for loaded Hugging Face models
+    doctor/             find errors in Hugging Face models with ALiBi
+    safe_unpickle.py    read PyTorch pickles without executing code
+    safetensors_io.py   read and write safetensors one tensor at a time
 
-Nothing here runs code that came with a model, and optional packages are imported where they are used.
+No code that comes with a model is executed. Optional packages are imported where they are used.
 """

@@ -1,0 +1,1 @@
+"""Put this folder on sys.path, so that tests in subfolders can import its helper modules."""

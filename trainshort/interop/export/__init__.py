@@ -1,0 +1,111 @@
+"""Export a run to a folder that another program loads: weights, tokenizer, generation settings and model card.
+
+Each export target is one module of this package. A target first transforms the weights into an equal model that the
+other program supports. A model that cannot be transformed exactly is not exported. The file `trainshort.json` in the
+folder names the run, and `verify` reads this file.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import trainshort
+from trainshort.checkpoint import find, load_model, sha256_of
+from trainshort.config import load_config
+from trainshort.data import of_run
+from trainshort.data.tokenizer import FILE as TOKENIZER
+from trainshort.data.tokenizer import Tokenizer, load_tokenizer
+from trainshort.errors import InputError
+from trainshort.evaluate import evidence
+from trainshort.evaluate.target import EXPORTED as RECORD
+from trainshort.files import new_folder, write_whole
+from trainshort.interop.export import ctranslate2, gguf, hf, hf_native  # noqa: F401  (registers the targets)
+from trainshort.interop.export.base import Exported, targets
+from trainshort.interop.export.transforms import Plain, refuse_misfit
+from trainshort.masking import refuse_encoder
+from trainshort.runs import RunFolder
+
+
+def open_run(path: Path, dtype: str = "f32") -> Exported:
+    checkpoint = find(path)
+    config = load_config(checkpoint / "config.json")
+    if not config.model.causal:
+        refuse_encoder("Exporting")
+    model = load_model(checkpoint)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    reach = evidence.load_card(checkpoint.parent.parent)
+    if reach is not None and reach["target"]["weights"] != sha256_of(weights):
+        reach = None
+    return Exported(path, Plain(model.config, weights), config.train.length, run_tokenizer(path), dtype, reach)
+
+
+def run_tokenizer(path: Path) -> Tokenizer | None:
+    """A run's own tokenizer, or that of its data; none if neither is here, as of some models from elsewhere."""
+    from trainshort.data.request import data_folder
+
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    config = load_config(path / "config.json")
+    if (run / of_run.FILE).exists():  # a run that was trained here, and says which it had
+        return of_run.run_tokenizer(run, config.data)
+    # Runs of 0.1.0 have it in their data alone; what was not trained here has none, whatever data its settings name.
+    trained = [data_folder(config.data)] if RunFolder(run).sessions.exists() else []
+    return next((load_tokenizer(folder) for folder in (run, *trained) if (folder / TOKENIZER).exists()), None)
+
+
+def export(path: Path, to: str, out: Path, dtype: str | None = None) -> tuple[str, ...]:
+    """Write a run for another program; returns what had to be rewritten, in words."""
+    target = targets.get(to)
+    dtype = dtype or target.dtypes[0]
+    if dtype not in target.dtypes:
+        raise InputError(f"--to {to} writes {', '.join(target.dtypes)}, not '{dtype}'.")
+    run = open_run(path, dtype)
+    refuse_misfit(to, run.model.config, target.needs)
+    if problem := target.tokenizer_misfit(run.tokenizer):
+        raise InputError(f"{to} cannot carry {problem}")
+    run = replace(run, model=target.rewrite(run.model))
+    with new_folder(out) as folder:
+        target.write(folder, run)
+        if run.tokenizer is not None:
+            write_whole(folder / TOKENIZER, run.tokenizer.to_json())
+        record = {"to": to, "run": str(path.resolve()), "dtype": dtype, "rewritten": list(run.model.done)}
+        record |= {"trained_at": run.length, "trainshort": trainshort.__version__}
+        write_whole(folder / RECORD, json.dumps(record, indent=2) + "\n")
+        write_whole(folder / "README.md", _card(run, to))
+    return run.model.done
+
+
+def _card(run: Exported, to: str) -> str:
+    """What a reader of the folder should know."""
+    config, reach = run.model.config, run.card
+    count = sum(weight.numel() for weight in run.model.weights.values())
+    lines = [
+        "---\nlibrary_name: trainshort\ntags: [alibi, length-extrapolation]\n---",
+        f"# {run.name}",
+        f"A language model trained with trainshort {trainshort.__version__}: {config.layers} layers, width "
+        f"{config.width}, {config.heads} heads, {count:,} parameters, positions: {config.position}.",
+        f"Trained at {run.length:,} tokens. " + ("" if reach else "Longer inputs: not measured."),
+        *([] if reach is None else _extrapolation(reach)),
+        f"Load with: {targets.get(to).loading}.",
+        *(f"Rewritten for this format: {note}." for note in run.model.done),
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+def _extrapolation(reach: dict[str, Any]) -> list[str]:
+    """The extrapolation card: what was measured, on which text, length by length."""
+    text, base = reach["corpus"], reach["base"]["length"]
+    split = f", split {text['split']}" if text.get("split") else ""
+    rows = ["| tokens read at once | perplexity | |", "|--:|--:|---|"]
+    for one in reach["lengths"]:
+        found = f"{one['perplexity']:.2f}" if one["status"] == "scored" else one["status"]
+        rows.append(f"| {one['length']:,} | {found} | {'training length' if one['length'] == base else ''} |")
+    marks = (("no worse than at the training length", "no_worse"), ("within 2 % of it", "within_2_percent"))
+    far = [f"{words} to {reach[mark]['length']:,}{'+' if reach[mark]['open'] else ''}" for words, mark in marks]
+    return [
+        "## How far it is good",
+        f"Measured: {reach['summary']}; {', '.join(far)}.",
+        f"On {text['name']}{split}: {reach['base']['tokens']:,} tokens, each scored once at every length, passes "
+        f"without overlap. Weights sha256 {str(reach['target']['weights'])[:16]}.",
+        "\n".join(rows),
+    ]

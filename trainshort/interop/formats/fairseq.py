@@ -1,0 +1,182 @@
+"""Checkpoints of the authors' own code (fairseq with ALiBi), as released for WikiText-103 and as others trained them.
+
+ALiBi is in fairseq's code and nowhere in the file, so that every model of the fork has it and no other says so.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trainshort.config import AdaptiveConfig
+from trainshort.data.tokenizer.built import WordTokenizer
+from trainshort.errors import InputError
+from trainshort.files import read_text
+from trainshort.interop import safe_unpickle
+from trainshort.interop.formats.base import Format, Model, Weights, formats, line
+from trainshort.interop.formats.read_config import length_of, model_config, number, real, require
+
+ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+"""What fairseq calls accurate is the approximation by tanh."""
+OLDEST_VERSION = 3
+"""Of the decoder's layout; before it there was no final norm and other names."""
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, Any], Weights]:
+    """A checkpoint's settings, flat, and its tensors."""
+    saved = safe_unpickle.read(path)
+    weights = saved.get("model")
+    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
+        raise InputError(f"{path} holds no model: a fairseq checkpoint has its tensors under 'model'.")
+    weights = {name: weight for name, weight in weights.items() if isinstance(weight, Tensor)}
+    for name, weight in weights.items():
+        if not safe_unpickle.is_stored(weight):
+            raise InputError(f"{path} does not hold the numbers of {name!r}, only what they would look like.")
+    settings = _settings(saved, path)
+    if wrong := next((name for name, value in settings.items() if isinstance(value, Tensor)), None):
+        raise InputError(f"{path} has a tensor for the setting {wrong!r}, and no fairseq checkpoint does.")
+    version = weights.get("decoder.version")
+    if version is not None and (version.numel() != 1 or not version.is_floating_point()):
+        raise InputError(f"{path} has a decoder.version of shape {tuple(version.shape)}, and it should be one number.")
+    if version is not None and float(version) < OLDEST_VERSION:
+        raise InputError(f"{path} has the decoder layout of before 2019, which nobody's ALiBi model has.")
+    settings["vocabulary"] = _vocabulary(weights, path)
+    return settings, weights
+
+
+def _settings(saved: dict[str, Any], path: Path) -> dict[str, Any]:
+    """`args` of older versions, flat; `cfg` of later ones, in sections."""
+    args, cfg = safe_unpickle.plain(saved.get("args")), safe_unpickle.plain(saved.get("cfg"))
+    if isinstance(cfg, dict) and cfg.get("model") is not None:
+        model, task = safe_unpickle.plain(cfg["model"]), safe_unpickle.plain(cfg.get("task"))
+        if isinstance(model, dict):
+            return {**model, **({} if not isinstance(task, dict) else {"task": task})}
+    if isinstance(args, dict):
+        return dict(args)
+    raise InputError(f"{path} has neither args nor cfg, which say how many heads the model has.")
+
+
+def _vocabulary(weights: Weights, path: Path) -> int:
+    """Token types, over all bands of words."""
+    plain, bands = "decoder.embed_tokens.weight", re.compile(r"decoder\.embed_tokens\.embeddings\.\d+\.0\.weight")
+    tables = [weights[name] for name in weights if name == plain or bands.fullmatch(name)]
+    if not tables or any(table.dim() != 2 for table in tables):
+        raise InputError(f"{path} has no embeddings under decoder.embed_tokens, so it is no language model of fairseq.")
+    return sum(map(len, tables))
+
+
+def read_settings(theirs: dict[str, Any], weights: Weights) -> Model:
+    for name, allowed, default, why in (
+        ("decoder_normalize_before", (True,), True, "ours normalises before each layer"),
+        ("cross_self_attention", (False, None), False, "ours is a decoder alone"),
+        ("base_layers", (0, None), 0, "ours has no expert layers"),
+        ("character_embeddings", (False, None), False, "ours reads whole tokens"),
+        ("quant_noise_pq", (0, 0.0, None), 0, "ours is not quantised"),
+    ):
+        require(theirs, name, *allowed, default=default, why=why)
+    width = number(theirs, "decoder_embed_dim")
+    for name in ("decoder_input_dim", "decoder_output_dim"):
+        require(theirs, name, width, None, default=width, why=f"ours has embeddings as wide as the model, {width}")
+    activation = theirs.get("activation_fn", "relu")
+    if activation not in ACTIVATIONS:
+        raise InputError(f"The model has activation_fn {activation!r}; known here: {', '.join(ACTIVATIONS)}.")
+    tied = bool(theirs.get("share_decoder_input_output_embed"))
+    adaptive = _adaptive(theirs)
+    config = model_config(
+        vocabulary=number(theirs, "vocabulary"),
+        layers=number(theirs, "decoder_layers"),
+        width=width,
+        heads=number(theirs, "decoder_attention_heads"),
+        ffn=number(theirs, "decoder_ffn_embed_dim"),
+        activation=ACTIVATIONS[activation],
+        final_norm=not theirs.get("no_decoder_final_norm"),
+        tie_embeddings=tied or adaptive is not None,
+        embedding_scale=not theirs.get("no_scale_embedding"),
+        embedding_norm=bool(theirs.get("layernorm_embedding")),
+        init="fairseq",
+        adaptive=adaptive,
+        dropout=real(theirs, "dropout", default=0),
+        attention_dropout=real(theirs, "attention_dropout", default=0),
+        activation_dropout=real(theirs, "activation_dropout", default=0) or real(theirs, "relu_dropout", default=0),
+        head_dropout=0 if adaptive is None else real(theirs, "adaptive_softmax_dropout", default=0),
+    )
+    task = theirs.get("task")
+    length = (task if isinstance(task, dict) else theirs).get("tokens_per_sample", theirs.get("tokens_per_sample"))
+    return Model(config, length_of(length))
+
+
+def _adaptive(theirs: dict[str, Any]) -> AdaptiveConfig | None:
+    inputs, outputs = bool(theirs.get("adaptive_input")), theirs.get("adaptive_softmax_cutoff")
+    if not inputs and not outputs:
+        return None
+    why = "ours has the same bands on both sides"
+    require({"adaptive_input": inputs}, "adaptive_input", bool(outputs), default=inputs, why=why)
+    require(theirs, "adaptive_softmax_cutoff", theirs.get("adaptive_input_cutoff"), default=None, why=why)
+    require(theirs, "adaptive_softmax_factor", theirs.get("adaptive_input_factor"), default=4, why=why)
+    for name in ("tie_adaptive_weights", "tie_adaptive_proj"):
+        require(theirs, name, True, default=False, why=why)
+    try:
+        cutoffs = tuple(int(rank) for rank in str(outputs).strip("[]()").split(","))
+    except ValueError:
+        raise InputError(f"The model has adaptive_softmax_cutoff {outputs!r}, and word ranks were expected.") from None
+    return AdaptiveConfig.read({"cutoffs": cutoffs, "factor": theirs.get("adaptive_softmax_factor", 4)})
+
+
+def read_dictionary(path: Path, vocabulary: int) -> WordTokenizer:
+    """fairseq's dict.txt, one `word count` a line after four words of its own, as a tokenizer."""
+    words: list[str] = list(WordTokenizer.SPECIAL)
+    known = {*words, "</s>"}
+    for place, row in enumerate(read_text(path, mend="Give the dict.txt of the model's data.").split("\n"), start=1):
+        row = row.removesuffix("\r")
+        overwrites = row.endswith(" #fairseq:overwrite")
+        word, space, count = row.removesuffix(" #fairseq:overwrite").rpartition(" ")
+        if not row:
+            continue
+        if not space or not count.isascii() or not count.isdigit():
+            raise InputError(f"{path}, line {place}, should be a word and its count; it is {row[:60]!r}.")
+        if word in known and not overwrites:
+            raise InputError(f"{path}, line {place}: the word {word!r} is there twice.")
+        known.add(word)
+        words.append(word)
+    if len(words) != vocabulary:
+        raise InputError(
+            f"{path} does not match the model: it makes {len(words):,} tokens, four of them fairseq's own, and the "
+            f"model has {vocabulary:,}. Give the dict.txt of the model's data."
+        )
+    return WordTokenizer(words)
+
+
+_LAYER = "decoder.layers.{}."
+_TAIL = "decoder.adaptive_softmax.tail."
+_BAND = "decoder.embed_tokens.embeddings."
+MOST_BANDS = 16
+
+FAIRSEQ = Format(
+    name="fairseq",
+    summary="ALiBi checkpoints of the paper's authors (fairseq)",
+    read=read_settings,
+    lines={
+        "vocabulary.embedding": line("decoder.embed_tokens"),
+        "vocabulary.output": line("decoder.output_projection"),
+        "vocabulary.embeddings.{}": line(_BAND + "{}.0"),
+        "vocabulary.projections.{}": line(_BAND + "{}.1"),
+        "vocabulary.clusters": line("decoder.adaptive_softmax.head.class_proj"),
+        "embedding_norm": line("decoder.layernorm_embedding"),
+        "layers.{}.attention_norm": line(_LAYER + "self_attn_layer_norm"),
+        "layers.{}.attention.qkv": line(*(f"{_LAYER}self_attn.{part}_proj" for part in "qkv")),
+        "layers.{}.attention.out": line(_LAYER + "self_attn.out_proj"),
+        "layers.{}.ffn_norm": line(_LAYER + "final_layer_norm"),
+        "layers.{}.ffn.wide": line(_LAYER + "fc1"),
+        "layers.{}.ffn.narrow": line(_LAYER + "fc2"),
+        "final_norm": line("decoder.layer_norm"),
+    },
+    superfluous=("decoder.version", "*._float_tensor", "decoder.adaptive_softmax.version"),
+    copies={
+        "decoder.output_projection.weight": "decoder.embed_tokens.weight",
+        "decoder.adaptive_softmax.head.word_proj.weight": _BAND + "0.0.weight",
+        **{f"{_TAIL}{i}.0.weight": f"{_BAND}{i + 1}.1.weight" for i in range(MOST_BANDS)},
+        **{f"{_TAIL}{i}.2.weight": f"{_BAND}{i + 1}.0.weight" for i in range(MOST_BANDS)},
+    },
+)
+formats.register("fairseq")(FAIRSEQ)

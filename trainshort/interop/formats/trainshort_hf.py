@@ -1,0 +1,34 @@
+"""Our own Hugging Face folders (export --to hf), so that they come back: every name is ours after `model.`."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trainshort.config import ModelConfig
+from trainshort.interop.formats.base import Format, Model, Origin, Weights, formats, line
+from trainshort.interop.formats.read_config import length_of, section
+
+
+class _Prefixed(Mapping[str, Origin]):
+    """Any module of ours."""
+
+    def __getitem__(self, module: str) -> Origin:
+        return line(f"model.{module}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __contains__(self, module: object) -> bool:
+        return True
+
+
+def read(theirs: dict[str, Any], weights: Weights) -> Model:
+    length = theirs.get("trained_at")
+    config = ModelConfig.read(section(theirs, "model"))
+    return Model(config, length_of(length))
+
+
+OWN = Format(name="trainshort", summary="Folder that `trainshort export --to hf` wrote", read=read, lines=_Prefixed())
+formats.register("trainshort")(OWN)

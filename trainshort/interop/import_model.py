@@ -1,0 +1,266 @@
+"""A model from elsewhere becomes a run folder of ours: settings, a verified checkpoint, tokenizer, and its origin.
+
+    config.json, tokenizer.json, checkpoints/step-000000000/     as of any run
+    import.json                                                  source, sha256, what was dropped, parity
+
+The run folder appears when all of it is written. Tensors pass through one at a time.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainshort.checkpoint import WHOLE, folders, load_model
+from trainshort.checkpoint.folders import STATE, State
+from trainshort.config import DataConfig, ModelConfig, RunConfig, TrainConfig, save_config
+from trainshort.data.hub import hub_answers
+from trainshort.data.tokenizer import FILE, Tokenizer, load_tokenizer
+from trainshort.errors import InputError
+from trainshort.evaluate.hugging_face import load_causal
+from trainshort.evaluate.target import refuse_foreign_export
+from trainshort.files import new_folder, read_object, sha256, write_whole
+from trainshort.interop import safetensors_io
+from trainshort.interop.formats import fairseq
+from trainshort.interop.formats.base import Format, WeightMap, convertible, formats, plan
+from trainshort.interop.formats.read_config import real, scaled_rotation, section
+from trainshort.model import TransformerLM
+from trainshort.registry import Registry
+from trainshort.runs import RunFolder
+from trainshort.settings import RotarySettings
+from trainshort.terminal import first_sentence
+
+NATIVE = ("mpt", "bloom", "falcon")
+"""Formats that transformers can run without code from the hub."""
+LARGEST_MEASURED = 50_000_000
+PROBE = 64
+PATTERNS = ("*.json", "*.safetensors")
+"""What is fetched from the hub: settings, weights, tokenizer; no code and no pickles."""
+
+
+@dataclass(frozen=True)
+class ImportRequest:
+    """What to import, and what the source does not say itself."""
+
+    source: str
+    """A fairseq checkpoint file, a Hugging Face model's folder, or its name on the hub."""
+    dictionary: Path | None = None
+    tokenizer: Path | None = None
+    trained_at: int | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that was found, before any of it is copied."""
+
+    kind: str
+    files: list[Path]
+    reading: WeightMap
+    tokenizer: Tokenizer | None
+
+
+def import_model(request: ImportRequest, out: Path) -> Path:
+    """Make a run folder of the model; returns it."""
+    source = open_source(request)
+    model = source.reading.model
+    length = request.trained_at or model.length
+    if length is None:
+        raise InputError(f"{request.source} does not say at which length it was trained. Give --trained-at.")
+    data = DataConfig(tokenizer=str((out / FILE).resolve()))
+    config = RunConfig(model=model.config, data=data, train=TrainConfig(length=length))
+    write_run(source, config, out, lambda run: {"source": request.source, "parity": _parity(source, run)})
+    return out
+
+
+def write_run(source: Source, config: RunConfig, out: Path, more: Callable[[Path], dict[str, Any]]) -> None:
+    """The run folder, which appears when it is whole; `more` is told of the model when its weights are written."""
+    with new_folder(out) as folder:
+        save_config(config, folder / "config.json")
+        if source.tokenizer is not None:
+            write_whole(folder / FILE, source.tokenizer.to_json())
+        _write_checkpoint(folder, config, source.reading)
+        record = _record(source) | more(folder)
+        write_whole(RunFolder(folder).imported, json.dumps(record, indent=2) + "\n")
+
+
+def load_here(request: ImportRequest) -> tuple[TransformerLM, Source]:
+    """The model in memory, for one use and without a run folder; also one that turns in halves, with its rotary
+    positions."""
+    turns = _turns(Path(request.source).expanduser())
+    source = open_source(request) if turns is None else open_folder(Path(request.source), request, convertible)
+    config = source.reading.model.config
+    if turns is not None:
+        config = config.replace(position="rotary", position_settings=turns)
+    model = TransformerLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            theirs = source.reading.tensor(name)
+            if turns is not None and ".attention.qkv." in name:
+                theirs = _in_pairs(theirs, config, turns.turning(config.head_width))
+            weight.copy_(theirs)
+    return model.eval(), source
+
+
+def _turns(folder: Path) -> RotarySettings | None:
+    """Its rotary positions, where a folder holds a model that turns in halves (Llama, GPT-NeoX); None for any other."""
+    settings = read_object(folder / "config.json") if (folder / "config.json").exists() else {}
+    kind = str(settings.get("model_type"))
+    if kind not in convertible or not convertible.get(kind).halves:
+        return None
+    if stretched := scaled_rotation(settings):
+        raise InputError(f"{folder}: {stretched[0].partition(';')[0]}, and only plain ones are known here.")
+    given = section(settings, "rope_parameters") | settings
+    share = {"gpt_neox": 0.25}.get(kind, 1.0)  # transformers' own default where a config is silent
+    return RotarySettings(
+        base=real(given, "rope_theta", "rotary_emb_base", default=10_000.0),
+        share=real(given, "partial_rotary_factor", "rotary_pct", default=share),
+    )
+
+
+def _in_pairs(qkv: Tensor, config: ModelConfig, turning: int) -> Tensor:
+    """Rows of q and k from halves to pairs: 0 1 2 3 of a head become 0 2 1 3; what does not turn stays, and v."""
+    turned = (config.heads + config.key_heads) * config.head_width
+    heads = qkv[:turned].unflatten(0, (-1, config.head_width))
+    pairs = heads[:, :turning].unflatten(1, (2, turning // 2)).transpose(1, 2).flatten(1, 2)
+    return torch.cat([torch.cat([pairs, heads[:, turning:]], dim=1).flatten(0, 1), qkv[turned:]])
+
+
+def open_source(request: ImportRequest) -> Source:
+    """The model that was asked for: its settings in our words, and where each tensor is."""
+    path = Path(request.source).expanduser()
+    if path.is_dir():
+        return open_folder(path, request)
+    if path.exists():
+        settings, weights = fairseq.read_checkpoint(path)
+        reading = plan(fairseq.FAIRSEQ, settings, weights)
+        return Source("fairseq", [path], reading, _words(request, reading))
+    return open_folder(fetched(request.source), request)
+
+
+def _words(request: ImportRequest, reading: WeightMap) -> Tokenizer | None:
+    vocabulary = reading.model.config.vocabulary
+    if request.dictionary is not None:
+        return fairseq.read_dictionary(request.dictionary, vocabulary)
+    return None if request.tokenizer is None else _fitting(load_tokenizer(request.tokenizer), vocabulary)
+
+
+def type_of(settings: dict[str, Any], folder: Path) -> Any:
+    """The model_type in a config.json; None: it is of a run of ours."""
+    kind = settings.get("model_type")
+    if kind is None and "model" not in settings:
+        raise InputError(f"{folder / 'config.json'} says no model_type. Give the folder of a saved Hugging Face model.")
+    return kind
+
+
+def open_folder(folder: Path, request: ImportRequest, known: Registry[Format] = formats) -> Source:
+    """A Hugging Face model's folder, of one of the kinds that are known."""
+    if request.dictionary is not None:
+        raise InputError("--dictionary is for fairseq checkpoints; a Hugging Face model has its tokenizer.json.")
+    refuse_foreign_export(folder)
+    settings = read_object(folder / "config.json", mend="Give the folder of a saved Hugging Face model.")
+    kind = type_of(settings, folder)
+    if kind is None:
+        raise InputError(f"{folder} is a run folder of trainshort already. Use it as it is.")
+    if not isinstance(kind, str) or kind not in known or kind == "fairseq":
+        raise InputError(f"{folder} is a model of type {str(kind)[:60]!r}, {_instead(str(kind), known)}.")
+    weights = safetensors_io.StoredWeights(folder)
+    reading = plan(known.get(kind), settings, weights)
+    given = request.tokenizer or (folder / FILE if (folder / FILE).exists() else None)
+    tokenizer = None if given is None else _fitting(load_tokenizer(given), reading.model.config.vocabulary)
+    return Source(kind, [folder / "config.json", *weights.files], reading, tokenizer)
+
+
+def _instead(kind: str, known: Registry[Format]) -> str:
+    """What can be done with a model that cannot be opened so."""
+    if known is formats and kind in convertible:
+        has = convertible.get(kind).position
+        return (
+            f"with {has} positions; trainshort convert makes an ALiBi model of it, trainshort import takes those alone"
+        )
+    if known is convertible and kind in formats:
+        return "an ALiBi model already; trainshort import takes it as it is"
+    names = ", ".join(sorted(name for name in known.names() if name != "fairseq"))
+    return f"and these {'ALiBi models can be imported' if known is formats else 'can be converted'}: {names}"
+
+
+def _fitting(tokenizer: Tokenizer, vocabulary: int) -> Tokenizer:
+    if tokenizer.vocabulary > vocabulary:
+        raise InputError(
+            f"The tokenizer makes {tokenizer.vocabulary:,} tokens and the model knows {vocabulary:,}; it is another's."
+        )
+    return tokenizer
+
+
+def fetched(name: str, patterns: tuple[str, ...] = PATTERNS) -> Path:
+    """A model of the hub, in its local cache."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError
+    except ImportError:
+        raise InputError(
+            f"There is no {name} here, and the hub needs the hf extra: pip install 'trainshort[hf]'."
+        ) from None
+    answers = hub_answers()  # if not: what an earlier download left here, in place of half a minute of retries
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(patterns), local_files_only=not answers))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        first = first_sentence(error) if answers else "it does not answer"
+        raise InputError(
+            f"There is no file or folder {name}, and the hub did not give a model ({first}). "
+            "Check the name and the network."
+        ) from None
+
+
+def _write_checkpoint(run: Path, config: RunConfig, reading: WeightMap) -> None:
+    """The run's beginning, as a checkpoint without optimizer state: there is none before the first step."""
+    folder = run / "checkpoints" / folders.name(0)
+    (folder / "model").mkdir(parents=True)
+    save_config(config, folder / "config.json")
+    state = State(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
+    write_whole(folder / STATE, state.model_dump_json(indent=2) + "\n")
+    safetensors_io.write(folder / "model" / WHOLE, reading.shapes, reading.tensor)
+    folders.write_manifest(folder, {name: folders.digest_of(folder / name) for name in folders.files_of(folder)})
+
+
+def _record(source: Source) -> dict[str, Any]:
+    """Where the model comes from, and what became of it."""
+    return {
+        "format": source.kind,
+        "files": {path.name: sha256(path) for path in source.files},
+        "dropped": list(source.reading.dropped),
+        "notes": list(source.reading.model.notes),
+        "tokenizer": None if source.tokenizer is None else source.tokenizer.name,
+    }
+
+
+@torch.no_grad()
+def _parity(source: Source, run: Path) -> dict[str, Any] | str:
+    """How far the logits of a few tokens are from those of transformers' own class, where it has one; a large model is
+    not loaded a second time for it."""
+    model = source.reading.model
+    if source.kind == "trainshort":
+        return "not measured: it is a model of ours"
+    if source.kind not in NATIVE:
+        return f"not measured: transformers has no class for {source.kind}"
+    if ignored := next((note for note in model.notes if "ignored by" in note), None):
+        return f"not measured: {ignored}"
+    if sum(math.prod(shape) for shape in source.reading.shapes.values()) > LARGEST_MEASURED:
+        return "not measured: the model is large; trainshort evaluate reads both"
+    if find_spec("transformers") is None:
+        return "not measured: transformers is not installed"
+    try:
+        theirs = load_causal(source.files[0].parent, torch.float32).eval()
+        tokens = torch.arange(min(model.length or PROBE, PROBE))[None] % model.config.vocabulary
+        expected = theirs(tokens).logits
+    except Exception as error:  # of its many checks of a config, stricter than ours, each with an exception of its own
+        return f"not measured: transformers refuses it ({type(error).__name__})"
+    ours = load_model(run)(tokens)
+    off = float((ours - expected).abs().max() / expected.std())
+    return {"engine": f"transformers {metadata.version('transformers')}", "tokens": tokens.shape[1], "off": off}
