@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from trainshort import registry
 from trainshort.attention.call import TOLERANCE
 from trainshort.bench import peers, recorded
-from trainshort.bench.measure import Progress, alone, in_turns
+from trainshort.bench.measure import Progress
 from trainshort.bench.measurements import load, median_of
 from trainshort.bench.suites import FULL, QUICK, AttentionPlan, DecodePlan, choose
 from trainshort.checkpoint import load_model
@@ -23,6 +23,7 @@ from trainshort.commands.bench import Bench
 from trainshort.config import load_config
 from trainshort.data import open_data
 from trainshort.errors import InputError
+from trainshort.utils.timing import alone, in_turns
 
 ATTENTION = ("attention", "--lengths", "64", "128", "--engines", "windowed", "windowed-torch", "--rounds", "2")
 
@@ -77,7 +78,7 @@ def test_every_engine_can_be_named(tmp_path, capsys, monkeypatch):
     try:
         run(*words.split(), "--out", str(out), "--plugin", str(plugin))
         asked = {"source": "normal", "length": 64, "name": "echo", "tolerance": 0.0, "causal": True}
-        assert alone("attention", **asked)["peak"] > 0
+        assert alone("trainshort.bench.attention", **asked)["peak"] > 0
     finally:
         for table, name in registry._loaded[str(plugin)].entries:
             table.forget(name)
@@ -281,7 +282,7 @@ def test_plans_take_the_options_that_concern_them():
 
 def test_contestants_take_turns():
     calls: list[str] = []
-    timings = in_turns({name: lambda name=name: calls.append(name) for name in "ab"}, 2, 1, Progress())
+    timings = in_turns({name: lambda name=name: calls.append(name) for name in "ab"}, 2, 1, Progress().round)
     assert "".join(calls) == "ab" + "abab"
     assert [len(one.seconds) for one in timings.values()] == [2, 2]
 

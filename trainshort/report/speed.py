@@ -6,8 +6,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from trainshort.bench.compare import number
-from trainshort.bench.measurements import BenchResult, Measure, Measurement, by_kind
+from trainshort.bench.measurements import BenchResult, Measure, Measurement, by_kind, number
 from trainshort.claims.collection import Collection
 from trainshort.claims.measured import RATES, middle, session
 from trainshort.plots.figures import OTHERS, Figure, Series, color
