@@ -22,10 +22,10 @@ from trainshort.config import ModelConfig, RunConfig, load_config
 from trainshort.errors import InputError
 from trainshort.generate.state import load_state, save_state
 from trainshort.model import TransformerLM
-from trainshort.plots.figures import color
 from trainshort.positions import positions
 from trainshort.reproduce import tasks
 from trainshort.settings import MOVED, methods
+from trainshort.utils.figures import color
 
 HERE = Path(__file__).parent / "plugins"
 KERPLE, GATE, EACH = HERE / "kerple_log.py", HERE / "forget_gate.py", HERE / "one_of_each.py"

@@ -15,7 +15,6 @@ from trainshort import registry
 from trainshort.attention.call import TOLERANCE
 from trainshort.bench import peers, recorded
 from trainshort.bench.measure import Progress
-from trainshort.bench.measurements import load, median_of
 from trainshort.bench.suites import FULL, QUICK, AttentionPlan, DecodePlan, choose
 from trainshort.checkpoint import load_model
 from trainshort.cli import main
@@ -23,6 +22,7 @@ from trainshort.commands.bench import Bench
 from trainshort.config import load_config
 from trainshort.data import open_data
 from trainshort.errors import InputError
+from trainshort.utils.bench_results import load, median_of
 from trainshort.utils.timing import alone, in_turns
 
 ATTENTION = ("attention", "--lengths", "64", "128", "--engines", "windowed", "windowed-torch", "--rounds", "2")

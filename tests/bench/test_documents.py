@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainshort.bench import documents
-from trainshort.bench.measurements import RATIO, Measure, Measurement
+from trainshort.utils.bench_results import RATIO, Measure, Measurement
 
 
 @pytest.mark.parametrize("name", documents.DOCUMENTS)

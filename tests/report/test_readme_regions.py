@@ -9,11 +9,11 @@ from made_up import LAPTOP, ORIGIN, make_demo, make_run
 from trainshort.claims.collection import collect
 from trainshort.claims.measured import View
 from trainshort.files import write_sealed
-from trainshort.plots.plotly import specification
 from trainshort.recipes.experiments import Variant
 from trainshort.report import readme
+from trainshort.report.plotly_figures import specification
 from trainshort.report.tables import paper_figures
-from trainshort.report.writing import write_report
+from trainshort.report.write import write_report
 from trainshort.runs import run_name
 
 

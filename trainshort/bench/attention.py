@@ -14,10 +14,10 @@ from torch import Tensor
 from trainshort.attention import ClockBias, attend
 from trainshort.attention.windowed_torch import PANEL
 from trainshort.bench.measure import Benchmark, Progress, matmul_rate, peaks
-from trainshort.bench.measurements import Case, Measure, Measurement, megabytes, percent, ratio
 from trainshort.bench.peers import CLOCK, LIMIT, PLAIN, Attend, chosen, contestant
 from trainshort.bench.recorded import MADE_UP, Inputs, make_inputs
 from trainshort.bench.suites import AttentionPlan, wants_memory
+from trainshort.utils.bench_results import Case, Measure, Measurement, megabytes, percent, ratio
 from trainshort.utils.timing import in_turns, peak_during
 
 CHECKED = 64

@@ -14,7 +14,6 @@ import torch
 
 from trainshort.bench import peers
 from trainshort.bench.measure import Benchmark, Progress
-from trainshort.bench.measurements import Case, Measure, Measurement, median_of, megabytes, percent, ratio
 from trainshort.bench.recorded import bounding
 from trainshort.bench.suites import TRAINED, DecodePlan
 from trainshort.bench.training import mpt_takes_part
@@ -28,6 +27,7 @@ from trainshort.generate.streaming import stream
 from trainshort.machine import Peak, resident_memory
 from trainshort.model import TransformerLM
 from trainshort.presets import presets
+from trainshort.utils.bench_results import Case, Measure, Measurement, median_of, megabytes, percent, ratio
 from trainshort.utils.timing import in_turns
 
 TURN = 16

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from trainshort.bench.measurements import RATIO, BenchResult, Measurement, load
+from trainshort.utils.bench_results import RATIO, BenchResult, Measurement, load
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

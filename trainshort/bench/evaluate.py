@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from trainshort.bench.measure import Benchmark, Progress, peaks
-from trainshort.bench.measurements import Case, Measurement, megabytes
 from trainshort.bench.suites import EvaluatePlan, wants_memory
 from trainshort.checkpoint import find, load_model
 from trainshort.evaluate.sweep import score
@@ -22,6 +21,7 @@ from trainshort.model import TransformerLM
 from trainshort.passes import Passes
 from trainshort.positions import positions
 from trainshort.presets import presets
+from trainshort.utils.bench_results import Case, Measurement, megabytes
 from trainshort.utils.timing import in_turns, peak_during
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from trainshort.bench import measurements
 from trainshort.bench.compare import print_rows
-from trainshort.bench.measurements import BenchResult, Measurement
 from trainshort.bench.suites import AttentionPlan, Plan
 from trainshort.machine import provenance, total_memory, version
 from trainshort.terminal import new_console
+from trainshort.utils import bench_results
+from trainshort.utils.bench_results import BenchResult, Measurement
 from trainshort.utils.timing import alone
 
 PATIENCE = 10.0
@@ -124,17 +124,17 @@ def run(plans: Mapping[str, Plan], quick: bool, out: Path, console: Console) -> 
             name: _benchmarks(name, plan, Path(scratch), settings[name], progress) for name, plan in plans.items()
         }
         bench = BenchResult(made=describe(), settings=settings)
-        measurements.save(bench, out)
+        bench_results.save(bench, out)
         progress.line(f"measuring {', '.join(suites)}; results go to {out}")
         for name, benchmarks in suites.items():
             for number, benchmark in enumerate(benchmarks, start=1):
                 progress.line(f"{name} {number}/{len(benchmarks)}: {benchmark.title}")
                 rows = benchmark.run(progress)
                 bench = bench.with_rows(name, rows)
-                measurements.save(bench, out)
+                bench_results.save(bench, out)
                 print_rows(rows, benchmark.title[:1].upper() + benchmark.title[1:], console)
         bench = bench.replace(finished=True)
-        measurements.save(bench, out)
+        bench_results.save(bench, out)
     return bench
 
 

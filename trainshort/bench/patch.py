@@ -13,11 +13,11 @@ import torch
 
 from trainshort.bench import training
 from trainshort.bench.measure import Benchmark, Progress, peaks
-from trainshort.bench.measurements import Case, Measure, Measurement, megabytes, ratio
 from trainshort.bench.peers import GREEDY, greedy, same_greedy_tokens
 from trainshort.bench.suites import PatchPlan, wants_memory
 from trainshort.interop.patch import patch, put_in
 from trainshort.presets import presets
+from trainshort.utils.bench_results import Case, Measure, Measurement, megabytes, ratio
 from trainshort.utils.timing import in_turns, peak_during
 from trainshort.vocabulary import product
 

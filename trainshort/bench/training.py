@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from trainshort.bench.measure import Benchmark, Progress, matmul_rate, peaks
-from trainshort.bench.measurements import Case, Measurement, megabytes, percent, ratio
-from trainshort.bench.rig import Rig
 from trainshort.bench.suites import TrainingPlan, wants_memory
 from trainshort.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
+from trainshort.evaluate.step_cost import Rig
 from trainshort.machine import free_memory, version
 from trainshort.model import TransformerLM
 from trainshort.positions import positions
 from trainshort.presets import presets
+from trainshort.utils.bench_results import Case, Measurement, megabytes, percent, ratio
 from trainshort.utils.timing import in_turns, peak_during
 
 MPT = "mpt"

@@ -14,7 +14,7 @@ from trainshort.terminal import listed, say
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trainshort.bench import measurements
+    from trainshort.utils import bench_results
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Bench:
 
     def run(self) -> None:
         from trainshort.bench.compare import compare, print_comparison, wide_console
-        from trainshort.bench.measurements import load
+        from trainshort.utils.bench_results import load
 
         old = load(self.against) if self.against else None  # a wrong name should not wait for the measurements
         console = wide_console()
@@ -70,7 +70,7 @@ class Bench:
                 say(warning)
             print_comparison(comparison, console)
 
-    def _measure(self, console: "Console") -> "measurements.BenchResult":
+    def _measure(self, console: "Console") -> "bench_results.BenchResult":
         from trainshort.bench.measure import run
         from trainshort.bench.suites import choose
 

@@ -94,7 +94,7 @@ class Reproduce:
 def finish(root: Path, out: Path) -> None:
     """The report, the table of the headline, and where to look."""
     from trainshort.claims.collection import collect
-    from trainshort.report.writing import headline_table, write_report
+    from trainshort.report.write import headline_table, write_report
 
     collection = collect([root])
     page = write_report(collection, out)
@@ -144,7 +144,7 @@ class Report:
 
     def run(self) -> None:
         from trainshort.claims.collection import collect
-        from trainshort.report.writing import write_report
+        from trainshort.report.write import write_report
 
         tell(f"Report: {write_report(collect(self.runs), self.out)}")
 

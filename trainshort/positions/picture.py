@@ -12,9 +12,9 @@ from torch import Tensor
 from trainshort.attention import Call
 from trainshort.attention.formula import written_bias
 from trainshort.config import ModelConfig
-from trainshort.plots.figures import OTHERS, Figure, Series, color, draw
 from trainshort.positions import LayerInput, PositionMethod, build_position
 from trainshort.positions.distance import Bam
+from trainshort.utils.figures import OTHERS, Figure, Series, color, draw
 
 FOLDER = Path(__file__).parents[2] / "docs"
 HEADS, SHOWN, FARTHEST, WIDTH = 8, (1, 4, 8), 1024, 512

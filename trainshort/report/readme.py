@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.bench.documents import RESULTS, ROOT, table
-from trainshort.bench.measurements import RATIO
 from trainshort.evaluate.results import Evaluation, interval, perplexity
 from trainshort.files import read_sealed
-from trainshort.plots.figures import Figure, Series, color, draw
 from trainshort.recipes.experiments import method_name, published
+from trainshort.utils.bench_results import RATIO
+from trainshort.utils.figures import Figure, Series, color, draw
 
 DOCUMENTS = ("README.md", "docs/reproduce.md", "docs/evaluation.md")
 REGION = re.compile(r"(<!-- obtained: (\S+) -->\n)(.*?)(<!-- end of obtained -->)", re.DOTALL)

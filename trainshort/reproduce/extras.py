@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from trainshort.analyze.lab import Lab, analyze
-from trainshort.bench.rig import Rig
 from trainshort.claims.collection import COST_FORMAT, read_costs
 from trainshort.config import RunConfig
 from trainshort.data.of_run import open_own
+from trainshort.evaluate.step_cost import Rig
 from trainshort.evaluate.target import RunTarget, open_text
 from trainshort.files import make_folder, write_sealed
 from trainshort.generate import stream
@@ -84,7 +84,7 @@ def _memories(configs: dict[str, RunConfig], device: str) -> dict[str, list[int]
     """Peaks of training, `WEIGHINGS` of each; empty where the device does not tell."""
 
     def weigh(config: RunConfig) -> int | None:
-        measured = alone("trainshort.bench.rig", config=config.model_dump(mode="json"), device=device)
+        measured = alone("trainshort.evaluate.step_cost", config=config.model_dump(mode="json"), device=device)
         return measured["training"].get("above")
 
     with ThreadPoolExecutor(cores() if device == "cpu" else 1) as several:

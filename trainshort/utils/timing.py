@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from trainshort.bench.measurements import RATIO, Measure, median_of
 from trainshort.errors import InputError
 from trainshort.machine import Peak, resident_memory
+from trainshort.utils.bench_results import RATIO, Measure, median_of
 
 
 @dataclass(frozen=True)
