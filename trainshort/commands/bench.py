@@ -54,7 +54,7 @@ class Bench:
         return read_command(cls, words, suite_options(), described(cls))
 
     def run(self) -> None:
-        from trainshort.bench.compare import compare, print_comparison, wide_console
+        from benchmarks.compare import compare, print_comparison, wide_console
         from trainshort.utils.bench_results import load
 
         old = load(self.against) if self.against else None  # a wrong name should not wait for the measurements
@@ -71,8 +71,8 @@ class Bench:
             print_comparison(comparison, console)
 
     def _measure(self, console: "Console") -> "bench_results.BenchResult":
-        from trainshort.bench.measure import run
-        from trainshort.bench.suites import choose
+        from benchmarks.run import run
+        from benchmarks.suites import choose
 
         plans = choose(self.suites, self.quick, self.settings)
         inputs = self.settings.get("inputs")
@@ -96,7 +96,7 @@ class Bench:
 
 def suite_options() -> list[Option]:
     """Every setting of a suite, once, with the suites that have it and the default that all of these share."""
-    from trainshort.bench.suites import FULL
+    from benchmarks.suites import FULL
 
     found: dict[str, list[tuple[str, Option]]] = {}
     for suite, plan in FULL.items():
@@ -116,7 +116,7 @@ def suite_options() -> list[Option]:
 
 def described(command: type) -> str:
     """What the command does, with a line of each suite."""
-    from trainshort.bench.suites import FULL
+    from benchmarks.suites import FULL
 
     head, rest = inspect.cleandoc(command.__doc__ or "").split("\n\n", 1)
     return f"{head}\n\n{chr(10).join(f'  {name}: {type(plan).__doc__}' for name, plan in FULL.items())}\n\n{rest}"

@@ -11,11 +11,11 @@ import torch
 from laboratory import make_run
 from safetensors.torch import load_file, save_file
 
+from benchmarks import inputs, peers
+from benchmarks.run import Progress
+from benchmarks.suites import FULL, QUICK, AttentionPlan, DecodePlan, choose
 from trainshort import registry
 from trainshort.attention.call import TOLERANCE
-from trainshort.bench import peers, recorded
-from trainshort.bench.measure import Progress
-from trainshort.bench.suites import FULL, QUICK, AttentionPlan, DecodePlan, choose
 from trainshort.checkpoint import load_model
 from trainshort.cli import main
 from trainshort.commands.bench import Bench
@@ -78,7 +78,7 @@ def test_every_engine_can_be_named(tmp_path, capsys, monkeypatch):
     try:
         run(*words.split(), "--out", str(out), "--plugin", str(plugin))
         asked = {"source": "normal", "length": 64, "name": "echo", "tolerance": 0.0, "causal": True}
-        assert alone("trainshort.bench.attention", **asked)["peak"] > 0
+        assert alone("benchmarks.attention", **asked)["peak"] > 0
     finally:
         for table, name in registry._loaded[str(plugin)].entries:
             table.forget(name)
@@ -161,7 +161,7 @@ def test_decoding_by_context_weights_and_without_end(tmp_path):
 
 def test_greedy_tokens_are_those_of_mpt():
     pytest.importorskip("transformers")
-    from trainshort.bench.decode import make_model
+    from benchmarks.decode import make_model
 
     theirs, ours = peers.pair(make_model("tiny"), 200)
     write = partial(peers.bounded_greedy, ours, 1e-6)
@@ -184,7 +184,7 @@ def test_a_run_is_recorded_as_its_model_computes(tmp_path):
     config = load_config(folder / "config.json")
     text = open_data(Path(config.data.folder or "")).split("valid")
     length = len(text) + 50
-    told = recorded.record(*recorded.recordable(folder, 0), length, tmp_path / "r.safetensors")
+    told = inputs.record(*inputs.recordable(folder, 0), length, tmp_path / "r.safetensors")
     assert (told["layer"], told["heads"], told["dim"]) == (0, 4, 8)
     found = load_file(tmp_path / "r.safetensors")
     model = load_model(folder)

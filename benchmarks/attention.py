@@ -11,12 +11,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.inputs import MADE_UP, Inputs, make_inputs
+from benchmarks.peers import CLOCK, LIMIT, PLAIN, Attend, chosen, contestant
+from benchmarks.run import Benchmark, Progress, matmul_rate, peaks
+from benchmarks.suites import AttentionPlan, wants_memory
 from trainshort.attention import ClockBias, attend
 from trainshort.attention.windowed_torch import PANEL
-from trainshort.bench.measure import Benchmark, Progress, matmul_rate, peaks
-from trainshort.bench.peers import CLOCK, LIMIT, PLAIN, Attend, chosen, contestant
-from trainshort.bench.recorded import MADE_UP, Inputs, make_inputs
-from trainshort.bench.suites import AttentionPlan, wants_memory
 from trainshort.utils.bench_results import Case, Measure, Measurement, megabytes, percent, ratio
 from trainshort.utils.timing import in_turns, peak_during
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from trainshort.bench import peers
-from trainshort.bench.measure import Benchmark, Progress
-from trainshort.bench.recorded import bounding
-from trainshort.bench.suites import TRAINED, DecodePlan
-from trainshort.bench.training import mpt_takes_part
+from benchmarks import peers
+from benchmarks.inputs import bounding
+from benchmarks.run import Benchmark, Progress
+from benchmarks.suites import TRAINED, DecodePlan
+from benchmarks.training import mpt_takes_part
 from trainshort.cache import BoundedCache, Cache
 from trainshort.config import ModelConfig
 from trainshort.data.of_run import open_own

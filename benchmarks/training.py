@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from trainshort.bench.measure import Benchmark, Progress, matmul_rate, peaks
-from trainshort.bench.suites import TrainingPlan, wants_memory
+from benchmarks.run import Benchmark, Progress, matmul_rate, peaks
+from benchmarks.suites import TrainingPlan, wants_memory
 from trainshort.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from trainshort.evaluate.step_cost import Rig
 from trainshort.machine import free_memory, version

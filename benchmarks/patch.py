@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from trainshort.bench import training
-from trainshort.bench.measure import Benchmark, Progress, peaks
-from trainshort.bench.peers import GREEDY, greedy, same_greedy_tokens
-from trainshort.bench.suites import PatchPlan, wants_memory
+from benchmarks import training
+from benchmarks.peers import GREEDY, greedy, same_greedy_tokens
+from benchmarks.run import Benchmark, Progress, peaks
+from benchmarks.suites import PatchPlan, wants_memory
 from trainshort.interop.patch import patch, put_in
 from trainshort.presets import presets
 from trainshort.utils.bench_results import Case, Measure, Measurement, megabytes, ratio

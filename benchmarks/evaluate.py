@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainshort.bench.measure import Benchmark, Progress, peaks
-from trainshort.bench.suites import EvaluatePlan, wants_memory
+from benchmarks.run import Benchmark, Progress, peaks
+from benchmarks.suites import EvaluatePlan, wants_memory
 from trainshort.checkpoint import find, load_model
 from trainshort.evaluate.sweep import score
 from trainshort.evaluate.target import ModelTarget

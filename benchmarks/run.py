@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from trainshort.bench.compare import print_rows
-from trainshort.bench.suites import AttentionPlan, Plan
+from benchmarks.compare import print_rows
+from benchmarks.suites import AttentionPlan, Plan
 from trainshort.machine import provenance, total_memory, version
 from trainshort.terminal import new_console
 from trainshort.utils import bench_results
@@ -68,7 +68,7 @@ def peaks(suite: str, tasks: Mapping[str, dict[str, Any]], progress: Progress) -
     found = {}
     for number, (name, task) in enumerate(tasks.items(), start=1):
         progress.note(f"memory of {name}, {number} of {len(tasks)}")
-        found[name] = alone(f"trainshort.bench.{suite}", **task)
+        found[name] = alone(f"benchmarks.{suite}", **task)
     return found
 
 
@@ -140,12 +140,12 @@ def run(plans: Mapping[str, Plan], quick: bool, out: Path, console: Console) -> 
 
 def _benchmarks(name: str, plan: Plan, scratch: Path, stored: dict[str, Any], progress: Progress) -> list[Benchmark]:
     """A suite's benchmarks; what is wrong with its inputs is told before the first of any suite."""
-    module = importlib.import_module(f"trainshort.bench.{name}")
+    module = importlib.import_module(f"benchmarks.{name}")
     if not isinstance(plan, AttentionPlan):
         return module.benchmarks(plan)
     source = plan.inputs
     if Path(source).is_dir():
-        from trainshort.bench.recorded import record, recordable
+        from benchmarks.inputs import record, recordable
 
         recorded = recordable(Path(source), plan.layer)  # what cannot be is told before the first line of progress
         progress.line(f"recording queries, keys and values of {source}, {max(plan.lengths):,} tokens")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from trainshort.bench.compare import compare
+from benchmarks.compare import compare
 from trainshort.cli import main
 from trainshort.files import write_sealed
 from trainshort.utils.bench_results import BenchResult, Measure, Measurement, load, save
