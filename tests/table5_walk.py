@@ -30,7 +30,7 @@ from trainshort.reproduce.tasks import assign
 
 try:
     from trainshort.claims.collection import collect
-    from trainshort.report.writing import write_report
+    from trainshort.report.write import write_report
     from trainshort.reproduce.tasks import reproduce
 except ImportError:  # their names in 0.1.0
     from trainshort.claims.results import collect  # pyright: ignore[reportMissingImports]

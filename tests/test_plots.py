@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainshort.plots.figures import APART, COLORS, color, lab, round_ticks, spaced
+from trainshort.utils.figures import APART, COLORS, color, lab, round_ticks, spaced
 
 
 def test_a_method_has_one_colour_and_one_of_its_own():

@@ -17,10 +17,10 @@ from trainshort.commands.train import Train
 from trainshort.config import ModelConfig, RunConfig, load_config
 from trainshort.errors import InputError
 from trainshort.model import TransformerLM
-from trainshort.plots.figures import color
 from trainshort.positions import positions
 from trainshort.reproduce import tasks
 from trainshort.settings import MOVED, methods
+from trainshort.utils.figures import color
 
 HERE = Path(__file__).parent / "plugins"
 KERPLE, GATE, EACH = HERE / "kerple_log.py", HERE / "forget_gate.py", HERE / "one_of_each.py"

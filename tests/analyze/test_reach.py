@@ -8,7 +8,7 @@ from trainshort import alibi
 from trainshort.analyze import reach
 from trainshort.analyze.lab import Lab
 from trainshort.attention import backends
-from trainshort.bench.recorded import attention_calls
+from trainshort.evaluate.attention_inputs import attention_calls
 from trainshort.positions import positions
 
 

@@ -7,10 +7,10 @@ import torch
 from laboratory import prose
 
 from trainshort.attention import attend
-from trainshort.bench.recorded import attention_calls
 from trainshort.checkpoint import best, load_model
 from trainshort.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from trainshort.data import prepare
+from trainshort.evaluate.attention_inputs import attention_calls
 from trainshort.train import train
 
 LENGTH = 16_384

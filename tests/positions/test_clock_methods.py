@@ -5,10 +5,10 @@ import torch
 
 from trainshort import alibi
 from trainshort.attention import DecayBias, attend
-from trainshort.bench.recorded import attention_calls
 from trainshort.cache import Cache, Rows
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
+from trainshort.evaluate.attention_inputs import attention_calls
 from trainshort.model import TransformerLM
 from trainshort.positions import LayerInput, build_position
 

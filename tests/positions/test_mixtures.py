@@ -28,7 +28,7 @@ def tiny(position="alibi", **changes):
 
 
 def queries_and_biases(model, tokens):
-    from trainshort.bench.recorded import attention_calls
+    from trainshort.evaluate.attention_inputs import attention_calls
 
     return attention_calls(model, tokens)
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from made_up import LAPTOP, make_demo, make_run, write_evaluation
 
-from trainshort.bench.documents import ROOT
+from benchmarks.update_docs import ROOT
 from trainshort.claims.collection import collect
 from trainshort.claims.measured import View, middle
 from trainshort.claims.speed_and_memory import time_saved

@@ -23,13 +23,13 @@ from trainshort.evaluate.evidence import past_training, pooled
 from trainshort.evaluate.results import load, save, summarize
 from trainshort.files import write_sealed
 from trainshort.passes import Passes
-from trainshort.plots.figures import round_ticks
 from trainshort.recipes.experiments import EvalProtocol, Variant
 from trainshort.report.headline import find_headline, sentences
 from trainshort.report.sections import reach_figure
-from trainshort.report.story import about
-from trainshort.report.writing import headline_table, write_report
+from trainshort.report.summary import about
+from trainshort.report.write import headline_table, write_report
 from trainshort.runs import first_name
+from trainshort.utils.figures import round_ticks
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'{{7*7}}&amp;`|*_"
 

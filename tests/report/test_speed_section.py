@@ -5,10 +5,10 @@ import re
 import pytest
 from made_up import make_demo
 
-from trainshort.bench.measurements import BenchResult, Measure, Measurement, load, save
 from trainshort.claims.collection import collect
 from trainshort.errors import InputError
-from trainshort.report.writing import write_report
+from trainshort.report.write import write_report
+from trainshort.utils.bench_results import BenchResult, Measure, Measurement, load, save
 
 HOSTILE = "<img src=x onerror=alert(1)>|`"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainshort.plots.figures import color
+from trainshort.utils.figures import color
 
 TESTS = Path(__file__).parents[1]
 PLUGIN = TESTS / "plugins" / "kerple_log.py"

@@ -81,7 +81,7 @@ def test_work_goes_to_the_end_and_a_second_run_finds_nothing_to_do(tiny, tmp_pat
 
 def test_a_second_run_needs_no_torch(tiny, tmp_path):
     """That is what makes it quick: everything that is done is known from files."""
-    code = "import sys, trainshort.reproduce.tasks, trainshort.report.writing; sys.exit('torch' in sys.modules)"
+    code = "import sys, trainshort.reproduce.tasks, trainshort.report.write; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
 
 

@@ -16,7 +16,7 @@ from trainshort.evaluate.results import best_step, find, rows
 from trainshort.files import write_sealed
 from trainshort.recipes.experiments import Variant, choose, choose_methods
 from trainshort.report.headline import find_headline
-from trainshort.report.writing import write_report
+from trainshort.report.write import write_report
 from trainshort.reproduce import tasks
 from trainshort.reproduce.tasks import assign, work
 from trainshort.train import train

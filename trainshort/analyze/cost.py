@@ -12,11 +12,11 @@ from typing import Any
 from rich.console import Group
 
 from trainshort.analyze.lab import Analysis, Lab, analyses, new_table, titled
-from trainshort.bench.measure import Timing, alone
-from trainshort.bench.rig import OUT_OF_MEMORY
 from trainshort.config import ModelConfig, RunConfig, TrainConfig
+from trainshort.evaluate.step_cost import OUT_OF_MEMORY
 from trainshort.evaluate.target import RunTarget
 from trainshort.settings import PAPER
+from trainshort.utils.timing import Timing, alone
 
 ROUNDS = 5
 """Steps that are timed, after one that warms up; their median counts."""
@@ -63,10 +63,10 @@ def measure(model: ModelConfig, length: int, device: str = "cpu", weights: str |
     config = RunConfig(model=model, train=train).model_dump(mode="json")
     asked: dict[str, Any] = {"config": config, "device": device, "weights": weights, "rounds": ROUNDS}
     try:
-        found = alone("rig", **asked)
+        found = alone("trainshort.evaluate.step_cost", **asked)
     except MemoryError:
         try:  # training was too much; perhaps inference is not
-            found = {"training": OUT_OF_MEMORY, **alone("rig", train=False, **asked)}
+            found = {"training": OUT_OF_MEMORY, **alone("trainshort.evaluate.step_cost", train=False, **asked)}
         except MemoryError:
             found = dict.fromkeys(KINDS, OUT_OF_MEMORY)
     return {kind: _told(found[kind]) for kind in KINDS}

@@ -27,7 +27,7 @@ from trainshort.analyze.far_context import WAYS, spoil
 from trainshort.analyze.lab import SCORED, Analysis, Lab, analyses, compare, new_table, titled
 from trainshort.attention import AttentionCall, DecayBias, LinearBias
 from trainshort.attention.formula import visible, written_bias
-from trainshort.bench.recorded import attention_calls
+from trainshort.evaluate.attention_inputs import attention_calls
 from trainshort.evaluate.evidence import shows
 from trainshort.model import TransformerLM
 

@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainshort.bench import measurements
-from trainshort.bench.measurements import BenchResult
 from trainshort.config import RunConfig, load_config
 from trainshort.errors import ForeignConfigError, InputError
 from trainshort.evaluate.results import LengthScore, Query, Stored, find, rows
@@ -18,6 +16,8 @@ from trainshort.files import MissingFileError, read_sealed
 from trainshort.recipes.experiments import Scale, Variant
 from trainshort.recipes.scales import FIRST_LAPTOP, LENGTHS, SETUPS, scales
 from trainshort.runs import RunFolder, read_lines, read_metrics
+from trainshort.utils import bench_results
+from trainshort.utils.bench_results import BenchResult
 
 COST_FILE = "cost.json"
 COST_FORMAT = 1
@@ -111,7 +111,7 @@ def collect(paths: Sequence[Path]) -> Collection:
                 if folder == path:  # it was named; one that lies beside the runs is none of them
                     raise
         costs |= {name: {**entry, "path": path / COST_FILE} for name, entry in read_costs(path).items()}
-        benches += measurements.find(path)
+        benches += bench_results.find(path)
     if not any(run.evaluations for run in runs.values()) and not costs and not benches:
         named = ", ".join("this folder" if path == Path() else str(path) for path in paths)
         where = f"no results in {named}" if paths else "no folder was given"

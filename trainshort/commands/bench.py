@@ -14,7 +14,7 @@ from trainshort.terminal import listed, say
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trainshort.bench import measurements
+    from trainshort.utils import bench_results
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Bench:
         return read_command(cls, words, suite_options(), described(cls))
 
     def run(self) -> None:
-        from trainshort.bench.compare import compare, print_comparison, wide_console
-        from trainshort.bench.measurements import load
+        from benchmarks.compare import compare, print_comparison, wide_console
+        from trainshort.utils.bench_results import load
 
         old = load(self.against) if self.against else None  # a wrong name should not wait for the measurements
         console = wide_console()
@@ -70,9 +70,9 @@ class Bench:
                 say(warning)
             print_comparison(comparison, console)
 
-    def _measure(self, console: "Console") -> "measurements.BenchResult":
-        from trainshort.bench.measure import run
-        from trainshort.bench.suites import choose
+    def _measure(self, console: "Console") -> "bench_results.BenchResult":
+        from benchmarks.run import run
+        from benchmarks.suites import choose
 
         plans = choose(self.suites, self.quick, self.settings)
         inputs = self.settings.get("inputs")
@@ -96,7 +96,7 @@ class Bench:
 
 def suite_options() -> list[Option]:
     """Every setting of a suite, once, with the suites that have it and the default that all of these share."""
-    from trainshort.bench.suites import FULL
+    from benchmarks.suites import FULL
 
     found: dict[str, list[tuple[str, Option]]] = {}
     for suite, plan in FULL.items():
@@ -116,7 +116,7 @@ def suite_options() -> list[Option]:
 
 def described(command: type) -> str:
     """What the command does, with a line of each suite."""
-    from trainshort.bench.suites import FULL
+    from benchmarks.suites import FULL
 
     head, rest = inspect.cleandoc(command.__doc__ or "").split("\n\n", 1)
     return f"{head}\n\n{chr(10).join(f'  {name}: {type(plan).__doc__}' for name, plan in FULL.items())}\n\n{rest}"

@@ -94,7 +94,7 @@ class Reproduce:
 def finish(root: Path, out: Path) -> None:
     """The report, the table of the headline, and where to look."""
     from trainshort.claims.collection import collect
-    from trainshort.report.writing import headline_table, write_report
+    from trainshort.report.write import headline_table, write_report
 
     collection = collect([root])
     page = write_report(collection, out)
@@ -144,7 +144,7 @@ class Report:
 
     def run(self) -> None:
         from trainshort.claims.collection import collect
-        from trainshort.report.writing import write_report
+        from trainshort.report.write import write_report
 
         tell(f"Report: {write_report(collect(self.runs), self.out)}")
 
@@ -153,7 +153,7 @@ class Report:
 class Tune:
     """Train every position method in every way of one grid; of each the best on the validation split is chosen.
 
-    The grid and its rule are in trainshort/reproduce/tune.py. What is done is kept: the same command goes on after a
+    The grid and its rule are in benchmarks/tune_laptop.py. What is done is kept: the same command goes on after a
     kill. Less than an hour on one core.
 
     Examples:
@@ -169,7 +169,7 @@ class Tune:
     """Folder of the trials and of tune.json."""
 
     def run(self) -> None:
-        from trainshort.reproduce import tune
+        from benchmarks import tune_laptop as tune
 
         if self.tokens is not None and self.tokens < 10_000:
             raise InputError(f"--tokens is what a trial is trained on, at least 10000; got {self.tokens}.")

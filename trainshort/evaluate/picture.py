@@ -9,8 +9,8 @@ from pathlib import Path
 
 from trainshort.evaluate.evidence import bounds, pooled
 from trainshort.evaluate.results import Evaluation, interval, perplexity
-from trainshort.plots.figures import OTHERS, Figure, Series, color, spaced
-from trainshort.plots.figures import draw as draw_figures
+from trainshort.utils.figures import OTHERS, Figure, Series, color, spaced
+from trainshort.utils.figures import draw as draw_figures
 
 SHADES = ("#482475", "#414487", "#2f6c8e", "#1f988b", "#42be71", "#a2da37")
 """Of the lengths in the right panel, from short to long; as many are drawn at most."""

@@ -28,9 +28,9 @@ from trainshort.interop.formats.base import Model, Origin, WeightMap, convertibl
 from trainshort.interop.import_model import ImportRequest, Source, fetched, open_folder, write_run
 from trainshort.masking import refuse_encoder
 from trainshort.model import TransformerLM
-from trainshort.plots.figures import draw
 from trainshort.positions import PositionMethod
 from trainshort.runs import RunFolder
+from trainshort.utils.figures import draw
 
 TO = "alibi"
 TIMES = (1, 2, 4, 8)

@@ -9,10 +9,10 @@ from pathlib import Path
 from trainshort.claims.collection import Collection, Run
 from trainshort.config import RunConfig
 from trainshort.evaluate.results import LengthScore, Stored, interval, perplexity
-from trainshort.plots.figures import OTHERS, Figure, Series, color
 from trainshort.recipes.experiments import method_name, published
 from trainshort.runs import run_name
 from trainshort.terminal import listed
+from trainshort.utils.figures import OTHERS, Figure, Series, color
 
 PAPER_LENGTH = 512
 LONG = "sinusoidal"

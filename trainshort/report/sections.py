@@ -10,9 +10,9 @@ from typing import Any
 from trainshort.claims.collection import Collection, Run, stored
 from trainshort.claims.measured import View
 from trainshort.evaluate.evidence import ENOUGH, bounds, past_training, pooled
-from trainshort.plots.figures import Figure, Series
 from trainshort.recipes.experiments import NAMES, EvalProtocol, method_name, queries
 from trainshort.report.headline import Curve, Headline
+from trainshort.utils.figures import Figure, Series
 
 
 def position_figure(headline: Headline) -> Figure | None:

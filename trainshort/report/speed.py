@@ -6,12 +6,11 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from trainshort.bench.compare import number
-from trainshort.bench.measurements import BenchResult, Measure, Measurement, by_kind
 from trainshort.claims.collection import Collection
 from trainshort.claims.measured import RATES, middle, session
-from trainshort.plots.figures import OTHERS, Figure, Series, color
 from trainshort.recipes.experiments import method_name
+from trainshort.utils.bench_results import BenchResult, Measure, Measurement, by_kind, number
+from trainshort.utils.figures import OTHERS, Figure, Series, color
 
 SHADES = {"windowed": color("alibi"), "bounded": color("alibi"), "plain": color("none"), "full": color("none")}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from trainshort.claims.measured import Measured, View
 from trainshort.files import make_folder, read_bytes, write_whole
-from trainshort.plots.figures import OTHERS, Figure, Series, color, spaced
 from trainshort.recipes.experiments import Cell, Experiment, experiments, with_methods
+from trainshort.utils.figures import OTHERS, Figure, Series, color, spaced
 
 FOLDER = "data"
 OURS = "alibi"

@@ -14,17 +14,17 @@ import numpy as np
 import torch
 
 from trainshort.analyze.lab import Lab, analyze
-from trainshort.bench.measure import Timing, alone, in_turns
-from trainshort.bench.rig import Rig
 from trainshort.claims.collection import COST_FORMAT, read_costs
 from trainshort.config import RunConfig
 from trainshort.data.of_run import open_own
+from trainshort.evaluate.step_cost import Rig
 from trainshort.evaluate.target import RunTarget, open_text
 from trainshort.files import make_folder, write_sealed
 from trainshort.generate import stream
 from trainshort.machine import pick_device, provenance
 from trainshort.reproduce.launchers import cores
 from trainshort.terminal import new_console
+from trainshort.utils.timing import Timing, alone, in_turns
 
 TOGETHER = 1024
 """Configurations of up to so many tokens a sequence take turns with each other; longer ones with those of their length,
@@ -84,7 +84,8 @@ def _memories(configs: dict[str, RunConfig], device: str) -> dict[str, list[int]
     """Peaks of training, `WEIGHINGS` of each; empty where the device does not tell."""
 
     def weigh(config: RunConfig) -> int | None:
-        return alone("rig", config=config.model_dump(mode="json"), device=device)["training"].get("above")
+        measured = alone("trainshort.evaluate.step_cost", config=config.model_dump(mode="json"), device=device)
+        return measured["training"].get("above")
 
     with ThreadPoolExecutor(cores() if device == "cpu" else 1) as several:
         begun = {name: several.map(weigh, [config] * WEIGHINGS) for name, config in configs.items()}

@@ -11,18 +11,19 @@ import torch
 from laboratory import make_run
 from safetensors.torch import load_file, save_file
 
+from benchmarks import inputs, peers
+from benchmarks.run import Progress
+from benchmarks.suites import FULL, QUICK, AttentionPlan, DecodePlan, choose
 from trainshort import registry
 from trainshort.attention.call import TOLERANCE
-from trainshort.bench import peers, recorded
-from trainshort.bench.measure import Progress, alone, in_turns
-from trainshort.bench.measurements import load, median_of
-from trainshort.bench.suites import FULL, QUICK, AttentionPlan, DecodePlan, choose
 from trainshort.checkpoint import load_model
 from trainshort.cli import main
 from trainshort.commands.bench import Bench
 from trainshort.config import load_config
 from trainshort.data import open_data
 from trainshort.errors import InputError
+from trainshort.utils.bench_results import load, median_of
+from trainshort.utils.timing import alone, in_turns
 
 ATTENTION = ("attention", "--lengths", "64", "128", "--engines", "windowed", "windowed-torch", "--rounds", "2")
 
@@ -77,7 +78,7 @@ def test_every_engine_can_be_named(tmp_path, capsys, monkeypatch):
     try:
         run(*words.split(), "--out", str(out), "--plugin", str(plugin))
         asked = {"source": "normal", "length": 64, "name": "echo", "tolerance": 0.0, "causal": True}
-        assert alone("attention", **asked)["peak"] > 0
+        assert alone("benchmarks.attention", **asked)["peak"] > 0
     finally:
         for table, name in registry._loaded[str(plugin)].entries:
             table.forget(name)
@@ -160,7 +161,7 @@ def test_decoding_by_context_weights_and_without_end(tmp_path):
 
 def test_greedy_tokens_are_those_of_mpt():
     pytest.importorskip("transformers")
-    from trainshort.bench.decode import make_model
+    from benchmarks.decode import make_model
 
     theirs, ours = peers.pair(make_model("tiny"), 200)
     write = partial(peers.bounded_greedy, ours, 1e-6)
@@ -183,7 +184,7 @@ def test_a_run_is_recorded_as_its_model_computes(tmp_path):
     config = load_config(folder / "config.json")
     text = open_data(Path(config.data.folder or "")).split("valid")
     length = len(text) + 50
-    told = recorded.record(*recorded.recordable(folder, 0), length, tmp_path / "r.safetensors")
+    told = inputs.record(*inputs.recordable(folder, 0), length, tmp_path / "r.safetensors")
     assert (told["layer"], told["heads"], told["dim"]) == (0, 4, 8)
     found = load_file(tmp_path / "r.safetensors")
     model = load_model(folder)
@@ -281,7 +282,7 @@ def test_plans_take_the_options_that_concern_them():
 
 def test_contestants_take_turns():
     calls: list[str] = []
-    timings = in_turns({name: lambda name=name: calls.append(name) for name in "ab"}, 2, 1, Progress())
+    timings = in_turns({name: lambda name=name: calls.append(name) for name in "ab"}, 2, 1, Progress().round)
     assert "".join(calls) == "ab" + "abab"
     assert [len(one.seconds) for one in timings.values()] == [2, 2]
 

@@ -12,8 +12,8 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from trainshort.claims.verdicts import Claim, Outcome
-from trainshort.plots.figures import Figure
-from trainshort.plots.plotly import plotly_script, specification
+from trainshort.report.plotly_figures import plotly_script, specification
+from trainshort.utils.figures import Figure
 
 
 def template(name: str) -> str:

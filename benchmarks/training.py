@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
-from trainshort.bench.measure import Benchmark, Progress, in_turns, matmul_rate, peak_during, peaks
-from trainshort.bench.measurements import Case, Measurement, megabytes, percent, ratio
-from trainshort.bench.rig import Rig
-from trainshort.bench.suites import TrainingPlan, wants_memory
+from benchmarks.run import Benchmark, Progress, matmul_rate, peaks
+from benchmarks.suites import TrainingPlan, wants_memory
 from trainshort.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
+from trainshort.evaluate.step_cost import Rig
 from trainshort.machine import free_memory, version
 from trainshort.model import TransformerLM
 from trainshort.positions import positions
 from trainshort.presets import presets
+from trainshort.utils.bench_results import Case, Measurement, megabytes, percent, ratio
+from trainshort.utils.timing import in_turns, peak_during
 
 MPT = "mpt"
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -50,7 +51,7 @@ def measure(plan: TrainingPlan, length: int, progress: Progress) -> list[Measure
     names = [MPT, *plan.methods] if takes_part else list(plan.methods)
     progress.note(f"{plan.rounds} rounds of {', '.join(names)}, {batch * length:,} tokens a step")
     asked = {name: {"name": name, "preset": plan.preset, "batch": batch, "length": length} for name in names}
-    timings = in_turns({name: step_of(**asked[name]) for name in names}, plan.rounds, 1, progress)
+    timings = in_turns({name: step_of(**asked[name]) for name in names}, plan.rounds, 1, progress.round)
     rate = matmul_rate(0.5)
     found = peaks("training", asked if wants_memory(plan, length) else {}, progress)
     memory = {name: one["peak"] for name, one in found.items()}

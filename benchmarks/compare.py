@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainshort.bench.measurements import BenchResult, Measure, Measurement, by_kind
 from trainshort.runs import flatten
 from trainshort.terminal import new_console
+from trainshort.utils.bench_results import BenchResult, Measure, Measurement, by_kind, shown
 
 SINGLE = 0.02
 """Spread that is allowed to a value measured once, such as peak memory."""
@@ -125,16 +125,6 @@ PLAIN_WIDTH = 150
 
 def wide_console() -> Console:
     return new_console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-
-
-def number(value: float) -> str:
-    """`1,234`, `0.57`, `4.3e-08`"""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def shown(measure: Measure) -> str:
-    """With its spread, as a reader's first question is how sure a number is."""
-    return number(measure.value) + ("" if measure.spread is None else f" ±{100 * measure.spread:.0f}%")
 
 
 def print_rows(rows: list[Measurement], title: str, console: Console) -> None:

@@ -13,12 +13,12 @@ from functools import partial
 
 from tokenizers import Tokenizer as Library
 
-from trainshort.bench.measure import Benchmark, Progress
-from trainshort.bench.measurements import Case, Measurement, median_of
-from trainshort.bench.suites import PreparePlan
+from benchmarks.run import Benchmark, Progress
+from benchmarks.suites import PreparePlan
 from trainshort.data.corpus import find_corpus
 from trainshort.data.tokenizer import SavedTokenizer, Tokenizer
 from trainshort.data.tokenizer.built import BytePairTokenizer, ByteTokenizer, WordTokenizer
+from trainshort.utils.bench_results import Case, Measurement, median_of
 
 THREADS = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 

@@ -1,4 +1,4 @@
-"""`python -m trainshort.report.readme [report/laptop]`: what README and docs say of the demo, the search, the tables.
+"""`python -m benchmarks.readme [report/laptop]`: what README and docs say of the demo, the search, the tables.
 
 Given a report's folder, its results are stored first. Of one seed: headline.json as benchmarks/results/demo.json, and
 the first figure as docs/headline.png; of several: tables.json beside it, and the pictures of its tables. Then each
@@ -19,12 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainshort.bench.documents import RESULTS, ROOT, table
-from trainshort.bench.measurements import RATIO
+from benchmarks.update_docs import RESULTS, ROOT, table
 from trainshort.evaluate.results import Evaluation, interval, perplexity
 from trainshort.files import read_sealed
-from trainshort.plots.figures import Figure, Series, color, draw
 from trainshort.recipes.experiments import method_name, published
+from trainshort.utils.bench_results import RATIO
+from trainshort.utils.figures import Figure, Series, color, draw
 
 DOCUMENTS = ("README.md", "docs/reproduce.md", "docs/evaluation.md")
 REGION = re.compile(r"(<!-- obtained: (\S+) -->\n)(.*?)(<!-- end of obtained -->)", re.DOTALL)

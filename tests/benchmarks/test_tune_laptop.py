@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from trainshort.bench.documents import RESULTS
+from benchmarks import tune_laptop as tune
+from benchmarks.update_docs import RESULTS
 from trainshort.files import read_sealed
 from trainshort.recipes.scales import TUNED, Variant
-from trainshort.reproduce import tune
 from trainshort.runs import RunFolder
 
 

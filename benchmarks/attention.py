@@ -11,14 +11,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.inputs import MADE_UP, Inputs, make_inputs
+from benchmarks.peers import CLOCK, LIMIT, PLAIN, Attend, chosen, contestant
+from benchmarks.run import Benchmark, Progress, matmul_rate, peaks
+from benchmarks.suites import AttentionPlan, wants_memory
 from trainshort.attention import DecayBias, attend
 from trainshort.attention.call import bias_kind_of
 from trainshort.attention.windowed_torch import PANEL
-from trainshort.bench.measure import Benchmark, Progress, in_turns, matmul_rate, peak_during, peaks
-from trainshort.bench.measurements import Case, Measure, Measurement, megabytes, percent, ratio
-from trainshort.bench.peers import CLOCK, LIMIT, PLAIN, Attend, chosen, contestant
-from trainshort.bench.recorded import MADE_UP, Inputs, make_inputs
-from trainshort.bench.suites import AttentionPlan, wants_memory
+from trainshort.utils.bench_results import Case, Measure, Measurement, megabytes, percent, ratio
+from trainshort.utils.timing import in_turns, peak_during
 
 CHECKED = 64
 """Last rows that are compared with float64, because the oracle writes scores out."""
@@ -54,7 +55,7 @@ def measure(plan: AttentionPlan, source: str, label: str, length: int, progress:
     for kind in ("forward", "forward + backward"):
         progress.note(f"{kind}, {rounds} rounds of {', '.join(names)}")
         turns = {name: passes(functions[name], given[name], kind != "forward") for name in names}
-        timings[kind] = in_turns(turns, rounds, warmup, progress)
+        timings[kind] = in_turns(turns, rounds, warmup, progress.round)
     rate = matmul_rate(0.5)
     asked = {"source": source, "length": length, "tolerance": plan.tolerance, "causal": causal}
     tasks = {name: asked | {"name": name} for name in names if wants_memory(plan, length)}

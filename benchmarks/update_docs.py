@@ -1,4 +1,4 @@
-"""`python -m trainshort.bench.documents`: tables of measurements in the documents, written from the stored results.
+"""`python -m benchmarks.update_docs`: tables of measurements in the documents, written from the stored results.
 
 A region of a document between these two lines is a table of this file, and a test says when they differ:
 
@@ -15,9 +15,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from trainshort.bench.measurements import RATIO, BenchResult, Measurement, load
+from trainshort.utils.bench_results import RATIO, BenchResult, Measurement, load
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (
     "README.md",

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from trainshort.bench import training
-from trainshort.bench.measure import Benchmark, Progress, in_turns, peak_during, peaks
-from trainshort.bench.measurements import Case, Measure, Measurement, megabytes, ratio
-from trainshort.bench.peers import GREEDY, greedy, same_greedy_tokens
-from trainshort.bench.suites import PatchPlan, wants_memory
+from benchmarks import training
+from benchmarks.peers import GREEDY, greedy, same_greedy_tokens
+from benchmarks.run import Benchmark, Progress, peaks
+from benchmarks.suites import PatchPlan, wants_memory
 from trainshort.interop.patch import patch, put_in
 from trainshort.presets import presets
+from trainshort.utils.bench_results import Case, Measure, Measurement, megabytes, ratio
+from trainshort.utils.timing import in_turns, peak_during
 from trainshort.vocabulary import product
 
 WORK = ("forward", "step")
@@ -40,7 +41,7 @@ def measure(plan: PatchPlan, length: int, progress: Progress) -> list[Measuremen
     for work in WORK:
         progress.note(f"{plan.rounds} rounds of {work}")
         asked = {name: work_of(work, model, length) for name, model in models.items()}
-        timings[work] = in_turns(asked, plan.rounds, 1, progress)
+        timings[work] = in_turns(asked, plan.rounds, 1, progress.round)
     tasks = {
         f"{name}, {work}": {"name": name, "work": work, "preset": plan.preset, "length": length}
         for work in WORK

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.plots.figures import MARK, Figure, Series, log_ticks
+from trainshort.utils.figures import MARK, Figure, Series, log_ticks
 
 
 def plotly_script() -> str:

@@ -8,11 +8,11 @@ import torch
 from compiled_code import needs_kernel
 from safetensors.torch import save_file
 
+from benchmarks.attention import acp_work, needed_work, passes, work
+from benchmarks.inputs import make_inputs
+from benchmarks.peers import PLAIN, chosen, contestant
+from benchmarks.run import Progress
 from trainshort.attention import DecayBias, attend
-from trainshort.bench.attention import acp_work, needed_work, passes, work
-from trainshort.bench.measure import Progress
-from trainshort.bench.peers import PLAIN, chosen, contestant
-from trainshort.bench.recorded import make_inputs
 from trainshort.errors import InputError
 
 

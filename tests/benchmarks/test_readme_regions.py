@@ -6,14 +6,14 @@ import math
 import pytest
 from made_up import LAPTOP, ORIGIN, make_demo, make_run
 
+from benchmarks import readme
 from trainshort.claims.collection import collect
 from trainshort.claims.measured import View
 from trainshort.files import write_sealed
-from trainshort.plots.plotly import specification
 from trainshort.recipes.experiments import Variant
-from trainshort.report import readme
+from trainshort.report.plotly_figures import specification
 from trainshort.report.tables import paper_figures
-from trainshort.report.writing import write_report
+from trainshort.report.write import write_report
 from trainshort.runs import run_name
 
 
@@ -21,7 +21,7 @@ from trainshort.runs import run_name
 def test_the_documents_agree_with_the_stored_results(name):
     text = (readme.ROOT / name).read_text(encoding="utf-8")
     assert readme.REGION.search(text)
-    assert readme.written(text) == text, "run: python -m trainshort.report.readme"
+    assert readme.written(text) == text, "run: python -m benchmarks.readme"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`python -m trainshort.positions.picture`: docs/biases*.png, what methods add to a score at each distance, drawn from
+"""`python -m benchmarks.plot_biases`: docs/biases*.png, what methods add to a score at each distance, drawn from
 the methods themselves at their first values."""
 
 import math
@@ -12,11 +12,11 @@ from torch import Tensor
 from trainshort.attention import AttentionCall
 from trainshort.attention.formula import written_bias
 from trainshort.config import ModelConfig
-from trainshort.plots.figures import OTHERS, Figure, Series, color, draw
 from trainshort.positions import LayerInput, PositionMethod, build_position
 from trainshort.positions.distance import Bam
+from trainshort.utils.figures import OTHERS, Figure, Series, color, draw
 
-FOLDER = Path(__file__).parents[2] / "docs"
+FOLDER = Path(__file__).parents[1] / "docs"
 HEADS, SHOWN, FARTHEST, WIDTH = 8, (1, 4, 8), 1024, 512
 PLACES = (*range(0, 32, 4), *range(32, FARTHEST, 16), FARTHEST - 1)
 PICTURES: dict[str, dict[str, dict[str, Any]]] = {

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainshort.bench.measure import Benchmark, Progress, in_turns, peak_during, peaks
-from trainshort.bench.measurements import Case, Measurement, megabytes
-from trainshort.bench.suites import EvaluatePlan, wants_memory
+from benchmarks.run import Benchmark, Progress, peaks
+from benchmarks.suites import EvaluatePlan, wants_memory
 from trainshort.checkpoint import find, load_model
 from trainshort.evaluate.sweep import score
 from trainshort.evaluate.target import ModelTarget
@@ -22,6 +21,8 @@ from trainshort.model import TransformerLM
 from trainshort.passes import Passes
 from trainshort.positions import positions
 from trainshort.presets import presets
+from trainshort.utils.bench_results import Case, Measurement, megabytes
+from trainshort.utils.timing import in_turns, peak_during
 
 
 def benchmarks(plan: EvaluatePlan) -> list[Benchmark]:
@@ -59,7 +60,7 @@ def measure(plan: EvaluatePlan, method: str, progress: Progress) -> list[Measure
     tokens, shortest = max(plan.lengths), min(plan.lengths)
     progress.note(f"{plan.rounds} rounds of blocks of {', '.join(f'{length:,}' for length in plan.lengths)}")
     work = {f"{length:,} tokens": partial(read, target, length, tokens) for length in plan.lengths}
-    timings = in_turns(work, plan.rounds, 1, progress)
+    timings = in_turns(work, plan.rounds, 1, progress.round)
     asked = {"method": method, "preset": plan.preset, "run": plan.run, "tokens": tokens}
     tasks = {f"{one:,} tokens": asked | {"length": one} for one in plan.lengths if wants_memory(plan, one)}
     memory = peaks("evaluate", tasks, progress)

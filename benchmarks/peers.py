@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import training
+from benchmarks.inputs import Inputs
+from benchmarks.run import Progress
+from benchmarks.suites import CONTESTANTS
 from trainshort import alibi
 from trainshort.attention import AttentionCall, DecayBias, LinearBias, attend, backends
 from trainshort.attention.formula import visible, written_bias
 from trainshort.attention.operator import unavailable
-from trainshort.bench import training
-from trainshort.bench.measure import Progress
-from trainshort.bench.recorded import Inputs
-from trainshort.bench.suites import CONTESTANTS
 from trainshort.generate.streaming import stream
 from trainshort.interop.formats.base import plan
 from trainshort.interop.formats.mpt import MPT

@@ -3,25 +3,22 @@
 How much proven windows skip depends on the sizes of queries and keys, so a trained model's own are the honest input.
 """
 
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainshort import alibi, clocks
-from trainshort.attention import AttentionCall, DecayBias, LinearBias
-from trainshort.cache import Cache
+from trainshort.attention import DecayBias, LinearBias
 from trainshort.checkpoint import fingerprint
 from trainshort.errors import InputError
+from trainshort.evaluate.attention_inputs import attention_calls
 from trainshort.evaluate.target import RunTarget, open_text
-from trainshort.model import Attention, TransformerLM
 
 MADE_UP = ("normal", "scaled")
 HEADS, DIM = 8, 64
@@ -124,36 +121,3 @@ def record(target: RunTarget, index: int, length: int, path: Path) -> dict[str, 
         "heads": model.config.heads,
         "dim": model.config.head_width,
     }
-
-
-def attention_calls(
-    model: TransformerLM, tokens: Int[Tensor, "batch length"], chunk: int | None = None
-) -> tuple[AttentionCall, ...]:
-    """One call per layer, from the first to the last. `chunk` tokens are read at a time where a long text would take
-    too much memory at once; the calls are those of the whole text all the same (their bias is the last chunk's)."""
-    parts: dict[Attention, list[AttentionCall]] = {
-        layer: [] for layer in model.modules() if isinstance(layer, Attention)
-    }
-
-    def record(layer: Attention, arguments: tuple[Any, ...]) -> None:
-        x, position, step, cache = arguments[:4]
-        q, k, v = layer.project(x, position, step.where)
-        remembered = {} if cache is None else dict(cache.place)
-        bias = layer.bias(x, position, step, cache)
-        if cache is not None:  # the layer itself asks again, and must find its place as it was
-            cache.place = remembered
-        parts[layer].append(AttentionCall(q, k, v, bias, layer.window, step.segment_ids))
-
-    with ExitStack() as held, torch.no_grad():
-        for layer in parts:
-            held.callback(layer.register_forward_pre_hook(record).remove)
-        cache = None if chunk is None else Cache()
-        for part in tokens.split(chunk or tokens.shape[1], dim=1):
-            model.hidden(part, cache=cache)
-    return tuple(_joined(calls) for calls in parts.values())
-
-
-def _joined(calls: list[AttentionCall]) -> AttentionCall:
-    if len(calls) == 1:
-        return calls[0]
-    return replace(calls[-1], **{name: torch.cat([getattr(call, name) for call in calls], dim=2) for name in "qkv"})

@@ -2,10 +2,6 @@
 a machine whose own rates are measured as well. `run` is one `trainshort bench`."""
 
 import importlib
-import json
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -16,13 +12,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from trainshort.bench import measurements
-from trainshort.bench.compare import print_rows
-from trainshort.bench.measurements import RATIO, BenchResult, Measure, Measurement, median_of
-from trainshort.bench.suites import AttentionPlan, Plan
-from trainshort.errors import InputError
-from trainshort.machine import Peak, provenance, resident_memory, total_memory, version
+from benchmarks.compare import print_rows
+from benchmarks.suites import AttentionPlan, Plan
+from trainshort.machine import provenance, total_memory, version
 from trainshort.terminal import new_console
+from trainshort.utils import bench_results
+from trainshort.utils.bench_results import BenchResult, Measurement
+from trainshort.utils.timing import alone
 
 PATIENCE = 10.0
 """Seconds without a line after which the next round is told."""
@@ -64,65 +60,6 @@ class Benchmark:
     run: Callable[[Progress], list[Measurement]]
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of repeated turns."""
-
-    seconds: tuple[float, ...]
-
-    def per(self, count: int) -> Measure:
-        """Milliseconds of one of `count` equal parts of a turn."""
-        return median_of([1e3 * one / count for one in self.seconds], "ms", "lower")
-
-    def rate(self, count: int, unit: str) -> Measure:
-        """How many of something a second, with `count` of them in a turn."""
-        return median_of([count / one for one in self.seconds], unit, "higher")
-
-    def to(self, other: "Timing") -> Measure:
-        """Time as a multiple of another's in the same rounds."""
-        return median_of([a / b for a, b in zip(self.seconds, other.seconds, strict=True)], RATIO, "lower")
-
-    def speed_to(self, other: "Timing") -> Measure:
-        """Speed as a multiple of another's in the same rounds."""
-        return median_of([b / a for a, b in zip(self.seconds, other.seconds, strict=True)], RATIO, "higher")
-
-    def speed_of(self, other: "Timing") -> Measure:
-        """Speed in percent of another's in the same rounds."""
-        return median_of([100 * b / a for a, b in zip(self.seconds, other.seconds, strict=True)], "%", "higher")
-
-    @property
-    def best(self) -> float:
-        return min(self.seconds)
-
-
-def in_turns(
-    contestants: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 1, progress: Progress | None = None
-) -> dict[str, Timing]:
-    """Time each contestant `rounds` times, one after the other in every round, so that noise hits all alike."""
-    for contestant in contestants.values():
-        for _ in range(warmup):
-            contestant()
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for number in range(1, rounds + 1):
-        if progress:
-            progress.round(number, rounds)
-        for name, contestant in contestants.items():
-            start = time.perf_counter()
-            contestant()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: Timing(tuple(values)) for name, values in seconds.items()}
-
-
-def peak_during(work: Callable[[], object]) -> dict[str, int]:
-    """The most memory this process held while `work` ran, and how much of it came on top of what it had before."""
-    before, peak = resident_memory(), Peak(torch.device("cpu"))
-    work()
-    most = peak.bytes()
-    if most is None:
-        raise RuntimeError("this system does not report a high-water mark of memory")
-    return {"peak": most, "own": max(0, most - before)}
-
-
 def peaks(suite: str, tasks: Mapping[str, dict[str, Any]], progress: Progress) -> dict[str, dict[str, Any]]:
     """What a process of its own tells of the memory of each task; nothing where the system does not tell."""
     if tasks and not Path("/proc/self/clear_refs").exists():
@@ -131,35 +68,8 @@ def peaks(suite: str, tasks: Mapping[str, dict[str, Any]], progress: Progress) -
     found = {}
     for number, (name, task) in enumerate(tasks.items(), start=1):
         progress.note(f"memory of {name}, {number} of {len(tasks)}")
-        found[name] = alone(suite, **task)
+        found[name] = alone(f"benchmarks.{suite}", **task)
     return found
-
-
-def alone(suite: str, **task: Any) -> dict[str, Any]:
-    """`peak(**task)` of a suite's module in a fresh process with as many threads as this one; a MemoryError when that
-    was killed, which nobody but the kernel's memory watch does."""
-    asked = json.dumps({"suite": suite, "task": task, "threads": torch.get_num_threads()})
-    command = [sys.executable, "-c", "from trainshort.bench.measure import answer; answer()"]
-    done = subprocess.run(command, input=asked, capture_output=True, text=True)
-    if done.returncode == -signal.SIGKILL:
-        raise MemoryError(f"{suite} was killed")
-    if done.returncode:
-        raise RuntimeError(f"measuring the memory of {suite} {task} failed:\n{done.stderr}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    if "refused" in found:
-        raise InputError(found["refused"])
-    return found
-
-
-def answer() -> None:
-    """The other side of `alone`: what to measure comes as JSON, the result goes out as a line of it."""
-    asked = json.load(sys.stdin)
-    torch.set_num_threads(asked["threads"])
-    try:
-        found = importlib.import_module(f"trainshort.bench.{asked['suite']}").peak(**asked["task"])
-    except InputError as error:
-        found = {"refused": str(error)}
-    print(json.dumps(found))
 
 
 # ---- the machine
@@ -214,28 +124,28 @@ def run(plans: Mapping[str, Plan], quick: bool, out: Path, console: Console) -> 
             name: _benchmarks(name, plan, Path(scratch), settings[name], progress) for name, plan in plans.items()
         }
         bench = BenchResult(made=describe(), settings=settings)
-        measurements.save(bench, out)
+        bench_results.save(bench, out)
         progress.line(f"measuring {', '.join(suites)}; results go to {out}")
         for name, benchmarks in suites.items():
             for number, benchmark in enumerate(benchmarks, start=1):
                 progress.line(f"{name} {number}/{len(benchmarks)}: {benchmark.title}")
                 rows = benchmark.run(progress)
                 bench = bench.with_rows(name, rows)
-                measurements.save(bench, out)
+                bench_results.save(bench, out)
                 print_rows(rows, benchmark.title[:1].upper() + benchmark.title[1:], console)
         bench = bench.replace(finished=True)
-        measurements.save(bench, out)
+        bench_results.save(bench, out)
     return bench
 
 
 def _benchmarks(name: str, plan: Plan, scratch: Path, stored: dict[str, Any], progress: Progress) -> list[Benchmark]:
     """A suite's benchmarks; what is wrong with its inputs is told before the first of any suite."""
-    module = importlib.import_module(f"trainshort.bench.{name}")
+    module = importlib.import_module(f"benchmarks.{name}")
     if not isinstance(plan, AttentionPlan):
         return module.benchmarks(plan)
     source = plan.inputs
     if Path(source).is_dir():
-        from trainshort.bench.recorded import record, recordable
+        from benchmarks.inputs import record, recordable
 
         recorded = recordable(Path(source), plan.layer)  # what cannot be is told before the first line of progress
         progress.line(f"recording queries, keys and values of {source}, {max(plan.lengths):,} tokens")

@@ -4,33 +4,33 @@ from pathlib import Path
 
 import pytest
 
-from trainshort.bench import documents
-from trainshort.bench.measurements import RATIO, Measure, Measurement
+from benchmarks import update_docs
+from trainshort.utils.bench_results import RATIO, Measure, Measurement
 
 
-@pytest.mark.parametrize("name", documents.DOCUMENTS)
+@pytest.mark.parametrize("name", update_docs.DOCUMENTS)
 def test_the_tables_agree_with_the_stored_results(name: str):
-    text = (documents.ROOT / name).read_text(encoding="utf-8")
-    assert documents.REGION.search(text), f"{name} has no measured table"
-    assert documents.written(text) == text, f"run: python -m trainshort.bench.documents {name}"
+    text = (update_docs.ROOT / name).read_text(encoding="utf-8")
+    assert update_docs.REGION.search(text), f"{name} has no measured table"
+    assert update_docs.written(text) == text, f"run: python -m benchmarks.update_docs {name}"
 
 
 def test_a_changed_number_is_noticed():
-    text = (documents.ROOT / "docs/training.md").read_text(encoding="utf-8")
-    assert documents.written(text.replace("tokens/s", "tokens/h")) == text
-    text = (documents.ROOT / "README.md").read_text(encoding="utf-8")
+    text = (update_docs.ROOT / "docs/training.md").read_text(encoding="utf-8")
+    assert update_docs.written(text.replace("tokens/s", "tokens/h")) == text
+    text = (update_docs.ROOT / "README.md").read_text(encoding="utf-8")
     assert text != text.replace("-->0.12", "-->0.11")
-    assert documents.written(text.replace("-->0.12", "-->0.11")) == text
+    assert update_docs.written(text.replace("-->0.12", "-->0.11")) == text
 
 
 def test_an_unfinished_run_is_told():
-    bench = documents.load(documents.RESULTS / "evaluate.json")
-    assert ("stopped before its end" in documents.origin(bench, "evaluate")) == (not bench.finished)
+    bench = update_docs.load(update_docs.RESULTS / "evaluate.json")
+    assert ("stopped before its end" in update_docs.origin(bench, "evaluate")) == (not bench.finished)
 
 
 def test_a_result_that_is_not_stored_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(documents, "RESULTS", tmp_path)
-    text = documents.written("<!-- measured: clocks -->\n| old | 3 |\n<!-- end of measured -->\n")
+    monkeypatch.setattr(update_docs, "RESULTS", tmp_path)
+    text = update_docs.written("<!-- measured: clocks -->\n| old | 3 |\n<!-- end of measured -->\n")
     assert "| old" not in text
     assert "No such result is stored: `benchmarks/results/attention-clock.json`, " in text
 
@@ -47,8 +47,8 @@ def test_the_field_to_alibi():
             },
         ),
     )
-    bench = documents.load(documents.RESULTS / "training.json").model_copy(update={"suites": {"training": rows}})
-    written = documents.field_training(bench).splitlines()
+    bench = update_docs.load(update_docs.RESULTS / "training.json").model_copy(update={"suites": {"training": rows}})
+    written = update_docs.field_training(bench).splitlines()
     assert written[2:] == [f"| FoX, gates from ALiBi's slopes | 64 | 1.250 {RATIO} | 1.031 {RATIO} |"]
 
 
@@ -58,10 +58,10 @@ def test_a_clock_to_its_slopes():
         measured = {name: Measure(value=both, unit=unit, better="lower") for name, unit in units.items()}
         return Measurement(case={"engine": engine, "tokens": 64}, measured=measured)
 
-    bench = documents.load(documents.RESULTS / "attention.json")
+    bench = update_docs.load(update_docs.RESULTS / "attention.json")
     even = bench.model_copy(update={"suites": {"attention": (row("windowed", 2.0), row("clock", 2.1))}})
     fox = bench.model_copy(update={"suites": {"attention": (row("plain", 9.0), row("windowed", 0.25))}})
-    lines = [line.split(" | ") for line in documents.clocks(even, fox, fox).splitlines()[2:]]
+    lines = [line.split(" | ") for line in update_docs.clocks(even, fox, fox).splitlines()[2:]]
     assert [line[2:] for line in lines] == [
         [f"2.10 {RATIO}", f"2.10 {RATIO}", f"1.05 {RATIO} |"],
         *[[f"0.25 {RATIO}", f"0.25 {RATIO}", " |"]] * 2,

@@ -113,6 +113,18 @@ def ratio(one: float, other: float, better: Literal["lower", "higher"]) -> Measu
     return Measure(value=one / other, unit=RATIO, better=better)
 
 
+def number(value: float) -> str:
+    """Format a number for a table: `1,234`, `0.57` or `4.3e-08`."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def shown(measure: Measure) -> str:
+    """Format a measured value with its spread: `2.1 ±3%`."""
+    if measure.spread is None:
+        return number(measure.value)
+    return f"{number(measure.value)} ±{100 * measure.spread:.0f}%"
+
+
 def by_kind(rows: Sequence[Measurement]) -> list[tuple[list[Measurement], dict[str, str]]]:
     """Rows whose cases have the same parts, for a table of their own, and its columns: each measure with its unit."""
     kinds: dict[tuple[str, ...], list[Measurement]] = {}

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from trainshort import optim
-from trainshort.bench.measure import in_turns
 from trainshort.checkpoint import load_model
 from trainshort.config import RunConfig
 from trainshort.machine import Peak, is_out_of_memory
 from trainshort.model import TransformerLM
+from trainshort.utils.timing import in_turns
 
 OUT_OF_MEMORY = {"status": "out of memory"}
 

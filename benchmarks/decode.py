@@ -12,12 +12,11 @@ from pathlib import Path
 
 import torch
 
-from trainshort.bench import peers
-from trainshort.bench.measure import Benchmark, Progress, in_turns
-from trainshort.bench.measurements import Case, Measure, Measurement, median_of, megabytes, percent, ratio
-from trainshort.bench.recorded import bounding
-from trainshort.bench.suites import TRAINED, DecodePlan
-from trainshort.bench.training import mpt_takes_part
+from benchmarks import peers
+from benchmarks.inputs import bounding
+from benchmarks.run import Benchmark, Progress
+from benchmarks.suites import TRAINED, DecodePlan
+from benchmarks.training import mpt_takes_part
 from trainshort.cache import BoundedCache, Cache
 from trainshort.config import ModelConfig
 from trainshort.data.of_run import open_own
@@ -28,6 +27,8 @@ from trainshort.generate.streaming import stream
 from trainshort.machine import Peak, resident_memory
 from trainshort.model import TransformerLM
 from trainshort.presets import presets
+from trainshort.utils.bench_results import Case, Measure, Measurement, median_of, megabytes, percent, ratio
+from trainshort.utils.timing import in_turns
 
 TURN = 16
 """Consecutive tokens of a turn."""
@@ -127,7 +128,7 @@ def by_context(plan: DecodePlan, progress: Progress) -> list[Measurement]:
     size = {key: cache.bytes for key, cache in caches.items()}  # before the next token doubles the full one's room
     progress.note(f"{plan.rounds} rounds of {TURN} tokens with each of {len(caches)} caches")
     turns = {f"{kind} {context}": turn_of(made, cache) for (kind, context), cache in caches.items()}
-    timings = in_turns(turns, plan.rounds, WARMUP, progress)
+    timings = in_turns(turns, plan.rounds, WARMUP, progress.round)
     shortest = min(plan.contexts)
     rows = []
     for (kind, context), cache in caches.items():
@@ -160,7 +161,7 @@ def by_weights(plan: DecodePlan, progress: Progress) -> list[Measurement]:
     rows = []
     for kind, cache in both_caches(model, plan, context).items():
         progress.note(f"{plan.rounds} rounds of {TURN} tokens and {TURN} readings, {kind} cache")
-        timings = in_turns({"read": read, "token": turn_of(made, cache)}, plan.rounds, WARMUP, progress)
+        timings = in_turns({"read": read, "token": turn_of(made, cache)}, plan.rounds, WARMUP, progress.round)
         once, token = timings["read"], timings["token"]
         measured = {
             "weights": Measure(value=4 * numbers.numel() / 2**20, unit="MB"),
@@ -192,7 +193,7 @@ def against_mpt(plan: DecodePlan, progress: Progress) -> list[Measurement]:
     made = compiled(ours)
     turns = {"mpt": peers.turn_of(theirs, context)}
     turns |= {kind: turn_of(made, cache, peers.TURN) for kind, cache in both_caches(ours, plan, context).items()}
-    timings = in_turns(turns, plan.rounds, WARMUP, progress)
+    timings = in_turns(turns, plan.rounds, WARMUP, progress.round)
     for name, timing in timings.items():
         measured = {
             "time per token": timing.per(peers.TURN),

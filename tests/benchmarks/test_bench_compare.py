@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from trainshort.bench.compare import compare
-from trainshort.bench.measurements import BenchResult, Measure, Measurement, load, save
+from benchmarks.compare import compare
 from trainshort.cli import main
 from trainshort.files import write_sealed
+from trainshort.utils.bench_results import BenchResult, Measure, Measurement, load, save
 
 MADE = {
     "time": "2030-01-01T00:00:00+00:00",

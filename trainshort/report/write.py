@@ -10,12 +10,12 @@ from trainshort.claims.collection import Collection
 from trainshort.claims.measured import View
 from trainshort.claims.verdicts import Claim, Judged, judge
 from trainshort.files import make_folder, write_sealed, write_whole
-from trainshort.plots.figures import Figure, draw_all
 from trainshort.report import headline as first
-from trainshort.report import page, sections, story
+from trainshort.report import render, sections, summary
 from trainshort.report.speed import cost_figures, speed
 from trainshort.report.tables import Shown, Sources, paper_figures, paper_tables
 from trainshort.report.tables import Table as PaperTable
+from trainshort.utils.figures import Figure, draw_all
 
 
 def write_report(collection: Collection, out: Path) -> Path:
@@ -33,14 +33,14 @@ def write_report(collection: Collection, out: Path) -> Path:
     content: dict[str, Any] = {
         "title": "Train short, test long: what was obtained here",
         "subtitle": sections.models(collection) + (f" at the {scale.name} scale: {scale.summary}." if scale else "."),
-        "about": story.about(headline) if headline else "",
-        "sentences": story.found(headline, view) if headline else [],
-        "trust": story.trust(headline, collection, judged) if headline else [],
+        "about": summary.about(headline) if headline else "",
+        "sentences": summary.found(headline, view) if headline else [],
+        "trust": summary.trust(headline, collection, judged) if headline else [],
         "headline": figure,
         "lines": headline.lines if headline else (),
         "lengths": headline.lengths if headline else [],
         "claims": judged,
-        "tally": story.verdicts(judged),
+        "tally": summary.verdicts(judged),
         "rules": _rules([claim for claim, _ in judged]),
         "scale": scale.name if scale else "",
         "costs": costs,
@@ -54,10 +54,10 @@ def write_report(collection: Collection, out: Path) -> Path:
     }
     drawn = [*([figure] if figure else []), *costs, *(measured.figures if measured else ()), *figures]
     draw_all(drawn, out)
-    write_whole(out / "index.html", page.html(content, drawn))
-    write_whole(out / "report.md", page.markdown(content))
+    write_whole(out / "index.html", render.html(content, drawn))
+    write_whole(out / "report.md", render.markdown(content))
     if headline:
-        write_sealed(out / "headline.json", story.summary(headline, view, judged))
+        write_sealed(out / "headline.json", summary.summary(headline, view, judged))
         write_sealed(out / "tables.json", _stored_tables(collection, content["tables"]))
     _write_claims(judged, out / "claims.json", content["scale"])
     return out / "index.html"
