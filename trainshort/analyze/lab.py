@@ -34,7 +34,7 @@ from trainshort.machine import provenance
 from trainshort.model import TransformerLM
 from trainshort.passes import Passes
 from trainshort.registry import Registry
-from trainshort.terminal import Meter, new_console
+from trainshort.terminal import Meter, new_console, shown
 
 SCORED = 32
 """Tokens at the end of a probe whose losses are measured."""
@@ -204,7 +204,7 @@ def analyze(lab: Lab, text: Text, names: Sequence[str], console: Console, again:
             except InputError as error:
                 if names:
                     raise
-                console.print(f"passed over: {error}", highlight=False, markup=False)
+                console.print(f"passed over: {shown(str(error))}", highlight=False, markup=False)
                 continue
             answer = {"format": FORMAT, "analysis": name, **origin, "result": result}
             write_sealed(path, answer | {"provenance": provenance(threads=torch.get_num_threads())})
@@ -212,7 +212,7 @@ def analyze(lab: Lab, text: Text, names: Sequence[str], console: Console, again:
         written.append(path)
         console.print(chosen.table(result))
         console.print(f"{result['summary']}.", highlight=False)
-    console.print("\nWritten: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
+    console.print("\nWritten: " + ", ".join(shown(str(path)) for path in written), highlight=False, soft_wrap=True)
     return written
 
 
