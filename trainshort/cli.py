@@ -14,7 +14,8 @@ from json import JSONDecodeError
 from trainshort import __version__
 from trainshort.errors import InputError
 from trainshort.files import reason
-from trainshort.registry import did_you_mean, take_plugins
+from trainshort.plugins import take_plugins
+from trainshort.registry import did_you_mean
 from trainshort.terminal import handlers_kept, say
 
 COMMANDS = {

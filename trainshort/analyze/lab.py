@@ -33,7 +33,7 @@ from trainshort.files import make_folder, read_object, read_sealed, write_sealed
 from trainshort.machine import provenance
 from trainshort.model import TransformerLM
 from trainshort.passes import Passes
-from trainshort.registry import Registry
+from trainshort.registries import analyses
 from trainshort.terminal import Meter, new_console, shown
 
 SCORED = 32
@@ -146,9 +146,6 @@ class Analysis:
     fits: Callable[[Lab], object] = lambda lab: None
     """Raises `InputError` where model, text or lengths do not allow the question. Of all questions that are asked by
     name this is called before the first is begun."""
-
-
-analyses: Registry[Analysis] = Registry("analysis", needs=("run", "table"))
 
 
 def compare(losses: np.ndarray, others: np.ndarray) -> dict[str, Any]:

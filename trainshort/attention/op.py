@@ -14,7 +14,7 @@ from torch import Tensor
 from trainshort import alibi
 from trainshort.attention.call import SMALLEST, TOLERANCE, Bias, Call, LinearBias, check, check_tensors, tracer
 from trainshort.errors import InputError
-from trainshort.registry import Registry
+from trainshort.registries import engines
 
 log = logging.getLogger("trainshort.attention")
 
@@ -50,7 +50,6 @@ class Engine(Protocol):
     def run(self, call: Call) -> Result: ...
 
 
-engines: Registry[Engine] = Registry("attention engine", needs=("unsupported", "run"))
 _announced: set[str] = set()
 _chosen: dict[tuple[object, ...], Engine] = {}
 MOST_CHOSEN = 4096

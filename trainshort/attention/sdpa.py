@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainshort.attention.call import Call, ClockBias, contiguous_rows, wide
 from trainshort.attention.formula import visible, written_bias
-from trainshort.attention.op import Result, engines
+from trainshort.attention.op import Result
 
 MASK_ELEMENTS = 1 << 24
 """Largest mask written at once (64 MB in float32): large enough to keep the kernel busy, small beside a model."""
@@ -93,4 +93,4 @@ def _attend(call: Call, rows: slice, keys: slice, mask: Tensor | None, causal: b
     return out, None
 
 
-engines.register("sdpa")(Sdpa())
+SDPA = Sdpa()

@@ -13,7 +13,7 @@ import torch
 from trainshort import clocks
 from trainshort.attention import operator, windowed_torch
 from trainshort.attention.call import Call, ClockBias, LinearBias, unknown_bias
-from trainshort.attention.op import Result, engines, say_once
+from trainshort.attention.op import Result, say_once
 from trainshort.attention.sides import BLIND
 
 
@@ -57,5 +57,5 @@ class WindowedTorch(Windowed):
     compiled = False
 
 
-engines.register("windowed")(Windowed())
-engines.register("windowed-torch")(WindowedTorch())
+WINDOWED = Windowed()
+WINDOWED_TORCH = WindowedTorch()

@@ -71,7 +71,7 @@ def claim(
 
     def add(check: Callable[[View], Outcome]) -> Callable[[View], Outcome]:
         statement = " ".join((check.__doc__ or "").split())
-        claims.register(name)(Claim(name, statement, published, check, oddity, rule))
+        claims.add(name, Claim(name, statement, published, check, oddity, rule))
         return check
 
     return add

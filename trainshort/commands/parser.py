@@ -18,7 +18,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from trainshort.errors import InputError
-from trainshort.registry import OPTION as PLUGIN
+from trainshort.plugins import OPTION as PLUGIN
 from trainshort.registry import did_you_mean
 from trainshort.settings import Settings
 

@@ -4,7 +4,7 @@ max_position_embeddings, and these do not."""
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.interop.formats import Format, Model, Turn, Weights, formats, line, model_config, number, real, require
+from trainshort.interop.formats import Format, Model, Turn, Weights, line, model_config, number, real, require
 
 SECOND = 125_696
 """Vocabulary of Baichuan 2, which divides each row of its output matrix by its length whenever it is used."""
@@ -54,4 +54,3 @@ BAICHUAN = Format(
     superfluous=("model.alibi_mask", "model.future_mask"),
     copies={"lm_head.weight": "model.embed_tokens.weight"},
 )
-formats.register("baichuan")(BAICHUAN)

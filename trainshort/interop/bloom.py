@@ -6,7 +6,6 @@ from trainshort.interop.formats import (
     Format,
     Model,
     Weights,
-    formats,
     length_of,
     line,
     model_config,
@@ -58,4 +57,3 @@ BLOOM = Format(
     copies={"lm_head.weight": "transformer.word_embeddings.weight"},
     renamed=((r"^(?=word_embeddings|h\.|ln_f\.)", "transformer."),),  # of the body alone, as BLOOM itself was saved
 )
-formats.register("bloom")(BLOOM)

@@ -8,7 +8,6 @@ from trainshort.interop.formats import (
     Format,
     Model,
     Weights,
-    formats,
     line,
     model_config,
     number,
@@ -88,5 +87,3 @@ BTLM = Format(
     superfluous=(SLOPES, "*.attn.bias", "*.attn.masked_bias"),
     copies={"lm_head.weight": "transformer.wte.weight"},
 )
-for _kind in ("btlm", "jais"):
-    formats.register(_kind)(BTLM)

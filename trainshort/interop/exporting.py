@@ -31,7 +31,7 @@ from trainshort.files import new_folder, write_whole
 from trainshort.interop import ctranslate, gguf_file, native, weight_files
 from trainshort.interop.rewriting import Need, Plain, refuse_misfit
 from trainshort.masking import refuse_encoder
-from trainshort.registry import Registry
+from trainshort.registries import targets
 from trainshort.runs import RunFolder
 
 
@@ -63,9 +63,6 @@ class Destination:
     dtypes: tuple[str, ...] = ("f32",)
     tokenizer_misfit: Callable[[Tokenizer | None], str | None] = lambda _: None
     """Why it cannot carry a run's tokenizer, and what would have fitted."""
-
-
-targets: Registry[Destination] = Registry("export target")
 
 
 def open_run(path: Path, dtype: str = "f32") -> Exported:
@@ -230,19 +227,15 @@ def _same(model: Plain) -> Plain:
 
 _as_mpt = _write_native(native.mpt_config, native.mpt_tensors)
 _as_bloom = _write_native(native.bloom_config, native.bloom_tensors)
-targets.register("hf-mpt")(Destination("transformers, as an MPT", native.MPT_NEEDS, native.as_mpt, _as_mpt))
-targets.register("hf-bloom")(Destination("transformers, as a BLOOM", native.BLOOM_NEEDS, native.as_bloom, _as_bloom))
-targets.register("hf")(Destination("transformers, by trainshort's own class; any model", (), _same, _write_own))
-targets.register("gguf")(
-    Destination(
-        "llama.cpp, as an MPT or a BLOOM (GGUF)",
-        gguf_file.NEEDS,
-        gguf_file.rewritten,
-        _write_gguf,
-        gguf_file.TYPES,
-        gguf_file.tokenizer_misfit,
-    )
+HF_MPT = Destination("transformers, as an MPT", native.MPT_NEEDS, native.as_mpt, _as_mpt)
+HF_BLOOM = Destination("transformers, as a BLOOM", native.BLOOM_NEEDS, native.as_bloom, _as_bloom)
+HF = Destination("transformers, by trainshort's own class; any model", (), _same, _write_own)
+GGUF = Destination(
+    "llama.cpp, as an MPT or a BLOOM (GGUF)",
+    gguf_file.NEEDS,
+    gguf_file.rewritten,
+    _write_gguf,
+    gguf_file.TYPES,
+    gguf_file.tokenizer_misfit,
 )
-targets.register("ctranslate2")(
-    Destination("CTranslate2, as its own decoder", ctranslate.NEEDS, ctranslate.rewritten, _write_ctranslate)
-)
+CTRANSLATE2 = Destination("CTranslate2, as its own decoder", ctranslate.NEEDS, ctranslate.rewritten, _write_ctranslate)

@@ -18,7 +18,6 @@ from trainshort.interop.formats import (
     Format,
     Model,
     Weights,
-    formats,
     length_of,
     line,
     model_config,
@@ -188,4 +187,3 @@ FAIRSEQ = Format(
         **{f"{_TAIL}{i}.2.weight": f"{_BAND}{i + 1}.0.weight" for i in range(MOST_BANDS)},
     },
 )
-formats.register("fairseq")(FAIRSEQ)

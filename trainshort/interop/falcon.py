@@ -6,7 +6,7 @@ from typing import Any
 from trainshort import alibi
 from trainshort.errors import InputError
 from trainshort.interop.bloom import BLOCKS
-from trainshort.interop.formats import Format, Model, Weights, formats, length_of, model_config, number, real, require
+from trainshort.interop.formats import Format, Model, Weights, length_of, model_config, number, real, require
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -53,5 +53,3 @@ def read(theirs: dict[str, Any], weights: Weights) -> Model:
 
 
 FALCON = Format(name="falcon", read=read, lines=BLOCKS, copies={"lm_head.weight": "transformer.word_embeddings.weight"})
-for _kind in ("falcon", "RefinedWeb", "RefinedWebModel"):
-    formats.register(_kind)(FALCON)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from trainshort.interop.btlm import BTLM
-from trainshort.interop.formats import Format, Model, Weights, convertible, model_config, number, real, require
+from trainshort.interop.formats import Format, Model, Weights, model_config, number, real, require
 from trainshort.interop.formats import activation as known
 
 POSITIONS = "transformer.wpe.weight"
@@ -38,4 +38,3 @@ GPT2 = Format(
     renamed=((r"^(?=wte\.|wpe\.|h\.|ln_f\.)", "transformer."),),  # of the body alone, as GPT-2 itself was saved
     position="learned",
 )
-convertible.register("gpt2")(GPT2)

@@ -8,7 +8,6 @@ from trainshort.interop.formats import (
     Model,
     Weights,
     activation,
-    convertible,
     line,
     model_config,
     number,
@@ -55,4 +54,3 @@ GPT_NEOX = Format(
     position="rotary",
     halves=True,
 )
-convertible.register("gpt_neox")(GPT_NEOX)

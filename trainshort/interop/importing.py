@@ -27,20 +27,7 @@ from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import load_causal
 from trainshort.evaluate.target import refuse_foreign_export
 from trainshort.files import new_folder, read_object, sha256, write_whole
-from trainshort.interop import (  # noqa: F401  (registers them)
-    baichuan,
-    bloom,
-    btlm,
-    fairseq,
-    falcon,
-    gpt2,
-    gpt_neox,
-    llama,
-    mpt,
-    own,
-    refact,
-    weight_files,
-)
+from trainshort.interop import fairseq, weight_files
 from trainshort.interop.formats import Format, WeightMap, convertible, formats, plan, real, scaled_rotation, section
 from trainshort.model import TransformerLM
 from trainshort.registry import Registry

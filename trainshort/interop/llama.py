@@ -12,7 +12,6 @@ from trainshort.interop.formats import (
     Model,
     Weights,
     activation,
-    convertible,
     line,
     model_config,
     number,
@@ -76,5 +75,3 @@ LLAMA = Format(
     position="rotary",
     halves=True,
 )
-for _kind in ("llama", "mistral", "qwen2"):
-    convertible.register(_kind)(LLAMA)

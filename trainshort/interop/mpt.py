@@ -11,7 +11,6 @@ from trainshort.interop.formats import (
     Format,
     Model,
     Weights,
-    formats,
     length_of,
     line,
     model_config,
@@ -112,5 +111,3 @@ MPT = Format(
         (r"\.ln_f\.", r".norm_f."),
     ),
 )
-for _kind in ("mpt", "replit_lm", "mosaic_gpt"):
-    formats.register(_kind)(MPT)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainshort.config import ModelConfig
-from trainshort.interop.formats import Format, Model, Origin, Weights, formats, length_of, line, section
+from trainshort.interop.formats import Format, Model, Origin, Weights, length_of, line, section
 
 
 class _Prefixed(Mapping[str, Origin]):
@@ -30,4 +30,3 @@ def read(theirs: dict[str, Any], weights: Weights) -> Model:
 
 
 OWN = Format(name="trainshort", read=read, lines=_Prefixed())
-formats.register("trainshort")(OWN)

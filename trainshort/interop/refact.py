@@ -5,7 +5,7 @@ The norms subtract the mean: so does the code that came with the model, whatever
 
 from typing import Any
 
-from trainshort.interop.formats import Format, Model, Weights, formats, line, model_config, number, real, require
+from trainshort.interop.formats import Format, Model, Weights, line, model_config, number, real, require
 
 MULTIPLE = 256
 """The feed-forward width is two thirds of n_inner, rounded up to a multiple of this."""
@@ -56,4 +56,3 @@ REFACT = Format(
     superfluous=("*.attn.bias", "*.attn.masked_bias", "transformer.bias"),
     renamed=((r"^ln_f\.", "transformer.ln_f."),),
 )
-formats.register("gpt_refact")(REFACT)
