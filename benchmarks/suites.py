@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.registry import did_you_mean, load_plugins
+from trainshort.plugins import load_plugins
+from trainshort.registry import did_you_mean
 from trainshort.terminal import listed
 
 CONTESTANTS = ("plain", "windowed", "clock", "windowed-torch", "written-mask", "mpt", "x-transformers")

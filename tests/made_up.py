@@ -6,6 +6,7 @@ from pathlib import Path
 
 from trainshort.config import RunConfig, save_config
 from trainshort.evaluate.results import Evaluation, LengthScore, save
+from trainshort.files import write_sealed
 from trainshort.recipes.scales import Scale, Variant, scales
 from trainshort.runs import run_name
 
@@ -73,9 +74,8 @@ def make_run(
     write_evaluation(folder, config, plain, tokens=LAPTOP.eval_tokens or 0)
     (folder / "analysis").mkdir()
     heads = [{"window": window, "proven": 2 * window if position == "alibi" else None} for window in (90, 30, 60)]
-    (folder / "analysis" / "reach.json").write_text(
-        json.dumps({"result": {"rows": heads, "mass": 0.99, "length": 1024}})
-    )
+    reach = {"result": {"rows": heads, "mass": 0.99, "length": 1024}}
+    write_sealed(folder / "analysis" / "reach.json", reach)
     if sliding:
         write_evaluation(folder, config, sliding, tokens=4096, stride=32)
         write_evaluation(folder, config, {at: value + 2 / at for at, value in plain.items()}, tokens=4096)
@@ -111,4 +111,4 @@ def make_demo(root: Path) -> None:
             "train_memory": memory * 10**6,
             "provenance": ORIGIN,
         }
-    (root / "cost.json").write_text(json.dumps({"format": 1, "entries": entries}))
+    write_sealed(root / "cost.json", {"format": 1, "entries": entries})

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 import trainshort
+import trainshort.cli
 from trainshort.cli import COMMANDS, main
 from trainshort.commands.names import KINDS
 
@@ -77,16 +79,42 @@ def test_list_alone_shows_every_registry(capsys):
     assert "alibi" in lines["positions"]
     assert all(lines.values())
     package = Path(trainshort.__file__).parent
-    made = [name for path in package.rglob("*.py") for name in re.findall(r"(?m)^(\w+): Registry\[", path.read_text())]
-    made.remove("positions")  # the classes of what `methods` holds
+    pattern = r'(?m)^(\w+): "?Registry\['
+    made = [name for path in package.rglob("*.py") for name in re.findall(pattern, path.read_text())]
+    made.remove("methods")  # the settings of what `positions` holds
     assert sorted(made) == sorted(place.partition(":")[2] for place in KINDS.values())
 
 
-def test_positions_are_listed_without_torch():
-    code = "import sys\nfrom trainshort.cli import run\nrun(['list', 'positions'])\nassert 'torch' not in sys.modules"
+def test_names_are_listed_without_torch():
+    code = "import sys\nfrom trainshort.cli import run\nrun(['list'])\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("alibi ")
+    assert done.stdout.startswith("positions ")
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(2, "No such file", "x.json"), RecursionError(), json.JSONDecodeError("bad", "{", 1)]
+)
+def test_an_error_of_a_file_is_one_line_and_exit_code_2(capsys, monkeypatch, error):
+    def fail(argv):
+        raise error
+
+    monkeypatch.setattr(trainshort.cli, "run", fail)
+    with pytest.raises(SystemExit) as ended:
+        trainshort.cli.main(["list"])
+    assert ended.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_pydantic_error_is_one_line_and_exit_code_2(capsys, monkeypatch):
+    class Model(BaseModel):
+        number: int
+
+    monkeypatch.setattr(trainshort.cli, "run", lambda argv: Model(number="x"))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(SystemExit) as ended:
+        trainshort.cli.main(["list"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("trainshort: A Model has an invalid value at 'number': ")
 
 
 def test_show_prints_a_recipes_settings(capsys):

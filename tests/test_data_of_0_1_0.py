@@ -10,8 +10,6 @@ import torch
 from trainshort.checkpoint import load_model
 from trainshort.cli import main
 from trainshort.config import load_config
-from trainshort.evaluate.results import load
-from trainshort.files import read_checked as read_result
 from trainshort.files import read_sealed
 from trainshort.model import TransformerLM
 from trainshort.runs import checked_lines, run_name
@@ -54,16 +52,6 @@ def test_a_run_is_loaded_and_evaluated_to_the_same_losses(place):
     assert [row["length"] for row in after["rows"]] == [row["length"] for row in before["rows"]] == [16, 32]
     for old, new in zip(before["rows"], after["rows"], strict=True):
         assert new["nll"] == pytest.approx(old["nll"], rel=1e-6)
-
-
-def test_stored_results_are_read_and_marked_as_unsealed(place):
-    (stored,) = (place / RUN / "eval").glob("*.json")
-    assert not read_result(stored)[1]
-    assert {checksum for _, checksum in checked_lines(place / RUN / "metrics.jsonl")} == {None}
-    before = load(stored).rows
-    command("evaluate", RUN, "--lengths", "1x", "2x")
-    assert [load(path).rows for path in (place / RUN / "eval").glob("*.json")] == [before]  # nothing is scored again
-    command("report", "runs")
 
 
 def test_a_run_goes_on(place):

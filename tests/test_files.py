@@ -1,6 +1,5 @@
 """Whatever lies where a file of ours should be, reading it says so in one sentence, and never waits."""
 
-import hashlib
 import json
 import os
 import socket
@@ -31,7 +30,6 @@ def damaged(kind, path):
         "empty": path.touch,
         "cut": lambda: path.write_text('{"a": [1, 2'),
         "deep": lambda: path.write_text("[" * 100_000 + "]" * 100_000),
-        "deep, whole": lambda: path.write_text("[" * 65 + "]" * 65),
         "long number": lambda: path.write_text("1" * 1_000_000),
         "half a character": lambda: path.write_text('{"a": "\\ud800"}'),
         "null": lambda: path.write_text("null"),
@@ -43,18 +41,17 @@ def damaged(kind, path):
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("fifo", "it is a named pipe, and a file was expected"),
-        ("socket", "it is a socket, and a file was expected"),
-        ("folder", "it is a folder, and a file was expected"),
-        ("dangling link", "it is a link to nothing"),
-        ("looping link", "it is a link that leads back to itself"),
-        ("device", "it is a device, and a file was expected"),
+        ("fifo", "it is not a regular file"),
+        ("socket", "it is not a regular file"),
+        ("folder", "it is not a regular file"),
+        ("dangling link", "it is not a regular file"),
+        ("looping link", "it is not a regular file"),
+        ("device", "it is not a regular file"),
         ("not text", "it is not UTF-8 text (byte 0)"),
         ("empty", "it is not readable JSON"),
         ("cut", "it is not readable JSON"),
-        ("deep", "its JSON is nested more than 64 deep"),
-        ("deep, whole", "its JSON is nested more than 64 deep"),
-        ("long number", "it is not readable JSON (a number of 1,000,000 digits)"),
+        ("deep", "its JSON is nested too deeply"),
+        ("long number", "it is not readable JSON"),
         ("half a character", "it is not readable JSON"),
         ("null", "it holds a JSON null, and an object was expected"),
         ("list", "it holds a JSON list, and an object was expected"),
@@ -77,9 +74,9 @@ def test_a_missing_file_is_told_apart(tmp_path):
 
 def test_a_file_in_place_of_a_folder_and_a_zero_byte_are_told(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="a file is in the way where a folder was expected"):
+    with pytest.raises(InputError, match="There is no file"):
         files.read_json(tmp_path / "file" / "x.json")
-    with pytest.raises(InputError, match="null byte"):
+    with pytest.raises(InputError, match="There is no file"):
         files.read_json(tmp_path / "x\0.json")
 
 
@@ -87,11 +84,6 @@ def test_a_file_larger_than_it_can_be_is_not_read(tmp_path):
     (tmp_path / "x.json").write_bytes(b" " * 101)
     with pytest.raises(InputError, match="more than the 100 bytes"):
         files.read_text(tmp_path / "x.json", limit=100)
-
-
-def test_json_as_deep_as_the_limit_is_read(tmp_path):
-    (tmp_path / "x.json").write_text("[" * 64 + "]" * 64)
-    assert str(files.read_json(tmp_path / "x.json")) == "[" * 64 + "]" * 64
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -190,7 +182,6 @@ def test_a_sealed_result_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "x.json"
     files.write_sealed(path, RESULT)
     assert files.read_sealed(path) == RESULT
-    assert files.read_checked(path) == (RESULT, True)
 
 
 def test_every_changed_digit_of_a_sealed_result_is_noticed(tmp_path):
@@ -208,17 +199,16 @@ def test_every_changed_digit_of_a_sealed_result_is_noticed(tmp_path):
 
 
 def test_every_changed_byte_of_a_sealed_result_is_noticed_also_in_the_names_of_its_fields(tmp_path):
-    """A result that lost its checksum is not one of 0.1.0, which had none."""
     path = tmp_path / "x.json"
     files.write_sealed(path, RESULT)
     content = path.read_bytes()
     for at in range(len(content)):
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         with suppress(InputError):
-            assert files.read_checked(path) == (RESULT, True), content[at - 5 : at + 5]  # space, or rounding
+            assert files.read_sealed(path) == RESULT, content[at - 5 : at + 5]  # space, or rounding
 
 
-@pytest.mark.parametrize("gone", [{"checksum"}, {"sealed"}])
+@pytest.mark.parametrize("gone", [{"checksum"}, {"sealed"}, {"checksum", "sealed"}])
 def test_a_result_that_lost_a_field_of_its_seal_is_refused(tmp_path, gone):
     path = tmp_path / "x.json"
     files.write_sealed(path, RESULT)
@@ -228,15 +218,6 @@ def test_a_result_that_lost_a_field_of_its_seal_is_refused(tmp_path, gone):
         InputError, match=r"x\.json was changed after it was written: its checksum is another, or gone\."
     ):
         files.read_sealed(path)
-
-
-def test_a_result_of_the_first_version_has_no_checksum_and_one_of_later_days_may_say_so_only_by_having_it(tmp_path):
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps(RESULT))
-    assert files.read_checked(path) == (RESULT, False)
-    text = json.dumps(RESULT, sort_keys=True)
-    path.write_text(json.dumps(RESULT | {"checksum": hashlib.sha256(text.encode()).hexdigest()}))
-    assert files.read_checked(path) == (RESULT, True)
 
 
 def test_a_place_for_a_folder_or_file_is_tried_and_nothing_is_left(tmp_path):

@@ -1,7 +1,11 @@
 """Names: registered once, found with help."""
 
+import math
+
 import pytest
 
+import trainshort
+from trainshort import registries
 from trainshort.errors import InputError
 from trainshort.registry import Registry
 
@@ -33,3 +37,27 @@ def test_a_long_list_is_cut():
         numbers.register(f"n{i}")(i)
     with pytest.raises(InputError, match=r"Known: n0, n1, .*, n11 and 18 more\.$"):
         numbers.get("zzz")
+
+
+def test_a_builtin_entry_is_imported_on_first_use():
+    places: Registry[object] = Registry("place", builtin={"pi": ("math:pi", "3.14"), "gone": ("no_such:thing", "gone")})
+    places.register("mine")(test_a_long_list_is_cut)
+    assert places.names() == ["pi", "gone", "mine"]
+    assert places.describe("gone") == "gone"
+    assert places.get("pi") == math.pi
+    with pytest.raises(ModuleNotFoundError):
+        places.get("gone")
+    with pytest.raises(InputError, match="place 'gone' is already registered"):
+        places.register("gone")(1)
+
+
+@pytest.mark.parametrize("name", [name for name in vars(registries) if isinstance(vars(registries)[name], Registry)])
+def test_every_builtin_entry_exists(name):
+    for _, entry in vars(registries)[name].items():
+        assert entry is not None
+
+
+@pytest.mark.parametrize("name", [name for name in trainshort.__all__ if name.startswith("register_")])
+def test_public_decorators_add_to_their_registry(name):
+    registry = getattr(trainshort, name).__self__
+    assert isinstance(registry, Registry)

@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from trainshort.interop.patch import patch, unpatch
     from trainshort.model import TransformerLM
     from trainshort.positions import LayerInput, PositionMethod
+    from trainshort.registries import analyses, backends, corpora, formats, positions, tokenizers
     from trainshort.settings import MethodSettings
+
+    register_analysis = analyses.register
+    register_backend = backends.register
+    register_corpus = corpora.register
+    register_format = formats.register
+    register_position = positions.register
+    register_tokenizer = tokenizers.register
 
 __all__ = [
     "Cache",
@@ -43,6 +51,12 @@ __all__ = [
     "load_tokenizer",
     "patch",
     "presets",
+    "register_analysis",
+    "register_backend",
+    "register_corpus",
+    "register_format",
+    "register_position",
+    "register_tokenizer",
     "stream",
     "unpatch",
 ]
@@ -63,12 +77,25 @@ _HOMES = {
 }
 
 
+_DECORATORS = {
+    "register_analysis": "analyses",
+    "register_backend": "backends",
+    "register_corpus": "corpora",
+    "register_format": "formats",
+    "register_position": "positions",
+    "register_tokenizer": "tokenizers",
+}
+"""The public decorators of plug-ins, and the registry in registries.py that each one adds to."""
+
+
 def __getattr__(name: str) -> Any:
     """Public names are imported on first use: `trainshort --help` should not wait for torch."""
     from importlib import import_module
 
     if name in ("alibi", "presets"):
         return import_module(f"trainshort.{name}")
+    if name in _DECORATORS:
+        return getattr(import_module("trainshort.registries"), _DECORATORS[name]).register
     for home, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f"trainshort.{home}"), name)

@@ -9,11 +9,13 @@ import importlib
 import logging
 import os
 import sys
+from json import JSONDecodeError
 
 from trainshort import __version__
 from trainshort.errors import InputError
-from trainshort.files import REFUSALS, reason
-from trainshort.registry import did_you_mean, take_plugins
+from trainshort.files import reason
+from trainshort.plugins import take_plugins
+from trainshort.registry import did_you_mean
 from trainshort.terminal import handlers_kept, say
 
 COMMANDS = {
@@ -63,7 +65,11 @@ examples:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point; exits with 0, or with 2 and one sentence where the user can mend it."""
+    """Run the command line and exit.
+
+    The exit code is 0 after success and 2 after an error that the user can correct. Such an error is printed in one
+    line. If the environment variable TRAINSHORT_TRACEBACK is set, the traceback is printed instead.
+    """
     _show_choices()
     try:
         sys.exit(_run(sys.argv[1:]) if argv is None else run(argv))
@@ -80,11 +86,31 @@ def main(argv: list[str] | None = None) -> None:
         # `trainshort ... | head` closes our output early; point stdout elsewhere so the interpreter's flush is quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except OSError as error:
-        if error.errno not in REFUSALS or os.environ.get("TRAINSHORT_TRACEBACK"):
+    except Exception as error:
+        message = _message_for(error)
+        if message is None or os.environ.get("TRAINSHORT_TRACEBACK"):
             raise
-        say(f"Cannot go on{f' with {error.filename}' if error.filename else ''}: {reason(error)}.")
+        say(message)
         sys.exit(USAGE_ERROR)
+
+
+def _message_for(error: Exception) -> str | None:
+    """Return one line for an error that comes from the system or from a file, and None for every other error."""
+    if isinstance(error, OSError):
+        place = f" with {error.filename}" if error.filename else ""
+        return f"Cannot go on{place}: {reason(error)}."
+    if isinstance(error, RecursionError):
+        return "A file or a setting is nested too deeply."
+    if isinstance(error, JSONDecodeError):
+        return f"A file is not readable JSON ({error})."
+
+    from pydantic import ValidationError  # `trainshort --help` does not need pydantic.
+
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        return f"A {error.title} has an invalid value at '{field}': {first['msg']}."
+    return None
 
 
 class _Shown(logging.Handler):

@@ -1,6 +1,6 @@
 """Every file of ours is read, written, locked and checked here, so that whatever lies in its place is told in words.
 
-    read_json(path)            a regular file, of a sensible size, UTF-8, JSON that is not nested without end
+    read_json(path)            a regular file, of a sensible size, UTF-8, JSON
     read_sealed(path)          the same, and its numbers are the ones that were written (a checksum of its own)
     write_whole(path, text)    the old content or the new, never a part, whatever stops it
     with replacing(path) as p  the same, for what writes its file itself (a picture, safetensors)
@@ -19,7 +19,6 @@ import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
@@ -36,26 +35,13 @@ CHECKSUM, SEALED = "checksum", "sealed"
 
 LIMIT = 256 * 2**20
 """Bytes of the largest file that is read whole: twenty times the largest tokenizer.json of the hub."""
-DEPTH = 64
-"""Levels of nested JSON; ours have six."""
-DIGITS = 400
-"""Digits of a number in JSON; the largest float64 has 309."""
 
 RESTORE = "Restore it from a copy, or remove it."
 ANOTHER = "Choose another --out."
 CHOOSE = "Make room there, or choose another --out."
 
-_KINDS = {
-    stat.S_IFDIR: "it is a folder, and a file was expected",
-    stat.S_IFIFO: "it is a named pipe, and a file was expected",
-    **dict.fromkeys((stat.S_IFCHR, stat.S_IFBLK), "it is a device, and a file was expected"),
-}
 _JSON = {list: "list", str: "string", bool: "boolean", type(None): "null"}
-REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM)
-"""What the machine may refuse anywhere, also where a library opens a file of its own, or where one is looked for."""
 _REASONS = {
-    errno.ENXIO: "it is a socket, and a file was expected",  # which open(2) does not open
-    errno.ELOOP: "it is a link that leads back to itself",
     errno.ENOSPC: "the disk is full",
     errno.EROFS: "the file system is read-only",
     errno.EMFILE: "too many files are open (raise the limit: ulimit -n)",
@@ -100,21 +86,28 @@ def refusing(verb: str, path: Path, mend: str) -> Iterator[None]:
 
 
 def open_file(path: Path, *, mend: str = RESTORE) -> BufferedReader:
-    """A regular file, open for reading; anything else of that name is refused, and never waited for."""
+    """Open a regular file for reading.
+
+    Args:
+        path: The file. A folder, a named pipe, a socket or a device is refused.
+        mend: The end of the error message: what the user can do.
+
+    Raises:
+        MissingFileError: If nothing exists at `path`.
+        InputError: If `path` is not a regular file, or cannot be opened.
+    """
     try:
-        # Without O_NONBLOCK, opening a named pipe waits until somebody writes to it.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        # The check comes first, because opening a named pipe waits until another process writes to the pipe.
+        if path.is_file():
+            return path.open("rb")
+        exists = os.path.lexists(path)
     except FileNotFoundError:
-        if path.is_symlink():
-            raise InputError(f"Cannot read {path}: it is a link to nothing. {mend}") from None
-        raise MissingFileError(f"There is no file {path}. {mend.replace(', or remove it.', '.')}") from None
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        exists = False  # The file was removed after the check.
+    except (OSError, ValueError) as error:
         _refuse("read", path, error, mend)
-    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
-    if kind != stat.S_IFREG:
-        os.close(descriptor)
-        raise InputError(f"Cannot read {path}: {_KINDS.get(kind, 'it is not a regular file')}. {mend}")
-    return os.fdopen(descriptor, "rb")
+    if exists:
+        raise InputError(f"Cannot read {path}: it is not a regular file. {mend}")
+    raise MissingFileError(f"There is no file {path}. {mend.replace(', or remove it.', '.')}")
 
 
 def read_bytes(path: Path, *, mend: str = RESTORE, limit: int = LIMIT) -> bytes:
@@ -148,30 +141,14 @@ def read_object(path: Path, *, mend: str = RESTORE) -> dict[str, Any]:
 def parse_json(text: str | bytes, name: str, *, mend: str = RESTORE) -> Any:
     """The values of JSON text; `name` says where it comes from ("runs/x/metrics.jsonl, line 3")."""
     try:
-        values = json.loads(text, parse_int=_whole_number)
-        if not _shallow(values):
-            raise RecursionError
+        values = json.loads(text)
         if "\\u" in (text if isinstance(text, str) else text.decode()):
             json.dumps(values, ensure_ascii=False).encode()  # half of a character, as \ud800, cannot be written again
     except RecursionError:
-        raise InputError(f"Cannot read {name}: its JSON is nested more than {DEPTH} deep. {mend}") from None
+        raise InputError(f"Cannot read {name}: its JSON is nested too deeply. {mend}") from None
     except ValueError as error:  # of the JSON, of a number, of UTF-8
         raise InputError(f"Cannot read {name}: it is not readable JSON ({error}). {mend}") from None
     return values
-
-
-def _whole_number(digits: str) -> int:
-    if len(digits) <= DIGITS:
-        return int(digits)
-    raise ValueError(f"a number of {len(digits):,} digits")
-
-
-def _shallow(values: Any) -> bool:
-    level = [values]
-    for _ in range(DEPTH):
-        lists = [list(one.values()) if isinstance(one, dict) else one for one in level]
-        level = [child for one in lists if isinstance(one, list) for child in one]
-    return not level
 
 
 def sha256(path: Path, *, mend: str = RESTORE) -> str:
@@ -333,16 +310,15 @@ def write_sealed(path: Path, values: dict[str, Any], *, mend: str = CHOOSE) -> N
 
 
 def read_sealed(path: Path, *, mend: str = RESTORE) -> dict[str, Any]:
-    """A stored result, its numbers the ones that were written."""
-    return read_checked(path, mend=mend)[0]
+    """Read a result that `write_sealed` stored.
 
-
-def read_checked(path: Path, *, mend: str = RESTORE) -> tuple[dict[str, Any], bool]:
-    """A stored result, and whether its checksum says that it is as it was written; those of 0.1.0 have none."""
+    Raises:
+        MissingFileError: If nothing exists at `path`.
+        InputError: If the file is not a JSON object, or the checksum does not match the values.
+    """
     values = read_object(path, mend=mend)
     found = values.pop(CHECKSUM, None)
-    sealed = found is not None or SEALED in values
-    if sealed and found != _checksum(values):
+    if found != _checksum(values):
         raise InputError(f"{path} was changed after it was written: its checksum is another, or gone. {mend}")
     values.pop(SEALED, None)
-    return values, sealed
+    return values

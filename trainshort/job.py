@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainshort import checkpoint, machine, optim, parallel, registry, runs
-from trainshort.attention import backends
+from trainshort import checkpoint, machine, optim, parallel, plugins, runs
 from trainshort.checkpoint import Parts, State, folders
 from trainshort.config import ModelConfig, PluginRecord, RunConfig
 from trainshort.data import BatchStream, Prepared, of_run, open_or_prepare, really
@@ -19,6 +18,7 @@ from trainshort.errors import InputError
 from trainshort.masking import mask_token
 from trainshort.model import TransformerLM
 from trainshort.parallel import Replica, World
+from trainshort.registries import backends
 from trainshort.runs import RunFolder
 from trainshort.settings import methods
 from trainshort.terminal import say
@@ -76,16 +76,16 @@ def begun(config: RunConfig, run: Path, world: World, *, resume: bool, quiet: bo
 def with_plugins(config: RunConfig, run: Path) -> RunConfig:
     """The settings with the plug-ins they need; a method or backend that nobody knows is refused here, before any work
     is done for it."""
-    registry.require_plugins(config.plugins, str(run))
+    plugins.require_plugins(config.plugins, str(run))
     methods.get(config.model.position)
     if config.model.backend != "auto":
         backends.get(config.model.backend)
-    needed = registry.origins([*_chosen(config), ("tokenizer", config.data.tokenizer)])
-    corpus = [plugin for plugin in registry.origins([("corpus", config.data.corpus)]) if plugin not in needed]
-    plugins = [PluginRecord(name=p.name, sha256=p.sha256, for_data=p in corpus) for p in (*needed, *corpus)]
-    known = {plugin.name for plugin in plugins}
+    needed = plugins.origins([*_chosen(config), ("tokenizer", config.data.tokenizer)])
+    corpus = [plugin for plugin in plugins.origins([("corpus", config.data.corpus)]) if plugin not in needed]
+    records = [PluginRecord(name=p.name, sha256=p.sha256, for_data=p in corpus) for p in (*needed, *corpus)]
+    known = {plugin.name for plugin in records}
     kept = [plugin for plugin in config.plugins if plugin.for_data and plugin.name not in known]
-    return config.model_copy(update={"plugins": (*plugins, *kept)})
+    return config.model_copy(update={"plugins": (*records, *kept)})
 
 
 def _chosen(config: RunConfig) -> list[tuple[str, str]]:
@@ -167,7 +167,7 @@ def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared
             say(f"train.precision is bfloat16, but {reason}: computing in float32.")
     autocast = partial(torch.autocast, world.device.type, torch.bfloat16) if half else nullcontext
     torch.manual_seed(settings.seed)
-    with registry.blamed(*_chosen(config)):
+    with plugins.blamed(*_chosen(config)):
         model = TransformerLM(config.model).to(world.device)
         model.checkpoint_activations = settings.checkpoint_activations
         with autocast(), torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):

@@ -4,40 +4,32 @@ presets.get("wikitext103")()            # a ModelConfig
 presets.get("wikitext103")().replace(position="sinusoidal")
 """
 
-from collections.abc import Callable
-
 from trainshort.config import AdaptiveConfig, ModelConfig
-from trainshort.registry import Registry
+from trainshort.registries import presets
 
-presets: Registry[Callable[[], ModelConfig]] = Registry("preset")
 get, names = presets.get, presets.names
 
 
-@presets.register("tiny")
 def tiny() -> ModelConfig:
     """2 layers, width 64, 4 heads: for tests."""
     return ModelConfig(vocabulary=256, layers=2, width=64, heads=4)
 
 
-@presets.register("laptop")
 def laptop() -> ModelConfig:
     """4 layers, width 128, 8 heads: trains in a minute or two on two cores."""
     return ModelConfig(vocabulary=2048, layers=4, width=128, heads=8)
 
 
-@presets.register("portable")
 def portable() -> ModelConfig:
     """The laptop model without biases: transformers' MPT, llama.cpp and CTranslate2 take it as it is."""
     return ModelConfig(vocabulary=2048, layers=4, width=128, heads=8, biases=False)
 
 
-@presets.register("small")
 def small() -> ModelConfig:
     """6 layers, width 512, 8 heads: the shape of the benchmarks."""
     return ModelConfig(vocabulary=8192, layers=6, width=512, heads=8)
 
 
-@presets.register("wikitext103")
 def wikitext103() -> ModelConfig:
     """The paper's WikiText-103 model (Baevski & Auli), 246,933,504 parameters."""
     return ModelConfig(
@@ -58,7 +50,6 @@ def wikitext103() -> ModelConfig:
     )
 
 
-@presets.register("books")
 def books() -> ModelConfig:
     """The paper's BookCorpus model: the same body with one tied matrix over BERT's sub-words.
 
@@ -67,7 +58,6 @@ def books() -> ModelConfig:
     return wikitext103().replace(vocabulary=29_056, adaptive=None, head_dropout=0.0)
 
 
-@presets.register("cc100")
 def cc100() -> ModelConfig:
     """The paper's CC100+RoBERTa model, 1.3B; what the paper leaves open follows BASE Layers (docs/paper.md)."""
     return ModelConfig(

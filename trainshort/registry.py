@@ -1,282 +1,153 @@
-"""Names for what can be chosen (positions, backends, corpora, tokenizers, recipes), the user's own too. No torch.
+"""Tables of everything that can be chosen by name: position methods, attention backends, corpora, tokenizers and more.
 
-One class for all of them, so that adding is always a decorator and an unknown name always helps:
+A registry knows its built-in entries by name, module and description. The module is imported on first use, so that
+`trainshort list` is quick and does not import torch:
 
-    positions = Registry("position method")
+    corpora = Registry("corpus", builtin={"sotu": ("trainshort.data.corpus:sotu", "US State of the Union addresses")})
 
-    @positions.register("alibi")
-    class Alibi(PositionMethod): ...
+    corpora.get("sotu")    # imports trainshort.data.corpus
+    corpora.get("sotuu")   # InputError: Unknown corpus 'sotuu'. Did you mean 'sotu'? Known: sotu.
 
-    positions.get("alibbi")   # InputError: Unknown position method 'alibbi'. Did you mean 'alibi'? Known: alibi, ...
+A plug-in adds an entry with a decorator:
+
+    @corpora.register("mine")
+    def mine() -> Corpus: ...
 """
 
 import difflib
-import hashlib
-import importlib.util
-import os
-import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
+from typing import Any, Generic, TypeVar
 
+from trainshort import plugins
 from trainshort.errors import InputError
-from trainshort.files import read_bytes
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
-    from trainshort.config import PluginRecord
 
 Entry = TypeVar("Entry")
 Given = TypeVar("Given")
+Builtin = Mapping[str, tuple[str, str]]
+"""Built-in entries by name: where the entry is defined ("package.module:object"), and a description of one line."""
 
 SHOWN = 12
-"""Names an error lists; there are many recipes, and a sentence should stay one."""
+"""The largest number of names that an error message lists."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence naming the closest known word, or nothing when none is close."""
+    """Return a sentence that suggests the most similar known name, or an empty string if no name is similar."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(name.lower(), known, n=1)
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
 class Registry(Generic[Entry]):
-    """An ordered table from names to entries; registration order is the order of preference where one is needed.
+    """A table of entries by name. Built-in entries are imported on first use.
 
-    `needs` are the methods that every entry must have. A name that is missing may be a plug-in's.
+    Args:
+        kind: What one entry is called in messages, for example "corpus".
+        builtin: The built-in entries, in the order in which they are listed.
+        needs: Methods that every registered entry must have.
+        on_register: The place ("module:function") of a function that is called with the name and the entry before
+            `register` adds the entry. The function raises `InputError` to refuse the entry.
     """
 
-    def __init__(self, kind: str, needs: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, kind: str, *, builtin: Builtin | None = None, needs: tuple[str, ...] = (), on_register: str | None = None
+    ) -> None:
         self.kind = kind
         self.needs = needs
+        self.on_register = on_register
+        self._builtin = dict(builtin or {})
         self._entries: dict[str, Entry] = {}
         self.changes = 0
-        """How often an entry came or went: for those who remember what they were answered."""
+        """How often an entry was added or removed. Caches of what a registry answered depend on this number."""
 
     def register(self, name: str) -> Callable[[Given], Given]:
-        """Decorator that files a class or function under `name`; a name can be taken once only."""
+        """Return a decorator that adds a class, function or object under `name`.
+
+        Raises:
+            InputError: If the name is taken, or the entry lacks a method of `needs`.
+        """
 
         def add(entry: Given) -> Given:
-            if name in self._entries:
-                raise InputError(f"{self.kind} '{name}' is already registered; choose another name.")
-            if lacking := [method for method in self.needs if not callable(getattr(entry, method, None))]:
-                raise InputError(f"{self.kind} '{name}' lacks {' and '.join(f'{method}()' for method in lacking)}.")
-            self._entries[name] = entry  # pyright: ignore[reportArgumentType]
-            self.changes += 1
-            if _loading and not _by_the_package():
-                _loading[-1].entries.append((self, name))
+            if self.on_register is not None:
+                _import_object(self.on_register)(name, entry)
+            self.add(name, entry)  # pyright: ignore[reportArgumentType]
+            plugins.record_entry(self, name)
             return entry
 
         return add
 
-    def get(self, name: str) -> Entry:
-        """The entry called `name`; an unknown name says which are known."""
-        if name not in self:
-            names = self.names()
-            known = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-            raise InputError(f"Unknown {self.kind} '{name}'.{did_you_mean(name, names)} Known: {known}.")
-        return self._entries[name]
+    def add(self, name: str, entry: Entry) -> None:
+        """Add an entry that belongs to this package. Plug-ins use `register` instead."""
+        if name in self._builtin or name in self._entries:
+            raise InputError(f"{self.kind} '{name}' is already registered; choose another name.")
+        missing = [method for method in self.needs if not callable(getattr(entry, method, None))]
+        if missing:
+            methods = " and ".join(f"{method}()" for method in missing)
+            raise InputError(f"{self.kind} '{name}' lacks {methods}.")
+        self._entries[name] = entry
+        self.changes += 1
 
-    def forget(self, name: str) -> None:
-        """Take a name back, where a plug-in that registered it failed later."""
+    def remove(self, name: str) -> None:
+        """Remove an entry of a plug-in that failed after it had registered the entry."""
         del self._entries[name]
         self.changes += 1
 
+    def get(self, name: str) -> Entry:
+        """Return the entry called `name`. The module of a built-in entry is imported on first use.
+
+        Raises:
+            InputError: If there is no such entry.
+        """
+        if name not in self:
+            names = self.names()
+            known = ", ".join(names[:SHOWN])
+            if len(names) > SHOWN:
+                known += f" and {len(names) - SHOWN} more"
+            raise InputError(f"Unknown {self.kind} '{name}'.{did_you_mean(name, names)} Known: {known}.")
+        if name not in self._entries:
+            place, _ = self._builtin[name]
+            self._entries[name] = _import_object(place)
+        return self._entries[name]
+
+    def describe(self, name: str) -> str:
+        """Return the description that `trainshort list` shows. No module is imported for a built-in entry."""
+        if name in self._builtin:
+            return self._builtin[name][1]
+        return _first_line(self.get(name))
+
     def names(self) -> list[str]:
-        return list(self._entries)
+        """Return all names: the built-in ones in the order of the table, then those that were added."""
+        added = [name for name in self._entries if name not in self._builtin]
+        return [*self._builtin, *added]
 
     def items(self) -> Iterator[tuple[str, Entry]]:
-        return iter(self._entries.items())
+        """Return all names with their entries. The modules of all built-in entries are imported."""
+        return iter([(name, self.get(name)) for name in self.names()])
+
+    def load(self) -> None:
+        """Import the modules of all built-in entries."""
+        for name in self._builtin:
+            self.get(name)
 
     def __contains__(self, name: object) -> bool:
-        if name not in self._entries:
-            load_plugins()
+        if name in self._builtin or name in self._entries:
+            return True
+        plugins.load_plugins()
         return name in self._entries
 
 
-# ---- plug-ins: files named by `--plugin`, and installed packages (entry points `trainshort.plugins`)
-#
-# A plug-in registers whatever it likes by the package's own decorators: position methods, attention backends, corpora,
-# tokenizers, analyses. It is loaded in one of two ways only, because the user named its file, or because the user
-# installed it. A run never brings code: it holds the name and sha256 of what it needs, and asks for it.
-#
-# `--plugin` also sets an environment variable, so that worker processes and torchrun's ranks find the same files: a
-# registry that misses a name loads what is named before it gives up.
-
-VARIABLE = "TRAINSHORT_PLUGINS"
-"""Environment variable with the plug-in files of this command, as PATH has folders."""
-GROUP = "trainshort.plugins"
-"""Entry point group of installed plug-ins."""
-OPTION = "--plugin"
-MEND = f"Give {OPTION} the path of a Python file."
+def _import_object(place: str) -> Any:
+    """Import an object: `_import_object("math:pi")` returns 3.14159..."""
+    module_name, _, attribute = place.partition(":")
+    return getattr(import_module(module_name), attribute)
 
 
-@dataclass(frozen=True)
-class Plugin:
-    """One file or package that was loaded, and what it registered."""
-
-    name: str
-    sha256: str
-    place: str = ""
-    """Its file, or the folder of its package."""
-    entries: list[tuple["Registry[Any]", str]] = field(default_factory=list)
-
-
-_loaded: dict[str, Plugin] = {}  # by path or entry point; like sys.modules, one per process
-_loading: list[Plugin] = []
-
-
-def _by_the_package() -> bool:
-    """Whether a module of this package, which a plug-in may be the first to import, registers its own."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_name != "<module>":
-        frame = frame.f_back
-    return frame.f_globals.get("__name__", "").startswith("trainshort.")
-
-
-def take_plugins(words: Sequence[str]) -> list[str]:
-    """A command line without its `--plugin PATH`s, whose files are loaded, here and in every process to come."""
-    rest, paths, given = [], [], iter(words)
-    for word in given:
-        option, equals, value = word.partition("=")
-        if option != OPTION:
-            rest.append(word)
-            continue
-        path = value if equals else next(given, "")
-        if not path:
-            raise InputError(f"{OPTION} needs a path. {MEND}")
-        paths.append(str(Path(path).absolute()))
-    if paths:
-        for path in paths:
-            load_plugin(Path(path))
-        os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*_named(), *paths]))
-    return rest
-
-
-def _named() -> list[str]:
-    return [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
-
-
-def load_plugins() -> None:
-    """Load what this command named and what is installed, each once."""
-    from importlib.metadata import entry_points  # a quarter of the time that `--help` takes, which needs none of it
-
-    for path in _named():
-        load_plugin(Path(path))
-    for point in entry_points(group=GROUP):
-        if f"{GROUP}:{point.name}" not in _loaded:
-            _load_installed(point)
-
-
-def load_plugin(path: Path) -> Plugin:
-    """Execute a plug-in file; all that it registered is withdrawn if it fails. The same code under another name, or
-    installed, is the same plug-in."""
-    key = os.path.realpath(path)
-    if key not in _loaded:
-        code = read_bytes(path, mend=MEND)
-        digest = hashlib.sha256(code).hexdigest()
-        if same := [plugin for plugin in _loaded.values() if plugin.sha256 == digest]:
-            return same[0]
-        name = f"trainshort_plugin_{path.stem}_{digest[:8]}"
-        spec = importlib.util.spec_from_file_location(name, path)
-        if spec is None or spec.loader is None:
-            raise InputError(f"{path} is no Python file. {MEND}")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # dataclasses and pydantic look their modules up there
-        plugin = Plugin(path.name, digest, str(path))
-        _load(key, plugin, str(path), lambda: exec(compile(code, str(path), "exec"), vars(module)))
-        if not plugin.entries:
-            del _loaded[key]
-            raise InputError(f"The plug-in {path} registers nothing; see docs/own-method.md for how it is done.")
-    return _loaded[key]
-
-
-def _load_installed(point: "EntryPoint") -> None:
-    try:
-        spec = importlib.util.find_spec(point.module)
-    except ImportError:  # of the package that it is said to be in; loading it says so
-        spec = None
-    origin = Path(spec.origin) if spec and spec.origin else None  # a folder without an __init__.py has none
-    place = origin.parent if origin and origin.name == "__init__.py" else origin
-    files = [] if place is None else sorted(place.rglob("*.py")) if place.is_dir() else [place]
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    plugin = Plugin(point.name, digest, str(place or ""))
-    key, what = f"{GROUP}:{point.name}", f"{point.name} (installed, {point.value})"
-    if files and any(other.sha256 == plugin.sha256 for other in _loaded.values()):
-        _loaded[key] = plugin  # its file was named, too
+def _first_line(entry: object) -> str:
+    """Return the description that an entry has as an attribute, or else the first line of its docstring."""
+    for attribute in ("summary", "question", "statement", "name"):
+        text = getattr(entry, attribute, None)
+        if isinstance(text, str):
+            break
     else:
-        _load(key, plugin, what, point.load)
-
-
-def _load(key: str, plugin: Plugin, what: str, run: Callable[[], object]) -> None:
-    _loaded[key] = plugin  # before it runs: while it does, a registry may ask for what is named
-    _loading.append(plugin)
-    try:
-        run()
-    except (Exception, SystemExit) as error:
-        del _loaded[key]
-        for table, name in plugin.entries:
-            table.forget(name)
-        if isinstance(error, InputError):
-            raise InputError(f"The plug-in {what} cannot be used: {error}") from None
-        line = _line_of(error, plugin) or ""
-        raise InputError(f"The plug-in {what} does not import: {type(error).__name__}: {error}{line}.") from None
-    finally:
-        _loading.pop()
-
-
-def _line_of(error: BaseException, plugin: Plugin) -> str | None:
-    """Where in a plug-in's own code an error came up; None if it was not there, or names its line itself."""
-    known = plugin.place and not isinstance(error, SyntaxError)
-    frames = traceback.extract_tb(error.__traceback__) if known else []
-    own = (plugin.place, plugin.place + os.sep)
-    lines = [one.lineno for one in frames if one.filename == own[0] or one.filename.startswith(own[1])]
-    return f" (line {lines[-1]})" if lines else None
-
-
-@contextmanager
-def blamed(*names: tuple[str, str]) -> Iterator[None]:
-    """Inside, an error in the code of a plug-in that registered one of these (kind, name)s, or in how it is called,
-    becomes one sentence; any other stays what it is."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        for kind, name in names:
-            for plugin in origins([(kind, name)]):
-                line = _line_of(error, plugin)
-                if line is not None or isinstance(error, TypeError | AttributeError):
-                    told = f"{type(error).__name__}: {str(error).rstrip('.')}{line or ''}"
-                    raise InputError(f"The {kind} '{name}' of {plugin.name} failed: {told}.") from error
-        raise
-
-
-def origins(names: Iterable[tuple[str, str]]) -> list[Plugin]:
-    """The plug-ins that registered some of these (kind, name)s."""
-    wanted = set(names)
-    found = (p for p in _loaded.values() if any((table.kind, name) in wanted for table, name in p.entries))
-    return sorted(found, key=lambda plugin: plugin.name)
-
-
-def require_plugins(needed: "Iterable[PluginRecord]", who: str) -> None:
-    """Stop unless the plug-ins that `who` was made with are here as they were then."""
-    for name, digest in [(plugin.name, plugin.sha256) for plugin in needed if not plugin.for_data]:
-        load_plugins()
-        if any(plugin.sha256 == digest for plugin in _loaded.values()):
-            continue
-        if other := [plugin.sha256 for plugin in _loaded.values() if plugin.name == name]:
-            raise InputError(
-                f"{who} was trained with another {name}: its sha256 was {digest[:12]}..., that of the one given is "
-                f"{other[0][:12]}.... Give the one it was trained with; if the change does not matter, write the "
-                "new sha256 into its config.json."
-            )
-        give = f"Give {OPTION} path/to/{name}, or install" if name.endswith(".py") else "Install"
-        raise InputError(
-            f"{who} needs the plug-in {name} (sha256 {digest[:12]}...), which is not loaded. "
-            f"{give} the package it came with."
-        )
+        text = entry.__doc__ or ""
+    return text.strip().partition("\n")[0]

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainshort import files, registry
+from trainshort import files, plugins
 from trainshort.config import RunConfig, load_config
 from trainshort.errors import InputError
 
@@ -103,7 +103,7 @@ def open_run(path: Path, config: RunConfig, *, resume: bool) -> Iterator[RunFold
     folder = RunFolder(path)
     stored = refuse_existing(path, resume=resume)
     if stored:
-        registry.require_plugins(stored.plugins, str(path))
+        plugins.require_plugins(stored.plugins, str(path))
         _refuse_another_run(stored, config, path, begun=folder.sessions.exists())
     files.make_folder(folder.path)
     with files.locked(folder.path / LOCK, f"Another process is training in {path}. Wait for it, or stop it first."):

@@ -283,7 +283,7 @@ for _name, _summary, _settings in (
     ("sandwich", "Sandwich: the inner product of sinusoidal positions as a bias; fixed.", SandwichSettings),
     ("fire", "FIRE: a small network of the distance as a share of what there is to see.", FireSettings),
 ):
-    methods.register(_name)(Method(_summary, _settings))
+    methods.add(_name, Method(_summary, _settings))
 
 MOVED = {
     "max_bias": ("alibi", "max_bias"),

@@ -10,20 +10,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.console import Console
     from rich.progress import Progress, ProgressColumn
-    from rich.segment import Segment
-    from rich.text import Text
 
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Controls but for tab and line end, overrides of direction, and halves of characters (bytes of odd path names)."""
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Control characters except tab and line end, and surrogates (bytes of path names that are not UTF-8)."""
 
 
 def printable(text: str) -> str:
@@ -62,26 +59,13 @@ def tell(message: str) -> None:
 
 
 def new_console(**options: Any) -> "Console":
-    """rich's, for text with names from anywhere: brackets are no markup, and at a terminal escapes are shown."""
-    return _harmless()(markup=False, **options)
+    """Create a rich console that prints square brackets as they are.
 
+    The console does not escape control characters. Pass names from outside through `shown` or `printable` first.
+    """
+    from rich.console import Console  # `trainshort --help` does not need rich.
 
-@cache
-def _harmless() -> "type[Console]":
-    from rich.console import Console  # here, because --help needs no rich
-    from rich.segment import Segment
-
-    class Harmless(Console):
-        def render_str(self, text: str, **options: Any) -> "Text":
-            """Before anything is laid out, so that columns fit what is shown."""
-            return super().render_str(printable(text) if self.is_terminal else text, **options)
-
-        def render(self, renderable: "RenderableType", options: "ConsoleOptions | None" = None) -> "Iterable[Segment]":
-            """What came as rich's own objects."""
-            for text, style, control in super().render(renderable, options):
-                yield Segment(printable(text) if self.is_terminal and not control else text, style, control)
-
-    return Harmless
+    return Console(markup=False, **options)
 
 
 # ---- stopping: Ctrl-C and SIGTERM as a request that a loop answers between two steps

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks import inputs, peers
 from benchmarks.run import Progress
 from benchmarks.suites import FULL, QUICK, AttentionPlan, DecodePlan, choose
-from trainshort import registry
+from trainshort import plugins
 from trainshort.attention.call import TOLERANCE
 from trainshort.checkpoint import load_model
 from trainshort.cli import main
@@ -71,8 +71,8 @@ def test_attention_is_stored_with_its_origin(tmp_path, capsys):
 
 def test_every_engine_can_be_named(tmp_path, capsys, monkeypatch):
     """Also a plug-in's, which the process that measures memory finds too; one that cannot says why."""
-    monkeypatch.setenv(registry.VARIABLE, "")
-    monkeypatch.setattr(registry, "_loaded", {})
+    monkeypatch.setenv(plugins.VARIABLE, "")
+    monkeypatch.setattr(plugins, "_loaded", {})
     plugin, out = Path(__file__).parents[1] / "plugins" / "one_of_each.py", tmp_path / "a.json"
     words = "attention --lengths 64 128 --engines sdpa echo flex compiled --rounds 1 --memory none"
     try:
@@ -80,8 +80,8 @@ def test_every_engine_can_be_named(tmp_path, capsys, monkeypatch):
         asked = {"source": "normal", "length": 64, "name": "echo", "tolerance": 0.0, "causal": True}
         assert alone("benchmarks.attention", **asked)["peak"] > 0
     finally:
-        for table, name in registry._loaded[str(plugin)].entries:
-            table.forget(name)
+        for table, name in plugins._loaded[str(plugin)].entries:
+            table.remove(name)
     rows = load(out).suites["attention"]
     measured = [(row.case["engine"], row.case["tokens"]) for row in rows]
     assert measured == [

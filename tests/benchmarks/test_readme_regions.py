@@ -99,7 +99,7 @@ def test_perplexity_is_drawn_against_training_speed_with_the_seeds_spread(tmp_pa
         config = LAPTOP.config(Variant("wikitext103", position, length))
         common = {"position": position, "length": length, "tokens": 3000, "train_memory": 10**6, "provenance": ORIGIN}
         entries[run_name(config)] = {**common, "train_seconds": [seconds] * 3, "read_seconds": [seconds] * 3}
-    (tmp_path / "cost.json").write_text(json.dumps({"format": 1, "entries": entries}))
+    write_sealed(tmp_path / "cost.json", {"format": 1, "entries": entries})
     view = View(collect([tmp_path]), LAPTOP)
     figure = next(one for one in paper_figures(view) if one.name == "table6-figure")
     points = {one.name: (one.x, one.y, one.low) for one in figure.series}

@@ -120,10 +120,10 @@ def test_a_stream_that_breaks_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 IN_PLACE = {
-    "pipe": (os.mkfifo, "it is a named pipe, and a file was expected"),
-    "folder": (Path.mkdir, "it is a folder, and a file was expected"),
-    "dangling": (lambda path: path.symlink_to("nothing"), "it is a link to nothing"),
-    "loop": (lambda path: path.symlink_to(path.name), "it is a link that leads back to itself"),
+    "pipe": (os.mkfifo, "it is not a regular file"),
+    "folder": (Path.mkdir, "it is not a regular file"),
+    "dangling": (lambda path: path.symlink_to("nothing"), "it is not a regular file"),
+    "loop": (lambda path: path.symlink_to(path.name), "it is not a regular file"),
 }
 CONTENTS = {
     "null": "null",

@@ -1,7 +1,6 @@
 """`trainshort generate`: text on standard output, the rest on standard error, mistakes in one sentence."""
 
 import io
-import json
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import pytest
 from laboratory import make_run
 
 from trainshort.cli import main
+from trainshort.files import write_sealed
 from trainshort.terminal import printable
 
 
@@ -60,7 +60,7 @@ def test_the_warning_past_the_length_that_is_known_to_be_good(capsys, run):
     unmeasured = call(capsys, run, "the cat", "--tokens", 30)[2]
     assert unmeasured.count("the context passes 16 tokens: the model was trained at that length") == 1
     card = {"format": 1, "summary": "trained at 16, good to 24+", "no_worse": {"length": 24, "open": True}}
-    (run / "extrapolation.json").write_text(json.dumps(card))
+    write_sealed(run / "extrapolation.json", card)
     try:
         measured = call(capsys, run, "the cat", "--tokens", 30)[2]
         assert "passes 24 tokens: trained at 16, good to 24+; nothing longer was measured" in measured

@@ -283,10 +283,10 @@ def test_a_run_whose_config_is_a_link_to_nothing_is_not_left_out(tmp_path):
     for name in ("whole", "broken"):
         make_run(tmp_path / "runs", "alibi", {128: 50.0, 256: 49.0}, name=name)
     config = tmp_path / "runs" / "broken" / "config.json"
-    for target, reason in (("nowhere", "it is a link to nothing"), ("config.json", "a link that leads back to itself")):
+    for target in ("nowhere", "config.json"):
         config.unlink()
         config.symlink_to(target)
-        with pytest.raises(InputError, match=f"{config}: .*{reason}"):
+        with pytest.raises(InputError, match=f"{config}: it is not a regular file"):
             Report((tmp_path / "runs",), tmp_path / "out").run()
 
 

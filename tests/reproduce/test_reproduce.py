@@ -14,7 +14,7 @@ from laboratory import evaluations
 from rich.console import Console
 from tiny_paper import tiny_scale, two_methods
 
-from trainshort import registry
+from trainshort import plugins
 from trainshort.claims.collection import COST_FILE, read_costs
 from trainshort.commands.parser import read_command
 from trainshort.commands.reproduce import Reproduce
@@ -177,12 +177,12 @@ def test_plan_commands_are_plain_without_many_gpus():
 def plugged(monkeypatch):
     """A method from a file, as `--plugin` brings it."""
     path = str(Path(__file__).parents[1] / "plugins" / "kerple_log.py")
-    monkeypatch.setenv(registry.VARIABLE, path)
-    monkeypatch.setattr(registry, "_loaded", {})
-    loaded = registry.load_plugin(Path(path))
+    monkeypatch.setenv(plugins.VARIABLE, path)
+    monkeypatch.setattr(plugins, "_loaded", {})
+    loaded = plugins.load_plugin(Path(path))
     yield path
     for table, name in loaded.entries:
-        table.forget(name)
+        table.remove(name)
 
 
 @pytest.mark.parametrize("scale", ["laptop", "gpu", "paper"])
@@ -195,7 +195,7 @@ def test_every_command_of_a_plan_trains_the_run_that_it_names(scale, plugged):
     for entry in entries:
         words = shlex.split(entry.command.partition("trainshort train ")[2])
         assert ("--plugin" in words) == (entry.variant.position == "kerple-log")
-        made = Train.parse(registry.take_plugins(words))
+        made = Train.parse(plugins.take_plugins(words))
         assert (run_name(made.config), made.out, made.resume) == (entry.name, Path("runs") / entry.name, True)
     assert any(f"--model.position kerple-log --plugin {plugged}" in entry.command for entry in entries)
 

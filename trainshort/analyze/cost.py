@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Group
 
-from trainshort.analyze.lab import Analysis, Lab, analyses, new_table, titled
+from trainshort.analyze.lab import Analysis, Lab, new_table, titled
 from trainshort.config import ModelConfig, RunConfig, TrainConfig
 from trainshort.evaluate.step_cost import OUT_OF_MEMORY
 from trainshort.evaluate.target import RunTarget
@@ -118,6 +118,4 @@ def _cell(found: dict[str, Any], name: str, unit: float) -> str:
     return "" if found[name] is None else f"{found[name] / unit:,.0f}"
 
 
-analyses.register("cost")(
-    Analysis("what does each position method cost at each length?", run, table, slow=True, fits=scope)
-)
+COST = Analysis("what does each position method cost at each length?", run, table, slow=True, fits=scope)

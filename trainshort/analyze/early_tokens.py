@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from rich.console import Group
 
-from trainshort.analyze.lab import Analysis, Lab, analyses, compare, new_table, titled
+from trainshort.analyze.lab import Analysis, Lab, compare, new_table, titled
 from trainshort.evaluate.evidence import Interval, costs, shows
 from trainshort.evaluate.results import block_sums, interval_of
 from trainshort.passes import Passes
@@ -151,4 +151,4 @@ def table(result: dict[str, Any]) -> Group:
     return titled(title, shown)
 
 
-analyses.register("early-tokens")(Analysis("longer context, or only fewer early tokens?", run, table, fits=scope))
+EARLY_TOKENS = Analysis("longer context, or only fewer early tokens?", run, table, fits=scope)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from rich.console import Group
 
-from trainshort.analyze.lab import SCORED, Analysis, Lab, analyses, compare, interval_text, new_table, titled
+from trainshort.analyze.lab import SCORED, Analysis, Lab, compare, interval_text, new_table, titled
 from trainshort.errors import InputError
 from trainshort.evaluate.evidence import EFFECT, shows, unbroken
 
@@ -113,4 +113,4 @@ def table(result: dict[str, Any]) -> Group:
     return titled(title, shown)
 
 
-analyses.register("far-context")(Analysis("does context farther than d tokens matter?", run, table, fits=scope))
+FAR_CONTEXT = Analysis("does context farther than d tokens matter?", run, table, fits=scope)

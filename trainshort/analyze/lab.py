@@ -33,8 +33,8 @@ from trainshort.files import make_folder, read_object, read_sealed, write_sealed
 from trainshort.machine import provenance
 from trainshort.model import TransformerLM
 from trainshort.passes import Passes
-from trainshort.registry import Registry
-from trainshort.terminal import Meter, new_console
+from trainshort.registries import analyses
+from trainshort.terminal import Meter, new_console, shown
 
 SCORED = 32
 """Tokens at the end of a probe whose losses are measured."""
@@ -148,9 +148,6 @@ class Analysis:
     name this is called before the first is begun."""
 
 
-analyses: Registry[Analysis] = Registry("analysis", needs=("run", "table"))
-
-
 def compare(losses: np.ndarray, others: np.ndarray) -> dict[str, Any]:
     """How much higher the others' losses are, probe by probe."""
     difference = others.mean(axis=1) - losses.mean(axis=1)
@@ -204,7 +201,7 @@ def analyze(lab: Lab, text: Text, names: Sequence[str], console: Console, again:
             except InputError as error:
                 if names:
                     raise
-                console.print(f"passed over: {error}", highlight=False, markup=False)
+                console.print(f"passed over: {shown(str(error))}", highlight=False, markup=False)
                 continue
             answer = {"format": FORMAT, "analysis": name, **origin, "result": result}
             write_sealed(path, answer | {"provenance": provenance(threads=torch.get_num_threads())})
@@ -212,7 +209,7 @@ def analyze(lab: Lab, text: Text, names: Sequence[str], console: Console, again:
         written.append(path)
         console.print(chosen.table(result))
         console.print(f"{result['summary']}.", highlight=False)
-    console.print("\nWritten: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
+    console.print("\nWritten: " + ", ".join(shown(str(path)) for path in written), highlight=False, soft_wrap=True)
     return written
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trainshort import alibi, clocks
 from trainshort.analyze.far_context import WAYS, spoil
-from trainshort.analyze.lab import SCORED, Analysis, Lab, analyses, compare, new_table, titled
+from trainshort.analyze.lab import SCORED, Analysis, Lab, compare, new_table, titled
 from trainshort.attention import AttentionCall, DecayBias, LinearBias
 from trainshort.attention.formula import visible, written_bias
 from trainshort.evaluate.attention_inputs import attention_calls
@@ -158,4 +158,4 @@ def table(result: dict[str, Any]) -> Group:
     return titled(title, shown)
 
 
-analyses.register("reach")(Analysis("how far does each head look, and how far could it?", run, table, fits=scope))
+REACH = Analysis("how far does each head look, and how far could it?", run, table, fits=scope)

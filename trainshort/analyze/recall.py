@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from rich.console import Group
 
-from trainshort.analyze.lab import Analysis, Lab, analyses, compare, interval_text, new_table, titled
+from trainshort.analyze.lab import Analysis, Lab, compare, interval_text, new_table, titled
 from trainshort.errors import InputError
 from trainshort.evaluate.evidence import shows, span
 
@@ -105,4 +105,4 @@ def table(result: dict[str, Any]) -> Group:
     return titled(title, shown)
 
 
-analyses.register("recall")(Analysis("is something that stood d tokens ago still found?", run, table, fits=scope))
+RECALL = Analysis("is something that stood d tokens ago still found?", run, table, fits=scope)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.console import Group
 
-from trainshort.analyze.lab import SCORED, Analysis, Lab, analyses, compare, interval_text, new_table, titled
+from trainshort.analyze.lab import SCORED, Analysis, Lab, compare, interval_text, new_table, titled
 from trainshort.errors import InputError
 from trainshort.evaluate.changes import Change, changed
 from trainshort.evaluate.evidence import shows
@@ -76,4 +76,4 @@ def table(result: dict[str, Any]) -> Group:
     return titled(title, shown)
 
 
-analyses.register("slopes")(Analysis("do other slopes use context beyond the training length?", run, table, fits=scope))
+SLOPES = Analysis("do other slopes use context beyond the training length?", run, table, fits=scope)

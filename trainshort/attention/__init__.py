@@ -13,6 +13,8 @@ from trainshort.attention.op import (
     run_attention,
 )
 
+backends.load()  # torch.compile cannot trace the import of an engine at its first call.
+
 __all__ = [
     "AttentionCall",
     "AttentionOutput",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainshort.attention import operator
 from trainshort.attention.call import AttentionCall, BiasKind, DecayBias, DistanceBias, LinearBias, unknown_bias, wide
-from trainshort.attention.op import AttentionOutput, backends
+from trainshort.attention.op import AttentionOutput
 from trainshort.attention.sides import BLIND
 from trainshort.machine import mkl_is_narrow
 
@@ -89,4 +89,4 @@ def _torch_is_wider() -> bool:
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512") and not mkl_is_narrow()
 
 
-backends.register("compiled")(Compiled())
+COMPILED = Compiled()

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from trainshort import alibi, clocks
 from trainshort.attention.call import AttentionCall, Bias, DecayBias, DenseBias, DistanceBias, LinearBias, unknown_bias
 from trainshort.attention.formula import mirrored
-from trainshort.attention.op import AttentionOutput, backends
+from trainshort.attention.op import AttentionOutput
 from trainshort.attention.sides import BLIND
 
 BLOCK = 128
@@ -218,4 +218,4 @@ def _listed(
     return (end - begin).int(), numbers.int()
 
 
-backends.register("flex")(Flex())
+FLEX = Flex()

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trainshort.attention.call import AttentionCall, DecayBias, DenseBias, DistanceBias, LinearBias, unknown_bias, wide
-from trainshort.attention.op import AttentionOutput, backends
+from trainshort.attention.op import AttentionOutput
 
 
 class Reference:
@@ -25,7 +25,7 @@ class Reference:
         return AttentionOutput(*formula(call))
 
 
-backends.register("reference")(Reference())
+REFERENCE = Reference()
 
 
 def formula(call: AttentionCall) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainshort import alibi
 from trainshort.attention.call import SMALLEST, TOLERANCE, AttentionCall, Bias, LinearBias, check, check_tensors, tracer
 from trainshort.errors import InputError
-from trainshort.registry import Registry
+from trainshort.registries import backends
 
 log = logging.getLogger("trainshort.attention")
 
@@ -82,7 +82,6 @@ class Backend(Protocol):
         ...
 
 
-backends: Registry[Backend] = Registry("attention backend", needs=("unsupported_reason", "run"))
 _announced: set[str] = set()
 _chosen: dict[tuple[object, ...], Backend] = {}
 MOST_CHOSEN = 4096

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainshort.attention.call import AttentionCall, DecayBias, contiguous_rows, wide
 from trainshort.attention.formula import visible, written_bias
-from trainshort.attention.op import AttentionOutput, backends
+from trainshort.attention.op import AttentionOutput
 
 MASK_ELEMENTS = 1 << 24
 """Largest mask written at once (64 MB in float32): large enough to keep the kernel busy, small beside a model."""
@@ -95,4 +95,4 @@ def _attend(
     return out, None
 
 
-backends.register("sdpa")(Sdpa())
+SDPA = Sdpa()

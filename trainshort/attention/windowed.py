@@ -13,7 +13,7 @@ import torch
 from trainshort import clocks
 from trainshort.attention import operator, windowed_torch
 from trainshort.attention.call import AttentionCall, BiasKind, DecayBias, LinearBias, bias_kind_of, unknown_bias
-from trainshort.attention.op import AttentionOutput, backends, say_once
+from trainshort.attention.op import AttentionOutput, say_once
 from trainshort.attention.sides import BLIND
 
 
@@ -71,5 +71,5 @@ class WindowedTorch(Windowed):
     compiled = False
 
 
-backends.register("windowed")(Windowed())
-backends.register("windowed-torch")(WindowedTorch())
+WINDOWED = Windowed()
+WINDOWED_TORCH = WindowedTorch()

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainshort import registry
+from trainshort import plugins
 from trainshort.checkpoint import folders
 from trainshort.checkpoint.folders import STATE, State, best, find, is_hugging_face, latest, read_state
 from trainshort.config import ModelConfig, RunConfig, load_config, save_config
@@ -133,7 +133,7 @@ def load_model(path: Path | str, *, device: str = "cpu") -> TransformerLM:
         raise InputError(f"{folder} is damaged: {problem}. Use another checkpoint of the run.")
     config = load_config(folder / CONFIG)
     run = folder.parent.parent if folder.parent.name == "checkpoints" else path  # whose config.json the reader knows
-    registry.require_plugins(config.plugins, str(run))
+    plugins.require_plugins(config.plugins, str(run))
     _refuse_larger(folder, config.model)
     model = TransformerLM(config.model)
     read_part(folder / "model", model_tensors(model), sharded=False)

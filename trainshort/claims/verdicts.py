@@ -69,7 +69,7 @@ def claim(
 
     def add(check: Callable[[View], Outcome]) -> Callable[[View], Outcome]:
         statement = " ".join((check.__doc__ or "").split())
-        claims.register(name)(Claim(name, statement, published, check, rule))
+        claims.add(name, Claim(name, statement, published, check, rule))
         return check
 
     return add

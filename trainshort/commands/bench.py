@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from trainshort.commands.parser import Arg, Option, of_class, read_command
 from trainshort.errors import InputError
 from trainshort.files import try_file
-from trainshort.terminal import listed, say
+from trainshort.terminal import listed, say, shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,7 +83,7 @@ class Bench:
             raise InputError(f"{out} already exists, and results are kept. Choose another --out.")
         try_file(out)
         made = run(plans, self.quick, out, console)
-        console.print(f"Results: {out}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"Results: {shown(str(out))}", markup=False, highlight=False, soft_wrap=True)
         return made
 
     def _refuse_measuring(self) -> None:

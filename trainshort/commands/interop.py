@@ -9,7 +9,7 @@ from trainshort.commands.parser import REQUIRED, Arg, at_least, of_settings, rea
 from trainshort.commands.train import WRITTEN, chosen_config
 from trainshort.config import OptimConfig, RunConfig, TrainConfig
 from trainshort.errors import InputError
-from trainshort.terminal import new_console, printable, say, tell
+from trainshort.terminal import new_console, printable, say, shown, tell
 
 if TYPE_CHECKING:
     from trainshort.interop.export.verify import Verification
@@ -190,7 +190,7 @@ class Harness:
         asked = Asked(self.tasks, self.include, self.length, self.limit, self.shots, self.batch)
         result = evaluate_tasks(target, asked)
         path = save(result, target)
-        table = Table("task", "metric", "value", "standard error", title=target.name)
+        table = Table("task", "metric", "value", "standard error", title=shown(target.name))
         for task, numbers in result["results"].items():
             for row in _rows(numbers):
                 table.add_row(task, *row)

@@ -4,27 +4,27 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated
 
-from trainshort import registry
 from trainshort.commands.parser import Arg
 from trainshort.errors import InputError
+from trainshort.plugins import load_plugins
 from trainshort.registry import Registry, did_you_mean
 
 KINDS = {
-    "positions": "trainshort.settings:methods",
-    "backends": "trainshort.attention:backends",
-    "corpora": "trainshort.data.corpus:corpora",
-    "tokenizers": "trainshort.data.tokenizer:tokenizers",
-    "analyses": "trainshort.analyze.lab:analyses",
-    "presets": "trainshort.presets:presets",
+    "positions": "trainshort.registries:positions",
+    "backends": "trainshort.registries:backends",
+    "corpora": "trainshort.registries:corpora",
+    "tokenizers": "trainshort.registries:tokenizers",
+    "analyses": "trainshort.registries:analyses",
+    "presets": "trainshort.registries:presets",
     "recipes": "trainshort.recipes:recipes",
     "experiments": "trainshort.recipes.experiments:experiments",
     "scales": "trainshort.recipes.scales:scales",
     "claims": "trainshort.claims.verdicts:claims",
-    "formats": "trainshort.interop.formats:formats",
-    "convertible": "trainshort.interop.formats:convertible",
-    "exports": "trainshort.interop.export:targets",
+    "formats": "trainshort.registries:formats",
+    "convertible": "trainshort.registries:convertible",
+    "exports": "trainshort.registries:targets",
 }
-"""Every registry, and where it is full. Only the one that is asked for is imported: positions need no torch."""
+"""Every registry, and where the registry is defined. None of these modules imports torch."""
 
 FILLED_BY = {"claims": ("extrapolation", "speed_and_memory")}
 """Modules beside a registry that fill it."""
@@ -48,15 +48,16 @@ class List:
         kind = self.kind
         if kind and kind not in KINDS:
             raise InputError(f"Cannot list '{kind}'.{did_you_mean(kind, KINDS)} Choose: {', '.join(KINDS)}.")
-        registry.load_plugins()
+        load_plugins()
         if not kind:
             for each in KINDS:
                 print(f"{each:<12}{', '.join(_registry(each).names())}")
             return
-        entries = dict(_registry(kind).items())
-        width = max(map(len, entries))
-        for name, entry in entries.items():
-            print(f"{name:<{width}}  {first_line(entry)}")
+        chosen = _registry(kind)
+        names = chosen.names()
+        width = max(map(len, names))
+        for name in names:
+            print(f"{name:<{width}}  {chosen.describe(name)}")
 
 
 def _registry(kind: str) -> Registry:
@@ -81,10 +82,3 @@ class Show:
         from trainshort.recipes import recipes
 
         print(recipes.get(self.recipe)().model_dump_json(indent=2))
-
-
-def first_line(entry: object) -> str:
-    """What an entry says of itself in one line: its summary, question, statement or full name, else its docstring."""
-    own = (getattr(entry, name, None) for name in ("summary", "question", "statement", "name"))
-    text = next((text for text in own if isinstance(text, str)), entry.__doc__ or "")
-    return text.strip().partition("\n")[0]

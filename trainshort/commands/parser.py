@@ -18,7 +18,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from trainshort.errors import InputError
-from trainshort.registry import OPTION as PLUGIN
+from trainshort.plugins import OPTION as PLUGIN
 from trainshort.registry import did_you_mean
 from trainshort.settings import Settings
 
@@ -198,8 +198,9 @@ class Parser:
                 raise self.error(f"'{typed}' could be {' or '.join(one.name for one in matches)}; write one of them.")
             if matches:
                 return matches[0], negated, given if equals else None
-        near = _nearest(_plain_name(typed), list(named))
-        raise self.error(f"Unknown setting '{typed}'.{near} See {self.prog} --help.")
+        last_parts = [full.rpartition(".")[2] for full in named]
+        suggestion = did_you_mean(_plain_name(typed), [*named, *last_parts])
+        raise self.error(f"Unknown setting '{typed}'.{suggestion} See {self.prog} --help.")
 
     def _value(self, option: Option, given: str | None, left: list[str], *, negated: bool) -> Any:
         if option.plain is bool:
@@ -285,25 +286,6 @@ def _is_option(word: str) -> bool:
 
 def _plain_name(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    """A sentence naming the setting that was meant: of the same last word (train.lr: optim.lr) or its first letters
-    (learning_rate), else of the closest spelling, in its own section first."""
-    section, _, typed = name.rpartition(".")
-    words = [part for part in typed.split("_") if part]
-    short = "".join(part[0] for part in words) if len(words) > 1 else typed
-    last = {full: full.rpartition(".")[2] for full in known}
-    if same := [full for full, end in last.items() if end in (typed, short)]:
-        return did_you_mean(same[0], same)
-    if inside := [full for full in known if full.startswith(name + ".")]:
-        return f" It is a group of settings: {', '.join(f'--{full}' for full in inside[:3])} and more."
-    own = [full for full in known if full.rpartition(".")[0] == section]
-    for names in (own, known):
-        if close := did_you_mean(typed, [last[full] for full in names]):
-            word = close.split("'")[1]
-            return close.replace(word, next(full for full in names if last[full] == word))
-    return ""
 
 
 def _spelled(option: Option) -> str:

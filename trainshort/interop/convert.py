@@ -24,11 +24,12 @@ from trainshort.evaluate.session import new_evaluation
 from trainshort.evaluate.sweep import Sweep, sweep
 from trainshort.evaluate.target import Target, Text, open_target
 from trainshort.files import make_folder, read_object
-from trainshort.interop.formats.base import Model, Origin, WeightMap, convertible, shapes_of
+from trainshort.interop.formats.base import Model, Origin, WeightMap, shapes_of
 from trainshort.interop.import_model import ImportRequest, Source, fetched, open_folder, write_run
 from trainshort.masking import refuse_encoder
 from trainshort.model import TransformerLM
 from trainshort.positions import PositionMethod
+from trainshort.registries import convertible
 from trainshort.runs import RunFolder
 from trainshort.utils.figures import draw
 

@@ -29,9 +29,10 @@ from trainshort.evaluate.target import refuse_foreign_export
 from trainshort.files import new_folder, read_object, sha256, write_whole
 from trainshort.interop import safetensors_io
 from trainshort.interop.formats import fairseq
-from trainshort.interop.formats.base import Format, WeightMap, convertible, formats, plan
+from trainshort.interop.formats.base import Format, WeightMap, plan
 from trainshort.interop.formats.read_config import real, scaled_rotation, section
 from trainshort.model import TransformerLM
+from trainshort.registries import convertible, formats
 from trainshort.registry import Registry
 from trainshort.runs import RunFolder
 from trainshort.settings import RotarySettings

@@ -37,7 +37,8 @@ from trainshort.attention import Bias, DenseBias, LinearBias
 from trainshort.attention.call import unknown_bias
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.registry import Registry, blamed
+from trainshort.plugins import blamed
+from trainshort.registries import positions
 from trainshort.settings import Method, MethodSettings, NoSettings, methods, settings_of
 
 FAR = (4099, 2**24 + 1)
@@ -192,31 +193,24 @@ def for_heads(bias: Bias | None, config: ModelConfig) -> Bias | None:
     return replace(bias, **{name: torch.where(knows, x, 0) for name, x in sides.items() if isinstance(x, Tensor)})
 
 
-class Positions(Registry[type[PositionMethod]]):
-    """Position methods by name; a method from outside is made known to the settings too."""
+def register_settings(name: str, method: Any) -> None:
+    """Check a position method from outside this package, and register its settings under `name`.
 
-    def register(self, name: str) -> Callable[[Any], Any]:
-        filed = super().register(name)
-
-        def add(method: Any) -> Any:
-            if not (isinstance(method, type) and issubclass(method, PositionMethod)):
-                raise InputError(f"position method '{name}' must be a class that extends PositionMethod.")
-            doors = ("embed", "rotate", "score_bias", "text_bias")
-            if name not in methods.names():
-                if all(getattr(method, door) is getattr(PositionMethod, door) for door in doors):
-                    raise InputError(f"position method '{name}' does nothing: it lacks {', '.join(doors[:-1])} alike.")
-                if not (isinstance(method.Settings, type) and issubclass(method.Settings, MethodSettings)):
-                    raise InputError(f"position method '{name}': its Settings must extend MethodSettings.")
-                if required := [n for n, info in method.Settings.model_fields.items() if info.is_required()]:
-                    raise InputError(f"position method '{name}': its setting '{required[0]}' needs a default.")
-                summary = (method.__doc__ or "").strip().partition("\n")[0]
-                methods.register(name)(Method(summary, method.Settings))
-            return filed(method)
-
-        return add
-
-
-positions: Registry[type[PositionMethod]] = Positions("position method")
+    Raises:
+        InputError: If `method` is not a usable subclass of `PositionMethod`, or the name is taken.
+    """
+    if not (isinstance(method, type) and issubclass(method, PositionMethod)):
+        raise InputError(f"position method '{name}' must be a class that extends PositionMethod.")
+    hooks = ("embed", "rotate", "score_bias", "text_bias")
+    if all(getattr(method, hook) is getattr(PositionMethod, hook) for hook in hooks):
+        raise InputError(f"position method '{name}' does nothing: it lacks {', '.join(hooks[:-1])} alike.")
+    if not (isinstance(method.Settings, type) and issubclass(method.Settings, MethodSettings)):
+        raise InputError(f"position method '{name}': its Settings must extend MethodSettings.")
+    required = [field for field, info in method.Settings.model_fields.items() if info.is_required()]
+    if required:
+        raise InputError(f"position method '{name}': its setting '{required[0]}' needs a default.")
+    summary = (method.__doc__ or "").strip().partition("\n")[0]
+    methods.register(name)(Method(summary, method.Settings))
 
 
 def build_position(config: ModelConfig) -> PositionMethod:

@@ -10,11 +10,10 @@ from trainshort import alibi
 from trainshort.attention import Bias, DistanceBias, LinearBias
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.positions.base import PositionMethod, positions
+from trainshort.positions.base import PositionMethod
 from trainshort.settings import AlibiSettings, T5Settings
 
 
-@positions.register("alibi")
 class Alibi(PositionMethod):
     """Attention with Linear Biases: a penalty that grows linearly with distance, one fixed slope per head."""
 
@@ -50,7 +49,6 @@ def sloped(slopes: Float[Tensor, " heads"], farthest: int | None, length: int) -
     return DistanceBias(-slopes[:, None] * distance)  # whose last column holds for all that is farther
 
 
-@positions.register("t5")
 class T5(PositionMethod):
     """T5's bias: one trained number per head and bucket of distances, one table shared by all layers."""
 

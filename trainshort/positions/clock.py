@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from trainshort import alibi
 from trainshort.attention import DecayBias
 from trainshort.config import ModelConfig
-from trainshort.positions.base import Gate, LayerInput, PositionMethod, positions
+from trainshort.positions.base import Gate, LayerInput, PositionMethod
 from trainshort.settings import FoxSettings
 
 
-@positions.register("fox")
 class Fox(PositionMethod):
     """Forgetting Transformer: a gate at each token says how much of all that came before is kept.
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainshort import alibi
 from trainshort.attention import DenseBias, DistanceBias
 from trainshort.config import ModelConfig
-from trainshort.positions.base import LayerInput, PositionMethod, once, positions
+from trainshort.positions.base import LayerInput, PositionMethod, once
 from trainshort.settings import FireSettings, KerpleSettings, NoSettings, SandwichSettings
 
 LEAST = 0.01
@@ -24,7 +24,6 @@ NEAR_ZERO = 1e-5
 """BAM adds it to every distance, so that 0 has powers of every exponent."""
 
 
-@positions.register("kerple")
 class Kerple(PositionMethod):
     """KERPLE: a penalty p·ln(1 + a·d) or a·d^p, with a and p trained for each head."""
 
@@ -49,7 +48,6 @@ class Kerple(PositionMethod):
         return DistanceBias(-p * torch.log1p(a * distance) if self.form == "log" else -a * distance**p)
 
 
-@positions.register("log-alibi")
 class LogAlibi(PositionMethod):
     """ALiBi of the logarithm: a penalty slope·ln(1 + d), with ALiBi's slopes, fixed."""
 
@@ -68,7 +66,6 @@ class LogAlibi(PositionMethod):
         return DistanceBias(-self.slopes[:, None] * torch.log1p(_distances(length, self.slopes)))
 
 
-@positions.register("bam")
 class Bam(PositionMethod):
     """BAM: a penalty e^g·|d − μ|^β with g, μ and β trained for each head; ALiBi at first."""
 
@@ -89,7 +86,6 @@ class Bam(PositionMethod):
         return DistanceBias(-self.scale.exp()[:, None] * away ** self.power[:, None])
 
 
-@positions.register("sandwich")
 class Sandwich(PositionMethod):
     """Sandwich: the inner product of sinusoidal positions as a bias, heads/(8·head) times; fixed, not monotone."""
 
@@ -115,7 +111,6 @@ class Sandwich(PositionMethod):
         return DistanceBias(self.ratios[:, None] * wave.float())
 
 
-@positions.register("fire")
 class Fire(PositionMethod):
     """FIRE: a small network of ln(1 + c·d) / ln(1 + c·max(i, L)), the distance as a share of what there is to see.
 

@@ -6,16 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from trainshort.config import ModelConfig
-from trainshort.positions.base import PositionMethod, positions
+from trainshort.positions.base import PositionMethod
 from trainshort.settings import LearnedSettings, NoSettings
 
 
-@positions.register("none")
 class NoPosition(PositionMethod):
     """No positions at all; the causal mask is the only hint of order."""
 
 
-@positions.register("sinusoidal")
 class Sinusoidal(PositionMethod):
     """Fixed sines and cosines added to the embeddings, as fairseq computes them; any length.
 
@@ -40,7 +38,6 @@ class Sinusoidal(PositionMethod):
         return x + wave.to(x.dtype)
 
 
-@positions.register("learned")
 class Learned(PositionMethod):
     """One trained vector per position added to the embeddings; cannot read past its table."""
 

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.positions.base import PositionMethod, once, positions
+from trainshort.positions.base import PositionMethod, once
 from trainshort.settings import RotarySettings, XposSettings
 
 
-@positions.register("rotary")
 class Rotary(PositionMethod):
     """Pairs of each query and key turn with their position, so that scores see only distances; values stay.
 
@@ -50,7 +49,6 @@ class Rotary(PositionMethod):
         return size * angle.cos(), size * angle.sin()
 
 
-@positions.register("xpos")
 class XPos(Rotary):
     """xPos: rotary, and pairs of queries and keys shrink with their distance, those that turn fast the most.
 

@@ -44,7 +44,7 @@ def recipe_name(scale: Scale, variant: Variant) -> str:
 def _add(name: str, about: str, config: Callable[..., RunConfig], *of: Any) -> None:
     recipe = partial(config, *of)
     recipe.__doc__ = about
-    recipes.register(name)(recipe)
+    recipes.add(name, recipe)
 
 
 def _demo(position: str) -> Variant:
@@ -68,8 +68,10 @@ for _position in ("alibi", "sinusoidal", "rotary"):
     _add(f"laptop-mlm-{_position}-{_encoder(_position).train.length}", _told, _encoder, _position)
 
 
-@recipes.register("portable-128")
 def portable() -> RunConfig:
     """The preset of this name, trained as the demo: transformers, llama.cpp and CTranslate2 take it as it is."""
     config = scales.get("laptop").config(_demo("alibi"))
     return config.model_copy(update={"model": presets.get("portable")().replace(vocabulary=0)})
+
+
+recipes.add("portable-128", portable)

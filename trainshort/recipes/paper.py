@@ -37,7 +37,7 @@ def filed(name: str, title: str, **drawn: Any) -> Callable[[Cells], Cells]:
             return Experiment(name, title, tuple(cells()), **drawn)
 
         build.__doc__ = cells.__doc__ or f"{title}."
-        experiments.register(name)(build)
+        experiments.add(name, build)
         return cells
 
     return add

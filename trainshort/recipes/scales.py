@@ -219,7 +219,7 @@ for _scale in (
         gpus=8,
     ),
 ):
-    scales.register(_scale.name)(_scale)
+    scales.add(_scale.name, _scale)
 FIRST_LAPTOP = replace(
     scales.get("laptop"), name="laptop of 0.1.0", build=first_laptop, eval_tokens=16_384, split="valid"
 )

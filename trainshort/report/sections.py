@@ -145,13 +145,10 @@ def origin(collection: Collection) -> list[tuple[str, str]]:
     tokens, minutes = sum(end["tokens"] for end in ends), sum(end["seconds"] for end in ends) / 60
     versions = [record["versions"] for record in records if record.get("versions")] or [{}]
     times = sorted(str(record["time"]) for record in records if record.get("time")) or [""]
-    unsealed = sum(not one.sealed for one in evaluations)
-    vouched = f"{unsealed} of {len(evaluations)} evaluations, written by 0.1.0: their numbers cannot be verified"
     rows = [
         ("Scale", collection.scale.summary if collection.scale else "runs of your own"),
         ("Commit", _several(record.get("commit") for record in records)),
         ("Versions", ", ".join(f"{name} {value}" for name, value in versions[-1].items() if value)),
-        ("Without a checksum", vouched if unsealed else ""),
         ("Machine", _several(_machine(record) for record in records)),
         ("Threads", _several(record.get("threads") for record in records)),
         ("Seeds", _several(sorted({run.config.train.seed for run in runs}))),

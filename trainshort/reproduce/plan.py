@@ -14,10 +14,10 @@ from typing import Any
 
 from trainshort.claims.collection import read_costs
 from trainshort.config import RunConfig
+from trainshort.plugins import VARIABLE, load_plugin, origins
 from trainshort.recipes import recipe_name, recipes
 from trainshort.recipes.experiments import Experiment, Scale, Variant, published, reseeded
 from trainshort.recipes.scales import PAPER_GPUS
-from trainshort.registry import VARIABLE, load_plugin, origins
 from trainshort.runs import flatten, run_name
 from trainshort.terminal import duration
 

@@ -22,7 +22,7 @@ from trainshort.evaluate.results import Query, best_step, find, rows
 from trainshort.files import make_folder
 from trainshort.recipes.experiments import Experiment, Scale, moments, queries, reseeded
 from trainshort.runs import RunFolder, present, read_metrics, run_name
-from trainshort.terminal import Meter
+from trainshort.terminal import Meter, shown
 
 if TYPE_CHECKING:
     from trainshort.reproduce.launchers import Site
@@ -206,7 +206,9 @@ def reproduce(
     todo = [task for task in assignment.tasks if not finished(root, task)]
     kept = len(assignment.tasks) - len(todo)
     if kept:
-        console.print(f"{kept} of {len(assignment.tasks)} models are done already, in {root}.", highlight=False)
+        console.print(
+            f"{kept} of {len(assignment.tasks)} models are done already, in {shown(str(root))}.", highlight=False
+        )
     if todo:
         with _progress(todo, root, console) as done:
             if site is None:

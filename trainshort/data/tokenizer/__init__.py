@@ -22,9 +22,9 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from jaxtyping import Int64
 
-from trainshort import files, registry
+from trainshort import files, plugins
 from trainshort.errors import InputError
-from trainshort.registry import Registry
+from trainshort.registries import tokenizers
 
 Ids = Int64[np.ndarray, " tokens"]
 
@@ -98,9 +98,6 @@ class Tokenizer(ABC):
                     "Decode with the tokenizer of the data's own folder."
                 )
         return ids
-
-
-tokenizers: Registry[type[Tokenizer]] = Registry("tokenizer", needs=("build", "encode", "decode", "decoder", "to_json"))
 
 
 def cut(text: str, size: int) -> list[str]:
@@ -290,7 +287,7 @@ def parse_tokenizer(text: str, path: Path) -> Tokenizer:
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
         raise InputError(f"{path} is not a tokenizer.json that the tokenizers library reads ({error}).") from None
-    registry.load_plugins()
+    plugins.load_plugins()
     kinds = reversed([kind for _, kind in tokenizers.items()])  # a plug-in's before the one it may be made from
     recognized = (kind.recognize(layout, library) for kind in kinds)
     return next((one for one in recognized if one is not None), None) or SavedTokenizer(library, tokenizer_name(path))
@@ -299,6 +296,3 @@ def parse_tokenizer(text: str, path: Path) -> Tokenizer:
 def tokenizer_name(path: Path) -> str:
     """A short name for a tokenizer file: gpt2/tokenizer.json is called gpt2."""
     return path.resolve().parent.name if path.name == FILE else path.stem
-
-
-from trainshort.data.tokenizer import built  # noqa: E402, F401  (fills the table)

@@ -22,7 +22,6 @@ from trainshort.data.tokenizer import (
     byte_alphabet,
     byte_numbers,
     cut,
-    tokenizers,
 )
 from trainshort.errors import InputError
 
@@ -32,11 +31,9 @@ PART = 4096
 """Characters that a part of a sample has at least; the trainer gets it in parts, so that its threads share."""
 
 
-@tokenizers.register("bpe")
 class BytePairTokenizer(SavedTokenizer):
     """A byte-level BPE of ours: any text can be encoded, and decoding gives it back exactly."""
 
-    summary = "byte-level sub-words, trained on a sample of the text"
     sized = True
 
     @classmethod
@@ -83,12 +80,10 @@ def sample(texts: Iterable[str], share: float) -> Iterator[str]:
             return
 
 
-@tokenizers.register("bytes")
 class ByteTokenizer(Tokenizer):
     """A token is a byte of UTF-8. A document ends with byte 0, which text does not contain."""
 
     name = "bytes"
-    summary = "a token is a byte of UTF-8; 256 of them"
     vocabulary = 256
     end = 0
 
@@ -141,7 +136,6 @@ class _Numbers(dict[str, int]):
         return WordTokenizer.UNKNOWN
 
 
-@tokenizers.register("words")
 class WordTokenizer(Tokenizer):
     """A token is a word between white space, or `</s>` at a line end, as the paper counts WikiText.
 
@@ -153,7 +147,6 @@ class WordTokenizer(Tokenizer):
     """
 
     name = "words"
-    summary = "a token is a word between white space, the most frequent ones, as the paper counts WikiText"
     sized = True
     ends_lines = True
     SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")

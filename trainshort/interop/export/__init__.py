@@ -20,10 +20,10 @@ from trainshort.errors import InputError
 from trainshort.evaluate import evidence
 from trainshort.evaluate.target import EXPORTED as RECORD
 from trainshort.files import new_folder, write_whole
-from trainshort.interop.export import ctranslate2, gguf, hf, hf_native  # noqa: F401  (registers the targets)
-from trainshort.interop.export.base import Exported, targets
+from trainshort.interop.export.base import Exported
 from trainshort.interop.export.transforms import Plain, refuse_misfit
 from trainshort.masking import refuse_encoder
+from trainshort.registries import targets
 from trainshort.runs import RunFolder
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from trainshort.data.tokenizer import Tokenizer
 from trainshort.interop.export.transforms import Need, Plain
-from trainshort.registry import Registry
 
 MAX_LENGTH_MULTIPLE = 16
 """An export supports inputs of this many times the training length, if the target needs a maximum length."""
@@ -113,9 +112,6 @@ class Destination:
     @property
     def dtypes(self) -> tuple[str, ...]:
         return tuple(self.max_errors)
-
-
-targets: Registry[Destination] = Registry("export target")
 
 
 def identity(model: Plain) -> Plain:

@@ -21,7 +21,6 @@ from trainshort.interop.export.base import (
     MaxError,
     Runtime,
     last_log_probabilities,
-    targets,
 )
 from trainshort.interop.export.transforms import PLAIN_ALIBI, Need, Plain, unscaled
 
@@ -144,14 +143,12 @@ class CTranslate2(Runtime):
         return made[0].sequences_ids[0]
 
 
-targets.register("ctranslate2")(
-    Destination(
-        summary="CTranslate2, as its own decoder",
-        needs=NEEDS,
-        rewrite=rewritten,
-        write=write,
-        runtime=CTranslate2,
-        max_errors={"f32": MaxError(logits=1e-4, kl=1e-6)},
-        loading="ctranslate2.Generator; call it once with a short prompt before a long one",
-    )
+CTRANSLATE2 = Destination(
+    summary="CTranslate2, as its own decoder",
+    needs=NEEDS,
+    rewrite=rewritten,
+    write=write,
+    runtime=CTranslate2,
+    max_errors={"f32": MaxError(logits=1e-4, kl=1e-6)},
+    loading="ctranslate2.Generator; call it once with a short prompt before a long one",
 )

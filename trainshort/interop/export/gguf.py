@@ -22,7 +22,7 @@ from torch import Tensor
 from trainshort.data.tokenizer import Tokenizer, byte_alphabet
 from trainshort.data.tokenizer.built import WordTokenizer
 from trainshort.errors import InputError
-from trainshort.interop.export.base import MAX_LENGTH_MULTIPLE, Destination, Exported, MaxError, Runtime, targets
+from trainshort.interop.export.base import MAX_LENGTH_MULTIPLE, Destination, Exported, MaxError, Runtime
 from trainshort.interop.export.transforms import (
     NO_CLIPPED_SCALE,
     PLAIN_ALIBI,
@@ -243,15 +243,13 @@ def _read_vocabulary_size(path: Path) -> int:
     return next(int(tensor.shape[1]) for tensor in gguf.GGUFReader(path).tensors if tensor.name == "token_embd.weight")
 
 
-targets.register("gguf")(
-    Destination(
-        summary="llama.cpp, as an MPT or a BLOOM (GGUF)",
-        needs=NEEDS,
-        rewrite=rewritten,
-        write=write,
-        runtime=LlamaCpp,
-        max_errors=MAX_ERRORS,
-        loading="llama.cpp",
-        tokenizer_misfit=tokenizer_misfit,
-    )
+GGUF = Destination(
+    summary="llama.cpp, as an MPT or a BLOOM (GGUF)",
+    needs=NEEDS,
+    rewrite=rewritten,
+    write=write,
+    runtime=LlamaCpp,
+    max_errors=MAX_ERRORS,
+    loading="llama.cpp",
+    tokenizer_misfit=tokenizer_misfit,
 )

@@ -22,7 +22,6 @@ from trainshort.interop.export.base import (
     Runtime,
     identity,
     last_log_probabilities,
-    targets,
 )
 
 
@@ -116,14 +115,12 @@ class Transformers(Runtime):
 
 MAX_ERRORS = {"f32": MaxError(logits=1e-4, kl=1e-6)}
 
-targets.register("hf")(
-    Destination(
-        summary="transformers, by trainshort's own class; any model",
-        needs=(),
-        rewrite=identity,
-        write=write,
-        runtime=Transformers,
-        max_errors=MAX_ERRORS,
-        loading="import trainshort.hf, then AutoModelForCausalLM.from_pretrained",
-    )
+HF = Destination(
+    summary="transformers, by trainshort's own class; any model",
+    needs=(),
+    rewrite=identity,
+    write=write,
+    runtime=Transformers,
+    max_errors=MAX_ERRORS,
+    loading="import trainshort.hf, then AutoModelForCausalLM.from_pretrained",
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.config import ModelConfig
-from trainshort.interop.export.base import MAX_LENGTH_MULTIPLE, Destination, Exported, targets
+from trainshort.interop.export.base import MAX_LENGTH_MULTIPLE, Destination, Exported
 from trainshort.interop.export.hf import MAX_ERRORS, Transformers, write_hugging_face_folder
 from trainshort.interop.export.transforms import (
     PLAIN_ALIBI,
@@ -146,25 +146,21 @@ def write_bloom(folder: Path, run: Exported) -> None:
 
 _LOADING = "AutoModelForCausalLM.from_pretrained, in float32"
 
-targets.register("hf-mpt")(
-    Destination(
-        summary="transformers, as an MPT",
-        needs=MPT_NEEDS,
-        rewrite=as_mpt,
-        write=write_mpt,
-        runtime=Transformers,
-        max_errors=MAX_ERRORS,
-        loading=_LOADING,
-    )
+HF_MPT = Destination(
+    summary="transformers, as an MPT",
+    needs=MPT_NEEDS,
+    rewrite=as_mpt,
+    write=write_mpt,
+    runtime=Transformers,
+    max_errors=MAX_ERRORS,
+    loading=_LOADING,
 )
-targets.register("hf-bloom")(
-    Destination(
-        summary="transformers, as a BLOOM",
-        needs=BLOOM_NEEDS,
-        rewrite=as_bloom,
-        write=write_bloom,
-        runtime=Transformers,
-        max_errors=MAX_ERRORS,
-        loading=_LOADING,
-    )
+HF_BLOOM = Destination(
+    summary="transformers, as a BLOOM",
+    needs=BLOOM_NEEDS,
+    rewrite=as_bloom,
+    write=write_bloom,
+    runtime=Transformers,
+    max_errors=MAX_ERRORS,
+    loading=_LOADING,
 )

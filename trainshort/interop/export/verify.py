@@ -19,9 +19,10 @@ from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError
 from trainshort.files import read_object, write_whole
 from trainshort.interop.export import RECORD, run_tokenizer
-from trainshort.interop.export.base import EXPORT_AGAIN_HINT, MaxError, Runtime, targets
+from trainshort.interop.export.base import EXPORT_AGAIN_HINT, MaxError, Runtime
 from trainshort.masking import refuse_encoder
 from trainshort.model import TransformerLM
+from trainshort.registries import targets
 
 TIMES = (1, 2, 8)
 GREEDY = 32

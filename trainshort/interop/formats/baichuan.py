@@ -4,7 +4,7 @@ max_position_embeddings, and these do not."""
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.interop.formats.base import Format, Model, Turn, Weights, formats, line
+from trainshort.interop.formats.base import Format, Model, Turn, Weights, line
 from trainshort.interop.formats.read_config import model_config, number, real, require
 
 SECOND = 125_696
@@ -56,4 +56,3 @@ BAICHUAN = Format(
     superfluous=("model.alibi_mask", "model.future_mask"),
     copies={"lm_head.weight": "model.embed_tokens.weight"},
 )
-formats.register("baichuan")(BAICHUAN)

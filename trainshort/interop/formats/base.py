@@ -22,7 +22,7 @@ from torch import Tensor
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
 from trainshort.model import TransformerLM
-from trainshort.registry import Registry
+from trainshort.registries import convertible, formats  # noqa: F401  (other modules take them from here)
 from trainshort.terminal import first_sentence
 
 Turn = Literal["same", "transposed", "by head", "first half", "second half", "unit rows"]
@@ -79,11 +79,6 @@ class Format:
     """How it knows where a token stands."""
     halves: bool = False
     """The rows of each head's q and k lie as a rotation in halves wants them; ours turns pairs side by side."""
-
-
-formats: Registry[Format] = Registry("model type")
-convertible: Registry[Format] = Registry("model type")
-"""Those with other positions than ALiBi, which can be converted (convert.py)."""
 
 
 class Renamed(Mapping[str, Tensor]):

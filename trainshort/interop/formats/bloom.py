@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trainshort.interop.formats.base import Format, Model, Weights, formats, line
+from trainshort.interop.formats.base import Format, Model, Weights, line
 from trainshort.interop.formats.read_config import length_of, model_config, number, real, require
 
 
@@ -49,4 +49,3 @@ BLOOM = Format(
     copies={"lm_head.weight": "transformer.word_embeddings.weight"},
     renamed=((r"^(?=word_embeddings|h\.|ln_f\.)", "transformer."),),  # of the body alone, as BLOOM itself was saved
 )
-formats.register("bloom")(BLOOM)

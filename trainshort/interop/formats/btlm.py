@@ -4,7 +4,7 @@ parametrisation (query · key divided by the heads' width, embeddings and logits
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.interop.formats.base import Format, Model, Weights, formats, line
+from trainshort.interop.formats.base import Format, Model, Weights, line
 from trainshort.interop.formats.read_config import model_config, number, real, require, section
 
 SLOPES = "transformer.relative_pe.slopes"
@@ -79,5 +79,3 @@ BTLM = Format(
     superfluous=(SLOPES, "*.attn.bias", "*.attn.masked_bias"),
     copies={"lm_head.weight": "transformer.wte.weight"},
 )
-for _kind in ("btlm", "jais"):
-    formats.register(_kind)(BTLM)

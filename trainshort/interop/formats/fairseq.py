@@ -14,7 +14,7 @@ from trainshort.data.tokenizer.built import WordTokenizer
 from trainshort.errors import InputError
 from trainshort.files import read_text
 from trainshort.interop import safe_unpickle
-from trainshort.interop.formats.base import Format, Model, Weights, formats, line
+from trainshort.interop.formats.base import Format, Model, Weights, line
 from trainshort.interop.formats.read_config import length_of, model_config, number, real, require
 
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
@@ -179,4 +179,3 @@ FAIRSEQ = Format(
         **{f"{_TAIL}{i}.2.weight": f"{_BAND}{i + 1}.0.weight" for i in range(MOST_BANDS)},
     },
 )
-formats.register("fairseq")(FAIRSEQ)

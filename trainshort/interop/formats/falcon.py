@@ -5,7 +5,7 @@ from typing import Any
 
 from trainshort import alibi
 from trainshort.errors import InputError
-from trainshort.interop.formats.base import Format, Model, Weights, formats
+from trainshort.interop.formats.base import Format, Model, Weights
 from trainshort.interop.formats.bloom import BLOCKS
 from trainshort.interop.formats.read_config import length_of, model_config, number, real, require
 
@@ -60,5 +60,3 @@ FALCON = Format(
     lines=BLOCKS,
     copies={"lm_head.weight": "transformer.word_embeddings.weight"},
 )
-for _kind in ("falcon", "RefinedWeb", "RefinedWebModel"):
-    formats.register(_kind)(FALCON)

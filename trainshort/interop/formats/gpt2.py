@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trainshort.interop.formats.base import Format, Model, Weights, convertible
+from trainshort.interop.formats.base import Format, Model, Weights
 from trainshort.interop.formats.btlm import BTLM
 from trainshort.interop.formats.read_config import activation as known
 from trainshort.interop.formats.read_config import model_config, number, real, require
@@ -40,4 +40,3 @@ GPT2 = Format(
     renamed=((r"^(?=wte\.|wpe\.|h\.|ln_f\.)", "transformer."),),  # of the body alone, as GPT-2 itself was saved
     position="learned",
 )
-convertible.register("gpt2")(GPT2)

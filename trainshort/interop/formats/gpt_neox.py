@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from trainshort.interop.formats.base import Format, Model, Weights, convertible, line
+from trainshort.interop.formats.base import Format, Model, Weights, line
 from trainshort.interop.formats.read_config import activation, model_config, number, real, scaled_rotation
 
 
@@ -46,4 +46,3 @@ GPT_NEOX = Format(
     position="rotary",
     halves=True,
 )
-convertible.register("gpt_neox")(GPT_NEOX)

@@ -7,7 +7,7 @@ Its q and k rows lie in the order that rotation in halves wants; without rotatio
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.interop.formats.base import Format, Model, Weights, convertible, line
+from trainshort.interop.formats.base import Format, Model, Weights, line
 from trainshort.interop.formats.read_config import activation, model_config, number, real, scaled_rotation
 
 OUT = "model.layers.0.self_attn.o_proj.bias"
@@ -67,5 +67,3 @@ LLAMA = Format(
     position="rotary",
     halves=True,
 )
-for _kind in ("llama", "mistral", "qwen2"):
-    convertible.register(_kind)(LLAMA)

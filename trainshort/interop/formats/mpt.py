@@ -7,7 +7,7 @@ kv_n_heads and biases are ignored there), so that its logits differ where those 
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.interop.formats.base import Format, Model, Weights, formats, line
+from trainshort.interop.formats.base import Format, Model, Weights, line
 from trainshort.interop.formats.read_config import length_of, model_config, number, real, require, section
 
 FLAT = {
@@ -102,5 +102,3 @@ MPT = Format(
         (r"\.ln_f\.", r".norm_f."),
     ),
 )
-for _kind in ("mpt", "replit_lm", "mosaic_gpt"):
-    formats.register(_kind)(MPT)

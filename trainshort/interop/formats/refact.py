@@ -5,7 +5,7 @@ The norms subtract the mean: so does the code that came with the model, whatever
 
 from typing import Any
 
-from trainshort.interop.formats.base import Format, Model, Weights, formats, line
+from trainshort.interop.formats.base import Format, Model, Weights, line
 from trainshort.interop.formats.read_config import model_config, number, real, require
 
 MULTIPLE = 256
@@ -58,4 +58,3 @@ REFACT = Format(
     superfluous=("*.attn.bias", "*.attn.masked_bias", "transformer.bias"),
     renamed=((r"^ln_f\.", "transformer.ln_f."),),
 )
-formats.register("gpt_refact")(REFACT)

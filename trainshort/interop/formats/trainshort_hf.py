@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainshort.config import ModelConfig
-from trainshort.interop.formats.base import Format, Model, Origin, Weights, formats, line
+from trainshort.interop.formats.base import Format, Model, Origin, Weights, line
 from trainshort.interop.formats.read_config import length_of, section
 
 
@@ -31,4 +31,3 @@ def read(theirs: dict[str, Any], weights: Weights) -> Model:
 
 
 OWN = Format(name="trainshort", summary="Folder that `trainshort export --to hf` wrote", read=read, lines=_Prefixed())
-formats.register("trainshort")(OWN)
