@@ -16,7 +16,7 @@ install: $(STAMP)  ## build .venv with everything that is tested
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints.txt torch
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[hf,track,dev]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[all,dev]'
 	touch $(STAMP)
 
 demo: $(STAMP)   ## train four position methods, evaluate them at 1 to 16 times their length, write the report

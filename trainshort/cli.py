@@ -13,6 +13,7 @@ import sys
 from trainshort import __version__
 from trainshort.errors import InputError
 from trainshort.files import REFUSALS, reason
+from trainshort.optional import require_package
 from trainshort.registry import did_you_mean, take_plugins
 from trainshort.terminal import handlers_kept, say
 
@@ -128,4 +129,5 @@ def _run(argv: list[str]) -> int:
     rest = take_plugins(rest)
     command = getattr(importlib.import_module(f"trainshort.commands.{COMMANDS[name][0]}"), name.capitalize())
     read = command.parse(rest) if hasattr(command, "parse") else read_command(command, rest)  # parse: of more options
+    require_package("rich", "The command line", "trainshort[train]")
     return read.run() or 0

@@ -16,6 +16,8 @@ from functools import cache
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from trainshort.optional import require_package
+
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.progress import Progress, ProgressColumn
@@ -63,6 +65,7 @@ def tell(message: str) -> None:
 
 def new_console(**options: Any) -> "Console":
     """rich's, for text with names from anywhere: brackets are no markup, and at a terminal escapes are shown."""
+    require_package("rich", "Showing progress and tables", "trainshort[train]")
     return _harmless()(markup=False, **options)
 
 

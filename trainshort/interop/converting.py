@@ -28,7 +28,7 @@ from trainshort.interop.formats import Model, Origin, WeightMap, convertible, sh
 from trainshort.interop.importing import ImportRequest, Source, fetched, open_folder, write_run
 from trainshort.masking import refuse_encoder
 from trainshort.model import TransformerLM
-from trainshort.plots.figures import draw
+from trainshort.plots.figures import can_draw, draw
 from trainshort.positions import PositionMethod
 from trainshort.runs import RunFolder
 
@@ -151,7 +151,9 @@ class Recovery:
         drawn = [
             one.model_copy(update={"target": one.target | {"name": STAGES[stage]}}) for stage, one in self.found.items()
         ]
-        return written + draw([lengths_figure(drawn)], self.run / FOLDER / "lengths")
+        if can_draw():
+            written += draw([lengths_figure(drawn)], self.run / FOLDER / "lengths")
+        return written
 
     def table(self) -> Table:
         """Perplexities, a row for each length."""

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from trainshort.data.tokenizer import Tokenizer
-from trainshort.errors import InputError
 from trainshort.interop.rewriting import PLAIN_ALIBI, Need, Plain, unscaled
+from trainshort.optional import require_package
 
 NEEDS = (
     *PLAIN_ALIBI,
@@ -33,10 +33,9 @@ def rewritten(model: Plain) -> Plain:
 
 
 def write(folder: Path, model: Plain, *, tokenizer: Tokenizer | None) -> None:
-    try:
-        from ctranslate2 import specs
-    except ImportError:
-        raise InputError("CTranslate2 needs the interop extra: pip install 'trainshort[interop]'.") from None
+    require_package("ctranslate2", "Writing a CTranslate2 model", "trainshort[interop]")
+    from ctranslate2 import specs
+
     config, weights = model.config, model.weights
     activations = {
         "relu": specs.Activation.RELU,

@@ -31,6 +31,7 @@ from trainshort.files import new_folder, write_whole
 from trainshort.interop import ctranslate, gguf_file, native, weight_files
 from trainshort.interop.rewriting import Need, Plain, refuse_misfit
 from trainshort.masking import refuse_encoder
+from trainshort.optional import require_package
 from trainshort.registry import Registry
 from trainshort.runs import RunFolder
 
@@ -170,10 +171,9 @@ def _write_native(
 
 
 def _write_own(folder: Path, run: Exported) -> None:
-    try:
-        from trainshort.hf import TrainshortConfig
-    except ImportError:
-        raise InputError("--to hf needs the hf extra: pip install 'trainshort[hf]'.") from None
+    require_package("transformers", "Exporting to Hugging Face", "trainshort[hf]")
+    from trainshort.hf import TrainshortConfig
+
     config = TrainshortConfig.of(run.model.config, run.length).to_dict()
     names = ("TrainshortConfig", "TrainshortForCausalLM")
     auto = zip(("AutoConfig", "AutoModelForCausalLM"), names, strict=True)

@@ -18,8 +18,8 @@ import torch
 
 from trainshort.data.tokenizer import Tokenizer, byte_alphabet
 from trainshort.data.tokenizer.built import ByteTokenizer, WordTokenizer
-from trainshort.errors import InputError
 from trainshort.interop.rewriting import NO_CLIPPED_SCALE, PLAIN_ALIBI, Need, Plain, normed_table, unscaled, with_biases
+from trainshort.optional import require_package
 
 FILE = "model.gguf"
 TYPES = ("f32", "f16", "q8_0")
@@ -55,10 +55,9 @@ def rewritten(model: Plain) -> Plain:
 
 def write(folder: Path, model: Plain, *, name: str, length: int, tokenizer: Tokenizer, kind: str) -> None:
     """The model and its tokenizer as one file."""
-    try:
-        import gguf
-    except ImportError:
-        raise InputError("GGUF needs the interop extra: pip install 'trainshort[interop]'.") from None
+    require_package("gguf", "Writing a GGUF file", "trainshort[interop]")
+    import gguf
+
     config = model.config
     arch = "bloom" if config.embedding_norm else "mpt"
     writer = gguf.GGUFWriter(folder / FILE, arch)

@@ -27,6 +27,7 @@ from trainshort.interop.exporting import tokenizer_config
 from trainshort.interop.gguf_file import is_bytes
 from trainshort.interop.task_names import unknown_task
 from trainshort.machine import provenance
+from trainshort.optional import import_optional
 from trainshort.terminal import first_sentence, waiting
 
 FORMAT = 1
@@ -51,10 +52,8 @@ class Asked:
 
 def evaluate_tasks(target: Target, asked: Asked) -> dict[str, Any]:
     """The harness's results, with what they are of."""
-    try:
-        run: Any = importlib.import_module("lm_eval").simple_evaluate  # whose names are found at run time only
-    except ImportError:
-        raise InputError("The harness needs a package: pip install 'trainshort[harness]'.") from None
+    lm_eval = import_optional("lm_eval", "Running lm-evaluation-harness tasks", "lm-eval[hf]")
+    run: Any = lm_eval.simple_evaluate  # whose names are found at run time only
     from jinja2 import TemplateError
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

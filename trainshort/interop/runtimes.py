@@ -1,6 +1,5 @@
 """The programs that exports are made for, each in three words: log-probabilities, greedy text, tokens of a text."""
 
-import importlib
 import json
 import urllib.request
 from abc import ABC, abstractmethod
@@ -16,6 +15,7 @@ from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import load_causal
 from trainshort.files import read_json, read_object
 from trainshort.interop import ctranslate, gguf_file
+from trainshort.optional import import_optional, require_package
 
 MEND = "Export the run again."
 LOGITS = 1 << 24
@@ -54,6 +54,7 @@ class Transformers(Runtime):
     ends = True
 
     def __init__(self, folder: Path, longest: int) -> None:
+        require_package("transformers", "Verifying a Hugging Face export", "trainshort[hf]")
         from transformers import AutoTokenizer
 
         if read_object(folder / "config.json", mend=MEND).get("model_type") == "trainshort":
@@ -86,7 +87,7 @@ class LlamaCpp(Runtime):
     ends = True
 
     def __init__(self, folder: Path, longest: int) -> None:
-        llama: Any = importlib.import_module("xllamacpp")  # which tells a type checker nothing of itself
+        llama = import_optional("xllamacpp", "Verifying a GGUF export", "trainshort[interop]")
         self.vocabulary = _gguf_vocabulary(folder / gguf_file.FILE)
         asked = llama.CommonParams()
         asked.model.path = str(folder / gguf_file.FILE)
@@ -134,6 +135,7 @@ class LlamaCpp(Runtime):
 
 def _gguf_vocabulary(path: Path) -> int:
     """How many tokens a file has."""
+    require_package("gguf", "Verifying a GGUF export", "trainshort[interop]")
     import gguf
 
     return next(int(tensor.shape[1]) for tensor in gguf.GGUFReader(path).tensors if tensor.name == "token_embd.weight")
@@ -149,6 +151,7 @@ class CTranslate2(Runtime):
     package = "ctranslate2"
 
     def __init__(self, folder: Path, longest: int) -> None:
+        require_package("ctranslate2", "Verifying a CTranslate2 export", "trainshort[interop]")
         import ctranslate2
 
         self.generator = ctranslate2.Generator(str(folder), device="cpu", compute_type="float32")
@@ -182,11 +185,6 @@ def open_engine(to: str, folder: Path, longest: int) -> Runtime:
     kind: Any = ENGINES[to]
     try:
         return kind(folder, longest)
-    except ImportError as error:
-        raise InputError(
-            f"{kind.package} is not installed ({error}), so that {folder} cannot be verified: "
-            "pip install 'trainshort[interop,hf]'."
-        ) from None
     except InputError:
         raise
     except Exception as error:  # a damaged export can make its program fail in any way it likes
