@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install demo test shapes test-bare test-slow check format bench fault clean
+.PHONY: help install demo test shapes test-bare test-slow sanitize check format bench fault clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -16,7 +16,7 @@ install: $(STAMP)  ## build .venv with everything that is tested
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints.txt torch
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[hf,track,dev]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[all,dev]'
 	touch $(STAMP)
 
 demo: $(STAMP)   ## train four position methods, evaluate them at 1 to 16 times their length, write the report
@@ -47,6 +47,9 @@ test-bare: $(STAMP)  ## attention, caches, generation, model and evaluation with
 
 test-slow: $(STAMP)  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
+
+sanitize: $(STAMP)  ## the tests of the C kernels, with AddressSanitizer and UndefinedBehaviorSanitizer
+	PYTHON=$(BIN)/python .ci/sanitize
 
 check: $(STAMP)  ## format, lint, types, layers
 	$(BIN)/ruff format --check .

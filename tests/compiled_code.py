@@ -1,6 +1,7 @@
 """For tests of compiled code and what stands in for it: both take the same inputs, and where compiled code cannot be
 built its tests are skipped, with the reason (`make test-bare`)."""
 
+import os
 from typing import NamedTuple
 
 import pytest
@@ -10,6 +11,10 @@ from torch import Tensor
 from trainshort.attention import BiasKind, LinearBias, attend
 from trainshort.attention.operator import unavailable
 from trainshort.attention.windowed_torch import PANEL
+
+# Set by `make sanitize`, which must not pass because all tests were skipped.
+if os.environ.get("TRAINSHORT_TEST_REQUIRE_KERNELS") and unavailable() is not None:
+    raise RuntimeError(f"The compiled kernels are not available: {unavailable()}.")
 
 needs_kernel = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 both = pytest.mark.parametrize("implementation", [pytest.param("compiled", marks=needs_kernel), "torch"])

@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -402,8 +403,8 @@ def test_tensorboard_gets_the_same_numbers(config, tmp_path):
 
 
 def test_tensorboard_that_is_not_installed_is_told_at_once(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("trainshort.job.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"pip install 'trainshort\[track\]'"):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(InputError, match=r"requires tensorboard\. Install it with: pip install 'tensorboard'"):
         train(config.replace(train={"tensorboard": True}), tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
 

@@ -14,6 +14,7 @@ from json import JSONDecodeError
 from trainshort import __version__
 from trainshort.errors import InputError
 from trainshort.files import reason
+from trainshort.optional import require_package
 from trainshort.plugins import take_plugins
 from trainshort.registry import did_you_mean
 from trainshort.terminal import handlers_kept, say
@@ -154,4 +155,5 @@ def _run(argv: list[str]) -> int:
     rest = take_plugins(rest)
     command = getattr(importlib.import_module(f"trainshort.commands.{COMMANDS[name][0]}"), name.capitalize())
     read = command.parse(rest) if hasattr(command, "parse") else read_command(command, rest)  # parse: of more options
+    require_package("rich", "The command line", "trainshort[train]")
     return read.run() or 0

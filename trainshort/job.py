@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from trainshort.data import BatchStream, Prepared, of_run, open_or_prepare, real
 from trainshort.errors import InputError
 from trainshort.masking import mask_token
 from trainshort.model import TransformerLM
+from trainshort.optional import require_package
 from trainshort.parallel import Replica, World
 from trainshort.registries import backends
 from trainshort.runs import RunFolder
@@ -105,8 +105,8 @@ def resolve(config: RunConfig, vocabulary: int, world: World, *, spare: bool = F
             f"model.vocabulary is {config.model.vocabulary}, but the data has {vocabulary} token types. "
             "Set model.vocabulary to 0 to take it from the data, or use the data this model was made for."
         )
-    if config.train.tensorboard and find_spec("tensorboard") is None:
-        raise InputError("train.tensorboard needs a package: pip install 'trainshort[track]', or leave it off.")
+    if config.train.tensorboard:
+        require_package("tensorboard", "The setting train.tensorboard", "tensorboard")
     if config.train.batch % world.size:
         raise InputError(
             f"train.batch {config.train.batch} cannot be shared by {world.size} processes; use a multiple of that."

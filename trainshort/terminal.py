@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from trainshort.optional import require_package
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
@@ -63,6 +65,7 @@ def new_console(**options: Any) -> "Console":
 
     The console does not escape control characters. Pass names from outside through `shown` or `printable` first.
     """
+    require_package("rich", "Showing progress and tables", "trainshort[train]")
     from rich.console import Console  # `trainshort --help` does not need rich.
 
     return Console(markup=False, **options)

@@ -117,7 +117,7 @@ def test_bad_requests(place, monkeypatch):
     with pytest.raises(InputError, match=r"^lm-evaluation-harness cannot run write"):
         command(["harness", "run", "--tasks", "write", "--include", "tasks"])
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(InputError, match=r"The harness needs a package: pip install 'trainshort\[harness\]'"):
+    with pytest.raises(InputError, match=r"tasks requires lm_eval\. Install it with: pip install 'lm-eval\[hf\]'"):
         command(["harness", "run", "--tasks", "book"])
     assert not Path("run/harness").exists()
 

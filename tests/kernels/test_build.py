@@ -67,6 +67,23 @@ def real(command):
     return subprocess.run(command, capture_output=True, check=True).stdout
 
 
+@needs_kernel
+def test_other_flags_make_another_library(fresh, monkeypatch):
+    monkeypatch.setattr(build, "FLAGS", ("-O0", *build.FLAGS[1:]))
+    ring.library()
+    monkeypatch.setenv("TRAINSHORT_CFLAGS", "-g -DNAME='a b'")
+    forget()
+    ring.library()
+    assert len(list(fresh.iterdir())) == 2
+
+
+def test_flags_that_cannot_be_split_are_one_sentence(fresh, monkeypatch):
+    monkeypatch.setenv("TRAINSHORT_CFLAGS", "'-g")
+    reason = "the variable TRAINSHORT_CFLAGS cannot be split into flags (No closing quotation)"
+    assert operator.unavailable() == reason
+    attention()
+
+
 DAMAGE = {
     "empty": lambda whole: b"",
     "garbage": lambda whole: b"not a library",

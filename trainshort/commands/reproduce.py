@@ -7,6 +7,7 @@ from typing import Annotated
 from trainshort.commands.parser import Arg
 from trainshort.errors import InputError
 from trainshort.files import make_folder, try_folder
+from trainshort.optional import require_package
 from trainshort.registry import did_you_mean
 from trainshort.settings import methods as known
 from trainshort.terminal import new_console, tell
@@ -77,6 +78,8 @@ class Reproduce:
 
             tell(told(make_plan(chosen, scale, root, self.seeds), scale))
             return
+        # Training takes minutes to days, so missing packages are reported before the training starts.
+        require_report_packages()
         from trainshort.reproduce.tasks import assign, reproduce
 
         assignment = assign(chosen, scale, range(1, self.seeds + 1))
@@ -89,6 +92,16 @@ class Reproduce:
         make_folder(root)
         reproduce(assignment, root, jobs=self.jobs, site=site, console=new_console())
         finish(root, page)
+
+
+def require_report_packages() -> None:
+    """Check that all packages that draw and write a report are installed.
+
+    Raises:
+        InputError: If a package is missing. The message says how to install the package.
+    """
+    for package in ("jinja2", "matplotlib", "plotly"):
+        require_package(package, "Writing a report", "trainshort[report]")
 
 
 def finish(root: Path, out: Path) -> None:
@@ -143,6 +156,7 @@ class Report:
     """Folder to write."""
 
     def run(self) -> None:
+        require_report_packages()
         from trainshort.claims.collection import collect
         from trainshort.report.write import write_report
 

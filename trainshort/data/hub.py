@@ -15,6 +15,7 @@ from urllib.request import Request, urlopen
 
 from trainshort.data.document import SPLITS, Corpus, Document, Errors, Kind, Record, grouped
 from trainshort.errors import InputError
+from trainshort.optional import require_package
 from trainshort.terminal import first_sentence
 
 STRETCH = 1 << 16
@@ -74,12 +75,11 @@ class HubCorpus:
 
     def _streams(self) -> dict[str, Any]:
         """The dataset's streams under our names of the splits."""
-        try:
-            import datasets
-            import datasets.exceptions
-            import huggingface_hub
-        except ImportError:
-            raise InputError(f"'{self.name}' is read through datasets: pip install 'trainshort[hf]'.") from None
+        require_package("datasets", f"Reading the dataset '{self.name}'", "trainshort[hf]")
+        import datasets
+        import datasets.exceptions
+        import huggingface_hub
+
         datasets.logging.set_verbosity_error()  # retries are theirs to make, and not the user's to read
         huggingface_hub.logging.set_verbosity_error()
         nowhere = f"'{self.name}' is no file or folder here or in $TRAINSHORT_DATA, and the hub"

@@ -24,6 +24,7 @@ from trainshort.data.tokenizer import Tokenizer, load_tokenizer
 from trainshort.errors import InputError
 from trainshort.files import MissingFileError, read_bytes, read_sealed, sha256, write_sealed, write_whole
 from trainshort.masking import drawn, hide
+from trainshort.optional import require_package
 from trainshort.runs import RunFolder, read_lines
 
 FILE = "data.json"
@@ -253,6 +254,7 @@ class BatchStream:
 
 def _shuffled(blocks: int, seed: int) -> Any:
     """The blocks of all epochs, each in an order of its own."""
+    require_package("grain", "Training", "trainshort[train]")
     absl = logging.getLogger("absl")
 
     def quiet(record: logging.LogRecord) -> bool:

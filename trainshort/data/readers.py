@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from trainshort import files
 from trainshort.data.document import Errors, Record
 from trainshort.errors import InputError
+from trainshort.optional import require_package
 
 LONGEST_LINE = 1 << 20
 """Bytes after which a line without an end is cut."""
@@ -149,11 +150,10 @@ def _line(path: Path, at: int) -> str:
 
 def parquet_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Record]:
     """The "text" column, row by row; a cursor is a row number."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise InputError(f"{path} is a parquet file, which needs pyarrow: pip install 'trainshort[hf]'.") from None
+    require_package("pyarrow", f"Reading the Parquet file {path}", "trainshort[hf]")
+    import pyarrow
+    import pyarrow.parquet
+
     try:
         table = pyarrow.parquet.ParquetFile(path, memory_map=True, buffer_size=1 << 20)
     except FileNotFoundError:

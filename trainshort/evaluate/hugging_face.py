@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +28,7 @@ from trainshort.errors import InputError
 from trainshort.evaluate.changes import Change, set_until
 from trainshort.evaluate.target import PRECISIONS, Target, TextTokenizer
 from trainshort.files import read_object
+from trainshort.optional import require_package
 from trainshort.terminal import first_sentence
 from trainshort.vocabulary import SLICE_ELEMENTS
 
@@ -220,8 +220,7 @@ _CODE = (
 def _source(name: str) -> str:
     """Where a model is loaded from: its folder; the hub; or, where the hub does not answer, what an earlier download
     left on this machine, in place of half a minute of retries."""
-    if find_spec("transformers") is None:
-        raise InputError("Hugging Face models need the hf extra: pip install 'trainshort[hf]'.")
+    require_package("transformers", "Evaluating Hugging Face models", "trainshort[hf]")
     if Path(name).is_dir() or hub_answers():
         return name
     from huggingface_hub import snapshot_download

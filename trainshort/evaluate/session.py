@@ -20,6 +20,7 @@ from trainshort.machine import provenance
 from trainshort.masking import ROUNDS
 from trainshort.passes import Passes
 from trainshort.terminal import Meter, duration, new_console, perplexity, printable, shown
+from trainshort.utils.figures import can_draw
 
 
 def new_evaluation(target: Target, text: Text, plan: Sweep, precision: str) -> Evaluation:
@@ -117,7 +118,7 @@ def state_cost(target: Target, plan: Sweep, todo: list[Passes], console: Console
 def finish(evaluation: Evaluation, target: Target, path: Path, console: Console, *, picture: bool) -> None:
     """The picture if it is wanted, and the card where this evaluation makes one."""
     written = [path]
-    if picture:
+    if picture and can_draw():
         written += draw([evaluation, *siblings(evaluation, path)], path.with_suffix(""))
     made = evidence.make_card(evaluation, str(path.relative_to(target.folder))) if target.kind != "checkpoint" else None
     if made and evidence.save_card(made, target.folder):

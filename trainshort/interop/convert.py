@@ -31,7 +31,7 @@ from trainshort.model import TransformerLM
 from trainshort.positions import PositionMethod
 from trainshort.registries import convertible
 from trainshort.runs import RunFolder
-from trainshort.utils.figures import draw
+from trainshort.utils.figures import can_draw, draw
 
 TO = "alibi"
 TIMES = (1, 2, 4, 8)
@@ -152,7 +152,9 @@ class Recovery:
         drawn = [
             one.model_copy(update={"target": one.target | {"name": STAGES[stage]}}) for stage, one in self.found.items()
         ]
-        return written + draw([lengths_figure(drawn)], self.run / FOLDER / "lengths")
+        if can_draw():
+            written += draw([lengths_figure(drawn)], self.run / FOLDER / "lengths")
+        return written
 
     def table(self) -> Table:
         """Perplexities, a row for each length."""

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from trainshort.interop.formats import fairseq
 from trainshort.interop.formats.base import Format, WeightMap, plan
 from trainshort.interop.formats.read_config import real, scaled_rotation, section
 from trainshort.model import TransformerLM
+from trainshort.optional import has_package, require_package
 from trainshort.registries import convertible, formats
 from trainshort.registry import Registry
 from trainshort.runs import RunFolder
@@ -201,13 +201,10 @@ def _fitting(tokenizer: Tokenizer, vocabulary: int) -> Tokenizer:
 
 def fetched(name: str, patterns: tuple[str, ...] = PATTERNS) -> Path:
     """A model of the hub, in its local cache."""
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError
-    except ImportError:
-        raise InputError(
-            f"There is no {name} here, and the hub needs the hf extra: pip install 'trainshort[hf]'."
-        ) from None
+    require_package("huggingface_hub", f"There is no folder {name} here. Downloading from the hub", "trainshort[hf]")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
     answers = hub_answers()  # if not: what an earlier download left here, in place of half a minute of retries
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns), local_files_only=not answers))
@@ -254,7 +251,7 @@ def _parity(source: Source, run: Path) -> dict[str, Any] | str:
         return f"not measured: {ignored}"
     if sum(math.prod(shape) for shape in source.reading.shapes.values()) > LARGEST_MEASURED:
         return "not measured: the model is large; trainshort evaluate reads both"
-    if find_spec("transformers") is None:
+    if not has_package("transformers"):
         return "not measured: transformers is not installed"
     try:
         theirs = load_causal(source.files[0].parent, torch.float32).eval()

@@ -22,6 +22,7 @@ from trainshort.evaluate.target import RunTarget, Target
 from trainshort.files import make_folder, write_sealed
 from trainshort.interop.export.hf import tokenizer_config
 from trainshort.machine import provenance
+from trainshort.optional import import_optional
 from trainshort.terminal import first_sentence
 
 FORMAT = 1
@@ -58,12 +59,9 @@ def evaluate_tasks(target: Target, asked: Asked) -> dict[str, Any]:
     Raises:
         InputError: If lm-evaluation-harness is not installed, or if the harness cannot run the tasks.
     """
-    try:
-        # The harness finds these names at run time only, so a type checker does not know them.
-        simple_evaluate: Any = importlib.import_module("lm_eval").simple_evaluate
-        task_manager_class: Any = importlib.import_module("lm_eval.tasks").TaskManager
-    except ImportError:
-        raise InputError("The harness needs a package: pip install 'trainshort[harness]'.") from None
+    feature = "Running lm-evaluation-harness tasks"
+    simple_evaluate = import_optional("lm_eval", feature, "lm-eval[hf]").simple_evaluate
+    task_manager_class = import_optional("lm_eval.tasks", feature, "lm-eval[hf]").TaskManager
     # The harness warns about every model that is passed as an object.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     model = load_harness_model(target, asked)

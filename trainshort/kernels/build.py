@@ -47,9 +47,14 @@ def load(name: str, folder: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
         raise KernelBuildError(f"the variable CC names no compiler: {os.environ['CC']!r} ({error})") from None
     if not compiler:
         raise KernelBuildError("the variable CC is blank; name a C compiler, or unset it")
+    try:
+        user_flags = shlex.split(os.environ.get("TRAINSHORT_CFLAGS", ""))
+    except ValueError as error:
+        raise KernelBuildError(f"the variable TRAINSHORT_CFLAGS cannot be split into flags ({error})") from None
     folders = [HERE / folder, HERE / "shared"]
     sources = [str(path) for place in folders for path in sorted(place.glob("*.c"))]
-    command = [*compiler, *FLAGS, *flags]
+    # All flags are part of the name of the library, so a build with other flags is never loaded in its place.
+    command = [*compiler, *FLAGS, *flags, *user_flags]
     digest = hashlib.sha256()
     read = [path for place in folders for path in sorted(place.glob("*.[ch]"))]
     for part in (*(path.read_bytes() for path in read), " ".join(command).encode(), _run([*compiler, "--version"])):

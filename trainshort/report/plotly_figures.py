@@ -5,16 +5,17 @@ import math
 from pathlib import Path
 from typing import Any
 
-from trainshort.errors import InputError
+from trainshort.optional import require_package
 from trainshort.utils.figures import MARK, Figure, Series, log_ticks
 
 
 def plotly_script() -> str:
     """The text of plotly.js, which comes with the Python package."""
-    spec = importlib.util.find_spec("plotly")  # its import takes a second, its script needs none of it
-    if spec is None or not spec.submodule_search_locations:
-        raise InputError("The report needs plotly: pip install plotly.")
-    path = Path(spec.submodule_search_locations[0]) / "package_data" / "plotly.min.js"
+    require_package("plotly", "Writing a report", "trainshort[report]")
+    spec = importlib.util.find_spec("plotly")  # Importing plotly takes a second, and only its script is needed.
+    assert spec is not None
+    assert spec.origin is not None
+    path = Path(spec.origin).parent / "package_data" / "plotly.min.js"
     return path.read_text(encoding="utf-8")
 
 

@@ -6,22 +6,27 @@ import json
 import re
 from collections.abc import Callable
 from importlib import resources
-from typing import Any
-
-from jinja2 import Environment, StrictUndefined, Template
-from markupsafe import Markup, escape
+from typing import TYPE_CHECKING, Any
 
 from trainshort.claims.verdicts import Claim, Outcome
+from trainshort.optional import require_package
 from trainshort.report.plotly_figures import plotly_script, specification
 from trainshort.utils.figures import Figure
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from markupsafe import Markup
 
 
 def template(name: str) -> str:
     return resources.files("trainshort.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
-def _page(name: str, **filters: Callable[[Any], str]) -> Template:
+def _page(name: str, **filters: Callable[[Any], str]) -> "Template":
     """Ready to be filled. `code`: our own sentences name commands between backticks, which the page shows as code."""
+    require_package("jinja2", "Writing a report", "trainshort[report]")
+    from jinja2 import Environment, StrictUndefined
+
     html = name.endswith(".html")
     environment = Environment(autoescape=html, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= filters
@@ -31,6 +36,9 @@ def _page(name: str, **filters: Callable[[Any], str]) -> Template:
 
 def html(content: dict[str, Any], drawn: list[Figure]) -> str:
     """index.html: no address but its own data folder, no script but the two whose hashes the policy names."""
+    require_package("jinja2", "Writing a report", "trainshort[report]")
+    from markupsafe import Markup
+
     script, plotly = template("page.js"), plotly_script()
     policy = "; ".join(
         (
@@ -74,7 +82,9 @@ def _plain_markdown(text: Any) -> str:
     return re.sub(r"([\\`*_\[\]<>|#!~])", r"\\\1", plain)
 
 
-def _code(text: str) -> Markup:
+def _code(text: str) -> "Markup":
+    from markupsafe import Markup, escape
+
     return Markup(re.sub("`(.*?)`", r"<code>\1</code>", str(escape(text))))
 
 

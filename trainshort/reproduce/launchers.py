@@ -42,6 +42,7 @@ from pydantic import Field
 from trainshort.config import Settings
 from trainshort.errors import InputError
 from trainshort.files import read_text
+from trainshort.optional import require_package
 from trainshort.reproduce.tasks import Task, evaluate_model, train_model, work
 
 MOST = 8
@@ -218,10 +219,9 @@ class ClusterJob:
 def cluster(root: Path, site: Site, kind: str = "slurm") -> Any:
     """What takes jobs; nothing is written before the first. `kind` is submitit's name of it: slurm, or local for
     processes on this machine."""
-    try:
-        import submitit
-    except ImportError:
-        raise InputError("The slurm launcher needs a package: pip install 'trainshort[scale]'.") from None
+    require_package("submitit", "Starting Slurm jobs", "trainshort[report]")
+    import submitit
+
     # On a cluster that keeps no accounts it warns at every look, on standard output; `_queued` asks the queue instead.
     logging.getLogger("submitit").setLevel(logging.ERROR)
     try:

@@ -3,6 +3,7 @@
 import colorsys
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trainshort.errors import InputError
 from trainshort.files import read_object, replacing, write_whole
+from trainshort.optional import has_package, require_package
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
+
+log = logging.getLogger("trainshort.plots")
 
 COLORS = {
     "alibi": "#2f7ed8",
@@ -156,8 +160,20 @@ def draw_all(figures: list[Figure], folder: Path) -> None:
     write_whole(path, json.dumps(wanted, indent=1) + "\n")
 
 
+def can_draw() -> bool:
+    """Return whether figures can be drawn. If matplotlib is missing, log that the figure is skipped."""
+    if has_package("matplotlib"):
+        return True
+    log.warning(
+        "The figure was skipped, because drawing it requires matplotlib. "
+        "Install it with: pip install 'trainshort[report]'"
+    )
+    return False
+
+
 def draw(figures: Sequence[Figure], path: Path, size: tuple[float, float] = (7.0, 4.2)) -> list[Path]:
     """Write `path`.png and `path`.svg, several figures beside one another."""
+    require_package("matplotlib", "Drawing a figure", "trainshort[report]")
     import matplotlib
 
     matplotlib.use("Agg")

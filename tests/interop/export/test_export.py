@@ -317,7 +317,9 @@ def test_an_engine_that_is_not_installed_is_named(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run")
     export(run, "ctranslate2", tmp_path / "out")
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
-    with pytest.raises(InputError, match="ctranslate2 is not installed"):
+    with pytest.raises(
+        InputError, match=r"requires ctranslate2\. Install it with: pip install 'trainshort\[interop\]'"
+    ):
         verify(tmp_path / "out")
 
 

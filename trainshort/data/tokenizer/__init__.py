@@ -24,6 +24,7 @@ from jaxtyping import Int64
 
 from trainshort import files, plugins
 from trainshort.errors import InputError
+from trainshort.optional import require_package
 from trainshort.registries import tokenizers
 
 Ids = Int64[np.ndarray, " tokens"]
@@ -277,6 +278,7 @@ def load_tokenizer(path: Path | str, name: str | None = None) -> Tokenizer:
 
 def parse_tokenizer(text: str, path: Path) -> Tokenizer:
     """The tokenizer that the JSON describes: one of ours, known by its form, or the library's own."""
+    require_package("tokenizers", "Loading a tokenizer", "trainshort[train]")
     from tokenizers import Tokenizer as Library
 
     layout = files.parse_json(text, str(path), mend=_GIVE)

@@ -24,6 +24,7 @@ from trainshort.data.tokenizer import (
     cut,
 )
 from trainshort.errors import InputError
+from trainshort.optional import require_package
 
 SAMPLE_BYTES = 1 << 25
 """BPE is trained on about this much text; more changes few merges and costs time and memory."""
@@ -43,6 +44,7 @@ class BytePairTokenizer(SavedTokenizer):
             raise InputError(
                 f"bpe needs a vocabulary of at least {least} (the bytes and an end token), not {vocabulary}."
             )
+        require_package("tokenizers", "Training a tokenizer", "trainshort[train]")
         from tokenizers import models, trainers
 
         saved = _byte_level(models.BPE())
@@ -107,6 +109,7 @@ class ByteTokenizer(Tokenizer):
         return ByteDecoder(lambda token: bytes([token]))
 
     def to_json(self) -> str:
+        require_package("tokenizers", "Saving a tokenizer", "trainshort[train]")
         from tokenizers import models
 
         return _byte_level(models.BPE(byte_numbers(), [])).to_str()
@@ -213,6 +216,7 @@ class WordTokenizer(Tokenizer):
         return WholeDecoder(self.decode)
 
     def to_json(self) -> str:
+        require_package("tokenizers", "Saving a tokenizer", "trainshort[train]")
         from tokenizers import Regex, models, normalizers, pre_tokenizers
         from tokenizers import Tokenizer as Saved
 

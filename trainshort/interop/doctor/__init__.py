@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from trainshort.interop.import_model import fetched, type_of
 from trainshort.interop.patch import patched_as
 from trainshort.interop.patch.families import FAMILIES, original_class
 from trainshort.interop.safetensors_io import StoredWeights
+from trainshort.optional import require_package
 from trainshort.terminal import first_sentence
 
 SETTINGS = ("config.json", "*.index.json")
@@ -58,8 +58,7 @@ class Diagnosis:
 
 def doctor(model: nn.Module | str | Path) -> Diagnosis:
     """Examine a model: a loaded one, the folder of a saved one, or a name on the hub."""
-    if find_spec("transformers") is None:
-        raise InputError("Hugging Face models need the hf extra: pip install 'trainshort[hf]'.")
+    require_package("transformers", "Examining Hugging Face models", "trainshort[hf]")
     with _quiet():
         case = _loaded(model) if isinstance(model, nn.Module) else _stored(str(model))
         try:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from trainshort.data.tokenizer import Tokenizer
-from trainshort.errors import InputError
 from trainshort.files import read_json
 from trainshort.interop.export.base import (
     EXPORT_AGAIN_HINT,
@@ -23,6 +22,7 @@ from trainshort.interop.export.base import (
     last_log_probabilities,
 )
 from trainshort.interop.export.transforms import PLAIN_ALIBI, Need, Plain, unscaled
+from trainshort.optional import require_package
 
 NEEDS = (
     *PLAIN_ALIBI,
@@ -44,10 +44,9 @@ def rewritten(model: Plain) -> Plain:
 
 def write(folder: Path, run: Exported) -> None:
     """Write the model and its vocabulary in the format of CTranslate2."""
-    try:
-        from ctranslate2 import specs
-    except ImportError:
-        raise InputError("CTranslate2 needs the interop extra: pip install 'trainshort[interop]'.") from None
+    require_package("ctranslate2", "Writing a CTranslate2 model", "trainshort[interop]")
+    from ctranslate2 import specs
+
     config, weights, tokenizer = run.model.config, run.model.weights, run.tokenizer
     activations = {
         "relu": specs.Activation.RELU,

@@ -32,6 +32,7 @@ from trainshort.interop.export.transforms import (
     unscaled,
     with_biases,
 )
+from trainshort.optional import require_package
 
 FILE = "model.gguf"
 MAX_ERRORS = {
@@ -75,10 +76,9 @@ def rewritten(model: Plain) -> Plain:
 
 def write(folder: Path, run: Exported) -> None:
     """Write the model and its tokenizer to one file."""
-    try:
-        import gguf
-    except ImportError:
-        raise InputError("GGUF needs the interop extra: pip install 'trainshort[interop]'.") from None
+    require_package("gguf", "Writing a GGUF file", "trainshort[interop]")
+    import gguf
+
     assert run.tokenizer is not None, "checked by tokenizer_misfit"
     model, kind = run.model, run.dtype
     config = model.config

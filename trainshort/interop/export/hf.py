@@ -9,7 +9,6 @@ from torch import Tensor
 
 from trainshort.data.tokenizer import END_OF_TEXT, Tokenizer
 from trainshort.data.tokenizer.built import ByteTokenizer, WordTokenizer
-from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import load_causal
 from trainshort.files import read_object, write_whole
 from trainshort.interop import safetensors_io
@@ -23,14 +22,14 @@ from trainshort.interop.export.base import (
     identity,
     last_log_probabilities,
 )
+from trainshort.optional import require_package
 
 
 def write(folder: Path, run: Exported) -> None:
     """Write the Hugging Face folder and a Python file that registers the model class."""
-    try:
-        from trainshort.hf import TrainshortConfig
-    except ImportError:
-        raise InputError("--to hf needs the hf extra: pip install 'trainshort[hf]'.") from None
+    require_package("transformers", "Exporting to Hugging Face", "trainshort[hf]")
+    from trainshort.hf import TrainshortConfig
+
     config = TrainshortConfig.of(run.model.config, run.length).to_dict()
     names = ("TrainshortConfig", "TrainshortForCausalLM")
     auto = zip(("AutoConfig", "AutoModelForCausalLM"), names, strict=True)

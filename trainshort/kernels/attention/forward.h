@@ -119,11 +119,12 @@ static void walk_keys(const Call *c, const Bound *bound, HeadBias bias, Walk *wa
 }
 
 /* The bias of each row on a boundary: the most that a key before it can have, where the bias is a table. */
-static void fall_since(const Bound *bound, const Panel *place, int64_t boundary, vec *since) {
+static void fall_since(const Call *c, const Bound *bound, const Panel *place, int64_t boundary, vec *since) {
     if (bound->ceiling) {
         for (int i = 0; i < PANEL; i++) {
             const int64_t nearest = smaller_of(place->lowest + i, place->highest) - boundary + 1;
-            const real most = bound->ceiling[larger_of(nearest, 0)];
+            /* No key lies before boundary 0, so the largest distance of the table may stand for the one after it. */
+            const real most = bound->ceiling[smaller_of(larger_of(nearest, 0), c->k_len - 1)];
             since[i / LANES][i % LANES] = most + (real)fabs(most) * (real)2.4e-6; /* sums with it are rounded at its size */
         }
         return;
@@ -171,7 +172,7 @@ static int may_leave(const Call *c, const Bound *bound, const Walk *walk, int64_
         const real rise = bound->clock ? (real)(bound->clock[start] - bound->clock[smaller_of(key, c->k_len - 1)])
                                        : bound->slope * (real)(key - start);
         vec own[WIDE];
-        if (bound->ceiling) fall_since(bound, &walk->place, key + 1, own);
+        if (bound->ceiling) fall_since(c, bound, &walk->place, key + 1, own);
         for (int w = 0; w < WIDE; w++) {
             const vec bias = bound->ceiling ? own[w] : since[w] + rise;
             const vec score = load(shift + w * LANES) + walk->norm[w] * bound->reach[key] + bias;
@@ -189,7 +190,7 @@ static int64_t first_needed(const Call *c, const Bound *bound, Walk *walk, int64
     vec since[WIDE], mass[WIDE], most = {0};
     const int64_t start = block * KEYS;
     if (!bound->known) return start;
-    fall_since(bound, &walk->place, start, since);
+    fall_since(c, bound, &walk->place, start, since);
     if (!may_stop(c, bound, walk, block, since, mass)) return start;
     int64_t key = start;
     for (int w = 0; w < WIDE; w++) most = larger(mass[w] / walk->sum[w], most);
