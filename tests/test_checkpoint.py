@@ -234,13 +234,14 @@ def test_load_model_says_what_it_wants(tmp_path):
         checkpoint.load_model(tmp_path)
 
 
-def test_a_large_model_is_told_while_it_loads(tmp_path, monkeypatch, capsys):
+def test_a_large_model_is_told_while_it_loads(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", logger="trainshort")
     folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
     checkpoint.load_model(tmp_path)
-    assert capsys.readouterr().err == ""
+    assert not caplog.messages
     monkeypatch.setattr(checkpoint, "LARGE", 1000)
     checkpoint.load_model(tmp_path)
-    assert capsys.readouterr().err == f"trainshort: Verifying and loading {folder} (0.0 GB).\n"
+    assert caplog.messages == [f"Verifying and loading {folder} (0.0 GB)."]
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
@@ -313,7 +314,7 @@ def test_a_single_value_in_place_of_a_tensor_is_not_spread_over_it(tmp_path):
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "config.json", "model/whole.safetensors"])
 @pytest.mark.parametrize("kind", ["fifo", "folder", "dangling link", "looping link"])
-def test_a_checkpoint_that_cannot_be_opened_is_passed_over(tmp_path, name, kind, capsys):
+def test_a_checkpoint_that_cannot_be_opened_is_passed_over(tmp_path, name, kind, caplog):
     first = checkpoint.save(tmp_path, snapshot(1, 2.0), ALONE)
     path = checkpoint.save(tmp_path, snapshot(2, 1.0), ALONE) / name
     path.unlink()
@@ -325,4 +326,4 @@ def test_a_checkpoint_that_cannot_be_opened_is_passed_over(tmp_path, name, kind,
     }[kind]()
     assert checkpoint.latest(tmp_path) == first
     assert checkpoint.best(tmp_path) == first
-    assert "It is passed over." in capsys.readouterr().err
+    assert "It is passed over." in caplog.text

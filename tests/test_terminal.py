@@ -1,13 +1,14 @@
 """Nothing that a model, a file or a path name holds is obeyed by the terminal."""
 
 import ast
+import logging
 import sys
 from pathlib import Path
 
 import pytest
 
 import trainshort
-from trainshort.terminal import new_console, printable, say, tell
+from trainshort.terminal import new_console, printable, say, show_log_messages, tell
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,14 @@ def test_what_a_terminal_would_obey_is_escaped_and_all_else_stays(text, shown):
 def test_what_is_said_is_escaped(capsys):
     say("no run at \x1b[31mred")
     assert capsys.readouterr().err == "trainshort: no run at \\x1b[31mred\n"
+
+
+def test_log_messages_are_shown_while_the_command_line_runs(capsys):
+    log = logging.getLogger("trainshort.example")
+    with show_log_messages():
+        log.info("loading \x1b[31mred")
+    log.info("silent")
+    assert capsys.readouterr().err == "trainshort: loading \\x1b[31mred\n"
 
 
 NAME = "run\x1b[2J\x1b]0;title\x07[/b]"

@@ -346,12 +346,12 @@ def test_a_torn_line_in_sessions_is_mended(config, tmp_path):
     assert [record["step"] for record in runs.read_lines(tmp_path / "run" / "sessions.jsonl")] == [0, 20, 20]
 
 
-def test_another_thread_count_is_told(config, tmp_path, capfd):
+def test_another_thread_count_is_told(config, tmp_path, caplog):
     train(config, tmp_path / "run", quiet=True)
     record = runs.read_lines(tmp_path / "run" / "sessions.jsonl")[0]
     (tmp_path / "run" / "sessions.jsonl").write_text(json.dumps(record | {"threads": 64}) + "\n")
     train(config, tmp_path / "run", resume=True, quiet=True)
-    assert "used 64 threads and now uses 1; results will differ by rounding" in capfd.readouterr().err
+    assert "used 64 threads and now uses 1; results will differ by rounding" in caplog.text
 
 
 def test_when_all_checkpoints_are_damaged_the_run_does_not_start_over(config, tmp_path):
@@ -367,12 +367,12 @@ def test_activation_checkpointing_changes_nothing_but_memory(config, tmp_path):
     assert_same(weights(last(tmp_path / "plain")), weights(last(tmp_path / "less")))
 
 
-def test_bfloat16_is_used_where_it_is_fast_and_told_where_not(config, tmp_path, monkeypatch, capfd):
+def test_bfloat16_is_used_where_it_is_fast_and_told_where_not(config, tmp_path, monkeypatch, caplog):
     train(config, tmp_path / "plain", quiet=True)
     half = config.replace(train={"precision": "bfloat16"})
     monkeypatch.setattr("trainshort.parallel.no_bfloat16", lambda device: "this test has no bfloat16")
     train(half, tmp_path / "slow", quiet=True)
-    assert "train.precision is bfloat16, but this test has no bfloat16: computing in float32." in capfd.readouterr().err
+    assert "train.precision is bfloat16, but this test has no bfloat16: computing in float32." in caplog.text
     assert_same(weights(last(tmp_path / "plain")), weights(last(tmp_path / "slow")))
     monkeypatch.setattr("trainshort.parallel.no_bfloat16", lambda device: None)
     result = train(half, tmp_path / "fast", quiet=True)

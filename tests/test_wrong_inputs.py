@@ -385,7 +385,7 @@ WRONG = [
     ("verify nowhere", "There is no file nowhere/trainshort.json. Give a folder that"),
     ("verify empty", "There is no file empty/trainshort.json. Give a folder that trainshort"),
     (f"verify {RUN}", "There is no file runs/tiny/trainshort.json. Give a folder that"),
-    ("verify text.txt", "Cannot read text.txt/trainshort.json: a file is in the way where a"),
+    ("verify text.txt", "There is no file text.txt/trainshort.json. Give a folder"),
     # doctor
     ("doctor", "MODEL is missing: The folder of a saved model, or its name on the hub."),
     ("doctor nowhere", "There is no file or folder nowhere, and the hub did not give a model"),

@@ -6,7 +6,6 @@ Only the chosen command's module is imported, which keeps `--help` quick.
 """
 
 import importlib
-import logging
 import os
 import sys
 from json import JSONDecodeError
@@ -17,7 +16,7 @@ from trainshort.files import reason
 from trainshort.optional import require_package
 from trainshort.plugins import take_plugins
 from trainshort.registry import did_you_mean
-from trainshort.terminal import handlers_kept, say
+from trainshort.terminal import handlers_kept, say, show_log_messages
 
 COMMANDS = {
     "demo": ("reproduce", "four position methods past their length, in ten minutes"),
@@ -71,9 +70,9 @@ def main(argv: list[str] | None = None) -> None:
     The exit code is 0 after success and 2 after an error that the user can correct. Such an error is printed in one
     line. If the environment variable TRAINSHORT_TRACEBACK is set, the traceback is printed instead.
     """
-    _show_choices()
     try:
-        sys.exit(_run(sys.argv[1:]) if argv is None else run(argv))
+        with show_log_messages():
+            sys.exit(_run(sys.argv[1:]) if argv is None else run(argv))
     except InputError as error:
         if os.environ.get("TRAINSHORT_TRACEBACK"):
             raise
@@ -112,24 +111,6 @@ def _message_for(error: Exception) -> str | None:
         field = ".".join(map(str, first["loc"]))
         return f"A {error.title} has an invalid value at '{field}': {first['msg']}."
     return None
-
-
-class _Shown(logging.Handler):
-    """Says what the log says, on what is standard error then."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        say(record.getMessage())
-
-
-def _show_choices() -> None:
-    """Which attention backend was chosen, and why: one line each."""
-    log = logging.getLogger("trainshort.attention")
-    if not log.handlers:
-        log.addHandler(_Shown())
-        log.setLevel(logging.INFO)
-    if logging.lastResort and not logging.root.handlers:
-        # What Python does by itself; without it a library's first warning would show our lines a second time.
-        logging.root.addHandler(logging.lastResort)
 
 
 def run(argv: list[str]) -> int:

@@ -1,5 +1,6 @@
 """From settings to everything the training loop works with: data, model, optimizer, and where a stopped run stood."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from trainshort.parallel import Replica, World
 from trainshort.registries import backends
 from trainshort.runs import RunFolder
 from trainshort.settings import methods
-from trainshort.terminal import say
+
+log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 2**14
 """Memory of a transformer block beside its weights, at least: its Python objects."""
@@ -164,7 +166,7 @@ def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared
     if half and (reason := parallel.no_bfloat16(world.device)):
         half = False
         if world.main:
-            say(f"train.precision is bfloat16, but {reason}: computing in float32.")
+            log.warning(f"train.precision is bfloat16, but {reason}: computing in float32.")
     autocast = partial(torch.autocast, world.device.type, torch.bfloat16) if half else nullcontext
     torch.manual_seed(settings.seed)
     with plugins.blamed(*_chosen(config)):
@@ -204,7 +206,7 @@ def restore(job: Job) -> State:
     state = checkpoint.restore(job.folder.checkpoints / name, job.parts, sharded=job.replica.sharded)
     optim.set_steps(job.optimizer, state.step)
     if job.world.main:
-        say(f"Going on with {job.folder.path} after step {state.step}.")
+        log.info(f"Going on with {job.folder.path} after step {state.step}.")
     return state
 
 
@@ -222,7 +224,7 @@ def _tidy(folder: RunFolder) -> str | None:
     return latest.name
 
 
-def _last_whole(folder: RunFolder, say: folders.Say = say) -> Path:
+def _last_whole(folder: RunFolder, say: folders.Say = log.warning) -> Path:
     anew = f", or remove {folder.checkpoints} to start from the beginning"
     return folders.whole_one(folder.path, folders.latest, otherwise=anew, say=say)
 
@@ -261,7 +263,7 @@ def begin_session(job: Job, state: State, data: str) -> None:
     before, threads = runs.read_lines(job.folder.sessions), torch.get_num_threads()
     used = before[-1].get("threads") if before else threads
     if used != threads:
-        say(
+        log.warning(
             f"This run used {used} threads and now uses {threads}; results will differ by rounding. "
             f"Set OMP_NUM_THREADS={used} for bit-identical ones."
         )

@@ -3,6 +3,7 @@
 Text that comes from anywhere can do nothing here but be read. rich is imported where it is used: --help needs none.
 """
 
+import logging
 import math
 import os
 import re
@@ -42,6 +43,33 @@ def first_sentence(error: Exception) -> str:
 def say(message: str) -> None:
     """Tell the user something beside the result, on standard error."""
     print(f"trainshort: {printable(message)}", file=sys.stderr, flush=True)
+
+
+class _MessageHandler(logging.Handler):
+    """Print each log message as `say` does, on what is standard error at that moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
+@contextmanager
+def show_log_messages() -> Iterator[None]:
+    """Print the log messages of this package on standard error, until the block ends.
+
+    The library only logs. The command line, and the processes that the command line starts, print the messages.
+    """
+    logger = logging.getLogger("trainshort")
+    handler = _MessageHandler()
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # A handler of the root logger would print each message a second time.
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 def waiting(what: str | None) -> AbstractContextManager[object]:

@@ -80,15 +80,17 @@ def test_a_sweep_leaves_results_a_picture_and_a_card(fresh: Path, capsys):
     assert "length 64: 3 of 3 done" in notes
 
 
-def test_loading_the_model_says_how_far_it_is_good(fresh: Path, capsys):
+def test_loading_the_model_says_how_far_it_is_good(fresh: Path, caplog):
+    caplog.set_level("INFO", logger="trainshort")
     load_model(fresh)
-    assert capsys.readouterr().err == ""
+    assert not caplog.messages
     write_sealed(fresh / evidence.CARD, {"format": 1, "summary": "trained at 16, good to 64+"})
     load_model(fresh)
-    assert capsys.readouterr().err == f"trainshort: {fresh}: trained at 16, good to 64+.\n"
+    assert caplog.messages == [f"{fresh}: trained at 16, good to 64+."]
+    caplog.clear()
     (fresh / evidence.CARD).write_text("{")
     load_model(fresh)
-    assert capsys.readouterr().err == "", "a damaged card is no reason not to load"
+    assert not caplog.messages, "a damaged card is no reason not to load"
 
 
 def test_what_was_scored_before_is_kept_and_more_is_added(fresh: Path, capsys):

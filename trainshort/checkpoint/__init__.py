@@ -12,6 +12,7 @@ before it are untouched, and what is there is complete. A file that changed late
 """
 
 import hashlib
+import logging
 import math
 import shutil
 import warnings
@@ -32,7 +33,8 @@ from trainshort.errors import InputError
 from trainshort.files import refused, refusing, sync, write_whole
 from trainshort.model import TransformerLM
 from trainshort.parallel import World
-from trainshort.terminal import say
+
+log = logging.getLogger(__name__)
 
 __all__ = [
     "Parts",
@@ -128,7 +130,7 @@ def load_model(path: Path | str, *, device: str = "cpu") -> TransformerLM:
     folder = find(path)
     size = sum(file.stat().st_size for file in folder.rglob("*.safetensors") if file.is_file())
     if size > LARGE:
-        say(f"Verifying and loading {folder} ({size / 1e9:.1f} GB).")
+        log.info(f"Verifying and loading {folder} ({size / 1e9:.1f} GB).")
     if problem := folders.damage(folder):
         raise InputError(f"{folder} is damaged: {problem}. Use another checkpoint of the run.")
     config = load_config(folder / CONFIG)
@@ -138,7 +140,7 @@ def load_model(path: Path | str, *, device: str = "cpu") -> TransformerLM:
     model = TransformerLM(config.model)
     read_part(folder / "model", model_tensors(model), sharded=False)
     if line := folders.extrapolation(path):
-        say(f"{path}: {line}.")
+        log.info(f"{path}: {line}.")
     return model.to(device).eval()
 
 

@@ -10,6 +10,7 @@ checkpoints/
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -20,7 +21,8 @@ from trainshort import files
 from trainshort.config import Settings, load_config
 from trainshort.errors import InputError
 from trainshort.runs import RunFolder, present
-from trainshort.terminal import say
+
+log = logging.getLogger(__name__)
 
 STATE = "state.json"
 
@@ -75,12 +77,12 @@ def read_state(folder: Path) -> State:
         raise InputError(f"{folder} was written by another version of trainshort; use that one to read it.") from None
 
 
-def latest(run: Path, say: Say = say) -> Path | None:
+def latest(run: Path, say: Say = log.warning) -> Path | None:
     """The last checkpoint that is whole; damaged ones after it are named. None when there is no whole one."""
     return _first_whole(reversed(present(run)), say)
 
 
-def best(run: Path, say: Say = say) -> Path | None:
+def best(run: Path, say: Say = log.warning) -> Path | None:
     """The whole checkpoint with the lowest validation loss, or the last one if none was validated."""
     told: list[str] = []
     losses = _losses(run, told.append)
@@ -136,7 +138,9 @@ def find(path: Path) -> Path:
     return whole_one(path, best)
 
 
-def whole_one(run: Path, choose: Callable[[Path, Say], Path | None], *, otherwise: str = "", say: Say = say) -> Path:
+def whole_one(
+    run: Path, choose: Callable[[Path, Say], Path | None], *, otherwise: str = "", say: Say = log.warning
+) -> Path:
     """The checkpoint that `choose` (best, latest) takes of a run that has some. What it passed over is told when one
     is left; when none is, that is one sentence."""
     told: list[str] = []
@@ -185,7 +189,7 @@ def retain(run: Path, keep: int) -> None:
     """Remove all but the best and the last `keep`."""
     folders = present(run)
     kept = set(folders[-keep:])
-    if losses := _losses(run, say):
+    if losses := _losses(run, log.warning):
         kept.add(min(losses, key=losses.__getitem__))
     for folder in set(folders) - kept:
         # Renamed first: a kill while files are removed must not leave something that looks like a checkpoint.
@@ -194,7 +198,7 @@ def retain(run: Path, keep: int) -> None:
             folder.rename(removed)
             _remove(removed)
         except OSError as error:
-            say(f"The old checkpoint {folder} could not be removed: {files.reason(error)}.")
+            log.warning(f"The old checkpoint {folder} could not be removed: {files.reason(error)}.")
 
 
 def _remove(path: Path) -> None:
@@ -219,7 +223,7 @@ def set_aside(run: Path, after: Path) -> None:
             number = sum(path.name.startswith(folder.name + ".damaged") for path in folder.parent.iterdir())
             aside = folder.with_name(folder.name + ".damaged" + (f"-{number}" if number else ""))
             os.rename(folder, aside)
-            say(f"The damaged {folder.name} is kept as {aside}.")
+            log.warning(f"The damaged {folder.name} is kept as {aside}.")
 
 
 # ---- the manifest: a checkpoint's files with their sha256; it is valid when every byte is the one written

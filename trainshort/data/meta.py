@@ -14,6 +14,7 @@ be written, everything is read.
 
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -29,7 +30,8 @@ from trainshort.config import Settings
 from trainshort.data.tokenizer import FILE as TOKENIZER_FILE
 from trainshort.data.tokenizer import Tokenizer, load_tokenizer
 from trainshort.errors import InputError
-from trainshort.terminal import say
+
+log = logging.getLogger(__name__)
 
 FILE = "checked.json"
 SETTLED = 0.02
@@ -182,7 +184,7 @@ class Prepared:
             expected[bin_path(self.folder, name)] = split.sha256
             expected[offsets_path(self.folder, name)] = split.documents_sha256
         if sum(_stat(path).st_size for path in expected) > WORTH_SAYING and not checked.known:
-            say(f"checking {self.folder} once, as it is new here ...")
+            log.info(f"checking {self.folder} once, as it is new here ...")
         for path, checksum in expected.items():
             if not checked.same(path.name, [path], checksum):
                 raise InputError(

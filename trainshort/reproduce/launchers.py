@@ -44,6 +44,7 @@ from trainshort.errors import InputError
 from trainshort.files import read_text
 from trainshort.optional import require_package
 from trainshort.reproduce.tasks import Task, evaluate_model, train_model, work
+from trainshort.terminal import show_log_messages
 
 MOST = 8
 """Models at a time, unless more are asked for: each is a process with about half a gigabyte for libraries alone."""
@@ -127,7 +128,8 @@ def _worker(piece: Work, task: Task, root: Path, threads: int, parent: int, tell
 
     torch.set_num_threads(threads)
     try:
-        piece(task, root)
+        with show_log_messages():
+            piece(task, root)
         tell.send(None)
     except InputError as error:
         tell.send(str(error))
@@ -208,7 +210,8 @@ class ClusterJob:
             import torch
 
             torch.set_num_threads(self.cores)
-        return work(task, root)
+        with show_log_messages():
+            return work(task, root)
 
     def checkpoint(self, task: Task, root: Path) -> Any:
         from submitit.helpers import DelayedSubmission
