@@ -14,21 +14,12 @@ from trainshort.evaluate.results import load
 from trainshort.files import read_checked as read_result
 from trainshort.files import read_sealed
 from trainshort.model import TransformerLM
-from trainshort.runs import checked_lines, run_name
+from trainshort.runs import checked_lines
 
 STORED = Path(__file__).parent / "data_of_0_1_0"
 RUN = "runs/tiny"
 WEIGHTS = 42.5229416332113
 """Sum of the run's weights."""
-NAMES = {
-    "configs/alibi.json": "alibi-128-e84e70e7",
-    "configs/learned.json": "learned-128-46662744",
-    "configs/none.json": "none-128-c378c871",
-    "configs/rotary.json": "rotary-128-1e9ff74d",
-    "configs/sinusoidal.json": "sinusoidal-128-503a8d94",
-    "configs/t5.json": "t5-128-9db67d26",
-    "runs/tiny/config.json": "alibi-16-197dce8d",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -94,10 +85,6 @@ def test_a_config_of_every_position_method_is_read(method):
     assert model(torch.zeros(1, 20, dtype=torch.long)).shape == (1, 20, 280)
 
 
-@pytest.mark.parametrize(("path", "name"), NAMES.items())
-def test_a_run_keeps_its_name(path, name):
-    """`reproduce` finds its runs by it."""
-    assert run_name(load_config(Path(path))) == name
 
 
 def test_the_weights_are_the_same_numbers():

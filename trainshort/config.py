@@ -11,7 +11,7 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from trainshort.errors import ForeignConfigError, InputError
 from trainshort.files import MissingFileError, read_object, write_whole
-from trainshort.settings import FINITE, FIRST, MEANT, MethodSettings, NoSettings, Settings, as_in_010, settle
+from trainshort.settings import FINITE, MethodSettings, NoSettings, Settings, settle
 
 FORMAT = 1
 """Raised when a field changes meaning, so that a config of another version is refused instead of misread."""
@@ -160,12 +160,6 @@ class ModelConfig(Settings):
         if values["position"] != self.position:
             values["position_settings"] = changes.get("position_settings")
         return values
-
-    def identity(self) -> dict[str, Any]:
-        values = super().identity()
-        values |= as_in_010(self.position, values.pop("position_settings"))
-        first = [name for name in FIRST["ModelConfig"].split() if name in values]  # digests see the order, too
-        return {name: values[name] for name in [*first, *(name for name in values if name not in first)]}
 
     def reaching(self, length: int) -> Self:
         """The same model able to read inputs of this length: learned positions need a longer table."""
@@ -345,6 +339,4 @@ def load_config(path: Path) -> RunConfig:
     if values.get("format", FORMAT) != FORMAT:
         # Checked before the fields: another format may well have other fields, and those would be blamed first.
         values = {"format": values["format"]}
-    elif "format" in values and isinstance(data := values.get("data"), dict):  # written by a run, with all it knew
-        values["data"] = MEANT | data
     return RunConfig.read(values, origin=path)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshort import files, registry
-from trainshort.config import RunConfig, load_config
+from trainshort.config import FORMAT, RunConfig, load_config
 from trainshort.errors import InputError
 
 LOCK = "train.lock"
@@ -151,17 +151,34 @@ def is_harmless(name: str, value: Any) -> bool:
 
 
 def run_name(config: RunConfig) -> str:
-    """A folder's name by what the run is, so that none is trained twice or mistaken for another: words to read, and a
-    digest of everything that moves a result: alibi-128-1f2e3d4c."""
-    flat = flatten(config.identity())
-    settings = {name: value for name, value in flat.items() if not is_harmless(name, value)}
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    """Return the folder name of a run, for example "alibi-128-1f2e3d4c".
+
+    The name consists of the position method, the training length and a digest. The digest is a hash of the format
+    version and of all settings that differ from their defaults and influence results. So two runs with different
+    results have different names, and `reproduce` finds a run that is already trained. A new setting does not change
+    the names of runs that leave the setting at its default. A change of a default must increase the format version.
+
+    Args:
+        config: The settings of the run.
+
+    Returns:
+        The name of the run folder.
+    """
+    settings = _reset_harmless(config).model_dump(mode="json", exclude_defaults=True)
+    content = json.dumps({"format": FORMAT, "settings": settings}, sort_keys=True)
+    digest = hashlib.sha256(content.encode()).hexdigest()[:8]
     return f"{config.model.position}-{config.train.length}-{digest}"
 
 
-def first_name(config: RunConfig) -> str:
-    """The name that version 0.1.0 gave to these settings; it read the ends of a text differently."""
-    return run_name(config.replace(data={"ends": "dropped"}))
+def _reset_harmless(config: RunConfig) -> RunConfig:
+    """Return a copy in which every setting that does not influence results has its default value."""
+    defaults = flatten(RunConfig().model_dump())
+    changes: dict[str, dict[str, Any]] = {}
+    for name, value in flatten(config.model_dump()).items():
+        if is_harmless(name, value):
+            section, _, setting = name.partition(".")
+            changes.setdefault(section, {})[setting] = defaults[name]
+    return config.replace(**changes)
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

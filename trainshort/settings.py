@@ -50,35 +50,6 @@ class Settings(BaseModel):
                 values[name] = change
         return values
 
-    def identity(self) -> dict[str, Any]:
-        """What the settings say, in the form of 0.1.0: those added since are left out while they mean the same.
-
-        Run names, result names and generation states have digests over this, and a new setting must not change them.
-        """
-        first = FIRST.get(type(self).__name__, "").split()
-        values = self.model_dump(mode="json")
-        for name, info in type(self).model_fields.items():
-            if isinstance(part := getattr(self, name), Settings):
-                values[name] = part.identity()
-            elif first and name not in first and part == MEANT.get(name, info.get_default(call_default_factory=True)):
-                del values[name]
-        return values
-
-
-FIRST = {
-    "RunConfig": "format model data optim train",
-    "ModelConfig": "vocabulary layers width heads kv_heads ffn position activation biases final_norm tie_embeddings "
-    "embedding_scale embedding_norm init adaptive dropout attention_dropout activation_dropout head_dropout norm_eps "
-    "max_bias learned_slopes rotary_base t5_buckets t5_max_distance learned_length window backend tolerance",
-    "DataConfig": "corpus tokenizer vocabulary folder packing",
-    "OptimConfig": "name lr min_lr warmup warmup_from schedule betas momentum weight_decay clip",
-    "TrainConfig": "length batch micro_batch steps seed precision checkpoint_activations compile log_every valid_every "
-    "valid_tokens save_every keep patience parallel tensorboard",
-}
-"""The settings of 0.1.0."""
-MEANT = {"ends": "dropped"}
-"""What 0.1.0 did where the default of a setting added since is another; its runs stay what they are."""
-
 
 _ALTERNATIVES = (("str",), ("int",), ("float",), ("bool",))
 """Where pydantic says which type of several did not fit; no setting has such a name."""
@@ -311,17 +282,6 @@ def settle(values: dict[str, Any]) -> dict[str, Any]:
         given = {**kept, **mine}
         values = {name: value for name, value in values.items() if name not in MOVED}
     return values | {"position_settings": settings_of(position, given)}
-
-
-def as_in_010(position: str, own: dict[str, Any]) -> dict[str, Any]:
-    """A method's settings in the form of 0.1.0, where every model had those of every method."""
-    default = {name: dict(methods.get(name).settings()) for name, _ in MOVED.values()}
-    values = {
-        old: own.pop(name) if method == position else default[method][name] for old, (method, name) in MOVED.items()
-    }
-    first = methods.get(position).settings().model_dump(mode="json") if position in methods else {}
-    more = {name: value for name, value in own.items() if value != first.get(name)}
-    return values | ({"position_settings": more} if more else {})
 
 
 def settings_of(position: str, given: Mapping[str, Any] | Settings | None) -> Settings:

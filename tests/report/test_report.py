@@ -15,7 +15,6 @@ import pytest
 from made_up import make_demo, make_run
 
 from trainshort.claims.collection import collect
-from trainshort.claims.measured import View
 from trainshort.commands.reproduce import Report
 from trainshort.config import load_config
 from trainshort.errors import InputError
@@ -24,12 +23,10 @@ from trainshort.evaluate.results import load, save, summarize
 from trainshort.files import write_sealed
 from trainshort.passes import Passes
 from trainshort.plots.figures import round_ticks
-from trainshort.recipes.experiments import EvalProtocol, Variant
 from trainshort.report.headline import find_headline, sentences
 from trainshort.report.sections import reach_figure
 from trainshort.report.story import about
 from trainshort.report.writing import headline_table, write_report
-from trainshort.runs import first_name
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'{{7*7}}&amp;`|*_"
 
@@ -390,18 +387,6 @@ def test_a_browser_prints_what_is_closed_on_the_screen(demo, tmp_path):
     closed, opened = (printed(tmp_path / name / "index.html") for name in ("closed", "open"))
     assert len(closed) > 3
     assert [len(sheet) for sheet in closed] == [len(sheet) for sheet in opened]
-
-
-def test_runs_of_the_first_version_are_still_found(tmp_path):
-    """They are named by settings that have a member more by now."""
-    folder = make_run(tmp_path, "alibi", {128: 50.0, 256: 49.0})
-    config = load_config(folder / "config.json")
-    folder.rename(tmp_path / first_name(config))
-    collection = collect([tmp_path])
-    assert collection.scale is not None
-    found = View(collection, collection.scale).read(Variant("wikitext103", "alibi", 512), EvalProtocol(1024))
-    assert found is not None
-    assert found.value == pytest.approx(49.0)
 
 
 def test_two_runs_of_one_method_are_told_apart(tmp_path):

@@ -88,8 +88,8 @@ class View:
 
     collection: Collection
     scale: Scale
-    names: dict[Variant, tuple[str, str]] = field(default_factory=dict)
-    """Of each model its run's, now and in 0.1.0: hashing settings takes a while, and tables ask again and again."""
+    run_names: dict[Variant, str] = field(default_factory=dict)
+    """The run names that were computed so far. Computing a name is slow, and tables ask for the same names often."""
 
     def cell(self, cell: Cell) -> Measured | None:
         """What was obtained for a cell; None when it was not run."""
@@ -102,10 +102,10 @@ class View:
         return self.read(cell.variant, cell.reading, speed=cell.quantity == "read speed")
 
     def _own(self, variant: Variant, stored: dict[str, T]) -> T | None:
-        """What is stored under a model's run name; where there is none of this version, under that of 0.1.0."""
-        if variant not in self.names:
-            self.names[variant] = self.scale.names(variant)
-        return next((stored[name] for name in self.names[variant] if name in stored), None)
+        """Return the value that is stored under the run name of a model, or None if there is no such value."""
+        if variant not in self.run_names:
+            self.run_names[variant] = self.scale.run_name(variant)
+        return stored.get(self.run_names[variant])
 
     def runs(self, variant: Variant) -> list[Run]:
         found = (self._own(replace(variant, seed=seed), self.collection.runs) for seed in SEEDS)

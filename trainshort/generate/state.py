@@ -91,7 +91,7 @@ def load_state(path: Path, model: TransformerLM, tokenizer: Tokenizer | None = N
 
 def model_identity(model: TransformerLM) -> str:
     """sha256 of settings and weights. The attention engine may differ: it changes nothing but rounding."""
-    return fingerprint(model, to_json(model.config.replace(backend="auto").identity()))
+    return fingerprint(model, to_json(model.config.replace(backend="auto").model_dump(mode="json")))
 
 
 class _SavedSample(Strict):
