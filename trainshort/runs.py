@@ -41,8 +41,8 @@ run needs have been asked for before.)"""
 
 LOGGED = ("step", "tokens", "seconds")
 """Numbers that every line of metrics.jsonl has."""
-Line = tuple[dict[str, Any], str | None]
-"""A record of metrics.jsonl and its checksum; None for a line of 0.1.0, about whose numbers nothing can be said."""
+Line = tuple[dict[str, Any], str]
+"""A record of metrics.jsonl and its checksum."""
 
 
 @dataclass(frozen=True)
@@ -236,12 +236,12 @@ def _number(folder: RunFolder, record: dict[str, Any], name: str) -> float:
 
 # ---- records that are added line by line, each with a checksum over itself and the line before it
 #
-#     {"step": 10, "loss": 5.1, "sealed": true, "checksum": "9f2c..."}    sha256 of "" and this record
-#     {"step": 20, "loss": 4.7, "sealed": true, "checksum": "03ab..."}    sha256 of the line above and this record
+#     {"step": 10, "loss": 5.1, "checksum": "9f2c..."}    sha256 of "" and this record
+#     {"step": 20, "loss": 4.7, "checksum": "03ab..."}    sha256 of the line above and this record
 #
 # So a changed number, a line taken out and a line put in are noticed wherever they are; lines missing at the end are
 # noticed by whoever noted the last checksum (a checkpoint's state.json). A last line without its newline was torn by a
-# kill. Lines of 0.1.0 have no checksum; the first line that has one covers the last that has none.
+# kill.
 
 DIGITS = 16
 """Hexadecimal digits of a line's checksum: enough against chance."""
@@ -266,11 +266,10 @@ def checked_lines(path: Path) -> list[Line]:
         if not isinstance(record, dict):
             raise InputError(f"{name}, holds no JSON object. {RESTORE}")
         found = record.pop(files.CHECKSUM, None)
-        if found is None and (files.SEALED in record or (records and records[-1][1])):
-            raise InputError(f"{name}, has no checksum, though it or the line before it had one. {RESTORE}")
-        if found is not None and found != _checksum(before, record):
+        if found is None:
+            raise InputError(f"{name}, has no checksum. {RESTORE}")
+        if found != _checksum(before, record):
             raise InputError(f"{name}, or the line before it was changed after it was written. {RESTORE}")
-        record.pop(files.SEALED, None)
         records.append((record, found))
         before = line
     return records
@@ -291,7 +290,7 @@ def _checksum(before: bytes, record: dict[str, Any]) -> str:
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Add one line; the file ends with a whole one (`keep_lines`)."""
     # Through JSON, so that what is written and what is read back have the same checksum.
-    record = json.loads(json.dumps({**record, files.SEALED: True}, allow_nan=False))
+    record = json.loads(json.dumps(record, allow_nan=False))
     with files.refusing("write", path, MEND):
         line = json.dumps({**record, files.CHECKSUM: _checksum(_last_line(path), record)})
         with path.open("a", encoding="utf-8") as file:

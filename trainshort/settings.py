@@ -256,33 +256,6 @@ for _name, _summary, _settings in (
 ):
     methods.register(_name)(Method(_summary, _settings))
 
-MOVED = {
-    "max_bias": ("alibi", "max_bias"),
-    "learned_slopes": ("alibi", "learned_slopes"),
-    "rotary_base": ("rotary", "base"),
-    "t5_buckets": ("t5", "buckets"),
-    "t5_max_distance": ("t5", "max_distance"),
-    "learned_length": ("learned", "longest"),
-}
-"""Where the settings of 0.1.0 are now: there every model had those of every method."""
-
-
-def settle(values: dict[str, Any]) -> dict[str, Any]:
-    """A model's plain settings with those of its method read by the method's own type, wherever they lay."""
-    position, given = values.get("position", "alibi"), values.get("position_settings")
-    old = {name: value for name, value in values.items() if name in MOVED}
-    if not isinstance(position, str) or not isinstance(given, Mapping | Settings | None):
-        return values  # pydantic says what is wrong with it
-    if old:
-        whole = len(old) == len(MOVED)  # a config.json of 0.1.0
-        mine = {MOVED[name][1]: value for name, value in old.items() if MOVED[name][0] == position}
-        if not whole and (lost := [name for name in old if MOVED[name][0] != position]):
-            raise InputError(not_chosen(lost[0], position))
-        kept = given.model_dump() if isinstance(given, Settings) else given or {}
-        given = {**kept, **mine}
-        values = {name: value for name, value in values.items() if name not in MOVED}
-    return values | {"position_settings": settings_of(position, given)}
-
 
 def settings_of(position: str, given: Mapping[str, Any] | Settings | None) -> Settings:
     """A method's settings from plain data; a mistake is one sentence."""
@@ -302,7 +275,6 @@ def not_chosen(name: str, position: str) -> str:
     """A sentence on a setting that the position method does not have."""
     known = list(methods.get(position).settings.model_fields)
     owners = [other for other, method in methods.items() if name in method.settings.model_fields]
-    owners += [MOVED[name][0]] if name in MOVED and not owners else []
     whose = f" It belongs to {' and '.join(owners)}." if owners else did_you_mean(name, known)
     has = f"has {', '.join(known)}" if known else "has none"
     return f"Position method '{position}' has no setting '{name}'; it {has}.{whose}"

@@ -297,13 +297,12 @@ def test_a_meta_that_cannot_be_used_is_told(text: Path, tmp_path: Path) -> None:
     (out / "meta.json").write_text(json.dumps(meta | {"vocabulary": 255}))
     with pytest.raises(InputError, match=r"meta\.json was changed after it was written: its checksum is another"):
         open_data(out)
-    del meta["checksum"], meta["sealed"]  # as 0.1.0 wrote it
-    (out / "meta.json").write_text(json.dumps(meta))
+    files.write_sealed(out / "meta.json", meta)
     open_data(out)
-    (out / "meta.json").write_text(json.dumps(meta | {"format": 7}))
+    files.write_sealed(out / "meta.json", meta | {"format": 7})
     with pytest.raises(InputError, match=r"meta\.json has format 7, and this version of trainshort reads format 1"):
         open_data(out)
-    (out / "meta.json").write_text(json.dumps(meta | {"splitz": 1}))
+    files.write_sealed(out / "meta.json", meta | {"splitz": 1})
     with pytest.raises(InputError, match=r"In .*meta\.json: Unknown setting 'splitz'\. Did you mean 'splits'\?"):
         open_data(out)
     (out / "meta.json").write_text("{")

@@ -14,6 +14,7 @@ from trainshort.errors import InputError
 from trainshort.evaluate import evidence, results, session, target
 from trainshort.evaluate.session import result_path
 from trainshort.evaluate.sweep import Sweep
+from trainshort.files import write_sealed
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,8 @@ def test_a_sweep_leaves_results_a_picture_and_a_card(fresh: Path, capsys):
 def test_loading_the_model_says_how_far_it_is_good(fresh: Path, capsys):
     load_model(fresh)
     assert capsys.readouterr().err == ""
-    (fresh / evidence.CARD).write_text('{"format": 1, "summary": "trained at 16, good to 64+"}')
+    card = {"format": evidence.CARD_FORMAT, "summary": "trained at 16, good to 64+"}
+    write_sealed(fresh / evidence.CARD, card)
     load_model(fresh)
     assert capsys.readouterr().err == f"trainshort: {fresh}: trained at 16, good to 64+.\n"
     (fresh / evidence.CARD).write_text("{")

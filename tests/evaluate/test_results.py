@@ -112,7 +112,7 @@ def test_files_are_read_back_as_they_were(tmp_path):
     [
         ("{", "is not readable JSON"),
         ("[]", "it holds a JSON list, and an object was expected"),
-        ('{"format": 9}', "of format 1"),
+        ('{"format": 9}', "its checksum is another, or gone"),
     ],
 )
 def test_a_damaged_or_foreign_file_is_refused(tmp_path, content: str, message: str):
@@ -120,6 +120,12 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path, content: str, message: s
     path.write_text(content)
     with pytest.raises(InputError, match=message):
         results.load(path)
+
+
+def test_another_format_is_refused(tmp_path):
+    write_sealed(tmp_path / "x.json", {"format": 9})
+    with pytest.raises(InputError, match=f"of format {results.FORMAT}"):
+        results.load(tmp_path / "x.json")
 
 
 def test_an_unknown_field_is_refused(tmp_path):
@@ -134,7 +140,7 @@ def test_an_unknown_field_is_refused(tmp_path):
 def test_a_changed_number_is_refused(tmp_path):
     path = tmp_path / "x.json"
     results.save(evaluation(summarize(Passes(100, 16, 4), np.ones(100, dtype=np.float32))), path)
-    assert results.load_checked(path)[1]
+    results.load(path)
     path.write_text(path.read_text().replace('"nll": 100.0', '"nll": 90.0'))
     with pytest.raises(InputError, match=r"was changed after it was written.* Remove it and evaluate again\."):
         results.load(path)

@@ -17,6 +17,7 @@ from trainshort.cli import run as command
 from trainshort.data.tokenizer.built import WordTokenizer
 from trainshort.evaluate import evidence
 from trainshort.evaluate.hugging_face import HuggingFaceTarget
+from trainshort.files import write_sealed
 from trainshort.interop.exporting import export
 from trainshort.interop.importing import ImportRequest, import_model
 from trainshort.interop.verifying import verify
@@ -205,7 +206,7 @@ def test_bad_requests(tmp_path):
 
 def test_a_run_copied_without_its_tokenizer_is_not_exported_without_one(tmp_path):
     run = make_run(tmp_path / "run", biases=False)
-    (run / "data.json").write_text(json.dumps({"folder": "/gone", "meta": {"tokenizer": "bytes"}}))
+    write_sealed(run / "data.json", {"folder": "/gone", "meta": {"tokenizer": "bytes"}})
     (run / "tokenizer.json").unlink(missing_ok=True)
     with pytest.raises(InputError, match=r"was copied without its tokenizer\.json"):
         export(run, "hf", tmp_path / "out")

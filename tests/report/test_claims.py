@@ -8,11 +8,12 @@ import pytest
 from made_up import LAPTOP, make_demo, make_run, write_evaluation
 
 from trainshort.bench.documents import ROOT
-from trainshort.claims.collection import collect
+from trainshort.claims.collection import COST_FORMAT, collect
 from trainshort.claims.measured import View, middle
 from trainshort.claims.speed_and_memory import time_saved
 from trainshort.claims.verdicts import AT_FIRST, claims, judge
 from trainshort.evaluate.results import load, save
+from trainshort.files import write_sealed
 from trainshort.recipes.experiments import EvalProtocol, Variant
 
 
@@ -105,12 +106,13 @@ def test_costs_fail(tmp_path):
         slow = entry["position"] == "alibi"
         entry["train_seconds"] = [1.02 if slow else 1.0] * 3
         entry["train_memory"] = 600 if slow else 500
-    path.write_text(json.dumps(costs))
+        entry["train_memories"] = [entry["train_memory"]]
+    write_sealed(path, costs)
     found = verdicts(tmp_path)
     assert (found["same-speed"], found["same-memory"], found["others-slower"]) == ("does not hold",) * 3
     for entry in costs["entries"].values():  # two weighings of one model differ by more than the two models
         entry["train_memories"] = [500, 600]
-    path.write_text(json.dumps(costs))
+    write_sealed(path, costs)
     assert verdicts(tmp_path)["same-memory"] == "cannot tell"
 
 
@@ -123,7 +125,7 @@ def test_a_noisy_machine_cannot_tell_one_per_cent(tmp_path, slower, expected):
     for entry in costs["entries"].values():
         factor = slower if entry["position"] == "alibi" else 1.0
         entry["train_seconds"] = [factor * seconds for seconds in noise.get(entry["position"], [1.0] * 7)]
-    path.write_text(json.dumps(costs))
+    write_sealed(path, costs)
     found = outcome(tmp_path, "same-speed")
     assert found.verdict == expected
     assert found.detectable.startswith("differences of ")
@@ -139,7 +141,7 @@ def test_one_rule_about_noise_for_alibi_and_against_it(tmp_path, slower):
     for entry in costs["entries"].values():
         own = noise[::-1] if entry["position"] == "sinusoidal" else [slower * one for one in noise]
         entry["train_seconds"] = list(own)
-    path.write_text(json.dumps(costs))
+    write_sealed(path, costs)
     found = verdicts(tmp_path)
     opposite = {"holds": "does not hold", "does not hold": "holds", "cannot tell": "cannot tell"}
     assert found["others-slower"] == opposite[found["same-speed"]]
@@ -151,7 +153,7 @@ def test_costs_that_were_not_measured_in_turns_are_not_compared(tmp_path):
     costs = json.loads(path.read_text())
     for entry in costs["entries"].values():
         entry["session"] = entry["position"]
-    path.write_text(json.dumps(costs))
+    write_sealed(path, costs)
     assert verdicts(tmp_path)["same-speed"] == "not testable at this scale"
 
 
@@ -209,7 +211,7 @@ def test_sooner_is_read_from_checkpoints(tmp_path):
             "length": length // 4,
             "train_seconds": [seconds] * 3,
         }
-    (tmp_path / "cost.json").write_text(json.dumps({"format": 1, "entries": entries}))
+    write_sealed(tmp_path / "cost.json", {"format": COST_FORMAT, "entries": entries})
     found = outcome(tmp_path, "sooner")
     assert found.verdict == "holds"
     assert found.obtained == "+20.0% (+20.0% to +20.0%) time saved (trained at 256 against 512)"
@@ -218,7 +220,7 @@ def test_sooner_is_read_from_checkpoints(tmp_path):
 def test_costs_of_two_folders_are_told_with_the_file_of_each(tmp_path):
     make_demo(tmp_path / "a")
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "cost.json").write_text('{"format": 1, "entries": {}}')
+    write_sealed(tmp_path / "b" / "cost.json", {"format": COST_FORMAT, "entries": {}})
     view = View(collect([tmp_path / "a", tmp_path / "b"]), LAPTOP)
     found = view.cost(Variant("wikitext103", "alibi", 512), "train memory")
     assert found is not None

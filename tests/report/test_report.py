@@ -345,8 +345,6 @@ def test_loss_by_position_has_enough_predictions_and_concludes_only_what_they_be
     assert past_training(pooled(summarize(windows, worse)), 128).startswith("rises by 0.")
     better = rng.normal(4, 2.5, 16_384) - np.where(windows.positions() >= 128, 0.6, 0.0)
     assert past_training(pooled(summarize(windows, better)), 128).startswith("falls by 0.")
-    old = summarize(windows, worse).replace(position_squares=())  # as version 0.1.0 stored it
-    assert re.fullmatch(r"\+0\.\d\d, without an interval", past_training(pooled(old), 128))
 
 
 def test_no_backticks_are_shown(demo):

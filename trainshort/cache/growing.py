@@ -29,8 +29,8 @@ PLACE = "place_"
 
 
 class _GrowingFacts(Facts):
-    capacity: int | None = None
-    """Tokens that there is room for; states of version 0.1.0 do not say."""
+    capacity: int
+    """Tokens that there is room for."""
     left_out: float = 0.0
 
 
@@ -149,7 +149,7 @@ class LayerCache:
             return
         _, heads, _, dim = like.shape
         kept = saved_tensor(tensors, "kv", (2, 1, heads, saved.length, dim), like)
-        capacity = saved.length if saved.capacity is None else saved.capacity
+        capacity = saved.capacity
         check(saved.length <= capacity <= max(2 * saved.length, SMALLEST), "the capacity")
         self._room, self.length = like.new_empty(2, 1, heads, capacity, dim), saved.length
         self._room[:, :, :, : self.length] = kept

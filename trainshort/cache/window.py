@@ -149,7 +149,7 @@ class WindowLayer(LayerCache):
         _, heads, _, dim = like.shape
         count = tensors["recent"].shape[3] if "recent" in tensors and tensors["recent"].dim() == 5 else 0
         recent = saved_tensor(tensors, "recent", (2, 1, heads, count, dim), like)
-        begin, capacity = saved.begin, count if saved.capacity is None else saved.capacity
+        begin, capacity = saved.begin, saved.capacity
         check(min(saved.length, self.window - 1) <= count <= saved.length, "the number of recent tokens")
         check(0 <= begin <= capacity - count and capacity <= 2 * (count + SMALLEST), "the capacity")
         if self.sinks:
@@ -160,10 +160,10 @@ class WindowLayer(LayerCache):
 
 
 class _WindowFacts(Facts):
-    """Where what is remembered lies in its buffer; states of version 0.1.0 do not say."""
+    """Where what is remembered lies in its buffer."""
 
-    begin: int = 0
-    capacity: int | None = None
+    begin: int
+    capacity: int
 
 
 def _bias_at(bias: Bias | None, distance: Tensor) -> Float[Tensor, "heads rows keys"] | float:

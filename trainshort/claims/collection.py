@@ -21,6 +21,7 @@ from trainshort.runs import RunFolder, read_lines, read_metrics
 
 COST_FILE = "cost.json"
 COST_FORMAT = 1
+SAMPLE_FORMAT = 2
 SEEDS = range(1, 10)
 """Seeds that are looked for."""
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from trainshort.claims.collection import SEEDS, Collection, Run
 from trainshort.errors import InputError
@@ -144,7 +144,7 @@ class View:
         """How much faster the first trains than the second, round by round: whatever else the machine did fell on both.
         None when they were not measured in turns."""
         ours, theirs = (self._own(model, self.collection.costs) for model in (one, other))
-        if ours is None or theirs is None or session(ours) != session(theirs):
+        if ours is None or theirs is None or ours["session"] != theirs["session"]:
             return None
         rounds = [[took / entry["tokens"] for took in entry[RATES["train speed"]] or ()] for entry in (ours, theirs)]
         if not all(rounds):
@@ -153,10 +153,10 @@ class View:
 
     def memories(self, one: Variant, other: Variant) -> Compared | None:
         """How much more memory the first takes to train. The interval goes from the least difference of two weighings
-        to the greatest; in 0.1.0 there was one of each."""
+        to the greatest."""
         entries = [entry for model in (one, other) if (entry := self._own(model, self.collection.costs))]
-        peaks = [entry.get("train_memories") or [entry["train_memory"]] for entry in entries]
-        if len(peaks) < 2 or None in (*peaks[0], *peaks[1]):
+        peaks = [entry["train_memories"] for entry in entries]
+        if len(peaks) < 2 or not all(peaks):
             return None
         low, high = min(peaks[0]) / max(peaks[1]) - 1, max(peaks[0]) / min(peaks[1]) - 1
         change = statistics.median(peaks[0]) / statistics.median(peaks[1]) - 1
@@ -192,11 +192,6 @@ class View:
                 if row and path and row.status == "scored":
                     points.append((step * settings.batch * settings.length, row.perplexity, path))
         return sorted(points)
-
-
-def session(entry: dict[str, Any]) -> str:
-    """What costs that were measured in turns with each other have in common; in 0.1.0 all of one time were."""
-    return str(entry.get("session") or entry["provenance"]["time"])
 
 
 def _over_seeds(one: Measured, other: Measured) -> float:

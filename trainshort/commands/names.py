@@ -28,8 +28,6 @@ KINDS = {
 
 FILLED_BY = {"claims": ("extrapolation", "speed_and_memory", "oddities")}
 """Modules beside a registry that fill it."""
-OLD = {"backends": "engines"}
-"""What kinds were called in 0.1.0."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class List:
     `import` reads), convertible or exports."""
 
     def run(self) -> None:
-        kind = OLD.get(self.kind, self.kind)
+        kind = self.kind
         if kind and kind not in KINDS:
             raise InputError(f"Cannot list '{kind}'.{did_you_mean(kind, KINDS)} Choose: {', '.join(KINDS)}.")
         registry.load_plugins()

@@ -17,7 +17,7 @@ import numpy as np
 
 from trainshort.config import Settings
 from trainshort.errors import InputError
-from trainshort.files import MissingFileError, make_folder, read_checked, write_sealed
+from trainshort.files import MissingFileError, make_folder, read_sealed, write_sealed
 from trainshort.passes import Passes, position_edges
 from trainshort.runs import saved_states
 from trainshort.terminal import perplexity
@@ -65,7 +65,7 @@ class LengthScore(Settings):
     positions: tuple[tuple[int, int, int, float], ...] = ()
     """By distance from the start of the pass: first position, last position + 1, targets, nll."""
     position_squares: tuple[float, ...] = ()
-    """Sums of the squared losses of these bins, for their intervals; empty in results of version 0.1.0."""
+    """Sums of the squared losses of these bins, for their intervals."""
 
     @property
     def loss(self) -> float:
@@ -202,20 +202,15 @@ def save(evaluation: Evaluation, path: Path) -> None:
 
 def load(path: Path) -> Evaluation:
     """Read an `eval/*.json`; a damaged or foreign file is told in words."""
-    return load_checked(path)[0]
-
-
-def load_checked(path: Path) -> tuple[Evaluation, bool]:
-    """The evaluation, and whether its numbers were verified; those of 0.1.0 have no checksum."""
     mend = "Remove it and evaluate again."
     try:
-        values, sealed = read_checked(path, mend=mend)
+        values = read_sealed(path, mend=mend)
     except MissingFileError:
         raise InputError(f"There is no evaluation at {path}. Make one by: trainshort evaluate RUN") from None
     if values.get("format") != FORMAT:
         raise InputError(f"{path} is not an evaluation of format {FORMAT}. {mend}")
     try:
-        return Evaluation.read(values), sealed
+        return Evaluation.read(values)
     except InputError as error:
         raise InputError(f"{path} is a damaged evaluation: {error} {mend}") from None
 
@@ -226,8 +221,6 @@ class Stored:
 
     path: Path
     evaluation: Evaluation
-    sealed: bool = True
-    """Whether its checksum was verified; results of 0.1.0 have none."""
 
 
 @dataclass(frozen=True)
@@ -250,18 +243,17 @@ class Query:
         return same_weights and as_trained and protocol["stride"] == self.stride and self._same_text(evaluation)
 
     def _same_text(self, evaluation: Evaluation) -> bool:
-        """Exactly the tokens that are meant. Evaluations of version 0.1.0 do not say how long the whole text was: they
-        match where the asked number was scored, and an evaluation of the whole text is looked at again."""
+        """Return whether exactly the tokens of this query were scored."""
         corpus = evaluation.corpus
-        whole = corpus.get("whole")
-        wanted = whole if self.tokens is None else min(self.tokens, whole or self.tokens)
+        whole = corpus["whole"]
+        wanted = whole if self.tokens is None else min(self.tokens, whole)
         return corpus.get("own", True) and corpus["split"] == self.split and corpus["tokens"] == wanted
 
 
 def find(folder: Path) -> list[Stored]:
     """The evaluations in a run folder, the newest last. Those that call weights the run's best which no longer are,
     because it was evaluated before its training ended, are left out."""
-    found = [Stored(path, *load_checked(path)) for path in sorted((folder / "eval").glob("*.json"))]
+    found = [Stored(path, load(path)) for path in sorted((folder / "eval").glob("*.json"))]
     targets, best = [one.evaluation.target for one in found], best_step(folder)
     outdated = [target["kind"] == "run" and target.get("step") not in (None, best) for target in targets]
     kept = [one for one, old in zip(found, outdated, strict=True) if best is None or not old]

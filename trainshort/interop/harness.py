@@ -106,7 +106,7 @@ def language_model(target: Target, asked: Asked) -> Any:
         from trainshort.hf import TrainshortForCausalLM
 
         model: Any = TrainshortForCausalLM.of(target.model, target.trained_at)
-        tokenizer = _as_theirs(run_tokenizer(target.run, target.config.data), length)
+        tokenizer = _as_theirs(run_tokenizer(target.run), length)
     elif isinstance(target, HuggingFaceTarget):
         wrapped: Any = target.tokenizer()
         model, tokenizer = target.model, wrapped.tokenizer

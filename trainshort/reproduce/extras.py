@@ -16,7 +16,7 @@ import torch
 from trainshort.analyze.lab import Lab, analyze
 from trainshort.bench.measure import Timing, alone, in_turns
 from trainshort.bench.rig import Rig
-from trainshort.claims.collection import COST_FORMAT, read_costs
+from trainshort.claims.collection import COST_FORMAT, SAMPLE_FORMAT, read_costs
 from trainshort.config import RunConfig
 from trainshort.data.of_run import open_own
 from trainshort.evaluate.target import RunTarget, open_text
@@ -116,7 +116,7 @@ def write_sample(run: Path, path: Path) -> None:
         ]
         passages.append({"end": end, "given": tokenizer.decode(prompt[-count:]), "written": written})
     record = {
-        "format": 2,
+        "format": SAMPLE_FORMAT,
         "run": run.name,
         "trained_at": length,
         "settings": settings,
