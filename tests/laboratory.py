@@ -8,6 +8,7 @@ import torch
 from trainshort.checkpoint import Snapshot, State, model_tensors, save
 from trainshort.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from trainshort.data import prepare
+from trainshort.data.of_run import keep
 from trainshort.evaluate.results import Evaluation, find
 from trainshort.evaluate.target import ModelTarget
 from trainshort.model import TransformerLM
@@ -50,7 +51,7 @@ def make_run(root: Path, name: str = "tiny", position: str = "alibi", **changes)
     corpus = root / f"{name}.txt"
     corpus.write_text(prose(400), encoding="utf-8")
     data = DataConfig(corpus=str(corpus), tokenizer="bytes", folder=root / f"{name}-data")
-    prepare(data, progress=False)
+    prepared = prepare(data, progress=False)
     model = tiny_model(position, vocabulary=256, **changes)
     config = RunConfig(model=model.config, data=data, train=TrainConfig(length=16, batch=4, steps=5))
     folder = root / "runs" / name
@@ -59,6 +60,7 @@ def make_run(root: Path, name: str = "tiny", position: str = "alibi", **changes)
     state = State(step=5, tokens=320, seconds=1.0, window_nll=0.0, window_count=0)
     with join() as world:
         save(folder, Snapshot(config, state, {"model": model_tensors(model)}), world)
+    keep(folder, prepared)
     return folder
 
 

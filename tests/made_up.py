@@ -1,21 +1,21 @@
 """Run folders with made-up numbers, written as evaluations write them; nothing is trained."""
 
-import json
 import math
 from pathlib import Path
 
+from trainshort.claims.collection import COST_FORMAT
 from trainshort.config import RunConfig, save_config
 from trainshort.evaluate.results import Evaluation, LengthScore, save
 from trainshort.files import write_sealed
 from trainshort.recipes.scales import Scale, Variant, scales
-from trainshort.runs import run_name
+from trainshort.runs import append_line, run_name
 
 LAPTOP: Scale = scales.get("laptop")
 TOKENS = 1000
 ORIGIN = {
     "time": "2030-01-01T00:00:00+00:00",
     "commit": "0123abc",
-    "versions": {"trainshort": "0.1.0", "torch": "2.13.0"},
+    "versions": {"trainshort": "0.2.0", "torch": "2.13.0"},
     "machine": {"system": "Linux x86_64", "cpu": "a processor", "cores": 2},
     "threads": 2,
 }
@@ -34,6 +34,7 @@ def row(length: int, perplexity: float, stride: int | None = None) -> LengthScor
         seconds=0.5,
         blocks=((half, nll / 2), (half, nll / 2)),
         positions=((0, 1, half, nll * 0.6), (1, length, half, nll * 0.4)),
+        position_squares=(nll**2, nll**2),
     )
 
 
@@ -50,7 +51,7 @@ def write_evaluation(
             "weights": "0" * 8,
             "step": step or config.train.steps,
         },
-        corpus={"name": "sotu", "split": split, "sha256": "0", "tokenizer": "bpe", "tokens": tokens},
+        corpus={"name": "sotu", "split": split, "sha256": "0", "tokenizer": "bpe", "tokens": tokens, "whole": 10**6},
         protocol={"name": "x", "stride": stride, "slopes": None, "before": 0, "precision": "float32", "device": "cpu"},
         provenance=ORIGIN,
         rows=tuple(row(length, value, stride) for length, value in sorted(perplexities.items())),
@@ -69,13 +70,12 @@ def make_run(
     folder = root / options.get("name", run_name(config))
     folder.mkdir(parents=True)
     save_config(config, folder / "config.json")
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "seconds": 60.0, "tokens": 10_000}) + "\n")
-    (folder / "sessions.jsonl").write_text(json.dumps({"step": 0, **ORIGIN}) + "\n")
+    append_line(folder / "metrics.jsonl", {"step": 1, "seconds": 60.0, "tokens": 10_000})
+    append_line(folder / "sessions.jsonl", {"step": 0, **ORIGIN})
     write_evaluation(folder, config, plain, tokens=LAPTOP.eval_tokens or 0)
     (folder / "analysis").mkdir()
     heads = [{"window": window, "proven": 2 * window if position == "alibi" else None} for window in (90, 30, 60)]
-    reach = {"result": {"rows": heads, "mass": 0.99, "length": 1024}}
-    write_sealed(folder / "analysis" / "reach.json", reach)
+    write_sealed(folder / "analysis" / "reach.json", {"result": {"rows": heads, "mass": 0.99, "length": 1024}})
     if sliding:
         write_evaluation(folder, config, sliding, tokens=4096, stride=32)
         write_evaluation(folder, config, {at: value + 2 / at for at, value in plain.items()}, tokens=4096)
@@ -109,6 +109,8 @@ def make_demo(root: Path) -> None:
             "train_seconds": [*[seconds] * 6, 2 * seconds],  # one round was disturbed
             "read_seconds": [seconds / 3] * 3,
             "train_memory": memory * 10**6,
+            "train_memories": [memory * 10**6],
+            "session": "one session",
             "provenance": ORIGIN,
         }
-    write_sealed(root / "cost.json", {"format": 1, "entries": entries})
+    write_sealed(root / "cost.json", {"format": COST_FORMAT, "entries": entries})

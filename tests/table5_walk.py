@@ -1,9 +1,6 @@
 """How many files of the package one model of Table 5 goes through: tasks to run folder, then run folder to report.
 
-The same count for any version, 0.1.0 included:
-
-    git worktree add ../first 7b44da8
-    PYTHONPATH=../first python tests/table5_walk.py
+    python tests/table5_walk.py
 
 The corpus is prepared and the modules are imported beforehand: preparation is a walk of its own, and what importing
 executes is none.
@@ -24,18 +21,11 @@ from tiny_paper import tiny_scale
 import trainshort
 import trainshort.evaluate.session
 import trainshort.train
+from trainshort.claims.collection import collect
 from trainshort.data import open_or_prepare
 from trainshort.recipes.experiments import choose
-from trainshort.reproduce.tasks import assign
-
-try:
-    from trainshort.claims.collection import collect
-    from trainshort.report.write import write_report
-    from trainshort.reproduce.tasks import reproduce
-except ImportError:  # their names in 0.1.0
-    from trainshort.claims.results import collect  # pyright: ignore[reportMissingImports]
-    from trainshort.report.build import write_report  # pyright: ignore[reportMissingImports]
-    from trainshort.reproduce.runner import reproduce  # pyright: ignore[reportMissingImports]
+from trainshort.report.write import write_report
+from trainshort.reproduce.tasks import assign, reproduce
 
 PACKAGE = Path(trainshort.__file__).parent
 INNER = re.compile(r"<(listcomp|dictcomp|setcomp|genexpr|lambda)>$")

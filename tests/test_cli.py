@@ -51,11 +51,10 @@ assert not heavy, heavy
     ("kind", "some"),
     [
         ("positions", ["none", "sinusoidal", "learned", "rotary", "t5", "alibi"]),
-        ("backends", ["reference", "sdpa", "windowed", "flex"]),
         ("corpora", ["sotu", "stdlib", "wikitext-2", "wikitext-103", "bookcorpus"]),
         ("recipes", ["demo-alibi", "demo-sinusoidal"]),
         ("presets", ["wikitext103", "books", "cc100"]),
-        ("backends", ["reference", "sdpa"]),
+        ("backends", ["reference", "sdpa", "windowed", "flex"]),
         ("tokenizers", ["bytes", "words", "bpe"]),
         ("analyses", ["reach", "cost"]),
         ("experiments", ["demo", "table5", "fig1"]),

@@ -32,10 +32,6 @@ def test_mistakes_are_explained(values, message):
         RunConfig.read(values)
 
 
-def test_a_run_made_with_an_engine_that_is_gone_takes_the_best_there_is():
-    assert ModelConfig(backend="squares").backend == "auto"
-
-
 @pytest.mark.parametrize(
     ("position", "name", "value"),
     [

@@ -28,8 +28,8 @@ def text(name: str) -> str:
     return (DOCS / name).read_text(encoding="utf-8")
 
 
-def test_every_public_name_has_an_example_that_runs(tmp_path, monkeypatch):
-    shutil.copytree(ROOT / "tests" / "data_of_0_1_0", tmp_path / "here")
+def test_every_public_name_has_an_example_that_runs(tiny_run, tmp_path, monkeypatch):
+    shutil.copytree(tiny_run, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     tables = (positions, methods, backends, corpora, tokenizers, analyses)
     before = [set(table.names()) for table in tables]

@@ -208,12 +208,9 @@ def test_every_changed_byte_of_a_sealed_result_is_noticed_also_in_the_names_of_i
             assert files.read_sealed(path) == RESULT, content[at - 5 : at + 5]  # space, or rounding
 
 
-@pytest.mark.parametrize("gone", [{"checksum"}, {"sealed"}, {"checksum", "sealed"}])
-def test_a_result_that_lost_a_field_of_its_seal_is_refused(tmp_path, gone):
+def test_a_result_without_its_checksum_is_refused(tmp_path):
     path = tmp_path / "x.json"
-    files.write_sealed(path, RESULT)
-    stored = json.loads(path.read_text())
-    path.write_text(json.dumps({name: value for name, value in stored.items() if name not in gone}))
+    path.write_text(json.dumps(RESULT))
     with pytest.raises(
         InputError, match=r"x\.json was changed after it was written: its checksum is another, or gone\."
     ):

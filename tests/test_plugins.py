@@ -19,7 +19,7 @@ from trainshort.errors import InputError
 from trainshort.model import TransformerLM
 from trainshort.positions import positions
 from trainshort.reproduce import tasks
-from trainshort.settings import MOVED, methods
+from trainshort.settings import methods
 from trainshort.utils.figures import color
 
 HERE = Path(__file__).parent / "plugins"
@@ -205,7 +205,7 @@ def test_a_bad_plugin_touches_nothing(tmp_path):
     [
         ("--position t5 --max-bias 4", "Position method 't5' has no setting 'max_bias'; it has buckets, max_distance. "
          "It belongs to alibi."),
-        ("--t5_buckets 4", "Position method 'alibi' has no setting 't5_buckets'; it has max_bias, learned_slopes, "
+        ("--buckets 4", "Position method 'alibi' has no setting 'buckets'; it has max_bias, learned_slopes, "
          "slopes. It belongs to t5."),
         ("--position kerple-log --position_settings.a -1", "Setting 'model.position_settings.a' cannot be -1.0"),
         ("--position alibbi", "Unknown position method 'alibbi'. Did you mean 'alibi'?"),
@@ -215,21 +215,6 @@ def test_settings_of_a_method_that_is_not_chosen(words, message):
     with pytest.raises(InputError) as told:
         Train.parse(["demo-alibi", *words.split()])
     assert message in str(told.value)
-
-
-def test_the_old_names_of_settings_still_work():
-    config = Train.parse(["demo-alibi", "--position", "t5", "--model.t5_buckets", "16", "--t5-max-distance=99"]).config
-    assert config.model.position_settings.model_dump() == {"buckets": 16, "max_distance": 99}
-    assert ModelConfig(max_bias=4).position_settings.model_dump()["max_bias"] == 4
-    old = {"max_bias": 8, "learned_slopes": False, "rotary_base": 77, "t5_buckets": 8, "t5_max_distance": 9}
-    for position in ("alibi", "t5", "rotary", "learned", "none"):
-        model = RunConfig.read({"model": {"position": position, **old, "learned_length": 5}}).model
-        new = {
-            MOVED[name][1]: value for name, value in {**old, "learned_length": 5}.items() if MOVED[name][0] == position
-        }
-        assert model.position_settings.model_dump().items() >= new.items()
-    with pytest.raises(InputError, match="Position method 't5' has no setting 'max_bias'"):
-        RunConfig().replace(model={"position": "t5", "max_bias": 4})
 
 
 def test_a_report_can_read_a_run_whose_method_is_not_here():

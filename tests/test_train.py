@@ -318,7 +318,8 @@ def test_a_model_that_no_machine_holds_is_refused_before_it_is_built(config, tmp
 def test_other_data_is_refused_on_resume(config, tmp_path):
     train(config, tmp_path / "run", quiet=True)
     record = runs.read_lines(tmp_path / "run" / "sessions.jsonl")[0]
-    (tmp_path / "run" / "sessions.jsonl").write_text(json.dumps(record | {"data": "0123456789abcdef"}) + "\n")
+    (tmp_path / "run" / "sessions.jsonl").unlink()
+    runs.append_line(tmp_path / "run" / "sessions.jsonl", record | {"data": "0123456789abcdef"})
     with pytest.raises(InputError, match=r"trained on other data: its train\.bin had sha256 0123456789ab"):
         train(config, tmp_path / "run", resume=True, quiet=True)
 
@@ -349,7 +350,8 @@ def test_a_torn_line_in_sessions_is_mended(config, tmp_path):
 def test_another_thread_count_is_told(config, tmp_path, caplog):
     train(config, tmp_path / "run", quiet=True)
     record = runs.read_lines(tmp_path / "run" / "sessions.jsonl")[0]
-    (tmp_path / "run" / "sessions.jsonl").write_text(json.dumps(record | {"threads": 64}) + "\n")
+    (tmp_path / "run" / "sessions.jsonl").unlink()
+    runs.append_line(tmp_path / "run" / "sessions.jsonl", record | {"threads": 64})
     train(config, tmp_path / "run", resume=True, quiet=True)
     assert "used 64 threads and now uses 1; results will differ by rounding" in caplog.text
 

@@ -39,7 +39,7 @@ def test_one_attention():
 
 @pytest.mark.skipif(unavailable(False) is not None, reason="counts the compiled path")
 def test_a_model_of_table_5(tmp_path):
-    """Trained and evaluated (47 files in 0.1.0, read as "about 50"), then reported (65)."""
+    """Trained and evaluated, then reported."""
     ran, reported = table5(tmp_path)
     assert len(files(ran)) <= 35
     assert len(files(ran, reported)) <= 52

@@ -10,7 +10,7 @@ import pytest
 from trainshort.cli import main
 from trainshort.data.of_run import FILE
 
-TEXT = Path(__file__).parent / "data_of_0_1_0" / "text.txt"
+TEXT = Path(__file__).parent / "text.txt"
 WORDS = (
     "train demo-alibi --corpus text.txt --tokenizer bpe --data.vocabulary 280 --width 16 --heads 2 --layers 1 "
     "--length 16 --batch 4 --steps 4 --quiet --out run"

@@ -13,7 +13,6 @@ import pytest
 from trainshort.cli import COMMANDS, main
 from trainshort.data.corpus import corpora
 
-STORED = Path(__file__).parent / "data_of_0_1_0"
 RUN = "runs/tiny"
 TRAIN = "train demo-alibi --data.folder data/tiny"
 
@@ -406,10 +405,10 @@ WRONG = [
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(tiny_run, tmp_path_factory):
     """A newcomer's folder: a prepared text, a run, and what lies about."""
     folder = tmp_path_factory.mktemp("place") / "here"
-    shutil.copytree(STORED, folder)
+    shutil.copytree(tiny_run, folder)
     (folder / "empty").mkdir()
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 1}))

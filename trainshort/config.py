@@ -4,6 +4,7 @@ A `RunConfig` is all there is to say about a run; the command line is made from 
 three can never disagree. No torch here: `trainshort --help` and the report read configs without it.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -11,7 +12,7 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from trainshort.errors import ForeignConfigError, InputError
 from trainshort.files import MissingFileError, read_object, write_whole
-from trainshort.settings import FINITE, FIRST, MEANT, MethodSettings, NoSettings, Settings, as_in_010, settle
+from trainshort.settings import FINITE, MethodSettings, NoSettings, Settings, settings_of
 
 FORMAT = 1
 """Raised when a field changes meaning, so that a config of another version is refused instead of misread."""
@@ -120,16 +121,17 @@ class ModelConfig(Settings):
     tolerance: float = Field(default=1e-6, ge=0, lt=1)
     """ALiBi: softmax mass that attention may leave out of a row where that is proven and saves work; 0: nothing."""
 
-    @field_validator("backend")
-    @classmethod
-    def _successor(cls, name: str) -> str:
-        return "auto" if name == "squares" else name  # an engine of 0.1.0, in the settings of runs made with it
-
     @model_validator(mode="before")
     @classmethod
     def _of_the_method(cls, values: Any) -> Any:
-        """The settings of a method have the type that the method gives them; those of 0.1.0 lay beside the others."""
-        return settle(values) if isinstance(values, dict) else values
+        """Parse `position_settings` with the settings class of the position method."""
+        if not isinstance(values, dict):
+            return values
+        position = values.get("position", "alibi")
+        given = values.get("position_settings")
+        if not isinstance(position, str) or not isinstance(given, Mapping | Settings | None):
+            return values  # pydantic reports the wrong type.
+        return values | {"position_settings": settings_of(position, given)}
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -160,12 +162,6 @@ class ModelConfig(Settings):
         if values["position"] != self.position:
             values["position_settings"] = changes.get("position_settings")
         return values
-
-    def identity(self) -> dict[str, Any]:
-        values = super().identity()
-        values |= as_in_010(self.position, values.pop("position_settings"))
-        first = [name for name in FIRST["ModelConfig"].split() if name in values]  # digests see the order, too
-        return {name: values[name] for name in [*first, *(name for name in values if name not in first)]}
 
     def reaching(self, length: int) -> Self:
         """The same model able to read inputs of this length: learned positions need a longer table."""
@@ -214,7 +210,7 @@ class DataConfig(Settings):
     packing: Literal["blocks", "documents"] = "blocks"
     """blocks: contiguous text, document ends ignored, as the paper; documents: packed, unable to see each other."""
     ends: Literal["kept", "dropped"] = "kept"
-    """kept: every token is predicted, the first one and the last, short block too, as the paper; dropped: as 0.1.0."""
+    """kept: every token is predicted, also the first one and the last, short block; dropped: these two are not."""
 
 
 class OptimConfig(Settings):
@@ -345,6 +341,4 @@ def load_config(path: Path) -> RunConfig:
     if values.get("format", FORMAT) != FORMAT:
         # Checked before the fields: another format may well have other fields, and those would be blamed first.
         values = {"format": values["format"]}
-    elif "format" in values and isinstance(data := values.get("data"), dict):  # written by a run, with all it knew
-        values["data"] = MEANT | data
     return RunConfig.read(values, origin=path)

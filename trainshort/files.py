@@ -30,7 +30,7 @@ from trainshort.errors import InputError
 PARTIAL = ".partial"
 """Suffix of a file that is still being written; a leftover of it means nothing."""
 
-CHECKSUM, SEALED = "checksum", "sealed"
+CHECKSUM = "checksum"
 """Fields of a stored result: the sha256 of all others, and that there is one, so that a damaged name is noticed too."""
 
 LIMIT = 256 * 2**20
@@ -305,20 +305,25 @@ def _checksum(values: dict[str, Any]) -> str:  # in the one form in which JSON g
 
 def write_sealed(path: Path, values: dict[str, Any], *, mend: str = CHOOSE) -> None:
     """Store a result: whole, and with its checksum."""
-    kept = {name: value for name, value in values.items() if name != CHECKSUM} | {SEALED: True}
+    kept = {name: value for name, value in values.items() if name != CHECKSUM}
     write_whole(path, json.dumps(kept | {CHECKSUM: _checksum(kept)}, indent=1) + "\n", mend=mend)
 
 
 def read_sealed(path: Path, *, mend: str = RESTORE) -> dict[str, Any]:
-    """Read a result that `write_sealed` stored.
+    """Read a JSON file that was written by `write_sealed`, and verify its checksum.
+
+    Args:
+        path: The file.
+        mend: A sentence for error messages that says what the user can do.
+
+    Returns:
+        The content of the file without the checksum.
 
     Raises:
-        MissingFileError: If nothing exists at `path`.
-        InputError: If the file is not a JSON object, or the checksum does not match the values.
+        InputError: If the file is missing, is not a JSON object, or its checksum is missing or wrong.
     """
     values = read_object(path, mend=mend)
     found = values.pop(CHECKSUM, None)
     if found != _checksum(values):
         raise InputError(f"{path} was changed after it was written: its checksum is another, or gone. {mend}")
-    values.pop(SEALED, None)
     return values

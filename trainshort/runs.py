@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshort import files, plugins
-from trainshort.config import RunConfig, load_config
+from trainshort.config import FORMAT, RunConfig, load_config
 from trainshort.errors import InputError
 
 LOCK = "train.lock"
@@ -41,8 +41,8 @@ run needs have been asked for before.)"""
 
 LOGGED = ("step", "tokens", "seconds")
 """Numbers that every line of metrics.jsonl has."""
-Line = tuple[dict[str, Any], str | None]
-"""A record of metrics.jsonl and its checksum; None for a line of 0.1.0, about whose numbers nothing can be said."""
+Line = tuple[dict[str, Any], str]
+"""A record of metrics.jsonl and its checksum."""
 
 
 @dataclass(frozen=True)
@@ -151,17 +151,34 @@ def is_harmless(name: str, value: Any) -> bool:
 
 
 def run_name(config: RunConfig) -> str:
-    """A folder's name by what the run is, so that none is trained twice or mistaken for another: words to read, and a
-    digest of everything that moves a result: alibi-128-1f2e3d4c."""
-    flat = flatten(config.identity())
-    settings = {name: value for name, value in flat.items() if not is_harmless(name, value)}
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    """Return the folder name of a run, for example "alibi-128-1f2e3d4c".
+
+    The name consists of the position method, the training length and a digest. The digest is a hash of the format
+    version and of all settings that differ from their defaults and influence results. So two runs with different
+    results have different names, and `reproduce` finds a run that is already trained. A new setting does not change
+    the names of runs that leave the setting at its default. A change of a default must increase the format version.
+
+    Args:
+        config: The settings of the run.
+
+    Returns:
+        The name of the run folder.
+    """
+    settings = _reset_harmless(config).model_dump(mode="json", exclude_defaults=True)
+    content = json.dumps({"format": FORMAT, "settings": settings}, sort_keys=True)
+    digest = hashlib.sha256(content.encode()).hexdigest()[:8]
     return f"{config.model.position}-{config.train.length}-{digest}"
 
 
-def first_name(config: RunConfig) -> str:
-    """The name that version 0.1.0 gave to these settings; it read the ends of a text differently."""
-    return run_name(config.replace(data={"ends": "dropped"}))
+def _reset_harmless(config: RunConfig) -> RunConfig:
+    """Return a copy in which every setting that does not influence results has its default value."""
+    defaults = flatten(RunConfig().model_dump())
+    changes: dict[str, dict[str, Any]] = {}
+    for name, value in flatten(config.model_dump()).items():
+        if is_harmless(name, value):
+            section, _, setting = name.partition(".")
+            changes.setdefault(section, {})[setting] = defaults[name]
+    return config.replace(**changes)
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -219,12 +236,12 @@ def _number(folder: RunFolder, record: dict[str, Any], name: str) -> float:
 
 # ---- records that are added line by line, each with a checksum over itself and the line before it
 #
-#     {"step": 10, "loss": 5.1, "sealed": true, "checksum": "9f2c..."}    sha256 of "" and this record
-#     {"step": 20, "loss": 4.7, "sealed": true, "checksum": "03ab..."}    sha256 of the line above and this record
+#     {"step": 10, "loss": 5.1, "checksum": "9f2c..."}    sha256 of "" and this record
+#     {"step": 20, "loss": 4.7, "checksum": "03ab..."}    sha256 of the line above and this record
 #
 # So a changed number, a line taken out and a line put in are noticed wherever they are; lines missing at the end are
 # noticed by whoever noted the last checksum (a checkpoint's state.json). A last line without its newline was torn by a
-# kill. Lines of 0.1.0 have no checksum; the first line that has one covers the last that has none.
+# kill.
 
 DIGITS = 16
 """Hexadecimal digits of a line's checksum: enough against chance."""
@@ -249,11 +266,10 @@ def checked_lines(path: Path) -> list[Line]:
         if not isinstance(record, dict):
             raise InputError(f"{name}, holds no JSON object. {RESTORE}")
         found = record.pop(files.CHECKSUM, None)
-        if found is None and (files.SEALED in record or (records and records[-1][1])):
-            raise InputError(f"{name}, has no checksum, though it or the line before it had one. {RESTORE}")
-        if found is not None and found != _checksum(before, record):
+        if found is None:
+            raise InputError(f"{name}, has no checksum. {RESTORE}")
+        if found != _checksum(before, record):
             raise InputError(f"{name}, or the line before it was changed after it was written. {RESTORE}")
-        record.pop(files.SEALED, None)
         records.append((record, found))
         before = line
     return records
@@ -274,7 +290,7 @@ def _checksum(before: bytes, record: dict[str, Any]) -> str:
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Add one line; the file ends with a whole one (`keep_lines`)."""
     # Through JSON, so that what is written and what is read back have the same checksum.
-    record = json.loads(json.dumps({**record, files.SEALED: True}, allow_nan=False))
+    record = json.loads(json.dumps(record, allow_nan=False))
     with files.refusing("write", path, MEND):
         line = json.dumps({**record, files.CHECKSUM: _checksum(_last_line(path), record)})
         with path.open("a", encoding="utf-8") as file:

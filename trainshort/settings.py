@@ -50,35 +50,6 @@ class Settings(BaseModel):
                 values[name] = change
         return values
 
-    def identity(self) -> dict[str, Any]:
-        """What the settings say, in the form of 0.1.0: those added since are left out while they mean the same.
-
-        Run names, result names and generation states have digests over this, and a new setting must not change them.
-        """
-        first = FIRST.get(type(self).__name__, "").split()
-        values = self.model_dump(mode="json")
-        for name, info in type(self).model_fields.items():
-            if isinstance(part := getattr(self, name), Settings):
-                values[name] = part.identity()
-            elif first and name not in first and part == MEANT.get(name, info.get_default(call_default_factory=True)):
-                del values[name]
-        return values
-
-
-FIRST = {
-    "RunConfig": "format model data optim train",
-    "ModelConfig": "vocabulary layers width heads kv_heads ffn position activation biases final_norm tie_embeddings "
-    "embedding_scale embedding_norm init adaptive dropout attention_dropout activation_dropout head_dropout norm_eps "
-    "max_bias learned_slopes rotary_base t5_buckets t5_max_distance learned_length window backend tolerance",
-    "DataConfig": "corpus tokenizer vocabulary folder packing",
-    "OptimConfig": "name lr min_lr warmup warmup_from schedule betas momentum weight_decay clip",
-    "TrainConfig": "length batch micro_batch steps seed precision checkpoint_activations compile log_every valid_every "
-    "valid_tokens save_every keep patience parallel tensorboard",
-}
-"""The settings of 0.1.0."""
-MEANT = {"ends": "dropped"}
-"""What 0.1.0 did where the default of a setting added since is another; its runs stay what they are."""
-
 
 _ALTERNATIVES = (("str",), ("int",), ("float",), ("bool",))
 """Where pydantic says which type of several did not fit; no setting has such a name."""
@@ -285,44 +256,6 @@ for _name, _summary, _settings in (
 ):
     methods.add(_name, Method(_summary, _settings))
 
-MOVED = {
-    "max_bias": ("alibi", "max_bias"),
-    "learned_slopes": ("alibi", "learned_slopes"),
-    "rotary_base": ("rotary", "base"),
-    "t5_buckets": ("t5", "buckets"),
-    "t5_max_distance": ("t5", "max_distance"),
-    "learned_length": ("learned", "longest"),
-}
-"""Where the settings of 0.1.0 are now: there every model had those of every method."""
-
-
-def settle(values: dict[str, Any]) -> dict[str, Any]:
-    """A model's plain settings with those of its method read by the method's own type, wherever they lay."""
-    position, given = values.get("position", "alibi"), values.get("position_settings")
-    old = {name: value for name, value in values.items() if name in MOVED}
-    if not isinstance(position, str) or not isinstance(given, Mapping | Settings | None):
-        return values  # pydantic says what is wrong with it
-    if old:
-        whole = len(old) == len(MOVED)  # a config.json of 0.1.0
-        mine = {MOVED[name][1]: value for name, value in old.items() if MOVED[name][0] == position}
-        if not whole and (lost := [name for name in old if MOVED[name][0] != position]):
-            raise InputError(not_chosen(lost[0], position))
-        kept = given.model_dump() if isinstance(given, Settings) else given or {}
-        given = {**kept, **mine}
-        values = {name: value for name, value in values.items() if name not in MOVED}
-    return values | {"position_settings": settings_of(position, given)}
-
-
-def as_in_010(position: str, own: dict[str, Any]) -> dict[str, Any]:
-    """A method's settings in the form of 0.1.0, where every model had those of every method."""
-    default = {name: dict(methods.get(name).settings()) for name, _ in MOVED.values()}
-    values = {
-        old: own.pop(name) if method == position else default[method][name] for old, (method, name) in MOVED.items()
-    }
-    first = methods.get(position).settings().model_dump(mode="json") if position in methods else {}
-    more = {name: value for name, value in own.items() if value != first.get(name)}
-    return values | ({"position_settings": more} if more else {})
-
 
 def settings_of(position: str, given: Mapping[str, Any] | Settings | None) -> Settings:
     """A method's settings from plain data; a mistake is one sentence."""
@@ -342,7 +275,6 @@ def not_chosen(name: str, position: str) -> str:
     """A sentence on a setting that the position method does not have."""
     known = list(methods.get(position).settings.model_fields)
     owners = [other for other, method in methods.items() if name in method.settings.model_fields]
-    owners += [MOVED[name][0]] if name in MOVED and not owners else []
     whose = f" It belongs to {' and '.join(owners)}." if owners else did_you_mean(name, known)
     has = f"has {', '.join(known)}" if known else "has none"
     return f"Position method '{position}' has no setting '{name}'; it {has}.{whose}"

@@ -260,7 +260,7 @@ class StrangeBias(AttentionBias):
 
 
 def test_a_bias_that_nobody_knows_is_an_error_everywhere():
-    """Not dropped in silence: flex and sdpa did so in 0.1.0, if anything had let it through to them."""
+    """No engine ignores such a bias silently."""
     q, k, v = inputs()
     call = AttentionCall(q, k, v, StrangeBias(torch.zeros(4)))
     for part in (lambda: attend(q, k, v, bias=call.bias), lambda: written_bias(call, slice(0, 12), slice(0, 12))):

@@ -7,7 +7,7 @@ import pytest
 from made_up import LAPTOP, ORIGIN, make_demo, make_run
 
 from benchmarks import readme
-from trainshort.claims.collection import collect
+from trainshort.claims.collection import COST_FORMAT, collect
 from trainshort.claims.measured import View
 from trainshort.files import write_sealed
 from trainshort.recipes.experiments import Variant
@@ -97,9 +97,10 @@ def test_perplexity_is_drawn_against_training_speed_with_the_seeds_spread(tmp_pa
         for seed, value in enumerate(values, 1):
             make_run(tmp_path, position, {768: value}, length=length, seed=seed)
         config = LAPTOP.config(Variant("wikitext103", position, length))
-        common = {"position": position, "length": length, "tokens": 3000, "train_memory": 10**6, "provenance": ORIGIN}
+        common = {"position": position, "length": length, "tokens": 3000, "provenance": ORIGIN}
+        common |= {"train_memory": 10**6, "train_memories": [10**6], "session": "one session"}
         entries[run_name(config)] = {**common, "train_seconds": [seconds] * 3, "read_seconds": [seconds] * 3}
-    write_sealed(tmp_path / "cost.json", {"format": 1, "entries": entries})
+    write_sealed(tmp_path / "cost.json", {"format": COST_FORMAT, "entries": entries})
     view = View(collect([tmp_path]), LAPTOP)
     figure = next(one for one in paper_figures(view) if one.name == "table6-figure")
     points = {one.name: (one.x, one.y, one.low) for one in figure.series}

@@ -17,7 +17,6 @@ from trainshort.data.tokenizer import (
     Tokenizer,
     cut,
     load_tokenizer,
-    parse_tokenizer,
     save_tokenizer,
 )
 from trainshort.data.tokenizer.built import BytePairTokenizer, ByteTokenizer, WordTokenizer, sample
@@ -145,15 +144,6 @@ def test_words_read_carriage_returns_and_the_special_words_as_fairseq_does() -> 
     assert tokenizer.encode("a\rb\r\na\n\rb").tolist() == [4, 2, 5, 2, 4, 2, 2, 5]
     assert tokenizer.encode("a </s> <s> <pad> <unk> <eos>").tolist() == [4, 2, 0, 1, 3, 3]
     assert tokenizer.encode_document("a\r").tolist() == [4, 2]
-
-
-def test_the_words_of_0_1_0_are_read_as_they_were() -> None:
-    tokenizer = WordTokenizer(["<s>", "<pad>", "<eos>", "<unk>", "a", "b"])
-    loaded = parse_tokenizer(tokenizer.to_json(), Path("tokenizer.json"))
-    assert type(loaded) is WordTokenizer
-    for either in (tokenizer, loaded):
-        assert either.encode("a\rb </s> <eos>\n").tolist() == [4, 5, 3, 2, 2]
-        assert either.encode_document("a\r").tolist() == [4, 2]
 
 
 @given(st.text(st.sampled_from(list(" \n\r\tabcé中"))))

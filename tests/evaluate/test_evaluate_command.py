@@ -84,7 +84,8 @@ def test_loading_the_model_says_how_far_it_is_good(fresh: Path, caplog):
     caplog.set_level("INFO", logger="trainshort")
     load_model(fresh)
     assert not caplog.messages
-    write_sealed(fresh / evidence.CARD, {"format": 1, "summary": "trained at 16, good to 64+"})
+    card = {"format": evidence.CARD_FORMAT, "summary": "trained at 16, good to 64+"}
+    write_sealed(fresh / evidence.CARD, card)
     load_model(fresh)
     assert caplog.messages == [f"{fresh}: trained at 16, good to 64+."]
     caplog.clear()

@@ -122,6 +122,12 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path, content: str, message: s
         results.load(path)
 
 
+def test_another_format_is_refused(tmp_path):
+    write_sealed(tmp_path / "x.json", {"format": 9})
+    with pytest.raises(InputError, match=f"of format {results.FORMAT}"):
+        results.load(tmp_path / "x.json")
+
+
 def test_an_unknown_field_is_refused(tmp_path):
     path = tmp_path / "x.json"
     results.save(evaluation(), path)

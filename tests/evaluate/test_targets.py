@@ -15,6 +15,8 @@ from laboratory import make_run, random_tokens, save_hugging_face
 from safetensors.torch import load_file, save_file
 
 from trainshort.checkpoint import fingerprint
+from trainshort.config import load_config
+from trainshort.data.of_run import open_own
 from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import HuggingFaceTarget
 from trainshort.evaluate.sweep import Sweep, measure, score
@@ -23,6 +25,7 @@ from trainshort.interop.doctor import doctor
 from trainshort.interop.import_model import ImportRequest, import_model
 from trainshort.machine import pick_device
 from trainshort.passes import Passes
+from trainshort.runs import append_line
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +65,13 @@ def test_data_that_changed_since_training_is_refused(run: Path, tmp_path):
 
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     sha = hashlib.sha256((run.parent.parent / "tiny-data" / "train.bin").read_bytes()).hexdigest()
-    (copy / "sessions.jsonl").write_text(json.dumps({"data": sha}) + "\n")
-    assert open_target(str(copy)).trained_at == 16
-    (copy / "sessions.jsonl").write_text(json.dumps({"data": "0" * 64}) + "\n")
+    config = load_config(copy / "config.json").data
+    append_line(copy / "sessions.jsonl", {"data": sha})
+    assert open_own(copy, config).meta.splits["train"].sha256 == sha
+    (copy / "sessions.jsonl").unlink()
+    append_line(copy / "sessions.jsonl", {"data": "0" * 64})
     with pytest.raises(InputError, match=r"is not the data that .*copy was trained on"):
-        open_target(str(copy))
+        open_own(copy, config)
 
 
 def test_the_fingerprint_changes_with_any_weight(run: Path):

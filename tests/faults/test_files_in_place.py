@@ -11,7 +11,6 @@ import pytest
 
 from trainshort.cli import main
 
-STORED = Path(__file__).parents[1] / "data_of_0_1_0"
 RUN = Path("runs/tiny")
 LAST = RUN / "checkpoints" / "step-000000008"
 FILES = (
@@ -19,7 +18,7 @@ FILES = (
     RUN / "metrics.jsonl",
     RUN / "sessions.jsonl",
     RUN / "extrapolation.json",
-    RUN / "eval" / "valid-nonoverlapping-30c56323.json",
+    RUN / "eval" / "*.json",
     RUN / "analysis" / "reach.json",
     LAST / "manifest.json",
     LAST / "state.json",
@@ -54,9 +53,16 @@ SAMPLE = random.Random(0).sample(ALL, 20)
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
-    shutil.copytree(STORED, tmp_path / "old")
-    monkeypatch.chdir(tmp_path / "old")
+def place(tiny_run, tmp_path, monkeypatch):
+    shutil.copytree(tiny_run, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+
+
+def replace_file(pattern: Path, kind: str) -> None:
+    """Put something of another kind in the place of the one file that matches `pattern`."""
+    (path,) = Path().glob(str(pattern))
+    path.unlink()
+    KINDS[kind](path)
 
 
 def ends_in_words(command: str, capsys) -> bool:
@@ -76,20 +82,18 @@ def ends_in_words(command: str, capsys) -> bool:
 
 @pytest.mark.parametrize(("file", "kind", "command"), SAMPLE, ids=str)
 def test_what_is_not_a_file_of_ours_is_told(place, capsys, file, kind, command):
-    file.unlink()
-    KINDS[kind](file)
+    replace_file(file, kind)
     ends_in_words(COMMANDS[command], capsys)
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_kind_in_place_of_every_file(tmp_path, monkeypatch, capsys, command):
+def test_every_kind_in_place_of_every_file(tiny_run, tmp_path, monkeypatch, capsys, command):
     refused = 0
     for number, (file, kind) in enumerate(itertools.product(FILES, KINDS)):
-        shutil.copytree(STORED, tmp_path / str(number))
+        shutil.copytree(tiny_run, tmp_path / str(number))
         monkeypatch.chdir(tmp_path / str(number))
-        file.unlink()
-        KINDS[kind](file)
+        replace_file(file, kind)
         refused += ends_in_words(COMMANDS[command], capsys)
         monkeypatch.chdir(tmp_path)
         shutil.rmtree(tmp_path / str(number))

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from harness import ENVIRONMENT
 
-STORED = Path(__file__).parents[1] / "data_of_0_1_0"
 COMMANDS = {
     "train": "train demo-alibi --steps 1 --data.folder data/tiny --quiet --model.layers 1 --model.width 16",
     "evaluate": "evaluate runs/tiny --lengths 1x 2x",
@@ -35,8 +34,8 @@ def no_mounts() -> str | None:
 
 
 @pytest.fixture
-def place(tmp_path):
-    return shutil.copytree(STORED, tmp_path / "old")
+def place(tiny_run, tmp_path):
+    return shutil.copytree(tiny_run, tmp_path / "here")
 
 
 def ran(

@@ -10,6 +10,7 @@ import pytest
 from laboratory import make_run
 
 from trainshort.cli import main
+from trainshort.evaluate.evidence import CARD_FORMAT
 from trainshort.files import write_sealed
 from trainshort.terminal import printable
 
@@ -59,7 +60,8 @@ def test_several_prompts_and_samples(capsys, run):
 def test_the_warning_past_the_length_that_is_known_to_be_good(capsys, run):
     unmeasured = call(capsys, run, "the cat", "--tokens", 30)[2]
     assert unmeasured.count("the context passes 16 tokens: the model was trained at that length") == 1
-    card = {"format": 1, "summary": "trained at 16, good to 24+", "no_worse": {"length": 24, "open": True}}
+    known = {"length": 24, "open": True}
+    card = {"format": CARD_FORMAT, "summary": "trained at 16, good to 24+", "no_worse": known}
     write_sealed(run / "extrapolation.json", card)
     try:
         measured = call(capsys, run, "the cat", "--tokens", 30)[2]
@@ -121,14 +123,16 @@ def test_endless_needs_a_way_to_forget(capsys, rotary):
 
 
 def test_a_run_without_its_tokenizer(capsys, run):
-    data = run.parent.parent / "tiny-data" / "tokenizer.json"
-    data.rename(data.with_suffix(".away"))
+    names = ("tokenizer.json", "data.json")
+    for name in names:
+        (run / name).rename(run / f"{name}.away")
     try:
         code, _, err = call(capsys, run, "x")
     finally:
-        data.with_suffix(".away").rename(data)
+        for name in names:
+            (run / f"{name}.away").rename(run / name)
     assert code == 2
-    assert "has no tokenizer: its data folder" in err
+    assert "has no tokenizer. Give --tokenizer FILE." in err
 
 
 def test_endless_until_interrupted(run):

@@ -20,7 +20,7 @@ KINDS = {name: {"position": name} for name in positions.names()} | {
     "rotary with key heads": {"position": "rotary", "kv_heads": 2},
     "fox with key heads and plain ones": {"position": "fox", "kv_heads": 2, "plain_heads": 2},
     "learned slopes": {"learned_slopes": True},
-    "learned": {"position": "learned", "learned_length": 80},
+    "learned": {"position": "learned", "position_settings": {"longest": 80}},
 }
 
 

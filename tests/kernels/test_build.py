@@ -96,7 +96,7 @@ DAMAGE = {
 @needs_kernel
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_damaged_library_is_built_anew(fresh, monkeypatch, caplog, name):
-    """Each of these was loaded by 0.1.0, and ended the process: SIGBUS, or an error nobody caught."""
+    """Loading such a library would end the process."""
     monkeypatch.setattr(build, "FLAGS", ("-O0", *build.FLAGS[1:]))
     LOADERS[name]()
     (library,) = fresh.iterdir()
@@ -280,7 +280,7 @@ int trainshort_fork_during_work(void) {
 
 @needs_kernel
 def test_a_child_does_not_reach_for_its_parents_work(tmp_path):
-    """A process that forks while a queue is open: in the child the door is closed. (0.1.0 left it open.)"""
+    """A process that forks while a queue is open: in the child the door is closed."""
     source, library = tmp_path / "fork.c", tmp_path / "fork.so"
     source.write_text(FORK)
     shared = Path(build.__file__).parent / "shared"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainshort.config import ModelConfig, RunConfig
+from trainshort.config import ModelConfig
 from trainshort.errors import InputError
 from trainshort.model import TransformerLM
 from trainshort.positions import build_position, positions
@@ -63,7 +63,7 @@ def test_rotary_scores_depend_on_distance_alone():
 
 
 def test_rotary_angles_are_exact_far_away():
-    """Against angles in float64; version 0.1.0 was 3e-3 off at 16,384."""
+    """Compared with angles in float64."""
     method, base, dim = make("rotary", width=128, heads=2), 10_000.0, 64
     q = torch.randn(2, 2, 4, dim, generator=torch.Generator().manual_seed(0))
     places = torch.tensor([0, 16_384, 100_003, 1_000_000])
@@ -175,27 +175,28 @@ def test_all_but_learned_run_at_any_length(name):
     make(name).check_length(10**9)
 
 
-MADE_BY_010 = {
-    "alibi": "bfcea4e0c896945e",
-    "t5": "50b5776cb8b7a13d",
-    "none": "d9568308c572de50",
-    "sinusoidal": "d9568308c572de50",
-    "learned": "e05f662eba35bd17",
-    "rotary": "d9568308c572de50",
+INITIAL_WEIGHTS = {
+    "alibi": ({"max_bias": 6.0, "learned_slopes": True}, "bfcea4e0c896945e"),
+    "t5": ({"buckets": 8, "max_distance": 20}, "50b5776cb8b7a13d"),
+    "none": ({}, "d9568308c572de50"),
+    "sinusoidal": ({}, "d9568308c572de50"),
+    "learned": ({"longest": 30}, "e05f662eba35bd17"),
+    "rotary": ({"base": 500.0}, "d9568308c572de50"),
 }
-"""Digests of the weights that version 0.1.0 made from the config and seed below."""
+"""For each position method, its settings and the digest of the initial weights for the model and seed below."""
 
 
-@pytest.mark.parametrize("position", MADE_BY_010)
-def test_a_config_of_version_010_gives_the_same_model_bit_by_bit(position):
-    old = {"max_bias": 6.0, "learned_slopes": True, "rotary_base": 500.0, "t5_buckets": 8, "t5_max_distance": 20}
-    shape = {"position": position, "vocabulary": 40, "layers": 2, "width": 16, "heads": 4, "learned_length": 30}
+@pytest.mark.parametrize("position", INITIAL_WEIGHTS)
+def test_initial_weights_are_bit_identical(position):
+    settings, expected = INITIAL_WEIGHTS[position]
+    shape = {"vocabulary": 40, "layers": 2, "width": 16, "heads": 4}
     torch.manual_seed(0)
-    weights = TransformerLM(RunConfig.read({"model": {**shape, **old}}).model).state_dict()
+    model = TransformerLM(ModelConfig.read({**shape, "position": position, "position_settings": settings}))
+    weights = model.state_dict()
     digest = hashlib.sha256()
     for name in sorted(weights):
         digest.update(name.encode() + weights[name].numpy().tobytes())
-    assert digest.hexdigest()[:16] == MADE_BY_010[position]
+    assert digest.hexdigest()[:16] == expected
 
 
 def test_what_is_known_without_torch_agrees_with_the_methods():

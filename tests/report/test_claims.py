@@ -8,7 +8,7 @@ import pytest
 from made_up import LAPTOP, make_demo, make_run, write_evaluation
 
 from benchmarks.update_docs import ROOT
-from trainshort.claims.collection import collect
+from trainshort.claims.collection import COST_FORMAT, collect
 from trainshort.claims.measured import View, middle
 from trainshort.claims.speed_and_memory import time_saved
 from trainshort.claims.verdicts import AT_FIRST, claims, judge
@@ -205,7 +205,7 @@ def test_sooner_is_read_from_checkpoints(tmp_path):
             "length": length // 4,
             "train_seconds": [seconds] * 3,
         }
-    write_sealed(tmp_path / "cost.json", {"format": 1, "entries": entries})
+    write_sealed(tmp_path / "cost.json", {"format": COST_FORMAT, "entries": entries})
     found = outcome(tmp_path, "sooner")
     assert found.verdict == "holds"
     assert found.obtained == "+20.0% (+20.0% to +20.0%) time saved (trained at 256 against 512)"
@@ -214,7 +214,7 @@ def test_sooner_is_read_from_checkpoints(tmp_path):
 def test_costs_of_two_folders_are_told_with_the_file_of_each(tmp_path):
     make_demo(tmp_path / "a")
     (tmp_path / "b").mkdir()
-    write_sealed(tmp_path / "b" / "cost.json", {"format": 1, "entries": {}})
+    write_sealed(tmp_path / "b" / "cost.json", {"format": COST_FORMAT, "entries": {}})
     view = View(collect([tmp_path / "a", tmp_path / "b"]), LAPTOP)
     found = view.cost(Variant("wikitext103", "alibi", 512), "train memory")
     assert found is not None

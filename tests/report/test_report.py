@@ -15,7 +15,6 @@ import pytest
 from made_up import make_demo, make_run
 
 from trainshort.claims.collection import collect
-from trainshort.claims.measured import View
 from trainshort.commands.reproduce import Report
 from trainshort.config import load_config
 from trainshort.errors import InputError
@@ -23,12 +22,10 @@ from trainshort.evaluate.evidence import past_training, pooled
 from trainshort.evaluate.results import load, save, summarize
 from trainshort.files import write_sealed
 from trainshort.passes import Passes
-from trainshort.recipes.experiments import EvalProtocol, Variant
 from trainshort.report.headline import find_headline, sentences
 from trainshort.report.sections import reach_figure
 from trainshort.report.summary import about
 from trainshort.report.write import headline_table, write_report
-from trainshort.runs import first_name
 from trainshort.utils.figures import round_ticks
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'{{7*7}}&amp;`|*_"
@@ -348,8 +345,6 @@ def test_loss_by_position_has_enough_predictions_and_concludes_only_what_they_be
     assert past_training(pooled(summarize(windows, worse)), 128).startswith("rises by 0.")
     better = rng.normal(4, 2.5, 16_384) - np.where(windows.positions() >= 128, 0.6, 0.0)
     assert past_training(pooled(summarize(windows, better)), 128).startswith("falls by 0.")
-    old = summarize(windows, worse).replace(position_squares=())  # as version 0.1.0 stored it
-    assert re.fullmatch(r"\+0\.\d\d, without an interval", past_training(pooled(old), 128))
 
 
 def test_no_backticks_are_shown(demo):
@@ -390,18 +385,6 @@ def test_a_browser_prints_what_is_closed_on_the_screen(demo, tmp_path):
     closed, opened = (printed(tmp_path / name / "index.html") for name in ("closed", "open"))
     assert len(closed) > 3
     assert [len(sheet) for sheet in closed] == [len(sheet) for sheet in opened]
-
-
-def test_runs_of_the_first_version_are_still_found(tmp_path):
-    """They are named by settings that have a member more by now."""
-    folder = make_run(tmp_path, "alibi", {128: 50.0, 256: 49.0})
-    config = load_config(folder / "config.json")
-    folder.rename(tmp_path / first_name(config))
-    collection = collect([tmp_path])
-    assert collection.scale is not None
-    found = View(collection, collection.scale).read(Variant("wikitext103", "alibi", 512), EvalProtocol(1024))
-    assert found is not None
-    assert found.value == pytest.approx(49.0)
 
 
 def test_two_runs_of_one_method_are_told_apart(tmp_path):

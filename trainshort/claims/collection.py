@@ -14,13 +14,14 @@ from trainshort.errors import ForeignConfigError, InputError
 from trainshort.evaluate.results import LengthScore, Query, Stored, find, rows
 from trainshort.files import MissingFileError, read_sealed
 from trainshort.recipes.experiments import Scale, Variant
-from trainshort.recipes.scales import FIRST_LAPTOP, LENGTHS, SETUPS, scales
+from trainshort.recipes.scales import LENGTHS, SETUPS, scales
 from trainshort.runs import RunFolder, read_lines, read_metrics
 from trainshort.utils import bench_results
 from trainshort.utils.bench_results import BenchResult
 
 COST_FILE = "cost.json"
 COST_FORMAT = 1
+SAMPLE_FORMAT = 2
 SEEDS = range(1, 10)
 """Seeds that are looked for."""
 T = TypeVar("T")
@@ -76,7 +77,7 @@ class Collection:
         """The scale that most of the runs belong to; None when they are somebody's own."""
         runs = {name: (run.config.model.position, run.config.train.seed) for name, run in self.runs.items()}
         known = {name: (str(entry["position"]), 1) for name, entry in self.costs.items()} | runs
-        every = (*(scale for _, scale in scales.items()), FIRST_LAPTOP)
+        every = [scale for _, scale in scales.items()]
         counts = [(sum(_made_at(scale, run, *which) for run, which in known.items()), scale) for scale in every]
         count, best = max(counts, key=lambda one: one[0])
         return best if count else None
@@ -89,7 +90,7 @@ def _made_at(scale: Scale, name: str, position: str, seed: int) -> bool:
     wanted = [
         Variant(setup, position, at, seed) for setup in setups for at in LENGTHS if str(scale.length(at)) == length
     ]
-    return any(name in scale.names(variant) for variant in wanted)
+    return any(name == scale.run_name(variant) for variant in wanted)
 
 
 def collect(paths: Sequence[Path]) -> Collection:

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from trainshort.claims.collection import SEEDS, Collection, Run
 from trainshort.errors import InputError
@@ -88,8 +88,8 @@ class View:
 
     collection: Collection
     scale: Scale
-    names: dict[Variant, tuple[str, str]] = field(default_factory=dict)
-    """Of each model its run's, now and in 0.1.0: hashing settings takes a while, and tables ask again and again."""
+    run_names: dict[Variant, str] = field(default_factory=dict)
+    """The run names that were computed so far. Computing a name is slow, and tables ask for the same names often."""
 
     def cell(self, cell: Cell) -> Measured | None:
         """What was obtained for a cell; None when it was not run."""
@@ -102,10 +102,10 @@ class View:
         return self.read(cell.variant, cell.reading, speed=cell.quantity == "read speed")
 
     def _own(self, variant: Variant, stored: dict[str, T]) -> T | None:
-        """What is stored under a model's run name; where there is none of this version, under that of 0.1.0."""
-        if variant not in self.names:
-            self.names[variant] = self.scale.names(variant)
-        return next((stored[name] for name in self.names[variant] if name in stored), None)
+        """Return the value that is stored under the run name of a model, or None if there is no such value."""
+        if variant not in self.run_names:
+            self.run_names[variant] = self.scale.run_name(variant)
+        return stored.get(self.run_names[variant])
 
     def runs(self, variant: Variant) -> list[Run]:
         found = (self._own(replace(variant, seed=seed), self.collection.runs) for seed in SEEDS)
@@ -144,7 +144,7 @@ class View:
         """How much faster the first trains than the second, round by round: whatever else the machine did fell on both.
         None when they were not measured in turns."""
         ours, theirs = (self._own(model, self.collection.costs) for model in (one, other))
-        if ours is None or theirs is None or session(ours) != session(theirs):
+        if ours is None or theirs is None or ours["session"] != theirs["session"]:
             return None
         rounds = [[took / entry["tokens"] for took in entry[RATES["train speed"]] or ()] for entry in (ours, theirs)]
         if not all(rounds):
@@ -153,10 +153,10 @@ class View:
 
     def memories(self, one: Variant, other: Variant) -> Compared | None:
         """How much more memory the first takes to train. The interval goes from the least difference of two weighings
-        to the greatest; in 0.1.0 there was one of each."""
+        to the greatest."""
         entries = [entry for model in (one, other) if (entry := self._own(model, self.collection.costs))]
-        peaks = [entry.get("train_memories") or [entry["train_memory"]] for entry in entries]
-        if len(peaks) < 2 or None in (*peaks[0], *peaks[1]):
+        peaks = [entry["train_memories"] for entry in entries]
+        if len(peaks) < 2 or not all(peaks):
             return None
         low, high = min(peaks[0]) / max(peaks[1]) - 1, max(peaks[0]) / min(peaks[1]) - 1
         change = statistics.median(peaks[0]) / statistics.median(peaks[1]) - 1
@@ -192,11 +192,6 @@ class View:
                 if row and path and row.status == "scored":
                     points.append((step * settings.batch * settings.length, row.perplexity, path))
         return sorted(points)
-
-
-def session(entry: dict[str, Any]) -> str:
-    """What costs that were measured in turns with each other have in common; in 0.1.0 all of one time were."""
-    return str(entry.get("session") or entry["provenance"]["time"])
 
 
 def _over_seeds(one: Measured, other: Measured) -> float:

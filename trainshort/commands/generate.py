@@ -13,7 +13,6 @@ from trainshort.generate.settings import GenerateConfig
 from trainshort.terminal import say
 
 if TYPE_CHECKING:
-    from trainshort.config import DataConfig
     from trainshort.data.tokenizer import Tokenizer
     from trainshort.evaluate.changes import Change
     from trainshort.generate.session import KnownGood
@@ -139,7 +138,7 @@ class Generate:
 
         checkpoint, config = find(self.run_folder), load_config(self.run_folder / "config.json")
         run = self.run_folder.resolve().parent.parent if checkpoint == self.run_folder else self.run_folder
-        tokenizer, length = self._tokenizer(run, config.data), config.train.length
+        tokenizer, length = self._tokenizer(run), config.train.length
         if found := load_card(run):
             past = "nothing longer was measured" if found["no_worse"]["open"] else "it was measured worse past that"
             reach = KnownGood(found["no_worse"]["length"], f"{found['summary']}; {past}.")
@@ -198,21 +197,16 @@ class Generate:
             settings["mode"] = "bounded"
         return settings
 
-    def _tokenizer(self, run: Path, config: "DataConfig") -> "Tokenizer":
-        """The run's own, from its folder, or from where its data was prepared."""
+    def _tokenizer(self, run: Path) -> "Tokenizer":
+        """Load the tokenizer that was given by --tokenizer, or the tokenizer of the run."""
         from trainshort.data import load_tokenizer
         from trainshort.data.of_run import FILE, TOKENIZER, run_tokenizer
-        from trainshort.data.request import data_folder
 
         if self.tokenizer is not None:
             return load_tokenizer(self.tokenizer)
-        folder = data_folder(config)
-        if not any(file.exists() for file in (run / TOKENIZER, run / FILE, folder / TOKENIZER)):
-            raise InputError(
-                f"{self.run_folder} has no tokenizer: its data folder {folder} is not here. "
-                "Prepare the data again, or give --tokenizer FILE."
-            )
-        return run_tokenizer(run, config)
+        if not (run / TOKENIZER).exists() and not (run / FILE).exists():
+            raise InputError(f"{self.run_folder} has no tokenizer. Give --tokenizer FILE.")
+        return run_tokenizer(run)
 
 
 @dataclass(frozen=True)

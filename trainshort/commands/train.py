@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from trainshort.commands.parser import Arg, Option, Parser, UsageError, of_class, of_settings
 from trainshort.config import DataConfig, RunConfig, load_config
 from trainshort.errors import InputError
-from trainshort.settings import MOVED, methods, not_chosen
+from trainshort.settings import methods, not_chosen
 from trainshort.terminal import tell
 
 WRITTEN = ("format", "plugins")
@@ -31,23 +31,20 @@ def with_method(base: RunConfig, words: list[str]) -> RunConfig:
 
 @dataclass
 class RunParser(Parser):
-    """A parser that knows the settings of position methods: those that had other names in 0.1.0 are still found, and
-    one of a method that is not chosen is told with its method."""
+    """A parser that explains an option which belongs to a position method that was not chosen."""
 
     position: str
 
     def _find(self, word: str) -> tuple[Option, bool, str | None]:
-        typed, equals, value = word.removeprefix("--").partition("=")
-        head, _, tail = typed.replace("-", "_").rpartition(".")
-        negated, name = ("no-", tail.removeprefix("no_")) if tail.startswith("no_") else ("", tail)
-        if head in ("", "model") and MOVED.get(name, ("",))[0] == self.position:
-            word = f"--model.position_settings.{negated}{MOVED[name][1]}{equals}{value}"
         try:
             return super()._find(word)
         except UsageError:
+            typed = word.removeprefix("--").partition("=")[0]
+            head, _, tail = typed.replace("-", "_").rpartition(".")
+            name = tail.removeprefix("no_")
             owners = [owner for owner, method in methods.items() if name in method.settings.model_fields]
             of_a_method = head in ("", "model", "position_settings", "model.position_settings")
-            if of_a_method and self.position not in owners and (owners or name in MOVED):
+            if of_a_method and owners and self.position not in owners:
                 raise InputError(not_chosen(name, self.position)) from None
             raise
 

@@ -110,7 +110,7 @@ class DataRequest(Settings):
     fingerprint: str
     """Of the names and sizes of the corpus' files, or of what was asked of the hub."""
     content: str | None = None
-    """Of what the files hold; None where a corpus is streamed, and in folders made by version 0.1.0."""
+    """Of what the files hold; None where a corpus is streamed."""
     tokenizer: str
     """bytes, words, bpe, or the path of a tokenizer.json."""
     tokenizer_sha256: str | None

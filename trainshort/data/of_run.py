@@ -1,10 +1,8 @@
 """The data of a run: what it is trained on, in which batches, and what its folder keeps, to be whole wherever it is.
 
-    runs/NAME/
-      tokenizer.json   the same bytes as in the data folder
-      data.json        the data folder's meta.json, and where that folder was
-
-Runs of 0.1.0 have neither; their data folder is opened where they were trained.
+runs/NAME/
+  tokenizer.json   the same bytes as in the data folder
+  data.json        the data folder's meta.json, and where that folder was
 """
 
 import hashlib
@@ -74,15 +72,19 @@ def _kept(run: Path) -> dict[str, Any]:
         return {}
 
 
-def run_tokenizer(run: Path, config: DataConfig) -> Tokenizer:
-    """The tokenizer of a run: its own, or in 0.1.0's that of its data."""
+def run_tokenizer(run: Path) -> Tokenizer:
+    """Load the tokenizer from a run folder.
+
+    Raises:
+        InputError: If the run folder has no tokenizer, or a tokenizer that the run was not trained with.
+    """
     meta = _kept(run).get("meta", {})
     if not (run / TOKENIZER).exists():
         if meta:
             raise InputError(
                 f"{run} was copied without its {TOKENIZER}, and without it its tokens mean nothing. Copy that file too."
             )
-        return open_own(run, config).tokenizer()
+        raise InputError(f"{run} has no {TOKENIZER}. Copy the tokenizer of the model into the run folder.")
     if meta and sha256(run / TOKENIZER) != meta["tokenizer_sha256"]:
         raise InputError(f"{run / TOKENIZER} is not the tokenizer that the run was trained with. Restore it.")
     return load_tokenizer(run / TOKENIZER, name=meta.get("tokenizer"))
@@ -138,7 +140,7 @@ class BatchStream:
         block 1  inputs 3 4 5 6   targets 4 5 6 7
         block 2  inputs 7 8 9 9   targets 8 9 - -
 
-    With ends="dropped", as version 0.1.0 read, the first token is context only and the last block must be whole:
+    With ends="dropped", the first token is context only and the last block must be whole:
 
         block 0  inputs 0 1 2 3   targets 1 2 3 4
         block 1  inputs 4 5 6 7   targets 5 6 7 8

@@ -71,7 +71,7 @@ class Change:
         return next((Change.read(name, text) for name, text in named.items()), None)
 
     def __str__(self) -> str:
-        """As results are named by it; slopes as in 0.1.0."""
+        """Return the name of this change in stored results."""
         if self.option == "scores":
             return f"scores={self.value:g}"
         named = self.kind if self.kind == "interpolate" else f"{self.kind}={self.value:g}"

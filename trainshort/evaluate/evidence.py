@@ -78,8 +78,8 @@ class Bin:
     end: int
     count: int
     total: float
-    squares: float | None
-    """Sum of the squared losses; None where it was not stored."""
+    squares: float
+    """Sum of the squared losses."""
 
     @property
     def middle(self) -> float:
@@ -90,23 +90,20 @@ class Bin:
         return self.total / self.count
 
     @property
-    def error(self) -> float | None:
+    def error(self) -> float:
         """Standard error of the mean."""
-        if self.squares is None:
-            return None
         return math.sqrt(max(0.0, self.squares / self.count - self.mean**2) / self.count)
 
     def and_also(self, other: "Bin") -> "Bin":
-        squares = None if self.squares is None or other.squares is None else self.squares + other.squares
+        squares = self.squares + other.squares
         return Bin(self.first, other.end, self.count + other.count, self.total + other.total, squares)
 
 
 def pooled(row: LengthScore) -> list[Bin]:
     """A row's bins, neighbours put together until each has enough predictions; what is left at the end joins the last
     one."""
-    squares = row.position_squares or (None,) * len(row.positions)
     bins: list[Bin] = []
-    for position, square in zip(row.positions, squares, strict=True):
+    for position, square in zip(row.positions, row.position_squares, strict=True):
         one = Bin(*position, square)
         if bins and bins[-1].count < ENOUGH:
             bins[-1] = bins[-1].and_also(one)
@@ -127,8 +124,6 @@ def past_training(bins: list[Bin], trained: int) -> str:
         return "has too few predictions before it to tell"
     near, far = functools.reduce(Bin.and_also, before), functools.reduce(Bin.and_also, after)
     change = far.mean - near.mean
-    if near.error is None or far.error is None:
-        return f"{change:+.2f}, without an interval"
     margin = 1.96 * math.hypot(near.error, far.error)
     if abs(change) <= max(margin, MATTERS):
         return f"shows no change ({change:+.2f} ± {margin:.2f})"
@@ -136,11 +131,9 @@ def past_training(bins: list[Bin], trained: int) -> str:
 
 
 def bounds(bins: list[Bin]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Lower and upper ends of the 95 % intervals; both empty where the results hold none."""
-    errors = [one.error for one in bins if one.error is not None]
-    if len(errors) < len(bins):
-        return (), ()
-    low, high = ([one.mean + sign * 1.96 * error for one, error in zip(bins, errors, strict=True)] for sign in (-1, 1))
+    """Return the lower and the upper ends of the 95 % intervals of the mean losses."""
+    low = [one.mean - 1.96 * one.error for one in bins]
+    high = [one.mean + 1.96 * one.error for one in bins]
     return tuple(low), tuple(high)
 
 

@@ -65,7 +65,7 @@ class LengthScore(Settings):
     positions: tuple[tuple[int, int, int, float], ...] = ()
     """By distance from the start of the pass: first position, last position + 1, targets, nll."""
     position_squares: tuple[float, ...] = ()
-    """Sums of the squared losses of these bins, for their intervals; empty in results of version 0.1.0."""
+    """Sums of the squared losses of these bins, for their intervals."""
 
     @property
     def loss(self) -> float:
@@ -247,11 +247,10 @@ class Query:
         return same_weights and as_trained and protocol["stride"] == self.stride and self._same_text(evaluation)
 
     def _same_text(self, evaluation: Evaluation) -> bool:
-        """Exactly the tokens that are meant. Evaluations of version 0.1.0 do not say how long the whole text was: they
-        match where the asked number was scored, and an evaluation of the whole text is looked at again."""
+        """Return whether exactly the tokens of this query were scored."""
         corpus = evaluation.corpus
-        whole = corpus.get("whole")
-        wanted = whole if self.tokens is None else min(self.tokens, whole or self.tokens)
+        whole = corpus["whole"]
+        wanted = whole if self.tokens is None else min(self.tokens, whole)
         return corpus.get("own", True) and corpus["split"] == self.split and corpus["tokens"] == wanted
 
 

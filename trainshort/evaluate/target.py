@@ -163,7 +163,7 @@ class RunTarget(ModelTarget):
             name=folder.resolve().name + ("" if self.kind == "run" else f" step {self.step}"),
         )
         self.folder = self.run = folder
-        self._tokenizer = run_tokenizer(folder, self.config.data)
+        self._tokenizer = run_tokenizer(folder)
         self.bos = self._tokenizer.end or 0
 
     def tokenizer(self) -> TextTokenizer:

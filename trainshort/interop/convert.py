@@ -86,7 +86,7 @@ def _own(path: Path) -> Patient:
     reading = WeightMap(
         Model(changed, config.train.length, notes), weights, shapes, {name: Origin((name,)) for name in shapes}, dropped
     )
-    tokenizer = run_tokenizer(checkpoint.parent.parent, config.data)
+    tokenizer = run_tokenizer(checkpoint.parent.parent)
     files = [checkpoint / "config.json", *sorted((checkpoint / "model").iterdir())]
     return Patient(Source("trainshort", files, reading, tokenizer), config.model.position, str(path))
 

@@ -111,7 +111,7 @@ def load_harness_model(target: Target, asked: Asked) -> Any:
         from trainshort.hf import TrainshortForCausalLM
 
         model: Any = TrainshortForCausalLM.of(target.model, target.trained_at)
-        tokenizer = _to_transformers_tokenizer(run_tokenizer(target.run, target.config.data), length)
+        tokenizer = _to_transformers_tokenizer(run_tokenizer(target.run), length)
     else:
         assert isinstance(target, HuggingFaceTarget)
         wrapped_tokenizer: Any = target.tokenizer()

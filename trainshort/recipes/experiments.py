@@ -18,7 +18,7 @@ from trainshort.config import RunConfig
 from trainshort.errors import InputError
 from trainshort.evaluate.results import Query
 from trainshort.registry import Registry
-from trainshort.runs import first_name, run_name
+from trainshort.runs import run_name
 
 Quantity = Literal["perplexity", "train speed", "read speed", "train memory", "learning curve"]
 
@@ -89,10 +89,9 @@ class Scale:
     def config(self, variant: Variant) -> RunConfig:
         return self.build(variant)
 
-    def names(self, variant: Variant) -> tuple[str, str]:
-        """The name of a model's run, now and in 0.1.0."""
-        config = self.build(variant)
-        return run_name(config), first_name(config)
+    def run_name(self, variant: Variant) -> str:
+        """Return the name of the run folder of a model."""
+        return run_name(self.build(variant))
 
 
 @dataclass(frozen=True)

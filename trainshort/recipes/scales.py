@@ -5,7 +5,6 @@ their place. Within a scale only the position method and the length differ betwe
 many tokens per step at every length.
 """
 
-from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field
@@ -55,7 +54,7 @@ LAPTOP_STEP = 768
 """Tokens per step at the laptop; at 512, which does not divide it, 1,024. Small steps and many of them are worth
 most here: with equally many tokens, ALiBi's perplexity went from 67.7 to 48.1 when they became a third as large."""
 LAPTOP_TOKENS = 1440 * LAPTOP_STEP
-"""Tokens that every model of the laptop scale is trained on: 1.1 M, as many as in 0.1.0."""
+"""Tokens that every model of the laptop scale is trained on: about 1.1 million."""
 TUNED = {
     "alibi": Way(optimizer="muon", lr=0.012),
     "rotary": Way(optimizer="muon", lr=0.012),
@@ -86,22 +85,6 @@ def laptop(variant: Variant, way: Way | None = None, tokens: int = LAPTOP_TOKENS
             save_every=max(1, steps // 8),
             keep=8,
         ),
-    )
-
-
-def first_laptop(variant: Variant) -> RunConfig:
-    """The recipe of 0.1.0, whose runs a report still reads."""
-    length = variant.length // 4
-    return laptop(variant).replace(
-        optim=OptimConfig(lr=2e-3, warmup=50).model_dump(),
-        train={
-            "batch": max(1, 3072 // length),
-            "steps": 360,
-            "log_every": 10,
-            "valid_every": 60,
-            "save_every": 90,
-            "keep": 4,
-        },
     )
 
 
@@ -220,7 +203,3 @@ for _scale in (
     ),
 ):
     scales.add(_scale.name, _scale)
-FIRST_LAPTOP = replace(
-    scales.get("laptop"), name="laptop of 0.1.0", build=first_laptop, eval_tokens=16_384, split="valid"
-)
-"""The laptop scale of 0.1.0: reports still read its runs, nothing makes new ones."""

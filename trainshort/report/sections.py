@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainshort.claims.collection import Collection, Run, stored
+from trainshort.claims.collection import SAMPLE_FORMAT, Collection, Run, stored
 from trainshort.claims.measured import View
 from trainshort.evaluate.evidence import ENOUGH, bounds, past_training, pooled
 from trainshort.recipes.experiments import NAMES, EvalProtocol, method_name, queries
@@ -32,7 +32,6 @@ def position_figure(headline: Headline) -> Figure | None:
         changes.append(f"{line.name} {past_training(bins, headline.length)}")
     if not series:
         return None
-    banded = all(one.low for one in series)
     told = "; ".join(f"{one.name} ends at {one.y[-1]:.2f}" for one in series)
     return Figure(
         name="positions",
@@ -42,8 +41,7 @@ def position_figure(headline: Headline) -> Figure | None:
         x_label="position in the input",
         y_label="mean loss, nats per token",
         x_log=True,
-        note=f"Points of at least {ENOUGH} predictions"
-        + (", with their 95 % intervals. " if banded else "; these results hold no intervals. ")
+        note=f"Points of at least {ENOUGH} predictions, with their 95 % intervals. "
         + f"Up to {headline.length:,} is what the models were trained on. Past it, against the half before it: "
         + f"{'; '.join(changes)}.",
         sources=tuple(sources),
@@ -186,13 +184,14 @@ class Passage:
 
     end: int
     given: str
-    pieces: Sequence[tuple[str, float | None, int]]
-    """Each token, -log p of it in nats under the model that wrote it, and the shade of that; 0.1.0 stored no such p."""
+    pieces: Sequence[tuple[str, float, int]]
+    """Each token, -log p of it in nats under the model that wrote it, and the shade of that."""
 
     @property
     def surprise(self) -> float | None:
-        known = [nats for _, nats, _ in self.pieces if nats is not None]
-        return statistics.fmean(known) if known else None
+        if not self.pieces:
+            return None
+        return statistics.fmean(nats for _, nats, _ in self.pieces)
 
 
 @dataclass(frozen=True)
@@ -220,9 +219,8 @@ def samples(collection: Collection) -> list[WrittenText]:
 def _written(values: dict[str, Any]) -> tuple[int, list[Passage]]:
     """The training length, and what was written."""
     length = int(values["trained_at"])
-    if values["format"] == 1:  # 0.1.0 wrote one text, from the training length on to four times that
-        ends = {"within": length, "past": 4 * length}
-        return length, [Passage(at, str(values["prompt"]), [(str(values[key]), None, 0)]) for key, at in ends.items()]
+    if values["format"] != SAMPLE_FORMAT:
+        raise ValueError("another format")  # `stored` reports the file.
     passages = []
     for one in values["passages"]:
         written = [(str(text), float(nats)) for text, nats in one["written"]]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.claims.collection import Collection
-from trainshort.claims.measured import RATES, middle, session
+from trainshort.claims.measured import RATES, middle
 from trainshort.recipes.experiments import method_name
 from trainshort.utils.bench_results import BenchResult, Measure, Measurement, by_kind, number
 from trainshort.utils.figures import OTHERS, Figure, Series, color
@@ -191,10 +191,10 @@ def cost_figures(collection: Collection) -> list[Figure]:
 
 def _speed(entries: list[dict[str, Any]], name: str, title: str, rounds: str) -> Figure | None:
     """A line per method over the lengths at which it took turns with sinusoidal; None when that is one length."""
-    base = {(session(one), one["length"]): one[rounds] for one in entries if one["position"] == AGAINST}
+    base = {(one["session"], one["length"]): one[rounds] for one in entries if one["position"] == AGAINST}
     lines: Lines = {}
     for entry in entries:
-        turns = base.get((session(entry), entry["length"]))
+        turns = base.get((entry["session"], entry["length"]))
         if turns and entry["position"] != AGAINST:
             ratios = [theirs / ours for ours, theirs in zip(entry[rounds], turns, strict=True)]
             lines.setdefault(entry["position"], {})[entry["length"]] = middle(ratios)

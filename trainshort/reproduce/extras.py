@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from trainshort.analyze.lab import Lab, analyze
-from trainshort.claims.collection import COST_FORMAT, read_costs
+from trainshort.claims.collection import COST_FORMAT, SAMPLE_FORMAT, read_costs
 from trainshort.config import RunConfig
 from trainshort.data.of_run import open_own
 from trainshort.evaluate.step_cost import Rig
@@ -117,7 +117,7 @@ def write_sample(run: Path, path: Path) -> None:
         ]
         passages.append({"end": end, "given": tokenizer.decode(prompt[-count:]), "written": written})
     record = {
-        "format": 2,
+        "format": SAMPLE_FORMAT,
         "run": run.name,
         "trained_at": length,
         "settings": settings,

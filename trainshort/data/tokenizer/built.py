@@ -145,16 +145,13 @@ class WordTokenizer(Tokenizer):
     "the cat\\n<unk> sat\\n" with words ["<s>", "<pad>", "</s>", "<unk>", "the", "sat"]:   4 3 2 3 5 2
 
     The numbers are those of fairseq's dictionary: four special words, then all others by falling frequency. As there, a
-    carriage return ends a line, and the special words mean themselves where a text has them. Version 0.1.0 called the
-    line end `<eos>` and read a lone carriage return as white space; its tokenizers are known by that, and go on so.
+    carriage return ends a line, and the special words mean themselves where a text has them.
     """
 
     name = "words"
     sized = True
     ends_lines = True
     SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
-    FIRST_SPECIAL = ("<s>", "<pad>", "<eos>", "<unk>")
-    """Those of version 0.1.0."""
     LINE_END = 2
     UNKNOWN = 3
 
@@ -164,7 +161,6 @@ class WordTokenizer(Tokenizer):
         self.end = self.LINE_END
         self._ids = _Numbers((word, number) for number, word in enumerate(self.words))
         self._line_end = f" {self.words[self.LINE_END]} "
-        self._returns = self.words[self.LINE_END] == self.SPECIAL[self.LINE_END]
 
     @classmethod
     def build(cls, texts: Iterable[str], vocabulary: int, size: int | None) -> "WordTokenizer":
@@ -194,18 +190,18 @@ class WordTokenizer(Tokenizer):
             return None
         numbers = layout["model"]["vocab"]
         words = sorted(numbers, key=numbers.get)
-        special = tuple(words[:4]) in (cls.SPECIAL, cls.FIRST_SPECIAL)
+        special = tuple(words[:4]) == cls.SPECIAL
         return cls(words) if special and numbers[words[-1]] == len(words) - 1 else None
 
     def encode(self, text: str) -> Ids:
-        if self._returns and "\r" in text:
+        if "\r" in text:
             text = text.replace("\r\n", "\n").replace("\r", "\n")
         words = text.replace("\n", self._line_end).split()
         return np.fromiter(map(self._ids.__getitem__, words), dtype=np.int64, count=len(words))
 
     def encode_document(self, text: str) -> Ids:
         """A document whose last line is finished has its end token already."""
-        finished = text.endswith(("\n", "\r") if self._returns else "\n")
+        finished = text.endswith(("\n", "\r"))
         return self.encode(text if finished else text + "\n")
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -221,7 +217,7 @@ class WordTokenizer(Tokenizer):
         from tokenizers import Tokenizer as Saved
 
         saved = Saved(models.WordLevel(dict(self._ids), unk_token=self.SPECIAL[self.UNKNOWN]))
-        line = Regex("\r\n?|\n") if self._returns else "\n"
+        line = Regex("\r\n?|\n")
         saved.normalizer = normalizers.Replace(line, self._line_end)  # pyright: ignore[reportAttributeAccessIssue]
         saved.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
         return saved.to_str()

@@ -15,7 +15,7 @@ from trainshort.checkpoint import find, load_model, sha256_of
 from trainshort.config import load_config
 from trainshort.data import of_run
 from trainshort.data.tokenizer import FILE as TOKENIZER
-from trainshort.data.tokenizer import Tokenizer, load_tokenizer
+from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError
 from trainshort.evaluate import evidence
 from trainshort.evaluate.target import EXPORTED as RECORD
@@ -24,7 +24,6 @@ from trainshort.interop.export.base import Exported
 from trainshort.interop.export.transforms import Plain, refuse_misfit
 from trainshort.masking import refuse_encoder
 from trainshort.registries import targets
-from trainshort.runs import RunFolder
 
 
 def open_run(path: Path, dtype: str = "f32") -> Exported:
@@ -41,16 +40,12 @@ def open_run(path: Path, dtype: str = "f32") -> Exported:
 
 
 def run_tokenizer(path: Path) -> Tokenizer | None:
-    """A run's own tokenizer, or that of its data; none if neither is here, as of some models from elsewhere."""
-    from trainshort.data.request import data_folder
-
+    """Load the tokenizer of a run or checkpoint. Return None for an imported model without a tokenizer."""
     run = path.parent.parent if path.parent.name == "checkpoints" else path
-    config = load_config(path / "config.json")
-    if (run / of_run.FILE).exists():  # a run that was trained here, and says which it had
-        return of_run.run_tokenizer(run, config.data)
-    # Runs of 0.1.0 have it in their data alone; what was not trained here has none, whatever data its settings name.
-    trained = [data_folder(config.data)] if RunFolder(run).sessions.exists() else []
-    return next((load_tokenizer(folder) for folder in (run, *trained) if (folder / TOKENIZER).exists()), None)
+    was_trained_here = (run / of_run.FILE).exists()
+    if was_trained_here or (run / TOKENIZER).exists():
+        return of_run.run_tokenizer(run)
+    return None
 
 
 def export(path: Path, to: str, out: Path, dtype: str | None = None) -> tuple[str, ...]:
