@@ -20,7 +20,7 @@ from trainshort.recipes.scales import LENGTHS, SETUPS, scales
 from trainshort.runs import RunFolder, read_lines, read_metrics
 
 COST_FILE = "cost.json"
-COST_FORMAT = 1
+COST_FORMAT = 2
 SAMPLE_FORMAT = 2
 SEEDS = range(1, 10)
 """Seeds that are looked for."""

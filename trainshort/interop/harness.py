@@ -29,7 +29,7 @@ from trainshort.interop.task_names import unknown_task
 from trainshort.machine import provenance
 from trainshort.terminal import first_sentence, waiting
 
-FORMAT = 1
+FORMAT = 2
 KEPT = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
 """What is stored of the harness's answer."""
 
