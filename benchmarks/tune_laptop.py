@@ -28,7 +28,7 @@ METHODS = ("alibi", "rotary", "t5", "sinusoidal")
 TOKENS = 480 * LAPTOP_STEP
 """Tokens of a trial: less than a third of the demo's, so that the whole grid takes less than an hour on one core."""
 FILE = "tune.json"
-FORMAT = 1
+FORMAT = 2
 
 
 GRID: dict[str, Way] = {

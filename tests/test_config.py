@@ -75,7 +75,7 @@ def test_a_config_survives_the_disk(tmp_path):
         (None, r"No config at .*config\.json\. Is this a run folder"),
         ("{", "is not readable JSON"),
         ("[]", "it holds a JSON list, and an object was expected"),
-        (json.dumps({"format": 2, "moodel": 1}), "has format 2, and this version"),
+        (json.dumps({"format": 1, "moodel": 1}), "has format 1, and this version"),
     ],
 )
 def test_a_broken_config_file_is_explained(tmp_path, text, message):

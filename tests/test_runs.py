@@ -74,9 +74,9 @@ def test_every_changeable_setting_exists():
 def test_a_config_of_another_version_is_refused(tmp_path):
     folder = start(tmp_path / "run")
     folder.config.write_text(json.dumps({"format": 99, "colour": "red"}))
-    with pytest.raises(InputError, match=r"format 99.*reads format 1"):
+    with pytest.raises(InputError, match=r"format 99.*reads format 2"):
         start(tmp_path / "run", resume=True)
-    folder.config.write_text('{"format": 1, "tra')
+    folder.config.write_text('{"format": 2, "tra')
     with pytest.raises(InputError, match=r"not readable JSON"):
         start(tmp_path / "run", resume=True)
 

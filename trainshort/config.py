@@ -14,8 +14,12 @@ from trainshort.errors import ForeignConfigError, InputError
 from trainshort.files import MissingFileError, read_object, write_whole
 from trainshort.settings import FINITE, MethodSettings, NoSettings, Settings, settings_of
 
-FORMAT = 1
-"""Raised when a field changes meaning, so that a config of another version is refused instead of misread."""
+FORMAT = 2
+"""The version of the format of run folders. Configs with another version are refused.
+
+Increase the version when a setting is renamed, changes its meaning or gets another default. The version is also part
+of the run names (trainshort.runs.run_name).
+"""
 IGNORED = -100
 """A target that is not scored, as torch's cross entropy has it."""
 

@@ -45,7 +45,7 @@ def test_attention_is_stored_with_its_origin(tmp_path, capsys):
     out = tmp_path / "deep" / "a.json"
     run(*ATTENTION, "--memory", "longest", "--tolerance", "1e-5", "--out", str(out))
     stored = json.loads(out.read_text())
-    assert stored["format"] == 1
+    assert stored["format"] == 2
     assert stored["finished"]
     assert stored["settings"]["dtype"] == "float32"
     assert stored["settings"]["attention"]["tolerance"] == 1e-5

@@ -298,7 +298,7 @@ def test_a_meta_that_cannot_be_used_is_told(text: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"meta\.json was changed after it was written: its checksum is another"):
         open_data(out)
     files.write_sealed(out / "meta.json", meta | {"format": 7})
-    with pytest.raises(InputError, match=r"meta\.json has format 7, and this version of trainshort reads format 1"):
+    with pytest.raises(InputError, match=r"meta\.json has format 7, and this version of trainshort reads format 2"):
         open_data(out)
     files.write_sealed(out / "meta.json", meta | {"splitz": 1})
     with pytest.raises(InputError, match=r"In .*meta\.json: Unknown setting 'splitz'\. Did you mean 'splits'\?"):

@@ -34,7 +34,7 @@ KINDS = {
     "dangling link": lambda path: path.symlink_to("nowhere"),
     "looping link": lambda path: path.symlink_to(path.name),
     "empty": Path.touch,
-    "cut": lambda path: path.write_text('{"format": 1, "step'),
+    "cut": lambda path: path.write_text('{"format": 2, "step'),
     "not text": lambda path: path.write_bytes(b"\xff\xfe\x00{}" * 9),
     "deep": lambda path: path.write_text("[" * 200_000 + "]" * 200_000 + "\n"),
     "null": lambda path: path.write_text("null\n"),

@@ -84,6 +84,6 @@ def test_results_alone_make_a_page(tmp_path):
     out = write_report(collect([tmp_path / "results"]), tmp_path / "report").parent
     assert 'id="speed"' in (out / "index.html").read_text()
     (tmp_path / "results" / "bench").mkdir()
-    (tmp_path / "results" / "bench" / "cut.json").write_text('{"format": 1,')
+    (tmp_path / "results" / "bench" / "cut.json").write_text('{"format": 2,')
     with pytest.raises(InputError, match=r"cut\.json: it is not readable JSON"):
         collect([tmp_path / "results"])

@@ -20,7 +20,7 @@ from trainshort.utils import bench_results
 from trainshort.utils.bench_results import BenchResult
 
 COST_FILE = "cost.json"
-COST_FORMAT = 1
+COST_FORMAT = 2
 SAMPLE_FORMAT = 2
 SEEDS = range(1, 10)
 """Seeds that are looked for."""

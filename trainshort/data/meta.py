@@ -91,7 +91,7 @@ def _stat(path: Path) -> os.stat_result:
         return os.fstat(file.fileno())
 
 
-FORMAT = 1
+FORMAT = 2
 META_FILE = "meta.json"
 UNFINISHED_FILE = "unfinished.json"
 OFFSET_TYPE = "<i8"

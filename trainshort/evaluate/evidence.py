@@ -148,7 +148,7 @@ def bounds(bins: list[Bin]) -> tuple[tuple[float, ...], tuple[float, ...]]:
 # what matters. "Worse" is more than that, beyond doubt. Whoever loads the model shows the line, the file's "summary".
 
 CARD = "extrapolation.json"
-CARD_FORMAT = 1
+CARD_FORMAT = 2
 SLACK = 1.02
 """The looser of the two marks counts a perplexity as good up to this many times that at the training length."""
 

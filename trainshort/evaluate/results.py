@@ -22,7 +22,7 @@ from trainshort.passes import Passes, position_edges
 from trainshort.runs import saved_states
 from trainshort.terminal import perplexity
 
-FORMAT = 1
+FORMAT = 2
 BLOCKS = 100
 """Stretches of text whose sums are stored, the same for all lengths: rows can be compared stretch by stretch."""
 SMALLEST_BLOCK = 32

@@ -103,7 +103,7 @@ def summary(headline: Headline, view: View | None, judged: Judged) -> dict[str, 
     }
     first = headline.lines[0].stored[0].evaluation
     return {
-        "format": 1,
+        "format": 2,
         "length": headline.length,
         "corpus": {key: first.corpus[key] for key in ("name", "split", "tokens")},
         "lines": lines,

@@ -88,7 +88,7 @@ def _stored_tables(collection: Collection, tables: list[PaperTable]) -> dict[str
     """The tables as data: per cell what was obtained and what the paper has, as printed, and each seed's number."""
     records = [one.evaluation.provenance for run in collection.runs.values() for one in run.evaluations]
     return {
-        "format": 1,
+        "format": 2,
         "seeds": len({run.config.train.seed for run in collection.runs.values()}),
         "tables": [
             {

@@ -1,6 +1,6 @@
 """What a benchmark run stores: measured values with their spread, and where they come from. No torch.
 
-    {"format": 1,
+    {"format": 2,
      "made": {time, commit, versions, machine, threads},
      "settings": {"dtype": "float32", "quick": false, "attention": {"lengths": [...], "tolerance": 1e-6, ...}, ...},
      "finished": true,
@@ -23,7 +23,7 @@ from trainshort.config import Settings
 from trainshort.errors import InputError
 from trainshort.files import MissingFileError, make_folder, read_json, read_sealed, write_sealed
 
-FORMAT = 1
+FORMAT = 2
 RATIO = "×"  # noqa: RUF001  (the sign that readers know)
 """Unit of a multiple of something else."""
 
