@@ -62,7 +62,7 @@ format: $(STAMP)  ## rewrite the code in the one format
 	$(BIN)/ruff check --fix .
 
 bench: $(STAMP)  ## measure speed and memory against peers, in one run
-	$(BIN)/trainshort bench
+	$(BIN)/python -m benchmarks
 
 fault: $(STAMP)  ## kill, fill the disk, flip bits; print the counts
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m fault -s

@@ -1,21 +1,30 @@
-"""`python -m benchmarks.update_docs`: tables of measurements in the documents, written from the stored results.
+"""`python -m benchmarks.update_docs [REPORT ...]`: write the stored results into README.md and docs/.
 
-A region of a document between these two lines is a table of this file, and a test says when they differ:
+A document marks the places of results. The text between two such lines is a table of this file:
 
     <!-- measured: training -->
     <!-- end of measured -->
 
-and so is a number within a sentence, `<!-- value: recorded -->0.12 ×<!-- end -->`.
+Tables from a report (of the demo, the search or the paper's tables) are marked by `obtained` in place of `measured`.
+A value inside a sentence is marked as `<!-- value: recorded -->0.12 ×<!-- end -->`.
 
-A result of a run that was stopped before its end says so under its table. No torch.
+If folders of reports are given, their results are first stored in benchmarks/results, and their figures in docs.
+A test fails if a document differs from the stored results. This file does not import torch.
 """
 
 import re
+import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from trainshort.evaluate.results import Evaluation, interval, perplexity
+from trainshort.files import read_sealed
+from trainshort.recipes.experiments import method_name, published
 from trainshort.utils.bench_results import RATIO, BenchResult, Measurement, load
+from trainshort.utils.figures import Figure, Series, color, draw
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -25,11 +34,16 @@ DOCUMENTS = (
     "docs/generation.md",
     "docs/interop.md",
     "docs/methods.md",
+    "docs/reproduce.md",
     "docs/training.md",
     "docs/windows.md",
 )
-REGION = re.compile(r"(<!-- measured: (\S+) -->\n)(.*?)(<!-- end of measured -->)", re.DOTALL)
+REGION = re.compile(r"(<!-- (?:measured|obtained): (\S+) -->\n)(.*?)(<!-- end of (?:measured|obtained) -->)", re.DOTALL)
 VALUE = re.compile(r"(<!-- value: (\S+) -->)(.*?)(<!-- end -->)", re.DOTALL)
+HIDDEN_COLUMN = "read tokens/s"
+"""This column is left out of documents, because other models train while evaluations are timed."""
+PAPER_LENGTHS = (512, 8512)
+"""The lengths of the paper's Table 2 that are shown next to the first and the last length of the demo."""
 SHORT = (1024, 4096, 16_384, 32_768)
 """Lengths that the README shows."""
 
@@ -276,30 +290,225 @@ VALUES: dict[str, tuple[str, Callable[[BenchResult], str]]] = {
 }
 
 
-def written(text: str) -> str:
-    """A document with its tables as the stored results have them."""
+# Tables of reports
 
-    def fill(match: re.Match[str]) -> str:
-        names, make = TABLES[match[2]]
-        if missing := [name for name in names.split() if not (RESULTS / f"{name}.json").exists()]:
-            lacking = ", ".join(f"`benchmarks/results/{name}.json`" for name in missing)
-            return f"{match[1]}\nNo such result is stored: {lacking}.\n\n{match[4]}"
-        benches = [stored(name) for name in names.split()]
-        origins = "".join(origin(bench, name) for bench, name in zip(benches, names.split(), strict=True))
-        return f"{match[1]}\n{make(*benches)}{origins}\n{match[4]}"
 
-    def value(match: re.Match[str]) -> str:
-        name, make = VALUES[match[2]]
-        return match[1] + make(stored(name)) + match[4]
+def demo(values: dict[str, Any]) -> str:
+    """The demo's four methods at their length and at the farthest, beside the paper's; then what was found."""
+    length = values["length"]
+    farthest = max(int(at) for line in values["lines"].values() for at in line["points"])
+    paper = {row["L_valid"]: row for row in published()["table2"]}
+    rows = []
+    for name, line in values["lines"].items():
+        if str(length) in line["points"]:
+            here = [_format_value(*line["points"].get(str(at), ())) for at in (length, farthest)]
+            rows.append([name, *here, *(f"{paper[at][line['position'] + '_ppl']:.2f}" for at in PAPER_LENGTHS)])
+    corpus, times = values["corpus"], farthest / length
+    head = f" | here, at {length:,} | here, at {farthest:,} ({times:.0f} {RATIO}) | "
+    head += f"paper, at 512 | paper, at 8,512 (16.6 {RATIO})"
+    where = (
+        f"Here: perplexity on {corpus['tokens']:,} tokens of the {corpus['split']} split of {corpus['name']}, with "
+        "95 % intervals over that text; one seed."
+    )
+    found = "\n".join(f"- {sentence}" for sentence in values["found"])
+    return f"{table(head, rows)}\n{where} {_report_origin(values, 'demo')}\n\n{found}\n"
 
-    return VALUE.sub(value, REGION.sub(fill, text))
+
+def _format_value(value: float | None = None, low: float | None = None, high: float | None = None) -> str:
+    bounds = "" if low is None or high is None else f" ({low:.1f} to {high:.1f})"
+    return "" if value is None else f"{value:.1f}{bounds}"
+
+
+def trials(values: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Validation perplexities by method and way."""
+    found: dict[str, dict[str, float]] = {}
+    for one in values["results"]:
+        found.setdefault(one["method"], {})[one["way"]] = perplexity(one["nll"] / one["count"])
+    return found
+
+
+def tune(values: dict[str, Any]) -> str:
+    """Validation perplexities of every trial; the chosen one of each method in bold."""
+    found = trials(values)
+    rows = []
+    for way in values["grid"]:
+        told = {method: f"{ways[way]:.1f}" if way in ways else "not run" for method, ways in found.items()}
+        best = {method: f"**{told[method]}**" for method in told if values["best"].get(method) == way}
+        rows.append([way, *(told | best).values()])
+    head = " | ".join(["way", *map(method_name, found)])
+    tokens = values["results"][0]["tokens"]
+    done = "" if values["tried"] == values["planned"] else f" {values['tried']} of {values['planned']} trials were run."
+    pilot = "; ".join(f"{way}: {value:.1f}" for way, value in values["pilot"].items())
+    return (
+        f"{table(head, rows)}\n{tokens:,} tokens each, one seed.{done} {_report_origin(values, 'tune')}\n\n"
+        f"Seen before this grid was written: {pilot}.\n"
+    )
+
+
+def tune_picture(values: dict[str, Any]) -> Figure:
+    """The same as a figure: a line per method over the ways."""
+    places = {way: number for number, way in enumerate(values["grid"], 1)}
+    series = []
+    for method, found in trials(values).items():
+        tried = [way for way in places if way in found]
+        x, y = tuple(places[way] for way in tried), tuple(found[way] for way in tried)
+        series.append(Series(method_name(method), x, y, color(method)))
+    return Figure(
+        name="tune",
+        title="The search: validation perplexity of every trial",
+        alt="Validation perplexity of every method in every way that was tried; the numbers stand in the table.",
+        series=tuple(series),
+        x_label="",
+        y_label="perplexity at the training length",
+        ticks=tuple((number, way.replace(", ", "<br>")) for way, number in places.items()),
+    )
+
+
+def encoders(values: dict[str, Any]) -> str:
+    """Return the pseudo-perplexity of the masked language models by length.
+
+    Args:
+        values: The stored evaluation of the ALiBi model. All other stored evaluations `mlm-*.json` are columns, too.
+    """
+    other_paths = sorted(path for path in RESULTS.glob("mlm-*.json") if path.stem != "mlm-alibi")
+    evaluations = [Evaluation.read(values), *(Evaluation.read(read_sealed(path)) for path in other_paths)]
+    alibi = evaluations[0]
+    rows = []
+    for length in (scored.length for scored in alibi.scored):
+        multiple = length / (alibi.trained_at or 1)
+        scores = [_format_score(evaluation, length) for evaluation in evaluations]
+        rows.append([f"{length:,} ({multiple:.0f} {RATIO})", *scores])
+    methods = [method_name(str(evaluation.target["position"])) for evaluation in evaluations]
+    head = " | ".join(["tokens read at once", *methods])
+    corpus, step = alibi.corpus, alibi.target["step"]
+    where = (
+        f"Pseudo-perplexity on {corpus['tokens']:,} tokens of the {corpus['split']} split of {corpus['name']}, with "
+        f"95 % intervals over that text, after {step:,} steps; one seed."
+    )
+    return f"{table(head, rows)}\n{where} {_report_origin(values, 'mlm-alibi')}\n"
+
+
+def _format_score(evaluation: Evaluation, length: int) -> str:
+    """Return the perplexity at one length with its interval, or an empty string if that length was not scored."""
+    score = evaluation.row(length)
+    if score is None or score.status != "scored":
+        return ""
+    bounds = interval(score) or ()
+    return _format_value(score.perplexity, *map(perplexity, bounds))
+
+
+def paper_table(name: str, values: dict[str, Any]) -> str:
+    """A table of the paper as obtained here, with the paper's numbers in brackets; then what of it can be told."""
+    one = next(one for one in values["tables"] if one["name"] == name)
+    rows = [
+        [row, *(f"{cell['here']} ({cell['paper']})" if cell["here"] else "" for cell in cells)]
+        for row, cells in one["rows"]
+    ]
+    rows = [row for row in [["", *one["columns"]], *rows] if any(row[1:])]
+    filled = [number for number in range(len(rows[0])) if any(row[number] for row in rows[1:])]
+    columns = [number for number in filled if rows[0][number] != HIDDEN_COLUMN]
+    head, *kept = [[row[number] for number in columns] for row in rows]
+    told = [[each[key] for key in ("row", "column", "other", "told")] for each in one["differences"]]
+    where = f"{values['seeds']} seeds. {one['note']} {_report_origin(values, 'tables')}"
+    against = f"\n{table('ALiBi | column | to | difference (95 %)', told)}" if told else ""
+    return f"{table(' | '.join(head), kept)}\n{where}\n{against}"
+
+
+def _report_origin(values: dict[str, Any], name: str) -> str:
+    return f"Commit {str(values['provenance'].get('commit'))[:7]}, `benchmarks/results/{name}.json`."
+
+
+REPORT_TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "demo": ("demo", demo),
+    "tune": ("tune", tune),
+    "encoders": ("mlm-alibi", encoders),
+    "table5": ("tables", partial(paper_table, "table5")),
+    "table6": ("tables", partial(paper_table, "table6")),
+}
+"""The tables of reports: the stored result, and the function that makes the table."""
+
+
+# The documents
+
+
+def store_report(report: Path) -> None:
+    """Copy the results of a report into the repository.
+
+    A report of one seed is the demo's: its headline is stored. Of a report of several seeds, the tables are stored.
+
+    Args:
+        report: The folder of the report.
+    """
+    if read_sealed(report / "tables.json")["seeds"] > 1:
+        shutil.copyfile(report / "tables.json", RESULTS / "tables.json")
+        for picture in report.glob("table*-figure.png"):
+            shutil.copyfile(picture, ROOT / "docs" / picture.name)
+        return
+    shutil.copyfile(report / "headline.json", RESULTS / "demo.json")
+    shutil.copyfile(report / "headline.png", ROOT / "docs" / "headline.png")
+
+
+def update_regions(text: str) -> str:
+    """Return a document in which all tables and values are those of the stored results.
+
+    Args:
+        text: The document. A table of a report stays as it is if its result is not stored.
+    """
+
+    def replace_table(match: re.Match[str]) -> str:
+        name = match[2]
+        table_text = bench_table(name) if name in TABLES else report_table(name)
+        if table_text is None:
+            return match[0]
+        return f"{match[1]}\n{table_text}\n{match[4]}"
+
+    def replace_value(match: re.Match[str]) -> str:
+        result_name, make_value = VALUES[match[2]]
+        return match[1] + make_value(stored(result_name)) + match[4]
+
+    text = REGION.sub(replace_table, text)
+    return VALUE.sub(replace_value, text)
+
+
+def bench_table(name: str) -> str:
+    """Return a table of benchmark results with the origin of each result, or a line that names missing results."""
+    result_names, make_table = TABLES[name]
+    missing = [result for result in result_names.split() if not (RESULTS / f"{result}.json").exists()]
+    if missing:
+        paths = ", ".join(f"`benchmarks/results/{result}.json`" for result in missing)
+        return f"No such result is stored: {paths}.\n"
+    benches = {result: stored(result) for result in result_names.split()}
+    origins = "".join(origin(bench, result) for result, bench in benches.items())
+    return make_table(*benches.values()) + origins
+
+
+def report_table(name: str) -> str | None:
+    """Return a table of a stored report, or None if it is not stored."""
+    result_name, make_table = REPORT_TABLES[name]
+    path = RESULTS / f"{result_name}.json"
+    if not path.exists():
+        return None
+    values = read_sealed(path)
+    # A report of several seeds holds only those tables of the paper that were asked for.
+    if result_name == "tables" and name not in {table["name"] for table in values["tables"]}:
+        return None
+    return make_table(values)
 
 
 def stored(name: str) -> BenchResult:
     return load(RESULTS / f"{name}.json")
 
 
-if __name__ == "__main__":
-    for name in sys.argv[1:] or DOCUMENTS:
+def main() -> None:
+    for folder in sys.argv[1:]:
+        store_report(Path(folder))
+    if (RESULTS / "tune.json").exists():
+        draw([tune_picture(read_sealed(RESULTS / "tune.json"))], ROOT / "docs" / "tune")
+        (ROOT / "docs" / "tune.svg").unlink()
+    for name in DOCUMENTS:
         path = ROOT / name
-        path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")
+        path.write_text(update_regions(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

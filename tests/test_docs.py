@@ -71,7 +71,11 @@ THEIRS = {"sqrt_alibi.py"}
 
 def test_every_source_file_that_a_page_names_is_there():
     """`trainshort/passes.py`, `attention/sides.py` and `step.c` alike: by the end of its path."""
-    there = {f"/{file.relative_to(ROOT)}" for room in ("trainshort", "tests") for file in (ROOT / room).rglob("*.*")}
+    there = {
+        f"/{file.relative_to(ROOT)}"
+        for room in ("trainshort", "tests", "benchmarks")
+        for file in (ROOT / room).rglob("*.*")
+    }
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         named = re.findall(r"`([\w/.-]+\.(?:py|c|h))`", text) + re.findall(r"\btrainshort/[\w/]+\.(?:py|c|h)\b", text)

@@ -138,11 +138,11 @@ def test_help_shows_names_and_one_default_each(capsys):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_help_has_boxes_types_or_two_defaults(name, capsys):
+def test_no_help_has_boxes_types_or_two_defaults(name, capfd):
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
     assert not ended.value.code
-    text = capsys.readouterr().out
+    text = capfd.readouterr().out
     assert text.startswith(f"usage: trainshort {name}")
     assert not set("╭│╰") & set(text)
     assert "(default:" not in text
@@ -151,11 +151,11 @@ def test_no_help_has_boxes_types_or_two_defaults(name, capsys):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_an_unknown_option_is_one_sentence_and_exit_2(name, capsys):
+def test_an_unknown_option_is_one_sentence_and_exit_2(name, capfd):
     with pytest.raises(SystemExit) as ended:
         main([name, *(["demo-alibi"] if name == "train" else []), "--no-such-thing", "1"])
     assert ended.value.code == 2
-    err = capsys.readouterr().err.splitlines()
+    err = capfd.readouterr().err.splitlines()
     assert err[0].startswith(f"usage: trainshort {name}")
     assert err[1].startswith("trainshort: Unknown setting 'no-such-thing'.")
     assert len(err) == 2

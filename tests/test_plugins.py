@@ -93,14 +93,6 @@ def test_reproduce_takes_it(trained):
     assert "kerple-log" in told
 
 
-def test_bench_takes_it(trained):
-    words = "bench training evaluate --quick --methods kerple-log --preset tiny --lengths 64 --memory none --rounds 1"
-    told = command(trained, *words.split(), "--out", "bench.json")
-    assert "kerple-log" in told
-    suites = json.loads((trained / "bench.json").read_text())["suites"]
-    assert [row["case"]["model"] for name in ("training", "evaluate") for row in suites[name]].count("kerple-log") == 2
-
-
 def test_analyze_takes_it(trained):
     words = "analyze run --only reach recall --samples 2 --max-tokens 600"
     told = " ".join(command(trained, *words.split()).split())
@@ -324,11 +316,11 @@ def test_a_task_reaches_another_process_with_a_plugins_settings(tmp_path):
     assert done.stdout == "0.25\n", done.stderr
 
 
-def test_every_commands_help_tells_of_plugins(capsys):
+def test_every_commands_help_tells_of_plugins(capfd):
     for name in COMMANDS:
         with pytest.raises(SystemExit, match="0"):
             run([name, "--help"])
-        assert "--plugin FILE.py" in capsys.readouterr().out, name
+        assert "--plugin FILE.py" in capfd.readouterr().out, name
 
 
 SMALL = ["--layers", "1", "--width", "32", "--heads", "4", "--length", "16", "--batch", "4", "--steps", "2"]

@@ -8,7 +8,9 @@ Only the chosen command's module is imported, which keeps `--help` quick.
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from json import JSONDecodeError
+from typing import Any, NoReturn
 
 from trainshort import __version__
 from trainshort.errors import InputError
@@ -35,7 +37,7 @@ COMMANDS = {
     "reproduce": ("reproduce", "the paper's tables and figures, at a scale"),
     "show": ("names", "a recipe's settings"),
     "train": ("train", "train a model by a recipe, into a run folder"),
-    "tune": ("reproduce", "the search behind the laptop's recipe"),
+    "tune": ("bench", "the search behind the laptop's recipe"),
     "verify": ("interop", "whether an export computes what its run computes"),
 }
 """Each with its file in trainshort/commands, where it is the class of that name, and the line `--help` shows for it."""
@@ -70,9 +72,18 @@ def main(argv: list[str] | None = None) -> None:
     The exit code is 0 after success and 2 after an error that the user can correct. Such an error is printed in one
     line. If the environment variable TRAINSHORT_TRACEBACK is set, the traceback is printed instead.
     """
+    exit_with(lambda: _run(sys.argv[1:]) if argv is None else run(argv))
+
+
+def exit_with(work: Callable[[], int]) -> NoReturn:
+    """Call `work` and exit with its result. An error that the user can correct is printed as one line.
+
+    Args:
+        work: Runs the command and returns the exit code.
+    """
     try:
         with show_log_messages():
-            sys.exit(_run(sys.argv[1:]) if argv is None else run(argv))
+            sys.exit(work())
     except InputError as error:
         if os.environ.get("TRAINSHORT_TRACEBACK"):
             raise
@@ -131,10 +142,24 @@ def _run(argv: list[str]) -> int:
         raise InputError(f"{name} comes after the command: trainshort COMMAND --plugin FILE.py.")
     if name not in COMMANDS:
         raise InputError(f"Unknown command '{name}'.{did_you_mean(name, COMMANDS)} See trainshort --help.")
-    from trainshort.commands.parser import read_command  # here, because --help needs none of it
-
-    rest = take_plugins(rest)
     command = getattr(importlib.import_module(f"trainshort.commands.{COMMANDS[name][0]}"), name.capitalize())
-    read = command.parse(rest) if hasattr(command, "parse") else read_command(command, rest)  # parse: of more options
+    return run_command(command, rest)
+
+
+def run_command(command: type[Any], words: list[str]) -> int:
+    """Parse the arguments of a command and run the command.
+
+    Args:
+        command: The class of the command.
+        words: The arguments, which may contain `--plugin FILE.py`.
+
+    Returns:
+        The exit code.
+    """
+    from trainshort.commands.parser import read_command  # `trainshort --help` does not need this import.
+
+    words = take_plugins(words)
+    # A command with a method `parse` has options besides the fields of its class.
+    parsed = command.parse(words) if hasattr(command, "parse") else read_command(command, words)
     require_package("rich", "The command line", "trainshort[train]")
-    return read.run() or 0
+    return parsed.run() or 0

@@ -12,13 +12,12 @@ from laboratory import make_run
 from safetensors.torch import load_file, save_file
 
 from benchmarks import inputs, peers
+from benchmarks.__main__ import Bench, main
 from benchmarks.run import Progress
 from benchmarks.suites import FULL, QUICK, AttentionPlan, DecodePlan, choose
 from trainshort import plugins
 from trainshort.attention.call import TOLERANCE
 from trainshort.checkpoint import load_model
-from trainshort.cli import main
-from trainshort.commands.bench import Bench
 from trainshort.config import load_config
 from trainshort.data import open_data
 from trainshort.errors import InputError
@@ -30,13 +29,13 @@ ATTENTION = ("attention", "--lengths", "64", "128", "--engines", "windowed", "wi
 
 def run(*words: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["bench", *words])
+        main(list(words))
     assert ended.value.code == 0
 
 
 def fails(capsys, *words: str) -> str:
     with pytest.raises(SystemExit) as ended:
-        main(["bench", *words])
+        main(list(words))
     assert ended.value.code == 2
     return capsys.readouterr().err
 
@@ -92,6 +91,21 @@ def test_every_engine_can_be_named(tmp_path, capsys, monkeypatch):
     told = capsys.readouterr().err
     assert "without echo: is for tests with at most 99 keys" in told
     assert "without flex: FlexAttention has no backward on the CPU" in told
+
+
+def test_a_position_method_of_a_plugin_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv(registry.VARIABLE, "")
+    monkeypatch.setattr(registry, "_loaded", {})
+    plugin, out = Path(__file__).parents[1] / "plugins" / "kerple_log.py", tmp_path / "result.json"
+    words = "training evaluate --quick --methods kerple-log --preset tiny --lengths 64 --memory none --rounds 1"
+    try:
+        run(*words.split(), "--out", str(out), "--plugin", str(plugin))
+    finally:
+        for table, name in registry._loaded[str(plugin)].entries:
+            table.forget(name)
+    measured_models = {suite: [row.case["model"] for row in rows] for suite, rows in load(out).suites.items()}
+    assert "kerple-log" in measured_models["training"]
+    assert "kerple-log" in measured_models["evaluate"]
 
 
 def test_work_is_counted_without_a_clock(tmp_path):
@@ -229,6 +243,7 @@ def test_mistakes_are_explained(tmp_path, capsys):
     cut = tmp_path / "cut.safetensors"
     cut.write_bytes(short.read_bytes()[:40])
     sinusoidal = make_run(tmp_path, "other", "sinusoidal")
+    trained = make_run(tmp_path)
     taken = tmp_path / "taken.json"
     taken.write_text("{}")
     for words, message in (
@@ -261,6 +276,12 @@ def test_mistakes_are_explained(tmp_path, capsys):
             f"attention --lengths 31 --inputs {sinusoidal}",
             r"has sinusoidal positions; attention is measured with ALiBi",
         ),
+        (f"attention --inputs {trained} --layer 99", r"--layer 99 is not in .*, whose layers are 0 to 1"),
+        ("decode,attentoin", r"Unknown suite 'attentoin'"),
+        ("training --lengths 128,long", r"--lengths is a whole number, got 'long'"),
+        ("prepare --vocabularies 3", r"--vocabularies must be at least 257, got 3"),
+        ("attention --against nowhere.json", r"There is no benchmark result at nowhere\.json"),
+        ("attention --quick --out /proc/foo/a.json", r"The folder /proc/foo cannot be made"),
         (f"attention --out {taken}", r"taken\.json already exists, and results are kept"),
     ):
         assert re.search(message, " ".join(fails(capsys, *words.split()).split())), words

@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks import tune_laptop as tune
 from benchmarks.update_docs import RESULTS
+from trainshort.cli import run_command
+from trainshort.errors import InputError
 from trainshort.files import read_sealed
 from trainshort.recipes.scales import TUNED, Variant
 from trainshort.runs import RunFolder
@@ -68,3 +70,17 @@ def test_the_recipe_is_what_the_stored_search_chose():
     chosen = {method: tune.GRID[way] for method, way in stored["best"].items()}
     own = {method: way if method in tune.WITH_TABLE else way.replace(position_lr=1.0) for method, way in chosen.items()}
     assert own == TUNED
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tokens 5", "--tokens is what a trial is trained on, at least 10000; got 5"),
+        ("--methods alibbi", "Unknown position method 'alibbi'"),
+        ("--methods ,", "--methods names nothing"),
+        ("alibi", "'alibi' is one word too many"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_the_first_trial(words, message):
+    with pytest.raises(InputError, match=message):
+        run_command(tune.Tune, words.split())

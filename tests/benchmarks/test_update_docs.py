@@ -11,16 +11,16 @@ from trainshort.utils.bench_results import RATIO, Measure, Measurement
 @pytest.mark.parametrize("name", update_docs.DOCUMENTS)
 def test_the_tables_agree_with_the_stored_results(name: str):
     text = (update_docs.ROOT / name).read_text(encoding="utf-8")
-    assert update_docs.REGION.search(text), f"{name} has no measured table"
-    assert update_docs.written(text) == text, f"run: python -m benchmarks.update_docs {name}"
+    assert update_docs.REGION.search(text), f"{name} has no table of results"
+    assert update_docs.update_regions(text) == text, "run: python -m benchmarks.update_docs"
 
 
 def test_a_changed_number_is_noticed():
     text = (update_docs.ROOT / "docs/training.md").read_text(encoding="utf-8")
-    assert update_docs.written(text.replace("tokens/s", "tokens/h")) == text
+    assert update_docs.update_regions(text.replace("tokens/s", "tokens/h")) == text
     text = (update_docs.ROOT / "README.md").read_text(encoding="utf-8")
     assert text != text.replace("-->0.12", "-->0.11")
-    assert update_docs.written(text.replace("-->0.12", "-->0.11")) == text
+    assert update_docs.update_regions(text.replace("-->0.12", "-->0.11")) == text
 
 
 def test_an_unfinished_run_is_told():
@@ -30,7 +30,7 @@ def test_an_unfinished_run_is_told():
 
 def test_a_result_that_is_not_stored_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(update_docs, "RESULTS", tmp_path)
-    text = update_docs.written("<!-- measured: clocks -->\n| old | 3 |\n<!-- end of measured -->\n")
+    text = update_docs.update_regions("<!-- measured: clocks -->\n| old | 3 |\n<!-- end of measured -->\n")
     assert "| old" not in text
     assert "No such result is stored: `benchmarks/results/attention-clock.json`, " in text
 

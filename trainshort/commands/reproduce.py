@@ -1,4 +1,4 @@
-"""`trainshort demo`, `reproduce`, `tune` and `report`: the paper's tables and figures, at a scale one can afford."""
+"""`trainshort demo`, `reproduce` and `report`: the paper's tables and figures, at a scale one can afford."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,33 +161,3 @@ class Report:
         from trainshort.report.write import write_report
 
         tell(f"Report: {write_report(collect(self.runs), self.out)}")
-
-
-@dataclass(frozen=True)
-class Tune:
-    """Train every position method in every way of one grid; of each the best on the validation split is chosen.
-
-    The grid and its rule are in benchmarks/tune_laptop.py. What is done is kept: the same command goes on after a
-    kill. Less than an hour on one core.
-
-    Examples:
-      trainshort tune
-      trainshort tune --methods alibi,t5 --tokens 1228800
-    """
-
-    methods: Annotated[tuple[str, ...], Arg(names=True)] = ()
-    """Position methods, such as alibi,t5. Default: the paper's four."""
-    tokens: int | None = None
-    """Tokens that each trial is trained on. Default: 368,640, less than a third of the demo's."""
-    out: Path = Path("runs") / "tune"
-    """Folder of the trials and of tune.json."""
-
-    def run(self) -> None:
-        from benchmarks import tune_laptop as tune
-
-        if self.tokens is not None and self.tokens < 10_000:
-            raise InputError(f"--tokens is what a trial is trained on, at least 10000; got {self.tokens}.")
-        for name in self.methods:
-            known.get(name)
-        made = tune.trials(self.methods or tune.METHODS, self.tokens or tune.TOKENS)
-        tell(f"Results: {tune.tune(made, self.out, tell)}")

@@ -1,5 +1,8 @@
-"""One page from stored results: JSON in, HTML, Markdown and pictures out. No torch, and nothing is computed anew.
+"""Write a report from stored results: JSON in, HTML, Markdown and figures out.
 
-Reading order: headline, tables, sections, speed and story (what is shown), page (HTML and Markdown), writing (all of
-it), readme (the parts of README.md that are numbers).
+The report computes no results of its own, and this package does not import torch.
+
+- `headline`, `tables`, `sections`, `speed` and `summary` build the parts of the report.
+- `render` turns the parts into HTML and Markdown. `plotly_figures` describes the figures of the HTML page.
+- `write` writes the folder of the report.
 """
