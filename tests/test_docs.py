@@ -36,7 +36,8 @@ def code_blocks(page: str, language: str) -> list[str]:
 
 def make_tiny_run(folder: Path) -> None:
     """Create `runs/tiny` and `data/tiny` in the working directory."""
-    (folder / "text.txt").write_text("the owl and the cat went to sea in a pea-green boat\n\n" * 2000)
+    lines = [f"on day {day} the owl and {day % 7} cats went to sea in a pea-green boat\n" for day in range(3000)]
+    (folder / "text.txt").write_text("".join(lines))
     assert command(["prepare", "text.txt", "--tokenizer", "bytes", "--out", "data/tiny"]) == 0
     sizes = ["--layers", "1", "--width", "16", "--heads", "2", "--length", "16", "--batch", "4", "--steps", "2"]
     assert command(["train", "demo-alibi", "--data.folder", "data/tiny", "--out", "runs/tiny", "--quiet", *sizes]) == 0
