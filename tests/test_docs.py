@@ -80,7 +80,8 @@ def test_every_import_of_a_page_works(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_source_file_that_a_page_names_exists(page):
-    paths = {f"/{file.relative_to(ROOT)}" for folder in ("trainshort", "tests") for file in (ROOT / folder).rglob("*.*")}
+    files = [file for folder in ("trainshort", "tests") for file in (ROOT / folder).rglob("*.*")]
+    paths = {f"/{file.relative_to(ROOT)}" for file in files}
     named = re.findall(r"`([\w/.-]+\.(?:py|c|h))`", page.read_text(encoding="utf-8"))
     named = [name for name in named if name not in FILES_OF_THE_READER]
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in paths)] == []

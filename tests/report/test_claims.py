@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 
 import pytest
 from made_up import LAPTOP, make_demo, make_run, write_evaluation

@@ -79,7 +79,8 @@ def tune(values: dict[str, Any]) -> str:
     head = " | ".join(["way", *map(method_name, found)])
     tokens = values["results"][0]["tokens"]
     done = "" if values["tried"] == values["planned"] else f" {values['tried']} of {values['planned']} trials were run."
-    pilot = table("trial before the grid was fixed | perplexity", [[way, f"{x:.1f}"] for way, x in values["pilot"].items()])
+    pilot_rows = [[way, f"{value:.1f}"] for way, value in values["pilot"].items()]
+    pilot = table("trial before the grid was fixed | perplexity", pilot_rows)
     return f"{table(head, rows)}\n{tokens:,} tokens each, one seed.{done} {_origin(values, 'tune')}\n\n{pilot}"
 
 
