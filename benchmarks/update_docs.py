@@ -30,10 +30,11 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (
     "README.md",
+    "docs/attention.md",
     "docs/evaluation.md",
     "docs/generation.md",
     "docs/interop.md",
-    "docs/methods.md",
+    "docs/positions.md",
     "docs/reproduce.md",
     "docs/training.md",
     "docs/windows.md",
@@ -76,8 +77,12 @@ def times(one: float, other: float, *, digits: int = 2) -> str:
 
 def origin(bench: BenchResult, name: str) -> str:
     """Where the numbers come from, and whether all of them are there."""
-    commit, stopped = str(bench.made.get("commit"))[:7], ". The run was stopped before its end"
-    return f"\n{bench.machine}, commit {commit}, `benchmarks/results/{name}.json`{'' if bench.finished else stopped}.\n"
+    commit = str(bench.made.get("commit"))
+    short_commit = commit[:7]
+    if commit.endswith("+changes"):
+        short_commit += " with uncommitted changes"
+    stopped = "" if bench.finished else ". The run was stopped before its end"
+    return f"\n{bench.machine}, commit {short_commit}, `benchmarks/results/{name}.json`{stopped}.\n"
 
 
 def by_length(bench: BenchResult, engine: str = "windowed") -> dict[int, Measurement]:
@@ -140,7 +145,7 @@ def kept(bench: BenchResult) -> str:
         certificate = f"{masses[-1]:.1e}, {f'{above[-1]:,.0f} rows' if above[-1] else 'no row'} above"
         rows.append([f"{context:,}", f"{share} %", f"{size} MB", f"{rings[-1]:,.0f}", certificate])
     tolerance = bench.settings["decode"]["tolerance"]
-    head = "tokens read | keys kept, of all | cache | longest ring"
+    head = "tokens read | keys kept, of all | cache | longest ring buffer"
     return table(f"{head} | certificate (tolerance {tolerance:.0e})", rows)
 
 
@@ -243,27 +248,27 @@ def clocks(*benches: BenchResult) -> str:
             both, other = (one.measured["forward + backward"].value for one in (row, slopes[tokens]))
             rows.append([title, *cells(row, *TO_PLAIN), times(both, other) if clock else ""])
     head = "8 heads of 64 | tokens | forward, to plain | forward + backward, to plain"
-    return table(f"{head} | forward + backward, to the same slopes without a clock", rows)
+    return table(f"{head} | forward + backward, to ALiBi", rows)
 
 
 FIELD = {
-    "alibi-learned": "ALiBi, slopes trained",
-    "alibi-ssmax": "ALiBi, scores that grow (SSMax)",
-    "fox-alibi": "FoX, gates from ALiBi's slopes",
+    "alibi-learned": "ALiBi, trained slopes",
+    "alibi-ssmax": "ALiBi, length scaling (SSMax)",
+    "fox-alibi": "FoX, gates start at ALiBi's slopes",
 }
 CLOCKS = {
-    "attention-clock": "ALiBi's slopes as a clock, random inputs",
-    "attention-fox-times": "FoX, gates from a half, recorded",
-    "attention-fox-alibi-times": "FoX, gates from ALiBi's slopes, recorded",
+    "attention-clock": "ALiBi's slopes as a decay bias, random inputs",
+    "attention-fox-times": "FoX, gates start at one half, recorded",
+    "attention-fox-alibi-times": "FoX, gates start at ALiBi's slopes, recorded",
 }
 """Times under clocks, by their stored results."""
 MODELS = {
     "attention-demo-alibi": "demo: ALiBi",
-    "attention-demo-fox-alibi": "demo: FoX, gates from ALiBi's slopes",
-    "attention-demo-fox": "demo: FoX, gates from a half",
+    "attention-demo-fox-alibi": "demo: FoX, gates start at ALiBi's slopes",
+    "attention-demo-fox": "demo: FoX, gates start at one half",
     "attention-alibi-8x64": "8 heads of 64: ALiBi",
-    "attention-fox-alibi-8x64": "8 heads of 64: FoX, gates from ALiBi's slopes",
-    "attention-fox-8x64": "8 heads of 64: FoX, gates from a half",
+    "attention-fox-alibi-8x64": "8 heads of 64: FoX, gates start at ALiBi's slopes",
+    "attention-fox-8x64": "8 heads of 64: FoX, gates start at one half",
 }
 """Recorded models that bounds are compared on, by their stored results."""
 TABLES: dict[str, tuple[str, Callable[..., str]]] = {
@@ -338,11 +343,9 @@ def tune(values: dict[str, Any]) -> str:
     head = " | ".join(["way", *map(method_name, found)])
     tokens = values["results"][0]["tokens"]
     done = "" if values["tried"] == values["planned"] else f" {values['tried']} of {values['planned']} trials were run."
-    pilot = "; ".join(f"{way}: {value:.1f}" for way, value in values["pilot"].items())
-    return (
-        f"{table(head, rows)}\n{tokens:,} tokens each, one seed.{done} {_report_origin(values, 'tune')}\n\n"
-        f"Seen before this grid was written: {pilot}.\n"
-    )
+    pilot_rows = [[way, f"{value:.1f}"] for way, value in values["pilot"].items()]
+    pilot = table("trial before the grid was fixed | perplexity", pilot_rows)
+    return f"{table(head, rows)}\n{tokens:,} tokens each, one seed.{done} {_origin(values, 'tune')}\n\n{pilot}"
 
 
 def tune_picture(values: dict[str, Any]) -> Figure:

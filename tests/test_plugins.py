@@ -134,7 +134,7 @@ BAD = {
     "import no_such_module\n": "does not import: ModuleNotFoundError: No module named 'no_such_module' (line 1).",
     "x = 1\ny = 1 / 0\n": "does not import: ZeroDivisionError: division by zero (line 2).",
     "import sys\nsys.exit(0)\n": "does not import: SystemExit: 0 (line 2).",
-    "x = 1\n": "registers nothing; see docs/own-method.md",
+    "x = 1\n": "registers nothing; see docs/positions.md",
     "from trainshort.positions import *\n@positions.register('alibi')\nclass A(PositionMethod):\n"
     "    def score_bias(self, length): return None\n": "cannot be used: position method 'alibi' is already registered",
     "from trainshort.positions import *\n@positions.register('new')\nclass A(PositionMethod): ...\n": "position method "

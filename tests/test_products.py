@@ -60,7 +60,7 @@ def test_numbers_of_any_shape_and_strides(form, inner):
             exact = x.double() @ weight.double().T + bias
             errors.append((linear(x, weight, bias) - exact).square().flatten())
             plain.append((F.linear(x, weight, bias) - exact).square().flatten())
-    assert torch.cat(errors).mean() <= 4 * torch.cat(plain).mean()  # the budget of docs/design.md: 2, of roots
+    assert torch.cat(errors).mean() <= 4 * torch.cat(plain).mean()  # the error budget of docs/attention.md: 2, of roots
 
 
 @pytest.mark.parametrize("shape", [(7, 24), (2, 5, 24)])

@@ -1,6 +1,6 @@
 """trainshort: language models that are trained on short sequences and run on long ones.
 
-Reading order: docs/core.md. The names below are the public ones, each with an example in docs/api.md.
+The names below are public. docs/reference.md has an example of each.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -110,7 +110,7 @@ def load_plugin(path: Path) -> Plugin:
     _load(key, plugin, str(path), lambda: exec(compile(code, str(path), "exec"), vars(module)))
     if not plugin.entries:
         del _loaded[key]
-        raise InputError(f"The plug-in {path} registers nothing; see docs/own-method.md for how it is done.")
+        raise InputError(f"The plug-in {path} registers nothing; see docs/positions.md for how it is done.")
     return plugin
 
 

@@ -59,7 +59,7 @@ def books() -> ModelConfig:
 
 
 def cc100() -> ModelConfig:
-    """The paper's CC100+RoBERTa model, 1.3B; what the paper leaves open follows BASE Layers (docs/paper.md)."""
+    """The paper's CC100+RoBERTa model, 1.3B; what the paper leaves open follows BASE Layers (docs/reproduce.md)."""
     return ModelConfig(
         vocabulary=51_200,
         layers=25,

@@ -3,7 +3,7 @@ has for itself. No torch.
 
 Everything that can be set in this package, by a config, a command line or a plug-in, is a class of this kind. Help
 texts, reports and `trainshort list` know position methods from here alone: a method of the package has its settings
-here and its module in positions/; one from outside has both in its own file (docs/own-method.md), and is filed here as
+here and its module in positions/; one from outside has both in its own file (docs/positions.md), and is filed here as
 it is registered.
 """
 

@@ -49,7 +49,7 @@ def test_the_field_to_alibi():
     )
     bench = update_docs.load(update_docs.RESULTS / "training.json").model_copy(update={"suites": {"training": rows}})
     written = update_docs.field_training(bench).splitlines()
-    assert written[2:] == [f"| FoX, gates from ALiBi's slopes | 64 | 1.250 {RATIO} | 1.031 {RATIO} |"]
+    assert written[2:] == [f"| FoX, gates start at ALiBi's slopes | 64 | 1.250 {RATIO} | 1.031 {RATIO} |"]
 
 
 def test_a_clock_to_its_slopes():

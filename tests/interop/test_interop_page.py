@@ -26,8 +26,9 @@ OTHERS = ("doctor",)
 
 def commands() -> list[str]:
     page = (ROOT / "docs" / "interop.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines() if line.startswith("trainshort ")]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for language, block in blocks if not language for line in block.splitlines()]
+    lines = [line for line in lines if line.startswith("trainshort ")]
     return [line for line in lines if line.split()[1] not in OTHERS]
 
 

@@ -150,7 +150,7 @@ def test_wrong_settings_are_told():
 
 
 def test_the_window_of_a_logarithm_is_long_enough_and_not_much_longer():
-    """Against the sum itself, to a million keys and the integral beyond; and as docs/methods.md has it."""
+    """Against the sum itself, to a million keys and the integral beyond; and as docs/positions.md has it."""
     p, a, excess, tolerance = 3.0, 0.5, 5.0, 1e-6
     window = math.ceil(log_window(p, a, excess, tolerance))
     distance = torch.arange(window, 2_000_000, dtype=torch.float64)
@@ -158,7 +158,7 @@ def test_the_window_of_a_logarithm_is_long_enough_and_not_much_longer():
     mass = math.exp(excess) * (float((1 + a * distance).pow(-p).sum()) + beyond)
     assert 0.99 * tolerance < mass <= tolerance
     assert log_window(1.0, a, excess, tolerance) == math.inf
-    page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "positions.md").read_text(encoding="utf-8")
     for power in (1.5, 2.0, 3.0, 4.0):
         numbers = " | ".join(f"{log_window(power, a, excess, share):.1e}" for share in (1e-6, 1e-2))
         assert f"| {power:g} | {numbers} |" in page

@@ -213,6 +213,6 @@ def test_abilities():
 
 
 def test_every_method_is_on_the_page_of_methods():
-    page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text(encoding="utf-8").lower()
+    page = (Path(__file__).parents[2] / "docs" / "positions.md").read_text(encoding="utf-8").lower()
     own = [name for name in positions.names() if positions.get(name).__module__.startswith("trainshort.")]
     assert [name for name in own if f"`{name}`" not in page and f"**{name}**" not in page] == []

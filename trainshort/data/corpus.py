@@ -157,7 +157,7 @@ def _made(name: str, corpus: Any) -> Corpus:
     the hub for its splits asks the hub."""
     if not hasattr(type(corpus), "documents"):
         raise InputError(
-            f"The corpus '{name}' should be a Corpus, such as file_corpus makes of paths (docs/data.md), and its "
+            f"The corpus '{name}' should be a Corpus, such as file_corpus makes of paths (docs/training.md), and its "
             f"function returned {type(corpus).__name__}."
         )
     return corpus

@@ -1,4 +1,4 @@
-"""More functions of distance at the third door: what came after ALiBi and T5. Formulas and claims: docs/methods.md.
+"""More functions of distance at the third door: what came after ALiBi and T5. Formulas and claims: docs/positions.md.
 
 All but FIRE are one row of numbers by distance, so they train through the compiled kernel, which sums their gradients
 along the diagonals; parameters are shared by all layers.
