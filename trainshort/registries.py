@@ -166,7 +166,7 @@ presets: "Registry[Callable[[], ModelConfig]]" = Registry(
         ),
         "cc100": (
             "trainshort.presets:cc100",
-            "The paper's CC100+RoBERTa model, 1.3B; what the paper leaves open follows BASE Layers (docs/reproduce.md).",
+            "The paper's CC100+RoBERTa model, 1.3B; open choices follow BASE Layers (docs/reproduce.md).",
         ),
     },
 )

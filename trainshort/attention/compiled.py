@@ -3,8 +3,8 @@
 Torch's fast kernel on the CPU takes a bias but gives it no gradient, so a trained one (T5's table, ALiBi with trained
 slopes) would be written out, with all scores, weights and their gradients. Here the bias is a row of numbers by
 distance, read and summed along the diagonals where the scores are: at 768 tokens a ninth of the time. Without a bias
-the same kernel takes between 0.38 and 0.89 of the time of torch's on a processor with AVX2 (measured once, not stored), so
-position methods that differ in nothing else are also computed alike.
+the same kernel takes between 0.38 and 0.89 of the time of torch's on a processor with AVX2 (measured once, not
+stored), so position methods that differ in nothing else are also computed alike.
 
 It leaves keys out where a table by distance falls so far that this is proven (KERPLE's powers, BAM), and nowhere else:
 slopes and clocks that shall skip are `windowed`'s.
