@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from trainshort.cli import exit_with, run_command
-from trainshort.commands.parser import Arg, Option, of_class, read_command
+from trainshort.commands.parser import Arg, Option, options_from_dataclass, read_command
 from trainshort.errors import InputError
-from trainshort.files import try_file
-from trainshort.terminal import listed, say
+from trainshort.files import check_file_writable
+from trainshort.terminal import join_words, print_status
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +69,7 @@ class Bench:
         if old is not None:
             comparison = compare(old, new)
             for warning in comparison.warnings:
-                say(warning)
+                print_status(warning)
             print_comparison(comparison, console)
 
     def _measure(self, console: "Console") -> "bench_results.BenchResult":
@@ -83,7 +83,7 @@ class Bench:
         out = self.out or Path("runs/bench") / f"{datetime.now():%Y-%m-%d-%H%M%S}.json"
         if out.exists():
             raise InputError(f"{out} already exists, and results are kept. Choose another --out.")
-        try_file(out)
+        check_file_writable(out)
         made = run(plans, self.quick, out, console)
         console.print(f"Results: {out}", markup=False, highlight=False, soft_wrap=True)
         return made
@@ -102,14 +102,14 @@ def suite_options() -> list[Option]:
 
     found: dict[str, list[tuple[str, Option]]] = {}
     for suite, plan in FULL.items():
-        for one in of_class(type(plan)):
+        for one in options_from_dataclass(type(plan)):
             found.setdefault(one.field, []).append((suite, one))
     made = []
     for having in found.values():
         suites, alike = zip(*having, strict=True)
         text, default = next(one.help for one in alike if one.help), alike[0].default
         if len(suites) < len(FULL):
-            text = f"Of {listed(list(suites))}: {text[:1].lower()}{text[1:]}"
+            text = f"Of {join_words(list(suites))}: {text[:1].lower()}{text[1:]}"
         if len({one.default for one in alike}) == 1 and default not in (None, ()) and "Default" not in text:
             text += f" Default: {' '.join(map(str, default)) if isinstance(default, tuple) else default}."
         made.append(replace(alike[0], help=text, default=None, names=alike[0].count is None))

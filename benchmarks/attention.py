@@ -11,15 +11,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.inputs import MADE_UP, Inputs, make_inputs
-from benchmarks.peers import CLOCK, LIMIT, PLAIN, Attend, chosen, contestant
+from benchmarks.inputs import SYNTHETIC, Inputs, make_inputs
+from benchmarks.peers import CLOCK, MAX_SLOW_PEER_LENGTH, PLAIN, Attend, chosen, make_implementation
 from benchmarks.run import Benchmark, Progress, matmul_rate, peaks
 from benchmarks.suites import AttentionPlan, wants_memory
 from trainshort.attention import DecayBias, attend
 from trainshort.attention.call import bias_kind_of
-from trainshort.attention.windowed_torch import PANEL
+from trainshort.attention.windowed_torch import QUERY_TILE
 from trainshort.utils.bench_results import Case, Measure, Measurement, megabytes, percent, ratio
-from trainshort.utils.timing import in_turns, peak_during
+from trainshort.utils.timing import peak_during, time_interleaved
 
 CHECKED = 64
 """Last rows that are compared with float64, because the oracle writes scores out."""
@@ -33,7 +33,7 @@ EVERY = 17
 
 def benchmarks(plan: AttentionPlan, source: str) -> list[Benchmark]:
     """One per length. `source` is what `make_inputs` reads."""
-    label = source if source in MADE_UP else "recorded"
+    label = source if source in SYNTHETIC else "recorded"
     make_inputs(source, max(plan.lengths))  # inputs that are too short should not be noticed after an hour
     return [
         Benchmark(f"attention at {length:,} tokens, {label} inputs", partial(measure, plan, source, label, length))
@@ -47,15 +47,15 @@ def measure(plan: AttentionPlan, source: str, label: str, length: int, progress:
         case: Case = {"inputs": label, "engine": "windowed", "tokens": length}
         return [Measurement(case=case, measured=work(inputs, plan.tolerance))]
     names = chosen(plan.engines, inputs, progress, causal)
-    functions = {name: contestant(name, inputs, plan.tolerance, causal) for name in names}
+    functions = {name: make_implementation(name, inputs, plan.tolerance, causal) for name in names}
     given = {name: inputs.with_clock() if name == CLOCK else inputs for name in names}
-    rounds = plan.rounds or (9 if length <= 4096 else 5 if length <= LIMIT else 3)
-    warmup = 1 if length <= LIMIT else 0
+    rounds = plan.rounds or (9 if length <= 4096 else 5 if length <= MAX_SLOW_PEER_LENGTH else 3)
+    warmup = 1 if length <= MAX_SLOW_PEER_LENGTH else 0
     timings = {}
     for kind in ("forward", "forward + backward"):
         progress.note(f"{kind}, {rounds} rounds of {', '.join(names)}")
         turns = {name: passes(functions[name], given[name], kind != "forward") for name in names}
-        timings[kind] = in_turns(turns, rounds, warmup, progress.round)
+        timings[kind] = time_interleaved(turns, rounds, warmup, progress.round)
     rate = matmul_rate(0.5)
     asked = {"source": source, "length": length, "tolerance": plan.tolerance, "causal": causal}
     tasks = {name: asked | {"name": name} for name in names if wants_memory(plan, length)}
@@ -121,7 +121,7 @@ def work(inputs: Inputs, tolerance: float) -> dict[str, Measure]:
         inputs.q, inputs.k, inputs.v, bias, kind, None, None, scale, tolerance, True
     )
     first = results[2]
-    ours = (rows - first[0][:, rows // PANEL] + 1).double().sum() / _causal_pairs(inputs)
+    ours = (rows - first[0][:, rows // QUERY_TILE] + 1).double().sum() / _causal_pairs(inputs)
     theirs, (needed, in_blocks) = acp_work(inputs, tolerance, scale), needed_work(inputs, tolerance)
     shares = {"work": float(ours), "work by ACP": theirs, "work needed": needed, "work needed in blocks": in_blocks}
     found = {name: percent(share, 1, "lower") for name, share in shares.items()}
@@ -138,10 +138,10 @@ def acp_work(inputs: Inputs, tolerance: float, scale: float) -> float:
     most = inputs.q[0].norm(dim=-1).amax(-1) * inputs.k[0].norm(dim=-1).amax(-1) * scale
     threshold = -(2 * most.double() + math.log(length)) + math.log(tolerance)
     last = torch.arange(0, length, KEYS).add(KEYS - 1).clamp(max=length - 1)
-    kept = clock[:, ::PANEL, None] - clock[:, None, last] >= threshold[:, None, None]
+    kept = clock[:, ::QUERY_TILE, None] - clock[:, None, last] >= threshold[:, None, None]
     rows = torch.arange(length)
     pairs = (rows[:, None] - torch.arange(0, length, KEYS) + 1).clamp(0, KEYS)  # of each row in each block of keys
-    by_panel = torch.zeros(kept.shape[1:], dtype=torch.int64).index_add_(0, rows // PANEL, pairs)
+    by_panel = torch.zeros(kept.shape[1:], dtype=torch.int64).index_add_(0, rows // QUERY_TILE, pairs)
     return float((kept * by_panel).double().sum() / _causal_pairs(inputs))
 
 
@@ -152,8 +152,8 @@ def needed_work(inputs: Inputs, tolerance: float) -> tuple[float, float]:
     length, heads = inputs.q.shape[2], inputs.q.shape[1]
     keys, totals = torch.arange(length), torch.zeros(3, dtype=torch.int64)
     clock, all_keys = inputs.with_clock().bias.values, inputs.k.double().mT / math.sqrt(inputs.q.shape[3])
-    for start in range(0, length, EVERY * PANEL):
-        rows = torch.arange(start, min(start + PANEL, length))
+    for start in range(0, length, EVERY * QUERY_TILE):
+        rows = torch.arange(start, min(start + QUERY_TILE, length))
         scores = inputs.q[:, :, rows].double() @ all_keys + clock[:, :, rows, None] - clock[:, :, None]
         masses = scores.masked_fill(keys > rows[:, None], -torch.inf).softmax(-1).cumsum(-1)
         first = (masses <= tolerance).sum(-1)
@@ -172,7 +172,7 @@ def peak(source: str, length: int, name: str, tolerance: float, causal: bool) ->
 
     def both(length: int) -> Callable[[], object]:
         inputs = make_inputs(source, length)
-        function = contestant(name, inputs, tolerance, causal)
+        function = make_implementation(name, inputs, tolerance, causal)
         return passes(function, inputs.with_clock() if name == CLOCK else inputs, True)
 
     both(min(length, WARM))()  # builds and loads what is loaded once

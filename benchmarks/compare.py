@@ -15,7 +15,7 @@ from trainshort.runs import flatten
 from trainshort.terminal import new_console
 from trainshort.utils.bench_results import BenchResult, Measure, Measurement, by_kind, shown
 
-SINGLE = 0.02
+SINGLE_RUN_NOISE = 0.02
 """Spread that is allowed to a value measured once, such as peak memory."""
 Rows = dict[tuple[str, str], Measurement]
 """Those of a result, by suite and case."""
@@ -39,7 +39,9 @@ class Difference:
     @property
     def verdict(self) -> str:
         """better, worse or changed; nothing when the two are no farther apart than their spreads together."""
-        room = sum(abs(one.value) * (SINGLE if one.spread is None else one.spread) for one in (self.old, self.new))
+        room = sum(
+            abs(one.value) * (SINGLE_RUN_NOISE if one.spread is None else one.spread) for one in (self.old, self.new)
+        )
         if abs(self.new.value - self.old.value) <= room:
             return ""
         if self.new.better is None:

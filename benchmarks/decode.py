@@ -13,32 +13,32 @@ from pathlib import Path
 import torch
 
 from benchmarks import peers
-from benchmarks.inputs import bounding
+from benchmarks.inputs import require_error_bound
 from benchmarks.run import Benchmark, Progress
 from benchmarks.suites import TRAINED, DecodePlan
 from benchmarks.training import mpt_takes_part
 from trainshort.cache import BoundedCache, Cache
 from trainshort.config import ModelConfig
-from trainshort.data.of_run import open_own
+from trainshort.data.of_run import open_run_data
 from trainshort.errors import InputError
 from trainshort.evaluate.target import RunTarget
-from trainshort.generate.one_row import RowModel
+from trainshort.generate.one_row import FastDecoder
 from trainshort.generate.streaming import stream
-from trainshort.machine import Peak, resident_memory
+from trainshort.machine import PeakMemory, resident_memory
 from trainshort.model import TransformerLM
 from trainshort.presets import presets
 from trainshort.utils.bench_results import Case, Measure, Measurement, median_of, megabytes, percent, ratio
-from trainshort.utils.timing import in_turns
+from trainshort.utils.timing import time_interleaved
 
-TURN = 16
+TOKENS_PER_ROUND = 16
 """Consecutive tokens of a turn."""
 WARMUP = 3
 """Turns before the first that counts. In them a full cache doubles its room, which then lasts as many tokens as the
 context has; a later doubling, at a very short context, is one turn of many, which a median does not feel."""
-CHUNK = 1024
+PREFILL_CHUNK = 1024
 READ = 512
 """Tokens of real text that are read at a time."""
-SETTLED = 8192
+RING_WARMUP_TOKENS = 8192
 """Tokens after which the rings of these models have their final size."""
 
 
@@ -49,11 +49,13 @@ def benchmarks(plan: DecodePlan) -> list[Benchmark]:
         "context": Benchmark("time per token and cache memory by context", partial(by_context, plan)),
         "weights": Benchmark(f"against reading the weights once, context {shortest:,}", partial(by_weights, plan)),
         "mpt": Benchmark(f"against MPT, context {prompt:,}", partial(against_mpt, plan)),
-        TRAINED: Benchmark(f"what a bounded cache keeps of the text of {plan.run}", partial(kept, plan)),
-        "endless": Benchmark(f"endless, 1 layer, width 32: {plan.tokens:,} tokens", partial(endless, plan)),
+        TRAINED: Benchmark(f"what a bounded cache keeps of the text of {plan.run}", partial(measure_cache_size, plan)),
+        "endless": Benchmark(
+            f"endless, 1 layer, width 32: {plan.tokens:,} tokens", partial(measure_long_generation, plan)
+        ),
     }
     if plan.run is not None:
-        bounding(Path(plan.run), "a bounded cache")
+        require_error_bound(Path(plan.run), "a bounded cache")
     return [step for name, step in known.items() if name in plan.parts or (name == TRAINED and plan.run)]
 
 
@@ -62,8 +64,8 @@ def make_model(preset: str) -> TransformerLM:
     return TransformerLM(presets.get(preset)().replace(biases=False)).eval()
 
 
-def compiled(model: TransformerLM) -> RowModel:
-    made = RowModel.of(model)
+def compiled(model: TransformerLM) -> FastDecoder:
+    made = FastDecoder.create(model)
     if made is None:
         raise InputError(
             "The decode benchmark measures the compiled path, and there is no C compiler here. "
@@ -85,10 +87,10 @@ def filled(model: TransformerLM, cache: Cache, context: int) -> Cache:
     """
     layers = [cache.layer(index) for index in range(model.config.layers)]
     bias = model.position.score_bias(1)
-    read = min(context, SETTLED) if isinstance(cache, BoundedCache) else context
+    read = min(context, RING_WARMUP_TOKENS) if isinstance(cache, BoundedCache) else context
     sizes = own_sizes(model)
-    for start in range(0, read, CHUNK):
-        shape = (1, model.config.heads, min(CHUNK, read - start), model.config.head_width)
+    for start in range(0, read, PREFILL_CHUNK):
+        shape = (1, model.config.heads, min(PREFILL_CHUNK, read - start), model.config.head_width)
         q, k, v = (torch.randn(shape) * size for size in sizes)
         for layer in layers:
             if isinstance(cache, BoundedCache):
@@ -103,17 +105,17 @@ def filled(model: TransformerLM, cache: Cache, context: int) -> Cache:
 @torch.inference_mode()
 def own_sizes(model: TransformerLM) -> list[float]:
     """Deviations of the first layer's queries, keys and values."""
-    x = model.vocabulary.embed(torch.randint(model.config.vocabulary, (1, 64)))
+    x = model.vocabulary.embed(torch.randint(model.config.vocab_size, (1, 64)))
     block = model.layers[0]
     qkv = block.attention.qkv(block.attention_norm(x))  # pyright: ignore
     return [float(part.std()) for part in qkv.chunk(3, dim=-1)]
 
 
-def turn_of(made: RowModel, cache: Cache, tokens: int = TURN) -> Callable[[], object]:
+def make_decode_task(made: FastDecoder, cache: Cache, tokens: int = TOKENS_PER_ROUND) -> Callable[[], object]:
     @torch.inference_mode()
     def turn() -> None:
         for _ in range(tokens):
-            made.scores(7, cache)
+            made.logits(7, cache)
 
     return turn
 
@@ -126,18 +128,18 @@ def by_context(plan: DecodePlan, progress: Progress) -> list[Measurement]:
         progress.note(f"filling caches with {context:,} tokens")
         caches |= {(kind, context): cache for kind, cache in both_caches(model, plan, context).items()}
     size = {key: cache.bytes for key, cache in caches.items()}  # before the next token doubles the full one's room
-    progress.note(f"{plan.rounds} rounds of {TURN} tokens with each of {len(caches)} caches")
-    turns = {f"{kind} {context}": turn_of(made, cache) for (kind, context), cache in caches.items()}
-    timings = in_turns(turns, plan.rounds, WARMUP, progress.round)
+    progress.note(f"{plan.rounds} rounds of {TOKENS_PER_ROUND} tokens with each of {len(caches)} caches")
+    turns = {f"{kind} {context}": make_decode_task(made, cache) for (kind, context), cache in caches.items()}
+    timings = time_interleaved(turns, plan.rounds, WARMUP, progress.round)
     shortest = min(plan.contexts)
     rows = []
     for (kind, context), cache in caches.items():
         own, short, full = (timings[name] for name in (f"{kind} {context}", f"{kind} {shortest}", f"full {context}"))
         measured = {
-            "time per token": own.per(TURN),
-            f"to {shortest:,}": own.to(short),
-            "to full": own.to(full),
-            "best": Measure(value=1e3 * own.best / TURN, unit="ms", better="lower"),
+            "time per token": own.per(TOKENS_PER_ROUND),
+            f"to {shortest:,}": own.ratio_to(short),
+            "to full": own.ratio_to(full),
+            "best": Measure(value=1e3 * own.best / TOKENS_PER_ROUND, unit="ms", better="lower"),
             f"best to {shortest:,}": ratio(own.best, short.best, "lower"),
             "cache": megabytes(size[kind, context]),
             "cache to full": percent(size[kind, context], size["full", context], "lower"),
@@ -155,18 +157,22 @@ def by_weights(plan: DecodePlan, progress: Progress) -> list[Measurement]:
     made, context = compiled(model), min(plan.contexts)
 
     def read() -> None:
-        for _ in range(TURN):
+        for _ in range(TOKENS_PER_ROUND):
             numbers.sum()
 
     rows = []
     for kind, cache in both_caches(model, plan, context).items():
-        progress.note(f"{plan.rounds} rounds of {TURN} tokens and {TURN} readings, {kind} cache")
-        timings = in_turns({"read": read, "token": turn_of(made, cache)}, plan.rounds, WARMUP, progress.round)
+        progress.note(
+            f"{plan.rounds} rounds of {TOKENS_PER_ROUND} tokens and {TOKENS_PER_ROUND} readings, {kind} cache"
+        )
+        timings = time_interleaved(
+            {"read": read, "token": make_decode_task(made, cache)}, plan.rounds, WARMUP, progress.round
+        )
         once, token = timings["read"], timings["token"]
         measured = {
             "weights": Measure(value=4 * numbers.numel() / 2**20, unit="MB"),
-            "read once": once.per(TURN),
-            "time per token": token.per(TURN),
+            "read once": once.per(TOKENS_PER_ROUND),
+            "time per token": token.per(TOKENS_PER_ROUND),
             "of the limit": token.speed_of(once),
             "best of the limit": percent(once.best, token.best, "higher"),
         }
@@ -180,7 +186,7 @@ def against_mpt(plan: DecodePlan, progress: Progress) -> list[Measurement]:
     context, model = max(plan.prompts), make_model(plan.preset)
     if not mpt_takes_part(model.config, peers.PROMPT_COPIES, context, progress):
         return []
-    room = peers.TURN * (plan.rounds + WARMUP) + peers.GREEDY
+    room = peers.MPT_TOKENS_PER_ROUND * (plan.rounds + WARMUP) + peers.GREEDY
     theirs, ours = peers.pair(model, context + room)
     rows = []
     for prompt in plan.prompts:
@@ -189,14 +195,17 @@ def against_mpt(plan: DecodePlan, progress: Progress) -> list[Measurement]:
         measured = {"same greedy tokens": Measure(value=same, unit=f"of {peers.GREEDY}", better="higher")}
         case: Case = {"part": "greedy", "prompt": prompt, "preset": plan.preset}
         rows.append(Measurement(case=case, measured=measured))
-    progress.note(f"{plan.rounds} rounds of {peers.TURN} tokens with each of mpt, full, bounded")
+    progress.note(f"{plan.rounds} rounds of {peers.MPT_TOKENS_PER_ROUND} tokens with each of mpt, full, bounded")
     made = compiled(ours)
     turns = {"mpt": peers.turn_of(theirs, context)}
-    turns |= {kind: turn_of(made, cache, peers.TURN) for kind, cache in both_caches(ours, plan, context).items()}
-    timings = in_turns(turns, plan.rounds, WARMUP, progress.round)
+    turns |= {
+        kind: make_decode_task(made, cache, peers.MPT_TOKENS_PER_ROUND)
+        for kind, cache in both_caches(ours, plan, context).items()
+    }
+    timings = time_interleaved(turns, plan.rounds, WARMUP, progress.round)
     for name, timing in timings.items():
         measured = {
-            "time per token": timing.per(peers.TURN),
+            "time per token": timing.per(peers.MPT_TOKENS_PER_ROUND),
             "speed to mpt": timing.speed_to(timings["mpt"]),
             "best to mpt": ratio(timings["mpt"].best, timing.best, "higher"),
         }
@@ -206,15 +215,15 @@ def against_mpt(plan: DecodePlan, progress: Progress) -> list[Measurement]:
 
 
 @torch.inference_mode()
-def kept(plan: DecodePlan, progress: Progress) -> list[Measurement]:
+def measure_cache_size(plan: DecodePlan, progress: Progress) -> list[Measurement]:
     """How much of a full cache a trained model keeps of real text: the beginning of each split of its own data."""
     target = RunTarget(Path(str(plan.run)))
-    data, rows = open_own(target.run, target.config.data), []
+    data, rows = open_run_data(target.run, target.config.data), []
     for split in data.meta.splits:
         tokens = torch.from_numpy(data.split(split)[: max(plan.contexts)].astype("int64"))[None]
         contexts = sorted({min(context, tokens.shape[1]) for context in plan.contexts})
         progress.note(f"reading {contexts[-1]:,} tokens of {split}")
-        cache = BoundedCache(tolerance=plan.tolerance, clocked=target.model.position.keeps_clock)
+        cache = BoundedCache(tolerance=plan.tolerance, clocked=target.model.position.uses_cumulative_decay)
         for start, end in zip((0, *contexts), contexts, strict=False):
             for chunk in tokens[:, start:end].split(READ, dim=1):
                 target.model.hidden(chunk, cache=cache)
@@ -230,12 +239,12 @@ def _kept_row(cache: BoundedCache, case: Case) -> Measurement:
         "shortest ring": Measure(value=min(rings), unit="keys"),
         "cache": megabytes(cache.bytes),
         "certificate": Measure(value=cache.certificate.mass, better="lower"),
-        "rows above tolerance": Measure(value=cache.certificate.above, better="lower"),
+        "rows above tolerance": Measure(value=cache.certificate.rows_above_tolerance, better="lower"),
     }
     return Measurement(case=case, measured=measured, note=str(cache.certificate))
 
 
-def endless(plan: DecodePlan, progress: Progress) -> list[Measurement]:
+def measure_long_generation(plan: DecodePlan, progress: Progress) -> list[Measurement]:
     """A very small model without end, one thread: memory, speed of the first and last stretch, certificate."""
     threads = torch.get_num_threads()
     torch.manual_seed(0)
@@ -249,9 +258,9 @@ def endless(plan: DecodePlan, progress: Progress) -> list[Measurement]:
 def _endless_row(plan: DecodePlan, progress: Progress) -> Measurement:
     count = plan.tokens
     stretch, settled = max(1, min(10_000, count // 10)), max(1, min(20_000, count // 5))
-    model = TransformerLM(ModelConfig(vocabulary=256, layers=1, width=32, heads=4))
+    model = TransformerLM(ModelConfig(vocab_size=256, layers=1, width=32, heads=4))
     made = stream(model, [1], tokens=count, mode="bounded", tolerance=plan.tolerance)
-    peak = Peak(torch.device("cpu"))
+    peak = PeakMemory(torch.device("cpu"))
     seconds, start, early = [], time.process_time(), resident_memory()
     for number, _ in enumerate(made, start=1):
         if number % stretch == 0:
@@ -272,7 +281,7 @@ def _endless_row(plan: DecodePlan, progress: Progress) -> Measurement:
         "memory growth": percent(growth, early, "lower"),
         "cache": Measure(value=cache.bytes / 1024, unit="KB", better="lower"),
         "certificate": Measure(value=certificate.mass, better="lower"),
-        "rows above tolerance": Measure(value=certificate.above, better="lower"),
+        "rows above tolerance": Measure(value=certificate.rows_above_tolerance, better="lower"),
     }
     if most is not None:
         measured["peak"] = megabytes(most)

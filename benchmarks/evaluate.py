@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.run import Benchmark, Progress, peaks
 from benchmarks.suites import EvaluatePlan, wants_memory
-from trainshort.checkpoint import find, load_model
+from trainshort.checkpoint import find_checkpoint, load_model
 from trainshort.evaluate.sweep import score
 from trainshort.evaluate.target import ModelTarget
 from trainshort.model import TransformerLM
@@ -22,13 +22,13 @@ from trainshort.passes import Passes
 from trainshort.positions import positions
 from trainshort.presets import presets
 from trainshort.utils.bench_results import Case, Measurement, megabytes
-from trainshort.utils.timing import in_turns, peak_during
+from trainshort.utils.timing import peak_during, time_interleaved
 
 
 def benchmarks(plan: EvaluatePlan) -> list[Benchmark]:
     """One per position method, or the one run."""
     if plan.run is not None:
-        find(Path(plan.run))
+        find_checkpoint(Path(plan.run))
         named = {"": plan.run}
     else:
         for name in plan.methods:
@@ -44,13 +44,13 @@ def make_target(method: str, preset: str, run: str | None, longest: int) -> Mode
     if run is not None:
         return ModelTarget(load_model(Path(run)), trained_at=1024, name=Path(run).resolve().name)
     torch.manual_seed(0)
-    config = presets.get(preset)().replace(position=method).reaching(longest)
+    config = presets.get(preset)().replace(position=method).with_max_length(longest)
     return ModelTarget(TransformerLM(config), trained_at=1024, name=method)
 
 
 def read(target: ModelTarget, length: int, tokens: int) -> None:
     """Score all tokens in blocks of `length`, as `trainshort evaluate` does."""
-    text = np.random.default_rng(0).integers(target.vocabulary, size=tokens)
+    text = np.random.default_rng(0).integers(target.vocab_size, size=tokens)
     for _ in score(target, text, Passes(tokens, length, length), batch_tokens=tokens):
         pass
 
@@ -60,7 +60,7 @@ def measure(plan: EvaluatePlan, method: str, progress: Progress) -> list[Measure
     tokens, shortest = max(plan.lengths), min(plan.lengths)
     progress.note(f"{plan.rounds} rounds of blocks of {', '.join(f'{length:,}' for length in plan.lengths)}")
     work = {f"{length:,} tokens": partial(read, target, length, tokens) for length in plan.lengths}
-    timings = in_turns(work, plan.rounds, 1, progress.round)
+    timings = time_interleaved(work, plan.rounds, 1, progress.round)
     asked = {"method": method, "preset": plan.preset, "run": plan.run, "tokens": tokens}
     tasks = {f"{one:,} tokens": asked | {"length": one} for one in plan.lengths if wants_memory(plan, one)}
     memory = peaks("evaluate", tasks, progress)

@@ -20,9 +20,9 @@ from trainshort.errors import InputError
 from trainshort.evaluate.attention_inputs import attention_calls
 from trainshort.evaluate.target import RunTarget, open_text
 
-MADE_UP = ("normal", "scaled")
+SYNTHETIC = ("normal", "scaled")
 HEADS, DIM = 8, 64
-CHUNK = 4096
+RECORD_CHUNK = 4096
 """Tokens that a recorded model reads at once."""
 
 
@@ -38,13 +38,13 @@ class Inputs:
         """The same, with slopes told as a clock."""
         if isinstance(self.bias, DecayBias):
             return self
-        return replace(self, bias=DecayBias(clocks.of_slopes(self.bias.slopes, self.q.shape[2])))
+        return replace(self, bias=DecayBias(clocks.decay_from_slopes(self.bias.slopes, self.q.shape[2])))
 
 
 def make_inputs(source: str, length: int) -> Inputs:
     """Random normal, random normal with sharper heads ("scaled"), or the first tokens of a recorded file."""
     generator = torch.Generator().manual_seed(0)
-    if source not in MADE_UP:
+    if source not in SYNTHETIC:
         return _read(Path(source), length, generator)
     q, k, v, grad_out = (torch.randn(1, HEADS, length, DIM, generator=generator) for _ in range(4))
     if source == "scaled":
@@ -75,10 +75,10 @@ def _read(path: Path, length: int, generator: torch.Generator) -> Inputs:
     return Inputs(q, k, v, bias, torch.randn(q.shape, generator=generator))
 
 
-def bounding(run: Path, what: str) -> RunTarget:
+def require_error_bound(run: Path, what: str) -> RunTarget:
     """A causal run whose positions bound what far tokens weigh, which measuring `what` needs."""
     target = RunTarget(run)
-    if not target.model.position.bounds_the_past():
+    if not target.model.position.has_error_bound():
         position = target.model.config.position
         raise InputError(f"{run} has {position} positions; {what} is measured with ALiBi or FoX. Give such a run.")
     return target
@@ -86,7 +86,7 @@ def bounding(run: Path, what: str) -> RunTarget:
 
 def recordable(run: Path, layer: int | None) -> tuple[RunTarget, int]:
     """The run's model, and which layer of it is recorded (default: the middle one)."""
-    target = bounding(run, "attention")
+    target = require_error_bound(run, "attention")
     layers = target.model.config.layers
     index = layers // 2 if layer is None else layer
     if index >= layers:
@@ -100,9 +100,11 @@ def record(target: RunTarget, index: int, length: int, path: Path) -> dict[str, 
     model = target.model
     text = open_text(target, ())
     tokens = torch.from_numpy(np.resize(text.tokens, length).astype(np.int64))
-    call = attention_calls(model, tokens[None], CHUNK)[index]
+    call = attention_calls(model, tokens[None], RECORD_CHUNK)[index]
     # Shared key heads are written out, since not every contestant can share them.
-    found = {"q": call.q} | {name: getattr(call, name).repeat_interleave(call.group, dim=1) for name in "kv"}
+    found = {"q": call.q} | {
+        name: getattr(call, name).repeat_interleave(call.heads_per_kv_head, dim=1) for name in "kv"
+    }
     tensors = {name: x.float().contiguous() for name, x in found.items()}
     match call.bias:
         case LinearBias(slopes):

@@ -15,11 +15,11 @@ from benchmarks import training
 from benchmarks.peers import GREEDY, greedy, same_greedy_tokens
 from benchmarks.run import Benchmark, Progress, peaks
 from benchmarks.suites import PatchPlan, wants_memory
-from trainshort.interop.patch import patch, put_in
+from trainshort.interop.patch import apply_patch, patch
 from trainshort.presets import presets
 from trainshort.utils.bench_results import Case, Measure, Measurement, megabytes, ratio
-from trainshort.utils.timing import in_turns, peak_during
-from trainshort.vocabulary import product
+from trainshort.utils.timing import peak_during, time_interleaved
+from trainshort.vocabulary import apply_linear
 
 WORK = ("forward", "step")
 
@@ -33,7 +33,7 @@ def benchmarks(plan: PatchPlan) -> list[Benchmark]:
 
 def measure(plan: PatchPlan, length: int, progress: Progress) -> list[Measurement]:
     config = presets.get(plan.preset)()
-    if not training.mpt_takes_part(config, training.COPIES * config.layers, length, progress):
+    if not training.mpt_takes_part(config, training.MPT_SCORE_COPIES * config.layers, length, progress):
         return []
     models = made(plan.preset, length)
     same = same_greedy_tokens(models["mpt"], partial(greedy, models["patched"]), length)
@@ -41,7 +41,7 @@ def measure(plan: PatchPlan, length: int, progress: Progress) -> list[Measuremen
     for work in WORK:
         progress.note(f"{plan.rounds} rounds of {work}")
         asked = {name: work_of(work, model, length) for name, model in models.items()}
-        timings[work] = in_turns(asked, plan.rounds, 1, progress.round)
+        timings[work] = time_interleaved(asked, plan.rounds, 1, progress.round)
     tasks = {
         f"{name}, {work}": {"name": name, "work": work, "preset": plan.preset, "length": length}
         for work in WORK
@@ -73,14 +73,14 @@ def made(preset: str, length: int) -> dict[str, Any]:
     theirs = training.mpt(presets.get(preset)(), length + GREEDY).eval()
     copied, bare = copy.deepcopy(theirs), copy.deepcopy(theirs)
     patch(copied)
-    put_in(bare)  # builds no mask and no biases
+    apply_patch(bare)  # builds no mask and no biases
     for block in bare.transformer.blocks:
         block.attn.forward = partial(_values, block.attn)
     return {"mpt": theirs, "patched": copied, "without attention": bare}
 
 
 def _values(attention: Any, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-    return product(attention.out_proj, product(attention.Wqkv, hidden_states).chunk(3, dim=2)[2]), None
+    return apply_linear(attention.out_proj, apply_linear(attention.Wqkv, hidden_states).chunk(3, dim=2)[2]), None
 
 
 def work_of(work: str, model: Any, length: int) -> Callable[[], object]:

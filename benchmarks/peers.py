@@ -14,13 +14,13 @@ from torch import Tensor
 from benchmarks import training
 from benchmarks.inputs import Inputs
 from benchmarks.run import Progress
-from benchmarks.suites import CONTESTANTS
+from benchmarks.suites import CONTENDERS
 from trainshort import alibi
 from trainshort.attention import AttentionCall, DecayBias, LinearBias, attend, backends
-from trainshort.attention.formula import visible, written_bias
-from trainshort.attention.operator import unavailable
+from trainshort.attention.formula import materialize_bias, visibility_mask
+from trainshort.attention.operator import kernel_unavailable_reason
 from trainshort.generate.streaming import stream
-from trainshort.interop.formats.base import plan
+from trainshort.interop.formats.base import map_weights
 from trainshort.interop.formats.mpt import MPT
 from trainshort.machine import free_memory, version
 from trainshort.model import TransformerLM
@@ -28,12 +28,12 @@ from trainshort.model import TransformerLM
 PLAIN = "plain"
 CLOCK = "clock"
 """`windowed` with the slopes told as a clock, whose gradient is made as well: what FoX and trained slopes pay."""
-LIMIT = 8192
+MAX_SLOW_PEER_LENGTH = 8192
 """Longest input that the slow ones get unless they are asked for by name."""
 SLOW = ("windowed-torch",)
 WRITTEN = ("written-mask", "mpt", "x-transformers")
 """Those that write out scores or masks of length by length."""
-COPIES = 6
+SCORE_COPIES = 6
 """Scores of all heads that they hold at once, forward and backward: 12 GB at 8,192 tokens and 8 heads."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, LinearBias | DecayBias], Tensor]
@@ -41,8 +41,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, LinearBias | DecayBias], Tensor]
 
 def chosen(names: tuple[str, ...], inputs: Inputs, progress: Progress, causal: bool = True) -> list[str]:
     """Names of those that run on these inputs: the asked ones (none: all that fit), the plain one always."""
-    kept = [name for name in CONTESTANTS if name == PLAIN or not names or name in names]
-    others = [name for name in dict.fromkeys(names) if name not in CONTESTANTS]
+    kept = [name for name in CONTENDERS if name == PLAIN or not names or name in names]
+    others = [name for name in dict.fromkeys(names) if name not in CONTENDERS]
     heads, length = inputs.q.shape[1:3]
     room = free_memory()
     q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
@@ -54,11 +54,11 @@ def chosen(names: tuple[str, ...], inputs: Inputs, progress: Progress, causal: b
             left_out[name] = "it is causal"
         elif package and version(package) is None:
             left_out[name] = f"{package} is not installed"
-        elif name in ("windowed", CLOCK) and (reason := unavailable(False)):
+        elif name in ("windowed", CLOCK) and (reason := kernel_unavailable_reason(False)):
             left_out[name] = reason
-        elif name in (*SLOW, *WRITTEN) and not names and length > LIMIT:
-            left_out[name] = f"slow beyond {LIMIT:,} tokens; --engines {name} measures it all the same"
-        elif name in (*WRITTEN, "reference") and room is not None and COPIES * 4 * heads * length**2 > room:
+        elif name in (*SLOW, *WRITTEN) and not names and length > MAX_SLOW_PEER_LENGTH:
+            left_out[name] = f"slow beyond {MAX_SLOW_PEER_LENGTH:,} tokens; --engines {name} measures it all the same"
+        elif name in (*WRITTEN, "reference") and room is not None and SCORE_COPIES * 4 * heads * length**2 > room:
             left_out[name] = f"its {length:,} x {length:,} scores do not fit into the memory that is free"
         elif isinstance(inputs.bias, DecayBias):
             if name == CLOCK:
@@ -72,7 +72,7 @@ def chosen(names: tuple[str, ...], inputs: Inputs, progress: Progress, causal: b
     return [name for name in (*kept, *others) if name not in left_out]
 
 
-def contestant(name: str, inputs: Inputs, tolerance: float, causal: bool = True) -> Attend:
+def make_implementation(name: str, inputs: Inputs, tolerance: float, causal: bool = True) -> Attend:
     """The function behind a name, for inputs of this shape."""
     heads, dim = inputs.q.shape[1], inputs.q.shape[3]
     match name:
@@ -101,9 +101,9 @@ def _written_mask(q: Tensor, k: Tensor, v: Tensor, bias: LinearBias | DecayBias)
     if isinstance(bias, LinearBias):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=alibi.bias(bias.slopes, q.shape[2], k.shape[2])[None])
     call, everything = AttentionCall(q, k, v, bias), slice(0, q.shape[2])
-    written = written_bias(call, everything, everything)
+    written = materialize_bias(call, everything, everything)
     assert written is not None, "a clock is a bias"
-    mask = written.to(q.dtype).masked_fill(~visible(call, everything, everything), -torch.inf)
+    mask = written.to(q.dtype).masked_fill(~visibility_mask(call, everything, everything), -torch.inf)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
@@ -135,7 +135,7 @@ def _x_transformers(heads: int) -> Attend:
 
 # ---- MPT as the peer of decoding: our model with its weights, its tokens, its turns
 
-TURN = 8
+MPT_TOKENS_PER_ROUND = 8
 """Consecutive tokens of a turn; fewer than elsewhere, because MPT copies its whole cache at each."""
 GREEDY = 32
 """Greedy tokens that are compared after each prompt."""
@@ -147,7 +147,7 @@ def pair(ours: TransformerLM, longest: int) -> tuple[Any, TransformerLM]:
     """MPT with random weights, and our model with the same."""
     torch.manual_seed(0)
     theirs = training.mpt(ours.config, longest).eval()
-    reading = plan(MPT, theirs.config.to_dict(), theirs.state_dict())
+    reading = map_weights(MPT, theirs.config.to_dict(), theirs.state_dict())
     ours.load_state_dict({name: reading.tensor(name) for name in reading.shapes})
     return theirs, ours
 
@@ -184,7 +184,7 @@ def turn_of(theirs: Any, context: int) -> Callable[[], object]:
 
     @torch.inference_mode()
     def turn() -> None:
-        for _ in range(TURN):
+        for _ in range(MPT_TOKENS_PER_ROUND):
             theirs(token, past_key_values=past, use_cache=True)
 
     return turn

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trainshort.attention import AttentionCall
-from trainshort.attention.formula import written_bias
+from trainshort.attention.formula import materialize_bias
 from trainshort.config import ModelConfig
 from trainshort.positions import LayerInput, PositionMethod, build_position
 from trainshort.positions.distance import Bam
@@ -34,7 +34,7 @@ PICTURES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "biases-text": {
         "fox, gates from 0.5": {"position": "fox"},
-        "fox, gates from slopes": {"position": "fox", "position_settings": {"start": "alibi"}},
+        "fox, gates from slopes": {"position": "fox", "position_settings": {"init": "alibi"}},
         "rotary": {"position": "rotary"},
         "xpos": {"position": "xpos"},
     },
@@ -53,8 +53,8 @@ def by_distance(method: PositionMethod, length: int = FARTHEST) -> Float[Tensor,
         return (k[0, 0] @ q[0, 0, -1]).flip(0)[None]
     x, where = torch.randn(1, length, WIDTH), torch.arange(length)[None]
     heads = x.unflatten(2, (HEADS, -1)).transpose(1, 2)
-    call = AttentionCall(heads, heads, heads, method.text_bias(LayerInput(0, x, length, where, {})))
-    written = written_bias(call, slice(length - 1, length), slice(0, length))
+    call = AttentionCall(heads, heads, heads, method.content_bias(LayerInput(0, x, length, where, {})))
+    written = materialize_bias(call, slice(length - 1, length), slice(0, length))
     if written is None:
         raise ValueError(f"{method.name} adds nothing")
     return written.reshape(-1, length).flip(1)
@@ -62,7 +62,7 @@ def by_distance(method: PositionMethod, length: int = FARTHEST) -> Float[Tensor,
 
 def figure(title: str, settings: dict[str, Any]) -> Figure:
     torch.manual_seed(1)  # KERPLE's first values are drawn
-    config = ModelConfig.read({"heads": HEADS, "width": WIDTH, "layers": 1, "vocabulary": 2} | settings)
+    config = ModelConfig.parse({"heads": HEADS, "width": WIDTH, "layers": 1, "vocab_size": 2} | settings)
     method = build_position(config)
     if isinstance(method, Bam):  # which begins as ALiBi: what training can make of it
         method.power.data[[head - 1 for head in SHOWN]] = torch.tensor([0.5, 0.8, 1.0])

@@ -18,9 +18,9 @@ from trainshort.machine import provenance, total_memory, version
 from trainshort.terminal import new_console
 from trainshort.utils import bench_results
 from trainshort.utils.bench_results import BenchResult, Measurement
-from trainshort.utils.timing import alone
+from trainshort.utils.timing import run_in_subprocess
 
-PATIENCE = 10.0
+PROGRESS_INTERVAL_SECONDS = 10.0
 """Seconds without a line after which the next round is told."""
 
 
@@ -42,7 +42,7 @@ class Progress:
 
     def round(self, number: int, count: int) -> None:
         """Told only when nothing was for a while."""
-        if time.monotonic() - self.told > PATIENCE:
+        if time.monotonic() - self.told > PROGRESS_INTERVAL_SECONDS:
             self.note(f"round {number} of {count}")
 
     def once(self, text: str) -> None:
@@ -68,7 +68,7 @@ def peaks(suite: str, tasks: Mapping[str, dict[str, Any]], progress: Progress) -
     found = {}
     for number, (name, task) in enumerate(tasks.items(), start=1):
         progress.note(f"memory of {name}, {number} of {len(tasks)}")
-        found[name] = alone(f"benchmarks.{suite}", **task)
+        found[name] = run_in_subprocess(f"benchmarks.{suite}", **task)
     return found
 
 

@@ -11,15 +11,15 @@ from typing import Any
 from trainshort.errors import InputError
 from trainshort.plugins import load_plugins
 from trainshort.registry import did_you_mean
-from trainshort.terminal import listed
+from trainshort.terminal import join_words
 
-CONTESTANTS = ("plain", "windowed", "clock", "windowed-torch", "written-mask", "mpt", "x-transformers")
+CONTENDERS = ("plain", "windowed", "clock", "windowed-torch", "written-mask", "mpt", "x-transformers")
 """Who takes part in the attention benchmark unless others are named; every other engine can be."""
 PARTS = ("context", "weights", "mpt", "endless")
 TRAINED = "trained"
 """The part of decode that reads a run's own text with its trained weights: measured when there is a --run."""
 WORDS = {
-    "engines": CONTESTANTS,
+    "engines": CONTENDERS,
     "parts": (*PARTS, TRAINED),
     "memory": ("all", "longest", "none"),
     "sides": ("left", "both"),
@@ -164,7 +164,7 @@ def choose(suites: tuple[str, ...], quick: bool, options: Mapping[str, Any]) -> 
         if not taking:
             known = [name for name, plan in FULL.items() if hasattr(plan, option)]
             raise InputError(
-                f"--{option} concerns {listed(known)}, and only {listed(list(plans))} was chosen. "
+                f"--{option} concerns {join_words(known)}, and only {join_words(list(plans))} was chosen. "
                 f"Leave it out, or add {known[0]}."
             )
         for name in taking:
@@ -184,7 +184,7 @@ def _other_engines() -> tuple[str, ...]:
     from trainshort.attention import backends
 
     load_plugins()
-    return tuple(name for name in backends.names() if name not in CONTESTANTS)
+    return tuple(name for name in backends.names() if name not in CONTENDERS)
 
 
 def _check(plan: Plan) -> None:

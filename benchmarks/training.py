@@ -12,25 +12,25 @@ import torch
 from benchmarks.run import Benchmark, Progress, matmul_rate, peaks
 from benchmarks.suites import TrainingPlan, wants_memory
 from trainshort.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
-from trainshort.evaluate.step_cost import Rig
+from trainshort.evaluate.step_cost import StepBenchmark
 from trainshort.machine import free_memory, version
 from trainshort.model import TransformerLM
 from trainshort.positions import positions
 from trainshort.presets import presets
 from trainshort.utils.bench_results import Case, Measurement, megabytes, percent, ratio
-from trainshort.utils.timing import in_turns, peak_during
+from trainshort.utils.timing import peak_during, time_interleaved
 
 MPT = "mpt"
 VARIANTS: dict[str, dict[str, Any]] = {
     "alibi-learned": {"position": "alibi", "position_settings": {"learned_slopes": True}},
-    "alibi-ssmax": {"position": "alibi", "score_growth": "ssmax"},
-    "fox-alibi": {"position": "fox", "position_settings": {"start": "alibi"}},
+    "alibi-ssmax": {"position": "alibi", "length_scaling": "ssmax"},
+    "fox-alibi": {"position": "fox", "position_settings": {"init": "alibi"}},
 }
 """Models that take more than a position method to name: trained slopes, scores that grow with length, and gates that
 begin at ALiBi's slopes (those of `fox` begin at a half, and forget so quickly that first steps have little to do)."""
 COMPARED = ("none", "alibi", MPT)
 """Models that the others are compared with, where they took part."""
-COPIES = 2.5 / 0.8
+MPT_SCORE_COPIES = 2.5 / 0.8
 """Scores of all heads that MPT keeps per layer for its backward pass (measured at 2,048 tokens: 2.2), which may take
 0.8 of the memory that is free."""
 
@@ -47,11 +47,11 @@ def benchmarks(plan: TrainingPlan) -> list[Benchmark]:
 
 def measure(plan: TrainingPlan, length: int, progress: Progress) -> list[Measurement]:
     config, batch = presets.get(plan.preset)(), max(1, plan.batch_tokens // length)
-    takes_part = mpt_takes_part(config, COPIES * config.layers * batch, length, progress)
+    takes_part = mpt_takes_part(config, MPT_SCORE_COPIES * config.layers * batch, length, progress)
     names = [MPT, *plan.methods] if takes_part else list(plan.methods)
     progress.note(f"{plan.rounds} rounds of {', '.join(names)}, {batch * length:,} tokens a step")
     asked = {name: {"name": name, "preset": plan.preset, "batch": batch, "length": length} for name in names}
-    timings = in_turns({name: step_of(**asked[name]) for name in names}, plan.rounds, 1, progress.round)
+    timings = time_interleaved({name: step_of(**asked[name]) for name in names}, plan.rounds, 1, progress.round)
     rate = matmul_rate(0.5)
     found = peaks("training", asked if wants_memory(plan, length) else {}, progress)
     memory = {name: one["peak"] for name, one in found.items()}
@@ -86,11 +86,11 @@ def step_of(name: str, preset: str, batch: int, length: int) -> Callable[[], obj
     """One training step on random tokens, as a function without arguments."""
     config = presets.get(preset)()
     if name != MPT:
-        model = config.replace(**VARIANTS.get(name, {"position": name})).reaching(length)
+        model = config.replace(**VARIANTS.get(name, {"position": name})).with_max_length(length)
         train = TrainConfig(length=length, batch=batch)
-        return Rig(RunConfig(model=model, train=train, optim=OptimConfig(lr=1e-4, clip=0))).step
+        return StepBenchmark(RunConfig(model=model, train=train, optim=OptimConfig(lr=1e-4, max_grad_norm=0))).step
     torch.manual_seed(0)
-    tokens, targets = torch.randint(config.vocabulary, (2, batch, length))
+    tokens, targets = torch.randint(config.vocab_size, (2, batch, length))
     return mpt_step(mpt(config, length), tokens, targets)
 
 
@@ -115,7 +115,7 @@ def mpt(config: ModelConfig, longest: int) -> Any:
         n_heads=config.heads,
         n_layers=config.layers,
         expansion_ratio=config.ffn_width // config.width,
-        vocab_size=config.vocabulary,
+        vocab_size=config.vocab_size,
         max_seq_len=longest,
     )
     return MptForCausalLM(shape)

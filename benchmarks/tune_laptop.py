@@ -21,13 +21,13 @@ from trainshort.cli import exit_with, run_command
 from trainshort.commands.parser import Arg
 from trainshort.config import RunConfig
 from trainshort.errors import InputError
-from trainshort.files import make_folder, read_sealed, write_sealed
+from trainshort.files import make_folder, read_with_checksum, write_with_checksum
 from trainshort.recipes.experiments import Variant
-from trainshort.recipes.scales import LAPTOP_STEP, Way, laptop
-from trainshort.reproduce.tasks import Task, trained
+from trainshort.recipes.scales import LAPTOP_STEP, TrainingRecipe, laptop
+from trainshort.reproduce.tasks import Job, trained
 from trainshort.runs import RunFolder, read_metrics, run_name
 from trainshort.settings import methods as known
-from trainshort.terminal import perplexity, tell
+from trainshort.terminal import perplexity, print_line
 
 METHODS = ("alibi", "rotary", "t5", "sinusoidal")
 TOKENS = 480 * LAPTOP_STEP
@@ -36,11 +36,11 @@ FILE = "tune.json"
 FORMAT = 2
 
 
-GRID: dict[str, Way] = {
-    "Muon 1.2e-2": Way(optimizer="muon", lr=1.2e-2, position_lr=5),
-    "Muon 1.2e-2, embeddings x 0.3": Way(optimizer="muon", lr=1.2e-2, position_lr=5, embedding_lr=0.3),
-    "Muon 2.4e-2": Way(optimizer="muon", lr=2.4e-2, position_lr=5),
-    "Muon 2.4e-2, embeddings x 0.3": Way(optimizer="muon", lr=2.4e-2, position_lr=5, embedding_lr=0.3),
+GRID: dict[str, TrainingRecipe] = {
+    "Muon 1.2e-2": TrainingRecipe(optimizer="muon", lr=1.2e-2, position_lr=5),
+    "Muon 1.2e-2, embeddings x 0.3": TrainingRecipe(optimizer="muon", lr=1.2e-2, position_lr=5, embedding_lr=0.3),
+    "Muon 2.4e-2": TrainingRecipe(optimizer="muon", lr=2.4e-2, position_lr=5),
+    "Muon 2.4e-2, embeddings x 0.3": TrainingRecipe(optimizer="muon", lr=2.4e-2, position_lr=5, embedding_lr=0.3),
 }
 """Ways to train, by name; the rate of position tables is five times the others', and means nothing without one."""
 PILOT = {
@@ -87,7 +87,7 @@ class Trial:
     def result(self, root: Path) -> dict[str, Any] | None:
         """Its validation loss as sum and count, and what it took; None when it was not trained to its end."""
         folder = root / self.name
-        if not trained(folder, Task(self.name, self.config)):
+        if not trained(folder, Job(self.name, self.config)):
             return None
         records = read_metrics(RunFolder(folder))
         last = next(record for record in reversed(records) if "valid_nll" in record)
@@ -103,7 +103,9 @@ def trials(methods: Iterable[str] = METHODS, tokens: int = TOKENS) -> list[Trial
         for method in methods:
             own = settings if method in WITH_TABLE else settings.replace(position_lr=1.0)
             config = laptop(Variant("wikitext103", method, 512), own, tokens)
-            made.append(Trial(method, way, config.replace(train={"valid_every": 0, "save_every": 0, "keep": 1})))
+            made.append(
+                Trial(method, way, config.replace(train={"valid_every": 0, "save_every": 0, "keep_checkpoints": 1}))
+            )
     return made
 
 
@@ -129,7 +131,7 @@ def tune(chosen: list[Trial], root: Path, tell: Callable[[str], None]) -> Path:
 def failures(root: Path) -> dict[str, str]:
     """Runs that came to no end, with their reason, from the stored results."""
     path = root / FILE
-    return dict(read_sealed(path)["failed"]) if path.exists() else {}
+    return dict(read_with_checksum(path)["failed"]) if path.exists() else {}
 
 
 def store(chosen: list[Trial], root: Path, failed: dict[str, str]) -> None:
@@ -147,7 +149,7 @@ def store(chosen: list[Trial], root: Path, failed: dict[str, str]) -> None:
         "pilot": PILOT,
         "provenance": provenance(),
     }
-    write_sealed(root / FILE, values)
+    write_with_checksum(root / FILE, values)
 
 
 def best(results: list[dict[str, Any]]) -> dict[str, str]:
@@ -182,7 +184,7 @@ class Tune:
         for name in self.methods:
             known.get(name)
         made = trials(self.methods or METHODS, self.tokens or TOKENS)
-        tell(f"Results: {tune(made, self.out, tell)}")
+        print_line(f"Results: {tune(made, self.out, print_line)}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.evaluate.results import Evaluation, interval, perplexity
-from trainshort.files import read_sealed
+from trainshort.files import read_with_checksum
 from trainshort.recipes.experiments import method_name, published
 from trainshort.utils.bench_results import RATIO, BenchResult, Measurement, load
 from trainshort.utils.figures import Figure, Series, color, draw
@@ -45,7 +45,7 @@ HIDDEN_COLUMN = "read tokens/s"
 """This column is left out of documents, because other models train while evaluations are timed."""
 PAPER_LENGTHS = (512, 8512)
 """The lengths of the paper's Table 2 that are shown next to the first and the last length of the demo."""
-SHORT = (1024, 4096, 16_384, 32_768)
+README_LENGTHS = (1024, 4096, 16_384, 32_768)
 """Lengths that the README shows."""
 
 
@@ -103,7 +103,7 @@ def attention(bench: BenchResult) -> str:
 
 
 def attention_short(bench: BenchResult) -> str:
-    rows = [cells(row, *TO_PLAIN) for tokens, row in by_length(bench).items() if tokens in SHORT]
+    rows = [cells(row, *TO_PLAIN) for tokens, row in by_length(bench).items() if tokens in README_LENGTHS]
     return table("tokens | forward | forward + backward", rows)
 
 
@@ -129,7 +129,7 @@ def evaluation(bench: BenchResult) -> str:
     return table("random weights | length | speed | of that at the shortest", rows)
 
 
-def kept(bench: BenchResult) -> str:
+def cache_size_table(bench: BenchResult) -> str:
     """What a bounded cache keeps of real text, by context: the range over the splits, and the worst certificate."""
     contexts: dict[int, list[Measurement]] = {}
     for row in bench.suites["decode"]:
@@ -276,7 +276,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "attention-short": ("attention", attention_short),
     "training": ("training", training),
     "evaluate": ("evaluate", evaluation),
-    "kept": ("decode-trained", kept),
+    "kept": ("decode-trained", cache_size_table),
     "both-sides": ("attention-both", both_sides),
     "recorded": ("attention-recorded-demo attention-recorded attention-recorded-100", recorded),
     "peers": ("attention-peers", peers),
@@ -345,7 +345,7 @@ def tune(values: dict[str, Any]) -> str:
     done = "" if values["tried"] == values["planned"] else f" {values['tried']} of {values['planned']} trials were run."
     pilot_rows = [[way, f"{value:.1f}"] for way, value in values["pilot"].items()]
     pilot = table("trial before the grid was fixed | perplexity", pilot_rows)
-    return f"{table(head, rows)}\n{tokens:,} tokens each, one seed.{done} {_origin(values, 'tune')}\n\n{pilot}"
+    return f"{table(head, rows)}\n{tokens:,} tokens each, one seed.{done} {_report_origin(values, 'tune')}\n\n{pilot}"
 
 
 def tune_picture(values: dict[str, Any]) -> Figure:
@@ -374,7 +374,7 @@ def encoders(values: dict[str, Any]) -> str:
         values: The stored evaluation of the ALiBi model. All other stored evaluations `mlm-*.json` are columns, too.
     """
     other_paths = sorted(path for path in RESULTS.glob("mlm-*.json") if path.stem != "mlm-alibi")
-    evaluations = [Evaluation.read(values), *(Evaluation.read(read_sealed(path)) for path in other_paths)]
+    evaluations = [Evaluation.parse(values), *(Evaluation.parse(read_with_checksum(path)) for path in other_paths)]
     alibi = evaluations[0]
     rows = []
     for length in (scored.length for scored in alibi.scored):
@@ -442,7 +442,7 @@ def store_report(report: Path) -> None:
     Args:
         report: The folder of the report.
     """
-    if read_sealed(report / "tables.json")["seeds"] > 1:
+    if read_with_checksum(report / "tables.json")["seeds"] > 1:
         shutil.copyfile(report / "tables.json", RESULTS / "tables.json")
         for picture in report.glob("table*-figure.png"):
             shutil.copyfile(picture, ROOT / "docs" / picture.name)
@@ -491,7 +491,7 @@ def report_table(name: str) -> str | None:
     path = RESULTS / f"{result_name}.json"
     if not path.exists():
         return None
-    values = read_sealed(path)
+    values = read_with_checksum(path)
     # A report of several seeds holds only those tables of the paper that were asked for.
     if result_name == "tables" and name not in {table["name"] for table in values["tables"]}:
         return None
@@ -506,7 +506,7 @@ def main() -> None:
     for folder in sys.argv[1:]:
         store_report(Path(folder))
     if (RESULTS / "tune.json").exists():
-        draw([tune_picture(read_sealed(RESULTS / "tune.json"))], ROOT / "docs" / "tune")
+        draw([tune_picture(read_with_checksum(RESULTS / "tune.json"))], ROOT / "docs" / "tune")
         (ROOT / "docs" / "tune.svg").unlink()
     for name in DOCUMENTS:
         path = ROOT / name

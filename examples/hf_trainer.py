@@ -53,8 +53,8 @@ def main(arguments: list[str] | None = None) -> dict[int, float]:
     train_text, test_text = text[:split], text[split:][:8192]
 
     set_seed(0)
-    config = ModelConfig(vocabulary=VOCAB_SIZE, layers=2, width=64, heads=4, position="alibi")
-    model = trainshort.hf.TrainshortForCausalLM.of(TransformerLM(config), trained_at=options.length)
+    config = ModelConfig(vocab_size=VOCAB_SIZE, layers=2, width=64, heads=4, position="alibi")
+    model = trainshort.hf.TrainshortForCausalLM.from_trainshort(TransformerLM(config), trained_at=options.length)
 
     training_arguments = TrainingArguments(
         output_dir=out,

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from trainshort.attention import BiasKind, LinearBias, attend
-from trainshort.attention.operator import unavailable
-from trainshort.attention.windowed_torch import PANEL
+from trainshort.attention.operator import kernel_unavailable_reason
+from trainshort.attention.windowed_torch import QUERY_TILE
 
 # Set by `make sanitize`, which must not pass because all tests were skipped.
-if os.environ.get("TRAINSHORT_TEST_REQUIRE_KERNELS") and unavailable() is not None:
-    raise RuntimeError(f"The compiled kernels are not available: {unavailable()}.")
+if os.environ.get("TRAINSHORT_TEST_REQUIRE_KERNELS") and kernel_unavailable_reason() is not None:
+    raise RuntimeError(f"The compiled kernels are not available: {kernel_unavailable_reason()}.")
 
-needs_kernel = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+needs_kernel = pytest.mark.skipif(kernel_unavailable_reason() is not None, reason=str(kernel_unavailable_reason()))
 both = pytest.mark.parametrize("implementation", [pytest.param("compiled", marks=needs_kernel), "torch"])
 BACKENDS = {"compiled": "windowed", "torch": "windowed-torch"}
 
@@ -56,5 +56,5 @@ def operate(problem: Problem, tolerance: float, implementation: str) -> tuple[Te
 def read_and_promised(problem: Problem, tolerance: float, implementation: str) -> tuple[Tensor, Tensor, Tensor]:
     """Output, each row's first key, and each row's promise."""
     out, _, first, dropped = operate(problem, tolerance, implementation)
-    panel = torch.arange(problem.q.shape[2]) // PANEL
+    panel = torch.arange(problem.q.shape[2]) // QUERY_TILE
     return out, first[..., panel].long(), dropped[..., panel]

@@ -5,14 +5,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainshort.checkpoint import Snapshot, State, model_tensors, save
+from trainshort.checkpoint import CheckpointData, TrainState, model_tensors, save
 from trainshort.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from trainshort.data import prepare
-from trainshort.data.of_run import keep
+from trainshort.data.of_run import copy_data_description
 from trainshort.evaluate.results import Evaluation, find
 from trainshort.evaluate.target import ModelTarget
 from trainshort.model import TransformerLM
-from trainshort.parallel import join
+from trainshort.parallel import init_distributed
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "while", "two", "dogs", "ran", "past", "every", "old", "house", "rain")
 
@@ -27,9 +27,9 @@ def prose(sentences: int, seed: int = 0) -> str:
 def tiny_model(position: str = "alibi", **changes) -> TransformerLM:
     """Two layers with weights large enough that losses differ from token to token."""
     torch.manual_seed(3)
-    settings = {"vocabulary": 32, "layers": 2, "width": 32, "heads": 4, "position": position}
+    settings = {"vocab_size": 32, "layers": 2, "width": 32, "heads": 4, "position": position}
     if position == "learned":
-        settings["position_settings"] = {"longest": 16}
+        settings["position_settings"] = {"max_length": 16}
     model = TransformerLM(ModelConfig(**{**settings, **changes}))
     with torch.no_grad():
         for weight in model.parameters():
@@ -42,8 +42,8 @@ def tiny_target(position: str = "alibi", trained_at: int = 16, **changes) -> Mod
     return ModelTarget(tiny_model(position, **changes), trained_at=trained_at)
 
 
-def random_tokens(count: int, vocabulary: int = 32, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(vocabulary, size=count).astype(np.uint16)
+def random_tokens(count: int, vocab_size: int = 32, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(vocab_size, size=count).astype(np.uint16)
 
 
 def make_run(root: Path, name: str = "tiny", position: str = "alibi", **changes) -> Path:
@@ -52,15 +52,15 @@ def make_run(root: Path, name: str = "tiny", position: str = "alibi", **changes)
     corpus.write_text(prose(400), encoding="utf-8")
     data = DataConfig(corpus=str(corpus), tokenizer="bytes", folder=root / f"{name}-data")
     prepared = prepare(data, progress=False)
-    model = tiny_model(position, vocabulary=256, **changes)
+    model = tiny_model(position, vocab_size=256, **changes)
     config = RunConfig(model=model.config, data=data, train=TrainConfig(length=16, batch=4, steps=5))
     folder = root / "runs" / name
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(config.model_dump_json(indent=2))
-    state = State(step=5, tokens=320, seconds=1.0, window_nll=0.0, window_count=0)
-    with join() as world:
-        save(folder, Snapshot(config, state, {"model": model_tensors(model)}), world)
-    keep(folder, prepared)
+    state = TrainState(step=5, tokens=320, seconds=1.0, window_nll=0.0, window_count=0)
+    with init_distributed() as world:
+        save(folder, CheckpointData(config, state, {"model": model_tensors(model)}), world)
+    copy_data_description(folder, prepared)
     return folder
 
 

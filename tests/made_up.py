@@ -6,7 +6,7 @@ from pathlib import Path
 from trainshort.claims.collection import COST_FORMAT
 from trainshort.config import RunConfig, save_config
 from trainshort.evaluate.results import Evaluation, LengthScore, save
-from trainshort.files import write_sealed
+from trainshort.files import write_with_checksum
 from trainshort.recipes.scales import Scale, Variant, scales
 from trainshort.runs import append_line, run_name
 
@@ -75,7 +75,7 @@ def make_run(
     write_evaluation(folder, config, plain, tokens=LAPTOP.eval_tokens or 0)
     (folder / "analysis").mkdir()
     heads = [{"window": window, "proven": 2 * window if position == "alibi" else None} for window in (90, 30, 60)]
-    write_sealed(folder / "analysis" / "reach.json", {"result": {"rows": heads, "mass": 0.99, "length": 1024}})
+    write_with_checksum(folder / "analysis" / "reach.json", {"result": {"rows": heads, "mass": 0.99, "length": 1024}})
     if sliding:
         write_evaluation(folder, config, sliding, tokens=4096, stride=32)
         write_evaluation(folder, config, {at: value + 2 / at for at, value in plain.items()}, tokens=4096)
@@ -113,4 +113,4 @@ def make_demo(root: Path) -> None:
             "session": "one session",
             "provenance": ORIGIN,
         }
-    write_sealed(root / "cost.json", {"format": COST_FORMAT, "entries": entries})
+    write_with_checksum(root / "cost.json", {"format": COST_FORMAT, "entries": entries})

@@ -20,19 +20,19 @@ from trainshort.train import train
 
 def check_together() -> None:
     """A failure on one rank is a failure on all, and rank 0's answer is everybody's."""
-    with parallel.join() as world:
-        assert world.total([1.0, float(world.rank)]) == [2.0, 1.0]
-        assert world.gather([float(world.rank)]) == [[0.0], [1.0]]
-        assert world.first_says(lambda: world.rank) == 0
+    with parallel.init_distributed() as world:
+        assert world.all_reduce_sum([1.0, float(world.rank)]) == [2.0, 1.0]
+        assert world.all_gather([float(world.rank)]) == [[0.0], [1.0]]
+        assert world.broadcast_from_rank0(lambda: world.rank) == 0
         order = []
-        world.first("order", lambda: order.append(world.rank))
+        world.rank0_first("order", lambda: order.append(world.rank))
         assert order == [world.rank]
         for failing in range(2):
             told = "no" if world.rank == failing else f"Rank {failing} could not go on; its message says why."
             with pytest.raises(InputError, match=f"^{told}$"):
-                world.together(lambda failing=failing: refuse() if world.rank == failing else None)
+                world.run_on_all_ranks(lambda failing=failing: refuse() if world.rank == failing else None)
         with pytest.raises(InputError, match=r"^no$"):
-            world.first("failing", refuse)
+            world.rank0_first("failing", refuse)
 
 
 def refuse() -> None:
@@ -42,10 +42,10 @@ def refuse() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     check_together()
-    parallel.no_bfloat16 = lambda device: None
+    parallel.bfloat16_unsupported_reason = lambda device: None
     for job in json.loads(Path(sys.argv[1]).read_text()):
         os.environ["LOCAL_WORLD_SIZE"] = str(2 // job.get("nodes", 1))
-        train(RunConfig.read(job["config"]), Path(job["out"]), resume=True, quiet=True)
+        train(RunConfig.parse(job["config"]), Path(job["out"]), resume=True, quiet=True)
 
 
 if __name__ == "__main__":

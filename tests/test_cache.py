@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainshort import Cache, InputError, LinearBias, TransformerLM, alibi, attend
-from trainshort.cache import BoundedCache, LayerCache, Rows, WindowCache, bounded, ring
+from trainshort.cache import BatchedCache, BoundedCache, LayerCache, WindowCache, bounded, ring
 from trainshort.cache.bounded import BoundedLayer
 from trainshort.cache.window import WindowLayer
 from trainshort.presets import presets
@@ -111,19 +111,22 @@ def test_rows_keep_their_own_positions():
     with torch.no_grad():
         for text, cache in zip(texts, caches, strict=True):
             model(text, cache=cache)
-        together = model(newest, cache=Rows(caches))
+        together = model(newest, cache=BatchedCache(caches))
         for row, text in enumerate(texts):
             alone = model(torch.cat([text, newest[row : row + 1]], dim=1))[0, -1]
             torch.testing.assert_close(together[row, 0], alone, atol=1e-5, rtol=0)
         assert [cache.length for cache in caches] == [4, 10]
         with pytest.raises(InputError, match="holds 2 sequences, but the input has 3"):
-            model(torch.ones(3, 1, dtype=torch.long), cache=Rows(caches))
+            model(torch.ones(3, 1, dtype=torch.long), cache=BatchedCache(caches))
     with pytest.raises(InputError, match="at least one row"):
-        Rows([])
+        BatchedCache([])
 
 
 IMPLEMENTATIONS = [
-    pytest.param(True, marks=pytest.mark.skipif(bool(ring.unavailable()), reason=str(ring.unavailable()))),
+    pytest.param(
+        True,
+        marks=pytest.mark.skipif(bool(ring.kernel_unavailable_reason()), reason=str(ring.kernel_unavailable_reason())),
+    ),
     False,
 ]
 
@@ -158,7 +161,7 @@ def test_the_certificate_bounds_what_was_forgotten(compiled, tolerance, kv_heads
     assert layer.length == 400
 
 
-@pytest.mark.skipif(bool(ring.unavailable()), reason=str(ring.unavailable()))
+@pytest.mark.skipif(bool(ring.kernel_unavailable_reason()), reason=str(ring.kernel_unavailable_reason()))
 @pytest.mark.parametrize("window", [None, 90, 5, 1])
 @pytest.mark.parametrize("dim", [12, 64, 7])
 def test_the_compiled_step_is_the_plain_one(window, dim):
@@ -175,7 +178,7 @@ def test_the_compiled_step_is_the_plain_one(window, dim):
     for mine, other in zip(fast.heads, plain.heads, strict=True):
         assert mine.above == other.above
         assert (mine.mass, mine.excess) == pytest.approx((other.mass, other.excess), rel=1e-3)
-    torch.testing.assert_close(fast.chronological(1), plain.chronological(1))
+    torch.testing.assert_close(fast.ordered_kv(1), plain.ordered_kv(1))
 
 
 @pytest.mark.parametrize("compiled", IMPLEMENTATIONS, ids=["compiled", "torch"])
@@ -228,7 +231,7 @@ def test_a_slope_that_is_not_positive_forgets_nothing():
 
 def test_room_is_taken_as_it_is_needed():
     head = bounded.Head(2.0**-8, 0.0)
-    wanted = bounded.wanted([head], 1e-6)
+    wanted = bounded.required_capacity([head], 1e-6)
     assert 4000 < wanted < 6000
     q, k, v = inputs(1, 1, 100, loud=0.1)
     layer = BoundedLayer(1e-6)

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from trainshort import checkpoint, optim
-from trainshort.checkpoint import Snapshot, State, folders
+from trainshort.checkpoint import CheckpointData, TrainState, folders
 from trainshort.config import AdaptiveConfig, ModelConfig, RunConfig, save_config
 from trainshort.errors import InputError
 from trainshort.model import TransformerLM
 from trainshort.parallel import World
 
-MODEL = ModelConfig(vocabulary=50, layers=1, width=16, heads=2)
+MODEL = ModelConfig(vocab_size=50, layers=1, width=16, heads=2)
 ALONE = World()
 
 
-def snapshot(step: int, loss: float | None = None, model: ModelConfig = MODEL, seed: int = 0) -> Snapshot:
+def snapshot(step: int, loss: float | None = None, model: ModelConfig = MODEL, seed: int = 0) -> CheckpointData:
     config = RunConfig(model=model)
     torch.manual_seed(seed)
     net = TransformerLM(config.model)
@@ -26,10 +26,10 @@ def snapshot(step: int, loss: float | None = None, model: ModelConfig = MODEL, s
     moments = optim.state_tensors(optimizer, net)
     for tensor in moments.values():
         tensor.normal_()
-    state = State(step=step, tokens=7 * step, seconds=0.1, window_nll=1 / 3, window_count=5)
+    state = TrainState(step=step, tokens=7 * step, seconds=0.1, window_nll=1 / 3, window_count=5)
     if loss is not None:
         state = state.model_copy(update={"valid_nll": loss * 10, "valid_count": 10, "best_loss": loss})
-    return Snapshot(config, state, {"model": checkpoint.model_tensors(net), "optimizer": moments})
+    return CheckpointData(config, state, {"model": checkpoint.model_tensors(net), "optimizer": moments})
 
 
 def flip(path, position: int, bit: int = 0) -> None:
@@ -42,7 +42,7 @@ def flip(path, position: int, bit: int = 0) -> None:
     "model",
     [
         MODEL,
-        MODEL.replace(tie_embeddings=False, position="learned", position_settings={"longest": 9}),
+        MODEL.replace(tie_embeddings=False, position="learned", position_settings={"max_length": 9}),
         MODEL.replace(position_settings={"learned_slopes": True}, final_norm=False),
         MODEL.replace(adaptive=AdaptiveConfig(cutoffs=(10, 30), factor=2).model_dump()),
     ],
@@ -84,9 +84,9 @@ def test_a_checkpoint_is_never_overwritten(tmp_path):
     before = (folder / "model" / "whole.safetensors").read_bytes()
     assert checkpoint.save(tmp_path, snapshot(1, seed=9), ALONE) == folder
     assert (folder / "model" / "whole.safetensors").read_bytes() == before
-    folders.partial(folder).mkdir()
+    folders.partial_path(folder).mkdir()
     with pytest.raises(InputError, match="never overwritten"):
-        folders.publish(folder, {})
+        folders.finalize_checkpoint(folder, {})
 
 
 def test_latest_and_best(tmp_path):
@@ -106,8 +106,8 @@ def test_best_without_any_validation_is_the_latest(tmp_path):
 def test_retention_keeps_the_best_and_the_last(tmp_path):
     for step, loss in enumerate((4.0, 1.0, 3.0, 3.0, 3.0, 2.0), start=1):
         checkpoint.save(tmp_path, snapshot(step, loss), ALONE)
-        folders.retain(tmp_path, 2)
-    assert [path.name[-1] for path in folders.present(tmp_path)] == ["2", "5", "6"]
+        folders.delete_old_checkpoints(tmp_path, 2)
+    assert [path.name[-1] for path in folders.list_checkpoints(tmp_path)] == ["2", "5", "6"]
     assert sorted(os.listdir(tmp_path / "checkpoints"))[0].startswith("step-")  # nothing half removed is left
 
 
@@ -116,8 +116,8 @@ def test_sweep_clears_what_a_kill_left_and_nothing_else(tmp_path):
     for name in (".partial-step-000000002", ".removed-step-000000000"):
         (tmp_path / "checkpoints" / name / "model").mkdir(parents=True)
     (tmp_path / "checkpoints" / "notes").mkdir()
-    assert folders.present(tmp_path) == [folder]
-    folders.sweep(tmp_path)
+    assert folders.list_checkpoints(tmp_path) == [folder]
+    folders.remove_partial_checkpoints(tmp_path)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["notes", "step-000000001"]
 
 
@@ -150,14 +150,14 @@ def test_missing_added_and_foreign_files_are_damage(tmp_path):
     folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
     extra = folder / "model" / "more.safetensors"
     extra.write_bytes(b"x")
-    assert folders.damage(folder) == "model/more.safetensors is not in the manifest"
+    assert folders.find_corruption(folder) == "model/more.safetensors is not in the manifest"
     extra.rename(folder / "model" / "more.pt")
-    assert "model/more.pt is neither safetensors nor JSON" in folders.damage(folder)
+    assert "model/more.pt is neither safetensors nor JSON" in folders.find_corruption(folder)
     (folder / "model" / "more.pt").unlink()
     (folder / "state.json").unlink()
-    assert folders.damage(folder) == "state.json is missing"
+    assert folders.find_corruption(folder) == "state.json is missing"
     (folder / "manifest.json").unlink()
-    assert folders.damage(folder) == "manifest.json is missing"
+    assert folders.find_corruption(folder) == "manifest.json is missing"
 
 
 def test_every_bit_of_the_manifest_counts(tmp_path):
@@ -168,9 +168,9 @@ def test_every_bit_of_the_manifest_counts(tmp_path):
     for position in range(len(whole)):
         for bit in range(8):
             flip(path, position, bit)
-            assert folders.damage(folder, only="state.json"), (position, bit)
+            assert folders.find_corruption(folder, only="state.json"), (position, bit)
             path.write_bytes(whole)
-    assert folders.damage(folder) is None
+    assert folders.find_corruption(folder) is None
 
 
 def test_when_nothing_is_whole_nothing_is_used(tmp_path):
@@ -185,11 +185,11 @@ def test_damaged_checkpoints_are_set_aside_not_removed(tmp_path):
     made = [checkpoint.save(tmp_path, snapshot(step), ALONE) for step in (1, 2)]
     for _ in range(2):
         flip(made[1] / "config.json", 5)
-        folders.set_aside(tmp_path, made[0])
+        folders.quarantine_checkpoints(tmp_path, made[0])
         checkpoint.save(tmp_path, snapshot(2), ALONE)
     names = sorted(os.listdir(tmp_path / "checkpoints"))
     assert names == ["step-000000001", "step-000000002", "step-000000002.damaged", "step-000000002.damaged-1"]
-    assert folders.present(tmp_path) == made
+    assert folders.list_checkpoints(tmp_path) == made
 
 
 class Bomb:
@@ -210,7 +210,7 @@ def test_a_pickle_is_refused_and_nothing_in_it_runs(tmp_path, monkeypatch):
     target = folder / "model" / "whole.safetensors"
     target.write_bytes(pickled)
     folders.write_manifest(folder, {name: folders.digest_of(folder / name) for name in folders.files_of(folder)})
-    assert folders.damage(folder) is None
+    assert folders.find_corruption(folder) is None
     with pytest.raises(InputError, match="cannot be read as safetensors"):
         checkpoint.load_model(folder)
     # And under its own name.
@@ -239,7 +239,7 @@ def test_a_large_model_is_told_while_it_loads(tmp_path, monkeypatch, caplog):
     folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
     checkpoint.load_model(tmp_path)
     assert not caplog.messages
-    monkeypatch.setattr(checkpoint, "LARGE", 1000)
+    monkeypatch.setattr(checkpoint, "LOG_LOADING_ABOVE_BYTES", 1000)
     checkpoint.load_model(tmp_path)
     assert caplog.messages == [f"Verifying and loading {folder} (0.0 GB)."]
 
@@ -273,7 +273,7 @@ def test_a_save_that_fails_leaves_no_trace(tmp_path, monkeypatch):
         checkpoint.save(tmp_path, snapshot(2), ALONE)
     monkeypatch.undo()
     assert os.listdir(tmp_path / "checkpoints") == [first.name]
-    assert folders.damage(first) is None
+    assert folders.find_corruption(first) is None
 
 
 def forge(folder, **changes):
@@ -289,15 +289,15 @@ def forge(folder, **changes):
     [
         ({"layers": 10**9}, "holds [0-9,]+ weights, but a model of its config.json has at least"),
         ({"width": 10**9, "heads": 10**9}, "has at least"),
-        ({"ffn": 10**15}, "has at least"),
-        ({"vocabulary": 10**12}, "has at least"),
-        ({"position": "learned", "position_settings": {"longest": 10**12}}, "is on one side only"),
+        ({"feedforward_width": 10**15}, "has at least"),
+        ({"vocab_size": 10**12}, "has at least"),
+        ({"position": "learned", "position_settings": {"max_length": 10**12}}, "is on one side only"),
     ],
 )
 def test_a_model_larger_than_its_weights_is_refused_before_it_is_built(tmp_path, changes, told):
     folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
     forge(folder, **changes)
-    assert folders.damage(folder) is None
+    assert folders.find_corruption(folder) is None
     with pytest.raises(InputError, match=told):
         checkpoint.load_model(folder)
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 import trainshort
 import trainshort.cli
 from trainshort.cli import COMMANDS, main
-from trainshort.commands.names import KINDS
+from trainshort.commands.names import LISTABLE_REGISTRIES
 
 
 def call(capsys, *argv):
@@ -74,14 +74,14 @@ def test_list_alone_shows_every_registry(capsys):
     code, out, _ = call(capsys, "list")
     lines = dict(line.split(None, 1) for line in out.splitlines())
     assert code == 0
-    assert list(lines) == list(KINDS)
+    assert list(lines) == list(LISTABLE_REGISTRIES)
     assert "alibi" in lines["positions"]
     assert all(lines.values())
     package = Path(trainshort.__file__).parent
     pattern = r'(?m)^(\w+): "?Registry\['
     made = [name for path in package.rglob("*.py") for name in re.findall(pattern, path.read_text())]
     made.remove("methods")  # the settings of what `positions` holds
-    assert sorted(made) == sorted(place.partition(":")[2] for place in KINDS.values())
+    assert sorted(made) == sorted(place.partition(":")[2] for place in LISTABLE_REGISTRIES.values())
 
 
 def test_names_are_listed_without_torch():

@@ -6,7 +6,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from trainshort.config import FORMAT, ModelConfig, RunConfig, TrainConfig, load_config, save_config
+from trainshort.config import CONFIG_FORMAT, ModelConfig, RunConfig, TrainConfig, load_config, save_config
 from trainshort.errors import InputError
 
 
@@ -24,12 +24,12 @@ from trainshort.errors import InputError
         ({"train": {"steps": 0}}, r"Setting 'train\.steps' cannot be 0: input should be greater than or equal to 1"),
         ({"train": {"batch": 6, "micro_batch": 4}}, "In 'train': micro_batch 4 must divide batch 6"),
         ({"optim": {"name": "adam"}}, r"Setting 'optim\.name' cannot be 'adam': input should be 'adamw', 'nesterov'"),
-        ({"format": 99}, f"has format 99, and this version of trainshort reads format {FORMAT}"),
+        ({"format": 99}, f"has format 99, and this version of trainshort reads format {CONFIG_FORMAT}"),
     ],
 )
 def test_mistakes_are_explained(values, message):
     with pytest.raises(InputError, match=message):
-        RunConfig.read(values)
+        RunConfig.parse(values)
 
 
 @pytest.mark.parametrize(
@@ -39,16 +39,16 @@ def test_mistakes_are_explained(values, message):
         ("alibi", "slopes", (math.nan, 1.0)),
         ("rotary", "base", math.inf),
         ("xpos", "scale_base", math.inf),
-        ("fox", "longest", math.inf),
+        ("fox", "max_decay_time", math.inf),
         ("fire", "threshold", math.inf),
     ],
 )
 def test_infinite_numbers_are_refused_before_anything_is_made_of_them(position, name, value):
     """xPos ended in a traceback, others in NaN after the first step."""
     with pytest.raises(InputError, match=rf"'model\.position_settings\.{name}.*should be a finite number"):
-        ModelConfig.read({"heads": 2, "position": position, "position_settings": {name: value}})
+        ModelConfig.parse({"heads": 2, "position": position, "position_settings": {name: value}})
     with pytest.raises(InputError, match="Setting 'softmax_scale' cannot be inf: input should be a finite number"):
-        ModelConfig.read({"softmax_scale": math.inf})
+        ModelConfig.parse({"softmax_scale": math.inf})
 
 
 def test_settings_are_frozen():

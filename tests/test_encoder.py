@@ -46,7 +46,7 @@ def test_masks_of_training_are_a_function_of_seed_step_and_row():
     truth = np.where(hidden, whole.targets, whole.inputs)
     assert (np.diff(truth, axis=1) % 50 == 1).all()  # consecutive tokens of the text, not shifted
     share = np.mean([(BatchStream(tokens, **options).batch(step).inputs == 50).mean() for step in range(100)])
-    assert abs(share - 1 / masking.ROUNDS) < 0.02
+    assert abs(share - 1 / masking.MASK_ROUNDS) < 0.02
 
 
 def test_what_fills_the_last_block_is_hidden_from_the_others():
@@ -58,19 +58,19 @@ def test_what_fills_the_last_block_is_hidden_from_the_others():
 
 
 def test_every_token_is_hidden_in_one_round_whatever_the_length():
-    short = masking.rounds_of(range(0, 960, 10), 10).flatten()
-    assert np.array_equal(short, masking.rounds_of([0], 960)[0])
-    counts = np.bincount(short, minlength=masking.ROUNDS)
+    short = masking.evaluation_rounds(range(0, 960, 10), 10).flatten()
+    assert np.array_equal(short, masking.evaluation_rounds([0], 960)[0])
+    counts = np.bincount(short, minlength=masking.MASK_ROUNDS)
     assert counts.min() > 100
-    inputs, targets = masking.hide(np.array([[5, 6, 7]]), np.array([[False, True, False]]), 9)
+    inputs, targets = masking.mask_tokens(np.array([[5, 6, 7]]), np.array([[False, True, False]]), 9)
     assert inputs.tolist() == [[5, 9, 7]]
     assert targets.tolist() == [[IGNORED, 6, IGNORED]]
 
 
 def test_an_evaluation_scores_each_token_in_its_own_round():
-    target, tokens = tiny_target(causal=False), random_tokens(50, vocabulary=31)
+    target, tokens = tiny_target(causal=False), random_tokens(50, vocab_size=31)
     losses = np.concatenate(list(score(target, tokens, Sweep(tokens, [25]).passes(25))))
-    rounds = masking.rounds_of([25], 25)[0]
+    rounds = masking.evaluation_rounds([25], 25)[0]
     place = 7
     inputs = torch.from_numpy(np.where(rounds == rounds[place], 31, tokens[25:]).astype(np.int64))[None]
     logits = target.model(inputs)[0, place]
@@ -123,7 +123,7 @@ def test_training_learns_and_resumes_exactly(trained):
     for name, weight in load_model(result.run).state_dict().items():
         assert torch.equal(weight, load_model(half).state_dict()[name]), name
     saved = json.loads((root / "run" / "config.json").read_text())
-    assert saved["model"]["vocabulary"] == 257  # 256 bytes and the mask
+    assert saved["model"]["vocab_size"] == 257  # 256 bytes and the mask
 
 
 def test_evaluated_at_many_times_its_length(trained, capsys):
@@ -167,11 +167,11 @@ def test_what_does_not_go_with_an_encoder():
     with pytest.raises(InputError, match="Generating text needs a causal model"):
         stream(model, [1, 2, 3], tokens=2)
     with pytest.raises(InputError, match="fire is defined for causal models"):
-        TransformerLM(ModelConfig(vocabulary=9, position="fire", causal=False))
-    with pytest.raises(InputError, match="score_growth counts the tokens that came before"):
-        TransformerLM(ModelConfig(vocabulary=9, score_growth="ssmax", causal=False))
+        TransformerLM(ModelConfig(vocab_size=9, position="fire", causal=False))
+    with pytest.raises(InputError, match="length_scaling counts the tokens that came before"):
+        TransformerLM(ModelConfig(vocab_size=9, length_scaling="ssmax", causal=False))
     with pytest.raises(InputError, match="half of its buckets on each side; 7 is odd"):
-        TransformerLM(ModelConfig(vocabulary=9, position="t5", position_settings={"buckets": 7}, causal=False))
+        TransformerLM(ModelConfig(vocab_size=9, position="t5", position_settings={"buckets": 7}, causal=False))
 
 
 def test_a_causal_run_is_evaluated_as_before(tmp_path):

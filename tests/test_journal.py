@@ -23,7 +23,7 @@ def path(tmp_path):
 
 def test_records_come_back_as_they_were_and_none_from_a_file_that_is_not_there(path):
     assert runs.read_lines(path) == RECORDS
-    assert runs.last_checksum(path) == runs.checked_lines(path)[-1][1]
+    assert runs.last_checksum(path) == runs.read_verified_lines(path)[-1][1]
     assert runs.read_lines(path.with_name("none.jsonl")) == []
     assert runs.last_checksum(path.with_name("none.jsonl")) is None
 
@@ -59,7 +59,7 @@ def test_a_line_without_its_checksum_is_refused(path):
 @pytest.mark.parametrize("lines", [1, 4])
 def test_every_changed_byte_is_noticed_also_in_the_names_of_the_fields(path, lines):
     """Also in a file with one line, which no later line covers."""
-    runs.keep_lines(path, lines)
+    runs.truncate_lines(path, lines)
     content, whole = path.read_bytes(), runs.read_lines(path)
     for at in range(len(content) - 1):  # without the last newline, the last line counts as torn by a kill
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
@@ -89,7 +89,7 @@ def test_a_torn_last_line_goes_and_the_chain_goes_on(path):
     with path.open("a") as file:
         file.write('{"step": 5, "lo')
     assert runs.read_lines(path) == RECORDS
-    runs.keep_lines(path, 3)
+    runs.truncate_lines(path, 3)
     runs.append_line(path, {"step": 9})
     assert runs.read_lines(path) == [*RECORDS[:3], {"step": 9}]
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from trainshort import Cache, InputError, ModelConfig, TransformerLM
 from trainshort.attention import backends
-from trainshort.attention.operator import unavailable
+from trainshort.attention.operator import kernel_unavailable_reason
 from trainshort.config import AdaptiveConfig
 from trainshort.positions import positions
 from trainshort.presets import presets
@@ -52,7 +52,7 @@ def test_token_by_token_equals_one_pass(position, backend):
         pytest.skip(f"{backend} computes linear biases and clocks only")
     if position == "fire" and backend == "compiled":
         pytest.skip("compiled computes no bias that depends on more than the distance")
-    if backend == "compiled" and (reason := unavailable()):
+    if backend == "compiled" and (reason := kernel_unavailable_reason()):
         pytest.skip(reason)
     model = tiny(position=position, backend=backend)
     tokens = torch.randint(256, (2, 400))
@@ -138,7 +138,7 @@ def test_recomputed_activations_give_the_same_gradients():
 
 @pytest.mark.parametrize("heads", [6, 12, 20, 40])
 def test_head_counts_of_released_models(heads):
-    model = TransformerLM(ModelConfig(vocabulary=64, width=heads * 4, heads=heads, kv_heads=heads // 2, layers=1))
+    model = TransformerLM(ModelConfig(vocab_size=64, width=heads * 4, heads=heads, kv_heads=heads // 2, layers=1))
     assert model(torch.randint(64, (1, 50))).isfinite().all()
 
 
@@ -156,7 +156,7 @@ def test_head_counts_of_released_models(heads):
         {"window": 5},
         {"position_settings": {"max_bias": 4.0}},
         {"norm_eps": 0.1},
-        {"ffn": 100},
+        {"feedforward_width": 100},
         {"kv_heads": 2},
     ],
     ids=str,
@@ -199,7 +199,7 @@ def test_bfloat16_model_stays_close_to_float32():
         (lambda: presets.get("wikitext-103"), "Unknown preset 'wikitext-103'. Did you mean 'wikitext103'"),
         (lambda: TransformerLM(ModelConfig()), "a model needs a vocabulary"),
         (
-            lambda: tiny(position="learned", position_settings={"longest": 8})(torch.ones(1, 9, dtype=torch.long)),
+            lambda: tiny(position="learned", position_settings={"max_length": 8})(torch.ones(1, 9, dtype=torch.long)),
             "stop at 8",
         ),
         (lambda: tiny(adaptive={"cutoffs": (5, 3)}), "cutoffs must be ascending"),
@@ -215,7 +215,7 @@ def test_mistakes_are_explained(call, message):
 
 
 def test_learned_positions_past_the_table_through_a_cache():
-    model, cache = tiny(position="learned", position_settings={"longest": 8}), Cache()
+    model, cache = tiny(position="learned", position_settings={"max_length": 8}), Cache()
     with torch.no_grad():
         model(torch.ones(1, 8, dtype=torch.long), cache=cache)
         with pytest.raises(InputError, match="stop at 8, but this input reaches 9"):
@@ -229,7 +229,7 @@ def test_adaptive_cutoffs_past_the_vocabulary_are_left_out():
 
 FOREIGN = {
     "rms": {"norm": "rms"},
-    "swiglu": {"gated": True, "activation": "silu", "biases": False},
+    "swiglu": {"gated_feedforward": True, "activation": "silu", "biases": False},
     "clipped": {"clip_qkv": 0.3},
     "scale 1/d": {"softmax_scale": 1 / 16},
     "logits": {"logit_scale": 0.25},
@@ -266,7 +266,7 @@ def by_hand(model, tokens):
         before, x = x, x + linear((weight @ v).transpose(1, 2).flatten(2), f"layers.{i}.attention.out")
         inside = norm(before if c.parallel_blocks else x, f"layers.{i}.ffn_norm")
         wide, activate = linear(inside, f"layers.{i}.ffn.wide"), F.silu if c.activation == "silu" else F.gelu
-        wide = activate(linear(inside, f"layers.{i}.ffn.gate")) * wide if c.gated else activate(wide)
+        wide = activate(linear(inside, f"layers.{i}.ffn.gate")) * wide if c.gated_feedforward else activate(wide)
         x = x + linear(wide, f"layers.{i}.ffn.narrow")
     return norm(x, "final_norm") @ weights["vocabulary.embedding.weight"].T * c.logit_scale
 

@@ -7,10 +7,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from trainshort.plots.figures import can_draw
 
 from trainshort.errors import InputError
 from trainshort.optional import has_package, import_optional, require_package
+from trainshort.utils.figures import can_draw
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -114,7 +114,7 @@ def test_a_figure_is_skipped_without_matplotlib(monkeypatch, caplog, tmp_path):
 def test_a_missing_version_is_recorded_as_null(monkeypatch):
     from trainshort import machine
 
-    monkeypatch.setattr(machine, "RECORDED", ("torch", "no_such_package"))
+    monkeypatch.setattr(machine, "RECORDED_PACKAGES", ("torch", "no_such_package"))
     versions = machine.provenance()["versions"]
     assert versions["torch"] is not None
     assert versions["no_such_package"] is None

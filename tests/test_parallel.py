@@ -13,7 +13,7 @@ from trainshort import checkpoint, runs
 from trainshort.checkpoint import folders
 from trainshort.config import DataConfig, RunConfig
 from trainshort.data import prepare
-from trainshort.parallel import no_bfloat16
+from trainshort.parallel import bfloat16_unsupported_reason
 from trainshort.train import train
 
 BASE = {
@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
     text = "".join(f"{number} bottles of beer on the wall, {number % 7} fell. " for number in range(200))
     for name in ("train", "valid", "test"):
         (folder / "corpus" / f"{name}.txt").write_text(text)
-    prepare(DataConfig.read(data(folder)), progress=False)
+    prepare(DataConfig.parse(data(folder)), progress=False)
     return folder
 
 
@@ -68,7 +68,7 @@ def data(folder: Path) -> dict[str, str]:
 
 
 def config(folder: Path, model: str = "tied", **settings) -> RunConfig:
-    return RunConfig.read(
+    return RunConfig.parse(
         BASE | {"model": BASE["model"] | MODELS[model], "data": data(folder), "train": BASE["train"] | settings}
     )
 
@@ -134,7 +134,9 @@ def assert_close(a: Path, b: Path) -> None:
             assert one.get(name, 0.0) == pytest.approx(two.get(name, 0.0), rel=2e-5)
         for name in ("count", "valid_count", "tokens", "lr"):
             assert one.get(name) == two.get(name)
-    left, right = (checkpoint.model_tensors(checkpoint.load_model(folders.present(path)[-1])) for path in (a, b))
+    left, right = (
+        checkpoint.model_tensors(checkpoint.load_model(folders.list_checkpoints(path)[-1])) for path in (a, b)
+    )
     assert left.keys() == right.keys()
     for name in left:
         torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=1e-6, msg=name)
@@ -153,17 +155,19 @@ def test_bfloat16_on_two_ranks_is_near_float32_and_stores_float32(together, stra
     assert half[-1]["valid_nll"] == pytest.approx(exact[-1]["valid_nll"], rel=0.02)
     assert half[-1]["valid_nll"] != exact[-1]["valid_nll"]
     weights = checkpoint.model_tensors(checkpoint.load_model(together / f"half-{strategy}"))
-    newest = folders.present(together / f"half-{strategy}")[-1]
+    newest = folders.list_checkpoints(together / f"half-{strategy}")[-1]
     stored = sum(path.stat().st_size for path in (newest / "model").iterdir())
     assert stored >= 4 * sum(weight.numel() for weight in weights.values())
 
 
 def test_sharded_checkpoints_are_safetensors_and_json_of_both_ranks(together):
-    newest = folders.present(together / "tied-fsdp")[-1]
-    assert folders.damage(newest) is None
+    newest = folders.list_checkpoints(together / "tied-fsdp")[-1]
+    assert folders.find_corruption(newest) is None
     assert len(list((newest / "model").glob("*.safetensors"))) == 2
     assert {path.suffix for path in newest.rglob("*.*") if path.is_file()} == {".json", ".safetensors"}
-    whole = sum(path.stat().st_size for path in folders.present(alone(together, "tied"))[-1].rglob("*.safetensors"))
+    whole = sum(
+        path.stat().st_size for path in folders.list_checkpoints(alone(together, "tied"))[-1].rglob("*.safetensors")
+    )
     parts = sum(path.stat().st_size for path in newest.rglob("*.safetensors"))
     assert parts < 1.3 * whole  # each tensor is stored once, not once per rank
 
@@ -185,7 +189,7 @@ def test_one_process_goes_on_where_two_stopped_and_back(together):
 
 
 def test_bfloat16_is_refused_only_where_it_is_slow():
-    reason = no_bfloat16(torch.device("cpu"))
+    reason = bfloat16_unsupported_reason(torch.device("cpu"))
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     if "avx512_bf16" in flags or "amx_bf16" in flags:
         assert reason is None

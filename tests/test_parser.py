@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import pytest
 
 from trainshort.cli import COMMANDS, main
-from trainshort.commands.parser import Arg, Parser, UsageError, of_class
+from trainshort.commands.parser import Arg, Parser, UsageError, options_from_dataclass
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Cook:
     """A list, as a plug-in's settings may have one."""
 
 
-PARSER = Parser("cook", of_class(Cook), Cook.__doc__ or "")
+PARSER = Parser("cook", options_from_dataclass(Cook), Cook.__doc__ or "")
 
 
 def parse(line: str) -> Cook:
@@ -110,7 +110,7 @@ def test_a_default_of_zero_is_shown():
 
 
 def test_a_word_too_many_is_told():
-    parser = Parser("cook", [one for one in of_class(Cook) if one.name != "extras"], "")
+    parser = Parser("cook", [one for one in options_from_dataclass(Cook) if one.name != "extras"], "")
     with pytest.raises(UsageError, match="'bread' is one word too many"):
         parser.parse(["soup", "bread"])
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainshort.utils.figures import APART, COLORS, color, lab, round_ticks, spaced
+from trainshort.utils.figures import COLORS, MIN_COLOR_DISTANCE, color, lab, round_ticks, thin_ticks
 
 
 def test_a_method_has_one_colour_and_one_of_its_own():
@@ -19,9 +19,9 @@ def test_a_method_from_outside_does_not_look_like_one_of_the_papers():
     """By its first digest alone `falls` was #8a42c8, beside T5's #9a63d6."""
     assert lab("#ffffff") == pytest.approx((100, 0, 0), abs=0.1)
     assert lab("#ff0000") == pytest.approx((53.2, 80.1, 67.2), abs=1)
-    assert math.dist(lab("#8a42c8"), lab(COLORS["t5"])) < APART
+    assert math.dist(lab("#8a42c8"), lab(COLORS["t5"])) < MIN_COLOR_DISTANCE
     shades = [color(name) for name in ("falls", *(f"method-{number}" for number in range(300)))]
-    assert min(math.dist(lab(shade), lab(named)) for shade in shades for named in COLORS.values()) >= APART
+    assert min(math.dist(lab(shade), lab(named)) for shade in shades for named in COLORS.values()) >= MIN_COLOR_DISTANCE
     assert len(set(shades)) > 290
 
 
@@ -33,11 +33,11 @@ def test_ticks_are_round_and_near_the_values(low, high):
 
 
 def test_ticks_of_lengths_keep_their_distance():
-    assert [text for _, text in spaced([128, 160, 192, 256, 512, 1024, 2048])] == [
+    assert [text for _, text in thin_ticks([128, 160, 192, 256, 512, 1024, 2048])] == [
         "128",
         "192",
         "512",
         "1,024",
         "2,048",
     ]
-    assert spaced([64]) == ((64, "64"),)
+    assert thin_ticks([64]) == ((64, "64"),)

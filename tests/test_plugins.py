@@ -39,7 +39,7 @@ def loaded():
 def command(folder: Path, *words: str, code: int = 0, plugin: Path | None = KERPLE) -> str:
     """What a command says, run from an empty folder in a process of its own."""
     given = () if plugin is None else ("--plugin", str(plugin))
-    environment = {name: value for name, value in os.environ.items() if name != plugins.VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name != plugins.PLUGIN_ENV_VAR}
     environment |= {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     run = [sys.executable, "-m", "trainshort", *words, *given]
     done = subprocess.run(run, cwd=folder, env=environment, capture_output=True, text=True)
@@ -74,7 +74,7 @@ def test_it_is_read_far_past_its_length_and_goes_on_falling(trained):
     command(trained, "evaluate", "run", "--lengths", "16", "256", "--max-tokens", "600")
     stored = [json.loads(path.read_text()) for path in (trained / "run").rglob("*.json") if "eval" in str(path)]
     assert stored
-    bias = TransformerLM(ModelConfig(vocabulary=8, heads=4, width=16, position="kerple-log")).position.score_bias(300)
+    bias = TransformerLM(ModelConfig(vocab_size=8, heads=4, width=16, position="kerple-log")).position.score_bias(300)
     assert (bias.table.diff(dim=1) < 0).all()
     assert bias.table.shape == (4, 300)
 
@@ -211,15 +211,15 @@ def test_settings_of_a_method_that_is_not_chosen(words, message):
 
 def test_a_report_can_read_a_run_whose_method_is_not_here():
     values = {"model": {"position": "gone", "position_settings": {"depth": 3}}}
-    config = RunConfig.read(values)
+    config = RunConfig.parse(values)
     assert config.model_dump()["model"]["position_settings"] == {"depth": 3}
     with pytest.raises(InputError, match="Unknown position method 'gone'"):
-        TransformerLM(config.model.replace(vocabulary=9))
+        TransformerLM(config.model.replace(vocab_size=9))
 
 
 def test_a_bias_that_looks_at_the_text_has_a_place_in_the_cache():
     torch.manual_seed(0)
-    model = TransformerLM(ModelConfig(vocabulary=50, layers=2, width=32, heads=4, position="forget-gate")).eval()
+    model = TransformerLM(ModelConfig(vocab_size=50, layers=2, width=32, heads=4, position="forget-gate")).eval()
     tokens = torch.randint(50, (2, 40))
     with torch.no_grad():
         for gate in model.position.gates:
@@ -234,14 +234,14 @@ def test_a_bias_that_looks_at_the_text_has_a_place_in_the_cache():
 
 
 def test_float32_stays_by_the_base_class():
-    model = TransformerLM(ModelConfig(vocabulary=8, heads=4, width=16, position="kerple-log")).bfloat16()
+    model = TransformerLM(ModelConfig(vocab_size=8, heads=4, width=16, position="kerple-log")).bfloat16()
     assert model.position.a.dtype == torch.float32
     assert model.layers[0].attention.out.weight.dtype == torch.bfloat16
 
 
 def test_worker_processes_find_the_same_plugins(tmp_path):
     code = "from trainshort.settings import methods; print(methods.get('kerple-log').summary)"
-    environment = os.environ | {plugins.VARIABLE: str(KERPLE)}
+    environment = os.environ | {plugins.PLUGIN_ENV_VAR: str(KERPLE)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.startswith("A penalty"), done.stderr
 
@@ -299,19 +299,19 @@ def test_a_link_to_itself_is_no_plugin(tmp_path):
 def test_an_error_that_is_not_a_plugins_stays_what_it_is():
     kerple = ("position method", "kerple-log")
     for error in (RuntimeError("out of memory"), ValueError("elsewhere")):
-        with pytest.raises(type(error)), plugins.blamed(kerple):
+        with pytest.raises(type(error)), plugins.plugin_errors(kerple):
             raise error
     refused = pytest.raises(InputError, match=r"of kerple_log\.py failed: TypeError: no such call\.$")
-    with refused, plugins.blamed(kerple):
+    with refused, plugins.plugin_errors(kerple):
         raise TypeError("no such call")
 
 
 def test_a_task_reaches_another_process_with_a_plugins_settings(tmp_path):
     """Workers and cluster jobs get it pickled, before anything is loaded there."""
     config = RunConfig(model=ModelConfig(position="kerple-log", position_settings={"a": 0.25}))
-    (tmp_path / "task").write_bytes(pickle.dumps(tasks.Task("mine", config)))
+    (tmp_path / "task").write_bytes(pickle.dumps(tasks.Job("mine", config)))
     code = "import pickle; print(pickle.load(open('task', 'rb')).config.model.position_settings.a)"
-    environment = os.environ | {plugins.VARIABLE: str(KERPLE), "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {plugins.PLUGIN_ENV_VAR: str(KERPLE), "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == "0.25\n", done.stderr
 
@@ -384,12 +384,12 @@ def test_a_run_whose_corpus_alone_came_from_a_plugin_does_without_it(tmp_path):
 def test_one_file_may_bring_one_of_each(tmp_path):
     (tmp_path / "owl.txt").write_text("the owl and the pussy-cat went to sea in a beautiful pea-green boat. " * 2000)
     small = "--layers 1 --width 32 --heads 4 --length 16 --batch 4 --steps 2 --corpus owl --tokenizer letters"
-    more = ("--data.vocabulary", "40", "--backend", "echo", "--out", "run", "--quiet")
+    more = ("--data.vocab-size", "40", "--backend", "echo", "--out", "run", "--quiet")
     command(tmp_path, "train", "demo-alibi", *small.split(), *more, plugin=EACH)
     config = load_config(tmp_path / "run" / "config.json")
     assert [p.name for p in config.plugins] == ["one_of_each.py"]
     assert (
-        config.model.vocabulary == len({*"the owl and the pussy-cat went to sea in a beautiful pea-green boat. "}) + 1
+        config.model.vocab_size == len({*"the owl and the pussy-cat went to sea in a beautiful pea-green boat. "}) + 1
     )
     assert "there are" in command(tmp_path, "analyze", "run", "--only", "count", plugin=EACH)
     told = command(tmp_path, "list", plugin=EACH)

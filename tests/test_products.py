@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainshort import vocabulary
-from trainshort.vocabulary import linear, product
+from trainshort.vocabulary import apply_linear, linear
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch):
     """Also on processors where MKL is as quick, and for small numbers."""
-    monkeypatch.setattr(vocabulary, "is_quicker", lambda: True)
-    monkeypatch.setattr(vocabulary, "WORTH_IT", 0)
+    monkeypatch.setattr(vocabulary, "is_onednn_faster", lambda: True)
+    monkeypatch.setattr(vocabulary, "MIN_ONEDNN_MULTIPLICATIONS", 0)
 
 
 class Counted(TorchDispatchMode):
@@ -81,8 +81,8 @@ def test_gradients_are_linear_s_and_may_be_differentiated_again(shape):
 
 def test_what_goes_by_onednn():
     layer, x = nn.Linear(24, 40), torch.randn(9, 24)
-    assert calls_of(lambda: product(layer, x)) == 1
-    assert calls_of(lambda: product(layer, x.requires_grad_()).sum().backward()) == 3
+    assert calls_of(lambda: apply_linear(layer, x)) == 1
+    assert calls_of(lambda: apply_linear(layer, x.requires_grad_()).sum().backward()) == 3
     with torch.no_grad():
         assert calls_of(lambda: linear(x, layer.weight)) == 1
 
@@ -103,7 +103,7 @@ def test_nobody_is_passed_over():
     expected = layer(x)
 
     def as_it_is(one=layer, given=x) -> bool:
-        return calls_of(lambda: product(one, given)) == 0
+        return calls_of(lambda: apply_linear(one, given)) == 0
 
     for way in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
         handle = getattr(layer, way)(lambda *args: seen.append(1))
@@ -122,19 +122,19 @@ def test_nobody_is_passed_over():
         assert as_it_is()
     with torch.autocast("cpu", torch.bfloat16):
         assert as_it_is()
-        assert product(layer, x).dtype == torch.bfloat16
-    assert torch.allclose(product(layer, x), expected, atol=1e-5)
+        assert apply_linear(layer, x).dtype == torch.bfloat16
+    assert torch.allclose(apply_linear(layer, x), expected, atol=1e-5)
 
 
 def test_transforms_follow_torch_s_own_operations():
     layer, x = nn.Linear(24, 40), torch.randn(9, 24)
     with torch.no_grad():
-        each = torch.func.vmap(lambda row: product(layer, row[None])[0])(x)
+        each = torch.func.vmap(lambda row: apply_linear(layer, row[None])[0])(x)
     assert torch.allclose(each, layer(x), atol=1e-5)
-    _, moved = torch.func.jvp(lambda given: product(layer, given), (x,), (x,))
+    _, moved = torch.func.jvp(lambda given: apply_linear(layer, given), (x,), (x,))
     assert torch.allclose(moved, F.linear(x, layer.weight), atol=1e-5)
     with forward_ad.dual_level():
-        out = product(layer, forward_ad.make_dual(x, x))
+        out = apply_linear(layer, forward_ad.make_dual(x, x))
         assert torch.allclose(forward_ad.unpack_dual(out).tangent, moved, atol=1e-5)
     program = torch.export.export(torch.nn.Sequential(layer), (x,)).graph
     assert not any("mkldnn" in str(node.target) for node in program.nodes)
@@ -142,9 +142,9 @@ def test_transforms_follow_torch_s_own_operations():
 
 def test_where_it_is_not_quicker_nothing_changes(monkeypatch):
     layer, x = nn.Linear(24, 40), torch.randn(9, 24)
-    monkeypatch.setattr(vocabulary, "is_quicker", lambda: False)
-    assert calls_of(lambda: product(layer, x)) == 0
-    monkeypatch.setattr(vocabulary, "is_quicker", lambda: True)
-    monkeypatch.setattr(vocabulary, "WORTH_IT", 9 * 24 * 40 + 1)
-    assert calls_of(lambda: product(layer, x)) == 0
-    assert torch.equal(product(layer, x), layer(x))
+    monkeypatch.setattr(vocabulary, "is_onednn_faster", lambda: False)
+    assert calls_of(lambda: apply_linear(layer, x)) == 0
+    monkeypatch.setattr(vocabulary, "is_onednn_faster", lambda: True)
+    monkeypatch.setattr(vocabulary, "MIN_ONEDNN_MULTIPLICATIONS", 9 * 24 * 40 + 1)
+    assert calls_of(lambda: apply_linear(layer, x)) == 0
+    assert torch.equal(apply_linear(layer, x), layer(x))

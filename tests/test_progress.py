@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from trainshort import terminal
-from trainshort.terminal import Display, Meter, duration, perplexity
+from trainshort.terminal import ProgressMeter, TrainingDisplay, format_duration, perplexity
 
 UPDATE = {"step": 50, "loss": 2.0, "lr": 1e-3, "tokens_per_second": 12345.6}
 VALID = {"step": 50, "valid_loss": 1.0}
@@ -15,7 +15,7 @@ VALID = {"step": 50, "valid_loss": 1.0}
 
 def shown(records, *, terminal: bool, quiet: bool = False, step: int = 0) -> str:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=160)
-    with Display(step, 100, quiet=quiet, console=console) as display:
+    with TrainingDisplay(step, 100, quiet=quiet, console=console) as display:
         for record in records:
             display.show(record)
     return console.file.getvalue()
@@ -31,7 +31,7 @@ def test_elsewhere_a_plain_line_comes_now_and_then(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
     console = Console(file=io.StringIO(), force_terminal=False, width=160)
-    with Display(0, 100, console=console) as display:
+    with TrainingDisplay(0, 100, console=console) as display:
         for step in (10, 20, 30, 40, 100):
             now[0] += 4.0
             display.show(UPDATE | {"step": step})
@@ -49,7 +49,7 @@ def test_validation_is_always_told():
 def test_quiet_shows_nothing_but_notes():
     assert shown([UPDATE, VALID], terminal=True, quiet=True) == ""
     console = Console(file=io.StringIO(), force_terminal=False)
-    Display(0, 100, quiet=True, console=console).note("[saved]")
+    TrainingDisplay(0, 100, quiet=True, console=console).note("[saved]")
     assert console.file.getvalue() == "trainshort: [saved]\n"
 
 
@@ -62,15 +62,15 @@ def test_perplexity_does_not_overflow():
     ("seconds", "told"), [(0.1, "1 s"), (89, "89 s"), (400, "7 min"), (40_000, "11.1 h"), (4_000_000, "1,111.1 h")]
 )
 def test_a_time_is_told_in_one_form_however_long_it_is(seconds, told):
-    assert duration(seconds) == told
+    assert format_duration(seconds) == told
 
 
 def test_time_left_goes_by_the_pace_of_this_session(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
     console = Console(file=io.StringIO(), force_terminal=False, width=160)
-    with Meter(console) as meter:
-        meter.expect(1.0, 0.4)
+    with ProgressMeter(console) as meter:
+        meter.start(1.0, 0.4)
         for amount in (0.0, 0.1, 0.1, 0.4):
             now[0] += 43_200.0
             meter.advance(amount, "1 of 2 models")

@@ -39,7 +39,7 @@ def test_a_folder_that_is_no_run_is_refused_even_with_resume(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["thesis.tex"]
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(InputError, match=r"config\.json"):
-        runs.refuse_existing(tmp_path, resume=True)
+        runs.check_run_path_free(tmp_path, resume=True)
     with pytest.raises(InputError, match=r"is a file, but a run needs a folder"):
         start(tmp_path / "thesis.tex")
 
@@ -68,7 +68,7 @@ def test_resume_may_change_how_far_and_how_often(tmp_path):
 
 def test_every_changeable_setting_exists():
     known = runs.flatten(CONFIG.model_dump())
-    assert set(known) >= runs.CHANGEABLE
+    assert set(known) >= runs.RESUME_CHANGEABLE_SETTINGS
 
 
 def test_a_config_of_another_version_is_refused(tmp_path):
@@ -99,9 +99,9 @@ def test_metrics_are_cut_to_the_checkpoint_and_a_torn_line_goes(tmp_path):
     with folder.metrics.open("a") as file:
         file.write('{"step": 50, "lo')
     assert [record["step"] for record in runs.read_lines(folder.metrics)] == [10, 20, 30, 40]
-    runs.cut_metrics(folder, 30)
+    runs.truncate_metrics(folder, 30)
     assert folder.metrics.read_bytes() == kept  # floats survive the round trip to the last bit
-    runs.cut_metrics(folder, 0)
+    runs.truncate_metrics(folder, 0)
     assert folder.metrics.read_bytes() == b""
 
 
@@ -114,12 +114,12 @@ def test_lines_missing_before_the_checkpoint_are_told_and_the_file_is_left(tmp_p
     for torn in (whole[:-1], whole[: whole.index(b"\n") + 1], b""):
         folder.metrics.write_bytes(torn)
         with pytest.raises(InputError, match=r"metrics\.jsonl ends before step 30, at which the run was saved"):
-            runs.cut_metrics(folder, 30, last)
+            runs.truncate_metrics(folder, 30, last)
         assert folder.metrics.read_bytes() == torn
     folder.metrics.unlink()  # as the message says
-    runs.cut_metrics(folder, 30, last)
+    runs.truncate_metrics(folder, 30, last)
     runs.append_line(folder.metrics, {"step": 40})
-    runs.cut_metrics(folder, 30, last)
+    runs.truncate_metrics(folder, 30, last)
     assert folder.metrics.read_bytes() == b""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import trainshort
-from trainshort.terminal import new_console, printable, say, show_log_messages, tell
+from trainshort.terminal import escape_control_characters, new_console, print_line, print_status, show_log_messages
 
 
 @pytest.mark.parametrize(
@@ -21,11 +21,11 @@ from trainshort.terminal import new_console, printable, say, show_log_messages, 
     ],
 )
 def test_what_a_terminal_would_obey_is_escaped_and_all_else_stays(text, shown):
-    assert printable(text) == shown
+    assert escape_control_characters(text) == shown
 
 
 def test_what_is_said_is_escaped(capsys):
-    say("no run at \x1b[31mred")
+    print_status("no run at \x1b[31mred")
     assert capsys.readouterr().err == "trainshort: no run at \\x1b[31mred\n"
 
 
@@ -42,11 +42,11 @@ NAME = "run\x1b[2J\x1b]0;title\x07[/b]"
 
 
 def test_names_in_results_are_escaped_at_a_terminal_alone(capsys, monkeypatch):
-    tell(NAME)
+    print_line(NAME)
     assert capsys.readouterr().out == NAME + "\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    tell(NAME)
-    assert capsys.readouterr().out == printable(NAME) + "\n"
+    print_line(NAME)
+    assert capsys.readouterr().out == escape_control_characters(NAME) + "\n"
 
 
 def test_a_console_shows_brackets_as_they_are():

@@ -18,7 +18,7 @@ from trainshort.config import DataConfig, RunConfig
 from trainshort.data import open_or_prepare, prepare
 from trainshort.data.of_run import BatchStream
 from trainshort.errors import InputError
-from trainshort.job import resolve
+from trainshort.job import resolve_config
 from trainshort.model import TransformerLM
 from trainshort.parallel import World
 from trainshort.terminal import Interrupted
@@ -43,8 +43,8 @@ def corpus(tmp_path_factory):
 @pytest.fixture
 def config(corpus):
     data = {"corpus": str(corpus), "tokenizer": "bytes", "folder": corpus.parent / "data"}
-    prepare(DataConfig.read(data), progress=False)
-    return RunConfig.read(
+    prepare(DataConfig.parse(data), progress=False)
+    return RunConfig.parse(
         {
             "model": {"layers": 1, "width": 16, "heads": 2, "dropout": 0.1},
             "data": data,
@@ -77,7 +77,7 @@ def metrics(run) -> list[dict]:
 
 
 def last(run):
-    return folders.present(run)[-1]
+    return folders.list_checkpoints(run)[-1]
 
 
 def test_a_run_learns_and_leaves_what_it_should(config, tmp_path):
@@ -92,7 +92,7 @@ def test_a_run_learns_and_leaves_what_it_should(config, tmp_path):
     assert result.tokens == 120 * 4 * 16 - 10  # one of the blocks was the last, of 6 tokens
     assert result.best == last(tmp_path / "run")
     stored = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert stored["model"]["vocabulary"] == 256
+    assert stored["model"]["vocab_size"] == 256
     assert [line["step"] for line in lines if "loss" in line] == list(range(2, 121, 2))
     assert [line["step"] for line in lines if "valid_loss" in line] == [40, 80, 120]
     for line in lines:
@@ -164,7 +164,7 @@ def test_micro_batches_of_unequal_counts_are_weighted_by_tokens(config, tmp_path
         lines = (json.dumps({"text": "ab" * (3 + 5 * number % 17)}) for number in range(100))
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     data = {"corpus": str(folder), "folder": tmp_path / "data", "packing": "documents"}
-    prepare(DataConfig.read(data), progress=False)
+    prepare(DataConfig.parse(data), progress=False)
     config = config.replace(model={"dropout": 0.0}, data=data, optim=LINEAR, train={"log_every": 1})
     train(config, tmp_path / "whole", quiet=True)
     counts = {line["count"] for line in metrics(tmp_path / "whole") if "count" in line}
@@ -180,7 +180,7 @@ def test_the_first_update_is_the_formula(config, tmp_path):
     config = config.replace(model={"dropout": 0.0}, optim=LINEAR, train={"steps": 1, "log_every": 1})
     train(config, tmp_path / "run", quiet=True)
     prepared = open_or_prepare(config.data, progress=False)
-    settings = resolve(config, prepared.meta.vocabulary, World())
+    settings = resolve_config(config, prepared.meta.vocab_size, World())
     batch = BatchStream(prepared.split("train"), length=16, batch_size=4, seed=1, bos=prepared.meta.bos).batch(0)
     torch.manual_seed(1)
     model = TransformerLM(settings.model)
@@ -218,14 +218,15 @@ def test_validation_is_the_evaluation_of_non_overlapping_blocks(config, tmp_path
 def test_best_is_kept_beside_the_last(config, tmp_path):
     """The learning rate explodes after the first validation, so that the best stays behind."""
     config = config.replace(
-        optim={"lr": 0.3, "warmup": 40, "warmup_from": 0.001}, train={"steps": 40, "valid_every": 10, "keep": 1}
+        optim={"lr": 0.3, "warmup": 40, "warmup_start_lr": 0.001},
+        train={"steps": 40, "valid_every": 10, "keep_checkpoints": 1},
     )
     result = train(config, tmp_path / "run", quiet=True)
     losses = {line["step"]: line["valid_loss"] for line in metrics(tmp_path / "run") if "valid_loss" in line}
     best = min(losses, key=losses.get)
     assert best != 40
     assert result.best.name == folders.name(best)
-    assert [path.name for path in folders.present(tmp_path / "run")] == [folders.name(best), folders.name(40)]
+    assert [path.name for path in folders.list_checkpoints(tmp_path / "run")] == [folders.name(best), folders.name(40)]
 
 
 def test_early_stop(config, tmp_path):
@@ -241,10 +242,14 @@ def test_early_stop(config, tmp_path):
 
 
 def test_save_every_0_saves_at_the_end_only(config, tmp_path):
-    train(config.replace(train={"save_every": 0, "keep": 9, "valid_every": 5}), tmp_path / "run", quiet=True)
-    assert [path.name for path in folders.present(tmp_path / "run")] == [folders.name(20)]
-    train(config.replace(train={"save_every": 6, "keep": 9, "valid_every": 0}), tmp_path / "more", quiet=True)
-    assert [int(path.name[-2:]) for path in folders.present(tmp_path / "more")] == [6, 12, 18, 20]
+    train(
+        config.replace(train={"save_every": 0, "keep_checkpoints": 9, "valid_every": 5}), tmp_path / "run", quiet=True
+    )
+    assert [path.name for path in folders.list_checkpoints(tmp_path / "run")] == [folders.name(20)]
+    train(
+        config.replace(train={"save_every": 6, "keep_checkpoints": 9, "valid_every": 0}), tmp_path / "more", quiet=True
+    )
+    assert [int(path.name[-2:]) for path in folders.list_checkpoints(tmp_path / "more")] == [6, 12, 18, 20]
     assert [line["step"] for line in metrics(tmp_path / "more") if "valid_loss" in line] == [20]
 
 
@@ -278,7 +283,7 @@ def test_existing_folders_are_refused_before_anything_is_done(config, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": {"vocabulary": 300}}, r"model\.vocabulary is 300, but the data has 256 token types"),
+        ({"model": {"vocab_size": 300}}, r"model\.vocab_size is 300, but the data has 256 token types"),
         ({"train": {"length": 10**6}}, r"needs 1000000"),
         ({"model": {"position": "alibbi"}}, r"Did you mean 'alibi'"),
         ({"model": {"backend": "cuda9"}}, r"cuda9"),
@@ -292,9 +297,9 @@ def test_wrong_settings_leave_no_folder(config, tmp_path, changes, message):
 
 def test_batches_must_be_shareable(config):
     with pytest.raises(InputError, match=r"train\.batch 4 cannot be shared by 3 processes"):
-        resolve(config, 256, World(size=3))
+        resolve_config(config, 256, World(size=3))
     with pytest.raises(InputError, match=r"train\.micro_batch 4 does not divide the 6 sequences that each of 2"):
-        resolve(config.replace(train={"batch": 12, "micro_batch": 4}), 256, World(size=2))
+        resolve_config(config.replace(train={"batch": 12, "micro_batch": 4}), 256, World(size=2))
 
 
 @pytest.mark.parametrize(
@@ -303,9 +308,9 @@ def test_batches_must_be_shareable(config):
         {"layers": 10**9},
         {"layers": 10**9, "width": 1, "heads": 1},
         {"width": 10**9, "heads": 10**9},
-        {"ffn": 10**15},
-        {"vocabulary": 10**12},
-        {"position": "learned", "position_settings": {"longest": 10**12}},
+        {"feedforward_width": 10**15},
+        {"vocab_size": 10**12},
+        {"position": "learned", "position_settings": {"max_length": 10**12}},
     ],
     ids=str,
 )
@@ -357,10 +362,12 @@ def test_another_thread_count_is_told(config, tmp_path, caplog):
 
 
 def test_when_all_checkpoints_are_damaged_the_run_does_not_start_over(config, tmp_path):
-    train(config.replace(train={"keep": 1, "valid_every": 0}), tmp_path / "run", quiet=True)
+    train(config.replace(train={"keep_checkpoints": 1, "valid_every": 0}), tmp_path / "run", quiet=True)
     (last(tmp_path / "run") / "state.json").write_text("{}")
     with pytest.raises(InputError, match=r"None of the 1 checkpoints in .* is whole \(step-\d+: .*\)\. Restore one"):
-        train(config.replace(train={"keep": 1, "valid_every": 0}), tmp_path / "run", resume=True, quiet=True)
+        train(
+            config.replace(train={"keep_checkpoints": 1, "valid_every": 0}), tmp_path / "run", resume=True, quiet=True
+        )
 
 
 def test_activation_checkpointing_changes_nothing_but_memory(config, tmp_path):

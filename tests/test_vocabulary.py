@@ -10,7 +10,7 @@ from trainshort.vocabulary import IGNORED, AdaptiveVocabulary, Vocabulary, linea
 
 
 def adaptive(**settings):
-    config = ModelConfig(vocabulary=100, width=16, heads=2, adaptive=AdaptiveConfig(cutoffs=(10, 40)), **settings)
+    config = ModelConfig(vocab_size=100, width=16, heads=2, adaptive=AdaptiveConfig(cutoffs=(10, 40)), **settings)
     assert config.adaptive is not None
     return AdaptiveVocabulary(config, config.adaptive)
 
@@ -43,7 +43,7 @@ def test_the_three_ways_to_score_agree(kind):
     if kind == "adaptive":
         words = adaptive()
     else:
-        words = Vocabulary(ModelConfig(vocabulary=100, width=16, heads=2, tie_embeddings=kind == "plain"))
+        words = Vocabulary(ModelConfig(vocab_size=100, width=16, heads=2, tie_embeddings=kind == "plain"))
     hidden, targets = torch.randn(30, 16), torch.randint(100, (30,))
     targets[5] = IGNORED
     log_probabilities = words.log_scores(hidden).log_softmax(-1)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from trainshort.cli import main
-from trainshort.data.of_run import FILE
+from trainshort.data.of_run import RUN_DATA_FILE
 
 TEXT = Path(__file__).parent / "text.txt"
 WORDS = (
-    "train demo-alibi --corpus text.txt --tokenizer bpe --data.vocabulary 280 --width 16 --heads 2 --layers 1 "
+    "train demo-alibi --corpus text.txt --tokenizer bpe --data.vocab-size 280 --width 16 --heads 2 --layers 1 "
     "--length 16 --batch 4 --steps 4 --quiet --out run"
 )
 
@@ -80,8 +80,8 @@ def test_another_tokenizer_is_refused(moved, capsys):
 
 
 def test_a_damaged_description_is_told(moved, capsys):
-    text = (moved / FILE).read_text()
-    (moved / FILE).write_text(text.replace('"vocabulary": 280', '"vocabulary": 281'))
+    text = (moved / RUN_DATA_FILE).read_text()
+    (moved / RUN_DATA_FILE).write_text(text.replace('"vocab_size": 280', '"vocab_size": 281'))
     assert "was changed after it was written" in refused(capsys, "generate", "run", "a")
 
 

@@ -46,13 +46,13 @@ def tiny_scale(folder: Path, steps: int = 4) -> Scale:
         summary="a scale for tests",
         shrink=32,
         lengths=(512, 1024),
-        left_out={},
+        excluded_lengths={},
         stride_one=4,
         sliding_tokens=256,
         eval_tokens=512,
         longest=256,
         build=build,
-        stand_in=True,
+        uses_single_corpus=True,
     )
 
 

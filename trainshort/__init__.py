@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainshort.model import TransformerLM
     from trainshort.positions import LayerInput, PositionMethod
     from trainshort.registries import analyses, backends, corpora, formats, positions, tokenizers
-    from trainshort.settings import MethodSettings
+    from trainshort.settings import PositionConfig
 
     register_analysis = analyses.register
     register_backend = backends.register
@@ -38,8 +38,8 @@ __all__ = [
     "InputError",
     "LayerInput",
     "LinearBias",
-    "MethodSettings",
     "ModelConfig",
+    "PositionConfig",
     "PositionMethod",
     "RunConfig",
     "TransformerLM",

@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 
 from trainshort import __version__
 from trainshort.errors import InputError
-from trainshort.files import reason
+from trainshort.files import describe_os_error
 from trainshort.optional import require_package
-from trainshort.plugins import take_plugins
+from trainshort.plugins import load_plugin_arguments
 from trainshort.registry import did_you_mean
-from trainshort.terminal import handlers_kept, say, show_log_messages
+from trainshort.terminal import preserve_signal_handlers, print_status, show_log_messages
 
 COMMANDS = {
     "demo": ("reproduce", "four position methods past their length, in ten minutes"),
@@ -89,7 +89,7 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
             raise
         if usage := getattr(error, "usage", None):
             print(usage, file=sys.stderr)
-        say(str(error))
+        print_status(str(error))
         sys.exit(USAGE_ERROR)
     except KeyboardInterrupt as interrupt:
         sys.exit(getattr(interrupt, "code", INTERRUPTED))
@@ -101,7 +101,7 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
         message = _message_for(error)
         if message is None or os.environ.get("TRAINSHORT_TRACEBACK"):
             raise
-        say(message)
+        print_status(message)
         sys.exit(USAGE_ERROR)
 
 
@@ -109,7 +109,7 @@ def _message_for(error: Exception) -> str | None:
     """Return one line for an error that comes from the system or from a file, and None for every other error."""
     if isinstance(error, OSError):
         place = f" with {error.filename}" if error.filename else ""
-        return f"Cannot go on{place}: {reason(error)}."
+        return f"Cannot go on{place}: {describe_os_error(error)}."
     if isinstance(error, RecursionError):
         return "A file or a setting is nested too deeply."
     if isinstance(error, JSONDecodeError):
@@ -126,7 +126,7 @@ def _message_for(error: Exception) -> str | None:
 
 def run(argv: list[str]) -> int:
     """A command, called by a program that goes on afterwards: its signal handlers stay its own."""
-    with handlers_kept():
+    with preserve_signal_handlers():
         return _run(argv)
 
 
@@ -158,7 +158,7 @@ def run_command(command: type[Any], words: list[str]) -> int:
     """
     from trainshort.commands.parser import read_command  # `trainshort --help` does not need this import.
 
-    words = take_plugins(words)
+    words = load_plugin_arguments(words)
     # A command with a method `parse` has options besides the fields of its class.
     parsed = command.parse(words) if hasattr(command, "parse") else read_command(command, words)
     require_package("rich", "The command line", "trainshort[train]")

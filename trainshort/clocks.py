@@ -16,22 +16,24 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-SLACK = 1e-6
+BOUND_ROUNDING_MARGIN = 1e-6
 """Covers the rounding of the bound, far above what float64 loses over any text."""
 
 
-def of_slopes(slopes: Float[Tensor, " heads"], length: int, batch: int = 1) -> Float[Tensor, "batch heads length"]:
+def decay_from_slopes(
+    slopes: Float[Tensor, " heads"], length: int, batch: int = 1
+) -> Float[Tensor, "batch heads length"]:
     """ALiBi as a clock; slopes may be trained through it."""
     ticks = torch.arange(length, device=slopes.device, dtype=torch.float64)
     return (-slopes.double()[:, None] * ticks).expand(batch, -1, -1)
 
 
-def weight_before(clock: Float[Tensor, "batch heads k_len"]) -> Float[Tensor, "batch heads boundaries"]:
+def log_mass_before(clock: Float[Tensor, "batch heads k_len"]) -> Float[Tensor, "batch heads boundaries"]:
     """E_w for w = 0 … k_len: the log of what all keys before w can weigh, seen from where the clock shows 0."""
-    return torch.nn.functional.pad((-clock.double()).logcumsumexp(-1), (1, 0), value=-math.inf) + SLACK
+    return torch.nn.functional.pad((-clock.double()).logcumsumexp(-1), (1, 0), value=-math.inf) + BOUND_ROUNDING_MARGIN
 
 
-def proven_starts(
+def proven_first_keys(
     excess: Float[Tensor, "batch heads q_len"], clock: Float[Tensor, "batch heads k_len"], tolerance: float
 ) -> Int[Tensor, "batch heads q_len"]:
     """For each query the last boundary such that all keys before it carry at most `tolerance` of its softmax mass; 0
@@ -45,6 +47,6 @@ def proven_starts(
         return torch.zeros_like(excess, dtype=torch.int64)
     own = clock.double()[..., k_len - q_len :]
     room = math.log(tolerance) - excess - own
-    starts = torch.searchsorted(weight_before(clock), room.contiguous(), right=True) - 1
+    starts = torch.searchsorted(log_mass_before(clock), room.contiguous(), right=True) - 1
     positions = torch.arange(k_len - q_len, k_len, device=clock.device)
     return torch.where(room.isfinite(), starts, 0).clamp(min=0).minimum(positions)  # a row's own key is always read

@@ -10,11 +10,11 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
-from trainshort.errors import ForeignConfigError, InputError
-from trainshort.files import MissingFileError, read_object, write_whole
-from trainshort.settings import FINITE, MethodSettings, NoSettings, Settings, settings_of
+from trainshort.errors import HuggingFaceConfigError, InputError
+from trainshort.files import MissingFileError, read_json_object, write_atomic
+from trainshort.settings import FINITE_FLOAT, EmptyPositionConfig, PositionConfig, StrictConfig, parse_method_config
 
-FORMAT = 2
+CONFIG_FORMAT = 2
 """The version of the format of run folders. Configs with another version are refused.
 
 Increase the version when a setting is renamed, changes its meaning or gets another default. The version is also part
@@ -24,7 +24,7 @@ IGNORED = -100
 """A target that is not scored, as torch's cross entropy has it."""
 
 
-class AdaptiveConfig(Settings):
+class AdaptiveConfig(StrictConfig):
     """Adaptive input and softmax (Baevski & Auli): rare words get narrower vectors."""
 
     cutoffs: tuple[int, ...] = (20_000, 60_000)
@@ -41,12 +41,12 @@ class AdaptiveConfig(Settings):
         return self
 
 
-class ModelConfig(Settings):
+class ModelConfig(StrictConfig):
     """A pre-norm decoder language model. `position` alone decides how it knows where a token stands."""
 
-    model_config = FINITE
+    model_config = FINITE_FLOAT
 
-    vocabulary: int = Field(default=0, ge=0)
+    vocab_size: int = Field(default=0, ge=0)
     """Number of token types; 0 takes it from the data."""
     causal: bool = True
     """Whether a token sees only what came before; else it is an encoder, trained as a masked language model."""
@@ -58,23 +58,23 @@ class ModelConfig(Settings):
     """Query heads; must divide width."""
     kv_heads: int | None = Field(default=None, ge=1)
     """Key and value heads (grouped-query attention); must divide heads. Default: as many as heads."""
-    ffn: int | None = Field(default=None, ge=1)
+    feedforward_width: int | None = Field(default=None, ge=1)
     """Hidden size of the feed-forward layers. Default: four times width."""
     position: str = "alibi"
     """Position method; `trainshort list positions` names them."""
-    position_settings: SerializeAsAny[MethodSettings] = NoSettings()
+    position_settings: SerializeAsAny[PositionConfig] = EmptyPositionConfig()
     """Settings of the position method, each method's its own."""
-    plain_heads: int = Field(default=0, ge=0)
+    nope_heads: int = Field(default=0, ge=0)
     """The last so many heads know no positions (half of them: NAPE). ALiBi's slopes are then those of the others."""
-    plain_every: int | None = Field(default=None, ge=2)
+    nope_every: int | None = Field(default=None, ge=2)
     """Every n-th layer knows no positions and sees all; a window holds for the others (SWAN, iRoPE). Default: none."""
-    score_growth: Literal["none", "ssmax", "llama4"] = "none"
+    length_scaling: Literal["none", "ssmax", "llama4"] = "none"
     """How scores grow with the number n of tokens seen: s ln n, s trained; or 1 + 0.1 ln(1 + floor(n / length))."""
-    score_growth_length: int = Field(default=8192, ge=1)
+    length_scaling_length: int = Field(default=8192, ge=1)
     """The length in llama4's growth."""
     activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = "gelu"
     """Non-linearity of the feed-forward layers; gelu_tanh is the approximation that GPT-2 and BLOOM use."""
-    gated: bool = False
+    gated_feedforward: bool = False
     """Whether the feed-forward layers are gated, wide times activation(gate); with silu this is SwiGLU (Llama)."""
     parallel_blocks: bool = False
     """Whether a block's feed-forward layers read what its attention reads, beside it and not after it (GPT-NeoX)."""
@@ -84,7 +84,7 @@ class ModelConfig(Settings):
     """Whether the linear layers and norms have biases."""
     attention_biases: bool | None = None
     """Whether the attention's linear layers have biases. Default: as biases."""
-    ffn_biases: bool | None = None
+    feedforward_biases: bool | None = None
     """Whether the feed-forward linear layers have biases. Default: as biases."""
     norm_biases: bool | None = None
     """Whether LayerNorms have biases. Default: as biases."""
@@ -127,15 +127,15 @@ class ModelConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_the_method(cls, values: Any) -> Any:
+    def _parse_position_settings(cls, values: Any) -> Any:
         """Parse `position_settings` with the settings class of the position method."""
         if not isinstance(values, dict):
             return values
         position = values.get("position", "alibi")
         given = values.get("position_settings")
-        if not isinstance(position, str) or not isinstance(given, Mapping | Settings | None):
+        if not isinstance(position, str) or not isinstance(given, Mapping | StrictConfig | None):
             return values  # pydantic reports the wrong type.
-        return values | {"position_settings": settings_of(position, given)}
+        return values | {"position_settings": parse_method_config(position, given)}
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -146,35 +146,35 @@ class ModelConfig(Settings):
             )
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"kv_heads {self.kv_heads} must divide heads {self.heads}")
-        positioned, group = self.heads - self.plain_heads, self.heads // self.key_heads
+        positioned, group = self.heads - self.nope_heads, self.heads // self.key_heads
         if positioned < 1:
-            raise ValueError(f"plain_heads {self.plain_heads} leaves none of {self.heads} heads with positions")
+            raise ValueError(f"nope_heads {self.nope_heads} leaves none of {self.heads} heads with positions")
         if positioned % group:
             raise ValueError(
-                f"plain_heads {self.plain_heads} leaves {positioned} of {self.heads} heads with positions; "
+                f"nope_heads {self.nope_heads} leaves {positioned} of {self.heads} heads with positions; "
                 f"leave a multiple of {group}, the heads that share a key"
             )
-        if self.plain_every is not None and self.plain_every > self.layers:
-            raise ValueError(f"plain_every {self.plain_every} leaves all of {self.layers} layers with positions")
-        if problem := self.position_settings.misfit(self.width, self.heads):
+        if self.nope_every is not None and self.nope_every > self.layers:
+            raise ValueError(f"nope_every {self.nope_every} leaves all of {self.layers} layers with positions")
+        if problem := self.position_settings.unsupported_reason(self.width, self.heads):
             raise ValueError(problem)
         return self
 
-    def changed(self, changes: dict[str, Any]) -> dict[str, Any]:
+    def with_overrides(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Another position method comes with settings of its own; this one's mean nothing to it."""
-        values = super().changed(changes)
+        values = super().with_overrides(changes)
         if values["position"] != self.position:
             values["position_settings"] = changes.get("position_settings")
         return values
 
-    def reaching(self, length: int) -> Self:
+    def with_max_length(self, length: int) -> Self:
         """The same model able to read inputs of this length: learned positions need a longer table."""
-        return self.replace(position_settings=self.position_settings.reaching(length))
+        return self.replace(position_settings=self.position_settings.with_max_length(length))
 
     @property
-    def turning_keys(self) -> int:
+    def num_rotary_kv_heads(self) -> int:
         """Key heads that positions may turn; the others belong to plain heads."""
-        return self.key_heads * (self.heads - self.plain_heads) // self.heads
+        return self.key_heads * (self.heads - self.nope_heads) // self.heads
 
     @property
     def head_width(self) -> int:
@@ -182,17 +182,17 @@ class ModelConfig(Settings):
 
     @property
     def ffn_width(self) -> int:
-        return self.ffn or 4 * self.width
+        return self.feedforward_width or 4 * self.width
 
-    def has_biases(self, place: Literal["attention", "ffn", "norm"]) -> bool:
+    def has_biases(self, place: Literal["attention", "feedforward", "norm"]) -> bool:
         """Whether the linear layers or norms at this place have biases."""
         own = getattr(self, f"{place}_biases")
         return self.biases if own is None else own
 
     @property
-    def least_weights(self) -> int:
+    def min_parameter_count(self) -> int:
         """Weights that a model of these settings has at least: queries, outputs, feed-forward layers, embeddings."""
-        embeddings = self.vocabulary * (1 if self.adaptive else self.width)
+        embeddings = self.vocab_size * (1 if self.adaptive else self.width)
         return self.layers * self.width * (2 * self.width + 2 * self.ffn_width) + embeddings
 
     @property
@@ -200,24 +200,24 @@ class ModelConfig(Settings):
         return self.kv_heads or self.heads
 
 
-class DataConfig(Settings):
+class DataConfig(StrictConfig):
     """Which text, and how it becomes numbers."""
 
     corpus: str = "sotu"
     """Corpus name, file, folder or glob; `trainshort list corpora` names the built-in ones."""
     tokenizer: str = "bpe"
     """bytes, words, bpe, or the path of a saved tokenizer.json."""
-    vocabulary: int = Field(default=2048, ge=2, le=1 << 24)
+    vocab_size: int = Field(default=2048, ge=2, le=1 << 24)
     """Size of a vocabulary that is built here (bpe, words)."""
     folder: Path | None = None
     """A prepared data folder. Default: data/<corpus>-<tokenizer><vocabulary>, prepared when it is missing."""
     packing: Literal["blocks", "documents"] = "blocks"
     """blocks: contiguous text, document ends ignored, as the paper; documents: packed, unable to see each other."""
-    ends: Literal["kept", "dropped"] = "kept"
-    """kept: every token is predicted, also the first one and the last, short block; dropped: these two are not."""
+    drop_last: bool = False
+    """Do not train on the first token and on the last block if it is shorter than the others."""
 
 
-class OptimConfig(Settings):
+class OptimConfig(StrictConfig):
     """How weights are moved."""
 
     name: Literal["adamw", "nesterov", "muon"] = "adamw"
@@ -228,7 +228,7 @@ class OptimConfig(Settings):
     """Learning rate at the end of the schedule."""
     warmup: int = Field(default=50, ge=0)
     """Steps of linear warm-up."""
-    warmup_from: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    warmup_start_lr: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Learning rate at which the warm-up begins (the paper: 1e-7)."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the decay after the warm-up."""
@@ -238,11 +238,11 @@ class OptimConfig(Settings):
     """Nesterov and Muon: momentum (usual with Muon: 0.95)."""
     weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)
     """Decay of matrices; vectors (norms, biases, slopes) and the position method's own are not decayed."""
-    position_lr: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    position_lr_multiplier: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Learning rate of what the position method trains (T5's table, learned positions), as a multiple of lr."""
-    embedding_lr: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    embedding_lr_multiplier: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Learning rate of the vocabulary's matrices, as a multiple of lr."""
-    clip: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Largest gradient norm; 0 does not clip."""
 
     @field_validator("betas")
@@ -253,7 +253,7 @@ class OptimConfig(Settings):
         return betas
 
 
-class TrainConfig(Settings):
+class TrainConfig(StrictConfig):
     """How long, how much, how exactly."""
 
     length: int = Field(default=128, ge=1)
@@ -280,7 +280,7 @@ class TrainConfig(Settings):
     """At most this many validation tokens during training."""
     save_every: int = Field(default=200, ge=0)
     """Steps between checkpoints; 0 saves at the end only."""
-    keep: int = Field(default=2, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
     """Checkpoints kept beside the best one."""
     patience: int = Field(default=0, ge=0)
     """Stop after this many validations without a better one; 0 never stops early."""
@@ -296,7 +296,7 @@ class TrainConfig(Settings):
         return self
 
 
-class PluginRecord(Settings):
+class PluginRecord(StrictConfig):
     """A plug-in that a run was made with; its code is the user's to keep."""
 
     name: str
@@ -305,10 +305,10 @@ class PluginRecord(Settings):
     """Whether only its corpus is used, so that nobody needs it who has the tokens, or another text."""
 
 
-class RunConfig(Settings):
+class RunConfig(StrictConfig):
     """Everything a run depends on."""
 
-    format: int = FORMAT
+    format: int = CONFIG_FORMAT
     """Version of this layout; written by the program."""
     plugins: tuple[PluginRecord, ...] = ()
     """Plug-ins that the run needs; written by the program."""
@@ -322,27 +322,27 @@ class RunConfig(Settings):
         if self.optim.name == "muon" and self.train.parallel != "ddp":
             shared = f"train.parallel {self.train.parallel} shares them out"
             raise ValueError(f"optim.name muon needs whole matrices, and {shared}; use ddp, or adamw")
-        if self.format != FORMAT:
+        if self.format != CONFIG_FORMAT:
             raise ValueError(
-                f"this config has format {self.format}, and this version of trainshort reads format {FORMAT}; "
+                f"this config has format {self.format}, and this version of trainshort reads format {CONFIG_FORMAT}; "
                 "use the version that wrote it, or start a new run"
             )
         return self
 
 
-def save_config(config: Settings, path: Path) -> None:
-    write_whole(path, config.model_dump_json(indent=2) + "\n")
+def save_config(config: StrictConfig, path: Path) -> None:
+    write_atomic(path, config.model_dump_json(indent=2) + "\n")
 
 
 def load_config(path: Path) -> RunConfig:
     """Read a `config.json`; a missing, damaged or foreign file is told apart in words."""
     try:
-        values = read_object(path, mend="Restore it, or start a new run.")
+        values = read_json_object(path, mend="Restore it, or start a new run.")
     except MissingFileError:
         raise InputError(f"No config at {path}. Is this a run folder? It should hold config.json.") from None
     if "model_type" in values:
-        raise ForeignConfigError(f"{path} is of a Hugging Face model. Bring it in first, by trainshort import.")
-    if values.get("format", FORMAT) != FORMAT:
+        raise HuggingFaceConfigError(f"{path} is of a Hugging Face model. Bring it in first, by trainshort import.")
+    if values.get("format", CONFIG_FORMAT) != CONFIG_FORMAT:
         # Checked before the fields: another format may well have other fields, and those would be blamed first.
         values = {"format": values["format"]}
-    return RunConfig.read(values, origin=path)
+    return RunConfig.parse(values, origin=path)

@@ -10,5 +10,5 @@ class InputError(ValueError):
     """A mistake in what was asked for, told in words the user can act on."""
 
 
-class ForeignConfigError(InputError):
+class HuggingFaceConfigError(InputError):
     """A config.json of a Hugging Face model, where one of ours was expected."""

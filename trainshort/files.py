@@ -33,12 +33,12 @@ PARTIAL = ".partial"
 CHECKSUM = "checksum"
 """Fields of a stored result: the sha256 of all others, and that there is one, so that a damaged name is noticed too."""
 
-LIMIT = 256 * 2**20
+MAX_FILE_BYTES = 256 * 2**20
 """Bytes of the largest file that is read whole: twenty times the largest tokenizer.json of the hub."""
 
-RESTORE = "Restore it from a copy, or remove it."
-ANOTHER = "Choose another --out."
-CHOOSE = "Make room there, or choose another --out."
+RESTORE_HINT = "Restore it from a copy, or remove it."
+OTHER_PATH_HINT = "Choose another --out."
+CHOOSE_PATH_HINT = "Make room there, or choose another --out."
 
 _JSON = {list: "list", str: "string", bool: "boolean", type(None): "null"}
 _REASONS = {
@@ -54,38 +54,38 @@ class MissingFileError(InputError):
     """There is nothing of that name, not even a broken link."""
 
 
-def reason(error: OSError | ValueError) -> str:
+def describe_os_error(error: OSError | ValueError) -> str:
     """Why the system refused, in words."""
     if isinstance(error, OSError) and error.errno:
         return _REASONS.get(error.errno) or os.strerror(error.errno).lower()
     return str(error) or type(error).__name__
 
 
-def refused(error: Exception) -> OSError:
+def unwrap_os_error(error: Exception) -> OSError:
     """What safetensors was told by the system, which it wraps in an error of its own: "… (os error 28)"."""
     number = re.search(r"\((?:os error )?(\d+)\)", str(error))
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
 
 
-def _refuse(verb: str, path: Path, error: OSError | ValueError, mend: str) -> NoReturn:
-    if mend == CHOOSE and getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
-        mend = ANOTHER  # room would not help
-    raise InputError(f"Cannot {verb} {path}: {reason(error)}. {mend}".rstrip()) from None
+def _raise_file_error(verb: str, path: Path, error: OSError | ValueError, mend: str) -> NoReturn:
+    if mend == CHOOSE_PATH_HINT and getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
+        mend = OTHER_PATH_HINT  # room would not help
+    raise InputError(f"Cannot {verb} {path}: {describe_os_error(error)}. {mend}".rstrip()) from None
 
 
 @contextmanager
-def refusing(verb: str, path: Path, mend: str) -> Iterator[None]:
+def translate_os_errors(verb: str, path: Path, mend: str) -> Iterator[None]:
     """Around, or as a decorator of, what the system may refuse: that is told in words."""
     try:
         yield
     except OSError as error:
-        _refuse(verb, path, error, mend)
+        _raise_file_error(verb, path, error, mend)
 
 
 # ---- reading
 
 
-def open_file(path: Path, *, mend: str = RESTORE) -> BufferedReader:
+def open_file(path: Path, *, mend: str = RESTORE_HINT) -> BufferedReader:
     """Open a regular file for reading.
 
     Args:
@@ -104,32 +104,32 @@ def open_file(path: Path, *, mend: str = RESTORE) -> BufferedReader:
     except FileNotFoundError:
         exists = False  # The file was removed after the check.
     except (OSError, ValueError) as error:
-        _refuse("read", path, error, mend)
+        _raise_file_error("read", path, error, mend)
     if exists:
         raise InputError(f"Cannot read {path}: it is not a regular file. {mend}")
     raise MissingFileError(f"There is no file {path}. {mend.replace(', or remove it.', '.')}")
 
 
-def read_bytes(path: Path, *, mend: str = RESTORE, limit: int = LIMIT) -> bytes:
+def read_bytes(path: Path, *, mend: str = RESTORE_HINT, limit: int = MAX_FILE_BYTES) -> bytes:
     """The content of a regular file that is not larger than `limit`."""
-    with open_file(path, mend=mend) as file, refusing("read", path, mend):
+    with open_file(path, mend=mend) as file, translate_os_errors("read", path, mend):
         if os.fstat(file.fileno()).st_size > limit:
             raise InputError(f"Cannot read {path}: it has more than the {limit:,} bytes such a file can have. {mend}")
         return file.read()
 
 
-def read_text(path: Path, *, mend: str = RESTORE, limit: int = LIMIT) -> str:
+def read_text(path: Path, *, mend: str = RESTORE_HINT, limit: int = MAX_FILE_BYTES) -> str:
     try:
         return read_bytes(path, mend=mend, limit=limit).decode()
     except UnicodeDecodeError as error:
         raise InputError(f"Cannot read {path}: it is not UTF-8 text (byte {error.start:,}). {mend}") from None
 
 
-def read_json(path: Path, *, mend: str = RESTORE) -> Any:
+def read_json(path: Path, *, mend: str = RESTORE_HINT) -> Any:
     return parse_json(read_text(path, mend=mend), str(path), mend=mend)
 
 
-def read_object(path: Path, *, mend: str = RESTORE) -> dict[str, Any]:
+def read_json_object(path: Path, *, mend: str = RESTORE_HINT) -> dict[str, Any]:
     """What a JSON file holds that must hold an object."""
     values = read_json(path, mend=mend)
     if not isinstance(values, dict):
@@ -138,7 +138,7 @@ def read_object(path: Path, *, mend: str = RESTORE) -> dict[str, Any]:
     return values
 
 
-def parse_json(text: str | bytes, name: str, *, mend: str = RESTORE) -> Any:
+def parse_json(text: str | bytes, name: str, *, mend: str = RESTORE_HINT) -> Any:
     """The values of JSON text; `name` says where it comes from ("runs/x/metrics.jsonl, line 3")."""
     try:
         values = json.loads(text)
@@ -151,8 +151,8 @@ def parse_json(text: str | bytes, name: str, *, mend: str = RESTORE) -> Any:
     return values
 
 
-def sha256(path: Path, *, mend: str = RESTORE) -> str:
-    with open_file(path, mend=mend) as file, refusing("read", path, mend):
+def sha256(path: Path, *, mend: str = RESTORE_HINT) -> str:
+    with open_file(path, mend=mend) as file, translate_os_errors("read", path, mend):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -160,7 +160,7 @@ def sha256(path: Path, *, mend: str = RESTORE) -> str:
 
 
 @contextmanager
-def replacing(path: Path, *, mend: str = CHOOSE) -> Iterator[Path]:
+def atomic_replace(path: Path, *, mend: str = CHOOSE_PATH_HINT) -> Iterator[Path]:
     """Where to write what will replace `path`: on leaving it is brought to the disk, then takes the name.
 
     A reader, or a power cut, finds the old content or the new, never a part; what fails leaves the old.
@@ -169,23 +169,23 @@ def replacing(path: Path, *, mend: str = CHOOSE) -> Iterator[Path]:
     try:
         partial.unlink(missing_ok=True)
         yield partial
-        sync(partial)
+        fsync(partial)
         partial.replace(path)
-        sync(path.parent)
+        fsync(path.parent)
     except BaseException as error:
         with suppress(OSError, ValueError):
             partial.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            _refuse("write", path, error, mend)
+            _raise_file_error("write", path, error, mend)
         raise
 
 
-def write_whole(path: Path, content: str | bytes, *, mend: str = CHOOSE) -> None:
-    with replacing(path, mend=mend) as partial:
+def write_atomic(path: Path, content: str | bytes, *, mend: str = CHOOSE_PATH_HINT) -> None:
+    with atomic_replace(path, mend=mend) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def sync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Ask the kernel to bring a file's content, or a folder's entries, to the disk; only then is a rename durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -194,7 +194,7 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def make_folder(path: Path, *, mend: str = ANOTHER) -> Path:
+def make_folder(path: Path, *, mend: str = OTHER_PATH_HINT) -> Path:
     """A folder that can be written to, made if it is not there."""
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -205,12 +205,12 @@ def make_folder(path: Path, *, mend: str = ANOTHER) -> Path:
         where = path if error.filename in (None, str(path)) else error.filename
         raise InputError(f"{where} is {what}, and a folder was expected there. {mend}") from None
     except (OSError, ValueError) as error:
-        raise _useless(path, error, mend) from None
+        raise _raise_not_writable(path, error, mend) from None
     return path
 
 
 @contextmanager
-def none_left_empty(path: Path) -> Iterator[None]:
+def remove_empty_folders(path: Path) -> Iterator[None]:
     """Folders that were made for `path` inside, and hold nothing at the end, go again."""
     missing = [one for one in (path, *path.parents) if not os.path.lexists(one)]
     try:
@@ -221,62 +221,62 @@ def none_left_empty(path: Path) -> Iterator[None]:
                 one.rmdir()
 
 
-def try_folder(path: Path, *, mend: str = ANOTHER) -> None:
+def check_folder_writable(path: Path, *, mend: str = OTHER_PATH_HINT) -> None:
     """Stop if no folder can be made there, before any work is done for it; nothing is left behind."""
-    with none_left_empty(path):
+    with remove_empty_folders(path):
         make_folder(path, mend=mend)
 
 
-def try_file(path: Path, *, mend: str = ANOTHER) -> None:
+def check_file_writable(path: Path, *, mend: str = OTHER_PATH_HINT) -> None:
     """Stop if no file can be written there; nothing is left behind."""
     if not os.path.exists(path.parent):
-        return try_folder(path.parent, mend=mend)
+        return check_folder_writable(path.parent, mend=mend)
     partial = path.with_name(path.name + PARTIAL)
     try:
         partial.write_bytes(b"")
         partial.unlink()
     except (OSError, ValueError) as error:
-        _refuse("write", path, error, mend)
+        _raise_file_error("write", path, error, mend)
 
 
-def _useless(path: Path, error: OSError | ValueError, mend: str) -> InputError:
+def _raise_not_writable(path: Path, error: OSError | ValueError, mend: str) -> InputError:
     can = "written to" if os.path.isdir(path) else "made"
-    return InputError(f"The folder {path} cannot be {can}: {reason(error)}. {mend}")
+    return InputError(f"The folder {path} cannot be {can}: {describe_os_error(error)}. {mend}")
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path) -> Iterator[Path]:
     """Where to write a folder that appears under its name when it is whole; what fails leaves nothing of it.
 
     A place that is taken is refused, an empty folder is not.
     """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         what = "link" if path.is_symlink() else "file"
-        raise InputError(f"{path} is a {what}, and a new folder was expected there. {ANOTHER}")
+        raise InputError(f"{path} is a {what}, and a new folder was expected there. {OTHER_PATH_HINT}")
     if path.exists() and any(path.iterdir()):
-        raise InputError(f"{path} already exists and is not empty. {ANOTHER}")
+        raise InputError(f"{path} already exists and is not empty. {OTHER_PATH_HINT}")
     partial = path.with_name(f".{path.name}{PARTIAL}")
     make_folder(path.parent)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()
     except OSError as error:
-        raise _useless(path, error, ANOTHER) from None
+        raise _raise_not_writable(path, error, OTHER_PATH_HINT) from None
     try:
         yield partial
         for inside in (partial, *partial.rglob("*")):
-            sync(inside)
+            fsync(inside)
         partial.rename(path)
-        sync(path.parent)
+        fsync(path.parent)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
-            _refuse("write", path, error, CHOOSE)
+            _raise_file_error("write", path, error, CHOOSE_PATH_HINT)
         raise
 
 
 @contextmanager
-def locked(path: Path, busy: str | None = None) -> Iterator[None]:
+def file_lock(path: Path, busy: str | None = None) -> Iterator[None]:
     """Hold `path` (a folder, or a file that is made) against other processes; the kernel lets go when this one ends.
 
     With `busy`, a place that another process holds is refused in these words; without, it is waited for.
@@ -285,7 +285,7 @@ def locked(path: Path, busy: str | None = None) -> Iterator[None]:
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     except (OSError, ValueError) as error:
-        _refuse("lock", path, error, CHOOSE)
+        _raise_file_error("lock", path, error, CHOOSE_PATH_HINT)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
@@ -303,13 +303,13 @@ def _checksum(values: dict[str, Any]) -> str:  # in the one form in which JSON g
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def write_sealed(path: Path, values: dict[str, Any], *, mend: str = CHOOSE) -> None:
+def write_with_checksum(path: Path, values: dict[str, Any], *, mend: str = CHOOSE_PATH_HINT) -> None:
     """Store a result: whole, and with its checksum."""
     kept = {name: value for name, value in values.items() if name != CHECKSUM}
-    write_whole(path, json.dumps(kept | {CHECKSUM: _checksum(kept)}, indent=1) + "\n", mend=mend)
+    write_atomic(path, json.dumps(kept | {CHECKSUM: _checksum(kept)}, indent=1) + "\n", mend=mend)
 
 
-def read_sealed(path: Path, *, mend: str = RESTORE) -> dict[str, Any]:
+def read_with_checksum(path: Path, *, mend: str = RESTORE_HINT) -> dict[str, Any]:
     """Read a JSON file that was written by `write_sealed`, and verify its checksum.
 
     Args:
@@ -322,7 +322,7 @@ def read_sealed(path: Path, *, mend: str = RESTORE) -> dict[str, Any]:
     Raises:
         InputError: If the file is missing, is not a JSON object, or its checksum is missing or wrong.
     """
-    values = read_object(path, mend=mend)
+    values = read_json_object(path, mend=mend)
     found = values.pop(CHECKSUM, None)
     if found != _checksum(values):
         raise InputError(f"{path} was changed after it was written: its checksum is another, or gone. {mend}")

@@ -41,10 +41,10 @@ class TrainshortConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False  # our one matrix has one name, so there is nothing to tie
 
     @classmethod
-    def of(cls, config: ModelConfig, trained_at: int | None = None, **others: Any) -> "TrainshortConfig":
+    def from_model_config(cls, config: ModelConfig, trained_at: int | None = None, **others: Any) -> "TrainshortConfig":
         return cls(
             model=config.model_dump(mode="json"),
-            vocab_size=config.vocabulary,
+            vocab_size=config.vocab_size,
             hidden_size=config.width,
             num_hidden_layers=config.layers,
             num_attention_heads=config.heads,
@@ -65,14 +65,14 @@ class TrainshortForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         if not isinstance(config.model, dict):
             raise InputError("A trainshort model's config.json should hold its settings under 'model'.")
-        self.model = TransformerLM(ModelConfig.read(config.model))
+        self.model = TransformerLM(ModelConfig.parse(config.model))
         self.post_init()
 
     @classmethod
-    def of(cls, model: TransformerLM, trained_at: int | None = None) -> "TrainshortForCausalLM":
+    def from_trainshort(cls, model: TransformerLM, trained_at: int | None = None) -> "TrainshortForCausalLM":
         """A model that is in memory; the weights are the same tensors."""
         with torch.device("meta"):
-            made = cls(TrainshortConfig.of(model.config, trained_at))
+            made = cls(TrainshortConfig.from_model_config(model.config, trained_at))
         made.model = model
         return made.eval()
 
@@ -81,7 +81,7 @@ class TrainshortForCausalLM(PreTrainedModel, GenerationMixin):
         transformers gives such buffers memory without content."""
         if isinstance(module, PositionMethod):
             stored = [weight.detach().clone() for weight in module.parameters()]
-            module.fill()
+            module.init_float32_tensors()
             for weight, value in zip(module.parameters(), stored, strict=True):
                 weight.data.copy_(value)
 
@@ -178,7 +178,7 @@ class _BorrowedLayer:
         self.whole, self.index = whole, index
         self.clock: Tensor | None = None
 
-    def text_bias(self, ask: Ask) -> Bias | None:
+    def content_bias(self, ask: Ask) -> Bias | None:
         """The bias of a method that looks at the text."""
         place, past = {}, self.whole.length
         kept: Any = self.whole.cache.layers[self.index]

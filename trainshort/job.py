@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from trainshort import checkpoint, machine, optim, parallel, plugins, runs
-from trainshort.checkpoint import Parts, State, folders
+from trainshort.checkpoint import Parts, TrainState, folders
 from trainshort.config import ModelConfig, PluginRecord, RunConfig
-from trainshort.data import BatchStream, Prepared, of_run, open_or_prepare, really
+from trainshort.data import BatchStream, PreparedDataset, of_run, open_or_prepare, resolve_data_config
 from trainshort.errors import InputError
 from trainshort.masking import mask_token
 from trainshort.model import TransformerLM
 from trainshort.optional import require_package
-from trainshort.parallel import Replica, World
+from trainshort.parallel import DistributedModel, World
 from trainshort.registries import backends
 from trainshort.runs import RunFolder
 from trainshort.settings import methods
@@ -30,13 +30,13 @@ BLOCK_BYTES = 2**14
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingContext:
     """Everything the loop works with; only the tensors inside change."""
 
     config: RunConfig
     world: World
     folder: RunFolder
-    replica: Replica
+    replica: DistributedModel
     optimizer: torch.optim.Optimizer
     stream: BatchStream
     valid: np.ndarray
@@ -44,7 +44,7 @@ class Job:
     autocast: Callable[[], AbstractContextManager]
 
     @property
-    def parts(self) -> Parts:
+    def checkpoint_tensors(self) -> Parts:
         """The tensors of a checkpoint."""
         return {
             "model": checkpoint.model_tensors(self.replica.model),
@@ -53,59 +53,61 @@ class Job:
 
 
 @contextmanager
-def begun(config: RunConfig, run: Path, world: World, *, resume: bool, quiet: bool) -> Iterator[tuple[Job, State]]:
+def setup_run(
+    config: RunConfig, run: Path, world: World, *, resume: bool, quiet: bool
+) -> Iterator[tuple[TrainingContext, TrainState]]:
     """All that comes before the first step, what can be wrong with the settings before anything is written; the run is
     held against other processes until the end."""
-    world.on_main(lambda: runs.refuse_existing(run, resume=resume))  # before the data's preparation is waited for
-    world.on_main(lambda: refuse_unresumable(config, RunFolder(run)))
-    config = with_plugins(config, run)
-    refuse_oversized(config.model)
-    prepared = world.first("data", lambda: open_or_prepare(config.data, progress=not quiet))
-    config = config.model_copy(update={"data": really(config.data, prepared)})
-    config = resolve(config, prepared.meta.vocabulary, world, spare=RunFolder(run).imported.exists())
+    world.on_main(lambda: runs.check_run_path_free(run, resume=resume))  # before the data's preparation is waited for
+    world.on_main(lambda: check_resumable(config, RunFolder(run)))
+    config = resolve_plugins(config, run)
+    check_model_fits_memory(config.model)
+    prepared = world.rank0_first("data", lambda: open_or_prepare(config.data, progress=not quiet))
+    config = config.model_copy(update={"data": resolve_data_config(config.data, prepared)})
+    config = resolve_config(config, prepared.meta.vocab_size, world, spare=RunFolder(run).imported.exists())
     data = prepared.meta.splits["train"].sha256
-    job = build(config, RunFolder(run), world, prepared)
+    job = build_training(config, RunFolder(run), world, prepared)
     opened = runs.open_run(run, config, resume=resume)
     with ExitStack() as held:
         world.on_main(lambda: held.enter_context(opened))
-        world.on_main(lambda: refuse_other_data(job, data))
-        world.on_main(lambda: of_run.keep(run, prepared))
-        state = restore(job)
-        world.on_main(lambda: begin_session(job, state, data))
+        world.on_main(lambda: check_same_data(job, data))
+        world.on_main(lambda: of_run.copy_data_description(run, prepared))
+        state = restore_checkpoint(job)
+        world.on_main(lambda: record_session(job, state, data))
         yield job, state
 
 
-def with_plugins(config: RunConfig, run: Path) -> RunConfig:
+def resolve_plugins(config: RunConfig, run: Path) -> RunConfig:
     """The settings with the plug-ins they need; a method or backend that nobody knows is refused here, before any work
     is done for it."""
     plugins.require_plugins(config.plugins, str(run))
     methods.get(config.model.position)
     if config.model.backend != "auto":
         backends.get(config.model.backend)
-    needed = plugins.origins([*_chosen(config), ("tokenizer", config.data.tokenizer)])
-    corpus = [plugin for plugin in plugins.origins([("corpus", config.data.corpus)]) if plugin not in needed]
+    needed = plugins.plugins_of([*_registry_names(config), ("tokenizer", config.data.tokenizer)])
+    corpus = [plugin for plugin in plugins.plugins_of([("corpus", config.data.corpus)]) if plugin not in needed]
     records = [PluginRecord(name=p.name, sha256=p.sha256, for_data=p in corpus) for p in (*needed, *corpus)]
     known = {plugin.name for plugin in records}
     kept = [plugin for plugin in config.plugins if plugin.for_data and plugin.name not in known]
     return config.model_copy(update={"plugins": (*records, *kept)})
 
 
-def _chosen(config: RunConfig) -> list[tuple[str, str]]:
+def _registry_names(config: RunConfig) -> list[tuple[str, str]]:
     """What the model itself takes from registries."""
     return [("position method", config.model.position), ("attention backend", config.model.backend)]
 
 
-def resolve(config: RunConfig, vocabulary: int, world: World, *, spare: bool = False) -> RunConfig:
+def resolve_config(config: RunConfig, vocab_size: int, world: World, *, spare: bool = False) -> RunConfig:
     """The settings with the vocabulary filled in; what cannot go together is refused before anything is written.
 
     `spare`: the model may have room for more tokens than the data has, as models from elsewhere often do.
     """
-    vocabulary += 0 if config.model.causal else 1  # the mask token
-    fits = config.model.vocabulary in (0, vocabulary) or (spare and config.model.vocabulary > vocabulary)
+    vocab_size += 0 if config.model.causal else 1  # the mask token
+    fits = config.model.vocab_size in (0, vocab_size) or (spare and config.model.vocab_size > vocab_size)
     if not fits:
         raise InputError(
-            f"model.vocabulary is {config.model.vocabulary}, but the data has {vocabulary} token types. "
-            "Set model.vocabulary to 0 to take it from the data, or use the data this model was made for."
+            f"model.vocab_size is {config.model.vocab_size}, but the data has {vocab_size} token types. "
+            "Set model.vocab_size to 0 to take it from the data, or use the data this model was made for."
         )
     if config.train.tensorboard:
         require_package("tensorboard", "The setting train.tensorboard", "tensorboard")
@@ -113,21 +115,21 @@ def resolve(config: RunConfig, vocabulary: int, world: World, *, spare: bool = F
         raise InputError(
             f"train.batch {config.train.batch} cannot be shared by {world.size} processes; use a multiple of that."
         )
-    size, own = micro_batch(config, world), config.train.batch // world.size
+    size, own = micro_batch_size(config, world), config.train.batch // world.size
     if own % size:
         raise InputError(
             f"train.micro_batch {size} does not divide the {own} sequences that each of {world.size} processes has."
         )
-    config = config.replace(model={"vocabulary": config.model.vocabulary or vocabulary})
-    refuse_oversized(config.model)
+    config = config.replace(model={"vocab_size": config.model.vocab_size or vocab_size})
+    check_model_fits_memory(config.model)
     return config
 
 
-def refuse_oversized(config: ModelConfig) -> None:
+def check_model_fits_memory(config: ModelConfig) -> None:
     """Stop before a model is built whose weights alone, in float32, are more memory than this process can have."""
     memory = machine.total_memory()
-    weights = config.least_weights
-    if 4 * weights + BLOCK_BYTES * config.layers <= memory and config.vocabulary:
+    weights = config.min_parameter_count
+    if 4 * weights + BLOCK_BYTES * config.layers <= memory and config.vocab_size:
         with torch.device("meta"):  # nothing is allocated
             weights = sum(weight.numel() for weight in TransformerLM(config).parameters())
     needed = 4 * weights + BLOCK_BYTES * config.layers
@@ -139,13 +141,13 @@ def refuse_oversized(config: ModelConfig) -> None:
         )
 
 
-def micro_batch(config: RunConfig, world: World) -> int:
+def micro_batch_size(config: RunConfig, world: World) -> int:
     """Sequences per forward pass of one process."""
     own = config.train.batch // world.size
     return min(config.train.micro_batch or own, own)
 
 
-def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared) -> Job:
+def build_training(config: RunConfig, folder: RunFolder, world: World, prepared: PreparedDataset) -> TrainingContext:
     """Data and model as they are before the first step."""
     settings = config.train
     stream = BatchStream(
@@ -157,28 +159,28 @@ def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared
         world=world.size,
         packing=config.data.packing,
         documents=prepared.documents("train"),
-        vocabulary=config.model.vocabulary,
+        vocab_size=config.model.vocab_size,
         bos=prepared.meta.bos,
-        ends=config.data.ends,
+        drop_last=config.data.drop_last,
         mask=None if config.model.causal else mask_token(config.model),
     )
     half = settings.precision == "bfloat16"
-    if half and (reason := parallel.no_bfloat16(world.device)):
+    if half and (reason := parallel.bfloat16_unsupported_reason(world.device)):
         half = False
         if world.main:
             log.warning(f"train.precision is bfloat16, but {reason}: computing in float32.")
     autocast = partial(torch.autocast, world.device.type, torch.bfloat16) if half else nullcontext
     torch.manual_seed(settings.seed)
-    with plugins.blamed(*_chosen(config)):
+    with plugins.plugin_errors(*_registry_names(config)):
         model = TransformerLM(config.model).to(world.device)
         model.checkpoint_activations = settings.checkpoint_activations
         with autocast(), torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
-            _try(model, stream)
+            _dry_run_forward(model, stream)
     if settings.compile:
         for layer in model.layers:  # in place, so that parameters keep their names
             layer.compile()
-    replica = parallel.replicate(model, world, settings.parallel, half=half)
-    return Job(
+    replica = parallel.wrap_model(model, world, settings.parallel, half=half)
+    return TrainingContext(
         config=config,
         world=world,
         folder=folder,
@@ -190,7 +192,7 @@ def build(config: RunConfig, folder: RunFolder, world: World, prepared: Prepared
     )
 
 
-def _try(model: TransformerLM, stream: BatchStream) -> None:
+def _dry_run_forward(model: TransformerLM, stream: BatchStream) -> None:
     """Run one sequence through the model, so that errors appear before a run folder is created."""
     tokens = torch.zeros(1, stream.length, dtype=torch.long, device=next(model.parameters()).device)
     # Documents of one token each: how long the text's are is not known here, and a table of positions may be shorter.
@@ -198,42 +200,44 @@ def _try(model: TransformerLM, stream: BatchStream) -> None:
     model.hidden(tokens, segment_ids=apart)
 
 
-def restore(job: Job) -> State:
+def restore_checkpoint(job: TrainingContext) -> TrainState:
     """Where the run stands: its last whole checkpoint, loaded, or the beginning."""
-    name = job.world.first_says(lambda: _tidy(job.folder))
+    name = job.world.broadcast_from_rank0(lambda: _clean_up_interrupted_run(job.folder))
     if name is None:
-        return State(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
-    state = checkpoint.restore(job.folder.checkpoints / name, job.parts, sharded=job.replica.sharded)
-    optim.set_steps(job.optimizer, state.step)
+        return TrainState(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
+    state = checkpoint.restore(job.folder.checkpoints / name, job.checkpoint_tensors, sharded=job.replica.sharded)
+    optim.set_step_count(job.optimizer, state.step)
     if job.world.main:
         log.info(f"Going on with {job.folder.path} after step {state.step}.")
     return state
 
 
-def _tidy(folder: RunFolder) -> str | None:
+def _clean_up_interrupted_run(folder: RunFolder) -> str | None:
     """Bring a run folder that may have been left at any moment to the moment of its last whole checkpoint, and return
     its name; None when the run has none yet."""
-    folders.sweep(folder.path)
-    if not folders.present(folder.path):
-        runs.cut_metrics(folder, 0)
+    folders.remove_partial_checkpoints(folder.path)
+    if not folders.list_checkpoints(folder.path):
+        runs.truncate_metrics(folder, 0)
         return None
-    latest = _last_whole(folder)
-    folders.set_aside(folder.path, latest)
+    latest = _latest_valid_checkpoint(folder)
+    folders.quarantine_checkpoints(folder.path, latest)
     state = checkpoint.read_state(latest)
-    runs.cut_metrics(folder, state.step, state.metrics)
+    runs.truncate_metrics(folder, state.step, state.metrics)
     return latest.name
 
 
-def _last_whole(folder: RunFolder, say: folders.Say = log.warning) -> Path:
+def _latest_valid_checkpoint(folder: RunFolder, say: folders.Say = log.warning) -> Path:
     anew = f", or remove {folder.checkpoints} to start from the beginning"
-    return folders.whole_one(folder.path, folders.latest, otherwise=anew, say=say)
+    return folders.find_valid_checkpoint(folder.path, folders.latest, otherwise=anew, say=say)
 
 
-def refuse_unresumable(config: RunConfig, folder: RunFolder) -> None:
+def check_resumable(config: RunConfig, folder: RunFolder) -> None:
     """Stop, before anything is written, at a run that has no whole checkpoint left or has done more than is asked."""
-    if not folders.present(folder.path):
+    if not folders.list_checkpoints(folder.path):
         return
-    done = checkpoint.read_state(_last_whole(folder, say=lambda line: None)).step  # `_tidy` tells what is damaged
+    done = checkpoint.read_state(
+        _latest_valid_checkpoint(folder, say=lambda line: None)
+    ).step  # `_tidy` tells what is damaged
     if done > config.train.steps:
         raise InputError(
             f"{folder.path} has done {done:,} steps already, and train.steps={config.train.steps:,} asks for fewer. "
@@ -241,10 +245,10 @@ def refuse_unresumable(config: RunConfig, folder: RunFolder) -> None:
         )
 
 
-def refuse_other_data(job: Job, data: str) -> None:
+def check_same_data(job: TrainingContext, data: str) -> None:
     """Stop if the run was trained on another text; `data` is the sha256 of the training split."""
     before = runs.read_lines(job.folder.sessions)
-    trained_here = [folder for folder in folders.present(job.folder.path) if folder.name != folders.name(0)]
+    trained_here = [folder for folder in folders.list_checkpoints(job.folder.path) if folder.name != folders.name(0)]
     if not before and trained_here:  # a model that was imported begins at step 0, and nothing was trained on yet
         raise InputError(
             f"{job.folder.sessions} is missing, and it says on what data the run was trained. Restore it from a copy, "
@@ -258,7 +262,7 @@ def refuse_other_data(job: Job, data: str) -> None:
         )
 
 
-def begin_session(job: Job, state: State, data: str) -> None:
+def record_session(job: TrainingContext, state: TrainState, data: str) -> None:
     """Record who trains from here on. Another number of threads is allowed, but changes the last bits."""
     before, threads = runs.read_lines(job.folder.sessions), torch.get_num_threads()
     used = before[-1].get("threads") if before else threads
@@ -268,6 +272,6 @@ def begin_session(job: Job, state: State, data: str) -> None:
             f"Set OMP_NUM_THREADS={used} for bit-identical ones."
         )
     record = {"step": state.step, "ranks": job.world.size, "data": data} | machine.provenance(threads=threads)
-    runs.keep_lines(job.folder.sessions, len(before))  # the last line may be torn
+    runs.truncate_lines(job.folder.sessions, len(before))  # the last line may be torn
     runs.append_line(job.folder.sessions, record)
     runs.sync_lines(job.folder.sessions)

@@ -20,7 +20,7 @@ import trainshort
 from trainshort.errors import InputError
 from trainshort.terminal import first_sentence
 
-RECORDED = ("torch", "numpy", "safetensors", "tokenizers", "pydantic", "grain")
+RECORDED_PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "pydantic", "grain")
 """Packages whose versions can move a result."""
 
 
@@ -34,7 +34,7 @@ def provenance(*, threads: int | None = None) -> dict[str, Any]:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "versions": {"trainshort": trainshort.__version__, "python": platform.python_version()}
-        | {name: version(name) for name in RECORDED},
+        | {name: version(name) for name in RECORDED_PACKAGES},
         "machine": {"system": f"{platform.system()} {platform.machine()}", "cpu": _cpu(), "cores": os.cpu_count()},
         "threads": threads,
     }
@@ -74,7 +74,7 @@ def _cpu(field: str = "model name") -> str:
 
 
 @functools.cache
-def mkl_is_narrow() -> bool:
+def mkl_lacks_avx512() -> bool:
     """Whether MKL, torch's matrix products on a processor, leaves the widest vectors unused: AVX-512's, which it
     knows of Intel's processors only."""
     wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
@@ -100,7 +100,7 @@ def pick_device(name: str | None) -> str:
 # would rather kill the process, so scoring runs under a limit on its data segment, set to what is free when it starts:
 # an allocation past that fails, and is caught.
 
-MARGIN = 0.95
+USABLE_MEMORY_FRACTION = 0.95
 """Share of the free memory that scoring may take; the rest is for the system and for what counts late."""
 
 _GROUPS = Path("/sys/fs/cgroup")
@@ -126,7 +126,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def limited(device: torch.device, gigabytes: float | None) -> Iterator[None]:
+def limit_memory(device: torch.device, gigabytes: float | None) -> Iterator[None]:
     """Inside, allocations beyond `gigabytes` (default: what is free now) fail with an error instead of a kill."""
     if device.type == "cuda":
         if gigabytes is not None:
@@ -139,7 +139,7 @@ def limited(device: torch.device, gigabytes: float | None) -> Iterator[None]:
         yield  # not Linux: nothing to hold on to, so the system decides
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    room = MARGIN * free if gigabytes is None else gigabytes * 1e9
+    room = USABLE_MEMORY_FRACTION * free if gigabytes is None else gigabytes * 1e9
     wanted = used + int(room)
     resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
     try:
@@ -177,11 +177,11 @@ def _limits() -> list[tuple[int, int]]:
         for group in (one for one in (place, *place.parents) if one.is_relative_to(root)):
             limit, used = (next(iter(_lines(group / name)), "") for name in (most, now))
             if limit.isdigit() and used.isdigit():
-                found.append((int(limit), int(used) - _given_back(group)))
+                found.append((int(limit), int(used) - _reclaimable_bytes(group)))
     return found
 
 
-def _given_back(group: Path) -> int:
+def _reclaimable_bytes(group: Path) -> int:
     """Bytes of files read long ago, which count as used and are dropped when memory is asked for."""
     pairs = (line.split() for line in _lines(group / "memory.stat"))
     counts = {name: int(count) for name, count in pairs}
@@ -193,7 +193,7 @@ def resident_memory() -> int:
     return _status_bytes("VmRSS") or 0
 
 
-class Peak:
+class PeakMemory:
     """The most memory in use since it was made: resident memory of this process, or the GPU's allocations.
 
     None where the system does not tell (only Linux lets a process forget its last peak).

@@ -17,16 +17,16 @@ from jaxtyping import Bool, Int64, Integer
 from trainshort.config import IGNORED, ModelConfig
 from trainshort.errors import InputError
 
-ROUNDS = 7
+MASK_ROUNDS = 7
 """One token in so many is hidden."""
 
 
 def mask_token(model: ModelConfig) -> int:
     """What stands in place of a hidden token in an encoder: one more than the data has."""
-    return model.vocabulary - 1
+    return model.vocab_size - 1
 
 
-def refuse_encoder(what: str) -> NoReturn:
+def require_causal(what: str) -> NoReturn:
     """One sentence for whatever needs the past alone."""
     raise InputError(
         f"{what} needs a causal model, and this one is an encoder (model.causal is false), where every token sees both "
@@ -34,7 +34,7 @@ def refuse_encoder(what: str) -> NoReturn:
     )
 
 
-def hide(
+def mask_tokens(
     tokens: Integer[np.ndarray, "batch length"], hidden: Bool[np.ndarray, "batch length"], mask: int
 ) -> tuple[Int64[np.ndarray, "batch length"], Int64[np.ndarray, "batch length"]]:
     """Inputs and targets of an encoder."""
@@ -42,16 +42,16 @@ def hide(
     return np.where(hidden, mask, whole), np.where(hidden, whole, IGNORED)
 
 
-def drawn(seed: int, rows: Sequence[int], length: int) -> Bool[np.ndarray, "batch length"]:
+def training_mask(seed: int, rows: Sequence[int], length: int) -> Bool[np.ndarray, "batch length"]:
     """What is hidden of some rows of training, each counted from the first of all steps."""
     draws = [np.random.default_rng((seed, row)).random(length) for row in rows]
-    return np.stack(draws) < 1 / ROUNDS
+    return np.stack(draws) < 1 / MASK_ROUNDS
 
 
-def rounds_of(starts: Sequence[int], length: int) -> Int64[np.ndarray, "batch length"]:
+def evaluation_rounds(starts: Sequence[int], length: int) -> Int64[np.ndarray, "batch length"]:
     """In which round each token of some blocks of a text is hidden: its place in the text, well mixed (splitmix64)."""
     place = np.array(starts, dtype=np.uint64)[:, None] + np.arange(length, dtype=np.uint64)
     mixed = (place + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(ROUNDS)).astype(np.int64)
+    return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(MASK_ROUNDS)).astype(np.int64)

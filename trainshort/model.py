@@ -18,9 +18,9 @@ from trainshort.attention import Bias, attend, attend_in_blocks, backends
 from trainshort.cache import Cache, LayerCache
 from trainshort.config import IGNORED, ModelConfig
 from trainshort.errors import InputError
-from trainshort.masking import refuse_encoder
-from trainshort.positions import LayerInput, PositionMethod, ScoreGrowth, build_position, for_heads
-from trainshort.vocabulary import build_vocabulary, product
+from trainshort.masking import require_causal
+from trainshort.positions import LayerInput, LengthScaling, PositionMethod, build_position, zero_bias_for_nope_heads
+from trainshort.vocabulary import apply_linear, build_vocabulary
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -37,7 +37,7 @@ class Loss(NamedTuple):
     count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  (a tuple has a method of this name)
 
 
-class Step(NamedTuple):
+class ForwardContext(NamedTuple):
     """What every layer of one forward pass needs to know beside its input."""
 
     where: Int[Tensor, "batch length"]
@@ -57,12 +57,12 @@ class TransformerLM(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        if config.vocabulary < 1:
+        if config.vocab_size < 1:
             raise InputError("a model needs a vocabulary; set model.vocabulary, or let the data give it.")
         if config.backend != "auto":
             backends.get(config.backend)  # an unknown backend should not wait for the first batch to be noticed
-        if not config.causal and config.score_growth != "none":
-            raise InputError("score_growth counts the tokens that came before; an encoder sees all: leave it off.")
+        if not config.causal and config.length_scaling != "none":
+            raise InputError("length_scaling counts the tokens that came before; an encoder sees all: leave it off.")
         self.config = config
         self.checkpoint_activations = False
         self.vocabulary = build_vocabulary(config)
@@ -121,10 +121,12 @@ class TransformerLM(nn.Module):
     ) -> Float[Tensor, "batch length width"]:
         """The last layer's output, before it becomes scores over the vocabulary."""
         self._check(tokens, segment_ids, cache)
-        where = _where(tokens, 0 if cache is None else cache.offset(len(tokens)), segment_ids)
+        where = _positions(tokens, 0 if cache is None else cache.offset(len(tokens)), segment_ids)
         length = (0 if cache is None else cache.length) + tokens.shape[1]
         self.position.check_length(length if segment_ids is None else int(where.max()) + 1)
-        step = Step(where, for_heads(self.position.score_bias(length), self.config), segment_ids)
+        step = ForwardContext(
+            where, zero_bias_for_nope_heads(self.position.score_bias(length), self.config), segment_ids
+        )
 
         x = self.dropout(self.embed(tokens, where))
         for index, layer in enumerate(self.layers):
@@ -152,17 +154,17 @@ class TransformerLM(nn.Module):
                 f"tokens must have shape (batch, length) with at least one token; got {tuple(tokens.shape)}."
             )
         if cache is not None and not self.config.causal:
-            refuse_encoder("A cache")
+            require_causal("A cache")
         if segment_ids is not None and (segment_ids.shape != tokens.shape or cache is not None):
             raise InputError(
                 "segment_ids must have the shape of tokens, (batch, length), and cannot be combined with a cache."
             )
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
             low, high = int(tokens.min()), int(tokens.max())
-            if low < 0 or high >= self.config.vocabulary:
+            if low < 0 or high >= self.config.vocab_size:
                 wrong = low if low < 0 else high
                 raise InputError(
-                    f"token id {wrong} is outside the model's vocabulary of {self.config.vocabulary}; "
+                    f"token id {wrong} is outside the model's vocabulary of {self.config.vocab_size}; "
                     "is the text tokenized with the model's own tokenizer?"
                 )
 
@@ -179,7 +181,9 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.parallel = config.parallel_blocks
 
-    def forward(self, x: Tensor, position: PositionMethod, step: Step, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, position: PositionMethod, step: ForwardContext, cache: LayerCache | None = None
+    ) -> Tensor:
         attended = x + self.dropout(self.attention(self.attention_norm(x), position, step, cache))
         return attended + self.dropout(self.ffn(self.ffn_norm(x if self.parallel else attended)))
 
@@ -190,10 +194,10 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.config, self.index = config, index
-        self.plain = config.plain_every is not None and (index + 1) % config.plain_every == 0
+        self.plain = config.nope_every is not None and (index + 1) % config.nope_every == 0
         self.window = None if self.plain else config.window
-        sees_all = self.window is None and (self.plain or config.plain_every is None)
-        self.growth = ScoreGrowth(config) if sees_all and config.score_growth != "none" else None
+        sees_all = self.window is None and (self.plain or config.nope_every is None)
+        self.growth = LengthScaling(config) if sees_all and config.length_scaling != "none" else None
         scale = config.softmax_scale
         self.score_factor = 1.0 if scale is None else scale * config.head_width**0.5  # evaluate/changes.py has others
         self.blocks: int | None = None  # at inference too
@@ -213,7 +217,7 @@ class Attention(nn.Module):
 
         `qkv` is another way to apply the same matrix, where there is one.
         """
-        config, flat = self.config, product(self.qkv, x) if qkv is None else qkv(x)
+        config, flat = self.config, apply_linear(self.qkv, x) if qkv is None else qkv(x)
         if config.clip_qkv is not None:
             flat = flat.clamp(-config.clip_qkv, config.clip_qkv)
         q, k, v = flat.unflatten(-1, (-1, config.head_width)).transpose(1, 2).split(self.split, dim=1)
@@ -222,33 +226,33 @@ class Attention(nn.Module):
             q = q * self.score_factor
         if self.growth is not None:
             q = self.growth(q, where)
-        return *self._rotated(q, k, position, where), v
+        return *self._rotate(q, k, position, where), v
 
-    def _rotated(self, q: Tensor, k: Tensor, position: PositionMethod, where: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotate(self, q: Tensor, k: Tensor, position: PositionMethod, where: Tensor) -> tuple[Tensor, Tensor]:
         """The first heads turn; plain ones, and those of a plain layer, do not."""
         if self.plain or not position.rotates():
             return q, k
-        turning = self.config.heads - self.config.plain_heads, self.config.turning_keys
+        turning = self.config.heads - self.config.nope_heads, self.config.num_rotary_kv_heads
         turned = position.rotate(q[:, : turning[0]], k[:, : turning[1]], where)
-        if not self.config.plain_heads:
+        if not self.config.nope_heads:
             return turned
         q, k = (torch.cat([x, y[:, n:]], dim=1) for x, y, n in zip(turned, (q, k), turning, strict=True))
         return q, k
 
-    def bias(self, x: Tensor, position: PositionMethod, step: Step, cache: LayerCache | None) -> Any:
+    def bias(self, x: Tensor, position: PositionMethod, step: ForwardContext, cache: LayerCache | None) -> Any:
         """The bias that all layers share, or this layer's own where the method looks at the text."""
         if self.plain:
             return None
-        if not position.reads_text():
+        if not position.is_content_dependent():
             return step.bias
 
         def ask(rows: slice, past: int, place: dict[str, Tensor]) -> Bias | None:
             given = LayerInput(self.index, x[rows], past + x.shape[1], step.where[rows], place)
-            return for_heads(position.text_bias(given), self.config)
+            return zero_bias_for_nope_heads(position.content_bias(given), self.config)
 
-        return ask(slice(None), 0, {}) if cache is None else cache.text_bias(ask)
+        return ask(slice(None), 0, {}) if cache is None else cache.content_bias(ask)
 
-    def forward(self, x: Tensor, position: PositionMethod, step: Step, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, position: PositionMethod, step: ForwardContext, cache: LayerCache | None) -> Tensor:
         config = self.config
         q, k, v = self.project(x, position, step.where)
         call = attend if cache is None else cache.attend
@@ -267,7 +271,7 @@ class Attention(nn.Module):
             **({} if config.causal else {"causal": False}),
         )
         assert isinstance(y, Tensor)
-        return product(self.out, y.transpose(1, 2).flatten(2))
+        return apply_linear(self.out, y.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -275,17 +279,17 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        biases = config.has_biases("ffn")
+        biases = config.has_biases("feedforward")
         self.wide = nn.Linear(config.width, config.ffn_width, bias=biases)
-        self.gate = nn.Linear(config.width, config.ffn_width, bias=biases) if config.gated else None
+        self.gate = nn.Linear(config.width, config.ffn_width, bias=biases) if config.gated_feedforward else None
         self.narrow = nn.Linear(config.ffn_width, config.width, bias=biases)
         self.activation = config.activation
         self.dropout = nn.Dropout(config.activation_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        activate, wide = ACTIVATIONS[self.activation], product(self.wide, x)
-        x = activate(wide) if self.gate is None else activate(product(self.gate, x)) * wide
-        return product(self.narrow, self.dropout(x))
+        activate, wide = ACTIVATIONS[self.activation], apply_linear(self.wide, x)
+        x = activate(wide) if self.gate is None else activate(apply_linear(self.gate, x)) * wide
+        return apply_linear(self.narrow, self.dropout(x))
 
 
 def _norm(config: ModelConfig) -> nn.Module:
@@ -294,7 +298,7 @@ def _norm(config: ModelConfig) -> nn.Module:
     return nn.LayerNorm(config.width, eps=config.norm_eps, bias=config.has_biases("norm"))
 
 
-def _where(tokens: Tensor, start: int | Tensor, segment_ids: Tensor | None) -> Int[Tensor, "batch length"]:
+def _positions(tokens: Tensor, start: int | Tensor, segment_ids: Tensor | None) -> Int[Tensor, "batch length"]:
     """Each token's position, counted from the beginning of its own segment, or on from what a cache has read.
 
     segment_ids 7 7 7 4 4 9   →   0 1 2 0 1 0

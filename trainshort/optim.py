@@ -16,7 +16,7 @@ from trainshort.config import OptimConfig
 
 MOMENTS, MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 """Tensors that are kept beside a parameter: by AdamW, and by Nesterov and Muon."""
-TURNS = ((8.0934, -23.6205, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526))
+MUON_COEFFICIENTS = ((8.0934, -23.6205, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526))
 """Muon's polynomials. Each is the odd quintic nearest to 1 on what the one before leaves of [0.01, 1] (found by linear
 programming); three of them do what takes five of Jordan's single one."""
 
@@ -24,13 +24,13 @@ programming); three of them do what takes five of Jordan's single one."""
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """Learning rate at `step` (the first is 0) of a run of `steps`.
 
-    warmup 4, warmup_from 0, lr 1, min_lr 0, linear, steps 8:
+    warmup 4, warmup_start_lr 0, lr 1, min_lr 0, linear, steps 8:
         step  0    1     2    3     4  5     6    7
         lr    0  0.25  0.5  0.75    1  0.75  0.5  0.25
-    As fairseq's: the warm-up's first step uses `warmup_from`, and `min_lr` would be the rate at `steps`.
+    As fairseq's: the warm-up's first step uses `warmup_start_lr`, and `min_lr` would be the rate at `steps`.
     """
     if step < config.warmup:
-        return config.warmup_from + (config.lr - config.warmup_from) * step / config.warmup
+        return config.warmup_start_lr + (config.lr - config.warmup_start_lr) * step / config.warmup
     if config.schedule == "constant":
         return config.lr
     gone = min(1.0, (step - config.warmup) / max(1, steps - config.warmup))
@@ -82,9 +82,9 @@ class Muon(torch.optim.AdamW):
         self.param_groups = every
         for group in every:
             if group["keeps"] is MOMENTUM:
-                self._turn(group)
+                self._update_group(group)
 
-    def _turn(self, group: dict) -> None:
+    def _update_group(self, group: dict) -> None:
         shapes: dict[torch.Size, list[nn.Parameter]] = {}
         for parameter in group["params"]:
             shapes.setdefault(parameter.shape, []).append(parameter)
@@ -98,11 +98,11 @@ class Muon(torch.optim.AdamW):
                 buffer = state["momentum_buffer"].lerp_(gradient, 1 - self.momentum)
                 ahead.append(gradient.lerp(buffer, self.momentum))
             size = 0.2 * math.sqrt(max(rows, columns)) * group["lr"]
-            for parameter, turned in zip(alike, orthogonal(torch.stack(ahead)), strict=True):
+            for parameter, turned in zip(alike, orthogonalize(torch.stack(ahead)), strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(turned, alpha=size)
 
 
-def orthogonal(matrices: Float[Tensor, "n rows columns"]) -> Float[Tensor, "n rows columns"]:
+def orthogonalize(matrices: Float[Tensor, "n rows columns"]) -> Float[Tensor, "n rows columns"]:
     """Each matrix with its singular values brought near 1 (0.73 to 1.27, of all down to 0.01 of its norm), by three
     steps of Newton-Schulz's kind:
 
@@ -115,7 +115,7 @@ def orthogonal(matrices: Float[Tensor, "n rows columns"]) -> Float[Tensor, "n ro
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     one = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
     gram = x @ x.mT
-    (a, b, c), *others = TURNS
+    (a, b, c), *others = MUON_COEFFICIENTS
     product = factor = torch.baddbmm(a * one + b * gram, gram, gram, alpha=c)
     for a, b, c in others:
         gram = factor @ gram @ factor
@@ -125,7 +125,7 @@ def orthogonal(matrices: Float[Tensor, "n rows columns"]) -> Float[Tensor, "n ro
     return x.mT if tall else x
 
 
-def groups(model: nn.Module, config: OptimConfig) -> list[dict]:
+def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
     """Matrices are decayed; vectors (norms, biases, slopes) are not, nor is what the position method owns, which has a
     learning rate of its own: a T5 bias is a bias, though its numbers for all heads stand in one table."""
     kinds: dict[str, list[nn.Parameter]] = {"matrix": [], "embedding": [], "position": [], "vector": []}
@@ -137,9 +137,9 @@ def groups(model: nn.Module, config: OptimConfig) -> list[dict]:
     matrices = MOMENTUM if config.name == "muon" else keeps
     made = [
         {"params": kinds["matrix"], "weight_decay": decay, "scale": 1.0, "keeps": matrices},
-        {"params": kinds["embedding"], "weight_decay": decay, "scale": config.embedding_lr, "keeps": keeps},
+        {"params": kinds["embedding"], "weight_decay": decay, "scale": config.embedding_lr_multiplier, "keeps": keeps},
         {"params": kinds["vector"], "weight_decay": 0.0, "scale": 1.0, "keeps": keeps},
-        {"params": kinds["position"], "weight_decay": 0.0, "scale": config.position_lr, "keeps": keeps},
+        {"params": kinds["position"], "weight_decay": 0.0, "scale": config.position_lr_multiplier, "keeps": keeps},
     ]
     return [group for group in made if group["params"]]
 
@@ -154,7 +154,7 @@ def _kind(name: str, parameter: nn.Parameter) -> str:
 
 def build(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """The optimizer a config asks for. The rate set here is replaced before every step."""
-    made = groups(model, config)
+    made = parameter_groups(model, config)
     if config.name == "nesterov":
         return Nesterov(made, lr=config.lr, momentum=config.momentum)
     if config.name == "muon":
@@ -177,7 +177,7 @@ def step(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], r
     optimizer.zero_grad(set_to_none=True)
 
 
-def clip(parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
+def clip_grad_norm(parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
     """Scale gradients so that their joint norm is at most `largest` (0: leave them), and return the norm before."""
     norm = nn.utils.clip_grad_norm_(parameters, largest or math.inf)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # pyright: ignore
@@ -199,7 +199,7 @@ def state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[st
     return tensors
 
 
-def set_steps(optimizer: torch.optim.Optimizer, count: int) -> None:
+def set_step_count(optimizer: torch.optim.Optimizer, count: int) -> None:
     """Tell the optimizer how many steps its restored tensors have seen (AdamW's bias correction needs it)."""
     for state in optimizer.state.values():
         if "exp_avg" in state:

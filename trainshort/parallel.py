@@ -25,7 +25,7 @@ from trainshort.errors import InputError
 TIMEOUT = timedelta(minutes=10)
 """A collective that takes longer has lost a partner; without a limit the survivors would wait for ever."""
 
-PREPARING = timedelta(days=1)
+DATA_PREPARATION_TIMEOUT = timedelta(days=1)
 """The other ranks' patience while rank 0 prepares data; should rank 0 die, torchrun ends them."""
 
 Result = TypeVar("Result")
@@ -45,7 +45,7 @@ class World:
     def main(self) -> bool:
         return self.rank == 0
 
-    def gather(self, values: list[float]) -> list[list[float]]:
+    def all_gather(self, values: list[float]) -> list[list[float]]:
         """Every rank's values, in float64: rank 0 gives [1.0] and rank 1 gives [2.0], both get [[1.0], [2.0]]."""
         if self.size == 1:
             return [values]
@@ -54,11 +54,11 @@ class World:
         dist.all_gather(rows, mine)
         return [row.tolist() for row in rows]
 
-    def total(self, values: list[float]) -> list[float]:
+    def all_reduce_sum(self, values: list[float]) -> list[float]:
         """Sums over the ranks; integers below 2^53 stay exact."""
-        return [sum(column) for column in zip(*self.gather(values), strict=True)]
+        return [sum(column) for column in zip(*self.all_gather(values), strict=True)]
 
-    def gather_objects(self, value: Result) -> list[Result]:
+    def all_gather_objects(self, value: Result) -> list[Result]:
         """Every rank's value, of any kind; for what is rare and small."""
         values: list[Any] = [value]
         if self.size > 1:
@@ -66,14 +66,14 @@ class World:
             dist.all_gather_object(values, value)
         return values
 
-    def together(self, work: Callable[[], Result]) -> Result:
+    def run_on_all_ranks(self, work: Callable[[], Result]) -> Result:
         """Run `work` on each rank; if it fails on one it fails on all, so that nobody waits for a rank that gave up."""
         failure, result = None, None
         try:
             result = work()
         except InputError as error:
             failure = error
-        failed = [rank for rank, (flag,) in enumerate(self.gather([float(failure is not None)])) if flag]
+        failed = [rank for rank, (flag,) in enumerate(self.all_gather([float(failure is not None)])) if flag]
         if failure is not None:
             raise failure
         if failed:
@@ -82,13 +82,13 @@ class World:
 
     def on_main(self, work: Callable[[], Any]) -> Any:
         """Run `work` on rank 0 only; if it fails there, it fails on all."""
-        return self.together(work if self.main else lambda: None)
+        return self.run_on_all_ranks(work if self.main else lambda: None)
 
-    def first_says(self, work: Callable[[], Result]) -> Result:
+    def broadcast_from_rank0(self, work: Callable[[], Result]) -> Result:
         """What `work` gives on rank 0, on every rank: for what each would look up on a disk that changes meanwhile."""
-        return self.gather_objects(self.on_main(work))[0]
+        return self.all_gather_objects(self.on_main(work))[0]
 
-    def first(self, name: str, work: Callable[[], Result]) -> Result:
+    def rank0_first(self, name: str, work: Callable[[], Result]) -> Result:
         """Run `work` on rank 0, and on the others when it has finished there (they find what it left on disk)."""
         if self.store is None:
             return work()
@@ -100,16 +100,16 @@ class World:
                 raise
             self.store.set(name, "")
             return result
-        self.store.wait([name], PREPARING)
+        self.store.wait([name], DATA_PREPARATION_TIMEOUT)
         if failure := self.store.get(name).decode():
             raise InputError(failure)
         return work()
 
 
 @contextmanager
-def join() -> Iterator[World]:
+def init_distributed() -> Iterator[World]:
     """Join the ranks that torchrun started, or be alone; leave them at the end."""
-    rank, size = own_rank(), int(os.environ.get("WORLD_SIZE", 1))
+    rank, size = get_rank(), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -146,23 +146,23 @@ def _store(rank: int, size: int) -> Store:
         is_master=rank == 0 and not agent,
         timeout=TIMEOUT,
     )
-    restart = PrefixStore(f"restart-{restarts()}", store)
+    restart = PrefixStore(f"restart-{restart_count()}", store)
     # A process may train twice: each time it joins anew, and so do the others, under the next number.
     return PrefixStore(f"join-{restart.add(f'joins-of-{rank}', 1)}", restart)
 
 
-def own_rank() -> int:
+def get_rank() -> int:
     """This process's number, before and after the time it is joined to others."""
     return int(os.environ.get("RANK", 0))
 
 
-def restarts() -> int:
+def restart_count() -> int:
     """How often torchrun has restarted this job."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 @dataclass(frozen=True)
-class Replica:
+class DistributedModel:
     """A model that is trained by all ranks at once: replicated (ddp), sharded (fsdp, hsdp), or simply here.
 
     `model` keeps its parameters under their own names whatever wraps it; `forward` is to be called in its place,
@@ -171,25 +171,25 @@ class Replica:
 
     model: nn.Module
     forward: Callable[..., Any]
-    hold: Callable[[], AbstractContextManager]
+    no_sync: Callable[[], AbstractContextManager]
     """Around forward and backward of every micro-batch but the last, after which the ranks exchange gradients."""
     sharded: bool = False
 
 
-def replicate(model: Any, world: World, strategy: str, *, half: bool = False) -> Replica:
+def wrap_model(model: Any, world: World, strategy: str, *, half: bool = False) -> DistributedModel:
     """Prepare `model` for training by all ranks; `half` computes in bfloat16 and still sums gradients in float32.
 
     The ranks' gradients are averaged, by all three strategies.
     """
     if world.size == 1:
-        return Replica(model, model, nullcontext)
+        return DistributedModel(model, model, nullcontext)
     if strategy == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(model, forward_sync_buffers=False)
-        return Replica(model, wrapped, wrapped.no_sync)
+        return DistributedModel(model, wrapped, wrapped.no_sync)
     return _shard(model, world, strategy, half=half)
 
 
-def _shard(model: Any, world: World, strategy: str, *, half: bool) -> Replica:
+def _shard(model: Any, world: World, strategy: str, *, half: bool) -> DistributedModel:
     """Give each rank a part of every block's weights; a block is gathered when it is needed, then let go."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -213,10 +213,10 @@ def _shard(model: Any, world: World, strategy: str, *, half: bool) -> Replica:
         finally:
             model.set_requires_gradient_sync(True)
 
-    return Replica(model, model, hold, sharded=True)
+    return DistributedModel(model, model, hold, sharded=True)
 
 
-def no_bfloat16(device: torch.device) -> str | None:
+def bfloat16_unsupported_reason(device: torch.device) -> str | None:
     """Why bfloat16 would not be faster here, or None where it is."""
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)

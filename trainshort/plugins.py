@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from trainshort.config import PluginRecord
     from trainshort.registry import Registry
 
-VARIABLE = "TRAINSHORT_PLUGINS"
+PLUGIN_ENV_VAR = "TRAINSHORT_PLUGINS"
 """Environment variable with the plug-in files of this command, as PATH has folders."""
-GROUP = "trainshort.plugins"
+ENTRY_POINT_GROUP = "trainshort.plugins"
 """Entry point group of installed plug-ins."""
 OPTION = "--plugin"
 MEND = f"Give {OPTION} the path of a Python file."
@@ -55,7 +55,7 @@ def record_entry(registry: "Registry[Any]", name: str) -> None:
         _loading[-1].entries.append((registry, name))
 
 
-def take_plugins(words: Sequence[str]) -> list[str]:
+def load_plugin_arguments(words: Sequence[str]) -> list[str]:
     """A command line without its `--plugin PATH`s, whose files are loaded, here and in every process to come."""
     rest, paths, given = [], [], iter(words)
     for word in given:
@@ -70,22 +70,22 @@ def take_plugins(words: Sequence[str]) -> list[str]:
     if paths:
         for path in paths:
             load_plugin(Path(path))
-        os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*_named(), *paths]))
+        os.environ[PLUGIN_ENV_VAR] = os.pathsep.join(dict.fromkeys([*_plugins_from_environment(), *paths]))
     return rest
 
 
-def _named() -> list[str]:
-    return [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
+def _plugins_from_environment() -> list[str]:
+    return [path for path in os.environ.get(PLUGIN_ENV_VAR, "").split(os.pathsep) if path]
 
 
 def load_plugins() -> None:
     """Load what this command named and what is installed, each once."""
     from importlib.metadata import entry_points  # a quarter of the time that `--help` takes, which needs none of it
 
-    for path in _named():
+    for path in _plugins_from_environment():
         load_plugin(Path(path))
-    for point in entry_points(group=GROUP):
-        if f"{GROUP}:{point.name}" not in _loaded:
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        if f"{ENTRY_POINT_GROUP}:{point.name}" not in _loaded:
             _load_installed(point)
 
 
@@ -124,7 +124,7 @@ def _load_installed(point: "EntryPoint") -> None:
     files = [] if place is None else sorted(place.rglob("*.py")) if place.is_dir() else [place]
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     plugin = Plugin(point.name, digest, str(place or ""))
-    key, what = f"{GROUP}:{point.name}", f"{point.name} (installed, {point.value})"
+    key, what = f"{ENTRY_POINT_GROUP}:{point.name}", f"{point.name} (installed, {point.value})"
     _load(key, plugin, what, point.load)
 
 
@@ -155,7 +155,7 @@ def _line_of(error: BaseException, plugin: Plugin) -> str | None:
 
 
 @contextmanager
-def blamed(*names: tuple[str, str]) -> Iterator[None]:
+def plugin_errors(*names: tuple[str, str]) -> Iterator[None]:
     """Inside, an error in the code of a plug-in that registered one of these (kind, name)s, or in how it is called,
     becomes one sentence; any other stays what it is."""
     try:
@@ -164,7 +164,7 @@ def blamed(*names: tuple[str, str]) -> Iterator[None]:
         raise
     except Exception as error:
         for kind, name in names:
-            for plugin in origins([(kind, name)]):
+            for plugin in plugins_of([(kind, name)]):
                 line = _line_of(error, plugin)
                 if line is not None or isinstance(error, TypeError | AttributeError):
                     told = f"{type(error).__name__}: {str(error).rstrip('.')}{line or ''}"
@@ -172,7 +172,7 @@ def blamed(*names: tuple[str, str]) -> Iterator[None]:
         raise
 
 
-def origins(names: Iterable[tuple[str, str]]) -> list[Plugin]:
+def plugins_of(names: Iterable[tuple[str, str]]) -> list[Plugin]:
     """The plug-ins that registered some of these (kind, name)s."""
     wanted = set(names)
     found = (p for p in _loaded.values() if any((table.kind, name) in wanted for table, name in p.entries))

@@ -12,32 +12,32 @@ get, names = presets.get, presets.names
 
 def tiny() -> ModelConfig:
     """2 layers, width 64, 4 heads: for tests."""
-    return ModelConfig(vocabulary=256, layers=2, width=64, heads=4)
+    return ModelConfig(vocab_size=256, layers=2, width=64, heads=4)
 
 
 def laptop() -> ModelConfig:
     """4 layers, width 128, 8 heads: trains in a minute or two on two cores."""
-    return ModelConfig(vocabulary=2048, layers=4, width=128, heads=8)
+    return ModelConfig(vocab_size=2048, layers=4, width=128, heads=8)
 
 
 def portable() -> ModelConfig:
     """The laptop model without biases: transformers' MPT, llama.cpp and CTranslate2 take it as it is."""
-    return ModelConfig(vocabulary=2048, layers=4, width=128, heads=8, biases=False)
+    return ModelConfig(vocab_size=2048, layers=4, width=128, heads=8, biases=False)
 
 
 def small() -> ModelConfig:
     """6 layers, width 512, 8 heads: the shape of the benchmarks."""
-    return ModelConfig(vocabulary=8192, layers=6, width=512, heads=8)
+    return ModelConfig(vocab_size=8192, layers=6, width=512, heads=8)
 
 
 def wikitext103() -> ModelConfig:
     """The paper's WikiText-103 model (Baevski & Auli), 246,933,504 parameters."""
     return ModelConfig(
-        vocabulary=267_744,
+        vocab_size=267_744,
         layers=16,
         width=1024,
         heads=8,
-        ffn=4096,
+        feedforward_width=4096,
         activation="relu",
         final_norm=False,
         embedding_scale=True,
@@ -55,17 +55,17 @@ def books() -> ModelConfig:
 
     The paper says "29K"; 29,056 is BERT's vocabulary of 28,996 (cased) rounded up to a multiple of 64.
     """
-    return wikitext103().replace(vocabulary=29_056, adaptive=None, head_dropout=0.0)
+    return wikitext103().replace(vocab_size=29_056, adaptive=None, head_dropout=0.0)
 
 
 def cc100() -> ModelConfig:
     """The paper's CC100+RoBERTa model, 1.3B; what the paper leaves open follows BASE Layers (docs/reproduce.md)."""
     return ModelConfig(
-        vocabulary=51_200,
+        vocab_size=51_200,
         layers=25,
         width=2048,
         heads=16,
-        ffn=8192,
+        feedforward_width=8192,
         activation="relu",
         embedding_scale=True,
         init="fairseq",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainshort.config import ModelConfig
     from trainshort.data.document import Corpus
     from trainshort.data.tokenizer import Tokenizer
-    from trainshort.interop.export.base import Destination
+    from trainshort.interop.export.base import ExportTarget
     from trainshort.interop.formats.base import Format
     from trainshort.positions.base import PositionMethod
 
@@ -239,7 +239,7 @@ convertible: "Registry[Format]" = Registry(
     },
 )
 
-targets: "Registry[Destination]" = Registry(
+targets: "Registry[ExportTarget]" = Registry(
     "export target",
     builtin={
         "hf-mpt": ("trainshort.interop.export.hf_native:HF_MPT", "transformers, as an MPT"),

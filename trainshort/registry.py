@@ -27,7 +27,7 @@ Given = TypeVar("Given")
 Builtin = Mapping[str, tuple[str, str]]
 """Built-in entries by name: where the entry is defined ("package.module:object"), and a description of one line."""
 
-SHOWN = 12
+MAX_SUGGESTIONS = 12
 """The largest number of names that an error message lists."""
 
 
@@ -100,9 +100,9 @@ class Registry(Generic[Entry]):
         """
         if name not in self:
             names = self.names()
-            known = ", ".join(names[:SHOWN])
-            if len(names) > SHOWN:
-                known += f" and {len(names) - SHOWN} more"
+            known = ", ".join(names[:MAX_SUGGESTIONS])
+            if len(names) > MAX_SUGGESTIONS:
+                known += f" and {len(names) - MAX_SUGGESTIONS} more"
             raise InputError(f"Unknown {self.kind} '{name}'.{did_you_mean(name, names)} Known: {known}.")
         if name not in self._entries:
             place, _ = self._builtin[name]

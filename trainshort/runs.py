@@ -23,23 +23,29 @@ from pathlib import Path
 from typing import Any
 
 from trainshort import files, plugins
-from trainshort.config import FORMAT, RunConfig, load_config
+from trainshort.config import CONFIG_FORMAT, RunConfig, load_config
 from trainshort.errors import InputError
 
 LOCK = "train.lock"
 
 _FAST = {"model.backend", "train.checkpoint_activations", "train.compile", "train.micro_batch", "train.parallel"}
-_NOTED = {"train.keep", "train.log_every", "train.save_every", "train.tensorboard"}
-HARMLESS = frozenset({"data.folder"} | _FAST | _NOTED)
+_NOTED = {"train.keep_checkpoints", "train.log_every", "train.save_every", "train.tensorboard"}
+RESULT_NEUTRAL_SETTINGS = frozenset({"data.folder"} | _FAST | _NOTED)
 """Settings that move no result beyond rounding: where, how fast and how often noted."""
 
-ROUNDING = 1e-6
+ROUNDING_TOLERANCE = 1e-6
 """Softmax mass whose absence is no larger than float32's rounding: up to here model.tolerance moves no result."""
-CHANGEABLE = HARMLESS | {"plugins", "train.patience", "train.steps", "train.valid_every", "train.valid_tokens"}
+RESUME_CHANGEABLE_SETTINGS = RESULT_NEUTRAL_SETTINGS | {
+    "plugins",
+    "train.patience",
+    "train.steps",
+    "train.valid_every",
+    "train.valid_tokens",
+}
 """Settings that may differ on resume: how far, how often and on what, not which model or which data. (Plug-ins that the
 run needs have been asked for before.)"""
 
-LOGGED = ("step", "tokens", "seconds")
+METRIC_FIELDS = ("step", "tokens", "seconds")
 """Numbers that every line of metrics.jsonl has."""
 Line = tuple[dict[str, Any], str]
 """A record of metrics.jsonl and its checksum."""
@@ -73,23 +79,23 @@ class RunFolder:
         return self.path / "import.json"
 
 
-def present(run: Path) -> list[Path]:
+def list_checkpoints(run: Path) -> list[Path]:
     """The run's checkpoints by step, whole or not; not those that were set aside (trainshort.checkpoint.folders)."""
     checkpoints = RunFolder(run).checkpoints
     try:
         entries = list(checkpoints.iterdir()) if checkpoints.is_dir() else []
     except OSError as error:
-        raise InputError(f"{checkpoints} cannot be listed: {files.reason(error)}.") from None
+        raise InputError(f"{checkpoints} cannot be listed: {files.describe_os_error(error)}.") from None
     return sorted(path for path in entries if re.fullmatch(r"step-\d{9}", path.name))
 
 
-def saved_states(run: Path) -> list[dict[str, Any]]:
+def read_checkpoint_states(run: Path) -> list[dict[str, Any]]:
     """What its checkpoints tell of themselves, the newest last, without torch and not verified; those that tell nothing
     are left out: whoever loads them says why."""
     states = []
-    for checkpoint in present(run):
+    for checkpoint in list_checkpoints(run):
         with suppress(InputError):
-            states.append(files.read_object(checkpoint / "state.json"))
+            states.append(files.read_json_object(checkpoint / "state.json"))
     return states
 
 
@@ -101,28 +107,28 @@ def open_run(path: Path, config: RunConfig, *, resume: bool) -> Iterator[RunFold
     the first start and all restarts.
     """
     folder = RunFolder(path)
-    stored = refuse_existing(path, resume=resume)
+    stored = check_run_path_free(path, resume=resume)
     if stored:
         plugins.require_plugins(stored.plugins, str(path))
-        _refuse_another_run(stored, config, path, begun=folder.sessions.exists())
+        _check_same_config(stored, config, path, begun=folder.sessions.exists())
     files.make_folder(folder.path)
-    with files.locked(folder.path / LOCK, f"Another process is training in {path}. Wait for it, or stop it first."):
+    with files.file_lock(folder.path / LOCK, f"Another process is training in {path}. Wait for it, or stop it first."):
         if config != stored:
-            files.write_whole(folder.config, config.model_dump_json(indent=2) + "\n")
+            files.write_atomic(folder.config, config.model_dump_json(indent=2) + "\n")
         files.make_folder(folder.checkpoints)
         yield folder
 
 
-def refuse_existing(path: Path, *, resume: bool) -> RunConfig | None:
+def check_run_path_free(path: Path, *, resume: bool) -> RunConfig | None:
     """Stop if `path` is taken: by a run that is not to be resumed, or by something that is no run. What a run to resume
     was started with, since a config.json that cannot be read is told before data is prepared for it."""
     if path.exists() and not path.is_dir():
         raise InputError(f"{path} is a file, but a run needs a folder. Choose another --out.")
-    files.try_folder(path)
+    files.check_folder_writable(path)
     try:
         entries = set(os.listdir(path)) if path.exists() else set()
     except OSError as error:
-        raise InputError(f"{path} cannot be listed: {files.reason(error)}. Choose another --out.") from None
+        raise InputError(f"{path} cannot be listed: {files.describe_os_error(error)}. Choose another --out.") from None
     started = bool(entries - {"config.json" + files.PARTIAL, LOCK})
     if started and not resume:
         raise InputError(f"{path} already exists. Go on with it by --resume, or choose another --out.")
@@ -131,23 +137,29 @@ def refuse_existing(path: Path, *, resume: bool) -> RunConfig | None:
     return load_config(RunFolder(path).config) if started else None
 
 
-def _refuse_another_run(stored: RunConfig, asked: RunConfig, path: Path, *, begun: bool) -> None:
+def _check_same_config(stored: RunConfig, asked: RunConfig, path: Path, *, begun: bool) -> None:
     """Name the first setting whose change would make it another run; before any training (a model that was imported)
     only the model is given."""
     before, after = flatten(stored.model_dump(mode="json")), flatten(asked.model_dump(mode="json"))
     for name in sorted(before.keys() | after.keys()):
-        if before.get(name) == after.get(name) or name in CHANGEABLE or not (begun or name.startswith("model.")):
+        if (
+            before.get(name) == after.get(name)
+            or name in RESUME_CHANGEABLE_SETTINGS
+            or not (begun or name.startswith("model."))
+        ):
             continue
-        if not (is_harmless(name, before.get(name)) and is_harmless(name, after.get(name))):
+        if not (is_result_neutral(name, before.get(name)) and is_result_neutral(name, after.get(name))):
             raise InputError(
                 f"{path} was started with {name}={before.get(name)}, but {name}={after.get(name)} was asked for. "
                 "Resume with the same settings, or choose another --out for a new run."
             )
 
 
-def is_harmless(name: str, value: Any) -> bool:
+def is_result_neutral(name: str, value: Any) -> bool:
     """Whether this value of a setting moves no result beyond rounding."""
-    return name in HARMLESS or (name == "model.tolerance" and value is not None and value <= ROUNDING)
+    return name in RESULT_NEUTRAL_SETTINGS or (
+        name == "model.tolerance" and value is not None and value <= ROUNDING_TOLERANCE
+    )
 
 
 def run_name(config: RunConfig) -> str:
@@ -165,7 +177,7 @@ def run_name(config: RunConfig) -> str:
         The name of the run folder.
     """
     settings = _reset_harmless(config).model_dump(mode="json", exclude_defaults=True)
-    content = json.dumps({"format": FORMAT, "settings": settings}, sort_keys=True)
+    content = json.dumps({"format": CONFIG_FORMAT, "settings": settings}, sort_keys=True)
     digest = hashlib.sha256(content.encode()).hexdigest()[:8]
     return f"{config.model.position}-{config.train.length}-{digest}"
 
@@ -175,7 +187,7 @@ def _reset_harmless(config: RunConfig) -> RunConfig:
     defaults = flatten(RunConfig().model_dump())
     changes: dict[str, dict[str, Any]] = {}
     for name, value in flatten(config.model_dump()).items():
-        if is_harmless(name, value):
+        if is_result_neutral(name, value):
             section, _, setting = name.partition(".")
             changes.setdefault(section, {})[setting] = defaults[name]
     return config.replace(**changes)
@@ -192,16 +204,16 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def cut_metrics(folder: RunFolder, step: int, last: str | None = None) -> None:
+def truncate_metrics(folder: RunFolder, step: int, last: str | None = None) -> None:
     """Drop what was logged after `step`, and a torn last line.
 
     `last` is the checksum of the last line at that moment. Lines that went missing since are not passed over: only a
     file that is gone altogether, or was begun anew after that step, is taken as it is.
     """
-    keep_lines(folder.metrics, len(_until(folder, checked_lines(folder.metrics), step, last)))
+    truncate_lines(folder.metrics, len(_records_up_to(folder, read_verified_lines(folder.metrics), step, last)))
 
 
-def _until(folder: RunFolder, records: list[Line], step: int, last: str | None) -> list[Line]:
+def _records_up_to(folder: RunFolder, records: list[Line], step: int, last: str | None) -> list[Line]:
     """The lines up to `step`, the last of them the one that was noted there."""
     kept = [(record, checksum) for record, checksum in records if _number(folder, record, "step") <= step]
     begun_anew = not kept and (records or not folder.metrics.exists())
@@ -216,14 +228,14 @@ def _until(folder: RunFolder, records: list[Line], step: int, last: str | None) 
 def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, each with the numbers it must have, and none missing that was there when the run was
     saved last."""
-    states = saved_states(folder.path)  # first: whoever is training may log and save while this is read
-    records = checked_lines(folder.metrics)
+    states = read_checkpoint_states(folder.path)  # first: whoever is training may log and save while this is read
+    records = read_verified_lines(folder.metrics)
     for record, _ in records:
-        for name in LOGGED:
+        for name in METRIC_FIELDS:
             _number(folder, record, name)
     for saved in states[-1:]:
         if isinstance(step := saved.get("step"), int):
-            _until(folder, records, step, saved.get("metrics"))
+            _records_up_to(folder, records, step, saved.get("metrics"))
     return [record for record, _ in records]
 
 
@@ -231,7 +243,7 @@ def _number(folder: RunFolder, record: dict[str, Any], name: str) -> float:
     value = record.get(name)
     if type(value) is int or (type(value) is float and name != "step"):
         return value
-    raise InputError(f"{folder.metrics} has a line without the number '{name}'. {RESTORE}")
+    raise InputError(f"{folder.metrics} has a line without the number '{name}'. {RESTORE_HINT}")
 
 
 # ---- records that are added line by line, each with a checksum over itself and the line before it
@@ -245,39 +257,41 @@ def _number(folder: RunFolder, record: dict[str, Any], name: str) -> float:
 
 DIGITS = 16
 """Hexadecimal digits of a line's checksum: enough against chance."""
-TAIL = 2**16
+TAIL_BYTES = 2**16
 """Bytes in which the last line is looked for."""
-MEND = "Make room there, then go on by --resume."
-RESTORE = "Restore the file from a copy."
+DISK_FULL_HINT = "Make room there, then go on by --resume."
+RESTORE_HINT = "Restore the file from a copy."
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records, verified, without their checksums; none when there is no file."""
-    return [record for record, _ in checked_lines(path)]
+    return [record for record, _ in read_verified_lines(path)]
 
 
-def checked_lines(path: Path) -> list[Line]:
+def read_verified_lines(path: Path) -> list[Line]:
     """The records with their checksums."""
     records: list[Line] = []
     before = b""
-    for number, line in enumerate(_whole_lines(path), start=1):
+    for number, line in enumerate(_complete_lines(path), start=1):
         name = f"{path}, line {number}"
-        record = files.parse_json(line, name, mend=RESTORE)
+        record = files.parse_json(line, name, mend=RESTORE_HINT)
         if not isinstance(record, dict):
-            raise InputError(f"{name}, holds no JSON object. {RESTORE}")
+            raise InputError(f"{name}, holds no JSON object. {RESTORE_HINT}")
         found = record.pop(files.CHECKSUM, None)
         if found is None:
-            raise InputError(f"{name}, has no checksum. {RESTORE}")
+            raise InputError(f"{name}, has no checksum. {RESTORE_HINT}")
         if found != _checksum(before, record):
-            raise InputError(f"{name}, or the line before it was changed after it was written. {RESTORE}")
+            raise InputError(f"{name}, or the line before it was changed after it was written. {RESTORE_HINT}")
         records.append((record, found))
         before = line
     return records
 
 
-def _whole_lines(path: Path) -> list[bytes]:
+def _complete_lines(path: Path) -> list[bytes]:
     try:
-        return files.read_bytes(path, mend=RESTORE).split(b"\n")[:-1]  # what follows the last newline is empty, or torn
+        return files.read_bytes(path, mend=RESTORE_HINT).split(b"\n")[
+            :-1
+        ]  # what follows the last newline is empty, or torn
     except files.MissingFileError:
         return []
 
@@ -291,7 +305,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
     """Add one line; the file ends with a whole one (`keep_lines`)."""
     # Through JSON, so that what is written and what is read back have the same checksum.
     record = json.loads(json.dumps(record, allow_nan=False))
-    with files.refusing("write", path, MEND):
+    with files.translate_os_errors("write", path, DISK_FULL_HINT):
         line = json.dumps({**record, files.CHECKSUM: _checksum(_last_line(path), record)})
         with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -299,8 +313,8 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 def _last_line(path: Path) -> bytes:
     try:
-        with files.open_file(path, mend=RESTORE) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+        with files.open_file(path, mend=RESTORE_HINT) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
             return file.read().removesuffix(b"\n").rpartition(b"\n")[2]
     except files.MissingFileError:
         return b""
@@ -309,18 +323,18 @@ def _last_line(path: Path) -> bytes:
 def last_checksum(path: Path) -> str | None:
     """The checksum of the last line, by which lines that go missing at the end are noticed."""
     line = _last_line(path)
-    return files.parse_json(line, str(path), mend=RESTORE).get(files.CHECKSUM) if line else None
+    return files.parse_json(line, str(path), mend=RESTORE_HINT).get(files.CHECKSUM) if line else None
 
 
-def keep_lines(path: Path, count: int) -> None:
+def truncate_lines(path: Path, count: int) -> None:
     """Cut the file after its first `count` lines, and with them a torn last one."""
-    content = b"".join(line + b"\n" for line in _whole_lines(path)[:count])
-    if path.exists() and content != files.read_bytes(path, mend=RESTORE):
-        files.write_whole(path, content, mend=MEND)
+    content = b"".join(line + b"\n" for line in _complete_lines(path)[:count])
+    if path.exists() and content != files.read_bytes(path, mend=RESTORE_HINT):
+        files.write_atomic(path, content, mend=DISK_FULL_HINT)
 
 
 def sync_lines(path: Path) -> None:
     """Bring the lines appended so far to the disk."""
-    with files.refusing("write", path, MEND):
+    with files.translate_os_errors("write", path, DISK_FULL_HINT):
         if path.exists():
-            files.sync(path)
+            files.fsync(path)

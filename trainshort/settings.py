@@ -18,13 +18,13 @@ from trainshort.errors import InputError
 from trainshort.registry import Registry, did_you_mean
 
 
-class Settings(BaseModel):
+class StrictConfig(BaseModel):
     """Base of every config: frozen, no unknown keys, field docstrings double as help texts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
     @classmethod
-    def read(cls, values: dict[str, Any], *, origin: Path | None = None) -> Self:
+    def parse(cls, values: dict[str, Any], *, origin: Path | None = None) -> Self:
         """Validate plain data; a mistake becomes one sentence that names the setting, and the file it came from.
 
         >>> TrainConfig.read({"stepz": 3})
@@ -33,19 +33,21 @@ class Settings(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise InputError(f"In {origin}: {explain(cls, error)}" if origin else explain(cls, error)) from None
+            raise InputError(
+                f"In {origin}: {format_validation_error(cls, error)}" if origin else format_validation_error(cls, error)
+            ) from None
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some settings changed, validated again. Sections are given as dicts and merged."""
-        return type(self).read(self.changed(changes))
+        return type(self).parse(self.with_overrides(changes))
 
-    def changed(self, changes: dict[str, Any]) -> dict[str, Any]:
+    def with_overrides(self, changes: dict[str, Any]) -> dict[str, Any]:
         """The values of a copy, not validated yet."""
         values = self.model_dump()
         for name, change in changes.items():
             section = getattr(self, name, None)
-            if isinstance(change, dict) and isinstance(section, Settings):
-                values[name] = section.changed(change)
+            if isinstance(change, dict) and isinstance(section, StrictConfig):
+                values[name] = section.with_overrides(change)
             else:
                 values[name] = change
         return values
@@ -55,7 +57,7 @@ _ALTERNATIVES = (("str",), ("int",), ("float",), ("bool",))
 """Where pydantic says which type of several did not fit; no setting has such a name."""
 
 
-def explain(cls: type[BaseModel], error: ValidationError, prefix: str = "") -> str:
+def format_validation_error(cls: type[BaseModel], error: ValidationError, prefix: str = "") -> str:
     """The first mistake of a pydantic error as one sentence; the others follow from mending it."""
     first = error.errors(include_url=False)[0]
     if isinstance(told := first.get("ctx", {}).get("error"), InputError):
@@ -87,40 +89,40 @@ def _fields_at(cls: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
 
 # ---- position methods
 
-PAPER = ("sinusoidal", "rotary", "t5", "alibi")
+PAPER_METHODS = ("sinusoidal", "rotary", "t5", "alibi")
 """The methods that the paper compares, in the order in which it found them to extrapolate."""
 
 
-FINITE = ConfigDict(allow_inf_nan=False)
+FINITE_FLOAT = ConfigDict(allow_inf_nan=False)
 """Of settings whose numbers have no use as infinite ones; a method from outside may have such."""
 
 
-class MethodSettings(Settings):
+class PositionConfig(StrictConfig):
     """Base of a method's settings."""
 
-    def misfit(self, width: int, heads: int) -> str | None:
+    def unsupported_reason(self, width: int, heads: int) -> str | None:
         """Why a model of this shape cannot have these settings, in words; None when it can."""
         return None
 
-    def reaching(self, length: int) -> Self:
+    def with_max_length(self, length: int) -> Self:
         """The same settings for a model that has to read inputs of this length; only a table has to grow for that."""
         return self
 
 
-class NoSettings(MethodSettings):
+class EmptyPositionConfig(PositionConfig):
     """Of a method with nothing to set."""
 
 
-class ForeignSettings(MethodSettings):
+class UnknownPositionConfig(PositionConfig):
     """Of a method that is not here: kept as they were written, so that a report can read the run all the same."""
 
     model_config = ConfigDict(extra="allow")
 
 
-class AlibiSettings(MethodSettings):
+class AlibiConfig(PositionConfig):
     """ALiBi's slopes."""
 
-    model_config = FINITE
+    model_config = FINITE_FLOAT
 
     max_bias: float = Field(default=8.0, gt=0)
     """The flattest slope is 2 to the minus this."""
@@ -129,13 +131,13 @@ class AlibiSettings(MethodSettings):
     slopes: tuple[float, ...] | None = None
     """One slope per head, for models that were trained with others. Default: those of max_bias."""
 
-    def misfit(self, width: int, heads: int) -> str | None:
+    def unsupported_reason(self, width: int, heads: int) -> str | None:
         if self.slopes is not None and len(self.slopes) != heads:
             return f"slopes must be one per head, {heads}; got {len(self.slopes)}"
         return None
 
 
-class T5Settings(MethodSettings):
+class T5Config(PositionConfig):
     """T5's buckets of distances."""
 
     buckets: int = Field(default=32, ge=2)
@@ -144,85 +146,85 @@ class T5Settings(MethodSettings):
     """Distances from here on share the last bucket."""
 
 
-class LearnedSettings(MethodSettings):
+class LearnedConfig(PositionConfig):
     """The table of learned positions."""
 
-    longest: int = Field(default=1024, ge=1)
+    max_length: int = Field(default=1024, ge=1)
     """Length of the table, and so the longest input."""
 
-    def reaching(self, length: int) -> Self:
-        return self.replace(longest=max(length, self.longest))
+    def with_max_length(self, length: int) -> Self:
+        return self.replace(max_length=max(length, self.max_length))
 
 
-class RotarySettings(MethodSettings):
+class RotaryConfig(PositionConfig):
     """Rotary's angles."""
 
-    model_config = FINITE
+    model_config = FINITE_FLOAT
 
     base: float = Field(default=10_000.0, gt=1)
     """Wavelengths grow up to this many radians."""
-    share: float = Field(default=1.0, gt=0, le=1)
+    rotary_fraction: float = Field(default=1.0, gt=0, le=1)
     """Share of each head that turns, its first numbers; the others stay as they are (GPT-NeoX: 0.25)."""
 
-    def misfit(self, width: int, heads: int) -> str | None:
+    def unsupported_reason(self, width: int, heads: int) -> str | None:
         if width // heads % 2:
             return f"rotary turns pairs, so width / heads must be even; got {width} / {heads}"
-        if self.turning(width // heads) < 2 or self.turning(width // heads) % 2:
-            return f"rotary turns pairs, so share · width / heads must be even; got {self.share:g} · {width} / {heads}"
+        if self.rotary_dims(width // heads) < 2 or self.rotary_dims(width // heads) % 2:
+            return f"rotary turns pairs, so share · width / heads must be even; got {self.rotary_fraction:g} · {width} / {heads}"
         return None
 
-    def turning(self, head_width: int) -> int:
+    def rotary_dims(self, head_width: int) -> int:
         """Numbers of a head that turn."""
-        return int(self.share * head_width)
+        return int(self.rotary_fraction * head_width)
 
 
-class XposSettings(RotarySettings):
+class XposConfig(RotaryConfig):
     """xPos's angles and decay."""
 
     scale_base: float = Field(default=512.0, gt=0, le=1e15)
     """Tokens over which a pair shrinks by its factor once."""
 
 
-class FoxSettings(MethodSettings):
+class FoxConfig(PositionConfig):
     """The Forgetting Transformer's gates."""
 
-    model_config = FINITE
+    model_config = FINITE_FLOAT
 
     gate: Literal["full", "bias_only", "fixed"] = "full"
     """What a gate is: of the text (full), a trained number (bias_only), or a number that stays (fixed)."""
-    start: Literal["half", "alibi", "times"] | None = None
+    init: Literal["half", "alibi", "decay_times"] | None = None
     """First gates: 0.5 (half), ALiBi's slopes, or decay times. Default: half for full, else times."""
-    shortest: float = Field(default=2.0, gt=0)
+    min_decay_time: float = Field(default=2.0, gt=0)
     """Decay time of the first head, in tokens."""
-    longest: float = Field(default=256.0, gt=0)
+    max_decay_time: float = Field(default=256.0, gt=0)
     """Decay time of the last head, in tokens; those between are spaced by their logarithms."""
-    turned: bool = False
+    negate_gate: bool = False
     """Gates are sigma(-w.x - b): CABLE's sign."""
 
-    def misfit(self, width: int, heads: int) -> str | None:
-        if self.shortest > self.longest:
-            return f"decay times go from shortest to longest; got {self.shortest:g} and {self.longest:g}"
+    def unsupported_reason(self, width: int, heads: int) -> str | None:
+        if self.min_decay_time > self.max_decay_time:
+            return f"decay times go from shortest to longest; got {self.min_decay_time:g} and {self.max_decay_time:g}"
         return None
 
 
-class KerpleSettings(MethodSettings):
+class KerpleConfig(PositionConfig):
     """KERPLE's kernel."""
 
     form: Literal["log", "power"] = "log"
     """The penalty at distance d: p ln(1 + a d), or a d^p."""
 
 
-class SandwichSettings(MethodSettings):
+class SandwichConfig(PositionConfig):
     """Sandwich's sinusoids."""
 
     width: int = Field(default=128, ge=2, multiple_of=2)
     """Width of the sinusoidal positions whose inner product it is."""
 
 
-class FireSettings(MethodSettings):
+class FireConfig(PositionConfig):
     """FIRE's network."""
 
-    model_config = FINITE
+    model_config = FINITE_FLOAT
 
     hidden: int = Field(default=32, ge=1)
     """Hidden units of the network from shares of distance to biases."""
@@ -231,47 +233,47 @@ class FireSettings(MethodSettings):
 
 
 @dataclass(frozen=True)
-class Method:
+class MethodInfo:
     """A position method as far as it can be told without torch."""
 
     summary: str
-    settings: type[MethodSettings] = NoSettings
+    settings: type[PositionConfig] = EmptyPositionConfig
 
 
-methods: Registry[Method] = Registry("position method")
+methods: Registry[MethodInfo] = Registry("position method")
 for _name, _summary, _settings in (
-    ("alibi", "linear biases: a penalty that grows with distance, one fixed slope per head.", AlibiSettings),
-    ("t5", "T5's bias: one trained number per head and bucket of distances, shared by all layers.", T5Settings),
-    ("none", "no positions at all; the causal mask is the only hint of order.", NoSettings),
-    ("sinusoidal", "fixed sines and cosines added to the embeddings; any length.", NoSettings),
-    ("learned", "one trained vector per position added to the embeddings; ends with its table.", LearnedSettings),
-    ("rotary", "queries and keys turn with their position, so that scores see only distances.", RotarySettings),
-    ("xpos", "xPos: rotary, and pairs shrink with distance, those that turn fast the most.", XposSettings),
-    ("fox", "Forgetting Transformer: a gate at each token says how much of the past is kept.", FoxSettings),
-    ("kerple", "KERPLE: a logarithm or power of the distance, trained for each head.", KerpleSettings),
-    ("log-alibi", "ALiBi of the logarithm of the distance, slopes fixed.", NoSettings),
-    ("bam", "BAM: a trained power of the distance; ALiBi at first.", NoSettings),
-    ("sandwich", "Sandwich: the inner product of sinusoidal positions as a bias; fixed.", SandwichSettings),
-    ("fire", "FIRE: a small network of the distance as a share of what there is to see.", FireSettings),
+    ("alibi", "linear biases: a penalty that grows with distance, one fixed slope per head.", AlibiConfig),
+    ("t5", "T5's bias: one trained number per head and bucket of distances, shared by all layers.", T5Config),
+    ("none", "no positions at all; the causal mask is the only hint of order.", EmptyPositionConfig),
+    ("sinusoidal", "fixed sines and cosines added to the embeddings; any length.", EmptyPositionConfig),
+    ("learned", "one trained vector per position added to the embeddings; ends with its table.", LearnedConfig),
+    ("rotary", "queries and keys turn with their position, so that scores see only distances.", RotaryConfig),
+    ("xpos", "xPos: rotary, and pairs shrink with distance, those that turn fast the most.", XposConfig),
+    ("fox", "Forgetting Transformer: a gate at each token says how much of the past is kept.", FoxConfig),
+    ("kerple", "KERPLE: a logarithm or power of the distance, trained for each head.", KerpleConfig),
+    ("log-alibi", "ALiBi of the logarithm of the distance, slopes fixed.", EmptyPositionConfig),
+    ("bam", "BAM: a trained power of the distance; ALiBi at first.", EmptyPositionConfig),
+    ("sandwich", "Sandwich: the inner product of sinusoidal positions as a bias; fixed.", SandwichConfig),
+    ("fire", "FIRE: a small network of the distance as a share of what there is to see.", FireConfig),
 ):
-    methods.add(_name, Method(_summary, _settings))
+    methods.add(_name, MethodInfo(_summary, _settings))
 
 
-def settings_of(position: str, given: Mapping[str, Any] | Settings | None) -> Settings:
+def parse_method_config(position: str, given: Mapping[str, Any] | StrictConfig | None) -> StrictConfig:
     """A method's settings from plain data; a mistake is one sentence."""
-    kind = methods.get(position).settings if position in methods else ForeignSettings
+    kind = methods.get(position).settings if position in methods else UnknownPositionConfig
     if isinstance(given, kind):
         return given
-    values = given.model_dump() if isinstance(given, Settings) else dict(given or {})
-    if unknown := [name for name in values if name not in kind.model_fields and kind is not ForeignSettings]:
-        raise InputError(not_chosen(unknown[0], position))
+    values = given.model_dump() if isinstance(given, StrictConfig) else dict(given or {})
+    if unknown := [name for name in values if name not in kind.model_fields and kind is not UnknownPositionConfig]:
+        raise InputError(setting_of_other_method_message(unknown[0], position))
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise InputError(explain(kind, error, "model.position_settings.")) from None
+        raise InputError(format_validation_error(kind, error, "model.position_settings.")) from None
 
 
-def not_chosen(name: str, position: str) -> str:
+def setting_of_other_method_message(name: str, position: str) -> str:
     """A sentence on a setting that the position method does not have."""
     known = list(methods.get(position).settings.model_fields)
     owners = [other for other, method in methods.items() if name in method.settings.model_fields]

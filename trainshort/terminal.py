@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
 
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters except tab and line end, and surrogates (bytes of path names that are not UTF-8)."""
 
 
-def printable(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     r"""Text from a model, a file or a path name with everything that a terminal would obey shown escaped.
 
     A clear-screen of four bytes becomes the seven characters \x1b[2J; line ends, tabs and every script stay.
     """
-    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
+    return CONTROL_CHARACTERS.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def first_sentence(error: Exception) -> str:
@@ -40,16 +40,16 @@ def first_sentence(error: Exception) -> str:
     return re.split(r"\.(?: |$)", line, maxsplit=1)[0][:240] or type(error).__name__
 
 
-def say(message: str) -> None:
+def print_status(message: str) -> None:
     """Tell the user something beside the result, on standard error."""
-    print(f"trainshort: {printable(message)}", file=sys.stderr, flush=True)
+    print(f"trainshort: {escape_control_characters(message)}", file=sys.stderr, flush=True)
 
 
 class _MessageHandler(logging.Handler):
     """Print each log message as `say` does, on what is standard error at that moment."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(record.getMessage())
+        print_status(record.getMessage())
 
 
 @contextmanager
@@ -72,20 +72,24 @@ def show_log_messages() -> Iterator[None]:
         logger.propagate = propagate
 
 
-def waiting(what: str | None) -> AbstractContextManager[object]:
+def show_spinner(what: str | None) -> AbstractContextManager[object]:
     """Show at a terminal what is waited for, if anything is, until it is over: nothing of it stays, so a refusal is one
     sentence."""
-    return new_console(stderr=True).status(printable(what)) if what and sys.stderr.isatty() else nullcontext()
+    return (
+        new_console(stderr=True).status(escape_control_characters(what))
+        if what and sys.stderr.isatty()
+        else nullcontext()
+    )
 
 
-def shown(text: str) -> str:
+def escape_for_output(text: str) -> str:
     """Text as standard output gets it: as it is, but harmless at a terminal."""
-    return printable(text) if sys.stdout.isatty() else text
+    return escape_control_characters(text) if sys.stdout.isatty() else text
 
 
-def tell(message: str) -> None:
+def print_line(message: str) -> None:
     """A line of a command's result, on standard output."""
-    print(shown(message), flush=True)
+    print(escape_for_output(message), flush=True)
 
 
 def new_console(**options: Any) -> "Console":
@@ -113,7 +117,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 @contextmanager
-def handlers_kept() -> Iterator[None]:
+def preserve_signal_handlers() -> Iterator[None]:
     """The handlers of both signals are afterwards what they were: for commands called by a program that goes on."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -159,7 +163,7 @@ class StopRequest:
 # ---- numbers as people read them
 
 
-def listed(words: list[str]) -> str:
+def join_words(words: list[str]) -> str:
     """a, b and c"""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
@@ -169,7 +173,7 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A time as people say it.
 
     40 → 40 s      400 → 7 min      40000 → 11.1 h      100000 → 27.8 h
@@ -181,11 +185,11 @@ def duration(seconds: float) -> str:
 
 # ---- progress: a live line at a terminal, an occasional plain line elsewhere. Nothing is read back from here
 
-PLAIN_SECONDS = 10.0
+LOG_INTERVAL_SECONDS = 10.0
 """Time between two lines when the output is not a terminal."""
 
 
-class Meter:
+class ProgressMeter:
     """Counts work that is done against work that is expected, in any unit, and says so on `console`."""
 
     margin, stays = "  ", False
@@ -221,7 +225,7 @@ class Meter:
             self._bar.stop()
             self._bar = None
 
-    def expect(self, total: float, done: float = 0) -> None:
+    def start(self, total: float, done: float = 0) -> None:
         """Forget what was counted; so much is to be done, of which some was done before."""
         self.total, self.first, self.done, self.began = total, done, done, time.monotonic()
         if self._bar is not None:
@@ -234,30 +238,30 @@ class Meter:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self.done, description=self.what)
         elif self.is_due():
-            self.line(self.state())
+            self.line(self.status_line())
             self.told = time.monotonic()
 
     def is_due(self) -> bool:
         """Whether it is time for a plain line."""
-        return self.done < self.total and time.monotonic() - self.told >= PLAIN_SECONDS
+        return self.done < self.total and time.monotonic() - self.told >= LOG_INTERVAL_SECONDS
 
-    def state(self) -> str:
+    def status_line(self) -> str:
         """What a plain line says."""
-        left = self.left()
+        left = self.time_remaining()
         return f"{self.what}: {self.done / self.total:.0%} done{left and f', about {left}'}"
 
-    def left(self) -> str:
+    def time_remaining(self) -> str:
         """Time left, from the pace since `expect`; empty when there is none yet, or nothing is left."""
         if not self.first < self.done < self.total:
             return ""
         pace = (time.monotonic() - self.began) / (self.done - self.first)
-        return f"{duration(pace * (self.total - self.done))} left"
+        return f"{format_duration(pace * (self.total - self.done))} left"
 
     def line(self, text: str) -> None:
         self.console.print(self.margin + text, highlight=False, markup=False, soft_wrap=True)
 
 
-class Display(Meter):
+class TrainingDisplay(ProgressMeter):
     """What a person sees of training: the records of metrics.jsonl as they come, on the console unless `quiet`, on a
     TensorBoard writer if given."""
 
@@ -267,7 +271,7 @@ class Display(Meter):
         self, step: int, steps: int, *, quiet: bool = False, board: Any = None, console: "Console | None" = None
     ) -> None:
         super().__init__(console or new_console(stderr=True))
-        self.expect(steps, step)
+        self.start(steps, step)
         self.quiet, self.board = quiet, board
         self.what, self.told = "", -math.inf  # the first numbers are told at once
 
@@ -309,8 +313,8 @@ class Display(Meter):
     def is_due(self) -> bool:
         return super().is_due() or self.done == self.total
 
-    def state(self) -> str:
-        return f"step {self.done}/{self.total}  {self.what}  {self.left()}".rstrip()
+    def status_line(self) -> str:
+        return f"step {self.done}/{self.total}  {self.what}  {self.time_remaining()}".rstrip()
 
     def note(self, message: str) -> None:
         """What is not a number; shown even when quiet."""

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from trainshort.attention.call import tracer
+from trainshort.attention.call import active_tracer
 from trainshort.config import IGNORED, AdaptiveConfig, ModelConfig
-from trainshort.machine import mkl_is_narrow
+from trainshort.machine import mkl_lacks_avx512
 
 PADDING = 1
 """fairseq's number for padding. Its adaptive input takes it for padding in every band, and begins that row at zero."""
@@ -33,8 +33,8 @@ class Vocabulary(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(config.vocabulary, config.width)
-        self.output = None if config.tie_embeddings else nn.Linear(config.width, config.vocabulary, bias=False)
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.output = None if config.tie_embeddings else nn.Linear(config.width, config.vocab_size, bias=False)
         for weight in self.parameters():
             nn.init.normal_(weight, std=0.02 if config.init == "gpt2" else config.width**-0.5)
 
@@ -66,7 +66,7 @@ class AdaptiveVocabulary(nn.Module):
 
     def __init__(self, config: ModelConfig, adaptive: AdaptiveConfig) -> None:
         super().__init__()
-        edges = [0, *(c for c in adaptive.cutoffs if c < config.vocabulary), config.vocabulary]
+        edges = [0, *(c for c in adaptive.cutoffs if c < config.vocab_size), config.vocab_size]
         self.bands = list(pairwise(edges))
         widths = [max(1, config.width // adaptive.factor**i) for i in range(len(self.bands))]
         self.embeddings = nn.ModuleList(nn.Embedding(b - a, w) for (a, b), w in zip(self.bands, widths, strict=True))
@@ -151,8 +151,8 @@ def linear_nll(
     return _sliced_nll(hidden, weight, targets).sum()
 
 
-def _row_slices(rows: int, vocabulary: int) -> list[slice]:
-    size = max(1, SLICE_ELEMENTS // vocabulary)
+def _row_slices(rows: int, vocab_size: int) -> list[slice]:
+    size = max(1, SLICE_ELEMENTS // vocab_size)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
@@ -201,66 +201,76 @@ class _LinearNll(torch.autograd.Function):
 # processors and devices, half precision and autocast, small products, whatever is traced, compiled, transformed, hooked
 # or quantized. `torch.backends.mkldnn.flags(enabled=False)` turns it off.
 
-WORTH_IT = 1 << 20
+MIN_ONEDNN_MULTIPLICATIONS = 1 << 20
 """Multiplications from which on a product goes by oneDNN, which makes a program for every shape it meets."""
 
 
-def product(layer: nn.Module, x: Float[Tensor, "*rows inner"]) -> Float[Tensor, "*rows outer"]:
+def apply_linear(layer: nn.Module, x: Float[Tensor, "*rows inner"]) -> Float[Tensor, "*rows outer"]:
     """A linear layer of `x`. One that is not plain (a subclass, hooks, a forward of somebody's) is called as it is."""
-    if not isinstance(layer, nn.Linear) or not _fits(x, layer.weight) or "forward" in vars(layer) or watched(layer):
+    if (
+        not isinstance(layer, nn.Linear)
+        or not _can_use_onednn(x, layer.weight)
+        or "forward" in vars(layer)
+        or has_hooks(layer)
+    ):
         return layer(x)
     plain = type(layer) is nn.Linear or type(layer).__qualname__ == "FalconLinear"
-    return _quick(x, layer.weight, layer.bias) if plain else layer(x)
+    return _fast_linear(x, layer.weight, layer.bias) if plain else layer(x)
 
 
 def linear(
     x: Float[Tensor, "*rows inner"], weight: Float[Tensor, "outer inner"], bias: Float[Tensor, " outer"] | None = None
 ) -> Float[Tensor, "*rows outer"]:
     """x·weightᵀ + bias, as torch's."""
-    return _quick(x, weight, bias) if _fits(x, weight) else F.linear(x, weight, bias)
+    return _fast_linear(x, weight, bias) if _can_use_onednn(x, weight) else F.linear(x, weight, bias)
 
 
-def _quick(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The product of what fits; followed by autograd only where somebody wants gradients."""
     if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weight, bias)):
-        return _Product.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
-    return _by_onednn(x, weight, bias)
+        return _OneDnnLinear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
+    return _onednn_linear(x, weight, bias)
 
 
-def watched(*parts: nn.Module) -> bool:
+def has_hooks(*parts: nn.Module) -> bool:
     """Whether somebody has hooks on a module or on one inside it."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     own = any(getattr(one, kind) for part in parts for one in part.modules() for kind in kinds)
     return own or bool(nn.modules.module._has_any_global_hook())
 
 
-def is_quicker() -> bool:
+def is_onednn_faster() -> bool:
     """Whether oneDNN is here, and quicker than MKL on this processor."""
-    return mkl_is_narrow() and torch.backends.mkldnn.is_available()
+    return mkl_lacks_avx512() and torch.backends.mkldnn.is_available()
 
 
-def _fits(x: Tensor, weight: Tensor) -> bool:
+def _can_use_onednn(x: Tensor, weight: Tensor) -> bool:
     plain = type(x) in (Tensor, nn.Parameter) and type(weight) in (Tensor, nn.Parameter)
-    if not plain or x.numel() * weight.shape[0] < WORTH_IT or not is_quicker() or not torch.backends.mkldnn.enabled:
+    if (
+        not plain
+        or x.numel() * weight.shape[0] < MIN_ONEDNN_MULTIPLICATIONS
+        or not is_onednn_faster()
+        or not torch.backends.mkldnn.enabled
+    ):
         return False
     here = x.device.type == weight.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
     backwards = forward_ad._current_level < 0  # derivatives in forward mode follow torch's own operations
-    return here and backwards and not torch.is_autocast_enabled("cpu") and tracer() is None
+    return here and backwards and not torch.is_autocast_enabled("cpu") and active_tracer() is None
 
 
-def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not weight.is_contiguous() and not weight.T.is_contiguous():
         weight = weight.contiguous()  # of a matrix with gaps oneDNN computes number by number, a thousand times as long
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-class _Product(torch.autograd.Function):
+class _OneDnnLinear(torch.autograd.Function):
     """The same with gradients; where derivatives of these are wanted too, by torch's own operations."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _by_onednn(x, weight, bias)
+        return _onednn_linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -9,9 +9,9 @@ from laboratory import random_tokens, tiny_target
 
 from trainshort.analyze import early_tokens, far_context, recall
 from trainshort.analyze import slopes as slopes_analysis
-from trainshort.analyze.lab import SCORED, Lab, analyses, compare
+from trainshort.analyze.lab import SCORED_TOKENS, AnalysisContext, analyses, compare
 from trainshort.errors import InputError
-from trainshort.evaluate.changes import Change, changed, new_slopes
+from trainshort.evaluate.changes import Override, apply_override, new_slopes
 from trainshort.evaluate.results import summarize
 from trainshort.evaluate.sweep import score
 from trainshort.evaluate.target import Target
@@ -24,14 +24,14 @@ class Repeater(Target):
     Its losses are known: log(vocabulary) where it does not know, and nearly nothing where it is right.
     """
 
-    name, kind, trained_at, vocabulary, bos = "repeater", "test", 64, 32, 0
+    name, kind, trained_at, vocab_size, bos = "repeater", "test", 64, 32, 0
 
     def __init__(self, back: int, sight: int) -> None:
         self.back, self.sight = back, sight
         self.module = torch.nn.Linear(1, 1)
 
     def token_nll(self, tokens, targets, first):
-        losses = torch.full(targets.shape, math.log(self.vocabulary))
+        losses = torch.full(targets.shape, math.log(self.vocab_size))
         if self.back <= self.sight and self.back < targets.shape[1] + 1:
             # The input at i is the target before i, so what stood `back` before target i is the input at i − back + 1.
             past = tokens[:, : targets.shape[1] - self.back + 1]
@@ -50,14 +50,14 @@ def periodic(period: int, count: int) -> np.ndarray:
     return np.resize(random_tokens(period), count)
 
 
-def lab(target: Target, tokens: np.ndarray, **changes) -> Lab:
-    return Lab(target, tokens, trained_at=64, **{"samples": 16, **changes})
+def lab(target: Target, tokens: np.ndarray, **changes) -> AnalysisContext:
+    return AnalysisContext(target, tokens, trained_at=64, **{"samples": 16, **changes})
 
 
 def test_probes_are_the_same_targets_after_any_context():
     one = lab(tiny_target(), np.arange(3000) % 32)
-    ends = one.probe_ends(512)
-    short, long = one.probes(ends, 64), one.probes(ends, 512)
+    ends = one.sample_ends(512)
+    short, long = one.sample_windows(ends, 64), one.sample_windows(ends, 512)
     assert short.shape == (16, 65)
     assert (short == long[:, -65:]).all()
     assert ends[0] >= 513
@@ -88,7 +88,7 @@ def test_far_context_is_found_to_matter_exactly_where_the_model_looks(back: int,
     assert result["length"] == 512
     for row in result["rows"]:
         felt = row["rise"] > 0.5
-        assert felt == (noticed and row["near"] < back - SCORED) or back - SCORED <= row["near"] < back
+        assert felt == (noticed and row["near"] < back - SCORED_TOKENS) or back - SCORED_TOKENS <= row["near"] < back
         if row["near"] >= back:
             assert row["rise"] == 0
     if noticed:
@@ -100,15 +100,15 @@ def test_far_context_is_found_to_matter_exactly_where_the_model_looks(back: int,
 
 def test_spoiling_changes_the_far_part_only():
     one = lab(tiny_target(), random_tokens(8000))
-    rows = one.probes(one.probe_ends(512), 512)
+    rows = one.sample_windows(one.sample_ends(512), 512)
     for way in ("shuffle", "replace"):
-        spoiled = far_context.spoil(rows, 64, way, one)
-        far = 513 - SCORED - 64
+        spoiled = far_context.corrupt_far_context(rows, 64, way, one)
+        far = 513 - SCORED_TOKENS - 64
         assert (spoiled[:, far:] == rows[:, far:]).all()
         assert (spoiled[:, :far] != rows[:, :far]).mean() > 0.5
-    shuffled = far_context.spoil(rows, 64, "shuffle", one)
+    shuffled = far_context.corrupt_far_context(rows, 64, "shuffle", one)
     assert (np.sort(shuffled, axis=1) == np.sort(rows, axis=1)).all()
-    assert (far_context.spoil(rows, 64, "cut", one) == rows[:, far:]).all()
+    assert (far_context.corrupt_far_context(rows, 64, "cut", one) == rows[:, far:]).all()
 
 
 def test_near_distances_double():
@@ -119,14 +119,14 @@ def test_near_distances_double():
 
 @pytest.mark.parametrize("length", range(34, 80))
 def test_every_way_of_spoiling_leaves_the_near_part_and_something_far(length: int):
-    one = Lab(tiny_target(), random_tokens(400), trained_at=16, samples=4, lengths=(length,))
-    rows = one.probes(one.probe_ends(length), length)
+    one = AnalysisContext(tiny_target(), random_tokens(400), trained_at=16, samples=4, lengths=(length,))
+    rows = one.sample_windows(one.sample_ends(length), length)
     _, distances = far_context.scope(one)
     for near in distances:
-        for way in far_context.WAYS:
-            spoiled = far_context.spoil(rows, near, way, one)
-            assert SCORED + near <= spoiled.shape[1] <= length + 1
-            assert (spoiled[:, -SCORED - near :] == rows[:, -SCORED - near :]).all()
+        for way in far_context.CORRUPTIONS:
+            spoiled = far_context.corrupt_far_context(rows, near, way, one)
+            assert SCORED_TOKENS + near <= spoiled.shape[1] <= length + 1
+            assert (spoiled[:, -SCORED_TOKENS - near :] == rows[:, -SCORED_TOKENS - near :]).all()
 
 
 def test_recall_is_found_up_to_the_distance_the_model_sees():
@@ -201,10 +201,10 @@ def test_other_slopes_are_measured_on_the_same_targets():
 
 def test_contexts_shorter_than_what_is_scored_have_the_same_targets_too():
     """At a context of 16 there are 16 targets; of longer ones the last 16 count, not 32."""
-    one = Lab(tiny_target(), random_tokens(2000), trained_at=16, lengths=(16, 64), samples=4)
+    one = AnalysisContext(tiny_target(), random_tokens(2000), trained_at=16, lengths=(16, 64), samples=4)
     result = slopes_analysis.run(one)
     losses = {(row["slopes"], row["context"]): row["loss"] for row in result["rows"]}
-    rows = one.probes(one.probe_ends(64), 64)
+    rows = one.sample_windows(one.sample_ends(64), 64)
     assert result["scored"] == 4 * 16
     assert losses["trained", 64] == pytest.approx(one.score(rows, 16).mean())
 
@@ -219,7 +219,7 @@ def test_an_analysis_that_does_not_fit_is_told_before_any_begins():
     for text, told in ((60, "recall wants a distance of at least 32 tokens"), (40, "there is nothing to spoil")):
         name = "recall" if text == 60 else "far-context"
         with pytest.raises(InputError, match=told):
-            analyses.get(name).fits(Lab(target, random_tokens(text), trained_at=16))
+            analyses.get(name).fits(AnalysisContext(target, random_tokens(text), trained_at=16))
 
 
 def test_slopes_change_only_inside():
@@ -227,10 +227,10 @@ def test_slopes_change_only_inside():
     before = model.position.slopes.clone()
     tokens = torch.arange(40)[None] % 32
     plain = model.hidden(tokens)
-    with changed(model, Change.read("slopes", "interpolate"), trained_at=16, length=64):
+    with apply_override(model, Override.read("slopes", "interpolate"), trained_at=16, length=64):
         torch.testing.assert_close(model.position.linear_slopes(), before / 4)
         assert not torch.equal(model.hidden(tokens), plain)
-    with changed(model, Change.read("slopes", "window=3"), trained_at=16, length=64):
+    with apply_override(model, Override.read("slopes", "window=3"), trained_at=16, length=64):
         assert all(layer.attention.window == 3 for layer in model.layers)
     assert torch.equal(model.position.slopes, before)
     assert torch.equal(model.hidden(tokens), plain)
@@ -238,17 +238,17 @@ def test_slopes_change_only_inside():
 
 def test_slopes_by_name():
     trained = torch.tensor([0.25, 0.0625])
-    assert torch.equal(new_slopes(trained, Change.read("slopes", "interpolate"), 128, 64), trained)
-    assert torch.equal(new_slopes(trained, Change.read("slopes", "interpolate"), 128, 512), trained / 4)
-    assert new_slopes(trained, Change.read("slopes", "max_bias=16"), 128, 512).tolist() == [2**-8, 2**-16]
-    assert [str(Change.read("slopes", text)) for text in ("interpolate", "max_bias=16", "window=512")] == [
+    assert torch.equal(new_slopes(trained, Override.read("slopes", "interpolate"), 128, 64), trained)
+    assert torch.equal(new_slopes(trained, Override.read("slopes", "interpolate"), 128, 512), trained / 4)
+    assert new_slopes(trained, Override.read("slopes", "max_bias=16"), 128, 512).tolist() == [2**-8, 2**-16]
+    assert [str(Override.read("slopes", text)) for text in ("interpolate", "max_bias=16", "window=512")] == [
         "interpolate",
         "max_bias=16",
         "window=512",
     ]
     for wrong in ("", "window", "window=1.5", "max_bias=0", "interpolate=2", "window=x"):
         with pytest.raises(InputError, match="slopes are interpolate, ntk=4, clamp=512, max_bias=16 or window=512"):
-            Change.read("slopes", wrong)
+            Override.read("slopes", wrong)
 
 
 def test_lengths_must_fit_the_text_twice():

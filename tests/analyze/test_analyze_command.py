@@ -12,7 +12,7 @@ from laboratory import make_run, prose, save_hugging_face, tiny_model
 from trainshort import cli
 from trainshort.analyze import analyses, cost
 from trainshort.positions import positions
-from trainshort.settings import PAPER
+from trainshort.settings import PAPER_METHODS
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_mistakes_are_one_sentence_and_exit_2(run: Path, capsys, words: list[str
 
 def test_the_cost_past_a_table_is_that_of_a_longer_one(tmp_path):
     """The run's own weights stop at 24 tokens; it ended in a traceback."""
-    run = make_run(tmp_path, position="learned", position_settings={"longest": 24})
+    run = make_run(tmp_path, position="learned", position_settings={"max_length": 24})
     words = (
         "--only",
         "cost",
@@ -131,7 +131,7 @@ def test_a_stopped_analysis_goes_on(run: Path, capsys, monkeypatch):
     assert "known from before; --again asks anew." in capsys.readouterr().out
     assert not set(first) & set(seen)
     rows = json.loads((run / "analysis" / "cost.json").read_text())["result"]["rows"]
-    assert [row["position"] for row in rows] == 3 * list(PAPER)  # the run's own is among them
+    assert [row["position"] for row in rows] == 3 * list(PAPER_METHODS)  # the run's own is among them
     assert not list((run / "analysis").glob("*.partial"))
 
 
@@ -140,7 +140,7 @@ from trainshort.analyze import Analysis, Lab, analyses
 from trainshort.analyze.lab import new_table, titled
 
 def run(lab: Lab):
-    lab.meter.expect(1)
+    lab.meter.start(1)
     return {"summary": f"{len(set(lab.tokens.tolist()))} kinds of tokens", "rows": []}
 
 analyses.register("kinds")(Analysis("how many kinds of tokens are there?", run, lambda result: titled("", new_table())))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from laboratory import prose
 
-from trainshort.analyze import Lab, analyses, early_tokens, far_context, reach, recall, slopes
+from trainshort.analyze import AnalysisContext, analyses, early_tokens, far_context, reach, recall, slopes
 from trainshort.config import ModelConfig
-from trainshort.evaluate.evidence import EFFECT, shows, span, unbroken
+from trainshort.evaluate.evidence import MIN_EFFECT_NATS, format_range, is_significant_increase, longest_contiguous
 from trainshort.evaluate.results import interval_of
 from trainshort.evaluate.target import ModelTarget
 from trainshort.model import TransformerLM
@@ -22,21 +22,21 @@ TEXT = np.frombuffer(prose(3000).encode(), dtype=np.uint8)[:3000]
 
 
 def test_an_effect_must_matter_and_be_sure():
-    assert shows(EFFECT, (0.001, 0.02))
-    assert not shows(EFFECT / 2, (0.004, 0.006))  # sure, but nothing
-    assert not shows(0.0059, (-0.0073, 0.0191))
-    assert not shows(0.5, (-0.1, 1.1))
-    assert not shows(0.5, None)
+    assert is_significant_increase(MIN_EFFECT_NATS, (0.001, 0.02))
+    assert not is_significant_increase(MIN_EFFECT_NATS / 2, (0.004, 0.006))  # sure, but nothing
+    assert not is_significant_increase(0.0059, (-0.0073, 0.0191))
+    assert not is_significant_increase(0.5, (-0.1, 1.1))
+    assert not is_significant_increase(0.5, None)
 
 
 def test_ranges_have_no_holes():
     """The table of a 3-layer model: 256 good, 512 not, 1,024 good."""
     found = [(1024, True), (256, True), (512, False)]
-    assert unbroken(found) == 256
-    assert span("recall", found) == "recall up to 256 tokens (at 1,024 again, but not at 512)"
-    assert span("recall", [(64, False), (128, True)]) == "recall at 128 tokens, but not at 64"
-    assert span("recall", [(64, False)]) == "no recall at any distance tried"
-    assert unbroken([(64, False), (128, True)]) is None
+    assert longest_contiguous(found) == 256
+    assert format_range("recall", found) == "recall up to 256 tokens (at 1,024 again, but not at 512)"
+    assert format_range("recall", [(64, False), (128, True)]) == "recall at 128 tokens, but not at 64"
+    assert format_range("recall", [(64, False)]) == "no recall at any distance tried"
+    assert longest_contiguous([(64, False), (128, True)]) is None
 
 
 def test_intervals_are_of_the_weighted_mean():
@@ -51,13 +51,13 @@ def far_rows(*found: tuple[int, str]) -> list[dict]:
     return [
         {"near": near, "way": way, "rise": 0.02 if felt else 1e-4, "interval": (0.01 if felt else -1e-4, 0.03)}
         for near in (8, 16)
-        for way in far_context.WAYS
+        for way in far_context.CORRUPTIONS
         for felt in [(near, way) in found]
     ]
 
 
 def test_probes_agree_or_the_sentence_says_that_they_do_not():
-    all_near = [(8, way) for way in far_context.WAYS]
+    all_near = [(8, way) for way in far_context.CORRUPTIONS]
     assert far_context.summary(far_rows((16, "replace")), 512) == (
         "at 512 tokens no use of far context shows, and the probes do not agree: "
         "farther away than 16 only replace notices"
@@ -97,8 +97,8 @@ def test_what_longer_context_costs_is_not_told_as_nothing():
 @pytest.mark.parametrize("position", METHODS)
 def test_a_model_that_was_never_trained_is_told_to_use_nothing(position: str, seed: int):
     torch.manual_seed(seed)
-    model = TransformerLM(ModelConfig(vocabulary=256, layers=2, width=32, heads=4, position=position))
-    lab = Lab(ModelTarget(model, trained_at=LENGTH), TEXT, LENGTH, lengths=(64, 256), samples=16, seed=seed)
+    model = TransformerLM(ModelConfig(vocab_size=256, layers=2, width=32, heads=4, position=position))
+    lab = AnalysisContext(ModelTarget(model, trained_at=LENGTH), TEXT, LENGTH, lengths=(64, 256), samples=16, seed=seed)
     assert recall.run(lab)["summary"] == "no copy at any distance tried; no recall at any distance tried"
     assert "no use of far context shows" in far_context.run(lab)["summary"]
     assert early_tokens.run(lab)["summary"].startswith("no use of context shows")
@@ -113,7 +113,7 @@ def test_a_model_that_was_never_trained_is_told_to_use_nothing(position: str, se
 def echoing() -> TransformerLM:
     """One layer that has learned to say what stood 8 tokens ago: text of random patterns of 8, repeated."""
     torch.manual_seed(0)
-    model = TransformerLM(ModelConfig(vocabulary=16, layers=1, width=64, heads=2, position="t5"))
+    model = TransformerLM(ModelConfig(vocab_size=16, layers=1, width=64, heads=2, position="t5"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(200):
         rows = torch.randint(16, (16, 8)).repeat(1, 9)[:, : LENGTH + 1]
@@ -128,9 +128,11 @@ def echoing() -> TransformerLM:
 def test_what_a_trained_model_does_use_is_still_told(echoing: TransformerLM):
     """The text: each pattern of 8 stands for 512 tokens. What lies farther than 8 tokens away says nothing new."""
     patterns = np.random.default_rng(0).integers(16, size=(24, 8)).repeat(64, axis=0).astype(np.uint8).ravel()
-    lab = Lab(ModelTarget(echoing, trained_at=LENGTH), patterns, trained_at=LENGTH // 2, lengths=(64,), samples=64)
+    lab = AnalysisContext(
+        ModelTarget(echoing, trained_at=LENGTH), patterns, trained_at=LENGTH // 2, lengths=(64,), samples=64
+    )
     result = far_context.run(lab)
     assert result["summary"].startswith("at 64 tokens the model uses context farther away than 4 tokens")
-    curse = early_tokens.run(Lab(lab.target, patterns, trained_at=LENGTH, lengths=(16, 64), samples=64))
+    curse = early_tokens.run(AnalysisContext(lab.target, patterns, trained_at=LENGTH, lengths=(16, 64), samples=64))
     assert "comes from fewer early tokens" in curse["summary"]
     assert re.search(r"and -0\.0\d+ comes from longer context$", curse["summary"]), "which the model was not trained on"

@@ -6,7 +6,7 @@ from laboratory import random_tokens, tiny_model, tiny_target
 
 from trainshort import alibi
 from trainshort.analyze import reach
-from trainshort.analyze.lab import Lab
+from trainshort.analyze.lab import AnalysisContext
 from trainshort.attention import backends
 from trainshort.evaluate.attention_inputs import attention_calls
 from trainshort.positions import positions
@@ -22,7 +22,7 @@ def test_weights_give_the_output_that_the_backend_gives(position: str, changes: 
     for call in calls:
         weights = reach.attention_weights(call, slice(0, 30))
         torch.testing.assert_close(weights.sum(-1), torch.ones(1, 4, 30))
-        out = weights @ call.v.repeat_interleave(call.group, dim=1)
+        out = weights @ call.v.repeat_interleave(call.heads_per_kv_head, dim=1)
         expected = backends.get("reference").run(call).out
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
@@ -35,7 +35,7 @@ def test_recording_leaves_nothing_behind():
 
 @pytest.mark.parametrize("position", positions.names())
 def test_reading_in_chunks_records_the_same(position: str):
-    longer = {"position_settings": {"longest": 64}} if position == "learned" else {}
+    longer = {"position_settings": {"max_length": 64}} if position == "learned" else {}
     model, tokens = tiny_model(position, **longer), torch.arange(50)[None] * 7 % 32
     for whole, parts in zip(attention_calls(model, tokens), attention_calls(model, tokens, 16), strict=True):
         for name in "qkv":
@@ -65,7 +65,7 @@ def test_windows_hold_their_share():
 def test_the_proven_window_is_never_smaller_than_the_measured_one(seed):
     """Of every row by itself, and of the rows together as the table has them."""
     target, tokens = tiny_target(), random_tokens(2000, seed=seed)
-    result = reach.run(Lab(target, tokens, trained_at=64))
+    result = reach.run(AnalysisContext(target, tokens, trained_at=64))
     assert result["length"] == 512
     assert [row["slope"] for row in result["rows"]] == pytest.approx([2.0 ** (-2 * (h + 1)) for h in range(4)] * 2)
     assert all(row["window"] <= row["proven"] for row in result["rows"])
@@ -80,14 +80,14 @@ def test_the_proven_window_is_never_smaller_than_the_measured_one(seed):
 
 
 def test_steeper_heads_look_less_far():
-    rows = reach.run(Lab(tiny_target(), random_tokens(2000), trained_at=64))["rows"][:4]
+    rows = reach.run(AnalysisContext(tiny_target(), random_tokens(2000), trained_at=64))["rows"][:4]
     assert [row["window"] for row in rows] == sorted(row["window"] for row in rows)
     assert rows[0]["mean_distance"] < rows[3]["mean_distance"]
 
 
 def test_every_position_method_has_a_reach():
     for position in positions.names():
-        target = tiny_target(position, **({"position_settings": {"longest": 600}} if position == "learned" else {}))
-        result = reach.run(Lab(target, random_tokens(1100), trained_at=64, lengths=(512,)))
+        target = tiny_target(position, **({"position_settings": {"max_length": 600}} if position == "learned" else {}))
+        result = reach.run(AnalysisContext(target, random_tokens(1100), trained_at=64, lengths=(512,)))
         assert len(result["rows"]) == 8
         assert (result["rows"][0]["proven"] is None) == (position not in ("alibi", "fox"))

@@ -71,7 +71,7 @@ def test_output_and_gradients_are_within_the_budget(name, shape, dtype):
 def test_an_even_clock_is_alibi(name):
     (q, k, v, _), _ = draw((2, 4, 2, 300, 33, 16))
     slopes = alibi.slopes(4)
-    clock = clocks.of_slopes(slopes, k.shape[2], 2)
+    clock = clocks.decay_from_slopes(slopes, k.shape[2], 2)
     expected = attend(q, k, v, bias=LinearBias(slopes), backend="reference")
     torch.testing.assert_close(attend(q, k, v, bias=DecayBias(clock), backend=name), expected, rtol=0, atol=3e-6)
     shifted = DecayBias(clock + 1e6)  # only differences count, however late it is
@@ -140,8 +140,8 @@ def test_a_falling_clock_skips_and_an_even_one_as_much_as_alibi(implementation):
         return float((positions - first + 1).sum() / (8 * (positions + 1).sum()))
 
     linear = share(slopes)
-    assert share(clocks.of_slopes(slopes, 4096)) == pytest.approx(linear, rel=0.02)
-    assert share(clocks.of_slopes(16 * slopes, 4096)) < linear / 2
+    assert share(clocks.decay_from_slopes(slopes, 4096)) == pytest.approx(linear, rel=0.02)
+    assert share(clocks.decay_from_slopes(16 * slopes, 4096)) < linear / 2
 
 
 @needs_kernel
@@ -196,7 +196,7 @@ def test_flex_takes_clocks(tolerance):
 
 def test_starts_in_small_integers():
     clock = -torch.arange(7.0, dtype=torch.float64)[None, None]
-    starts = clocks.proven_starts(torch.zeros(1, 1, 7, dtype=torch.float64), clock, math.exp(-3))
+    starts = clocks.proven_first_keys(torch.zeros(1, 1, 7, dtype=torch.float64), clock, math.exp(-3))
     assert starts.tolist() == [[[0, 0, 0, 0, 1, 2, 3]]]
 
 

@@ -12,8 +12,8 @@ from trainshort import alibi
 from trainshort.attention import BiasKind, DenseBias, DistanceBias, LinearBias, attend, backends
 from trainshort.attention.call import AttentionCall
 from trainshort.attention.compiled import table_by_distance
-from trainshort.attention.formula import visible, written_bias
-from trainshort.attention.op import choose
+from trainshort.attention.formula import materialize_bias, visibility_mask
+from trainshort.attention.op import choose_backend
 
 
 def with_gradients(backend, tensors, make_bias, values, grad_out, **options):
@@ -77,24 +77,26 @@ def test_the_gradient_of_the_bias_loses_no_more_than_twice_what_the_plain_formul
 @needs_kernel
 def test_it_serves_what_torchs_fast_kernel_cannot_train():
     q = torch.randn(1, 4, 40, 8, requires_grad=True)
-    assert choose(AttentionCall(q, q, q, DistanceBias(torch.randn(4, 9, requires_grad=True)))) is backends.get(
+    assert choose_backend(AttentionCall(q, q, q, DistanceBias(torch.randn(4, 9, requires_grad=True)))) is backends.get(
         "compiled"
     )
-    assert choose(AttentionCall(q, q, q, LinearBias(alibi.slopes(4).requires_grad_()))) is backends.get("windowed")
-    assert choose(AttentionCall(q, q, q, LinearBias(alibi.slopes(4)))) is backends.get("windowed")
-    assert choose(AttentionCall(q, q, q, DenseBias(torch.randn(4, 40, 40)))) is backends.get("sdpa")
+    assert choose_backend(AttentionCall(q, q, q, LinearBias(alibi.slopes(4).requires_grad_()))) is backends.get(
+        "windowed"
+    )
+    assert choose_backend(AttentionCall(q, q, q, LinearBias(alibi.slopes(4)))) is backends.get("windowed")
+    assert choose_backend(AttentionCall(q, q, q, DenseBias(torch.randn(4, 40, 40)))) is backends.get("sdpa")
 
 
 @needs_kernel
 def test_without_a_bias_it_serves_where_torchs_vectors_are_no_wider(monkeypatch):
     q = torch.randn(1, 4, 40, 8)
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
-    assert choose(AttentionCall(q, q, q)) is backends.get("compiled")
+    assert choose_backend(AttentionCall(q, q, q)) is backends.get("compiled")
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
     for narrow, backend in ((False, "sdpa"), (True, "compiled")):
-        monkeypatch.setattr("trainshort.attention.compiled.mkl_is_narrow", lambda narrow=narrow: narrow)
-        monkeypatch.setattr("trainshort.attention.op._chosen", {})
-        assert choose(AttentionCall(q, q, q)) is backends.get(backend)
+        monkeypatch.setattr("trainshort.attention.compiled.mkl_lacks_avx512", lambda narrow=narrow: narrow)
+        monkeypatch.setattr("trainshort.attention.op._backend_cache", {})
+        assert choose_backend(AttentionCall(q, q, q)) is backends.get(backend)
 
 
 @needs_kernel
@@ -185,14 +187,14 @@ def test_it_says_why_it_cannot(change, reason):
 
 
 def test_without_the_kernel_sdpa_takes_over(monkeypatch):
-    monkeypatch.setattr("trainshort.attention.operator.kernel_fault", lambda dtype: "there is no C compiler here")
-    monkeypatch.setattr("trainshort.attention.op._chosen", {})
+    monkeypatch.setattr("trainshort.attention.operator.traceable_kernel_unavailable_reason", lambda dtype: "there is no C compiler here")
+    monkeypatch.setattr("trainshort.attention.op._backend_cache", {})
     q = torch.randn(1, 2, 20, 8, requires_grad=True)
     call = AttentionCall(q, q, q, DistanceBias(torch.ones(2, 3, requires_grad=True)))
     assert backends.get("compiled").unsupported_reason(call) == (
         "it needs the compiled kernel, and there is no C compiler here; use 'sdpa'"
     )
-    assert choose(call) is backends.get("sdpa")
+    assert choose_backend(call) is backends.get("sdpa")
 
 
 TABLES = {
@@ -228,16 +230,16 @@ def test_what_a_table_lets_it_leave_out_is_no_more_than_promised(kind, heads, le
     out, _, first, dropped = operate_on_table(q, k, v, table, segment_ids, tolerance)
     call = AttentionCall(q.double(), k.double(), v.double(), DistanceBias(table.double()), None, segment_ids)
     rows, keys = slice(0, q_len), slice(0, k_len)
-    scores = call.q @ call.k.repeat_interleave(call.group, 1).transpose(-1, -2) * call.factor
-    scores = scores + written_bias(call, rows, keys)
-    weights = scores.masked_fill(~visible(call, rows, keys), -math.inf).softmax(-1)
+    scores = call.q @ call.k.repeat_interleave(call.heads_per_kv_head, 1).transpose(-1, -2) * call.softmax_scale
+    scores = scores + materialize_bias(call, rows, keys)
+    weights = scores.masked_fill(~visibility_mask(call, rows, keys), -math.inf).softmax(-1)
     starts = first.long()[..., torch.arange(q_len) // 24]
     lost = weights.cumsum(-1).gather(-1, (starts - 1).clamp(min=0)[..., None])[..., 0] * (starts > 0)
     by_panel = torch.nn.functional.pad(lost, (0, -q_len % 24)).unflatten(2, (-1, 24)).amax(-1)
     assert bool((by_panel <= dropped * (1 + 1e-5)).all())
     assert float(dropped.max()) <= tolerance
     bound = 2 * tolerance * float(v.norm(dim=-1).max()) + 1e-5
-    exact = weights @ call.v.repeat_interleave(call.group, 1)
+    exact = weights @ call.v.repeat_interleave(call.heads_per_kv_head, 1)
     assert float((out.double() - exact).norm(dim=-1).max()) <= bound
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from trainshort import alibi, alibi_attention
-from trainshort.attention import AttentionOutput, DenseBias, DistanceBias, LinearBias, attend, backends, merge
-from trainshort.attention.call import AttentionBias, AttentionCall, check
+from trainshort.attention import AttentionOutput, DenseBias, DistanceBias, LinearBias, attend, backends, merge_by_lse
+from trainshort.attention.call import AttentionBias, AttentionCall, validate
 from trainshort.attention.compiled import table_by_distance
 from trainshort.attention.flex import _score_function
-from trainshort.attention.formula import written_bias
+from trainshort.attention.formula import materialize_bias
 from trainshort.errors import InputError
 
 # flex compiles for each new shape, which takes seconds: it has a file of its own.
@@ -165,7 +165,7 @@ def test_ranges_of_keys_merge_into_the_whole(backend):
     near_out, near_lse, _ = attend(q, k[:, :, 31:], v[:, :, 31:], backend=backend, return_stats=True)
     far_scores = q @ k[:, :, :31].transpose(-1, -2) / math.sqrt(8)
     far_out, far_lse = far_scores.softmax(-1) @ v[:, :, :31], far_scores.logsumexp(-1)
-    out, lse = merge(near_out, near_lse, far_out, far_lse)
+    out, lse = merge_by_lse(near_out, near_lse, far_out, far_lse)
     whole, whole_lse, _ = attend(q, k, v, backend="reference", return_stats=True)
     torch.testing.assert_close(out, whole, rtol=0, atol=1e-6)
     torch.testing.assert_close(lse, whole_lse, rtol=0, atol=1e-5)
@@ -208,8 +208,8 @@ def test_dropout_drops_and_keeps_the_mean():
 
 def test_auto_takes_the_quick_backend_for_alibi_and_explains(caplog, monkeypatch):
     """Each backend that is chosen is told once, with those that were asked first and their reasons."""
-    monkeypatch.setattr("trainshort.attention.op._announced", set())
-    monkeypatch.setattr("trainshort.attention.op._chosen", {})
+    monkeypatch.setattr("trainshort.attention.op._logged_messages", set())
+    monkeypatch.setattr("trainshort.attention.op._backend_cache", {})
     q, k, v = inputs()
     with caplog.at_level(logging.INFO, logger="trainshort.attention"):
         for _ in range(2):
@@ -245,11 +245,11 @@ def test_a_backend_is_one_class_and_one_line(monkeypatch):
     with pytest.raises(InputError, match="'mine' does not support this call: it knows windows of 3 only; use 'sdpa'"):
         attend(q, k, v, backend="mine")
     Mine.skip_reason = lambda self, call: "it would rather not"
-    monkeypatch.setattr("trainshort.attention.op._chosen", {})
+    monkeypatch.setattr("trainshort.attention.op._backend_cache", {})
     assert not torch.equal(attend(q, k, v, window=3), v * 2)
     assert torch.equal(attend(q, k, v, window=3, backend="mine"), v * 2)
     Mine.rank = lambda self, call: 1000
-    monkeypatch.setattr("trainshort.attention.op._chosen", {})
+    monkeypatch.setattr("trainshort.attention.op._backend_cache", {})
     with pytest.raises(InputError, match="The rank of attention backend 'mine' is method; it must be a number"):
         attend(q, k, v, window=3)
 
@@ -263,7 +263,7 @@ def test_a_bias_that_nobody_knows_is_an_error_everywhere():
     """No engine ignores such a bias silently."""
     q, k, v = inputs()
     call = AttentionCall(q, k, v, StrangeBias(torch.zeros(4)))
-    for part in (lambda: attend(q, k, v, bias=call.bias), lambda: written_bias(call, slice(0, 12), slice(0, 12))):
+    for part in (lambda: attend(q, k, v, bias=call.bias), lambda: materialize_bias(call, slice(0, 12), slice(0, 12))):
         with pytest.raises(
             InputError, match="bias must be LinearBias, DistanceBias, DecayBias, DenseBias or None, got StrangeBias"
         ):
@@ -324,5 +324,5 @@ def test_mistakes_are_explained(change, message):
 def test_the_oracle_takes_every_call():
     q, k, v = inputs()
     call = AttentionCall(q, k, v, LinearBias(alibi.slopes(4)), 3, torch.zeros(2, 12, dtype=torch.long), 0.1, True)
-    check(call)
+    validate(call)
     assert backends.get("reference").unsupported_reason(call) is None

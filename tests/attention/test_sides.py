@@ -116,9 +116,19 @@ def test_the_certificate_covers_what_both_sides_left_out(name):
     call = AttentionCall(q, k, v, bias, tolerance=1e-2, causal=False)
     certificate = backends.get(name).run(call).certificate
     _, lse, first, _ = torch.ops.trainshort.attention(
-        q, k, v, bias.slopes, BiasKind.SLOPES.value, None, None, call.factor, 1e-2, name == "windowed", bias.right
+        q,
+        k,
+        v,
+        bias.slopes,
+        BiasKind.SLOPES.value,
+        None,
+        None,
+        call.softmax_scale,
+        1e-2,
+        name == "windowed",
+        bias.right,
     )
-    exact = (q @ k.transpose(-1, -2) * call.factor + two_sided(bias, 900)).logsumexp(-1)
+    exact = (q @ k.transpose(-1, -2) * call.softmax_scale + two_sided(bias, 900)).logsumexp(-1)
     mass = -torch.expm1(lse - exact)
     rounding = 1e-12 if name == "windowed" else 2e-7  # torch's kernel takes a short exponential in any precision
     assert (mass.amax(-1) <= certificate + rounding).all()

@@ -9,14 +9,16 @@ from torch.nn.attention.flex_attention import flex_attention
 from trainshort import alibi
 from trainshort.attention import LinearBias, attend, run_attention
 from trainshort.attention.call import AttentionCall
-from trainshort.attention.flex import BLOCK, _score_function, proven_block_mask
-from trainshort.attention.formula import visible
+from trainshort.attention.flex import FLEX_BLOCK_SIZE, _score_function, proven_block_mask
+from trainshort.attention.formula import visibility_mask
 
 
 def written_out(mask, q_len, k_len):
     """Which (query, key) pairs the listed blocks contain, full blocks marked 2."""
     batch, heads, q_blocks = mask.kv_num_blocks.shape
-    pairs = torch.zeros(batch, heads, q_blocks * BLOCK, -(-k_len // BLOCK) * BLOCK, dtype=torch.int8)
+    pairs = torch.zeros(
+        batch, heads, q_blocks * FLEX_BLOCK_SIZE, -(-k_len // FLEX_BLOCK_SIZE) * FLEX_BLOCK_SIZE, dtype=torch.int8
+    )
     for lists, mark in (
         ((mask.kv_num_blocks, mask.kv_indices), 1),
         ((mask.full_kv_num_blocks, mask.full_kv_indices), 2),
@@ -24,7 +26,12 @@ def written_out(mask, q_len, k_len):
         for place in torch.cartesian_prod(*(torch.arange(n) for n in (batch, heads, q_blocks))).tolist():
             b, h, i = place
             for j in lists[1][b, h, i, : lists[0][b, h, i]].tolist():
-                tile = pairs[b, h, i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK]
+                tile = pairs[
+                    b,
+                    h,
+                    i * FLEX_BLOCK_SIZE : (i + 1) * FLEX_BLOCK_SIZE,
+                    j * FLEX_BLOCK_SIZE : (j + 1) * FLEX_BLOCK_SIZE,
+                ]
                 assert (tile == 0).all(), "a block listed twice"
                 tile += mark
     return pairs[:, :, :q_len, :k_len]
@@ -43,7 +50,7 @@ def test_blocks_left_out_carry_no_more_than_the_tolerance(lengths, options, caus
     right = None if causal else slopes * torch.tensor([1, 0.5, 4, 1])
     call = AttentionCall(q, k, k, LinearBias(slopes, right), tolerance=tolerance, causal=causal, **options)
     pairs = written_out(proven_block_mask(call), q_len, k_len)
-    seen = visible(call, slice(0, q_len), slice(0, k_len)).expand_as(pairs)
+    seen = visibility_mask(call, slice(0, q_len), slice(0, k_len)).expand_as(pairs)
     assert (seen | (pairs != 2)).all()  # full blocks are not masked, so they must be visible whole
     scores = q.double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2) / 4
     distance, after = alibi.distances(q_len, k_len), (slopes if right is None else right).double()[:, None, None]

@@ -27,7 +27,7 @@ def test_masks_and_row_shifts_add_up_to_the_bias(q_len, past, window):
     first = windowed_torch.first_keys(call, 0.0)
     masks = windowed_torch._Masks(call, torch.float32)
     for part in windowed_torch._parts(call, first):
-        mask, shift = masks.of(part)
+        mask, shift = masks.get(part)
         column = shift[..., None] if isinstance(shift, torch.Tensor) else shift
         block = found[part.heads, part.rows, part.keys]
         assert block.isinf().all()
@@ -50,12 +50,12 @@ def test_far_from_the_start_the_error_stays_that_of_the_formula():
 @pytest.fixture
 def forgetful(monkeypatch):
     """A process that has no kernel and has not tried torch's yet."""
-    monkeypatch.setattr("trainshort.attention.operator.kernel_fault", lambda dtype: "there is no C compiler here")
+    monkeypatch.setattr("trainshort.attention.operator.traceable_kernel_unavailable_reason", lambda dtype: "there is no C compiler here")
     monkeypatch.setattr("trainshort.attention.operator.has_kernel", lambda width, dtype: False)
-    monkeypatch.setattr("trainshort.attention.op._chosen", {})
-    windowed_torch.row_mask_fault.cache_clear()
+    monkeypatch.setattr("trainshort.attention.op._backend_cache", {})
+    windowed_torch.row_mask_unsupported_reason.cache_clear()
     yield
-    windowed_torch.row_mask_fault.cache_clear()
+    windowed_torch.row_mask_unsupported_reason.cache_clear()
 
 
 def test_the_self_test_runs_in_inference_mode(forgetful):
@@ -68,8 +68,8 @@ def test_the_self_test_runs_in_inference_mode(forgetful):
 
 
 def test_the_self_test_notices_a_kernel_that_ignores_the_mask(forgetful, monkeypatch):
-    assert windowed_torch.row_mask_fault() is None
-    windowed_torch.row_mask_fault.cache_clear()
+    assert windowed_torch.row_mask_unsupported_reason() is None
+    windowed_torch.row_mask_unsupported_reason.cache_clear()
     honest = windowed_torch.flash
     monkeypatch.setattr(windowed_torch, "flash", lambda q, k, v, attn_mask, scale: honest(q, k, v, scale=scale))
     q = torch.randn(1, 2, 5, 8)
@@ -82,4 +82,4 @@ def test_the_self_test_notices_a_kernel_that_refuses(forgetful, monkeypatch):
         raise RuntimeError("mask has the wrong shape")
 
     monkeypatch.setattr(windowed_torch, "flash", refuse)
-    assert "refuses a row mask (mask has the wrong shape)" in (windowed_torch.row_mask_fault() or "")
+    assert "refuses a row mask (mask has the wrong shape)" in (windowed_torch.row_mask_unsupported_reason() or "")

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from benchmarks.attention import acp_work, needed_work, passes, work
 from benchmarks.inputs import make_inputs
-from benchmarks.peers import PLAIN, chosen, contestant
+from benchmarks.peers import PLAIN, chosen, make_implementation
 from benchmarks.run import Progress
 from trainshort.attention import DecayBias, attend
 from trainshort.errors import InputError
@@ -29,7 +29,7 @@ def test_contestants_compute_the_same():
     for name in names:
         if name == PLAIN:
             continue
-        function = contestant(name, inputs, tolerance=1e-6)
+        function = make_implementation(name, inputs, tolerance=1e-6)
         given = inputs.with_clock() if name == "clock" else inputs
         torch.testing.assert_close(passes(function, given, backward=False)(), expected, atol=1e-5, rtol=1e-4, msg=name)
         grads = passes(function, given, backward=True)()
@@ -52,7 +52,7 @@ def test_a_clock_of_the_text_is_computed_alike_by_all_that_know_clocks():
     assert names == ["plain", "windowed", "windowed-torch", "written-mask"]
     expected = attend(inputs.q, inputs.k, inputs.v, bias=inputs.bias, backend="reference")
     for name in names[1:]:
-        function = contestant(name, inputs, tolerance=1e-6)
+        function = make_implementation(name, inputs, tolerance=1e-6)
         torch.testing.assert_close(passes(function, inputs, backward=False)(), expected, atol=1e-5, rtol=1e-4, msg=name)
         assert all(grad is not None for grad in passes(function, inputs, backward=True)())
 

@@ -19,10 +19,10 @@ from trainshort import plugins
 from trainshort.attention.call import TOLERANCE
 from trainshort.checkpoint import load_model
 from trainshort.config import load_config
-from trainshort.data import open_data
+from trainshort.data import open_dataset
 from trainshort.errors import InputError
 from trainshort.utils.bench_results import load, median_of
-from trainshort.utils.timing import alone, in_turns
+from trainshort.utils.timing import run_in_subprocess, time_interleaved
 
 ATTENTION = ("attention", "--lengths", "64", "128", "--engines", "windowed", "windowed-torch", "--rounds", "2")
 
@@ -70,14 +70,14 @@ def test_attention_is_stored_with_its_origin(tmp_path, capsys):
 
 def test_every_engine_can_be_named(tmp_path, capsys, monkeypatch):
     """Also a plug-in's, which the process that measures memory finds too; one that cannot says why."""
-    monkeypatch.setenv(plugins.VARIABLE, "")
+    monkeypatch.setenv(plugins.PLUGIN_ENV_VAR, "")
     monkeypatch.setattr(plugins, "_loaded", {})
     plugin, out = Path(__file__).parents[1] / "plugins" / "one_of_each.py", tmp_path / "a.json"
     words = "attention --lengths 64 128 --engines sdpa echo flex compiled --rounds 1 --memory none"
     try:
         run(*words.split(), "--out", str(out), "--plugin", str(plugin))
         asked = {"source": "normal", "length": 64, "name": "echo", "tolerance": 0.0, "causal": True}
-        assert alone("benchmarks.attention", **asked)["peak"] > 0
+        assert run_in_subprocess("benchmarks.attention", **asked)["peak"] > 0
     finally:
         for table, name in plugins._loaded[str(plugin)].entries:
             table.remove(name)
@@ -94,15 +94,15 @@ def test_every_engine_can_be_named(tmp_path, capsys, monkeypatch):
 
 
 def test_a_position_method_of_a_plugin_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setenv(registry.VARIABLE, "")
-    monkeypatch.setattr(registry, "_loaded", {})
+    monkeypatch.setenv(plugins.PLUGIN_ENV_VAR, "")
+    monkeypatch.setattr(plugins, "_loaded", {})
     plugin, out = Path(__file__).parents[1] / "plugins" / "kerple_log.py", tmp_path / "result.json"
     words = "training evaluate --quick --methods kerple-log --preset tiny --lengths 64 --memory none --rounds 1"
     try:
         run(*words.split(), "--out", str(out), "--plugin", str(plugin))
     finally:
-        for table, name in registry._loaded[str(plugin)].entries:
-            table.forget(name)
+        for table, name in plugins._loaded[str(plugin)].entries:
+            table.unregister(name)
     measured_models = {suite: [row.case["model"] for row in rows] for suite, rows in load(out).suites.items()}
     assert "kerple-log" in measured_models["training"]
     assert "kerple-log" in measured_models["evaluate"]
@@ -196,7 +196,7 @@ def test_a_run_is_recorded_as_its_model_computes(tmp_path):
     """The recorded q, k and v of the first layer are the model's own, of the repeated validation text."""
     folder = make_run(tmp_path)
     config = load_config(folder / "config.json")
-    text = open_data(Path(config.data.folder or "")).split("valid")
+    text = open_dataset(Path(config.data.folder or "")).split("valid")
     length = len(text) + 50
     told = inputs.record(*inputs.recordable(folder, 0), length, tmp_path / "r.safetensors")
     assert (told["layer"], told["heads"], told["dim"]) == (0, 4, 8)
@@ -226,7 +226,7 @@ def test_what_a_trained_run_keeps_of_its_text(position, tmp_path):
         words = ("--parts", "trained", "--run", str(folder), "--contexts", "512", "100000", "--tolerance", tolerance)
         run("decode", *words, "--out", str(out))
         rows = load(out).suites["decode"]
-        text = open_data(Path(load_config(folder / "config.json").data.folder or ""))
+        text = open_dataset(Path(load_config(folder / "config.json").data.folder or ""))
         counts = {name: len(text.split(name)) for name in text.meta.splits}
         assert {(row.case["split"], row.case["context"]) for row in rows} == {
             (name, min(context, counts[name])) for name in counts for context in (512, 100_000)
@@ -303,7 +303,7 @@ def test_plans_take_the_options_that_concern_them():
 
 def test_contestants_take_turns():
     calls: list[str] = []
-    timings = in_turns({name: lambda name=name: calls.append(name) for name in "ab"}, 2, 1, Progress().round)
+    timings = time_interleaved({name: lambda name=name: calls.append(name) for name in "ab"}, 2, 1, Progress().round)
     assert "".join(calls) == "ab" + "abab"
     assert [len(one.seconds) for one in timings.values()] == [2, 2]
 

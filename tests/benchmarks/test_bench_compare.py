@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.compare import compare
 from trainshort.cli import main
-from trainshort.files import write_sealed
-from trainshort.utils.bench_results import FORMAT, BenchResult, Measure, Measurement, load, save
+from trainshort.files import write_with_checksum
+from trainshort.utils.bench_results import BENCH_FORMAT, BenchResult, Measure, Measurement, load, save
 
 MADE = {
     "time": "2030-01-01T00:00:00+00:00",
@@ -94,7 +94,10 @@ def test_stored_files_are_compared_without_measuring(tmp_path, capsys):
         (lambda text: text[:100], "it is not readable JSON"),
         (lambda text: '{"format": 1, "entries": {}}\n', "is not a result of `trainshort bench`"),
         (lambda text: "[1]", "it holds a JSON list, and an object was expected"),
-        (lambda text: text.replace(f'"format": {FORMAT}', '"format": 9'), f"of format 9; this version reads {FORMAT}"),
+        (
+            lambda text: text.replace(f'"format": {BENCH_FORMAT}', '"format": 9'),
+            f"of format 9; this version reads {BENCH_FORMAT}",
+        ),
         (lambda text: text.replace('"value": 10.0', '"value": "ten"', 1), "is a damaged benchmark result"),
         (lambda text: text.replace('"value": 10.0', '"value": NaN', 1), "is a damaged benchmark result"),
         (lambda text: text.replace('"value": 10.0', '"value": 9.0', 1), "was changed after it was written"),
@@ -105,10 +108,10 @@ def test_a_file_that_is_none_is_told(tmp_path, capsys, change, message):
     path = tmp_path / "old.json"
     save(bench(row("windowed", 10.0)), path)
     text = path.read_text()
-    assert json.loads(text)["format"] == FORMAT
+    assert json.loads(text)["format"] == BENCH_FORMAT
     path.write_text(change(text)) if change else path.unlink()
     if change and "changed" not in message and path.read_text().endswith("}\n"):
-        write_sealed(path, json.loads(path.read_text()))
+        write_with_checksum(path, json.loads(path.read_text()))
     with pytest.raises(SystemExit) as ended:
         main(["bench", "--against", str(path)])
     assert ended.value.code == 2

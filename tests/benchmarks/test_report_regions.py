@@ -8,7 +8,7 @@ from made_up import make_demo, make_run
 
 from benchmarks import update_docs
 from trainshort.claims.collection import collect
-from trainshort.files import write_sealed
+from trainshort.files import write_with_checksum
 from trainshort.report.write import write_report
 
 
@@ -67,7 +67,7 @@ def test_the_search_shows_every_trial_and_the_chosen(stored):
     ]
     values = {"grid": {"a": {}, "b": {}}, "results": results, "best": {"alibi": "b", "t5": "a"}, "pilot": {"c": 60.0}}
     values |= {"tried": 3, "planned": 4, "provenance": {"commit": "0123abc"}}
-    write_sealed(stored / "tune.json", values)
+    write_with_checksum(stored / "tune.json", values)
     text = update_docs.update_regions("<!-- obtained: tune -->\n<!-- end of obtained -->\n")
     assert "| a | 50.0 | **45.0** |" in text
     assert "| b | **40.0** | not run |" in text

@@ -9,7 +9,7 @@ from benchmarks import tune_laptop as tune
 from benchmarks.update_docs import RESULTS
 from trainshort.cli import run_command
 from trainshort.errors import InputError
-from trainshort.files import read_sealed
+from trainshort.files import read_with_checksum
 from trainshort.recipes.scales import TUNED, Variant
 from trainshort.runs import RunFolder
 
@@ -43,7 +43,7 @@ def test_a_search_that_was_stopped_goes_on(small, tmp_path):
     first = (tmp_path / "tune" / small[0].name / "metrics.jsonl").stat().st_mtime_ns
     tune.tune(small, tmp_path / "tune", told.append)
     assert (tmp_path / "tune" / small[0].name / "metrics.jsonl").stat().st_mtime_ns == first
-    values = read_sealed(path)
+    values = read_with_checksum(path)
     assert (values["tried"], values["planned"], len(told)) == (2, 2, 3)
     losses = {one["way"]: one["nll"] / one["count"] for one in values["results"]}
     assert values["best"] == {"alibi": min(losses, key=losses.__getitem__)}
@@ -51,11 +51,11 @@ def test_a_search_that_was_stopped_goes_on(small, tmp_path):
 
 
 def test_a_trial_that_diverges_is_a_result(small, tmp_path, monkeypatch):
-    wild = replace(small[0], config=small[0].config.replace(optim={"lr": 1e30, "clip": 0.0, "warmup": 0}))
+    wild = replace(small[0], config=small[0].config.replace(optim={"lr": 1e30, "max_grad_norm": 0.0, "warmup": 0}))
     told: list[str] = []
     tune.tune([wild], tmp_path / "tune", told.append)
     assert "not finite" in told[0] or "is nan" in told[0] or "is inf" in told[0]
-    stored = read_sealed(tmp_path / "tune" / tune.FILE)
+    stored = read_with_checksum(tmp_path / "tune" / tune.FILE)
     assert stored["results"] == []
     assert list(stored["failed"]) == [wild.name]
     tune.tune([wild], tmp_path / "tune", told.append)
@@ -64,7 +64,7 @@ def test_a_trial_that_diverges_is_a_result(small, tmp_path, monkeypatch):
 
 
 def test_the_recipe_is_what_the_stored_search_chose():
-    stored = read_sealed(RESULTS / tune.FILE)
+    stored = read_with_checksum(RESULTS / tune.FILE)
     assert stored["tried"] == stored["planned"] == len(tune.trials())
     assert stored["best"] == tune.best(stored["results"])
     chosen = {method: tune.GRID[way] for method, way in stored["best"].items()}

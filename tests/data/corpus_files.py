@@ -10,8 +10,8 @@ import pyarrow.parquet
 from trainshort.config import DataConfig
 from trainshort.data.corpus import find_corpus
 from trainshort.data.document import Corpus
-from trainshort.data.meta import FILE as CHECKED_FILE
-from trainshort.data.meta import Prepared
+from trainshort.data.meta import CHECKSUM_CACHE_FILE as CHECKED_FILE
+from trainshort.data.meta import PreparedDataset
 
 
 def write_parquet(path: Path, texts: list, group: int = 3, column: str = "text") -> None:
@@ -33,13 +33,13 @@ def part(folder: Path, name: str, count: int) -> Corpus:
 
 
 def settings(text: Path, folder: Path | None, **changes) -> DataConfig:
-    return DataConfig.read({"corpus": str(text), "folder": folder, "vocabulary": 300} | changes)
+    return DataConfig.parse({"corpus": str(text), "folder": folder, "vocab_size": 300} | changes)
 
 
-def verify(prepared: Prepared) -> None:
+def verify(prepared: PreparedDataset) -> None:
     """Read everything once more, whatever is remembered, and compare it with the checksums."""
     (prepared.folder / CHECKED_FILE).unlink()
-    prepared.check()
+    prepared.verify()
 
 
 def content(folder: Path) -> dict[str, str]:

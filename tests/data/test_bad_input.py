@@ -14,10 +14,10 @@ import pytest
 from corpus_files import part, texts, verify, write_parquet
 
 from trainshort.config import DataConfig
-from trainshort.data import open_data, prepare
+from trainshort.data import open_dataset, prepare
 from trainshort.data.corpus import find_corpus
-from trainshort.data.document import splitter
-from trainshort.data.ledger import Note, write_note
+from trainshort.data.document import make_splitter
+from trainshort.data.ledger import PrepareState, write_prepare_state
 from trainshort.data.text_files import file_corpus
 from trainshort.errors import InputError
 
@@ -92,7 +92,7 @@ def test_what_cannot_be_prepared_leaves_no_folder_above_its_own(tmp_path: Path) 
 
 def test_two_documents_cannot_be_split(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"holds 2 different documents, too few to split into train, valid and test"):
-        splitter(part(tmp_path, "a", 2), "strict")
+        make_splitter(part(tmp_path, "a", 2), "strict")
 
 
 def test_a_hub_that_does_not_answer_is_told_at_once_and_without_retries(tmp_path: Path) -> None:
@@ -145,8 +145,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = DataConfig(corpus=str(home / "text.txt"), tokenizer="bytes", folder=home / "data")
     prepare(config, progress=False)
     (home / "unfinished").mkdir()
-    note = Note(request=open_data(home / "data").meta.request)
-    write_note(home / "unfinished", note)
+    note = PrepareState(request=open_dataset(home / "data").meta.request)
+    write_prepare_state(home / "unfinished", note)
     return home
 
 

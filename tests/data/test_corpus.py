@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainshort.data.corpus import corpora, find_corpus
-from trainshort.data.document import Corpus, Record, articles, stretches
+from trainshort.data.document import Corpus, Record, articles, split_by_paragraphs
 from trainshort.data.hub import HubCorpus, MixedCorpus
 
 WIKITEXT = (
@@ -38,7 +38,7 @@ def assert_resumes(corpus: Corpus) -> None:
 @given(st.lists(st.text(st.sampled_from("ab é中🙂")), max_size=40), st.integers(1, 30))
 def test_stretches_lose_nothing_and_end_at_blank_lines(lines: list[str], size: int) -> None:
     rows = [Record(line + "\n", number) for number, line in enumerate(lines)]
-    documents = list(stretches(rows, size))
+    documents = list(split_by_paragraphs(rows, size))
     assert "".join(row.text for row in documents) == "".join(row.text for row in rows)
     for row in documents[:-1]:
         last = row.text.splitlines()[-1]

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from corpus_files import content, settings, verify
 
-from trainshort.data import open_data, prepare
+from trainshort.data import open_dataset, prepare
 from trainshort.data import pipeline as pipeline_module
 from trainshort.data.meta import UNFINISHED_FILE
 from trainshort.errors import InputError
@@ -28,7 +28,7 @@ from trainshort.data import pipeline
 pipeline.PIECE_CHARACTERS = 5000   # many pieces, and a note after each: many places to be killed at
 pipeline.COMMIT_SECONDS = 0
 text, folder, workers = sys.argv[1:]
-config = DataConfig(corpus=text, folder=Path(folder), vocabulary=300)
+config = DataConfig(corpus=text, folder=Path(folder), vocab_size=300)
 pipeline.prepare(config, progress=False, workers=int(workers))
 """
 
@@ -87,7 +87,7 @@ def check_kills(text: Path, tmp_path: Path, kills: int) -> int:
     prepare(settings(text, tmp_path / "whole"), progress=False)
     hit = kill_until_done(text, tmp_path / "killed", kills, seed=int(tmp_path.name))
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
-    verify(open_data(tmp_path / "killed"))
+    verify(open_dataset(tmp_path / "killed"))
     return hit
 
 
@@ -120,7 +120,7 @@ def test_every_moment_between_two_notes_is_safe(text: Path, tmp_path: Path, monk
     monkeypatch.setattr(pipeline_module, "COMMIT_SECONDS", 0)
     config = settings(text, tmp_path / "stopped", tokenizer="bytes")
     whole = prepare(settings(text, tmp_path / "whole", tokenizer="bytes"), progress=False)
-    append, commit = pipeline_module.Writer.append, pipeline_module.Writer.commit
+    append, commit = pipeline_module.TokenWriter.append, pipeline_module.TokenWriter.commit
 
     class StoppedError(Exception):
         pass
@@ -136,12 +136,12 @@ def test_every_moment_between_two_notes_is_safe(text: Path, tmp_path: Path, monk
                         file.flush()
                     raise StoppedError
 
-            monkeypatch.setattr(pipeline_module.Writer, method, stopping)
+            monkeypatch.setattr(pipeline_module.TokenWriter, method, stopping)
             with pytest.raises(StoppedError):
                 prepare(config, progress=False, workers=1)
-            monkeypatch.setattr(pipeline_module.Writer, method, original)
+            monkeypatch.setattr(pipeline_module.TokenWriter, method, original)
             with pytest.raises(InputError, match=r"preparation of .*stopped did not finish\. Run the same prepare"):
-                open_data(tmp_path / "stopped")
+                open_dataset(tmp_path / "stopped")
     prepare(config, progress=False)
     assert content(tmp_path / "stopped") == content(whole.folder)
 
@@ -161,7 +161,7 @@ def test_unfinished_data_of_other_settings_is_refused(
 ) -> None:
     interrupted(text, tmp_path / "out", monkeypatch)
     with pytest.raises(InputError, match=r"out holds an unfinished preparation from vocabulary 300, not 301"):
-        prepare(settings(text, tmp_path / "out", vocabulary=301), progress=False)
+        prepare(settings(text, tmp_path / "out", vocab_size=301), progress=False)
 
 
 def test_without_resume_it_begins_anew(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_without_resume_it_begins_anew(text: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_ctrl_c_says_how_to_continue(text: Path, tmp_path: Path) -> None:
-    command = f"['prepare', {str(text)!r}, '--vocabulary', '300', '--workers', '2', '--out', {str(tmp_path / 'out')!r}]"
+    command = f"['prepare', {str(text)!r}, '--vocab-size', '300', '--workers', '2', '--out', {str(tmp_path / 'out')!r}]"
     # A pause after each note, so that it is still at work when the signal comes, however busy the machine is.
     slow = "import time\ncommit = pipeline.Writer.commit\n"
     slow += "pipeline.Writer.commit = lambda *given: (commit(*given), time.sleep(0.05))\n"
@@ -209,7 +209,7 @@ def test_workers_leave_when_their_parent_is_killed(text: Path, tmp_path: Path) -
 
 def test_a_killed_worker_is_told(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline_module, "PIECE_CHARACTERS", 5000)
-    original = pipeline_module.Writer.append
+    original = pipeline_module.TokenWriter.append
     # An older child that has nothing to do with it, as another test's server would be.
     bystander = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     killed: list[psutil.Process] = []
@@ -220,12 +220,12 @@ def test_a_killed_worker_is_told(text: Path, tmp_path: Path, monkeypatch: pytest
             killed.append(workers_of(psutil.Process())[0])
             killed[0].kill()
 
-    monkeypatch.setattr(pipeline_module.Writer, "append", kill_one)
+    monkeypatch.setattr(pipeline_module.TokenWriter, "append", kill_one)
     with pytest.raises(InputError, match=r"A worker process ended by itself \(exit code -9; .* Run the same command"):
         prepare(settings(text, tmp_path / "out"), progress=False, workers=2)
     assert bystander.poll() is None
     bystander.communicate()
-    monkeypatch.setattr(pipeline_module.Writer, "append", original)
+    monkeypatch.setattr(pipeline_module.TokenWriter, "append", original)
     verify(prepare(settings(text, tmp_path / "out"), progress=False, workers=2))
 
 
@@ -247,4 +247,4 @@ def test_two_processes_share_one_folder(text: Path, tmp_path: Path) -> None:
     """As under torchrun: the second waits for the first, and opens what it made."""
     both = [start(text, tmp_path / "out", workers=1) for _ in range(2)]
     assert [child.wait() for child in both] == [0, 0]
-    verify(open_data(tmp_path / "out"))
+    verify(open_dataset(tmp_path / "out"))

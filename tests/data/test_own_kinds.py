@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Library
 from tokenizers import models
 
-from trainshort.data import load_tokenizer, open_data, save_tokenizer
+from trainshort.data import load_tokenizer, open_dataset, save_tokenizer
 from trainshort.data.tokenizer import SavedTokenizer
 from trainshort.data.tokenizer.built import ByteTokenizer, WordTokenizer
 
@@ -32,8 +32,8 @@ class Shouted(WordTokenizer):
     summary = "words in capitals"
 
     @classmethod
-    def build(cls, texts, vocabulary, size):
-        return super().build((text.upper() for text in texts), vocabulary, size)
+    def build(cls, texts, vocab_size, size):
+        return super().build((text.upper() for text in texts), vocab_size, size)
 
     @classmethod
     def recognize(cls, layout, library):
@@ -55,15 +55,15 @@ def test_a_corpus_and_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "poems.txt").write_text("".join(f"A rose is a rose {n % 7}.\n\n" for n in range(300)))
     plugin = ("--plugin", "own.py")
-    made = ("prepare", "poems", "--tokenizer", "shouted", "--vocabulary", "16")
+    made = ("prepare", "poems", "--tokenizer", "shouted", "--vocab-size", "16")
     for workers in ("1", "2"):
         done = trainshort(*made, "--workers", workers, "--out", workers, *plugin, folder=tmp_path)
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "1" / "train.bin").read_bytes() == (tmp_path / "2" / "train.bin").read_bytes()
-    data = open_data(tmp_path / "1")
+    data = open_dataset(tmp_path / "1")
     assert WordTokenizer.UNKNOWN not in data.split("train"), "every word was read in capitals"
     meta = data.meta
-    assert (meta.request.corpus, meta.tokenizer, meta.request.vocabulary) == ("poems", "shouted", 16)
+    assert (meta.request.corpus, meta.tokenizer, meta.request.vocab_size) == ("poems", "shouted", 16)
     unknown = trainshort(*made, folder=tmp_path)
     assert unknown.returncode == 2
     assert "'poems' is neither a known corpus nor a file or folder" in unknown.stderr

@@ -16,11 +16,11 @@ from corpus_files import content, settings, verify, write_jsonl
 from trainshort import files
 from trainshort.cli import main
 from trainshort.config import DataConfig, RunConfig, load_config
-from trainshort.data import load_tokenizer, open_data, open_or_prepare, prepare
+from trainshort.data import load_tokenizer, open_dataset, open_or_prepare, prepare
 from trainshort.data import pipeline as pipeline_module
 from trainshort.data.corpus import find_corpus
-from trainshort.data.document import SPLITS, splitter
-from trainshort.data.meta import FILE as CHECKED_FILE
+from trainshort.data.document import SPLITS, make_splitter
+from trainshort.data.meta import CHECKSUM_CACHE_FILE as CHECKED_FILE
 from trainshort.data.meta import token_type
 from trainshort.data.request import data_folder
 from trainshort.errors import InputError
@@ -41,7 +41,7 @@ def test_what_is_prepared_is_the_text(tokenizer: str, text: Path, tmp_path: Path
     prepared = prepare(settings(text, tmp_path / "out", tokenizer=tokenizer), progress=False)
     found = prepared.tokenizer()
     corpus = find_corpus(str(text))
-    rule = splitter(corpus, "strict")
+    rule = make_splitter(corpus, "strict")
     by_split: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
     for document in corpus.documents():
         by_split[rule.split(document)].append(document.text)
@@ -55,7 +55,7 @@ def test_what_is_prepared_is_the_text(tokenizer: str, text: Path, tmp_path: Path
         for document, start, end in zip(documents, starts, ends, strict=True):
             assert tokens[start:end].tolist() == found.encode_document(document).tolist()
     verify(prepared)
-    assert prepared.meta.vocabulary == found.vocabulary
+    assert prepared.meta.vocab_size == found.vocab_size
     assert prepared.meta.tokenizer == tokenizer
     assert prepared.meta.request.corpus == str(text)
     assert sorted(path.name for path in prepared.folder.iterdir()) == sorted(
@@ -99,7 +99,7 @@ def test_a_folder_made_from_something_else_is_refused(text: Path, tmp_path: Path
             {"tokenizer": "bytes"},
             r"out was prepared from tokenizer 'bpe', not 'bytes'\. Choose another folder with --out",
         ),
-        ({"vocabulary": 400}, r"was prepared from vocabulary 300, not 400\."),
+        ({"vocab_size": 400}, r"was prepared from vocabulary 300, not 400\."),
         ({"corpus": "stdlib"}, r"was prepared from corpus '.*text\.txt', not 'stdlib'"),
         ({"corpus": "stdlib", "tokenizer": "words"}, r"corpus '.*', not 'stdlib'; tokenizer 'bpe', not 'words'"),
     ):
@@ -138,7 +138,7 @@ def test_a_named_folder_is_opened_as_it_is_for_training(text: Path, tmp_path: Pa
 def test_a_run_records_what_it_was_really_trained_on(text: Path, tmp_path: Path) -> None:
     config = settings(text, tmp_path / "out", tokenizer="bytes")
     prepare(config, progress=False)
-    run = RunConfig.read({"model": {"layers": 1, "width": 8, "heads": 1}, "train": {"steps": 1, "length": 8}})
+    run = RunConfig.parse({"model": {"layers": 1, "width": 8, "heads": 1}, "train": {"steps": 1, "length": 8}})
     train(run.replace(data={"folder": tmp_path / "out"}), tmp_path / "run", quiet=True)
     stored = load_config(tmp_path / "run" / "config.json").data
     assert (stored.corpus, stored.tokenizer, stored.folder) == (str(text), "bytes", tmp_path / "out")
@@ -149,7 +149,7 @@ def test_a_run_records_what_it_was_really_trained_on(text: Path, tmp_path: Path)
     ("given", "folder"),
     [
         ({}, "data/sotu-bpe2048"),
-        ({"tokenizer": "words", "corpus": "wikitext-103", "vocabulary": 267744}, "data/wikitext-103-words267744"),
+        ({"tokenizer": "words", "corpus": "wikitext-103", "vocab_size": 267744}, "data/wikitext-103-words267744"),
         ({"tokenizer": "bytes"}, "data/sotu-bytes"),
         ({"tokenizer": "models/gpt2/tokenizer.json"}, "data/sotu-gpt2"),
         ({"tokenizer": "mine.json"}, "data/sotu-mine"),
@@ -159,7 +159,7 @@ def test_a_run_records_what_it_was_really_trained_on(text: Path, tmp_path: Path)
     ],
 )
 def test_folders_are_named_after_what_they_hold(given: dict, folder: str) -> None:
-    assert data_folder(DataConfig.read(given)) == Path(folder)
+    assert data_folder(DataConfig.parse(given)) == Path(folder)
 
 
 def test_a_path_gives_the_folder_its_last_name(text: Path) -> None:
@@ -172,7 +172,7 @@ def test_the_tokenizer_of_other_data_can_be_used(text: Path, tmp_path: Path) -> 
     saved = tmp_path / "first" / "tokenizer.json"
     again = prepare(settings(text, tmp_path / "second", tokenizer=str(saved)), progress=False)
     assert content(tmp_path / "first")["train.bin"] == content(tmp_path / "second")["train.bin"]
-    assert again.meta.request.vocabulary is None
+    assert again.meta.request.vocab_size is None
     assert again.meta.tokenizer == again.tokenizer().name == "first"
     copy = tmp_path / "copy.json"
     copy.write_bytes(saved.read_bytes())
@@ -225,28 +225,28 @@ def test_files_that_do_not_match_their_meta_are_refused(text: Path, tmp_path: Pa
     (out / "valid.bin").write_bytes(data[:-2])
     message = rf"valid\.bin should hold {tokens:,} tokens in {2 * tokens:,} bytes .* but has {2 * tokens - 2:,} bytes"
     with pytest.raises(InputError, match=message):
-        open_data(out)
+        open_dataset(out)
     (out / "valid.bin").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(InputError, match=r"valid\.bin " + DAMAGED):
-        open_data(out)
+        open_dataset(out)
     (out / "valid.bin").unlink()
     with pytest.raises(InputError, match=r"There is no file .*valid\.bin"):
-        open_data(out)
+        open_dataset(out)
 
 
 @pytest.mark.parametrize("name", ["train.bin", "train.documents.bin", "test.bin", "tokenizer.json"])
 def test_every_changed_bit_is_noticed_whatever_the_times_say(name: str, text: Path, tmp_path: Path) -> None:
     out = prepare(settings(text, tmp_path / "out"), progress=False).folder
-    open_data(out)
+    open_dataset(out)
     path = out / name
     whole, times = path.read_bytes(), path.stat()
     for at in range(0, len(whole), 1 + len(whole) // 10):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
         with pytest.raises(InputError, match=f"{name} {DAMAGED}"):
-            open_data(out)
+            open_dataset(out)
     path.write_bytes(whole)
-    open_data(out)
+    open_dataset(out)
 
 
 def test_what_was_found_whole_is_not_read_again(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,10 +269,10 @@ def test_a_folder_that_cannot_be_written_is_checked_every_time(text: Path, tmp_p
     out = prepare(settings(text, tmp_path / "out"), progress=False).folder
     (out / CHECKED_FILE).unlink()
     (out / CHECKED_FILE).mkdir()  # stands for a folder without write permission, which root would pass
-    open_data(out)
+    open_dataset(out)
     (out / "train.bin").write_bytes(bytes((out / "train.bin").stat().st_size))
     with pytest.raises(InputError, match=r"train\.bin is damaged"):
-        open_data(out)
+        open_dataset(out)
 
 
 def test_a_corpus_edited_without_changing_its_size_is_noticed(text: Path, tmp_path: Path) -> None:
@@ -290,22 +290,22 @@ def test_a_corpus_edited_without_changing_its_size_is_noticed(text: Path, tmp_pa
 
 def test_a_meta_that_cannot_be_used_is_told(text: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nowhere is not a prepared data folder \(it has no meta\.json\)"):
-        open_data(tmp_path / "nowhere")
+        open_dataset(tmp_path / "nowhere")
     out = tmp_path / "out"
     prepare(settings(text, out, tokenizer="bytes"), progress=False)
     meta = json.loads((out / "meta.json").read_text())
-    (out / "meta.json").write_text(json.dumps(meta | {"vocabulary": 255}))
+    (out / "meta.json").write_text(json.dumps(meta | {"vocab_size": 255}))
     with pytest.raises(InputError, match=r"meta\.json was changed after it was written: its checksum is another"):
-        open_data(out)
-    files.write_sealed(out / "meta.json", meta | {"format": 7})
+        open_dataset(out)
+    files.write_with_checksum(out / "meta.json", meta | {"format": 7})
     with pytest.raises(InputError, match=r"meta\.json has format 7, and this version of trainshort reads format 2"):
-        open_data(out)
-    files.write_sealed(out / "meta.json", meta | {"splitz": 1})
+        open_dataset(out)
+    files.write_with_checksum(out / "meta.json", meta | {"splitz": 1})
     with pytest.raises(InputError, match=r"In .*meta\.json: Unknown setting 'splitz'\. Did you mean 'splits'\?"):
-        open_data(out)
+        open_dataset(out)
     (out / "meta.json").write_text("{")
     with pytest.raises(InputError, match=r"meta\.json: it is not readable JSON"):
-        open_data(out)
+        open_dataset(out)
 
 
 # The command
@@ -318,7 +318,7 @@ def run_command(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
 
 
 def test_the_command_prepares_and_reports_one_line(text: Path, tmp_path: Path) -> None:
-    done = run_command("text.txt", "--vocabulary", "300", folder=tmp_path)
+    done = run_command("text.txt", "--vocab-size", "300", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     lines = done.stderr.strip().splitlines()
@@ -326,8 +326,8 @@ def test_the_command_prepares_and_reports_one_line(text: Path, tmp_path: Path) -
     assert lines[0].startswith("data/text-bpe300: tokens train ")
     assert re.search(r"vocabulary 300\. Read 1 file, \d+ documents, 0\.1 MB in \d", lines[0])
     assert " MB/s by 1 process." in lines[0]
-    assert load_tokenizer(tmp_path / "data" / "text-bpe300").vocabulary == 300
-    again = run_command("text.txt", "--vocabulary", "300", folder=tmp_path)
+    assert load_tokenizer(tmp_path / "data" / "text-bpe300").vocab_size == 300
+    again = run_command("text.txt", "--vocab-size", "300", folder=tmp_path)
     assert again.returncode == 0
     assert again.stderr.startswith("Already prepared. data/text-bpe300: tokens train ")
 
@@ -356,7 +356,7 @@ def test_a_readme_beside_published_splits_is_not_text(tmp_path: Path) -> None:
         (tmp_path / name).write_text(f"{name} is a text.\n" * 20)
     corpus = find_corpus(str(tmp_path))
     assert corpus.splits == ("test", "train", "valid")
-    assert corpus.passed_over == (("README.md", "lies beside files that are named train, valid or test"),)
+    assert corpus.skipped_files == (("README.md", "lies beside files that are named train, valid or test"),)
 
 
 def test_a_terminal_shows_a_bar(text: Path, tmp_path: Path) -> None:
@@ -391,16 +391,16 @@ def test_the_command_tells_mistakes_in_a_sentence(text: Path, tmp_path: Path, ca
     assert "workers must be at least 1, not 0" in exits_with_two("text.txt", "--workers", "0")
     assert not (tmp_path / "data" / "text-bpee").exists()
     assert "bpe needs a vocabulary of at least 257" in exits_with_two(
-        "text.txt", "--vocabulary", "100", "--out", "small"
+        "text.txt", "--vocab-size", "100", "--out", "small"
     )
     # A preparation that failed before it had any tokens is no obstacle.
     with pytest.raises(SystemExit) as stopped:
-        main(["prepare", "text.txt", "--vocabulary", "300", "--out", "small"])
+        main(["prepare", "text.txt", "--vocab-size", "300", "--out", "small"])
     assert stopped.value.code == 0
     with pytest.raises(SystemExit) as stopped:
         main(["prepare", "bad.txt", "--errors", "replace", "--tokenizer", "bytes"])
     assert stopped.value.code == 0
-    assert open_data("data/bad-bytes").meta.errors == "replace"
+    assert open_dataset("data/bad-bytes").meta.errors == "replace"
 
 
 # The demo's data

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from trainshort.config import DataConfig
-from trainshort.data import open_data, prepare
+from trainshort.data import open_dataset, prepare
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,10 +28,10 @@ def shared() -> Path:
 @pytest.mark.slow
 def test_wikitext_counts_are_the_published_ones(shared: Path, tmp_path: Path) -> None:
     small = prepare(
-        DataConfig(corpus="wikitext-2", tokenizer="words", vocabulary=40_000, folder=tmp_path / "2"), progress=False
+        DataConfig(corpus="wikitext-2", tokenizer="words", vocab_size=40_000, folder=tmp_path / "2"), progress=False
     )
     # 33,278 types with <unk> and </s>, and fairseq's <s> and <pad>.
-    assert small.meta.vocabulary == 33_280
+    assert small.meta.vocab_size == 33_280
     counts = {name: split.tokens for name, split in small.meta.splits.items()}
     assert counts == {"train": 2_088_628, "valid": 217_646, "test": 245_569}
     assert small.meta.splits["valid"].documents == small.meta.splits["test"].documents == 60
@@ -82,9 +82,9 @@ def test_memory_does_not_grow_with_the_text(tokenizer: str, tmp_path: Path) -> N
         path = tmp_path / f"{megabytes}.txt"
         write_text(path, megabytes)
         out = tmp_path / f"{tokenizer}-{megabytes}"
-        options = ("--tokenizer", tokenizer, "--vocabulary", "32000", "--workers", "2", "--out", str(out))
+        options = ("--tokenizer", tokenizer, "--vocab-size", "32000", "--workers", "2", "--out", str(out))
         peaks[megabytes] = peak_memory("prepare", str(path), *options)
-        assert open_data(out).meta.splits["train"].bytes > 0.8e6 * megabytes
+        assert open_dataset(out).meta.splits["train"].bytes > 0.8e6 * megabytes
     print(
         f"\n{tokenizer}: peak memory {peaks[50] / 1e6:.0f} MB for 50 MB of text, {peaks[200] / 1e6:.0f} MB for 200 MB"
     )

@@ -7,7 +7,7 @@ import pytest
 from corpus_files import part, write_jsonl
 
 from trainshort.data.corpus import find_corpus
-from trainshort.data.document import Document, Splitter, splitter, text_hash
+from trainshort.data.document import Document, Splitter, make_splitter, text_hash
 
 
 @pytest.mark.parametrize(
@@ -32,18 +32,22 @@ def test_files_named_after_splits_keep_them(tmp_path: Path, names: tuple, splits
 
 def test_small_corpora_are_split_exactly(tmp_path: Path) -> None:
     corpus = part(tmp_path, "a", 200)
-    rule = splitter(corpus, "strict")
+    rule = make_splitter(corpus, "strict")
     counted = Counter(rule.split(document) for document in corpus.documents())
     assert counted == {"train": 180, "valid": 10, "test": 10}
     tiny = part(tmp_path, "b", 3)
-    assert Counter(splitter(tiny, "strict").split(d) for d in tiny.documents()) == {"train": 1, "valid": 1, "test": 1}
+    assert Counter(make_splitter(tiny, "strict").split(d) for d in tiny.documents()) == {
+        "train": 1,
+        "valid": 1,
+        "test": 1,
+    }
 
 
 def test_a_missing_split_is_taken_from_train_and_the_others_stay(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", [f"train {n}" for n in range(100)])
     write_jsonl(tmp_path / "test.jsonl", [f"test {n}" for n in range(10)])
     corpus = find_corpus(str(tmp_path))
-    rule = splitter(corpus, "strict")
+    rule = make_splitter(corpus, "strict")
     assert rule.missing == ("valid",)
     counted = Counter((document.text.split()[0], rule.split(document)) for document in corpus.documents())
     assert counted == {("train", "train"): 95, ("train", "valid"): 5, ("test", "test"): 10}
@@ -51,14 +55,14 @@ def test_a_missing_split_is_taken_from_train_and_the_others_stay(tmp_path: Path)
 
 def test_large_corpora_hold_out_a_share_by_the_hash_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = part(tmp_path, "a", 1000)
-    monkeypatch.setattr("trainshort.data.document.SMALL", 10)
-    rule = splitter(corpus, "strict")
+    monkeypatch.setattr("trainshort.data.document.EXACT_SPLIT_MAX_BYTES", 10)
+    rule = make_splitter(corpus, "strict")
     assert rule == Splitter(("valid", "test"), int(0.05 * 2**64), int(0.1 * 2**64))
     counted = Counter(rule.split(document) for document in corpus.documents())
     assert 25 < counted["valid"] < 80
     assert 25 < counted["test"] < 80
     monkeypatch.setattr("trainshort.data.document.HELD_OUT_BYTES", 170)
-    assert splitter(corpus, "strict").test == int(170 / corpus.size * 2**64)
+    assert make_splitter(corpus, "strict").test == int(170 / corpus.size * 2**64)
 
 
 def test_copies_of_a_text_fall_into_the_same_split() -> None:

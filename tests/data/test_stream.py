@@ -49,7 +49,7 @@ def test_every_token_is_predicted_once_an_epoch_from_the_one_before(count: int, 
 
 
 def test_runs_of_0_1_0_go_on_with_the_blocks_they_had() -> None:
-    old = stream(ends="dropped")
+    old = stream(drop_last=True)
     assert old.blocks == 999 // 7
     assert [old.block_numbers(step) for step in (0, 1, 1000)] == OF_0_1_0
     batch = old.batch(0)
@@ -136,7 +136,7 @@ def test_mistakes_are_told() -> None:
     ):
         stream(tokens=np.arange(6))
     with pytest.raises(InputError, match=r"The text has 7 tokens, but one sequence of length 7 needs 8\."):
-        stream(tokens=np.arange(7), ends="dropped")
+        stream(tokens=np.arange(7), drop_last=True)
     with pytest.raises(
         InputError, match=r"A batch of 4 sequences cannot be shared by 3 processes; use a multiple of 3"
     ):
@@ -152,7 +152,7 @@ def test_mistakes_are_told() -> None:
 def test_a_token_outside_the_vocabulary_is_told_with_its_place() -> None:
     tokens = np.zeros(100, dtype=np.uint16)
     tokens[50] = 300
-    small = stream(tokens=tokens, batch_size=14, vocabulary=300)
+    small = stream(tokens=tokens, batch_size=14, vocab_size=300)
     with pytest.raises(InputError, match=r"Token 300 at position 50 is outside the vocabulary of 300"):
         small.batch(0)
-    stream(tokens=tokens, batch_size=14, vocabulary=301).batch(0)
+    stream(tokens=tokens, batch_size=14, vocab_size=301).batch(0)

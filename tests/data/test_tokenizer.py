@@ -48,7 +48,7 @@ def test_bytes_and_bpe_lose_nothing(text: str) -> None:
         assert tokenizer.decode(ids) == text
         assert piece_by_piece(tokenizer, ids) == text
         assert ids.dtype == np.int64
-        assert all(0 <= token < tokenizer.vocabulary for token in ids)
+        assert all(0 <= token < tokenizer.vocab_size for token in ids)
 
 
 @settings(max_examples=200)
@@ -115,10 +115,10 @@ def test_a_sample_ends_when_it_is_large_enough(monkeypatch: pytest.MonkeyPatch) 
 def test_words_are_counted_sorted_and_padded_as_fairseq_does() -> None:
     tokenizer = WordTokenizer.build(["b c b <unk>\n", "a c b </s> d\n"], 100, None)
     assert tokenizer.words[:8] == ["<s>", "<pad>", "</s>", "<unk>", "b", "c", "a", "d"]
-    assert tokenizer.vocabulary == 8
+    assert tokenizer.vocab_size == 8
     tokenizer = WordTokenizer.build(["b c b <unk>\n", "a c b </s> d e\n"], 100, None)
     assert tokenizer.words[8:] == ["e", *(f"madeupword{n:04d}" for n in range(7))]
-    assert WordTokenizer.build(["b c b a"], 9, None).vocabulary == 8
+    assert WordTokenizer.build(["b c b a"], 9, None).vocab_size == 8
     assert WordTokenizer.build(["a b c d e f g h"], 9, None).words[4:] == ["a", "b", "c", "d", "e"]
 
 
@@ -127,7 +127,7 @@ def test_words_that_are_too_many_lose_the_rarest_first(monkeypatch: pytest.Monke
     text = [" ".join(f"rare{n}" for n in range(start, start + 6)) + " often often" for start in range(0, 60, 6)]
     tokenizer = WordTokenizer.build(text, 1000, None)
     assert tokenizer.words[4] == "often"
-    assert tokenizer.vocabulary < 24
+    assert tokenizer.vocab_size < 24
 
 
 def test_words_count_a_line_end_per_line() -> None:
@@ -157,7 +157,7 @@ def test_saving_and_loading_gives_the_same_tokenizer(tmp_path: Path) -> None:
         save_tokenizer(tokenizer, tmp_path)
         for loaded in (load_tokenizer(tmp_path), load_tokenizer(tmp_path / "tokenizer.json")):
             assert type(loaded) is type(tokenizer)
-            assert (loaded.name, loaded.vocabulary, loaded.end) == (tokenizer.name, tokenizer.vocabulary, tokenizer.end)
+            assert (loaded.name, loaded.vocab_size, loaded.end) == (tokenizer.name, tokenizer.vocab_size, tokenizer.end)
             assert loaded.encode(TEXT).tolist() == tokenizer.encode(TEXT).tolist()
 
 
@@ -181,7 +181,7 @@ def bert(tmp_path: Path) -> Path:
 
 def test_a_saved_tokenizer_encodes_all_of_the_text_and_nothing_else(bert: Path) -> None:
     tokenizer = load_tokenizer(bert)
-    assert (tokenizer.name, tokenizer.vocabulary, tokenizer.end) == ("bert", 13, 3)
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.end) == ("bert", 13, 3)
     assert tokenizer.encode("The cats sat, the cats").tolist() == [4, 5, 6, 7, 8, 4, 5, 6]
     assert tokenizer.encode_document("cats").tolist() == [5, 6, 3]
     assert 3 not in tokenizer.encode("the [SEP]")
@@ -207,7 +207,7 @@ def test_gpt2_layout_is_byte_level(tmp_path: Path) -> None:
     path.write_text(json.dumps(layout))
     tokenizer = load_tokenizer(path)
     assert tokenizer.name == "gpt2"
-    assert tokenizer.end == tokenizer.vocabulary - 1
+    assert tokenizer.end == tokenizer.vocab_size - 1
     assert piece_by_piece(tokenizer, tokenizer.encode(TEXT)) == TEXT
 
 
@@ -220,8 +220,8 @@ def test_mistakes_are_told(tmp_path: Path, bert: Path) -> None:
     with pytest.raises(InputError, match=r"Token 256 is outside the vocabulary of 256 \(0 to 255\)"):
         ByteTokenizer().decode([1, 256])
     for tokenizer in (BPE, load_tokenizer(bert), WordTokenizer.build(["a"], 8, None)):
-        with pytest.raises(InputError, match=f"Token {tokenizer.vocabulary} is outside"):
-            tokenizer.decode([tokenizer.vocabulary])
+        with pytest.raises(InputError, match=f"Token {tokenizer.vocab_size} is outside"):
+            tokenizer.decode([tokenizer.vocab_size])
     with pytest.raises(InputError, match="bpe needs a vocabulary of at least 257"):
         BytePairTokenizer.build(["a"], 256, None)
     with pytest.raises(InputError, match="words needs a vocabulary of at least 8"):

@@ -13,7 +13,7 @@ def sweep(perplexities: dict[int, float | str], trained_at: int | None = 128, **
     rows = []
     for length, value in perplexities.items():
         if isinstance(value, str):
-            rows.append(LengthScore.read({"length": length, "stride": length, "status": value, "reason": value}))
+            rows.append(LengthScore.parse({"length": length, "stride": length, "status": value, "reason": value}))
             continue
         nll = 6400 * math.log(value)
         blocks = tuple((64, nll / 100) for _ in range(100))
@@ -29,7 +29,7 @@ def sweep(perplexities: dict[int, float | str], trained_at: int | None = 128, **
                 timed=6400,
             )
         )
-    target = {"name": "m", "kind": "run", "weights": "w", "step": 3, "trained_at": trained_at, "longest": None}
+    target = {"name": "m", "kind": "run", "weights": "w", "step": 3, "trained_at": trained_at, "max_length": None}
     protocol = {"name": "non-overlapping", "stride": None, "slopes": None}
     return Evaluation(
         target={**target, **changes.get("target", {})},
@@ -41,7 +41,7 @@ def sweep(perplexities: dict[int, float | str], trained_at: int | None = 128, **
 
 
 def made(evaluation: Evaluation) -> dict:
-    result = evidence.make_card(evaluation, "eval/x.json")
+    result = evidence.make_summary(evaluation, "eval/x.json")
     assert result is not None
     return result
 
@@ -83,7 +83,7 @@ def test_too_little_text_is_told():
 
 
 def test_tables_that_end_and_memory_that_runs_out():
-    one = made(sweep({128: 20.0, 256: "cannot"}, target={"longest": 128}))
+    one = made(sweep({128: 20.0, 256: "cannot"}, target={"max_length": 128}))
     assert one["summary"] == "trained at 128, cannot read past 128"
     one = made(sweep({128: 20.0, 256: 18.0, 512: "out of memory"}))
     assert one["summary"] == "trained at 128, good to 256"
@@ -110,21 +110,21 @@ def test_shorter_lengths_do_not_count():
     ],
 )
 def test_a_sweep_that_says_nothing_about_extrapolation_makes_no_card(silent: Evaluation):
-    assert evidence.make_card(silent, "eval/x.json") is None
+    assert evidence.make_summary(silent, "eval/x.json") is None
 
 
 def test_a_quick_look_does_not_replace_a_thorough_card(tmp_path):
     thorough = made(sweep({128: 20.0, 256: 18.0}))
     quick = json.loads(json.dumps(thorough))
     quick["base"]["tokens"] = 100
-    assert evidence.save_card(thorough, tmp_path)
-    assert not evidence.save_card(quick, tmp_path)
-    assert evidence.load_card(tmp_path)["base"]["tokens"] == 6400
+    assert evidence.save_summary(thorough, tmp_path)
+    assert not evidence.save_summary(quick, tmp_path)
+    assert evidence.load_summary(tmp_path)["base"]["tokens"] == 6400
     quick["target"]["weights"] = "others"
-    assert evidence.save_card(quick, tmp_path), "another model's card is out of date"
+    assert evidence.save_summary(quick, tmp_path), "another model's card is out of date"
 
 
 def test_a_missing_or_damaged_card_is_none(tmp_path):
-    assert evidence.load_card(tmp_path) is None
+    assert evidence.load_summary(tmp_path) is None
     (tmp_path / evidence.CARD).write_text("{")
-    assert evidence.load_card(tmp_path) is None
+    assert evidence.load_summary(tmp_path) is None

@@ -9,9 +9,9 @@ from trainshort.attention import LinearBias
 from trainshort.cache import Cache
 from trainshort.cli import main
 from trainshort.errors import InputError
-from trainshort.evaluate.changes import Change, changed, new_slopes
+from trainshort.evaluate.changes import Override, apply_override, new_slopes
 from trainshort.positions.bias import Alibi
-from trainshort.positions.rotate import Stretch, stretched
+from trainshort.positions.rotate import RotaryScaling, scaled_frequencies
 
 
 def command(*words):
@@ -29,7 +29,7 @@ def test_rotary_speeds_are_those_of_transformers(kind, theirs, dim):
     import transformers
 
     base, trained_at, length, factor = 10_000.0, 2048, 8192, 4.0
-    ours, size = stretched(Stretch(kind, factor, trained_at, length), base, dim)
+    ours, size = scaled_frequencies(RotaryScaling(kind, factor, trained_at, length), base, dim)
     if theirs is None:  # its own formula: transformers has it as the dynamic one at the training length times factor
         theirs, length = "dynamic", trained_at
         expected = (base * factor ** (dim / (dim - 2))) ** (-torch.arange(0, dim, 2).double() / dim)
@@ -51,27 +51,27 @@ def test_rotary_speeds_are_those_of_transformers(kind, theirs, dim):
 
 def test_a_factor_of_one_changes_nothing():
     for kind in ("linear", "ntk", "yarn"):
-        speed, size = stretched(Stretch(kind, 1.0, 128, 512), 10_000.0, 32)
+        speed, size = scaled_frequencies(RotaryScaling(kind, 1.0, 128, 512), 10_000.0, 32)
         torch.testing.assert_close(speed, 10_000.0 ** (-torch.arange(0, 32, 2).double() / 32))
         assert size == 1
-    speed, _ = stretched(Stretch("dynamic", 2.0, 128, 64), 10_000.0, 32)
+    speed, _ = scaled_frequencies(RotaryScaling("dynamic", 2.0, 128, 64), 10_000.0, 32)
     torch.testing.assert_close(speed, 10_000.0 ** (-torch.arange(0, 32, 2).double() / 32))
 
 
 def test_ntk_leaves_the_steepest_slope():
     trained = alibi.slopes(4)
-    found = new_slopes(trained, Change.read("slopes", "ntk=8"), 128, 512)
+    found = new_slopes(trained, Override.read("slopes", "ntk=8"), 128, 512)
     torch.testing.assert_close(found, trained / torch.tensor([1.0, 2.0, 4.0, 8.0]))
 
 
 def test_clamped_slopes_are_the_formula():
     model, tokens = tiny_model(), torch.randint(32, (1, 50))
-    with changed(model, Change.read("slopes", "clamp=7"), 16, 50):
+    with apply_override(model, Override.read("slopes", "clamp=7"), 16, 50):
         bias = model.position.score_bias(50)
         found = model(tokens)
     distance = torch.arange(8)
     torch.testing.assert_close(bias.table, -alibi.slopes(4)[:, None] * distance)
-    with changed(model, Change.read("slopes", "clamp=49"), 16, 50):
+    with apply_override(model, Override.read("slopes", "clamp=49"), 16, 50):
         whole = model(tokens)
     torch.testing.assert_close(whole, model(tokens), rtol=0, atol=1e-5)
     assert (found - whole).abs().max() > 1e-3
@@ -87,9 +87,9 @@ class Computed(Alibi):
 def test_changes_of_slopes_nest():
     model, tokens = tiny_model(), torch.randint(32, (1, 40))
     before = model(tokens)
-    with changed(model, Change.read("slopes", "max_bias=2"), 16, 40):
+    with apply_override(model, Override.read("slopes", "max_bias=2"), 16, 40):
         outer = model(tokens)
-        with changed(model, Change.read("slopes", "ntk=4"), 16, 40):
+        with apply_override(model, Override.read("slopes", "ntk=4"), 16, 40):
             assert not torch.equal(model(tokens), outer)
         assert torch.equal(model(tokens), outer)
     assert torch.equal(model(tokens), before)
@@ -103,7 +103,10 @@ def test_slopes_that_are_computed_change_like_those_that_are_kept(text):
     computed.position = Computed(kept.config, kept.config.position_settings)
     computed.load_state_dict(kept.state_dict())
     before = kept(tokens)
-    with changed(kept, Change.read("slopes", text), 16, 40), changed(computed, Change.read("slopes", text), 16, 40):
+    with (
+        apply_override(kept, Override.read("slopes", text), 16, 40),
+        apply_override(computed, Override.read("slopes", text), 16, 40),
+    ):
         assert torch.equal(computed(tokens), kept(tokens))
         assert (kept(tokens) - before).abs().max() > 1e-4
     assert torch.equal(computed(tokens), before)
@@ -116,14 +119,14 @@ def test_slopes_that_are_computed_change_like_those_that_are_kept(text):
 def test_changes_end_with_their_context(position, option, text):
     model, tokens = tiny_model(position), torch.randint(32, (1, 40))
     before = model(tokens)
-    with changed(model, Change.read(option, text), 16, 40):
+    with apply_override(model, Override.read(option, text), 16, 40):
         assert (model(tokens) - before).abs().max() > 1e-4
     assert torch.equal(model(tokens), before)
 
 
 def test_scores_times_a_factor_are_queries_times_it():
     model, tokens = tiny_model("none"), torch.randint(32, (1, 20))
-    with changed(model, Change.read("scores", "1.5"), 16, 20):
+    with apply_override(model, Override.read("scores", "1.5"), 16, 20):
         found = model(tokens)
     with torch.no_grad():
         for layer in model.layers:
@@ -151,7 +154,7 @@ def test_scores_times_a_factor_are_queries_times_it():
 )
 def test_a_change_that_is_none_is_one_sentence(option, text, said):
     with pytest.raises(InputError) as told:
-        Change.read(option, text)
+        Override.read(option, text)
     assert said in str(told.value)
 
 
@@ -186,7 +189,7 @@ def test_blocks_are_a_mask_of_two_blocks():
     expected = layer.attention.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
     found = []
     layer.attention.register_forward_hook(lambda *given: found.append(given[-1]))
-    with torch.no_grad(), changed(model, Change.read("rotary", f"blocks={size}"), 16, 37):
+    with torch.no_grad(), apply_override(model, Override.read("rotary", f"blocks={size}"), 16, 37):
         whole, cache = model(tokens), Cache()
         torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-12)
         parts = [model(part, cache=cache) for part in tokens.split([11, 1, 1, 20, 4], dim=1)]

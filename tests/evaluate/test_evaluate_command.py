@@ -9,12 +9,12 @@ from laboratory import evaluations, make_run, prose, save_hugging_face
 
 from trainshort import cli
 from trainshort.checkpoint import load_model
-from trainshort.data.of_run import open_own
+from trainshort.data.of_run import open_run_data
 from trainshort.errors import InputError
 from trainshort.evaluate import evidence, results, session, target
 from trainshort.evaluate.session import result_path
 from trainshort.evaluate.sweep import Sweep
-from trainshort.files import write_sealed
+from trainshort.files import write_with_checksum
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def evaluate(*words: object) -> int:
 def test_results_that_go_elsewhere_are_of_the_runs_own_data(fresh: Path, tmp_path, monkeypatch):
     """The note of where that data lies is in the run folder; looked for in --out, other text could be taken for it."""
     asked = []
-    monkeypatch.setattr(target, "open_own", lambda run, config: asked.append(run) or open_own(run, config))
+    monkeypatch.setattr(target, "open_run_data", lambda run, config: asked.append(run) or open_run_data(run, config))
     assert evaluate(fresh, "--lengths", "1x", "--out", tmp_path / "elsewhere") == 0
     assert asked == [fresh]
     assert list((tmp_path / "elsewhere" / "eval").glob("*.json"))
@@ -69,7 +69,7 @@ def test_a_sweep_leaves_results_a_picture_and_a_card(fresh: Path, capsys):
     assert path.name.startswith("valid-nonoverlapping-")
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in path.with_suffix(".svg").read_text()
-    stored = evidence.load_card(fresh)
+    stored = evidence.load_summary(fresh)
     assert stored is not None
     assert stored["source"] == f"eval/{path.name}"
     shown, notes = capsys.readouterr()
@@ -85,7 +85,7 @@ def test_loading_the_model_says_how_far_it_is_good(fresh: Path, caplog):
     load_model(fresh)
     assert not caplog.messages
     card = {"format": evidence.CARD_FORMAT, "summary": "trained at 16, good to 64+"}
-    write_sealed(fresh / evidence.CARD, card)
+    write_with_checksum(fresh / evidence.CARD, card)
     load_model(fresh)
     assert caplog.messages == [f"{fresh}: trained at 16, good to 64+."]
     caplog.clear()
@@ -155,7 +155,7 @@ def test_a_checkpoint_is_evaluated_without_touching_the_runs_card(fresh: Path):
     evaluate(fresh / "checkpoints" / "step-000000005", "--lengths", "1x,2x")
     (one,) = evaluations(fresh)
     assert one.target["kind"] == "checkpoint"
-    assert evidence.load_card(fresh) is None
+    assert evidence.load_summary(fresh) is None
 
 
 def test_a_table_that_ends_does_not_end_the_sweep(root: Path, capsys):

@@ -71,7 +71,7 @@ def test_words_end_their_lines_whatever_they_are_called(tmp_path):
     """A word tokenizer that came as a file has the file's name; its end token is a line end, which the text has."""
     words = WordTokenizer.build(["a b c a b a"], 8, None)
     words.name = "mine"
-    target = ModelTarget(TransformerLM(ModelConfig(vocabulary=8, layers=1, width=8, heads=2)), trained_at=8)
+    target = ModelTarget(TransformerLM(ModelConfig(vocab_size=8, layers=1, width=8, heads=2)), trained_at=8)
     target.tokenizer = lambda: words
     for name in ("one", "two"):
         (tmp_path / f"{name}.txt").write_text("a b\nc\n")
@@ -119,7 +119,7 @@ def test_word_tokens_count_line_ends(tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text(prose(300))
     prepared = prepare(
-        DataConfig(corpus=str(corpus), tokenizer="words", vocabulary=100, folder=tmp_path / "d"), progress=False
+        DataConfig(corpus=str(corpus), tokenizer="words", vocab_size=100, folder=tmp_path / "d"), progress=False
     )
     tokenizer = prepared.tokenizer()
     assert tokenizer.encode("a cat\n\nsat\n").tolist().count(tokenizer.end) == 3
@@ -131,7 +131,7 @@ def test_word_tokens_count_line_ends(tmp_path):
 
 def test_data_of_another_tokenizer_is_refused(run: RunTarget, model, folder: Path, tmp_path):
     corpus = folder / "tiny.txt"
-    other = DataConfig(corpus=str(corpus), tokenizer="bpe", vocabulary=300, folder=tmp_path / "bpe")
+    other = DataConfig(corpus=str(corpus), tokenizer="bpe", vocab_size=300, folder=tmp_path / "bpe")
     prepare(other, progress=False)
     for target in (run, model):
         with pytest.raises(InputError, match=r"was made with another tokenizer \('bpe', 300 types\)"):

@@ -8,10 +8,10 @@ import pytest
 from trainshort import machine
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.job import refuse_oversized
+from trainshort.job import check_model_fits_memory
 
 MIB = 2**20
-SMALL = ModelConfig(layers=2, width=512, heads=4, ffn=2048, vocabulary=256)
+SMALL = ModelConfig(layers=2, width=512, heads=4, feedforward_width=2048, vocab_size=256)
 
 
 def group(place: Path, limit: str, used: int, names: tuple[str, str], old_files: int = 0) -> None:
@@ -46,7 +46,7 @@ def test_the_least_limit_around_a_process_counts(system, line, names, under, pla
     assert machine.total_memory() == 40 * MIB
     assert machine.free_memory() == 16 * MIB  # files read long ago are given back
     with pytest.raises(InputError, match=r"has at least 13,[0-9,]+ weights and needs 0\.1 GB; there are 0\.0 GB"):
-        refuse_oversized(SMALL.replace(vocabulary=16384))
+        check_model_fits_memory(SMALL.replace(vocab_size=16384))
 
 
 def test_without_limits_the_machine_counts(system):
@@ -56,4 +56,4 @@ def test_without_limits_the_machine_counts(system):
     group(system / "sys", "max", 5 * MIB, V2)
     assert machine.total_memory() == whole
     assert 0 < (machine.free_memory() or 0) < whole
-    refuse_oversized(SMALL)
+    check_model_fits_memory(SMALL)

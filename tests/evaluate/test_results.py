@@ -12,7 +12,7 @@ from laboratory import evaluations
 from trainshort.errors import InputError
 from trainshort.evaluate import results
 from trainshort.evaluate.results import Evaluation, LengthScore, block_sums, interval, position_sums, summarize
-from trainshort.files import write_sealed
+from trainshort.files import write_with_checksum
 from trainshort.passes import Passes
 
 
@@ -123,8 +123,8 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path, content: str, message: s
 
 
 def test_another_format_is_refused(tmp_path):
-    write_sealed(tmp_path / "x.json", {"format": 9})
-    with pytest.raises(InputError, match=f"of format {results.FORMAT}"):
+    write_with_checksum(tmp_path / "x.json", {"format": 9})
+    with pytest.raises(InputError, match=f"of format {results.EVALUATION_FORMAT}"):
         results.load(tmp_path / "x.json")
 
 
@@ -132,7 +132,7 @@ def test_an_unknown_field_is_refused(tmp_path):
     path = tmp_path / "x.json"
     results.save(evaluation(), path)
     values = json.loads(path.read_text())
-    write_sealed(path, {**values, "rowz": []})
+    write_with_checksum(path, {**values, "rowz": []})
     with pytest.raises(InputError, match=r"Unknown setting 'rowz'\. Did you mean 'rows'"):
         results.load(path)
 

@@ -9,7 +9,7 @@ from laboratory import random_tokens, tiny_model, tiny_target
 
 from trainshort.errors import InputError
 from trainshort.evaluate import sweep as sweep_module
-from trainshort.evaluate.sweep import Sweep, calibrate, measure, open_scores, score, whole_passes
+from trainshort.evaluate.sweep import Sweep, calibrate, count_complete_passes, measure, open_scores, score
 from trainshort.evaluate.target import ModelTarget
 from trainshort.machine import is_out_of_memory
 from trainshort.model import TransformerLM
@@ -133,7 +133,7 @@ def test_what_was_scored_before_a_kill_is_not_scored_again(tmp_path, monkeypatch
 
 def test_a_torn_pass_is_cut_off_and_a_second_writer_refused(tmp_path):
     windows = Passes(10, 4, 2)
-    assert [whole_passes(windows, done) for done in (0, 3, 4, 5, 6, 9, 10)] == [0, 0, 4, 4, 6, 8, 10]
+    assert [count_complete_passes(windows, done) for done in (0, 3, 4, 5, 6, 9, 10)] == [0, 0, 4, 4, 6, 8, 10]
     path = tmp_path / "scores.partial"
     with open_scores(path, windows) as scores:
         scores.append(np.arange(5, dtype=np.float32))

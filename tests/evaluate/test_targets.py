@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from trainshort.checkpoint import fingerprint
 from trainshort.config import load_config
-from trainshort.data.of_run import open_own
+from trainshort.data.of_run import open_run_data
 from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import HuggingFaceTarget
 from trainshort.evaluate.sweep import Sweep, measure, score
@@ -67,11 +67,11 @@ def test_data_that_changed_since_training_is_refused(run: Path, tmp_path):
     sha = hashlib.sha256((run.parent.parent / "tiny-data" / "train.bin").read_bytes()).hexdigest()
     config = load_config(copy / "config.json").data
     append_line(copy / "sessions.jsonl", {"data": sha})
-    assert open_own(copy, config).meta.splits["train"].sha256 == sha
+    assert open_run_data(copy, config).meta.splits["train"].sha256 == sha
     (copy / "sessions.jsonl").unlink()
     append_line(copy / "sessions.jsonl", {"data": "0" * 64})
     with pytest.raises(InputError, match=r"is not the data that .*copy was trained on"):
-        open_own(copy, config)
+        open_run_data(copy, config)
 
 
 def test_the_fingerprint_changes_with_any_weight(run: Path):
@@ -116,18 +116,18 @@ def test_the_head_is_sliced_where_the_logits_allow_it(folder: Path):
 
 def test_a_position_table_is_a_hard_limit(folder: Path, tmp_path):
     target, tokens = hugging_face(folder, "gpt2"), random_tokens(200, 300)
-    assert (target.trained_at, target.longest) == (64, 64)
+    assert (target.trained_at, target.max_length) == (64, 64)
     row = measure(target, Sweep(tokens, [65]), 65, tmp_path / "scores")
     assert (row.status, row.reason) == ("cannot", "the model's positions end at 64 tokens")
 
 
 def test_a_limit_that_shows_only_as_an_error_is_a_result_past_the_declared_length_only(folder: Path, tmp_path):
     target, tokens = hugging_face(folder, "gptj"), random_tokens(200, 300)
-    assert target.longest is None
+    assert target.max_length is None
     row = measure(target, Sweep(tokens, [100]), 100, tmp_path / "scores")
     assert row.status == "cannot"
     assert (row.reason or "").startswith("the model is made for 64 tokens and fails past them: ")
-    assert target.refusal(RuntimeError("a real fault"), 64) is None
+    assert target.length_error_reason(RuntimeError("a real fault"), 64) is None
 
 
 def test_models_without_a_limit_go_on(folder: Path, tmp_path):
@@ -140,7 +140,7 @@ def test_models_without_a_limit_go_on(folder: Path, tmp_path):
 def test_mpts_longer_table_is_the_same_table_continued(folder: Path):
     """Transformers writes MPT's bias out up to max_seq_len and fails past it, though ALiBi has no such limit."""
     target, tokens = hugging_face(folder, "mpt"), random_tokens(100, 300)
-    with target.at(None, 100):
+    with target.for_length(None, 100):
         (long,) = score(target, tokens, Passes(100, 100, 100))
     assert target.model.config.max_seq_len == 64
     short = np.concatenate(list(score(target, tokens, Passes(100, 50, 50))))
@@ -156,7 +156,7 @@ def test_a_training_length_can_be_given(folder: Path):
 def test_a_folder_in_the_home_folder_is_one(folder: Path, monkeypatch):
     hugging_face(folder, "llama")
     monkeypatch.setenv("HOME", str(folder))
-    assert open_target("~/llama").vocabulary == 300
+    assert open_target("~/llama").vocab_size == 300
 
 
 def test_the_token_before_the_first_is_the_beginning_of_text(folder: Path):
@@ -322,7 +322,7 @@ def test_an_encoder_of_transformers_is_no_causal_model(tmp_path):
     for decoder in (False, True):
         BertForMaskedLM(BertConfig(**sizes, intermediate_size=32, is_decoder=decoder)).save_pretrained(tmp_path)
         if decoder:
-            assert open_target(str(tmp_path)).vocabulary == 64
+            assert open_target(str(tmp_path)).vocab_size == 64
             continue
         with pytest.raises(InputError, match=r"\(BertLMHeadModel\) sees the tokens it should predict"):
             open_target(str(tmp_path))

@@ -28,7 +28,7 @@ def words() -> np.ndarray:
 @pytest.mark.parametrize(("length", "stride"), [(512, 512), (1012, 1012), (16_024, 16_024), (512, 300), (512, 31)])
 def test_every_target_is_scored_exactly_once(words: np.ndarray, tmp_path, length: int, stride: int):
     assert len(words) == TARGETS
-    target = tiny_target(vocabulary=1000, layers=1, width=8, heads=1)
+    target = tiny_target(vocab_size=1000, layers=1, width=8, heads=1)
     row = measure(target, Sweep(words, [length], stride=stride), length, tmp_path / "scores")
     assert (row.status, row.tokens) == ("scored", TARGETS)
     assert sum(count for count, _ in row.blocks) == TARGETS

@@ -44,7 +44,14 @@ def tiny_config(corpus: Path) -> RunConfig:
         data=data,
         optim=OptimConfig(lr=3e-3, warmup=10),
         train=TrainConfig(
-            length=32, batch=8, steps=80, log_every=3, valid_every=20, valid_tokens=512, save_every=6, keep=2
+            length=32,
+            batch=8,
+            steps=80,
+            log_every=3,
+            valid_every=20,
+            valid_tokens=512,
+            save_every=6,
+            keep_checkpoints=2,
         ),
     )
 
@@ -144,7 +151,7 @@ def make_config(folder: Path) -> Path:
 
 def result(run: Path) -> dict[str, object]:
     """What two identical runs have in common to the last bit: final weights and moments, and all metrics but times."""
-    last = folders.present(run)[-1]
+    last = folders.list_checkpoints(run)[-1]
     tensors = {}
     for path in last.rglob("*.safetensors"):
         # Not the files' bytes: the order inside a shard's header is arbitrary.

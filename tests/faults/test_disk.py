@@ -37,19 +37,19 @@ def test_a_full_disk_loses_nothing(runner, undisturbed, disk, times, capsys):
         out = disk / f"run-{number}"
         # Room for one to three checkpoints and a part of the next; keeping three, the run must fill it.
         assert mount(disk, int(size * chance.uniform(1.3, 3.9)) + 40, again=True) is None
-        process = runner.start(out, "--train.keep", "3")
+        process = runner.start(out, "--train.keep-checkpoints", "3")
         text, _ = process.communicate(timeout=300)
         assert process.returncode == 2, text
         assert "Traceback" not in text
         assert f"Cannot save {out}/checkpoints/step-" in text or f"Cannot write {out}/metrics.jsonl" in text
         assert "the disk is full" in text
         saves += "Cannot save" in text
-        whole = folders.present(out)
+        whole = folders.list_checkpoints(out)
         assert whole
-        assert [folders.damage(folder) for folder in whole] == [None] * len(whole)
+        assert [folders.find_corruption(folder) for folder in whole] == [None] * len(whole)
         assert logged(out)
         assert mount(disk, 40 * size, again=True) is None
-        runner.finish(out, "--train.keep", "3")
+        runner.finish(out, "--train.keep-checkpoints", "3")
         assert result(out) == undisturbed
         subprocess.run(["rm", "-r", str(out)], check=True)
     assert saves

@@ -59,7 +59,7 @@ def test_a_killed_run_ends_in_the_same_bits(runner, undisturbed, tmp_path, kills
             assert_whole(out)
         if sum(hits.values()) == kills:
             break
-        if folders.present(out) and folders.present(out)[-1].name == undisturbed["step"]:
+        if folders.list_checkpoints(out) and folders.list_checkpoints(out)[-1].name == undisturbed["step"]:
             assert result(out) == undisturbed
             finished += 1
     runner.finish(out)
@@ -72,7 +72,7 @@ def test_a_killed_run_ends_in_the_same_bits(runner, undisturbed, tmp_path, kills
 
 def assert_whole(out) -> None:
     """Whatever was killed, what has the name of a checkpoint is one."""
-    damaged = {path: folders.damage(path) for path in folders.present(out)}
+    damaged = {path: folders.find_corruption(path) for path in folders.list_checkpoints(out)}
     assert not any(damaged.values()), damaged
 
 
@@ -94,10 +94,10 @@ def test_a_stopped_run_saves_and_ends_in_the_same_bits(runner, undisturbed, tmp_
             continue
         assert process.returncode == 128 + number, text
         assert "Traceback" not in text
-        last = folders.present(out)[-1]
+        last = folders.list_checkpoints(out)[-1]
         step = int(last.name.removeprefix("step-"))
         assert f"Stopped after step {step}. Saved {last}; go on by --resume." in text.replace("\n", " ")
-        assert folders.damage(last) is None
+        assert folders.find_corruption(last) is None
         done[number.name] += 1
     runner.finish(out)
     assert result(out) == undisturbed
@@ -117,4 +117,4 @@ def test_a_second_signal_stops_at_once(runner, tmp_path):
     assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
     assert "once more stops at once" in text
     assert "Saved" not in text
-    assert folders.present(out) == []
+    assert folders.list_checkpoints(out) == []

@@ -11,8 +11,8 @@ from laboratory import make_run
 
 from trainshort.cli import main
 from trainshort.evaluate.evidence import CARD_FORMAT
-from trainshort.files import write_sealed
-from trainshort.terminal import printable
+from trainshort.files import write_with_checksum
+from trainshort.terminal import escape_control_characters
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_the_warning_past_the_length_that_is_known_to_be_good(capsys, run):
     assert unmeasured.count("the context passes 16 tokens: the model was trained at that length") == 1
     known = {"length": 24, "open": True}
     card = {"format": CARD_FORMAT, "summary": "trained at 16, good to 24+", "no_worse": known}
-    write_sealed(run / "extrapolation.json", card)
+    write_with_checksum(run / "extrapolation.json", card)
     try:
         measured = call(capsys, run, "the cat", "--tokens", 30)[2]
         assert "passes 24 tokens: trained at 16, good to 24+; nothing longer was measured" in measured
@@ -104,7 +104,7 @@ def test_a_terminal_gets_nothing_that_it_would_obey(capsys, run, monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     call(capsys, *arguments)
-    assert terminal.getvalue() == printable(raw)
+    assert terminal.getvalue() == escape_control_characters(raw)
     assert "\x1b" not in terminal.getvalue()
 
 

@@ -8,7 +8,7 @@ from test_streaming import make_model
 
 import trainshort
 from trainshort import InputError
-from trainshort.cache.ring import unavailable
+from trainshort.cache.ring import kernel_unavailable_reason
 from trainshort.cli import main
 from trainshort.data.tokenizer.built import ByteTokenizer
 from trainshort.generate.session import Session
@@ -17,7 +17,9 @@ from trainshort.generate.session import Session
 def interrupt_in_the_second_layer(made, times):
     """Send SIGINT from inside the second layer when a token is read. Return the name of the replaced method."""
     layer = made.caches[0].layer(1)
-    method = "next_call" if unavailable() is None else "attend"  # compiled code calls `next_call`, PyTorch `attend`
+    method = (
+        "next_call" if kernel_unavailable_reason() is None else "attend"
+    )  # compiled code calls `next_call`, PyTorch `attend`
     original = getattr(layer, method)
 
     def interrupted(*arguments, **options):

@@ -12,14 +12,14 @@ import trainshort
 from trainshort import Cache, InputError
 from trainshort.attention import LinearBias
 from trainshort.cache import BoundedCache, WindowCache
-from trainshort.cache.ring import unavailable
+from trainshort.cache.ring import kernel_unavailable_reason
 from trainshort.config import AdaptiveConfig
-from trainshort.evaluate.changes import Change, changed
+from trainshort.evaluate.changes import Override, apply_override
 from trainshort.generate import one_row
-from trainshort.generate.one_row import RowModel
+from trainshort.generate.one_row import FastDecoder
 from trainshort.positions import PositionMethod
 
-pytestmark = pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
+pytestmark = pytest.mark.skipif(bool(kernel_unavailable_reason()), reason=str(kernel_unavailable_reason()))
 
 SETTINGS = [
     *({"position": name} for name in ("alibi", "none", "sinusoidal", "learned")),
@@ -31,23 +31,23 @@ SETTINGS = [
     {"embedding_scale": True},
     {"embedding_factor": 2.5, "logit_scale": 0.3},
     {"norm_biases": False},
-    {"biases": False, "ffn_biases": True},
+    {"biases": False, "feedforward_biases": True},
     {"tie_embeddings": False},
     {"kv_heads": 2},
     {"window": 5},
-    {"width": 48, "ffn": 101, "vocabulary": 97},
+    {"width": 48, "feedforward_width": 101, "vocab_size": 97},
     {"adaptive": AdaptiveConfig(cutoffs=(50, 120), factor=2)},
     {"width": 192, "heads": 4},
     {"position": "fox"},
-    {"position": "fox", "position_settings": {"start": "alibi", "turned": True}, "kv_heads": 2},
+    {"position": "fox", "position_settings": {"init": "alibi", "negate_gate": True}, "kv_heads": 2},
     {"position": "fox", "position_settings": {"gate": "bias_only"}, "window": 5},
     {"position": "fox", "position_settings": {"gate": "fixed"}, "width": 64, "heads": 4},
     {"softmax_scale": 0.2},
-    *({"position": name, "plain_heads": 2} for name in ("alibi", "fox")),
-    {"position": "fox", "position_settings": {"turned": True}, "plain_heads": 3, "kv_heads": 2},
-    *({"position": name, "plain_every": 2, "window": 5} for name in ("alibi", "fox", "none")),
-    *({"position": name, "score_growth": "ssmax"} for name in ("alibi", "fox")),
-    {"position": "fox", "score_growth": "llama4", "score_growth_length": 3, "softmax_scale": 0.2, "plain_heads": 2},
+    *({"position": name, "nope_heads": 2} for name in ("alibi", "fox")),
+    {"position": "fox", "position_settings": {"negate_gate": True}, "nope_heads": 3, "kv_heads": 2},
+    *({"position": name, "nope_every": 2, "window": 5} for name in ("alibi", "fox", "none")),
+    *({"position": name, "length_scaling": "ssmax"} for name in ("alibi", "fox")),
+    {"position": "fox", "length_scaling": "llama4", "length_scaling_length": 3, "softmax_scale": 0.2, "nope_heads": 2},
 ]
 
 
@@ -57,9 +57,9 @@ def test_scores_are_the_models(settings):
     model = make_model(**settings)
     for parameter in model.parameters():  # norms and biases begin at 1 and 0, where a mistake would not show
         parameter.data += 0.1 * torch.randn_like(parameter)
-    made, cache = RowModel.of(model), Cache()
+    made, cache = FastDecoder.create(model), Cache()
     assert made is not None
-    tokens = torch.randint(model.config.vocabulary, (1, 12))
+    tokens = torch.randint(model.config.vocab_size, (1, 12))
     with torch.inference_mode():
         expected = model(tokens)[0].log_softmax(-1)
         got = [scores_after(made, int(token), cache) for token in tokens[0]]
@@ -78,7 +78,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            linear = one_row.RowLinear(model.layers[0].ffn.wide.weight, None)  # pyright: ignore
+            linear = one_row.DecodeLinear(model.layers[0].ffn.wide.weight, None)  # pyright: ignore
             texts.append(linear(torch.linspace(-1, 1, 192).view(1, 1, -1)))
     finally:
         torch.set_num_threads(before)
@@ -91,7 +91,7 @@ def test_a_forked_child_and_a_second_thread_work_too():
     x = torch.linspace(-1, 1, 192).view(1, 1, -1)
     try:
         torch.set_num_threads(2)
-        linears = [one_row.RowLinear(model.layers[0].ffn.wide.weight, None) for _ in range(4)]  # pyright: ignore
+        linears = [one_row.DecodeLinear(model.layers[0].ffn.wide.weight, None) for _ in range(4)]  # pyright: ignore
         expected = linears[0](x)
         child = os.fork()
         if child == 0:
@@ -142,14 +142,14 @@ def top(model, first):
 @pytest.mark.parametrize("change", [lambda m: m.double(), lambda m: m.bfloat16()], ids=["float64", "bfloat16"])
 def test_other_dtypes_go_through_torch(change):
     model = change(make_model())
-    assert RowModel.of(model) is None
+    assert FastDecoder.create(model) is None
     for mode in ({}, {"mode": "bounded"}):
         assert len(list(trainshort.stream(model, [1, 2, 3], tokens=5, **mode))) == 5
 
 
 LEFT_TO_TORCH = [
     ({"norm": "rms"}, "RMSNorm"),
-    ({"gated": True}, "gated feed-forward layers"),
+    ({"gated_feedforward": True}, "gated feed-forward layers"),
     ({"parallel_blocks": True}, "parallel blocks"),
     ({"activation": "silu"}, "the activation silu"),
     ({"clip_qkv": 0.5}, "clip_qkv"),
@@ -163,8 +163,8 @@ LEFT_TO_TORCH = [
 @pytest.mark.parametrize(("settings", "named"), LEFT_TO_TORCH, ids=[name for _, name in LEFT_TO_TORCH])
 def test_what_compiled_layers_lack_goes_through_torch(settings, named):
     model = make_model(**settings)
-    assert one_row.lacks(model) == f"compiled layers have no {named}"
-    assert RowModel.of(model) is None
+    assert one_row.unsupported_reason(model) == f"compiled layers have no {named}"
+    assert FastDecoder.create(model) is None
     made = list(trainshort.stream(model, [1, 2, 3], tokens=5, temperature=0))
     read = [1, 2, 3]
     for token in made:
@@ -172,7 +172,7 @@ def test_what_compiled_layers_lack_goes_through_torch(settings, named):
         read.append(token.id)
 
 
-MIXED = [{"kv_heads": 6}, {"kv_heads": 2}, {"plain_heads": 3, "kv_heads": 2}, {"score_growth": "ssmax"}]
+MIXED = [{"kv_heads": 6}, {"kv_heads": 2}, {"nope_heads": 3, "kv_heads": 2}, {"length_scaling": "ssmax"}]
 
 
 @pytest.mark.parametrize("changes", MIXED, ids=str)
@@ -182,9 +182,9 @@ def test_all_layers_in_one_call_are_the_model(make_cache, position, changes):
     """Tokens one by one, a stretch through the model in between, and one by one again, past several doublings."""
     model = make_model(**changes, position=position)
     make_cache = partial(make_cache, clocked=True) if (position, make_cache) == ("fox", BoundedCache) else make_cache
-    made = RowModel.of(model)
+    made = FastDecoder.create(model)
     assert made is not None
-    tokens, cache, got = torch.randint(model.config.vocabulary, (1, 400)), make_cache(), []
+    tokens, cache, got = torch.randint(model.config.vocab_size, (1, 400)), make_cache(), []
     with torch.inference_mode():
         expected = model(tokens)[0].log_softmax(-1)
         for start, end in ((0, 70), (70, 75), (75, 200), (200, 261), (261, 400)):
@@ -197,15 +197,15 @@ def test_all_layers_in_one_call_are_the_model(make_cache, position, changes):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"kv_heads": 4}, {"kv_heads": 2}, {"plain_heads": 1}, {"score_growth": "ssmax"}], ids=str
+    "changes", [{"kv_heads": 4}, {"kv_heads": 2}, {"nope_heads": 1}, {"length_scaling": "ssmax"}], ids=str
 )
 @pytest.mark.parametrize("position", ["alibi", "fox"])
 def test_rings_that_grow_inside_the_one_call_keep_the_certificate(position, changes):
     """Sharper and sharper tokens, so that rings of every layer must grow while a token passes through."""
-    settings = {"start": "alibi"} if position == "fox" else {}
+    settings = {"init": "alibi"} if position == "fox" else {}
     model = make_model(width=64, heads=4, position=position, position_settings=settings, **changes)
     clocked = position == "fox"
-    made, tokens = RowModel.of(model), torch.randint(model.config.vocabulary, (1, 600))
+    made, tokens = FastDecoder.create(model), torch.randint(model.config.vocab_size, (1, 600))
     assert made is not None
     fast, slow = (BoundedCache(tolerance=1e-4, clocked=clocked, compiled=compiled) for compiled in (True, False))
     with torch.inference_mode():
@@ -217,7 +217,7 @@ def test_rings_that_grow_inside_the_one_call_keep_the_certificate(position, chan
             got, expected = scores_after(made, int(one), fast), model(one, cache=slow)[:, 0]
             torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
     assert fast.windows == slow.windows
-    assert fast.certificate.grown == slow.certificate.grown > 0
+    assert fast.certificate.grow_count == slow.certificate.grow_count > 0
     assert fast.certificate.mass == pytest.approx(slow.certificate.mass, rel=1e-3)
 
 
@@ -225,8 +225,8 @@ def test_rings_that_grow_inside_the_one_call_keep_the_certificate(position, chan
 @pytest.mark.parametrize("mode", ["full", "bounded"])
 def test_a_change_at_inference_reaches_the_compiled_step(option, text, mode):
     model, read = make_model(), [1, 2, 3]
-    with changed(model, Change.read(option, text), 16, 32):
-        assert RowModel.of(model) is not None
+    with apply_override(model, Override.read(option, text), 16, 32):
+        assert FastDecoder.create(model) is not None
         for token in trainshort.stream(model, read.copy(), tokens=12, temperature=0, mode=mode):
             assert token.logprob == pytest.approx(float(logprobs(model, read, [token.id])), abs=1e-5)
             read.append(token.id)
@@ -234,10 +234,10 @@ def test_a_change_at_inference_reaches_the_compiled_step(option, text, mode):
 
 def test_a_cache_that_only_attends_is_left_to_the_model():
     model = make_model()
-    made, cache = RowModel.of(model), WindowCache(window=3)
+    made, cache = FastDecoder.create(model), WindowCache(window=3)
     assert made is not None
     with torch.inference_mode():
-        assert made.scores(5, cache) is None
+        assert made.logits(5, cache) is None
     assert cache.length == 0
 
 
@@ -265,8 +265,8 @@ class FlatterFromFarOn(PositionMethod):
 def test_slopes_of_a_method_that_knows_its_longest_are_not_asked_beyond():
     model = make_model()
     model.position = FlatterFromFarOn(model.config, None)
-    model.position.longest = 1024
-    assert model.position.bounds_the_past()
+    model.position.max_length = 1024
+    assert model.position.has_error_bound()
 
 
 @pytest.mark.parametrize("method", [FromTheThirdKeyOn, FlatterWithLength, FlatterFromFarOn])
@@ -274,8 +274,8 @@ def test_a_bias_that_depends_on_the_length_is_the_models_at_every_token(method):
     """Asked at one token alone, the first seemed to have no bias and the second to be ALiBi."""
     model = make_model()
     model.position = method(model.config, None)
-    assert "compiled layers have no bias that is not linear" in (one_row.lacks(model) or "")
-    assert not model.position.bounds_the_past()
+    assert "compiled layers have no bias that is not linear" in (one_row.unsupported_reason(model) or "")
+    assert not model.position.has_error_bound()
     read = [3, 1, 4, 1, 5]
     made = list(trainshort.stream(model, read, tokens=12, temperature=0))
     for token in made:

@@ -37,7 +37,7 @@ def test_min_p_is_a_share_of_the_likeliest(p, count):
 
 def test_penalty_lowers_what_was_seen_whatever_its_sign():
     seen = torch.tensor([True, True, False])
-    assert sample.penalize(torch.tensor([3.0, -2.0, 1.0]), seen, 2.0).tolist() == [1.5, -4.0, 1.0]
+    assert sample.apply_repetition_penalty(torch.tensor([3.0, -2.0, 1.0]), seen, 2.0).tolist() == [1.5, -4.0, 1.0]
 
 
 @given(
@@ -50,7 +50,7 @@ def test_penalty_lowers_what_was_seen_whatever_its_sign():
 def test_filters_leave_something_and_change_no_order(values, k, p, share, temperature):
     scores = torch.tensor(values)
     config = GenerateConfig(top_k=k, top_p=p, min_p=share, temperature=temperature)
-    left = sample.filtered(scores, config)
+    left = sample.filter_logits(scores, config)
     assert left.max() == (scores / temperature).max()  # one of the likeliest is kept
     torch.testing.assert_close(left[left.isfinite()], scores[left.isfinite()] / temperature)
     assert len(kept(left)) <= k
@@ -59,7 +59,7 @@ def test_filters_leave_something_and_change_no_order(values, k, p, share, temper
 def test_draws_follow_the_probabilities_and_the_seed():
     def draws(seed):
         generator = torch.Generator().manual_seed(seed)
-        return [sample.draw(SCORES, 1.0, generator) for _ in range(2000)]
+        return [sample.sample_token(SCORES, 1.0, generator) for _ in range(2000)]
 
     counts = torch.bincount(torch.tensor(draws(1)), minlength=3) / 2000
     torch.testing.assert_close(counts, SCORES.exp(), atol=0.04, rtol=0)
@@ -68,8 +68,8 @@ def test_draws_follow_the_probabilities_and_the_seed():
 
 def test_temperature():
     generator = torch.Generator().manual_seed(0)
-    assert {sample.draw(SCORES, 0, generator) for _ in range(20)} == {0}
-    hot = sample.filtered(SCORES, GenerateConfig(temperature=2.0))
+    assert {sample.sample_token(SCORES, 0, generator) for _ in range(20)} == {0}
+    hot = sample.filter_logits(SCORES, GenerateConfig(temperature=2.0))
     assert math.isclose(float(hot[0] - hot[1]), float(SCORES[0] - SCORES[1]) / 2, rel_tol=1e-5)
 
 
@@ -94,4 +94,4 @@ def test_temperature():
 )
 def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(InputError, match=message):
-        GenerateConfig.read(settings)
+        GenerateConfig.parse(settings)

@@ -9,7 +9,7 @@ import trainshort
 from trainshort import InputError, ModelConfig, TransformerLM
 from trainshort.cache import BoundedCache
 from trainshort.data.tokenizer.built import ByteTokenizer
-from trainshort.evaluate.changes import Change, changed
+from trainshort.evaluate.changes import Override, apply_override
 from trainshort.generate import stream_batch
 from trainshort.positions import positions
 
@@ -19,8 +19,8 @@ TRAINED_AT = 16
 
 def make_model(position="alibi", **changes):
     torch.manual_seed(1)
-    settings = {"vocabulary": 256, "layers": 2, "width": 48, "heads": 6, "position": position}
-    settings["position_settings"] = {"learned": {"longest": 400}, "alibi": {"max_bias": 4.0}}.get(position, {})
+    settings = {"vocab_size": 256, "layers": 2, "width": 48, "heads": 6, "position": position}
+    settings["position_settings"] = {"learned": {"max_length": 400}, "alibi": {"max_bias": 4.0}}.get(position, {})
     model = TransformerLM(ModelConfig(**{**settings, **changes})).eval()
     with torch.no_grad():
         for weight in model.parameters():
@@ -178,7 +178,7 @@ def test_modes_that_cannot_are_refused_with_the_reason(position, settings, messa
 def test_bounded_memory_of_a_clamped_model_is_refused_as_that():
     model = make_model()
     refused = pytest.raises(InputError, match="needs ALiBi, not clamped, or FoX: alibi gives no bound here")
-    with changed(model, Change.read("slopes", "clamp=64"), 32, 32), refused:
+    with apply_override(model, Override.read("slopes", "clamp=64"), 32, 32), refused:
         trainshort.stream(model, [1], mode="bounded")
 
 
@@ -193,8 +193,8 @@ def test_prompts_that_cannot_be_are_refused():
     with pytest.raises(InputError, match="flat list"):
         trainshort.stream(model, [[1, 2]])  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match="the tokenizer has 256 tokens, the model only 100"):
-        trainshort.stream(make_model(vocabulary=100), "words", tokenizer=ByteTokenizer())
-    learned = trainshort.stream(make_model("learned", position_settings={"longest": 8}), [1] * 6, tokens=9)
+        trainshort.stream(make_model(vocab_size=100), "words", tokenizer=ByteTokenizer())
+    learned = trainshort.stream(make_model("learned", position_settings={"max_length": 8}), [1] * 6, tokens=9)
     with pytest.raises(InputError, match="learned positions stop at 8"):
         list(learned)
     assert not learned.torn  # refused before anything was read
@@ -212,4 +212,4 @@ def test_a_hundred_thousand_tokens_in_constant_memory():
     assert cache.length == 100_000
     assert cache.bytes <= 1.02 * early
     assert 0 < cache.certificate.mass < 1e-4  # a query may reach farther than all before it, but not by much
-    assert (cache.certificate.mass > 1e-6) == (cache.certificate.above > 0)
+    assert (cache.certificate.mass > 1e-6) == (cache.certificate.rows_above_tolerance > 0)

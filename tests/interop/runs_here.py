@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from trainshort.checkpoint import Snapshot, State, model_tensors, save
+from trainshort.checkpoint import CheckpointData, TrainState, model_tensors, save
 from trainshort.config import ModelConfig, RunConfig, TrainConfig
 from trainshort.data.tokenizer.built import ByteTokenizer
 from trainshort.model import TransformerLM
@@ -14,8 +14,8 @@ from trainshort.parallel import World
 
 def make_run(path: Path, *, length: int = 32, **settings) -> Path:
     torch.manual_seed(0)
-    settings = {"vocabulary": 256, "layers": 2, "width": 64, "heads": 4, **settings}
-    model = TransformerLM(ModelConfig.read(settings))
+    settings = {"vocab_size": 256, "layers": 2, "width": 64, "heads": 4, **settings}
+    model = TransformerLM(ModelConfig.parse(settings))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "slopes" in name:
@@ -28,8 +28,8 @@ def make_run(path: Path, *, length: int = 32, **settings) -> Path:
     (path / "checkpoints").mkdir()
     (path / "config.json").write_text(config.model_dump_json())
     (path / "tokenizer.json").write_text(ByteTokenizer().to_json())
-    state = State(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
-    save(path, Snapshot(config, state, {"model": model_tensors(model)}), World())
+    state = TrainState(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
+    save(path, CheckpointData(config, state, {"model": model_tensors(model)}), World())
     return path
 
 

@@ -12,7 +12,7 @@ from trainshort.checkpoint import load_model
 from trainshort.cli import run as command
 from trainshort.config import RunConfig, TrainConfig, load_config
 from trainshort.evaluate import evidence, results
-from trainshort.interop.convert import convert, open_patient
+from trainshort.interop.convert import convert, open_conversion_source
 from trainshort.interop.import_model import ImportRequest
 from trainshort.model import TransformerLM
 
@@ -63,7 +63,7 @@ def saved(folder: Path, kind: str, steps: int = 0) -> torch.nn.Module:
 
 def surgery(source: Path, out: Path) -> TransformerLM:
     request = ImportRequest(str(source))
-    patient = open_patient(request)
+    patient = open_conversion_source(request)
     model = patient.source.reading.model
     convert(patient, request, RunConfig(model=model.config, train=TrainConfig(length=model.length)), out)
     return load_model(out)
@@ -113,7 +113,7 @@ def test_the_command(kind, tmp_path, monkeypatch, capsys):
     assert trained[LENGTH].perplexity < 1.02 * before[LENGTH].perplexity, "and brings back what it was"
     assert trained[8 * LENGTH].perplexity < 1.05 * trained[LENGTH].perplexity, "at any length"
     assert before[2 * LENGTH].status == ("cannot" if kind == "gpt2" else "scored")
-    assert evidence.load_card(Path("runs/it"))["summary"].startswith("trained at 32, good to ")
+    assert evidence.load_summary(Path("runs/it"))["summary"].startswith("trained at 32, good to ")
     assert {path.suffix for path in Path("runs/it/conversion").iterdir()} == {".json", ".png", ".svg"}
     with pytest.raises(InputError, match="runs/it already exists"):
         command(asked)
@@ -235,7 +235,7 @@ def test_a_text_that_cannot_be_trained_on_leaves_no_run_folder(tmp_path, monkeyp
 def test_stretched_rotation_is_told(tmp_path):
     saved(tmp_path / "theirs", "llama")
     setting(rope_scaling={"rope_type": "yarn", "factor": 4.0})(tmp_path / "theirs")
-    notes = open_patient(ImportRequest(str(tmp_path / "theirs"))).source.reading.model.notes
+    notes = open_conversion_source(ImportRequest(str(tmp_path / "theirs"))).source.reading.model.notes
     assert notes == ("its rotary positions were stretched (yarn); that goes with them",)
 
 

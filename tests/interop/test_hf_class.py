@@ -18,9 +18,9 @@ from trainshort.positions import positions  # noqa: E402
 KINDS = {name: {"position": name} for name in positions.names()} | {
     "adaptive": {"adaptive": {"cutoffs": (50, 120), "factor": 2}},
     "rotary with key heads": {"position": "rotary", "kv_heads": 2},
-    "fox with key heads and plain ones": {"position": "fox", "kv_heads": 2, "plain_heads": 2},
+    "fox with key heads and plain ones": {"position": "fox", "kv_heads": 2, "nope_heads": 2},
     "learned slopes": {"learned_slopes": True},
-    "learned": {"position": "learned", "position_settings": {"longest": 80}},
+    "learned": {"position": "learned", "position_settings": {"max_length": 80}},
 }
 
 

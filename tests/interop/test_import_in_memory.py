@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models  # noqa: E402
 
 from trainshort.cache import Cache  # noqa: E402
 from trainshort.cli import main  # noqa: E402
-from trainshort.interop.import_model import ImportRequest, load_here  # noqa: E402
+from trainshort.interop.import_model import ImportRequest, load_in_memory  # noqa: E402
 
 LONG = 4 * LENGTH
 
@@ -45,7 +45,7 @@ def make_rotary_model(kind, **rope):
 def test_rotary_model_in_memory_equals_transformers(kind, tmp_path):
     model = make_rotary_model(kind)
     model.save_pretrained(tmp_path)
-    ours, source = load_here(ImportRequest(str(tmp_path)))
+    ours, source = load_in_memory(ImportRequest(str(tmp_path)))
     assert source.kind == kind
     expected = model(tokens()).logits
     assert off(ours(tokens()), expected) < 1e-4
@@ -67,7 +67,7 @@ def test_gpt_neox_with_older_configs(how, tmp_path):
         settings.pop(name, None)
     (tmp_path / "config.json").write_text(json.dumps(settings | how))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    ours, _ = load_here(ImportRequest(str(tmp_path)))
+    ours, _ = load_in_memory(ImportRequest(str(tmp_path)))
     assert off(ours(tokens()), theirs(tokens()).logits) < 1e-4
 
 

@@ -12,7 +12,7 @@ from runs_here import make_run
 from trainshort import InputError
 from trainshort.cli import run as command
 from trainshort.evaluate.results import load
-from trainshort.files import read_sealed
+from trainshort.files import read_with_checksum
 from trainshort.interop.export import export
 
 ROLLING = """
@@ -78,7 +78,7 @@ def test_runs_and_exports_agree_with_our_own_evaluation(place, capsys):
     for model, out in (("run", "run"), ("hf", "of-hf"), ("hf-mpt", "of-mpt")):
         more = [] if model == "run" else ["--out", out, "--length", "32"]
         assert command(["harness", model, "--tasks", "book", "--include", "tasks", *more]) == 0
-        stored = read_sealed(Path(out) / "harness" / "book.json")
+        stored = read_with_checksum(Path(out) / "harness" / "book.json")
         nats = stored["results"]["book"]["bits_per_byte,none"] * math.log(2) * 32 * 20
         assert nats == pytest.approx(ours.nll, rel=1e-5), model
         assert stored["asked"] == {"tasks": ["book"], "length": 32, "limit": None, "shots": None}
@@ -88,7 +88,7 @@ def test_runs_and_exports_agree_with_our_own_evaluation(place, capsys):
 
 def test_other_kinds_of_tasks(place):
     assert command(["harness", "run", "--tasks", "choice,write", "--include", "tasks", "--limit", "2"]) == 0
-    found = read_sealed(Path("run/harness/choice-write.json"))
+    found = read_with_checksum(Path("run/harness/choice-write.json"))
     assert found["results"]["choice"]["acc,none"] in (0, 0.5, 1)
     assert "exact_match,none" in found["results"]["write"]
     assert found["n-samples"]["choice"]["effective"] == 2

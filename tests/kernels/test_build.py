@@ -19,8 +19,8 @@ from trainshort.errors import InputError
 from trainshort.kernels import build
 
 CACHES = (
-    *(operator.unavailable, operator.has_kernel, operator._library),
-    *(ring.unavailable, ring.library, build._private_folder, build._say_once),
+    *(operator.kernel_unavailable_reason, operator.has_kernel, operator._library),
+    *(ring.kernel_unavailable_reason, ring.library, build._private_folder, build._say_once),
 )
 LOADERS = {"attention": lambda: operator._library(False), "decode": ring.library}
 
@@ -37,7 +37,7 @@ def fresh(monkeypatch, tmp_path):
 def forget():
     for cache in CACHES:
         cache.cache_clear()
-    op._announced.clear()
+    op._logged_messages.clear()
 
 
 def attention():
@@ -80,7 +80,7 @@ def test_other_flags_make_another_library(fresh, monkeypatch):
 def test_flags_that_cannot_be_split_are_one_sentence(fresh, monkeypatch):
     monkeypatch.setenv("TRAINSHORT_CFLAGS", "'-g")
     reason = "the variable TRAINSHORT_CFLAGS cannot be split into flags (No closing quotation)"
-    assert operator.unavailable() == reason
+    assert operator.kernel_unavailable_reason() == reason
     attention()
 
 
@@ -234,21 +234,21 @@ def test_no_compiler_falls_back_with_one_message(fresh, monkeypatch, caplog):
 )
 def test_a_strange_compiler_is_one_sentence(fresh, monkeypatch, value, reason):
     monkeypatch.setenv("CC", value)
-    assert operator.unavailable() == reason
-    assert ring.unavailable() == reason
+    assert operator.kernel_unavailable_reason() == reason
+    assert ring.kernel_unavailable_reason() == reason
     attention()
 
 
 @needs_kernel
 def test_a_compiler_that_fails_is_quoted(fresh, monkeypatch):
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-fno-such-flag"))
-    assert "no-such-flag" in (operator.unavailable() or "")
+    assert "no-such-flag" in (operator.kernel_unavailable_reason() or "")
     assert list(fresh.iterdir()) == []
 
 
 def test_a_processor_without_avx2_gets_plain_pytorch(fresh, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert operator.unavailable() == "the kernel needs a processor with AVX2"
+    assert operator.kernel_unavailable_reason() == "the kernel needs a processor with AVX2"
     attention()
 
 

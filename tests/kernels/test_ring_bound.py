@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from trainshort import alibi
-from trainshort.cache.bounded import MARGIN, SETTLED, wanted
-from trainshort.cache.ring import Ring, RingCall, heads_of, unavailable
+from trainshort.cache.bounded import CAPACITY_MARGIN, MIN_BIAS_DROP, required_capacity
+from trainshort.cache.ring import DecodeArgs, Ring, kernel_unavailable_reason, make_head_structs
 
-pytestmark = pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
+pytestmark = pytest.mark.skipif(bool(kernel_unavailable_reason()), reason=str(kernel_unavailable_reason()))
 
 TOLERANCES = (1e-3, 1e-6, 1e-12)
 SLOPES = [1 / 2, 1 / 4, 1 / 16, 1 / 64]
@@ -25,10 +25,10 @@ def one_token(tolerance: float, seed: int, loud: float, dim: int = 24, count: in
         ring.capacity = ring.count = count
         ring.far, ring.peak = 2.0 + index, 5.0 + index
     before = stored[0].clone()
-    heads = heads_of(slopes, -math.inf)
-    call = RingCall.of(rings, heads, dim)
-    call.tolerance, call.margin, call.settled = tolerance, MARGIN, SETTLED
-    call.comes_after(100_000, limit)
+    heads = make_head_structs(slopes, -math.inf)
+    call = DecodeArgs.create(rings, heads, dim)
+    call.tolerance, call.margin, call.settled = tolerance, CAPACITY_MARGIN, MIN_BIAS_DROP
+    call.set_step(100_000, limit)
     q, k, v = torch.randn(1, 4, 1, dim) * loud, torch.randn(1, 2, 1, dim), torch.randn(1, 2, 1, dim)
     call.attend(q, k, v)
     return rings, heads, q[0, :, 0].double(), k[0, :, 0].double(), before.double()
@@ -53,7 +53,7 @@ def test_the_bounds_of_the_compiled_ring_are_those_of_alibi(tolerance, loud):
             assert head.above == int(not head.mass <= tolerance)
             assert head.excess == pytest.approx(float(reach * peak - lse), abs=1e-5)
         for index, ring in enumerate(rings):
-            most = wanted(heads[2 * index : 2 * index + 2], tolerance)
+            most = required_capacity(heads[2 * index : 2 * index + 2], tolerance)
             assert ring.wanted == (most if most > ring.capacity else 0)
 
 
@@ -66,4 +66,8 @@ def test_both_outcomes_were_among_them():
 
 def test_a_limit_of_the_model_bounds_what_is_wanted():
     rings, heads, *_ = one_token(1e-12, 0, 6.0, limit=64)
-    assert [ring.wanted for ring in rings] == [wanted(heads[2 * i : 2 * i + 2], 1e-12, 64) for i in (0, 1)] == [63, 63]
+    assert (
+        [ring.wanted for ring in rings]
+        == [required_capacity(heads[2 * i : 2 * i + 2], 1e-12, 64) for i in (0, 1)]
+        == [63, 63]
+    )

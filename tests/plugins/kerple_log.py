@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from trainshort.attention import DistanceBias
 from trainshort.config import ModelConfig
 from trainshort.positions import PositionMethod, positions
-from trainshort.settings import MethodSettings
+from trainshort.settings import PositionConfig
 
 
-class Settings(MethodSettings):
+class Settings(PositionConfig):
     a: float = Field(default=1.0, gt=0)
     """First value of each head's a: how much a distance costs."""
     b: float = Field(default=1.0, gt=0)
@@ -21,12 +21,12 @@ class Settings(MethodSettings):
 class KerpleLog(PositionMethod):
     """A penalty that grows with the logarithm of the distance, trained for each head."""
 
-    Settings = Settings
+    Config = Settings
     float32 = ("a", "b")
     a: Tensor
     b: Tensor
 
-    def __init__(self, config: ModelConfig, settings: Settings) -> None:
+    def __init__(self, config: ModelConfig, settings: Config) -> None:
         super().__init__(config, settings)
         self.a = nn.Parameter(torch.full((config.heads, 1), settings.a))
         self.b = nn.Parameter(torch.full((config.heads, 1), settings.b))

@@ -2,7 +2,7 @@
 
 from rich.console import Group
 
-from trainshort.analyze.lab import Analysis, Lab, analyses
+from trainshort.analyze.lab import Analysis, AnalysisContext, analyses
 from trainshort.attention import AttentionCall, backends
 from trainshort.data.corpus import corpora, find_corpus
 from trainshort.data.tokenizer import SavedTokenizer, tokenizers
@@ -33,16 +33,16 @@ class Letters(SavedTokenizer):
     sized = True
 
     @classmethod
-    def build(cls, texts, vocabulary, size):
+    def build(cls, texts, vocab_size, size):
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-        found = sorted({letter for text in texts for letter in text})[: vocabulary - 1]
+        found = sorted({letter for text in texts for letter in text})[: vocab_size - 1]
         saved = Tokenizer(models.WordLevel({"?": 0} | {x: i + 1 for i, x in enumerate(found)}, unk_token="?"))
         saved.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
         return cls(saved, "letters")
 
 
-def count(lab: Lab) -> dict:
+def count(lab: AnalysisContext) -> dict:
     return {"summary": f"there are {len(lab.tokens)} tokens"}
 
 

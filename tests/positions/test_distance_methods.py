@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import plot_biases
 from trainshort import alibi
 from trainshort.attention import DenseBias, DistanceBias
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.positions import LayerInput, PositionMethod, build_position, picture, positions
+from trainshort.positions import LayerInput, PositionMethod, build_position, positions
 from trainshort.positions.distance import log_window
 
 LENGTH = 5000
@@ -19,7 +20,7 @@ LENGTH = 5000
 def make(name, heads=4, **settings):
     torch.manual_seed(0)
     return build_position(
-        ModelConfig.read({"width": 16, "heads": heads, "position": name, "position_settings": settings})
+        ModelConfig.parse({"width": 16, "heads": heads, "position": name, "position_settings": settings})
     )
 
 
@@ -101,7 +102,7 @@ def test_sandwich_has_its_cosines():
 def test_fire_is_a_network_of_the_share_of_the_distance():
     method, past, new = make("fire", threshold=8), 5, 7
     where = torch.arange(past, past + new).expand(2, -1)
-    bias = method.text_bias(LayerInput(0, torch.zeros(2, new, 16), past + new, where, {}))
+    bias = method.content_bias(LayerInput(0, torch.zeros(2, new, 16), past + new, where, {}))
     assert isinstance(bias, DenseBias)
     assert bias.values.shape == (4, new, past + new)
     for i in range(past, past + new):
@@ -166,11 +167,11 @@ def test_the_window_of_a_logarithm_is_long_enough_and_not_much_longer():
 
 def test_every_method_that_works_inside_the_layers_is_in_a_picture():
     """And is drawn as it is: ALiBi's lines are its slopes, a vector under rotation begins as itself."""
-    drawn = {settings["position"] for panels in picture.PICTURES.values() for settings in panels.values()}
+    drawn = {settings["position"] for panels in plot_biases.PICTURES.values() for settings in panels.values()}
     assert drawn == {name for name, method in positions.items() if method.embed is PositionMethod.embed} - {"none"}
-    for name in picture.PICTURES:
-        assert (picture.FOLDER / f"{name}.png").exists()
-    lines = picture.figure("alibi", {"position": "alibi"}).series
-    assert [line.y[-1] for line in lines] == pytest.approx([-1023 * 0.5**head for head in picture.SHOWN])
-    (rotary,) = picture.figure("rotary", {"position": "rotary"}).series
+    for name in plot_biases.PICTURES:
+        assert (plot_biases.FOLDER / f"{name}.png").exists()
+    lines = plot_biases.figure("alibi", {"position": "alibi"}).series
+    assert [line.y[-1] for line in lines] == pytest.approx([-1023 * 0.5**head for head in plot_biases.SHOWN])
+    (rotary,) = plot_biases.figure("rotary", {"position": "rotary"}).series
     assert rotary.y[0] == pytest.approx(1)

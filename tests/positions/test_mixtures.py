@@ -11,15 +11,15 @@ from trainshort.cache import Cache
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
 from trainshort.model import TransformerLM
-from trainshort.positions import ScoreGrowth, for_heads
+from trainshort.positions import LengthScaling, zero_bias_for_nope_heads
 
 INSIDE = ["alibi", "rotary", "t5", "kerple", "fox", "fire"]
 
 
 def tiny(position="alibi", **changes):
     torch.manual_seed(0)
-    config = {"vocabulary": 64, "layers": 2, "width": 32, "heads": 4, "position": position, **changes}
-    model = TransformerLM(ModelConfig.read(config)).eval()
+    config = {"vocab_size": 64, "layers": 2, "width": 32, "heads": 4, "position": position, **changes}
+    model = TransformerLM(ModelConfig.parse(config)).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
@@ -34,11 +34,11 @@ def queries_and_biases(model, tokens):
 
 
 @pytest.mark.parametrize("position", INSIDE)
-def test_plain_heads_are_those_of_a_model_without_positions(position):
+def test_nope_heads_are_those_of_a_model_without_positions(position):
     """And the others are as they were."""
-    mixed, tokens = tiny(position, plain_heads=2), torch.randint(64, (1, 20))
+    mixed, tokens = tiny(position, nope_heads=2), torch.randint(64, (1, 20))
     (first, *_), (plain, *_) = (queries_and_biases(m, tokens) for m in (mixed, tiny("none")))
-    weights = TransformerLM(mixed.config.replace(plain_heads=0)).eval()
+    weights = TransformerLM(mixed.config.replace(nope_heads=0)).eval()
     weights.load_state_dict(mixed.state_dict())
     (whole, *_) = queries_and_biases(weights, tokens)
     if position == "rotary":
@@ -57,7 +57,7 @@ def test_plain_heads_are_those_of_a_model_without_positions(position):
 
 @pytest.mark.parametrize("position", INSIDE)
 @pytest.mark.parametrize(
-    "changes", [{"plain_heads": 2}, {"plain_every": 2, "window": 30}, {"score_growth": "ssmax"}], ids=str
+    "changes", [{"nope_heads": 2}, {"nope_every": 2, "window": 30}, {"length_scaling": "ssmax"}], ids=str
 )
 @torch.no_grad()
 def test_token_by_token_equals_one_pass(position, changes):
@@ -70,7 +70,7 @@ def test_token_by_token_equals_one_pass(position, changes):
 
 
 def test_every_nth_layer_knows_no_positions_and_sees_all():
-    model = tiny(layers=6, plain_every=3, window=5, score_growth="ssmax")
+    model = tiny(layers=6, nope_every=3, window=5, length_scaling="ssmax")
     calls = queries_and_biases(model, torch.randint(64, (1, 12)))
     assert [call.bias is None for call in calls] == [False, False, True] * 2
     assert [call.window for call in calls] == [5, 5, None] * 2
@@ -79,12 +79,12 @@ def test_every_nth_layer_knows_no_positions_and_sees_all():
 
 def test_growth_against_its_formulas():
     q, where = torch.ones(1, 2, 3, 4), torch.tensor([[0, 9, 16_384]])
-    ssmax = ScoreGrowth(ModelConfig(heads=2, score_growth="ssmax"))
+    ssmax = LengthScaling(ModelConfig(heads=2, length_scaling="ssmax"))
     with torch.no_grad():
         ssmax.s.copy_(torch.tensor([0.5, 2.0]))
     expected = [[s * math.log(n) for n in (1, 10, 16_385)] for s in (0.5, 2.0)]
     torch.testing.assert_close(ssmax(q, where)[0, :, :, 0], torch.tensor(expected))
-    llama = ScoreGrowth(ModelConfig(heads=2, score_growth="llama4"))
+    llama = LengthScaling(ModelConfig(heads=2, length_scaling="llama4"))
     expected = [1.0, 1.0, 1 + 0.1 * math.log(1 + 2)]
     torch.testing.assert_close(llama(q, where)[0, 1, :, 0], torch.tensor(expected))
     mean = sum(math.log(n) for n in range(1, 1025)) / 1024
@@ -92,8 +92,8 @@ def test_growth_against_its_formulas():
 
 
 def test_growth_multiplies_products_and_leaves_the_bias():
-    model, tokens = tiny(score_growth="ssmax"), torch.randint(64, (1, 30))
-    plain = TransformerLM(model.config.replace(score_growth="none")).eval()
+    model, tokens = tiny(length_scaling="ssmax"), torch.randint(64, (1, 30))
+    plain = TransformerLM(model.config.replace(length_scaling="none")).eval()
     plain.load_state_dict({k: v for k, v in model.state_dict().items() if not k.endswith("growth.s")})
     (grown, *_), (first, *_) = (queries_and_biases(m, tokens) for m in (model, plain))
     factor = 0.1686 * torch.arange(1.0, 31).log()
@@ -104,8 +104,8 @@ def test_growth_multiplies_products_and_leaves_the_bias():
     assert all(layer.attention.growth.s.grad.abs().sum() > 0 for layer in model.layers)
 
 
-def test_learned_slopes_of_plain_heads_stay_zero():
-    model = tiny(plain_heads=1, position_settings={"learned_slopes": True})
+def test_learned_slopes_of_nope_heads_stay_zero():
+    model = tiny(nope_heads=1, position_settings={"learned_slopes": True})
     tokens = torch.randint(64, (1, 40))
     model(tokens[:, :-1], tokens[:, 1:])[0].backward()
     assert model.position.slopes[3] == 0
@@ -116,16 +116,16 @@ def test_learned_slopes_of_plain_heads_stay_zero():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"plain_heads": 4}, "plain_heads 4 leaves none of 4 heads with positions"),
-        ({"plain_heads": 1, "kv_heads": 2}, "plain_heads 1 leaves 3 of 4 heads with positions; leave a multiple of 2"),
-        ({"plain_every": 1}, "plain_every"),
-        ({"plain_every": 5}, "plain_every 5 leaves all of 2 layers with positions"),
+        ({"nope_heads": 4}, "nope_heads 4 leaves none of 4 heads with positions"),
+        ({"nope_heads": 1, "kv_heads": 2}, "nope_heads 1 leaves 3 of 4 heads with positions; leave a multiple of 2"),
+        ({"nope_every": 1}, "nope_every"),
+        ({"nope_every": 5}, "nope_every 5 leaves all of 2 layers with positions"),
         (
-            {"position": "fox", "position_settings": {"shortest": 300}},
+            {"position": "fox", "position_settings": {"min_decay_time": 300}},
             "decay times go from shortest to longest; got 300 and 256",
         ),
-        ({"score_growth_length": 0}, "score_growth_length"),
-        ({"position": "sinusoidal", "plain_every": 2}, "sinusoidal adds its positions to the embeddings, before any"),
+        ({"length_scaling_length": 0}, "length_scaling_length"),
+        ({"position": "sinusoidal", "nope_every": 2}, "sinusoidal adds its positions to the embeddings, before any"),
     ],
 )
 def test_mixtures_that_do_not_add_up(changes, said):
@@ -137,21 +137,21 @@ def test_mixtures_that_do_not_add_up(changes, said):
 @pytest.mark.parametrize(
     ("kind", "shape", "heads_at"), [(LinearBias, (4,), 0), (DistanceBias, (4, 5), 0), (DecayBias, (2, 4, 5), 1)]
 )
-def test_plain_heads_have_nothing_on_either_side(kind, shape, heads_at):
+def test_nope_heads_have_nothing_on_either_side(kind, shape, heads_at):
     """The right side of an encoder's bias is kept, and a head that would be blind there sees it."""
     left, right = torch.rand(shape) + 1, torch.full(shape, math.inf)
-    both = for_heads(kind(left, right), ModelConfig(vocabulary=64, heads=4, width=32, plain_heads=1))
+    both = zero_bias_for_nope_heads(kind(left, right), ModelConfig(vocab_size=64, heads=4, width=32, nope_heads=1))
     for found, given in ((both.values, left), (both.right, right)):
         assert torch.equal(found.narrow(heads_at, 0, 3), given.narrow(heads_at, 0, 3))
         assert found.narrow(heads_at, 3, 1).eq(0).all()
 
 
-def test_plain_heads_of_a_written_bias_and_of_one_that_nobody_knows():
-    config = ModelConfig(vocabulary=64, heads=4, width=32, plain_heads=1)
-    written = for_heads(DenseBias(torch.ones(2, 4, 3, 3)), config)
+def test_nope_heads_of_a_written_bias_and_of_one_that_nobody_knows():
+    config = ModelConfig(vocab_size=64, heads=4, width=32, nope_heads=1)
+    written = zero_bias_for_nope_heads(DenseBias(torch.ones(2, 4, 3, 3)), config)
     assert written.values[:, :3].eq(1).all()
     assert written.values[:, 3].eq(0).all()
     with pytest.raises(
         InputError, match="bias must be LinearBias, DistanceBias, DecayBias, DenseBias or None, got str"
     ):
-        for_heads("falling", config)
+        zero_bias_for_nope_heads("falling", config)

@@ -109,9 +109,9 @@ def test_xpos_scores_are_those_of_x_transformers():
 def test_xpos_ends_where_float32_does():
     method = make("xpos", width=128)
     q = torch.randn(1, 2, 1, 64)
-    turned_q, turned_k = method.rotate(q, q, where([method.longest - 1]))
+    turned_q, turned_k = method.rotate(q, q, where([method.max_length - 1]))
     torch.testing.assert_close((turned_q * turned_k).sum(-1), q.square().sum(-1))
-    method.check_length(method.longest)
+    method.check_length(method.max_length)
     with pytest.raises(InputError, match=r"xpos leaves the range of float32 past 32,768 positions, but this input rea"):
         method.check_length(32_769)
 
@@ -137,7 +137,7 @@ def test_t5_bias_past_its_maximum_is_the_last_bucket():
 
 
 def test_learned_stops_at_its_table_and_says_so():
-    method = make("learned", longest=512)
+    method = make("learned", max_length=512)
     method.check_length(512)
     with pytest.raises(
         InputError,
@@ -171,7 +171,7 @@ def test_alibi_has_nothing_to_save():
 
 @pytest.mark.parametrize("name", ["alibi", "t5", "none", "sinusoidal", "rotary"])
 def test_all_but_learned_run_at_any_length(name):
-    assert make(name).longest is None
+    assert make(name).max_length is None
     make(name).check_length(10**9)
 
 
@@ -180,7 +180,7 @@ INITIAL_WEIGHTS = {
     "t5": ({"buckets": 8, "max_distance": 20}, "50b5776cb8b7a13d"),
     "none": ({}, "d9568308c572de50"),
     "sinusoidal": ({}, "d9568308c572de50"),
-    "learned": ({"longest": 30}, "e05f662eba35bd17"),
+    "learned": ({"max_length": 30}, "e05f662eba35bd17"),
     "rotary": ({"base": 500.0}, "d9568308c572de50"),
 }
 """For each position method, its settings and the digest of the initial weights for the model and seed below."""
@@ -189,9 +189,9 @@ INITIAL_WEIGHTS = {
 @pytest.mark.parametrize("position", INITIAL_WEIGHTS)
 def test_initial_weights_are_bit_identical(position):
     settings, expected = INITIAL_WEIGHTS[position]
-    shape = {"vocabulary": 40, "layers": 2, "width": 16, "heads": 4}
+    shape = {"vocab_size": 40, "layers": 2, "width": 16, "heads": 4}
     torch.manual_seed(0)
-    model = TransformerLM(ModelConfig.read({**shape, "position": position, "position_settings": settings}))
+    model = TransformerLM(ModelConfig.parse({**shape, "position": position, "position_settings": settings}))
     weights = model.state_dict()
     digest = hashlib.sha256()
     for name in sorted(weights):
@@ -201,15 +201,15 @@ def test_initial_weights_are_bit_identical(position):
 
 def test_what_is_known_without_torch_agrees_with_the_methods():
     assert methods.names() == positions.names()
-    assert all(methods.get(name).settings is method.Settings for name, method in positions.items())
+    assert all(methods.get(name).settings is method.Config for name, method in positions.items())
 
 
 def test_abilities():
     made = {name: make(name) for name in positions.names()[:6]}
     assert [name for name, method in made.items() if method.linear_slopes() is not None] == ["alibi"]
     assert [name for name, method in made.items() if method.rotates()] == ["rotary"]
-    assert [name for name, method in made.items() if method.longest] == ["learned"]
-    assert not any(method.reads_text() for method in made.values())
+    assert [name for name, method in made.items() if method.max_length] == ["learned"]
+    assert not any(method.is_content_dependent() for method in made.values())
 
 
 def test_every_method_is_on_the_page_of_methods():

@@ -13,8 +13,8 @@ from trainshort.recipes.experiments import (
     choose_methods,
     experiments,
     published,
-    reseeded,
     with_methods,
+    with_seed,
 )
 from trainshort.recipes.scales import PAPER_GPUS, Variant, scales
 from trainshort.runs import run_name
@@ -45,7 +45,7 @@ def test_every_published_perplexity_is_a_cell(name):
 def test_sweep_tables_hold_every_point():
     for name, count in (("table2", 35), ("table3", 35), ("table4", 33)):
         cells = choose([name])[0].cells
-        assert len({cell.reading for cell in cells}) == count == len(published()[name])
+        assert len({cell.protocol for cell in cells}) == count == len(published()[name])
         oom = [cell for cell in cells if cell.published is None]
         assert {cell.variant.position for cell in oom} == {"t5"}
 
@@ -53,14 +53,14 @@ def test_sweep_tables_hold_every_point():
 def test_a_few_golden_cells():
     cells = {(c.row, c.column): c for c in choose(["table5"])[0].cells}
     cell = cells["ALiBi, L = 512", "3072"]
-    assert (cell.published, cell.variant, cell.reading) == (
+    assert (cell.published, cell.variant, cell.protocol) == (
         18.40,
         Variant("wikitext103", "alibi", 512),
         EvalProtocol(3072),
     )
     cells = {(c.row, c.column): c for c in choose(["table10"])[0].cells}
     cell = cells["ALiBi, L = 512 read at 3072", "test"]
-    assert (cell.published, cell.variant.setup, cell.reading) == (11.11, "books", EvalProtocol(3072, 512, "test"))
+    assert (cell.published, cell.variant.setup, cell.protocol) == (11.11, "books", EvalProtocol(3072, 512, "test"))
     assert cells["kNN-LM", "valid"].variant is None
 
 
@@ -68,13 +68,13 @@ def test_a_few_golden_cells():
 @pytest.mark.parametrize("name", ["demo", *TABLES, *FIGURES])
 def test_every_model_has_a_valid_config(scale, name):
     chosen, experiment = scales.get(scale), choose([name])[0]
-    wanted = [*experiment.variants(chosen), *experiment.measured_apart(chosen)]
+    wanted = [*experiment.variants(chosen), *experiment.cost_configs(chosen)]
     assert wanted
     for variant in wanted:
         config = chosen.config(variant)
         assert RunConfig.model_validate_json(config.model_dump_json()) == config
         assert config.train.length == chosen.length(variant.length)
-        for reading in experiment.readings(chosen, variant):
+        for reading in experiment.protocols(chosen, variant):
             assert chosen.length(reading.length) <= chosen.longest
 
 
@@ -84,7 +84,9 @@ def test_runs_differ_in_position_and_length_alone_and_see_equally_many_tokens(sc
     configs = [chosen.config(variant) for name in TABLES for variant in choose([name])[0].variants(chosen)]
     assert len({c.train.steps * c.train.batch * c.train.length for c in configs}) == 1
     alike = {"warmup": 0} | (
-        {"name": "adamw", "lr": 1.0, "position_lr": 1.0, "embedding_lr": 1.0} if scale == "laptop" else {}
+        {"name": "adamw", "lr": 1.0, "position_lr_multiplier": 1.0, "embedding_lr_multiplier": 1.0}
+        if scale == "laptop"
+        else {}
     )
     assert (
         len({c.optim.replace(**alike).model_dump_json() for c in configs}) == 1
@@ -98,8 +100,13 @@ def test_runs_differ_in_position_and_length_alone_and_see_equally_many_tokens(sc
 def test_paper_scale_is_the_published_setup():
     config = scales.get("paper").config(Variant("wikitext103", "alibi", 512))
     assert config.train.batch * config.train.length == 73_728
-    assert (config.train.steps, config.optim.lr, config.optim.momentum, config.optim.clip) == (286_000, 1.0, 0.99, 0.1)
-    assert (config.optim.warmup, config.optim.min_lr, config.optim.warmup_from) == (16_000, 1e-4, 1e-7)
+    assert (config.train.steps, config.optim.lr, config.optim.momentum, config.optim.max_grad_norm) == (
+        286_000,
+        1.0,
+        0.99,
+        0.1,
+    )
+    assert (config.optim.warmup, config.optim.min_lr, config.optim.warmup_start_lr) == (16_000, 1e-4, 1e-7)
     for name in TABLES:
         for variant in choose([name])[0].variants(scales.get("paper")):
             settings, gpus = scales.get("paper").config(variant).train, PAPER_GPUS[variant.setup]
@@ -119,7 +126,7 @@ def test_names_follow_what_a_run_is():
     name = run_name(config)
     assert run_name(config.replace(model={"position_settings": {"max_bias": 4.0}})) != name
     assert name.startswith("alibi-128-")
-    assert run_name(config.replace(train={"keep": 3, "micro_batch": 2}, data={"folder": Path("x")})) == name
+    assert run_name(config.replace(train={"keep_checkpoints": 3, "micro_batch": 2}, data={"folder": Path("x")})) == name
     assert run_name(config.replace(train={"seed": 2})) != name
     assert run_name(config.replace(optim={"lr": 1e-3})) != name
 
@@ -133,9 +140,9 @@ def test_the_run_name_depends_on_settings_that_influence_results_only():
 
 def test_seeds_change_the_models_and_nothing_else():
     one = choose(["table9"])[0]
-    two = reseeded(one, 2)
+    two = with_seed(one, 2)
     assert {cell.variant.seed for cell in two.cells if cell.variant} == {2}
-    assert reseeded(two, 1) == one
+    assert with_seed(two, 1) == one
 
 
 def test_names_are_read_generously_and_unknown_ones_help():
@@ -178,8 +185,8 @@ def test_methods_of_ones_own_take_the_papers_cells(name):
     assert set(ours.methods) == {"mine", "sinusoidal"}
     mine = [cell for cell in ours.cells if cell.variant and cell.variant.position == "mine"]
     alibi = [cell for cell in one.cells if cell.variant and cell.variant.position == "alibi"]
-    assert [(cell.reading, cell.quantity, cell.variant.length) for cell in mine] == [
-        (cell.reading, cell.quantity, cell.variant.length) for cell in alibi
+    assert [(cell.protocol, cell.quantity, cell.variant.length) for cell in mine] == [
+        (cell.protocol, cell.quantity, cell.variant.length) for cell in alibi
     ]
     assert all(cell.published is None and "ALiBi" not in cell.row + cell.column for cell in mine)
     assert all("mine" in cell.row + cell.column for cell in mine)

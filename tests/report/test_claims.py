@@ -8,20 +8,20 @@ from made_up import LAPTOP, make_demo, make_run, write_evaluation
 
 from benchmarks.update_docs import ROOT
 from trainshort.claims.collection import COST_FORMAT, collect
-from trainshort.claims.measured import View, middle
+from trainshort.claims.measured import ScaleView, median_with_interval
 from trainshort.claims.speed_and_memory import time_saved
-from trainshort.claims.verdicts import AT_FIRST, claims, judge
+from trainshort.claims.verdicts import AT_FIRST, claims, evaluate_claims
 from trainshort.evaluate.results import load, save
-from trainshort.files import write_sealed
+from trainshort.files import write_with_checksum
 from trainshort.recipes.experiments import EvalProtocol, Variant
 
 
 def verdicts(root) -> dict[str, str]:
-    return {claim.name: outcome.verdict for claim, outcome in judge(View(collect([root]), LAPTOP))}
+    return {claim.name: outcome.verdict for claim, outcome in evaluate_claims(ScaleView(collect([root]), LAPTOP))}
 
 
 def outcome(root, name):
-    return next(outcome for claim, outcome in judge(View(collect([root]), LAPTOP)) if claim.name == name)
+    return next(outcome for claim, outcome in evaluate_claims(ScaleView(collect([root]), LAPTOP)) if claim.name == name)
 
 
 def test_the_document_names_every_claim_without_an_interval():
@@ -100,12 +100,12 @@ def test_costs_fail(tmp_path):
         slow = entry["position"] == "alibi"
         entry["train_seconds"] = [1.02 if slow else 1.0] * 3
         entry["train_memory"] = 600 if slow else 500
-    write_sealed(path, costs)
+    write_with_checksum(path, costs)
     found = verdicts(tmp_path)
     assert (found["same-speed"], found["same-memory"], found["others-slower"]) == ("does not hold",) * 3
     for entry in costs["entries"].values():  # two weighings of one model differ by more than the two models
         entry["train_memories"] = [500, 600]
-    write_sealed(path, costs)
+    write_with_checksum(path, costs)
     assert verdicts(tmp_path)["same-memory"] == "cannot tell"
 
 
@@ -118,7 +118,7 @@ def test_a_noisy_machine_cannot_tell_one_per_cent(tmp_path, slower, expected):
     for entry in costs["entries"].values():
         factor = slower if entry["position"] == "alibi" else 1.0
         entry["train_seconds"] = [factor * seconds for seconds in noise.get(entry["position"], [1.0] * 7)]
-    write_sealed(path, costs)
+    write_with_checksum(path, costs)
     found = outcome(tmp_path, "same-speed")
     assert found.verdict == expected
     assert found.detectable.startswith("differences of ")
@@ -134,7 +134,7 @@ def test_one_rule_about_noise_for_alibi_and_against_it(tmp_path, slower):
     for entry in costs["entries"].values():
         own = noise[::-1] if entry["position"] == "sinusoidal" else [slower * one for one in noise]
         entry["train_seconds"] = list(own)
-    write_sealed(path, costs)
+    write_with_checksum(path, costs)
     found = verdicts(tmp_path)
     opposite = {"holds": "does not hold", "does not hold": "holds", "cannot tell": "cannot tell"}
     assert found["others-slower"] == opposite[found["same-speed"]]
@@ -146,13 +146,17 @@ def test_costs_that_were_not_measured_in_turns_are_not_compared(tmp_path):
     costs = json.loads(path.read_text())
     for entry in costs["entries"].values():
         entry["session"] = entry["position"]
-    write_sealed(path, costs)
+    write_with_checksum(path, costs)
     assert verdicts(tmp_path)["same-speed"] == "not testable at this scale"
 
 
 def test_the_interval_of_a_median_by_counting():
-    assert middle([float(one) for one in range(9)]) == (4.0, 1.0, 7.0)  # 96 % of the time, by the binomial
-    assert middle([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0)
+    assert median_with_interval([float(one) for one in range(9)]) == (
+        4.0,
+        1.0,
+        7.0,
+    )  # 96 % of the time, by the binomial
+    assert median_with_interval([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0)
 
 
 def test_a_difference_within_the_spread_of_seeds_cannot_be_told(tmp_path):
@@ -172,7 +176,7 @@ def test_short_beats_long(tmp_path):
 def test_seeds_are_averaged(tmp_path):
     for seed, value in ((1, 40.0), (2, 44.0)):
         make_run(tmp_path, "alibi", {128: value}, seed=seed)
-    found = View(collect([tmp_path]), LAPTOP).read(Variant("wikitext103", "alibi", 512), EvalProtocol(512))
+    found = ScaleView(collect([tmp_path]), LAPTOP).read(Variant("wikitext103", "alibi", 512), EvalProtocol(512))
     assert found is not None
     assert found.value == pytest.approx(42.0)
     assert found.spread == pytest.approx(math.sqrt(8))
@@ -201,7 +205,7 @@ def test_sooner_is_read_from_checkpoints(tmp_path):
             "length": length // 4,
             "train_seconds": [seconds] * 3,
         }
-    write_sealed(tmp_path / "cost.json", {"format": COST_FORMAT, "entries": entries})
+    write_with_checksum(tmp_path / "cost.json", {"format": COST_FORMAT, "entries": entries})
     found = outcome(tmp_path, "sooner")
     assert found.verdict == "holds"
     assert found.obtained == "+20.0% (+20.0% to +20.0%) time saved (trained at 256 against 512)"
@@ -210,8 +214,8 @@ def test_sooner_is_read_from_checkpoints(tmp_path):
 def test_costs_of_two_folders_are_told_with_the_file_of_each(tmp_path):
     make_demo(tmp_path / "a")
     (tmp_path / "b").mkdir()
-    write_sealed(tmp_path / "b" / "cost.json", {"format": COST_FORMAT, "entries": {}})
-    view = View(collect([tmp_path / "a", tmp_path / "b"]), LAPTOP)
+    write_with_checksum(tmp_path / "b" / "cost.json", {"format": COST_FORMAT, "entries": {}})
+    view = ScaleView(collect([tmp_path / "a", tmp_path / "b"]), LAPTOP)
     found = view.cost(Variant("wikitext103", "alibi", 512), "train memory")
     assert found is not None
     assert found.sources == (tmp_path / "a" / "cost.json",)

@@ -18,13 +18,13 @@ from trainshort.claims.collection import collect
 from trainshort.commands.reproduce import Report
 from trainshort.config import load_config
 from trainshort.errors import InputError
-from trainshort.evaluate.evidence import past_training, pooled
+from trainshort.evaluate.evidence import describe_change_past_training, pool_bins
 from trainshort.evaluate.results import load, save, summarize
-from trainshort.files import write_sealed
+from trainshort.files import write_with_checksum
 from trainshort.passes import Passes
 from trainshort.report.headline import find_headline, sentences
 from trainshort.report.sections import reach_figure
-from trainshort.report.summary import about
+from trainshort.report.summary import introduction
 from trainshort.report.write import headline_table, write_report
 from trainshort.utils.figures import round_ticks
 
@@ -127,7 +127,9 @@ def test_sentences_are_written_from_the_numbers(demo):
     runs, _, text = demo
     headline = find_headline(collect([runs]))
     assert headline is not None
-    assert "4 small language models, alike but for how they know where in the text a word stands" in about(headline)
+    assert "4 small language models, alike but for how they know where in the text a word stands" in introduction(
+        headline
+    )
     assert sentences(headline) == [
         "Trained on 128 tokens at a time and evaluated at 128, ALiBi has the lowest perplexity, 50.0 "
         "(T5 bias 50.0, Rotary 51.0, Sinusoidal 52.0).",
@@ -224,11 +226,11 @@ def hostile_report(root):
         evaluation = next((folder / "eval").glob("*.json"))
         values = json.loads(evaluation.read_text())
         values["corpus"]["name"] = "</script><script>alert(2)</script>"
-        write_sealed(evaluation, values)
+        write_with_checksum(evaluation, values)
         evil = "</div><script>alert('written')</script>"
         passages = [{"end": 128, "given": evil, "written": [[evil, 2.5]]}]
         (folder / "samples").mkdir()
-        write_sealed(folder / "samples" / "sample.json", {"format": 2, "trained_at": 128, "passages": passages})
+        write_with_checksum(folder / "samples" / "sample.json", {"format": 2, "trained_at": 128, "passages": passages})
     return write_report(collect([root / "runs"]), root / "report")
 
 
@@ -332,19 +334,19 @@ def test_loss_by_position_has_enough_predictions_and_concludes_only_what_they_be
     """The demo's text makes 8 inputs of 2,048 tokens, so single positions have 8 predictions each: noise."""
     rng = np.random.default_rng(0)
     windows = Passes(16_384, 2048, 2048)
-    same = pooled(summarize(windows, rng.normal(4, 2.5, 16_384)))
+    same = pool_bins(summarize(windows, rng.normal(4, 2.5, 16_384)))
     assert min(one.count for one in same) >= 200
     assert sum(one.count for one in same) == 16_384
     assert [one.end for one in same][:-1] == [one.first for one in same][1:]
-    assert past_training(same, 128).startswith("shows no change (")
-    assert past_training(same[:1], 10**6) == "was not read past it"
-    assert past_training(same[-1:], 1) == "has too few predictions before it to tell"
+    assert describe_change_past_training(same, 128).startswith("shows no change (")
+    assert describe_change_past_training(same[:1], 10**6) == "was not read past it"
+    assert describe_change_past_training(same[-1:], 1) == "has too few predictions before it to tell"
     for one in same:
         assert one.error == pytest.approx(2.5 / one.count**0.5, rel=0.25)
     worse = rng.normal(4, 2.5, 16_384) + np.where(windows.positions() >= 128, 0.6, 0.0)
-    assert past_training(pooled(summarize(windows, worse)), 128).startswith("rises by 0.")
+    assert describe_change_past_training(pool_bins(summarize(windows, worse)), 128).startswith("rises by 0.")
     better = rng.normal(4, 2.5, 16_384) - np.where(windows.positions() >= 128, 0.6, 0.0)
-    assert past_training(pooled(summarize(windows, better)), 128).startswith("falls by 0.")
+    assert describe_change_past_training(pool_bins(summarize(windows, better)), 128).startswith("falls by 0.")
 
 
 def test_no_backticks_are_shown(demo):
@@ -402,7 +404,9 @@ def test_two_runs_of_one_method_are_told_apart(tmp_path):
     reach = reach_figure(headline, collection)
     assert reach is not None
     assert {one.name: one.color for one in reach.series if not one.faint} == shades
-    assert about(headline).startswith("3 small language models (longer, mine, Rotary), learned from pieces of 128")
+    assert introduction(headline).startswith(
+        "3 small language models (longer, mine, Rotary), learned from pieces of 128"
+    )
 
 
 def test_two_folders_of_one_name_are_two_runs(tmp_path):

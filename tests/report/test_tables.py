@@ -7,7 +7,7 @@ import pytest
 from made_up import LAPTOP, ORIGIN, make_run
 
 from trainshort.claims.collection import collect
-from trainshort.claims.measured import View
+from trainshort.claims.measured import ScaleView
 from trainshort.recipes.experiments import Variant
 from trainshort.report.plotly_figures import specification
 from trainshort.report.tables import paper_figures
@@ -28,7 +28,7 @@ def test_perplexity_is_drawn_against_training_speed_with_the_seeds_spread(tmp_pa
         common = {"position": position, "length": length, "tokens": 3000, "train_memory": 10**6, "provenance": ORIGIN}
         entries[run_name(config)] = {**common, "train_seconds": [seconds] * 3, "read_seconds": [seconds] * 3}
     (tmp_path / "cost.json").write_text(json.dumps({"format": 1, "entries": entries}))
-    view = View(collect([tmp_path]), LAPTOP)
+    view = ScaleView(collect([tmp_path]), LAPTOP)
     figure = next(one for one in paper_figures(view) if one.name == "table6-figure")
     points = {one.name: (one.x, one.y, one.low) for one in figure.series}
     assert points["Sinusoidal, L = 3072"][:2] == (pytest.approx((1500.0,)), pytest.approx((61.0,)))

@@ -25,9 +25,9 @@ from trainshort.recipes.experiments import choose, with_methods
 from trainshort.recipes.scales import Variant, scales
 from trainshort.reproduce import tasks
 from trainshort.reproduce.extras import measure_costs
-from trainshort.reproduce.launchers import Site, read_site, run_on_cluster
-from trainshort.reproduce.plan import command, make_plan, paper_hours, told
-from trainshort.reproduce.tasks import assign, reproduce, work
+from trainshort.reproduce.launchers import SlurmConfig, read_slurm_config, run_on_cluster
+from trainshort.reproduce.plan import command, format_plan, make_plan, paper_hours
+from trainshort.reproduce.tasks import plan_jobs, reproduce, run_job
 from trainshort.runs import run_name
 
 
@@ -44,20 +44,20 @@ def tiny(tmp_path_factory):
 def trained_alone(scale, methods=("alibi",)):
     """The demo's tasks without costs, which start processes of their own."""
     demo = two_methods()
-    cells = tuple(c for c in demo.cells if c.variant.position in methods and not c.apart)
-    return assign([replace(demo, cells=cells)], scale)
+    cells = tuple(c for c in demo.cells if c.variant.position in methods and not c.is_cost)
+    return plan_jobs([replace(demo, cells=cells)], scale)
 
 
 def test_tasks_are_shared_between_tables():
     laptop = scales.get("laptop")
-    alone = {task.name for task in assign(choose(["table2"]), laptop).tasks}
-    both = assign(choose(["table2", "fig1", "table15", "table8"]), laptop).tasks
+    alone = {task.name for task in plan_jobs(choose(["table2"]), laptop).tasks}
+    both = plan_jobs(choose(["table2", "fig1", "table15", "table8"]), laptop).tasks
     assert alone < {task.name for task in both}
     assert len(both) == len({task.name for task in both})
     alibi = next(task for task in both if task.name.startswith("alibi-128"))
     assert alibi.lengths[Query("test", None, 32_768)] >= {128, 256, 768}
     assert alibi.lengths[Query("test", 32, 4096)] == {128, 256, 384, 512, 768}
-    assert len(assign(choose(["table9"]), laptop, range(1, 4)).tasks) == 9
+    assert len(plan_jobs(choose(["table9"]), laptop, range(1, 4)).tasks) == 9
 
 
 def test_work_goes_to_the_end_and_a_second_run_finds_nothing_to_do(tiny, tmp_path):
@@ -73,7 +73,9 @@ def test_work_goes_to_the_end_and_a_second_run_finds_nothing_to_do(tiny, tmp_pat
     assert [one["end"] for one in sample["passages"]] == [16, 64, 256]
     assert all(len(one["written"]) == 8 for one in sample["passages"])
     assert all(nats > 0 for one in sample["passages"] for _, nats in one["written"])
-    assert len(json.loads((folder / tasks.REACH).read_text())["result"]["rows"]) == 2  # one layer, two heads
+    assert (
+        len(json.loads((folder / tasks.REACH_RESULT_PATH).read_text())["result"]["rows"]) == 2
+    )  # one layer, two heads
     files = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     reproduce(assignment, tmp_path, console=quiet())
     assert files == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
@@ -94,14 +96,14 @@ def test_an_interrupted_task_goes_on(tiny, tmp_path):
     """Whatever part is missing is made, and the rest is left as it is."""
     _, scale = tiny
     task = trained_alone(scale).tasks[0]
-    work(task, tmp_path)
+    run_job(task, tmp_path)
     folder = tmp_path / task.name
     whole = losses(folder)
     for path in (folder / "eval").glob("valid-stride*.json"):
         path.unlink()
     shutil.rmtree(folder / "checkpoints" / "step-000000004")
     assert not tasks.finished(tmp_path, task)
-    work(task, tmp_path)
+    run_job(task, tmp_path)
     assert tasks.finished(tmp_path, task)
     assert losses(folder) == whole
 
@@ -110,8 +112,8 @@ def test_learning_curves_read_the_checkpoints(tiny, tmp_path):
     _, scale = tiny
     curves = choose(["fig5"])[0]
     cells = tuple(c for c in curves.cells if c.variant == Variant("cc100", "alibi", 512))
-    task = assign([replace(curves, cells=cells)], scale).tasks[0]
-    work(task, tmp_path)
+    task = plan_jobs([replace(curves, cells=cells)], scale).tasks[0]
+    run_job(task, tmp_path)
     assert tasks.finished(tmp_path, task)
     steps = {one.target["step"] for one in evaluations(tmp_path / task.name)}
     assert steps == {tasks.step_of(path) for path in tasks.checkpoints(tmp_path / task.name)}
@@ -126,14 +128,14 @@ def test_jobs_run_through_submitit_and_a_failed_one_is_named(tiny, tmp_path):
     (tmp_path / bad.name / "other.txt").write_text("not a run")
     done: list[str] = []
     with pytest.raises(InputError, match=rf"1 jobs failed: {bad.name} .*no config\.json.*same command"):
-        run_on_cluster([good, bad], tmp_path, done.append, Site(minutes=5, gpus=0), "local")
+        run_on_cluster([good, bad], tmp_path, done.append, SlurmConfig(minutes=5, gpus=0), "local")
     assert done == [good.name]
     assert tasks.finished(tmp_path, good)
 
 
 def test_costs_are_measured_once_and_kept(tiny, tmp_path):
     _, scale = tiny
-    costs = dict(list(assign([two_methods()], scale).costs.items())[:1])
+    costs = dict(list(plan_jobs([two_methods()], scale).costs.items())[:1])
     measure_costs(costs, tmp_path / COST_FILE)
     first = read_costs(tmp_path)
     assert first.keys() == costs.keys()
@@ -162,7 +164,7 @@ def test_plan_of_the_paper(tmp_path):
     assert (large.gpus, large.memory) == (128, 26.2)
     assert round(large.parameters / 1e9, 2) == 1.36
     assert "--nnodes=16 --nproc_per_node=8" in large.command
-    text = told(list(entries.values()), paper)
+    text = format_plan(list(entries.values()), paper)
     assert "GPU-hours of V100s" in text
     assert paper_hours(Variant("wikitext103", "t5", 3072), 286_000 * 73_728) == pytest.approx(170, abs=1)
 
@@ -177,7 +179,7 @@ def test_plan_commands_are_plain_without_many_gpus():
 def plugged(monkeypatch):
     """A method from a file, as `--plugin` brings it."""
     path = str(Path(__file__).parents[1] / "plugins" / "kerple_log.py")
-    monkeypatch.setenv(plugins.VARIABLE, path)
+    monkeypatch.setenv(plugins.PLUGIN_ENV_VAR, path)
     monkeypatch.setattr(plugins, "_loaded", {})
     loaded = plugins.load_plugin(Path(path))
     yield path
@@ -195,7 +197,7 @@ def test_every_command_of_a_plan_trains_the_run_that_it_names(scale, plugged):
     for entry in entries:
         words = shlex.split(entry.command.partition("trainshort train ")[2])
         assert ("--plugin" in words) == (entry.variant.position == "kerple-log")
-        made = Train.parse(plugins.take_plugins(words))
+        made = Train.parse(plugins.load_plugin_arguments(words))
         assert (run_name(made.config), made.out, made.resume) == (entry.name, Path("runs") / entry.name, True)
     assert any(f"--model.position kerple-log --plugin {plugged}" in entry.command for entry in entries)
 
@@ -234,7 +236,7 @@ def test_slurm_that_is_not_there_is_told(tiny, tmp_path):
     if shutil.which("sbatch"):
         pytest.skip("this machine has Slurm")
     with pytest.raises(InputError, match="Use --launcher local"):
-        run_on_cluster(trained_alone(tiny[1]).tasks, tmp_path, lambda name: None, Site())
+        run_on_cluster(trained_alone(tiny[1]).tasks, tmp_path, lambda name: None, SlurmConfig())
     with pytest.raises(InputError, match="Use --launcher local"):
         Reproduce(only=("demo",), launcher="slurm", out=tmp_path / "runs", report=tmp_path / "page").run()
     assert list(tmp_path.iterdir()) == []
@@ -259,7 +261,7 @@ def test_a_folder_that_is_no_run_is_told_and_left(tiny, tmp_path):
     (tmp_path / task.name).mkdir()
     (tmp_path / task.name / "half").write_text("written")
     with pytest.raises(InputError, match=r"holds files but no config\.json, so it is not a run"):
-        work(task, tmp_path)
+        run_job(task, tmp_path)
     assert (tmp_path / task.name / "half").read_text() == "written"
 
 
@@ -269,7 +271,7 @@ def test_a_run_of_another_version_is_told(tiny, tmp_path):
     (tmp_path / task.name).mkdir()
     (tmp_path / task.name / "config.json").write_text('{"format": 99}')
     with pytest.raises(InputError, match=r"this config has format 99.*use the version that wrote it"):
-        work(task, tmp_path)
+        run_job(task, tmp_path)
 
 
 def test_a_site_file_says_what_jobs_ask_for(tmp_path):
@@ -278,7 +280,7 @@ def test_a_site_file_says_what_jobs_ask_for(tmp_path):
         'partition = "main"\naccount = "lab"\nqos = "long"\ncores = 8\nmemory = 32\nminutes = 90\n'
         'setup = ["module load cuda"]\noptions = {constraint = "a100"}\n'
     )
-    assert read_site(file, gpus=1).parameters() == {
+    assert read_slurm_config(file, gpus=1).parameters() == {
         "timeout_min": 90,
         "gpus_per_node": 1,
         "cpus_per_task": 8,
@@ -290,8 +292,8 @@ def test_a_site_file_says_what_jobs_ask_for(tmp_path):
         "slurm_additional_parameters": {"constraint": "a100"},
     }
     file.write_text("gpus = 0\n")  # nothing is asked for that a cluster without GPUs would refuse
-    assert read_site(file, gpus=1).parameters() == {"timeout_min": 1440}
-    assert "gpus_per_node" not in read_site(None, scales.get("laptop").gpus).parameters()
+    assert read_slurm_config(file, gpus=1).parameters() == {"timeout_min": 1440}
+    assert "gpus_per_node" not in read_slurm_config(None, scales.get("laptop").gpus).parameters()
 
 
 @pytest.mark.parametrize(

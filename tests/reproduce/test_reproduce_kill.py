@@ -13,7 +13,7 @@ from laboratory import evaluations
 from tiny_paper import tiny_scale, two_methods
 
 from trainshort.reproduce import tasks
-from trainshort.reproduce.tasks import assign, work
+from trainshort.reproduce.tasks import plan_jobs, run_job
 from trainshort.runs import RunFolder, read_lines
 
 SCRIPT = """
@@ -27,7 +27,7 @@ work(one_task(Path(sys.argv[2]), int(sys.argv[4])), Path(sys.argv[3]))
 
 
 def one_task(folder: Path, steps: int):
-    return assign([two_methods()], tiny_scale(folder, steps=steps)).tasks[0]
+    return plan_jobs([two_methods()], tiny_scale(folder, steps=steps)).tasks[0]
 
 
 def losses(root: Path, name: str) -> list[tuple[int, float]]:
@@ -37,7 +37,7 @@ def losses(root: Path, name: str) -> list[tuple[int, float]]:
 @pytest.mark.parametrize("steps", [30, pytest.param(120, marks=pytest.mark.slow)])
 def test_killed_in_the_middle_it_goes_on(tmp_path, steps):
     task = one_task(tmp_path, steps)
-    work(task, tmp_path / "whole")
+    run_job(task, tmp_path / "whole")
     here = Path(__file__).parent
     path = os.pathsep.join((str(here), str(here.parent), str(here.parents[1])))
     arguments = [sys.executable, "-c", SCRIPT, str(here.parent), str(tmp_path), str(tmp_path / "killed"), str(steps)]
@@ -51,7 +51,7 @@ def test_killed_in_the_middle_it_goes_on(tmp_path, steps):
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert not tasks.finished(tmp_path / "killed", task)
-    work(task, tmp_path / "killed")
+    run_job(task, tmp_path / "killed")
     assert tasks.finished(tmp_path / "killed", task)
     assert losses(tmp_path / "killed", task.name) == losses(tmp_path / "whole", task.name)
     rows = [

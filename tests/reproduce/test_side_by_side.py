@@ -13,8 +13,8 @@ from tiny_paper import tiny_scale, two_methods
 
 from trainshort.errors import InputError
 from trainshort.reproduce import tasks
-from trainshort.reproduce.launchers import _turn, evaluate_model, train_model
-from trainshort.reproduce.tasks import assign, run_here
+from trainshort.reproduce.launchers import _scheduling_key, evaluate_model, train_model
+from trainshort.reproduce.tasks import plan_jobs, run_locally
 from trainshort.runs import RunFolder, read_lines
 
 SCRIPT = """
@@ -30,8 +30,8 @@ if __name__ == "__main__":
 def two_tasks(folder, steps=2):
     """ALiBi and sinusoidal, without costs."""
     demo = two_methods()
-    cells = tuple(cell for cell in demo.cells if cell.variant.position in ("alibi", "sinusoidal") and not cell.apart)
-    return assign([replace(demo, cells=cells)], tiny_scale(folder, steps=steps)).tasks[:2]
+    cells = tuple(cell for cell in demo.cells if cell.variant.position in ("alibi", "sinusoidal") and not cell.is_cost)
+    return plan_jobs([replace(demo, cells=cells)], tiny_scale(folder, steps=steps)).tasks[:2]
 
 
 def test_all_are_done_and_a_failed_one_is_named(tmp_path):
@@ -40,7 +40,7 @@ def test_all_are_done_and_a_failed_one_is_named(tmp_path):
     (tmp_path / bad.name / "other.txt").write_text("not a run")
     done: list[str] = []
     with pytest.raises(InputError, match=rf"1 models failed: {bad.name} \(.*no config\.json.*same command"):
-        run_here([good, bad], tmp_path, done.append, jobs=2)
+        run_locally([good, bad], tmp_path, done.append, jobs=2)
     assert done == [good.name]
     assert tasks.finished(tmp_path, good)
 
@@ -50,7 +50,7 @@ def test_a_seed_is_done_before_the_next_and_its_longest_model_is_trained_first(t
     settings = [{"seed": 1, "length": 64}, {"seed": 1, "length": 128}, {"seed": 2, "length": 256}]
     short, long, later = (replace(model, config=model.config.replace(train=one)) for one in settings)
     waiting = [(later, train_model), (short, evaluate_model), (short, train_model), (long, train_model)]
-    assert sorted(waiting, key=_turn) == [waiting[3], waiting[2], waiting[1], waiting[0]]
+    assert sorted(waiting, key=_scheduling_key) == [waiting[3], waiting[2], waiting[1], waiting[0]]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "killed"])

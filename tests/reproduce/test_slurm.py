@@ -17,8 +17,8 @@ from tiny_paper import tiny_scale
 from trainshort.errors import InputError
 from trainshort.recipes.experiments import choose
 from trainshort.reproduce import tasks
-from trainshort.reproduce.launchers import Site, run_on_cluster
-from trainshort.reproduce.tasks import assign, work
+from trainshort.reproduce.launchers import SlurmConfig, run_on_cluster
+from trainshort.reproduce.tasks import plan_jobs, run_job
 from trainshort.runs import RunFolder, read_lines
 
 LAB = os.environ.get("TRAINSHORT_SLURM_LAB")
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(LAB is None, reason="TRAINSHORT_SLURM_LAB names no script that starts a Slurm cluster"),
     pytest.mark.skipif(shutil.which("sbatch") is None, reason="Slurm is not installed"),
 ]
-SITE = Site(gpus=0, cores=1, minutes=10, partition="main", setup=("export OMP_NUM_THREADS=1",))
+SITE = SlurmConfig(gpus=0, cores=1, minutes=10, partition="main", setup=("export OMP_NUM_THREADS=1",))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,7 +40,7 @@ def _cluster(tmp_path_factory):
 
 def table15(folder, steps=4):
     """The table's models at a scale that trains in seconds."""
-    return assign(choose(["table15"]), tiny_scale(folder, steps=steps)).tasks
+    return plan_jobs(choose(["table15"]), tiny_scale(folder, steps=steps)).tasks
 
 
 def queue():
@@ -98,7 +98,7 @@ def test_a_requeued_job_goes_on(tmp_path):
     assert steps // 4 <= seen[0] < steps
     sessions = read_lines(RunFolder(tmp_path / "runs" / task.name).sessions)
     assert [one["step"] > 0 for one in sessions] == [False, True]
-    work(task, tmp_path / "whole")
+    run_job(task, tmp_path / "whole")
     assert losses(tmp_path / "runs" / task.name) == losses(tmp_path / "whole" / task.name)
     assert not evaluations(tmp_path / "runs" / task.name)
 

@@ -11,14 +11,14 @@ from laboratory import evaluations
 from tiny_paper import tiny_scale
 
 from trainshort.claims.collection import collect
-from trainshort.claims.measured import View
+from trainshort.claims.measured import ScaleView
 from trainshort.evaluate.results import best_step, find, rows
-from trainshort.files import write_sealed
+from trainshort.files import write_with_checksum
 from trainshort.recipes.experiments import Variant, choose, choose_methods
 from trainshort.report.headline import find_headline
 from trainshort.report.write import write_report
 from trainshort.reproduce import tasks
-from trainshort.reproduce.tasks import assign, work
+from trainshort.reproduce.tasks import plan_jobs, run_job
 from trainshort.train import train
 
 NAMES = ("demo", "table15", "table5")
@@ -33,19 +33,19 @@ def scale(tmp_path_factory):
 def of_one_model(name):
     """A table's cells of ALiBi trained at 512, each a number of its own."""
     one = choose([name])[0]
-    cells = (cell for cell in one.cells if cell.variant == ALIBI and not cell.apart)
+    cells = (cell for cell in one.cells if cell.variant == ALIBI and not cell.is_cost)
     return replace(one, cells=tuple(cell for cell in cells if cell.quantity != "learning curve"))
 
 
 def task_of(scale, *names):
-    (task,) = assign([of_one_model(name) for name in names], scale).tasks
+    (task,) = plan_jobs([of_one_model(name) for name in names], scale).tasks
     task.sample = False
     return task
 
 
 def numbers(root, scale):
     """Every cell of the three tables, as the report has it."""
-    view = View(collect([root]), scale)
+    view = ScaleView(collect([root]), scale)
     cells = {(name, cell.row, cell.column): cell for name in NAMES for cell in of_one_model(name).cells}
     kept = {key: view.cell(cell) for key, cell in cells.items() if cell.possible(key[0], scale)}
     return {key: found.value if found else None for key, found in kept.items()}
@@ -54,7 +54,7 @@ def numbers(root, scale):
 @pytest.fixture(scope="module")
 def once(scale, tmp_path_factory):
     root = tmp_path_factory.mktemp("once")
-    work(replace(task_of(scale, *NAMES), lengths={}), root)
+    run_job(replace(task_of(scale, *NAMES), lengths={}), root)
     return root
 
 
@@ -67,7 +67,7 @@ def trained(once, tmp_path):
 @pytest.fixture(scope="module")
 def together(scale, once, tmp_path_factory):
     root = shutil.copytree(once, tmp_path_factory.mktemp("together") / "runs")
-    work(task_of(scale, *NAMES), root)
+    run_job(task_of(scale, *NAMES), root)
     found = numbers(root, scale)
     assert len(found) > 15
     assert None not in found.values()
@@ -78,16 +78,16 @@ def together(scale, once, tmp_path_factory):
 def test_in_any_order_all_cells_are_filled_from_their_own_text(scale, trained, together, order):
     for name in order:
         task = task_of(scale, name)
-        work(task, trained)
+        run_job(task, trained)
         assert tasks.finished(trained, task)
     assert numbers(trained, scale) == together
 
 
 def test_each_text_is_as_long_as_the_scale_says(scale, trained):
-    work(task_of(scale, "table15"), trained)
+    run_job(task_of(scale, "table15"), trained)
     task = task_of(scale, "table5")
     assert not tasks.finished(trained, task)
-    work(task, trained)
+    run_job(task, trained)
     texts = {(one.protocol["stride"], one.corpus["tokens"]) for one in evaluations(trained / task.name)}
     assert texts == {(4, 256), (None, 256), (None, 512)}
 
@@ -95,23 +95,23 @@ def test_each_text_is_as_long_as_the_scale_says(scale, trained):
 @pytest.mark.parametrize("count", [1, 2])
 def test_stopped_between_two_evaluations_it_goes_on(scale, together, trained, count):
     whole = task_of(scale, *NAMES)
-    work(replace(whole, lengths=dict(list(whole.lengths.items())[:count])), trained)
+    run_job(replace(whole, lengths=dict(list(whole.lengths.items())[:count])), trained)
     assert not tasks.finished(trained, whole)
-    work(whole, trained)
+    run_job(whole, trained)
     assert numbers(trained, scale) == together
 
 
 @pytest.mark.parametrize("status", ["out of memory", "cannot", "not finite"])
 def test_a_length_that_failed_is_tried_again(scale, together, trained, status):
     task = task_of(scale, *NAMES)
-    work(task, trained)
+    run_job(task, trained)
     for path in (trained / task.name / "eval").glob("*.json"):
         values = json.loads(path.read_text())
         row = values["rows"][-1]
         values["rows"][-1] = {key: row[key] for key in ("length", "stride")} | {"status": status}
-        write_sealed(path, values)
+        write_with_checksum(path, values)
     assert not tasks.finished(trained, task)
-    work(task, trained)
+    run_job(task, trained)
     assert tasks.finished(trained, task)
     assert numbers(trained, scale) == together
 
@@ -119,24 +119,24 @@ def test_a_length_that_failed_is_tried_again(scale, together, trained, status):
 def test_results_of_the_first_version_are_kept(scale, together, trained):
     """They do not say how long the whole text is; what they scored is known all the same."""
     task = task_of(scale, *NAMES)
-    work(task, trained)
+    run_job(task, trained)
     for path in (trained / task.name / "eval").glob("*.json"):
         values = json.loads(path.read_text())
         del values["corpus"]["whole"], values["corpus"]["own"]
-        write_sealed(path, values)
+        write_with_checksum(path, values)
     assert tasks.finished(trained, task)
     assert numbers(trained, scale) == together
     unlimited = {replace(query, tokens=None): {16} for query in task.lengths if query.stride is None}
     everything = replace(task, lengths=unlimited)
     assert not tasks.finished(trained, everything)  # whether 512 tokens were all of them, nobody knows
-    work(everything, trained)
+    run_job(everything, trained)
     assert tasks.finished(trained, everything)
     assert max(one.corpus["tokens"] for one in evaluations(trained / task.name)) > 512
 
 
 def test_other_texts_precisions_and_slopes_do_not_answer(scale, trained):
     task = task_of(scale, "table5")
-    work(task, trained)
+    run_job(task, trained)
     (query,) = task.lengths
     (stored,) = find(trained / task.name)
     assert len(rows([stored], query)) == len(task.lengths[query])
@@ -160,9 +160,9 @@ def test_weights_that_are_no_longer_the_best_do_not_answer(scale, together, tmp_
     folder = tmp_path / task.name
     train(task.config.replace(train={"steps": 2}), folder, quiet=True)
     early = replace(task, config=task.config.replace(train={"steps": 2}))
-    work(early, tmp_path)
+    run_job(early, tmp_path)
     assert tasks.finished(tmp_path, early)
-    work(task, tmp_path)
+    run_job(task, tmp_path)
     assert best_step(folder) == 4
     assert {one.target["step"] for one in evaluations(folder)} == {4}
     assert numbers(tmp_path, scale) == together
@@ -171,7 +171,7 @@ def test_weights_that_are_no_longer_the_best_do_not_answer(scale, together, tmp_
 def test_a_checkpoint_that_was_set_aside_is_none_of_the_run(scale, trained):
     """It has files of the same names, and may claim the lowest loss."""
     task = task_of(scale, "table15")
-    work(task, trained)
+    run_job(task, trained)
     checkpoints = trained / task.name / "checkpoints"
     state = json.loads((checkpoints / "step-000000004" / "state.json").read_text())
     aside = shutil.copytree(checkpoints / "step-000000004", checkpoints / "step-000000005.damaged")
@@ -184,8 +184,8 @@ def test_a_method_that_the_paper_has_not_gets_its_rows_and_its_curve(scale, tmp_
     """No name but the paper's may be needed anywhere: not for a table, a figure, a colour or a sample."""
     chosen = choose_methods(choose(["demo", "table5"]), ["alibi", "none"], named=True)
     chosen = [replace(one, cells=tuple(c for c in one.cells if c.variant.length == 512)) for one in chosen]
-    for task in assign(chosen, scale).tasks:
-        work(task, tmp_path / "runs")
+    for task in plan_jobs(chosen, scale).tasks:
+        run_job(task, tmp_path / "runs")
     collection = collect([tmp_path / "runs"])
     collection.__dict__["scale"] = scale  # one for tests, which no registry knows
     page = write_report(collection, tmp_path / "report").read_text(encoding="utf-8")

@@ -4,6 +4,6 @@ Reading order: lab (what every analysis gets and returns, the registry, and how 
 question. An analysis from outside is registered with `trainshort.register_analysis`.
 """
 
-from trainshort.analyze.lab import Analysis, Lab, analyses
+from trainshort.analyze.lab import Analysis, AnalysisContext, analyses
 
-__all__ = ["Analysis", "Lab", "analyses"]
+__all__ = ["Analysis", "AnalysisContext", "analyses"]

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from rich.console import Group
 
-from trainshort.analyze.lab import Analysis, Lab, compare, new_table, titled
-from trainshort.evaluate.evidence import Interval, costs, shows
+from trainshort.analyze.lab import Analysis, AnalysisContext, compare, new_table, with_title
+from trainshort.evaluate.evidence import Interval, is_significant_decrease, is_significant_increase
 from trainshort.evaluate.results import block_sums, interval_of
 from trainshort.passes import Passes
 from trainshort.terminal import perplexity
@@ -32,17 +32,17 @@ PER_SAMPLE = 8
 """Targets measured for each sample that the other analyses take: here a sample is one token, there it is a stretch."""
 
 
-def scope(lab: Lab) -> list[int]:
+def scope(lab: AnalysisContext) -> list[int]:
     """The lengths of the blocks."""
     return lab.multiples(1, 2, 4, 8)
 
 
-def run(lab: Lab) -> dict[str, Any]:
+def run(lab: AnalysisContext) -> dict[str, Any]:
     lengths = scope(lab)
     count = min(len(lab.tokens), lab.samples * PER_SAMPLE)
     # Drawn, not every n-th: a fixed step would meet the same few positions of every block.
     chosen = np.sort(lab.rng().choice(len(lab.tokens), size=count, replace=False))
-    lab.meter.expect(sum(len(lab.tokens) + 2 * length * (chosen >= length).sum() for length in lengths))
+    lab.meter.start(sum(len(lab.tokens) + 2 * length * (chosen >= length).sum() for length in lengths))
     losses = []
     for length in lengths:
         apart = lab.score_all(Passes(len(lab.tokens), length, length))
@@ -50,26 +50,31 @@ def run(lab: Lab) -> dict[str, Any]:
     rows = []
     for length, here in zip(lengths, losses, strict=True):
         kept = 1 if length == lengths[0] else lengths[0]
-        rows.append(_row(length, chosen, losses[0], here) | {"replaced": replaced(lab, length, chosen, here[1], kept)})
+        rows.append(
+            _row(length, chosen, losses[0], here)
+            | {"replaced": loss_increase_with_replaced_context(lab, length, chosen, here[1], kept)}
+        )
     return {"summary": summary(rows), "samples": len(chosen), "rows": rows}
 
 
-def stride_one(lab: Lab, length: int, chosen: np.ndarray, apart: np.ndarray) -> np.ndarray:
+def stride_one(lab: AnalysisContext, length: int, chosen: np.ndarray, apart: np.ndarray) -> np.ndarray:
     """Losses of the chosen targets, each the last of `length` that are read. The first `length` targets are read from
     the beginning of the text, as without overlap."""
     losses = apart[chosen].copy()
     later = chosen >= length
     if later.any():
-        losses[later] = lab.score(lab.probes(chosen[later] + 1, length), 1)[:, 0]
+        losses[later] = lab.score(lab.sample_windows(chosen[later] + 1, length), 1)[:, 0]
     return losses
 
 
-def replaced(lab: Lab, length: int, chosen: np.ndarray, sliding: np.ndarray, kept: int) -> dict[str, Any] | None:
+def loss_increase_with_replaced_context(
+    lab: AnalysisContext, length: int, chosen: np.ndarray, sliding: np.ndarray, kept: int
+) -> dict[str, Any] | None:
     """How much the chosen targets' losses rise when all but the last `kept` tokens before them are another text's."""
     later = chosen >= length
     if not later.any():
         return None
-    rows = lab.probes(chosen[later] + 1, length)
+    rows = lab.sample_windows(chosen[later] + 1, length)
     starts = lab.rng().integers(len(lab.tokens) - length, size=len(rows))
     rows[:, : length - kept] = lab.rows(starts, length - kept)
     return compare(sliding[later][:, None], lab.score(rows, 1))
@@ -110,19 +115,19 @@ def _difference(one: Interval | None, other: Interval | None) -> Interval | None
 
 def summary(rows: list[dict[str, Any]]) -> str:
     first, last = rows[0], rows[-1]
-    if not any(_noticed(row) for row in rows):
+    if not any(_is_significant(row) for row in rows):
         return f"no use of context shows: after other text the loss at {first['length']:,} tokens is the same"
     if len(rows) == 1:
-        if not shows(first["curse"], first["curse_interval"]):
+        if not is_significant_increase(first["curse"], first["curse_interval"]):
             return f"at {first['length']:,} tokens no early-token curse shows"
         return f"at {first['length']:,} tokens the early-token curse is {first['curse']:.4f} nats"
-    if costs(last["gain"], last["gain_interval"]):
+    if is_significant_decrease(last["gain"], last["gain_interval"]):
         return f"reading at {last['length']:,} tokens is {-last['gain']:.4f} nats worse than at {first['length']:,}"
-    if not shows(last["gain"], last["gain_interval"]):
+    if not is_significant_increase(last["gain"], last["gain_interval"]):
         return f"reading at {last['length']:,} tokens gains nothing over {first['length']:,} that can be told from none"
     early = _part("fewer early tokens", last["from_early"], last["early_interval"])
     context = _part("longer context", last["from_context"], last["context_interval"])
-    if shows(last["from_context"], last["context_interval"]) and not _noticed(last):
+    if is_significant_increase(last["from_context"], last["context_interval"]) and not _is_significant(last):
         context += " (and the probes do not agree: other text there is not noticed)"
     return (
         f"of the gain of {last['gain']:.4f} nats from {first['length']:,} to {last['length']:,} tokens, "
@@ -130,12 +135,12 @@ def summary(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _noticed(row: dict[str, Any]) -> bool:
-    return row["replaced"] is not None and shows(row["replaced"]["rise"], row["replaced"]["interval"])
+def _is_significant(row: dict[str, Any]) -> bool:
+    return row["replaced"] is not None and is_significant_increase(row["replaced"]["rise"], row["replaced"]["interval"])
 
 
 def _part(name: str, effect: float, interval: Interval | None) -> str:
-    if shows(effect, interval) or costs(effect, interval):
+    if is_significant_increase(effect, interval) or is_significant_decrease(effect, interval):
         return f"{effect:+.4f} comes from {name}"
     return f"nothing that can be told from zero comes from {name}"
 
@@ -148,7 +153,7 @@ def table(result: dict[str, Any]) -> Group:
         ppl = (f"{perplexity(row[name]):.3f}" for name in ("non_overlapping", "stride_1"))
         low, high = row["context_interval"] or (0.0, 0.0)
         shown.add_row(f"{row['length']:,}", *ppl, *gains, f"{(high - low) / 2:.4f}")
-    return titled(title, shown)
+    return with_title(title, shown)
 
 
 EARLY_TOKENS = Analysis("longer context, or only fewer early tokens?", run, table, fits=scope)

@@ -13,35 +13,43 @@ from typing import Any
 import numpy as np
 from rich.console import Group
 
-from trainshort.analyze.lab import SCORED, Analysis, Lab, compare, interval_text, new_table, titled
+from trainshort.analyze.lab import (
+    SCORED_TOKENS,
+    Analysis,
+    AnalysisContext,
+    compare,
+    interval_text,
+    new_table,
+    with_title,
+)
 from trainshort.errors import InputError
-from trainshort.evaluate.evidence import EFFECT, shows, unbroken
+from trainshort.evaluate.evidence import MIN_EFFECT_NATS, is_significant_increase, longest_contiguous
 
-WAYS = ("shuffle", "replace", "cut")
+CORRUPTIONS = ("shuffle", "replace", "cut")
 
 
-def scope(lab: Lab) -> tuple[int, list[int]]:
+def scope(lab: AnalysisContext) -> tuple[int, list[int]]:
     """The length of the context, and the distances beyond which it is spoiled."""
     length = max(lab.multiples(8, 4, 2, 1))
     distances = near_distances(lab.trained_at, length)
     if not distances:
         raise InputError(
-            f"far-context scores the last {SCORED} tokens and spoils what lies {first_distance(lab.trained_at):,} and "
+            f"far-context scores the last {SCORED_TOKENS} tokens and spoils what lies {first_distance(lab.trained_at):,} and "
             f"more before them; at length {length:,} there is nothing to spoil. Give longer --lengths or a longer text."
         )
     return length, distances
 
 
-def run(lab: Lab) -> dict[str, Any]:
+def run(lab: AnalysisContext) -> dict[str, Any]:
     length, distances = scope(lab)
-    ends = lab.probe_ends(length)
-    whole = lab.probes(ends, length)
-    lab.meter.expect(len(ends) * (length + sum(2 * length + near + SCORED - 1 for near in distances)))
-    losses = lab.score(whole, SCORED)
+    ends = lab.sample_ends(length)
+    whole = lab.sample_windows(ends, length)
+    lab.meter.start(len(ends) * (length + sum(2 * length + near + SCORED_TOKENS - 1 for near in distances)))
+    losses = lab.score(whole, SCORED_TOKENS)
     rows = []
     for near in distances:
-        for way in WAYS:
-            found = lab.score(spoil(whole, near, way, lab), SCORED)
+        for way in CORRUPTIONS:
+            found = lab.score(corrupt_far_context(whole, near, way, lab), SCORED_TOKENS)
             rows.append({"near": near, "way": way, **compare(losses, found)})
     return {
         "summary": summary(rows, length),
@@ -60,16 +68,16 @@ def near_distances(trained_at: int, length: int) -> list[int]:
     trained at 16, length 40:      2 4 8
     """
     first = first_distance(trained_at)
-    return [first * 2**k for k in range(20) if first * 2**k <= min(length // 2, length - SCORED)]
+    return [first * 2**k for k in range(20) if first * 2**k <= min(length // 2, length - SCORED_TOKENS)]
 
 
 def first_distance(trained_at: int) -> int:
     return max(1, trained_at // 8)
 
 
-def spoil(rows: np.ndarray, near: int, way: str, lab: Lab) -> np.ndarray:
+def corrupt_far_context(rows: np.ndarray, near: int, way: str, lab: AnalysisContext) -> np.ndarray:
     """The rows with everything farther than `near` tokens before the first scored one spoiled."""
-    far = rows.shape[1] - SCORED - near
+    far = rows.shape[1] - SCORED_TOKENS - near
     rng = lab.rng()
     if way == "cut":
         return rows[:, far:]
@@ -87,30 +95,30 @@ def summary(rows: list[dict[str, Any]], length: int) -> str:
     the ways notice farther away."""
     noticed: dict[int, list[str]] = {row["near"]: [] for row in rows}
     for row in rows:
-        if shows(row["rise"], row["interval"]):
+        if is_significant_increase(row["rise"], row["interval"]):
             noticed[row["near"]].append(row["way"])
-    used = unbroken((near, len(ways) == len(WAYS)) for near, ways in noticed.items())
+    used = longest_contiguous((near, len(ways) == len(CORRUPTIONS)) for near, ways in noticed.items())
     farther = [near for near, ways in noticed.items() if ways and near > (used or 0)]
     if used is not None:
         told = f"at {length:,} tokens the model uses context farther away than {used:,} tokens"
     else:
         told = f"at {length:,} tokens no use of far context shows"
     if not farther:
-        return told if used else f"{told}: no rise of the loss is at least {EFFECT} nats and surely above zero"
+        return told if used else f"{told}: no rise of the loss is at least {MIN_EFFECT_NATS} nats and surely above zero"
     ways = noticed[max(farther)]
     which = f"only {' and '.join(ways)} {'notices' if len(ways) == 1 else 'notice'}"
-    if len(ways) == len(WAYS):
+    if len(ways) == len(CORRUPTIONS):
         which = "all probes notice again, but not nearer"
     return f"{told}, and the probes do not agree: farther away than {max(farther):,} {which}"
 
 
 def table(result: dict[str, Any]) -> Group:
-    title = f"Loss of the last {SCORED} of {result['length']:,} tokens (intact {result['loss']:.4f}), far part spoiled"
+    title = f"Loss of the last {SCORED_TOKENS} of {result['length']:,} tokens (intact {result['loss']:.4f}), far part spoiled"
     shown = new_table("farther than", "way", "loss", "rise", "95 %")
     for row in result["rows"]:
         numbers = (f"{row['loss']:.4f}", f"{row['rise']:+.4f}", interval_text(row["interval"]))
         shown.add_row(f"{row['near']:,}", row["way"], *numbers)
-    return titled(title, shown)
+    return with_title(title, shown)
 
 
 FAR_CONTEXT = Analysis("does context farther than d tokens matter?", run, table, fits=scope)

@@ -29,19 +29,19 @@ from trainshort.errors import InputError
 from trainshort.evaluate.results import interval_of
 from trainshort.evaluate.sweep import BATCH_TOKENS, score
 from trainshort.evaluate.target import ModelTarget, Target, Text
-from trainshort.files import make_folder, read_object, read_sealed, write_sealed, write_whole
+from trainshort.files import make_folder, read_json_object, read_with_checksum, write_atomic, write_with_checksum
 from trainshort.machine import provenance
 from trainshort.model import TransformerLM
 from trainshort.passes import Passes
 from trainshort.registries import analyses
-from trainshort.terminal import Meter, new_console, shown
+from trainshort.terminal import ProgressMeter, escape_for_output, new_console
 
-SCORED = 32
+SCORED_TOKENS = 32
 """Tokens at the end of a probe whose losses are measured."""
 
 
 @dataclass(frozen=True)
-class Lab:
+class AnalysisContext:
     """A model, a text, and how thoroughly to look."""
 
     target: Target
@@ -54,7 +54,7 @@ class Lab:
     batch_tokens: int = BATCH_TOKENS
     methods: tuple[str, ...] = ()
     """Position methods asked for, where several are compared; an analysis has its own when there are none."""
-    meter: Meter = field(default_factory=Meter)
+    meter: ProgressMeter = field(default_factory=ProgressMeter)
     """Where an analysis says how much it will read, and is told to have read it."""
     notes: Path | None = None
     """File that keeps measurements of one question until it is answered."""
@@ -65,14 +65,14 @@ class Lab:
     def multiples(self, *factors: int) -> list[int]:
         """The lengths asked for, else these multiples of the training length as far as text and model go."""
         wanted = self.lengths or tuple(self.trained_at * factor for factor in factors)
-        longest = min(len(self.tokens) // 2, self.target.longest or len(self.tokens))
+        longest = min(len(self.tokens) // 2, self.target.max_length or len(self.tokens))
         fitting = sorted({length for length in wanted if length <= longest})
         if fitting and (not self.lengths or len(fitting) == len(set(wanted))):
             return fitting
         needed = max(wanted) if self.lengths else min(wanted)
-        if self.target.longest is not None and needed > self.target.longest:
+        if self.target.max_length is not None and needed > self.target.max_length:
             raise InputError(
-                f"{self.target.name} reads up to {self.target.longest:,} tokens, so it cannot be analyzed at "
+                f"{self.target.name} reads up to {self.target.max_length:,} tokens, so it cannot be analyzed at "
                 f"length {needed:,}. Give shorter --lengths."
             )
         raise InputError(
@@ -84,20 +84,20 @@ class Lab:
         """So many tokens of the text from each start on, (starts, length)."""
         return np.stack([np.asarray(self.tokens[start : start + length]) for start in starts]).astype(np.int64)
 
-    def probe_ends(self, longest: int) -> np.ndarray:
+    def sample_ends(self, longest: int) -> np.ndarray:
         """Where probes end: evenly spread over the text, each with `longest` tokens and one more before it."""
         room = len(self.tokens) - (longest + 1)
-        count = max(1, min(self.samples, room // SCORED))
+        count = max(1, min(self.samples, room // SCORED_TOKENS))
         return longest + 1 + np.linspace(0, room, count).astype(np.int64)
 
-    def probes(self, ends: np.ndarray, length: int) -> np.ndarray:
+    def sample_windows(self, ends: np.ndarray, length: int) -> np.ndarray:
         """For each end the `length` + 1 tokens before it: one row per probe, as `score` reads them."""
         return self.rows(ends - length - 1, length + 1)
 
     def score(self, rows: np.ndarray, scored: int) -> np.ndarray:
         """Losses of the last `scored` tokens of each row, (rows, scored); a row's first token is context only."""
         length, found = rows.shape[1] - 1, []
-        with self.target.at(None, length):
+        with self.target.for_length(None, length):
             for some in torch.from_numpy(rows.astype(np.int64)).split(max(1, self.batch_tokens // length)):
                 inputs, targets = (part.contiguous().to(self.target.device) for part in (some[:, :-1], some[:, 1:]))
                 losses = self.target.token_nll(inputs, targets, length - scored)
@@ -108,7 +108,7 @@ class Lab:
     def score_all(self, passes: Passes) -> np.ndarray:
         """Losses of all targets of the text."""
         parts = []
-        with self.target.at(None, passes.length):
+        with self.target.for_length(None, passes.length):
             for losses in score(self.target, self.tokens, passes, batch_tokens=self.batch_tokens):
                 parts.append(losses)
                 self.meter.advance(len(losses) * passes.read / passes.tokens, f"{passes.length:,} tokens")
@@ -120,16 +120,16 @@ class Lab:
             raise InputError(f"{what} looks inside trainshort's own models, and {self.target.name} is none of them.")
         return self.target.model
 
-    def noted(self, key: str, measure: Callable[[], Any]) -> Any:
+    def cached(self, key: str, measure: Callable[[], Any]) -> Any:
         """What an earlier session measured under this key before it was stopped; else what is measured now, which is
         then noted: for questions that take minutes."""
         known: dict[str, Any] = {}
         if self.notes is not None and self.notes.is_file():
-            known = read_object(self.notes, mend="Remove it and analyze again.")
+            known = read_json_object(self.notes, mend="Remove it and analyze again.")
         if key not in known:
             known[key] = measure()
             if self.notes is not None:
-                write_whole(self.notes, json.dumps(known, allow_nan=False))
+                write_atomic(self.notes, json.dumps(known, allow_nan=False))
         return known[key]
 
 
@@ -138,12 +138,12 @@ class Analysis:
     """A question: what it is called, how it is answered, how the answer is shown."""
 
     question: str
-    run: Callable[[Lab], dict[str, Any]]
+    run: Callable[[AnalysisContext], dict[str, Any]]
     """The answer as plain JSON; "summary" is its one sentence."""
     table: Callable[[dict[str, Any]], Group]
     slow: bool = False
     """Whether it takes minutes; such questions are asked last."""
-    fits: Callable[[Lab], object] = lambda lab: None
+    fits: Callable[[AnalysisContext], object] = lambda lab: None
     """Raises `InputError` where model, text or lengths do not allow the question. Of all questions that are asked by
     name this is called before the first is begun."""
 
@@ -165,18 +165,20 @@ def new_table(*columns: str) -> Table:
     return table
 
 
-def titled(title: str, table: Table) -> Group:
+def with_title(title: str, table: Table) -> Group:
     """A table under its title, which may be wider than the table."""
     return Group(Styled(title, style="italic"), table)
 
 
 # ---- one `trainshort analyze`
 
-FORMAT = 2
+ANALYSIS_FORMAT = 2
 """2: conclusions by the rule of evaluate.evidence."""
 
 
-def analyze(lab: Lab, text: Text, names: Sequence[str], console: Console, again: bool = False) -> list[Path]:
+def analyze(
+    lab: AnalysisContext, text: Text, names: Sequence[str], console: Console, again: bool = False
+) -> list[Path]:
     """Answer each question and write analysis/NAME.json in the target's folder. When all were asked for, one that does
     not fit this model is passed over in words; one that was asked for by name is an error."""
     written = []
@@ -196,29 +198,31 @@ def analyze(lab: Lab, text: Text, names: Sequence[str], console: Console, again:
             try:
                 chosen.fits(lab)
                 make_folder(path.parent)
-                with Meter(notes) as meter:
+                with ProgressMeter(notes) as meter:
                     result = chosen.run(replace(lab, meter=meter, notes=partial))
             except InputError as error:
                 if names:
                     raise
-                console.print(f"passed over: {shown(str(error))}", highlight=False, markup=False)
+                console.print(f"passed over: {escape_for_output(str(error))}", highlight=False, markup=False)
                 continue
-            answer = {"format": FORMAT, "analysis": name, **origin, "result": result}
-            write_sealed(path, answer | {"provenance": provenance(threads=torch.get_num_threads())})
+            answer = {"format": ANALYSIS_FORMAT, "analysis": name, **origin, "result": result}
+            write_with_checksum(path, answer | {"provenance": provenance(threads=torch.get_num_threads())})
             partial.unlink(missing_ok=True)
         written.append(path)
         console.print(chosen.table(result))
         console.print(f"{result['summary']}.", highlight=False)
-    console.print("\nWritten: " + ", ".join(shown(str(path)) for path in written), highlight=False, soft_wrap=True)
+    console.print(
+        "\nWritten: " + ", ".join(escape_for_output(str(path)) for path in written), highlight=False, soft_wrap=True
+    )
     return written
 
 
-def _origin(lab: Lab, text: Text) -> dict[str, Any]:
+def _origin(lab: AnalysisContext, text: Text) -> dict[str, Any]:
     """What an answer depends on, and a digest of it."""
     settings = {"trained_at": lab.trained_at, "lengths": list(lab.lengths), "samples": lab.samples, "seed": lab.seed}
     settings |= {"methods": list(lab.methods)} if lab.methods else {}
     target, corpus = lab.target.description(), text.description()
-    depends = [FORMAT, target["weights"], corpus["sha256"], settings]
+    depends = [ANALYSIS_FORMAT, target["weights"], corpus["sha256"], settings]
     digest = sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:8]
     return {"digest": digest, "target": target, "corpus": corpus, "settings": settings}
 
@@ -227,6 +231,6 @@ def _stored(path: Path, origin: dict[str, Any]) -> dict[str, Any] | None:
     """The answer that an earlier session found to this very question."""
     if not path.is_file():
         return None
-    content = read_sealed(path, mend="Remove it and analyze again.")
-    same = content.get("format") == FORMAT and content.get("digest") == origin["digest"]
+    content = read_with_checksum(path, mend="Remove it and analyze again.")
+    same = content.get("format") == ANALYSIS_FORMAT and content.get("digest") == origin["digest"]
     return content["result"] if same else None

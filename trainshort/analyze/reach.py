@@ -23,12 +23,12 @@ from rich.console import Group
 from torch import Tensor
 
 from trainshort import alibi, clocks
-from trainshort.analyze.far_context import WAYS, spoil
-from trainshort.analyze.lab import SCORED, Analysis, Lab, compare, new_table, titled
+from trainshort.analyze.far_context import CORRUPTIONS, corrupt_far_context
+from trainshort.analyze.lab import SCORED_TOKENS, Analysis, AnalysisContext, compare, new_table, with_title
 from trainshort.attention import AttentionCall, DecayBias, LinearBias
-from trainshort.attention.formula import visible, written_bias
+from trainshort.attention.formula import materialize_bias, visibility_mask
 from trainshort.evaluate.attention_inputs import attention_calls
-from trainshort.evaluate.evidence import shows
+from trainshort.evaluate.evidence import is_significant_increase
 from trainshort.model import TransformerLM
 
 MASS = 0.99
@@ -36,17 +36,17 @@ ROW_ELEMENTS = 1 << 24
 """Attention weights computed at once: 64 MB in float32."""
 
 
-def scope(lab: Lab) -> tuple[TransformerLM, int]:
+def scope(lab: AnalysisContext) -> tuple[TransformerLM, int]:
     """The model, which must be one to look inside, and the length of the text it looks at."""
     return lab.model("the reach analysis"), max(lab.multiples(8, 4, 2, 1))
 
 
-def run(lab: Lab) -> dict[str, Any]:
+def run(lab: AnalysisContext) -> dict[str, Any]:
     model, length = scope(lab)
     tokens = torch.from_numpy(lab.tokens[:length].astype("int64"))[None].to(lab.target.device)
-    ends = lab.probe_ends(length)
-    lab.meter.expect(length * model.config.layers + len(ends) * (3 * length + lab.trained_at))
-    beyond = spoiled_beyond(lab, lab.probes(ends, length))
+    ends = lab.sample_ends(length)
+    lab.meter.start(length * model.config.layers + len(ends) * (3 * length + lab.trained_at))
+    beyond = loss_increase_beyond_training(lab, lab.sample_windows(ends, length))
     rows = []
     for layer, call in enumerate(attention_calls(model, tokens)):
         mass = mass_by_distance(call)
@@ -72,13 +72,16 @@ def run(lab: Lab) -> dict[str, Any]:
     }
 
 
-def spoiled_beyond(lab: Lab, whole: np.ndarray) -> list[dict[str, Any]]:
+def loss_increase_beyond_training(lab: AnalysisContext, whole: np.ndarray) -> list[dict[str, Any]]:
     """How much the loss rises when what lies beyond the training length is spoiled, in each way; empty where nothing
     lies there."""
-    if whole.shape[1] - 1 <= lab.trained_at + SCORED:
+    if whole.shape[1] - 1 <= lab.trained_at + SCORED_TOKENS:
         return []
-    losses = lab.score(whole, SCORED)
-    return [{"way": way, **compare(losses, lab.score(spoil(whole, lab.trained_at, way, lab), SCORED))} for way in WAYS]
+    losses = lab.score(whole, SCORED_TOKENS)
+    return [
+        {"way": way, **compare(losses, lab.score(corrupt_far_context(whole, lab.trained_at, way, lab), SCORED_TOKENS))}
+        for way in CORRUPTIONS
+    ]
 
 
 def mass_by_distance(call: AttentionCall) -> Float[Tensor, "heads distances"]:
@@ -99,11 +102,11 @@ def mass_by_distance(call: AttentionCall) -> Float[Tensor, "heads distances"]:
 def attention_weights(call: AttentionCall, rows: slice) -> Float[Tensor, "batch heads rows keys"]:
     """Softmax weights of some query rows over all keys."""
     keys = slice(0, call.k.shape[2])
-    k = call.k.repeat_interleave(call.group, dim=1).float()
-    scores = call.q[:, :, rows].float() @ k.transpose(-1, -2) * call.factor
-    if (bias := written_bias(call, rows, keys)) is not None:
+    k = call.k.repeat_interleave(call.heads_per_kv_head, dim=1).float()
+    scores = call.q[:, :, rows].float() @ k.transpose(-1, -2) * call.softmax_scale
+    if (bias := materialize_bias(call, rows, keys)) is not None:
         scores = scores + bias
-    return scores.masked_fill(~visible(call, rows, keys), -math.inf).softmax(-1)
+    return scores.masked_fill(~visibility_mask(call, rows, keys), -math.inf).softmax(-1)
 
 
 def mean_distance(mass: Float[Tensor, " distances"]) -> float:
@@ -126,7 +129,7 @@ def proven_window(call: AttentionCall) -> list[int] | None:
         case LinearBias(slopes):
             windows = alibi.proven_windows(call.q, call.k, slopes, tolerance=1 - MASS, block=1)[0]
         case DecayBias(clock):
-            starts = clocks.proven_starts(alibi.most_excess(call.q, call.k), clock, 1 - MASS)[0]
+            starts = clocks.proven_first_keys(alibi.most_excess(call.q, call.k), clock, 1 - MASS)[0]
             windows = torch.arange(call.k.shape[2])[-call.q.shape[2] :] - starts.cpu() + 1
         case _:
             return None
@@ -142,7 +145,7 @@ def summary(rows: list[dict[str, Any]], trained_at: int, beyond: list[dict[str, 
     )
     if not far or not beyond:
         return told
-    if all(shows(one["rise"], one["interval"]) for one in beyond):
+    if all(is_significant_increase(one["rise"], one["interval"]) for one in beyond):
         return f"{told}, and what lies there is used: without it the loss rises by {min(r['rise'] for r in beyond):.4f}"
     return f"{told}, and no use of what lies there shows"
 
@@ -155,7 +158,7 @@ def table(result: dict[str, Any]) -> Group:
         proven = "" if row["proven"] is None else f"{row['proven']:,}"
         numbers = (f"{row['mean_distance']:,.1f}", f"{row['window']:,}", proven)
         shown.add_row(str(row["layer"]), str(row["head"]), slope, *numbers)
-    return titled(title, shown)
+    return with_title(title, shown)
 
 
 REACH = Analysis("how far does each head look, and how far could it?", run, table, fits=scope)

@@ -10,10 +10,18 @@ from typing import Any
 import numpy as np
 from rich.console import Group
 
-from trainshort.analyze.lab import SCORED, Analysis, Lab, compare, interval_text, new_table, titled
+from trainshort.analyze.lab import (
+    SCORED_TOKENS,
+    Analysis,
+    AnalysisContext,
+    compare,
+    interval_text,
+    new_table,
+    with_title,
+)
 from trainshort.errors import InputError
-from trainshort.evaluate.changes import Change, changed
-from trainshort.evaluate.evidence import shows
+from trainshort.evaluate.changes import Override, apply_override
+from trainshort.evaluate.evidence import is_significant_increase
 from trainshort.model import TransformerLM
 
 TRAINED = "trained"
@@ -23,7 +31,7 @@ def variants(trained_at: int) -> list[str]:
     return [TRAINED, "interpolate", "max_bias=16", f"window={trained_at}"]
 
 
-def scope(lab: Lab) -> tuple[TransformerLM, list[int]]:
+def scope(lab: AnalysisContext) -> tuple[TransformerLM, list[int]]:
     """The model, which must have slopes, and the lengths of its context."""
     model = lab.model("the slopes analysis")
     if model.position.linear_slopes() is None:
@@ -33,16 +41,16 @@ def scope(lab: Lab) -> tuple[TransformerLM, list[int]]:
     return model, lab.multiples(1, 2, 4, 8)
 
 
-def run(lab: Lab) -> dict[str, Any]:
+def run(lab: AnalysisContext) -> dict[str, Any]:
     model, lengths = scope(lab)
-    ends, scored = lab.probe_ends(lengths[-1]), min(SCORED, lengths[0])
-    lab.meter.expect(len(variants(lab.trained_at)) * len(ends) * sum(lengths))
+    ends, scored = lab.sample_ends(lengths[-1]), min(SCORED_TOKENS, lengths[0])
+    lab.meter.start(len(variants(lab.trained_at)) * len(ends) * sum(lengths))
     losses: dict[tuple[str, int], np.ndarray] = {}
     for variant in variants(lab.trained_at):
         for length in lengths:
-            change = None if variant == TRAINED else Change.read("slopes", variant)
-            with nullcontext() if change is None else changed(model, change, lab.trained_at, length):
-                losses[variant, length] = lab.score(lab.probes(ends, length), scored)
+            change = None if variant == TRAINED else Override.read("slopes", variant)
+            with nullcontext() if change is None else apply_override(model, change, lab.trained_at, length):
+                losses[variant, length] = lab.score(lab.sample_windows(ends, length), scored)
     base = losses[TRAINED, lengths[0]]
     found = [_row(variant, length, base, here) for (variant, length), here in losses.items()]
     return {"summary": summary(found, lengths[0]), "probes": len(ends), "scored": int(base.size), "rows": found}
@@ -58,7 +66,7 @@ def summary(rows: list[dict[str, Any]], base: int) -> str:
     longer = [row for row in rows if row["context"] > base]
     if not longer:
         return f"only the context of {base:,} tokens was tried"
-    sure = [row for row in longer if shows(row["gain"], row["interval"])]
+    sure = [row for row in longer if is_significant_increase(row["gain"], row["interval"])]
     if not sure:
         return f"no slopes use context beyond {base:,} tokens"
     best = max(sure, key=lambda row: row["gain"])
@@ -73,7 +81,7 @@ def table(result: dict[str, Any]) -> Group:
     for row in result["rows"]:
         numbers = (f"{row['loss']:.4f}", f"{row['gain']:+.4f}", interval_text(row["interval"]))
         shown.add_row(row["slopes"], f"{row['context']:,}", *numbers)
-    return titled(title, shown)
+    return with_title(title, shown)
 
 
 SLOPES = Analysis("do other slopes use context beyond the training length?", run, table, fits=scope)

@@ -2,7 +2,7 @@
 
 from trainshort.attention import compiled, flex, formula, sdpa, windowed
 from trainshort.attention.call import AttentionCall, Bias, BiasKind, DecayBias, DenseBias, DistanceBias, LinearBias
-from trainshort.attention.formula import merge
+from trainshort.attention.formula import merge_by_lse
 from trainshort.attention.op import (
     AttentionOutput,
     Backend,
@@ -32,7 +32,7 @@ __all__ = [
     "compiled",
     "flex",
     "formula",
-    "merge",
+    "merge_by_lse",
     "run_attention",
     "sdpa",
     "windowed",

@@ -135,10 +135,10 @@ def bias_kind_of(bias: Bias | None) -> BiasKind:
     for kind, bias_type in BIAS_TYPES.items():
         if isinstance(bias, bias_type):
             return kind
-    raise unknown_bias(bias)
+    raise unknown_bias_error(bias)
 
 
-SMALLEST = 1e-30
+MIN_TOLERANCE = 1e-30
 """Tolerances below it are 0: nothing is left out. So small a mass has no room in a float's exponent."""
 TOLERANCE = 1e-6
 """Softmax mass that a row may leave out where that is proven and saves work. Float32 loses as much by rounding."""
@@ -177,11 +177,11 @@ class AttentionCall:
     causal: bool = True
 
     @property
-    def factor(self) -> float:
+    def softmax_scale(self) -> float:
         return 1 / math.sqrt(self.q.shape[-1]) if self.scale is None else self.scale
 
     @property
-    def group(self) -> int:
+    def heads_per_kv_head(self) -> int:
         """Query heads per key head."""
         return self.q.shape[1] // self.k.shape[1]
 
@@ -213,11 +213,11 @@ class AttentionCall:
             self.scale,
             self.causal,
             None if right is None else (right.shape, right.dtype, right.requires_grad),
-            None if self.causal else self.in_pieces,
+            None if self.causal else self.has_split_segments,
         )
 
     @property
-    def in_pieces(self) -> bool:
+    def has_split_segments(self) -> bool:
         """Return whether a segment is interrupted by another segment in a call without a causal mask.
 
         A backend can then not decide from the neighbor of a key whether a segment ends there.
@@ -228,7 +228,12 @@ class AttentionCall:
             segment_ids 7 7 3 3: False
             segment_ids 7 3 3 7: True
         """
-        if self.causal or self.segment_ids is None or self.segment_ids.device.type != "cpu" or tracer() is not None:
+        if (
+            self.causal
+            or self.segment_ids is None
+            or self.segment_ids.device.type != "cpu"
+            or active_tracer() is not None
+        ):
             return False
         rows = self.segment_ids
         in_order = rows.sort(dim=1).values
@@ -265,10 +270,10 @@ class AttentionCall:
     @property
     def is_transformed(self) -> bool:
         """Whether torch.func is at work (grad, vmap, jvp, ...), or derivatives are taken in forward mode."""
-        return tracer() == "func" or self.has_tangents
+        return active_tracer() == "func" or self.has_tangents
 
 
-def tracer() -> str | None:
+def active_tracer() -> str | None:
     """Who looks at the operations rather than doing them: 'export' makes a graph for elsewhere, where nobody knows
     operators of ours; 'func' is torch.func (grad, vmap, jvp, ...); 'compile' is torch.compile. None: nobody."""
     if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None or torch.onnx.is_in_onnx_export():
@@ -278,7 +283,7 @@ def tracer() -> str | None:
     return "compile" if torch.compiler.is_compiling() else None
 
 
-def check(call: AttentionCall) -> None:
+def validate(call: AttentionCall) -> None:
     """Refuse what no backend should see."""
     q, k = call.q, call.k
     check_tensors(q, k, call.v)
@@ -332,7 +337,7 @@ def _check_bias(call: AttentionCall) -> None:
                 raise InputError(f"slopes must be one per query head, shape ({heads},); got {tuple(slopes.shape)}.")
             # An infinite slope would turn every row to NaN far from here. Read only where that costs no waiting.
             finite = slopes.isfinite() if call.causal else slopes > -math.inf
-            if slopes.device.type == "cpu" and tracer() is None and not finite.all():
+            if slopes.device.type == "cpu" and active_tracer() is None and not finite.all():
                 blind = "" if call.causal else ", or inf where a head does not see that side"
                 raise InputError(f"slopes must be finite{blind}, got {slopes.tolist()}.")
         case DistanceBias(table):
@@ -345,7 +350,7 @@ def _check_bias(call: AttentionCall) -> None:
                     f"DecayBias.cumulative must be a floating-point tensor of shape (batch, heads, k_len) = {shape}, "
                     f"got {tuple(cumulative.shape)} of {cumulative.dtype}."
                 )
-            if cumulative.device.type == "cpu" and tracer() is None and not cumulative.isfinite().all():
+            if cumulative.device.type == "cpu" and active_tracer() is None and not cumulative.isfinite().all():
                 raise InputError("DecayBias.cumulative must be finite, but some values are infinite or NaN.")
         case DenseBias(values):
             shape = (heads, q_len, k_len)
@@ -354,7 +359,7 @@ def _check_bias(call: AttentionCall) -> None:
                     f"a dense bias has shape {shape} here, or that for each text; got {tuple(values.shape)}."
                 )
         case unknown:
-            raise unknown_bias(unknown)
+            raise unknown_bias_error(unknown)
     if call.bias.values.device != call.q.device:
         raise InputError(f"the bias is on {call.bias.values.device}, but q on {call.q.device}; move it there.")
     right = call.bias.right
@@ -369,12 +374,12 @@ def contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()  # the stride of a single number says nothing
 
 
-def wide(x: Tensor) -> torch.dtype:
+def accumulation_dtype(x: Tensor) -> torch.dtype:
     """What sums over `x` are made in: its own precision, and float32 at the least."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def of_bias(call: AttentionCall, keys: Tensor, rows: Tensor) -> Tensor:
+def reduce_bias_grad(call: AttentionCall, keys: Tensor, rows: Tensor) -> Tensor:
     """The gradient of one side's bias, from where it stands for keys and, if it is a clock, where it does for rows."""
     if not isinstance(call.bias, DecayBias):
         return keys.sum(0)
@@ -382,7 +387,7 @@ def of_bias(call: AttentionCall, keys: Tensor, rows: Tensor) -> Tensor:
     return keys
 
 
-def unknown_bias(bias: object) -> InputError:
+def unknown_bias_error(bias: object) -> InputError:
     """A bias that a backend does not know is an error everywhere: dropped in silence it would be another model."""
     return InputError(
         f"bias must be LinearBias, DistanceBias, DecayBias, DenseBias or None, got {type(bias).__name__}."

@@ -15,10 +15,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trainshort.attention import operator
-from trainshort.attention.call import AttentionCall, BiasKind, DecayBias, DistanceBias, LinearBias, unknown_bias, wide
+from trainshort.attention.call import (
+    AttentionCall,
+    BiasKind,
+    DecayBias,
+    DistanceBias,
+    LinearBias,
+    accumulation_dtype,
+    unknown_bias_error,
+)
 from trainshort.attention.op import AttentionOutput
-from trainshort.attention.sides import BLIND
-from trainshort.machine import mkl_is_narrow
+from trainshort.attention.sides import MASKING_SLOPE
+from trainshort.machine import mkl_lacks_avx512
 
 
 class Compiled:
@@ -35,11 +43,11 @@ class Compiled:
     def unsupported_reason(self, call: AttentionCall) -> str | None:
         if not (call.bias is None or isinstance(call.bias, DistanceBias | LinearBias | DecayBias)):
             return "it computes biases by distance (T5, ALiBi), clocks (FoX) or none; use 'sdpa'"
-        if call.q.shape[3] > operator.WIDEST:
-            return f"its heads are at most {operator.WIDEST} wide, these are {call.q.shape[3]}; use 'sdpa'"
-        if reason := operator.beyond(call):
+        if call.q.shape[3] > operator.MAX_HEAD_DIM:
+            return f"its heads are at most {operator.MAX_HEAD_DIM} wide, these are {call.q.shape[3]}; use 'sdpa'"
+        if reason := operator.unsupported_reason(call):
             return reason
-        fault = operator.kernel_fault(call.q.dtype)
+        fault = operator.traceable_kernel_unavailable_reason(call.q.dtype)
         return f"it needs the compiled kernel, and {fault}; use 'sdpa'" if fault else None
 
     def run(self, call: AttentionCall) -> AttentionOutput:
@@ -62,7 +70,7 @@ class Compiled:
             kind.value,
             call.segment_ids,
             call.window,
-            call.factor,
+            call.softmax_scale,
             allowed,
             True,  # use the compiled kernel
             None if call.causal else values[-1],
@@ -75,18 +83,18 @@ def table_by_distance(call: AttentionCall, values: Tensor) -> Float[Tensor, "hea
     distance = torch.arange(call.k.shape[2])
     match call.bias:
         case LinearBias():
-            return -values.to(wide(call.q)).clamp(max=BLIND)[:, None] * distance
+            return -values.to(accumulation_dtype(call.q)).clamp(max=MASKING_SLOPE)[:, None] * distance
         case DistanceBias():
             known = values[:, : len(distance)]
             beyond = len(distance) - known.shape[1]
             return torch.cat([known, known[:, -1:].expand(-1, beyond)], dim=1) if beyond else known
         case unknown:
-            raise unknown_bias(unknown)
+            raise unknown_bias_error(unknown)
 
 
 @torch.compiler.assume_constant_result
 def _torch_is_wider() -> bool:
-    return torch.backends.cpu.get_cpu_capability().startswith("AVX512") and not mkl_is_narrow()
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512") and not mkl_lacks_avx512()
 
 
 COMPILED = Compiled()

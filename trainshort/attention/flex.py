@@ -17,12 +17,20 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from trainshort import alibi, clocks
-from trainshort.attention.call import AttentionCall, Bias, DecayBias, DenseBias, DistanceBias, LinearBias, unknown_bias
-from trainshort.attention.formula import mirrored
+from trainshort.attention.call import (
+    AttentionCall,
+    Bias,
+    DecayBias,
+    DenseBias,
+    DistanceBias,
+    LinearBias,
+    unknown_bias_error,
+)
+from trainshort.attention.formula import reverse_bias
 from trainshort.attention.op import AttentionOutput
-from trainshort.attention.sides import BLIND
+from trainshort.attention.sides import MASKING_SLOPE
 
-BLOCK = 128
+FLEX_BLOCK_SIZE = 128
 """FlexAttention's own block size."""
 
 
@@ -51,25 +59,25 @@ class Flex:
 
     def run(self, call: AttentionCall) -> AttentionOutput:
         """The certificate is the promise itself: what was really left out is not looked at again."""
-        mask = proven_block_mask(call) if _may_skip(call) else whole_block_mask(call)
+        mask = proven_block_mask(call) if _can_skip_blocks(call) else full_block_mask(call)
         result = _compiled(call.q.device.type)(
             call.q,
             call.k,
             call.v,
             score_mod=_score_function(call),
             block_mask=mask,
-            scale=call.factor,
-            enable_gqa=call.group > 1,
+            scale=call.softmax_scale,
+            enable_gqa=call.heads_per_kv_head > 1,
             return_lse=call.needs_lse,
         )
         out, lse = result if call.needs_lse else (result, None)
-        most = call.tolerance if _may_skip(call) else 0.0
+        most = call.tolerance if _can_skip_blocks(call) else 0.0
         return AttentionOutput(out, lse, call.q.new_full(call.q.shape[:2], most, dtype=torch.float32))
 
 
-def _may_skip(call: AttentionCall) -> bool:
+def _can_skip_blocks(call: AttentionCall) -> bool:
     """Whether there can be blocks to leave out, and somebody asked for no gradient of the slopes that decide it."""
-    longer = call.k.shape[2] > BLOCK
+    longer = call.k.shape[2] > FLEX_BLOCK_SIZE
     return isinstance(call.bias, LinearBias | DecayBias) and longer and call.tolerance > 0 and not call.bias_needs_grad
 
 
@@ -89,7 +97,7 @@ def _score_function(call: AttentionCall) -> Any:
     past, left = call.k.shape[2] - call.q.shape[2], _one_sided(call.bias, call.bias_tensors[0])
     if call.causal:
         return lambda score, b, h, i, j: score + left(b, h, i + past, j, i + past - j)
-    right = _one_sided(call.bias, mirrored(call))
+    right = _one_sided(call.bias, reverse_bias(call))
     return lambda score, b, h, i, j: (
         score
         + torch.where(i + past >= j, left(b, h, i + past, j, i + past - j), right(b, h, i + past, j, j - i - past))
@@ -100,7 +108,7 @@ def _one_sided(bias: Bias, values: Tensor) -> Any:
     """What one side's slopes, table or clock say of query i, key j and their distance towards that side."""
     match bias:
         case LinearBias():
-            slopes = values.float().clamp(max=BLIND)
+            slopes = values.float().clamp(max=MASKING_SLOPE)
             return lambda b, h, i, j, distance: -slopes[h] * distance
         case DistanceBias():
             last = values.shape[1] - 1
@@ -110,7 +118,7 @@ def _one_sided(bias: Bias, values: Tensor) -> Any:
             low = (values.double() - high.double()).float()
             return lambda b, h, i, j, distance: (high[b, h, i] - high[b, h, j]) + (low[b, h, i] - low[b, h, j])
         case unknown:
-            raise unknown_bias(unknown)
+            raise unknown_bias_error(unknown)
 
 
 def proven_block_mask(call: AttentionCall) -> BlockMask:
@@ -124,37 +132,41 @@ def proven_block_mask(call: AttentionCall) -> BlockMask:
         - - f d
     """
     q_len, k_len = call.q.shape[2], call.k.shape[2]
-    starts = torch.arange(k_len - q_len, k_len, BLOCK, device=call.q.device)
-    ends = (starts + BLOCK).clamp(max=k_len)
+    starts = torch.arange(k_len - q_len, k_len, FLEX_BLOCK_SIZE, device=call.q.device)
+    ends = (starts + FLEX_BLOCK_SIZE).clamp(max=k_len)
     finite = call.v.isfinite().all()  # 0 · NaN is NaN at any distance
-    first = torch.where(finite, _by_block(_proven_first(call)).amin(-1), 0)
-    last = ends.expand_as(first) if call.causal else torch.where(finite, _by_block(_proven_last(call)).amax(-1), k_len)
+    first = torch.where(finite, _group_rows_by_block(_proven_first(call)).amin(-1), 0)
+    last = (
+        ends.expand_as(first)
+        if call.causal
+        else torch.where(finite, _group_rows_by_block(_proven_last(call)).amax(-1), k_len)
+    )
     plain = call.window is None and call.segment_ids is None
     if call.window is not None:
         first = torch.maximum(first, starts - call.window + 1)
         last = torch.minimum(last, ends + (0 if call.causal else call.window - 1))
-    begin, end = first.clamp(min=0) // BLOCK, (last + BLOCK - 1) // BLOCK
+    begin, end = first.clamp(min=0) // FLEX_BLOCK_SIZE, (last + FLEX_BLOCK_SIZE - 1) // FLEX_BLOCK_SIZE
     # Rows of a block differ in what they see: at the end of causal attention, or by windows and segments anywhere.
-    differ = torch.maximum(begin, (starts + 1) // BLOCK) if call.causal else end
+    differ = torch.maximum(begin, (starts + 1) // FLEX_BLOCK_SIZE) if call.causal else end
     masked = differ if plain else begin
-    count, indices = _listed(masked, end, k_len)
-    full_count, full_indices = _listed(begin, masked, k_len)
+    count, indices = _block_indices(masked, end, k_len)
+    full_count, full_indices = _block_indices(begin, masked, k_len)
     return BlockMask.from_kv_blocks(
         count,
         indices,
         full_count,
         full_indices,
-        BLOCK_SIZE=BLOCK,
+        BLOCK_SIZE=FLEX_BLOCK_SIZE,
         mask_mod=_mask_function(call),
         seq_lengths=(q_len, k_len),
         compute_q_blocks=call.needs_grad,
     )
 
 
-def _by_block(rows: Int[Tensor, "batch heads q_len"]) -> Int[Tensor, "batch heads q_blocks block"]:
+def _group_rows_by_block(rows: Int[Tensor, "batch heads q_len"]) -> Int[Tensor, "batch heads q_blocks block"]:
     """Rows by blocks of them; the last one is filled up with its last row."""
-    more = rows[..., -1:].expand(*rows.shape[:2], -rows.shape[2] % BLOCK)
-    return torch.cat([rows, more], dim=2).unflatten(2, (-1, BLOCK))
+    more = rows[..., -1:].expand(*rows.shape[:2], -rows.shape[2] % FLEX_BLOCK_SIZE)
+    return torch.cat([rows, more], dim=2).unflatten(2, (-1, FLEX_BLOCK_SIZE))
 
 
 def _proven_first(call: AttentionCall) -> Int[Tensor, "batch heads q_len"]:
@@ -164,24 +176,26 @@ def _proven_first(call: AttentionCall) -> Int[Tensor, "batch heads q_len"]:
     values = call.bias_tensors[0].detach()
     match call.bias:
         case LinearBias():
-            windows = alibi.proven_windows(call.q, call.k, values.clamp(max=BLIND), tolerance, 1, call.factor)
+            windows = alibi.proven_windows(
+                call.q, call.k, values.clamp(max=MASKING_SLOPE), tolerance, 1, call.softmax_scale
+            )
             positions = torch.arange(call.k.shape[2] - call.q.shape[2], call.k.shape[2], device=call.q.device)
             return torch.where(windows >= call.k.shape[2], 0, positions - windows + 1)
         case DecayBias():
-            return clocks.proven_starts(alibi.most_excess(call.q, call.k, call.factor), values, tolerance)
+            return clocks.proven_first_keys(alibi.most_excess(call.q, call.k, call.softmax_scale), values, tolerance)
         case unknown:
-            raise unknown_bias(unknown)
+            raise unknown_bias_error(unknown)
 
 
 def _proven_last(call: AttentionCall) -> Int[Tensor, "batch heads q_len"]:
     """Behind the last key that each query must read: the same on the text read backwards."""
-    past, values = call.k.shape[2] - call.q.shape[2], mirrored(call)
+    past, values = call.k.shape[2] - call.q.shape[2], reverse_bias(call)
     bias = DecayBias(values[..., past:].flip(-1)) if isinstance(call.bias, DecayBias) else LinearBias(values)
     backwards = replace(call, q=call.q.flip(2), k=call.k[:, :, past:].flip(2), v=call.v[:, :, past:], bias=bias)
     return call.k.shape[2] - _proven_first(backwards).flip(2)
 
 
-def whole_block_mask(call: AttentionCall) -> BlockMask:
+def full_block_mask(call: AttentionCall) -> BlockMask:
     """Every block that any row may see."""
     q_len, k_len = call.q.shape[2], call.k.shape[2]
     return create_block_mask(
@@ -209,11 +223,11 @@ def _mask_function(call: AttentionCall) -> Any:
     return seen
 
 
-def _listed(
+def _block_indices(
     begin: Int[Tensor, "batch heads q_blocks"], end: Int[Tensor, "batch heads q_blocks"], k_len: int
 ) -> tuple[Int[Tensor, "batch heads q_blocks"], Int[Tensor, "batch heads q_blocks k_blocks"]]:
     """Counts and numbers of the blocks from `begin` to `end`; FlexAttention reads the first `count` of each list."""
-    blocks = -(-k_len // BLOCK)
+    blocks = -(-k_len // FLEX_BLOCK_SIZE)
     numbers = (begin[..., None] + torch.arange(blocks, device=begin.device)) % blocks
     return (end - begin).int(), numbers.int()
 

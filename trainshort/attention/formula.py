@@ -9,7 +9,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trainshort.attention.call import AttentionCall, DecayBias, DenseBias, DistanceBias, LinearBias, unknown_bias, wide
+from trainshort.attention.call import (
+    AttentionCall,
+    DecayBias,
+    DenseBias,
+    DistanceBias,
+    LinearBias,
+    accumulation_dtype,
+    unknown_bias_error,
+)
 from trainshort.attention.op import AttentionOutput
 
 
@@ -22,26 +30,26 @@ class Reference:
         return None
 
     def run(self, call: AttentionCall) -> AttentionOutput:
-        return AttentionOutput(*formula(call))
+        return AttentionOutput(*reference_attention(call))
 
 
 REFERENCE = Reference()
 
 
-def formula(call: AttentionCall) -> tuple[Tensor, Tensor]:
+def reference_attention(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """softmax(q·k/√d + bias) · v over what each row may see, and the log-sum-exp of its scores."""
-    dtype = wide(call.q)
-    k, v = (x.to(dtype).repeat_interleave(call.group, dim=1) for x in (call.k, call.v))
+    dtype = accumulation_dtype(call.q)
+    k, v = (x.to(dtype).repeat_interleave(call.heads_per_kv_head, dim=1) for x in (call.k, call.v))
     rows, keys = slice(0, call.q.shape[2]), slice(0, call.k.shape[2])
-    scores = call.q.to(dtype) @ k.transpose(-1, -2) * call.factor
-    if (bias := written_bias(call, rows, keys)) is not None:
+    scores = call.q.to(dtype) @ k.transpose(-1, -2) * call.softmax_scale
+    if (bias := materialize_bias(call, rows, keys)) is not None:
         scores = scores + bias.to(dtype)
-    scores = scores.masked_fill(~visible(call, rows, keys), -math.inf)
+    scores = scores.masked_fill(~visibility_mask(call, rows, keys), -math.inf)
     weights = torch.nn.functional.dropout(scores.softmax(-1), call.dropout_p)
     return (weights @ v).to(call.q.dtype), scores.logsumexp(-1).float()
 
 
-def merge(
+def merge_by_lse(
     out: Float[Tensor, "batch heads q_len dim"],
     lse: Float[Tensor, "batch heads q_len"],
     other_out: Float[Tensor, "batch heads q_len dim"],
@@ -59,7 +67,7 @@ def distance_between(call: AttentionCall, rows: slice, keys: slice) -> Int[Tenso
     return queries[:, None] - torch.arange(keys.start, keys.stop, device=device)
 
 
-def written_bias(call: AttentionCall, rows: slice, keys: slice) -> Float[Tensor, "*batch heads rows keys"] | None:
+def materialize_bias(call: AttentionCall, rows: slice, keys: slice) -> Float[Tensor, "*batch heads rows keys"] | None:
     """The bias of some query rows on some keys, for backends that need it written out."""
     bias = call.bias
     if bias is None:
@@ -70,10 +78,10 @@ def written_bias(call: AttentionCall, rows: slice, keys: slice) -> Float[Tensor,
     left = _one_sided(call, call.bias_tensors[0], distance, rows, keys)
     if call.causal:
         return left
-    return torch.where(distance < 0, _one_sided(call, mirrored(call), -distance, rows, keys), left)
+    return torch.where(distance < 0, _one_sided(call, reverse_bias(call), -distance, rows, keys), left)
 
 
-def mirrored(call: AttentionCall) -> Tensor:
+def reverse_bias(call: AttentionCall) -> Tensor:
     """What the bias says of the right side, for a text read backwards, where a clock that falls would rise."""
     right = call.bias_tensors[-1]
     return -right if isinstance(call.bias, DecayBias) else right
@@ -94,10 +102,10 @@ def _one_sided(
             own = values[..., call.k.shape[2] - call.q.shape[2] :]
             return own[..., rows, None] - values[..., None, keys]
         case unknown:
-            raise unknown_bias(unknown)
+            raise unknown_bias_error(unknown)
 
 
-def visible(call: AttentionCall, rows: slice, keys: slice) -> Bool[Tensor, "one_or_batch 1 rows keys"]:
+def visibility_mask(call: AttentionCall, rows: slice, keys: slice) -> Bool[Tensor, "one_or_batch 1 rows keys"]:
     """Which of some keys some query rows may see."""
     distance = distance_between(call, rows, keys)
     seen = distance >= 0 if call.causal else torch.ones_like(distance, dtype=torch.bool)
@@ -109,7 +117,7 @@ def visible(call: AttentionCall, rows: slice, keys: slice) -> Bool[Tensor, "one_
     return (seen & (queries[:, :, None] == call.segment_ids[:, None, keys]))[:, None]
 
 
-def document_reach(
+def segment_starts(
     segment_ids: Int[Tensor, "batch k_len"],
 ) -> tuple[Int[Tensor, "batch k_len"], Int[Tensor, "batch k_len"]]:
     """Segments renumbered from 0, and for each position the first one of the same segment, both int32.

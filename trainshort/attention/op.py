@@ -13,7 +13,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trainshort import alibi
-from trainshort.attention.call import SMALLEST, TOLERANCE, AttentionCall, Bias, LinearBias, check, check_tensors, tracer
+from trainshort.attention.call import (
+    MIN_TOLERANCE,
+    TOLERANCE,
+    AttentionCall,
+    Bias,
+    LinearBias,
+    active_tracer,
+    check_tensors,
+    validate,
+)
 from trainshort.errors import InputError
 from trainshort.registries import backends
 
@@ -82,11 +91,11 @@ class Backend(Protocol):
         ...
 
 
-_announced: set[str] = set()
-_chosen: dict[tuple[object, ...], Backend] = {}
-MOST_CHOSEN = 4096
+_logged_messages: set[str] = set()
+_backend_cache: dict[tuple[object, ...], Backend] = {}
+MAX_CACHED_CHOICES = 4096
 """Choices that are remembered; a text that grows token by token asks for a new one each time."""
-FEW_KEYS = 16
+MAX_REFERENCE_KEYS = 16
 
 
 @overload
@@ -223,49 +232,49 @@ def run_attention(call: AttentionCall, backend: str = "auto") -> AttentionOutput
     Raises:
         InputError: If an argument is invalid or not supported.
     """
-    if 0 < call.tolerance < SMALLEST:
+    if 0 < call.tolerance < MIN_TOLERANCE:
         call = replace(call, tolerance=0.0)
-    check(call)
-    chosen_backend = choose(call) if backend == "auto" else _named(backend, call)
+    validate(call)
+    chosen_backend = choose_backend(call) if backend == "auto" else _get_backend(backend, call)
     return chosen_backend.run(call)
 
 
-def choose(call: AttentionCall) -> Backend:
+def choose_backend(call: AttentionCall) -> Backend:
     """The backend for a call under 'auto', remembered for all that are like it."""
-    if tracer() is not None or forward_mode._current_level >= 0:
-        return _best(call)
+    if active_tracer() is not None or forward_mode._current_level >= 0:
+        return _best_backend(call)
     key = (backends.changes, call.signature)
-    backend = _chosen.get(key)  # one look: another thread may clear the memory at any time
+    backend = _backend_cache.get(key)  # one look: another thread may clear the memory at any time
     if backend is None:
-        if len(_chosen) >= MOST_CHOSEN:
-            _chosen.clear()
-        backend = _chosen[key] = _best(call)
+        if len(_backend_cache) >= MAX_CACHED_CHOICES:
+            _backend_cache.clear()
+        backend = _backend_cache[key] = _best_backend(call)
     return backend
 
 
-def _named(name: str, call: AttentionCall) -> Backend:
+def _get_backend(name: str, call: AttentionCall) -> Backend:
     if reason := backends.get(name).unsupported_reason(call):
         raise InputError(f"Attention backend '{name}' does not support this call: {reason}.")
-    return _unless_short(name, call)
+    return _use_reference_if_short(name, call)
 
 
-def _unless_short(name: str, call: AttentionCall) -> Backend:
+def _use_reference_if_short(name: str, call: AttentionCall) -> Backend:
     """The backend of this name; but the formula itself where one trains through a few keys.
 
     A kernel's backward pass recomputes the weights from a rounded log-sum-exp. Among a few keys that is most of its
     error, and shows where the formula is exact: one key alone has weight 1 and passes no gradient to its query. So few
     keys are no slower to compute plainly.
     """
-    return backends.get("reference" if call.needs_grad and call.k.shape[2] <= FEW_KEYS else name)
+    return backends.get("reference" if call.needs_grad and call.k.shape[2] <= MAX_REFERENCE_KEYS else name)
 
 
-def _best(call: AttentionCall) -> Backend:
+def _best_backend(call: AttentionCall) -> Backend:
     """The backend of the highest rank that can do it; said once in the log.
 
     Derivatives of any order and direction, and graphs for elsewhere, need plain operations of torch: the formula.
     """
-    if tracer() == "export" or call.is_transformed:
-        say_once("attention backend: reference", "reference", logging.INFO)
+    if active_tracer() == "export" or call.is_transformed:
+        log_once("attention backend: reference", "reference", logging.INFO)
         return backends.get("reference")
     reasons = []
     ranks = {name: _rank(name, backend) for name, backend in backends.items()}
@@ -277,8 +286,8 @@ def _best(call: AttentionCall) -> Backend:
             reason = skip_reason(call)
         if reason is None:
             passed = f" ({'; '.join(reasons)})" if reasons else ""
-            say_once(f"attention backend: {name}{passed}", name, logging.INFO)
-            return _unless_short(name, call)
+            log_once(f"attention backend: {name}{passed}", name, logging.INFO)
+            return _use_reference_if_short(name, call)
         reasons.append(f"not {name}: {reason.partition('; use ')[0]}")  # advice for those who named it, not for 'auto'
     raise InputError(f"No attention backend supports this call: {'; '.join(reasons)}.")
 
@@ -291,9 +300,9 @@ def _rank(name: str, backend: Backend) -> int | float:
 
 
 @torch.compiler.assume_constant_result  # torch.compile would trace the log
-def say_once(message: str, about: str | None = None, level: int = logging.WARNING) -> None:
-    if (about or message) not in _announced:
-        _announced.add(about or message)
+def log_once(message: str, about: str | None = None, level: int = logging.WARNING) -> None:
+    if (about or message) not in _logged_messages:
+        _logged_messages.add(about or message)
         log.log(level, message)
 
 
@@ -344,10 +353,10 @@ def alibi_attention(
         >>> alibi_attention(q, k, v).shape
         torch.Size([1, 8, 1024, 64])
     """
-    q, k, v = _cast_by_autocast(q, k, v)
+    q, k, v = _cast_for_autocast(q, k, v)
     check_tensors(q, k, v)
     if key_padding_mask is not None:
-        segment_ids = _padding_apart(key_padding_mask, segment_ids, (k.shape[0], k.shape[2]))
+        segment_ids = _padding_to_segment_ids(key_padding_mask, segment_ids, (k.shape[0], k.shape[2]))
     if slopes is None:
         slopes = alibi.slopes(q.shape[1]).to(q.device)
     return attend(
@@ -364,7 +373,7 @@ def alibi_attention(
     )
 
 
-def _cast_by_autocast(*tensors: Tensor) -> list[Tensor]:
+def _cast_for_autocast(*tensors: Tensor) -> list[Tensor]:
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return list(tensors)
@@ -372,7 +381,9 @@ def _cast_by_autocast(*tensors: Tensor) -> list[Tensor]:
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
 
-def _padding_apart(mask: Tensor, segment_ids: Tensor | None, shape: tuple[int, int]) -> Int[Tensor, "batch k_len"]:
+def _padding_to_segment_ids(
+    mask: Tensor, segment_ids: Tensor | None, shape: tuple[int, int]
+) -> Int[Tensor, "batch k_len"]:
     """Return segment ids in which each run of padding is a segment of its own.
 
     Tokens do not see padding, distances between tokens stay the same, and every query sees at least one key.
@@ -414,7 +425,7 @@ def attend_in_blocks(
     return torch.cat(parts, dim=2)
 
 
-def _refuse_script() -> None:
+def _reject_torchscript() -> None:
     raise InputError(
         "torch.jit.script reads Python of a kind that this function is not written in; use torch.jit.trace or "
         "torch.export, which give a graph of torch's own operators."
@@ -422,4 +433,4 @@ def _refuse_script() -> None:
 
 
 for _function in (attend, alibi_attention):  # torch.jit.script asks what it is given, and what that calls, for this
-    _function.__prepare_scriptable__ = _refuse_script  # pyright: ignore[reportFunctionMemberAccess]
+    _function.__prepare_scriptable__ = _reject_torchscript  # pyright: ignore[reportFunctionMemberAccess]

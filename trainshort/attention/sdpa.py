@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainshort.attention.call import AttentionCall, DecayBias, contiguous_rows, wide
-from trainshort.attention.formula import visible, written_bias
+from trainshort.attention.call import AttentionCall, DecayBias, accumulation_dtype, contiguous_rows
+from trainshort.attention.formula import materialize_bias, visibility_mask
 from trainshort.attention.op import AttentionOutput
 
 MASK_ELEMENTS = 1 << 24
@@ -64,10 +64,10 @@ def _chunk(call: AttentionCall, rows: slice) -> tuple[Tensor, Tensor | None]:
     reach = k_len if call.window is None else call.window - 1
     last = past + rows.stop if call.causal else min(k_len, past + rows.stop + reach)
     keys = slice(max(0, past + rows.start - reach), last)
-    mask = visible(call, rows, keys)
-    if (bias := written_bias(call, rows, keys)) is not None:
+    mask = visibility_mask(call, rows, keys)
+    if (bias := materialize_bias(call, rows, keys)) is not None:
         # Float32 even for half-precision inputs: the CPU kernel adds the mask to float32 scores.
-        dtype = wide(call.q) if call.q.device.type == "cpu" else call.q.dtype
+        dtype = accumulation_dtype(call.q) if call.q.device.type == "cpu" else call.q.dtype
         mask = torch.where(mask, bias.to(dtype), -math.inf)
     return _attend(call, rows, keys, mask=mask, causal=False)
 
@@ -80,15 +80,17 @@ def _attend(
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros((), dtype=q.dtype).masked_fill(~mask, -math.inf)
         # Called directly, the kernel reads every row as if its numbers lay side by side.
-        q, k, v = (contiguous_rows(x) for x in (q, *(x.repeat_interleave(call.group, dim=1) for x in (k, v))))
+        q, k, v = (
+            contiguous_rows(x) for x in (q, *(x.repeat_interleave(call.heads_per_kv_head, dim=1) for x in (k, v)))
+        )
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return flash(q, k, v, 0.0, causal, attn_mask=mask, scale=call.factor)
+        return flash(q, k, v, 0.0, causal, attn_mask=mask, scale=call.softmax_scale)
     if mask is not None and mask.requires_grad and mask.dtype != q.dtype:
         mask = mask.to(q.dtype)  # the plain path, which alone can train a bias, wants one dtype
-    shared = call.group > 1
+    shared = call.heads_per_kv_head > 1
     if shared and call.needs_grad and q.device.type == "cpu":
         # Torch's own grouping adds the gradients of a group up in one long float32 sum: twice the error.
-        k, v, shared = *(x.repeat_interleave(call.group, dim=1) for x in (k, v)), False
+        k, v, shared = *(x.repeat_interleave(call.heads_per_kv_head, dim=1) for x in (k, v)), False
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=call.dropout_p, is_causal=causal, scale=call.scale, enable_gqa=shared
     )

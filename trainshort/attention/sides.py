@@ -23,49 +23,52 @@ from trainshort.attention.call import (
     DecayBias,
     DistanceBias,
     LinearBias,
+    accumulation_dtype,
     bias_kind_of,
-    of_bias,
-    unknown_bias,
-    wide,
+    reduce_bias_grad,
+    unknown_bias_error,
 )
-from trainshort.attention.formula import merge, mirrored
-from trainshort.attention.windowed_torch import PANEL
+from trainshort.attention.formula import merge_by_lse, reverse_bias
+from trainshort.attention.windowed_torch import QUERY_TILE
 from trainshort.errors import InputError
 
-IN_PIECES = "it supports causal=False only if each segment is contiguous; use 'sdpa'"
-BLIND = 1e9
+SPLIT_SEGMENTS_MESSAGE = "it supports causal=False only if each segment is contiguous; use 'sdpa'"
+MASKING_SLOPE = 1e9
 """A slope in place of an infinite one: no product of queries and keys makes up for it, and 0 times it is 0."""
 
 
-def left(call: AttentionCall) -> AttentionCall:
+def left_call(call: AttentionCall) -> AttentionCall:
     """The call over a row's own key and those before it."""
     match call.bias:
         case LinearBias(slopes):
-            bias = LinearBias(slopes.clamp(max=BLIND))
+            bias = LinearBias(slopes.clamp(max=MASKING_SLOPE))
         case DistanceBias(values) | DecayBias(values):
             bias = type(call.bias)(values)
         case unknown:
-            raise unknown_bias(unknown)
+            raise unknown_bias_error(unknown)
     return replace(call, bias=bias, causal=True)
 
 
-def right(call: AttentionCall) -> tuple[AttentionCall, Float[Tensor, "one_or_batch heads rows"]] | None:
+def right_call(call: AttentionCall) -> tuple[AttentionCall, Float[Tensor, "one_or_batch heads rows"]] | None:
     """The call over the keys after each row's own, read backwards, and what each row's own place there, short by one,
     adds to its scores; None where no row sees any."""
     q_len, past = call.q.shape[2], call.k.shape[2] - call.q.shape[2]
     if q_len == 1 or call.window == 1:
         return None
-    values = mirrored(call)
+    values = reverse_bias(call)
     match call.bias:
         case LinearBias():
-            bias, shift = LinearBias(values.clamp(max=BLIND)), -values.double().clamp(max=BLIND)[None, :, None]
+            bias, shift = (
+                LinearBias(values.clamp(max=MASKING_SLOPE)),
+                -values.double().clamp(max=MASKING_SLOPE)[None, :, None],
+            )
         case DistanceBias():
             bias, shift = DistanceBias(values[:, 1:q_len]), values.new_zeros(1, len(values), 1, dtype=torch.float64)
         case DecayBias():
             bias = DecayBias(values[..., past + 1 :].flip(-1))
             shift = values.double()[..., past:-1] - values.double()[..., past + 1 :]
         case unknown:
-            raise unknown_bias(unknown)
+            raise unknown_bias_error(unknown)
     q, k, v = call.q[:, :, :-1], call.k[:, :, past + 1 :], call.v[:, :, past + 1 :]
     backwards = replace(
         call,
@@ -78,7 +81,7 @@ def right(call: AttentionCall) -> tuple[AttentionCall, Float[Tensor, "one_or_bat
     return backwards, shift
 
 
-def _ends(call: AttentionCall) -> Bool[Tensor, "one_or_batch 1 rows"]:
+def _segment_ends(call: AttentionCall) -> Bool[Tensor, "one_or_batch 1 rows"]:
     """Rows that are the last of their segment: they see nothing on the right, where they stand on another's key."""
     if call.segment_ids is None:
         return torch.zeros(1, 1, 1, dtype=torch.bool)
@@ -89,17 +92,17 @@ def _ends(call: AttentionCall) -> Bool[Tensor, "one_or_batch 1 rows"]:
 def forward(call: AttentionCall, compiled: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both sides by the operator's causal calls: output, log-sum-exp, and what it tells of each panel of rows, those of
     the right side after those of the left."""
-    if call.in_pieces:  # of a graph, which was made before there were segments
-        raise InputError(f"The compiled attention kernel does not support this call: {IN_PIECES}.")
-    out, lse, first, dropped = _causal(left(call), compiled)
-    if (mirror := right(call)) is None:
+    if call.has_split_segments:  # of a graph, which was made before there were segments
+        raise InputError(f"The compiled attention kernel does not support this call: {SPLIT_SEGMENTS_MESSAGE}.")
+    out, lse, first, dropped = _causal(left_call(call), compiled)
+    if (mirror := right_call(call)) is None:
         return out, lse, first, dropped
     backwards, shift = mirror
     right_out, right_lse, right_first, right_dropped = _causal(backwards, compiled)
-    ends, rows, dtype = _ends(call), slice(0, -1), wide(out)
+    ends, rows, dtype = _segment_ends(call), slice(0, -1), accumulation_dtype(out)
     found = right_out.flip(2).to(dtype).masked_fill(ends[..., None], 0)
     weight = (right_lse.flip(2) + shift).masked_fill(ends, -math.inf)
-    both = merge(out[:, :, rows].to(dtype), lse[:, :, rows], found, weight)
+    both = merge_by_lse(out[:, :, rows].to(dtype), lse[:, :, rows], found, weight)
     for into, merged in zip((out, lse), both, strict=True):
         into[:, :, rows] = merged
     return out, lse, torch.cat([first, right_first], dim=2), torch.cat([dropped, right_dropped], dim=2)
@@ -114,7 +117,7 @@ def _causal(call: AttentionCall, compiled: bool) -> tuple[Tensor, Tensor, Tensor
         bias_kind_of(call.bias).value,
         call.segment_ids,
         call.window,
-        call.factor,
+        call.softmax_scale,
         call.tolerance,
         compiled,
     )
@@ -130,13 +133,15 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, and of the bias on the left and on the right, by the operator's causal `gradients`."""
     q_len, past = call.q.shape[2], call.k.shape[2] - call.q.shape[2]
-    panels, values = -(-q_len // PANEL), call.bias_tensors[-1]
-    grad_q, grad_k, grad_v, keys, rows = gradients(left(call), grad_out, out, lse, first[..., :panels].contiguous())
-    of_left, of_right = of_bias(call, keys, rows), torch.zeros_like(values, dtype=torch.float64)
-    if (mirror := right(call)) is not None:
+    panels, values = -(-q_len // QUERY_TILE), call.bias_tensors[-1]
+    grad_q, grad_k, grad_v, keys, rows = gradients(
+        left_call(call), grad_out, out, lse, first[..., :panels].contiguous()
+    )
+    of_left, of_right = reduce_bias_grad(call, keys, rows), torch.zeros_like(values, dtype=torch.float64)
+    if (mirror := right_call(call)) is not None:
         backwards, shift = mirror
         # Where a row sees nothing on the right, a log-sum-exp so large that no key has a weight.
-        whole = (lse[:, :, :-1] - shift).masked_fill(_ends(call), BLIND).flip(2).contiguous()
+        whole = (lse[:, :, :-1] - shift).masked_fill(_segment_ends(call), MASKING_SLOPE).flip(2).contiguous()
         others = (x[:, :, :-1].flip(2) for x in (grad_out, out))
         more_q, more_k, more_v, keys, rows = gradients(backwards, *others, whole, first[..., panels:].contiguous())
         grad_q[:, :, :-1] += more_q.flip(2)

@@ -12,9 +12,9 @@ import torch
 
 from trainshort import clocks
 from trainshort.attention import operator, windowed_torch
-from trainshort.attention.call import AttentionCall, BiasKind, DecayBias, LinearBias, bias_kind_of, unknown_bias
-from trainshort.attention.op import AttentionOutput, say_once
-from trainshort.attention.sides import BLIND
+from trainshort.attention.call import AttentionCall, BiasKind, DecayBias, LinearBias, bias_kind_of, unknown_bias_error
+from trainshort.attention.op import AttentionOutput, log_once
+from trainshort.attention.sides import MASKING_SLOPE
 
 
 class Windowed:
@@ -26,25 +26,25 @@ class Windowed:
     def unsupported_reason(self, call: AttentionCall) -> str | None:
         if not isinstance(call.bias, LinearBias | DecayBias):
             return "it computes linear biases (ALiBi) and clocks (FoX) only; use 'sdpa'"
-        if reason := operator.beyond(call):
+        if reason := operator.unsupported_reason(call):
             return reason
-        fault = operator.kernel_fault(call.q.dtype) if self.compiled else None
+        fault = operator.traceable_kernel_unavailable_reason(call.q.dtype) if self.compiled else None
         if fault:
-            say_once(f"windowed attention runs in plain PyTorch, which is slower: {fault}")
-        wide_heads = call.q.shape[3] > operator.WIDEST
-        return windowed_torch.fault() if fault or wide_heads or not self.compiled else None
+            log_once(f"windowed attention runs in plain PyTorch, which is slower: {fault}")
+        wide_heads = call.q.shape[3] > operator.MAX_HEAD_DIM
+        return windowed_torch.unsupported_reason() if fault or wide_heads or not self.compiled else None
 
     def run(self, call: AttentionCall) -> AttentionOutput:
         bias, length, batch = call.bias, call.k.shape[2], len(call.q)
         if not isinstance(bias, LinearBias | DecayBias):
-            raise unknown_bias(bias)
+            raise unknown_bias_error(bias)
         sides = [bias.values, bias.values if bias.right is None else bias.right]
         kind = bias_kind_of(bias)
         if isinstance(bias, LinearBias):
             trained = torch.is_grad_enabled() and any(x.requires_grad for x in sides)
             if trained:
                 # The operator has no gradient of slopes. Equal decays give the same bias, and they have a gradient.
-                sides = [clocks.of_slopes(slopes.clamp(max=BLIND), length, batch) for slopes in sides]
+                sides = [clocks.decay_from_slopes(slopes.clamp(max=MASKING_SLOPE), length, batch) for slopes in sides]
                 kind = BiasKind.DECAY
             else:
                 sides = [slopes.detach() for slopes in sides]
@@ -56,7 +56,7 @@ class Windowed:
             kind.value,
             call.segment_ids,
             call.window,
-            call.factor,
+            call.softmax_scale,
             call.tolerance,
             self.compiled,
             None if call.causal else sides[1],

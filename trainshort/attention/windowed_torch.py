@@ -25,14 +25,21 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort import alibi, clocks
-from trainshort.attention.call import SMALLEST, AttentionCall, DecayBias, LinearBias, contiguous_rows, wide
-from trainshort.attention.formula import document_reach, merge, visible, written_bias
+from trainshort.attention.call import (
+    MIN_TOLERANCE,
+    AttentionCall,
+    DecayBias,
+    LinearBias,
+    accumulation_dtype,
+    contiguous_rows,
+)
+from trainshort.attention.formula import materialize_bias, merge_by_lse, segment_starts, visibility_mask
 
-PANEL = 24
+QUERY_TILE = 24
 """Query rows that decide together which keys they read; the same number as in tile.h."""
-CHUNK = 8 * PANEL
+QUERY_CHUNK = 8 * QUERY_TILE
 """Queries in a chunk; 192 is also the shortest that the flash kernel cuts into pieces of 64."""
-ALIKE = 1.5
+MAX_WINDOW_RATIO = 1.5
 """Neighbouring heads share a call when their windows differ by no more than this factor."""
 
 
@@ -41,7 +48,7 @@ flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 
 @dataclass(frozen=True)
-class Part:
+class KeyRange:
     """Query rows, the heads they belong to, and the keys they attend to in one call."""
 
     rows: slice
@@ -52,15 +59,15 @@ class Part:
 
 def forward(call: AttentionCall, out: Tensor, lse: Tensor, first: Tensor, dropped: Tensor) -> None:
     """Fill the output, the rows' log-sum-exp, each panel's first key, and the mass that may lie before it."""
-    tolerance = call.tolerance if call.tolerance >= SMALLEST else 0.0
+    tolerance = call.tolerance if call.tolerance >= MIN_TOLERANCE else 0.0
     first.copy_(first_keys(call, tolerance))
-    dtype = wide(out)
+    dtype = accumulation_dtype(out)
     summed = out if out.dtype == dtype else torch.empty(out.shape, dtype=dtype)
     masks = _Masks(call, dtype)
     for part in _parts(call, first):
         q, k, v = _operands(call, part)
-        mask, shift = masks.of(part)
-        part_out, part_lse = flash(q, k, v, attn_mask=mask, scale=call.factor)
+        mask, shift = masks.get(part)
+        part_out, part_lse = flash(q, k, v, attn_mask=mask, scale=call.softmax_scale)
         rows, rows_lse = summed[:, part.heads, part.rows], lse[:, part.heads, part.rows]
         if part.diagonal:
             rows.copy_(part_out)
@@ -70,11 +77,13 @@ def forward(call: AttentionCall, out: Tensor, lse: Tensor, first: Tensor, droppe
         if mask.shape[2] > 1:  # a written mask may hide all keys of a row: not a number, where it means nothing
             blind = mask.isneginf().all(-1)
             part_out, part_lse = part_out.masked_fill(blind[..., None], 0), part_lse.masked_fill(blind, -math.inf)
-        for into, merged in zip((rows, rows_lse), merge(rows, rows_lse, part_out.to(dtype), part_lse), strict=True):
+        for into, merged in zip(
+            (rows, rows_lse), merge_by_lse(rows, rows_lse, part_out.to(dtype), part_lse), strict=True
+        ):
             into.copy_(merged)
     if summed is not out:
         out.copy_(summed)
-    dropped.copy_(_left_out(call, lse, first).clamp(max=tolerance))
+    dropped.copy_(_certificate(call, lse, first).clamp(max=tolerance))
 
 
 def backward(
@@ -86,19 +95,19 @@ def backward(
     grads: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Fill the gradients of k and v, and add to that of q (float32 or float64, zeros before)."""
-    group, grad_q = call.group, grads[0]
+    group, grad_q = call.heads_per_kv_head, grads[0]
     dtype = grad_q.dtype
     wide_k, wide_v = (torch.zeros(x.shape, dtype=dtype) for x in grads[1:])
     masks = _Masks(call, dtype)
     for part in _parts(call, first):
         q, k, v = _operands(call, part)
-        mask, shift = masks.of(part)
+        mask, shift = masks.get(part)
         rows = (slice(None), part.heads, part.rows)
         part_lse = (lse[rows] - shift).to(dtype)
         part_q, part_k, part_v = flash_backward(
             *(contiguous_rows(grad_out[rows]), q, k, v, out[rows], part_lse, 0.0, False),
             attn_mask=mask,
-            scale=call.factor,
+            scale=call.softmax_scale,
         )
         grad_q[rows] += part_q
         key_heads = torch.arange(part.heads.start, part.heads.stop) // group
@@ -108,7 +117,7 @@ def backward(
     grads[2].copy_(wide_v)
 
 
-def backward_of_clock(
+def backward_decay(
     call: AttentionCall,
     grad_out: Tensor,
     out: Tensor,
@@ -125,15 +134,15 @@ def backward_of_clock(
     width, dtype = call.q.shape[3], grads[0].dtype
     q, k, v, g, o = (torch.nn.functional.pad(x.to(dtype), (0, 2)) for x in (call.q, call.k, call.v, grad_out, out))
     # One key for each query head: a clock belongs to a query head.
-    k, v = (x.repeat_interleave(call.group, dim=1) for x in (k, v))
+    k, v = (x.repeat_interleave(call.heads_per_kv_head, dim=1) for x in (k, v))
     q[..., width], k[..., width + 1] = 1, 1
     more = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
-    backward(replace(call, q=q, k=k, v=v, scale=call.factor), g, o, lse, first, more)
+    backward(replace(call, q=q, k=k, v=v, scale=call.softmax_scale), g, o, lse, first, more)
     grads[0].copy_(more[0][..., :width])
     for grad, wide_grad in zip(grads[1:], more[1:], strict=True):
-        grad.copy_(wide_grad[..., :width].unflatten(1, (-1, call.group)).sum(2))
+        grad.copy_(wide_grad[..., :width].unflatten(1, (-1, call.heads_per_kv_head)).sum(2))
     rows, columns = more[0][..., width + 1].double(), more[1][..., width].double()
-    return -columns / call.factor, rows / call.factor
+    return -columns / call.softmax_scale, rows / call.softmax_scale
 
 
 def first_keys(call: AttentionCall, tolerance: float) -> Int[Tensor, "batch heads panels"]:
@@ -142,16 +151,16 @@ def first_keys(call: AttentionCall, tolerance: float) -> Int[Tensor, "batch head
     k_len = call.k.shape[2]
     finite = bool(call.v.isfinite().all())  # 0 · NaN is NaN: a value that is not finite matters at any distance
     allowed = tolerance if finite else 0.0
-    starts = torch.arange(k_len - q_len, k_len, CHUNK)
+    starts = torch.arange(k_len - q_len, k_len, QUERY_CHUNK)
     reach = starts - (k_len if call.window is None else call.window) + 1
     if call.segment_ids is not None:
-        earliest = document_reach(call.segment_ids)[1][:, k_len - q_len :].long()
-        padded = torch.nn.functional.pad(earliest, (0, -q_len % CHUNK), value=k_len)
-        reach = torch.maximum(reach, padded.unflatten(1, (-1, CHUNK)).amin(-1))[:, None]
+        earliest = segment_starts(call.segment_ids)[1][:, k_len - q_len :].long()
+        padded = torch.nn.functional.pad(earliest, (0, -q_len % QUERY_CHUNK), value=k_len)
+        reach = torch.maximum(reach, padded.unflatten(1, (-1, QUERY_CHUNK)).amin(-1))[:, None]
     # A chunk's diagonal block is always whole. Where everything is read there is nothing before key 0.
     first = torch.maximum(_proven_first(call, allowed, starts), reach).clamp(min=0)
     first = torch.minimum(first, starts).expand(batch, heads, -1)
-    return first.repeat_interleave(CHUNK // PANEL, dim=2)[..., : -(-q_len // PANEL)]
+    return first.repeat_interleave(QUERY_CHUNK // QUERY_TILE, dim=2)[..., : -(-q_len // QUERY_TILE)]
 
 
 def _proven_first(
@@ -159,29 +168,31 @@ def _proven_first(
 ) -> Int[Tensor, "batch heads chunks"]:
     """The first key that each chunk of queries must read, by the proof."""
     if isinstance(call.bias, DecayBias):
-        rows = clocks.proven_starts(alibi.most_excess(call.q, call.k, call.factor), call.bias.cumulative, tolerance)
-        padded = torch.nn.functional.pad(rows, (0, -rows.shape[2] % CHUNK), value=call.k.shape[2])
-        return padded.unflatten(2, (-1, CHUNK)).amin(-1)
-    windows = alibi.proven_windows(call.q, call.k, _slopes(call), tolerance, CHUNK, call.factor)
+        rows = clocks.proven_first_keys(
+            alibi.most_excess(call.q, call.k, call.softmax_scale), call.bias.cumulative, tolerance
+        )
+        padded = torch.nn.functional.pad(rows, (0, -rows.shape[2] % QUERY_CHUNK), value=call.k.shape[2])
+        return padded.unflatten(2, (-1, QUERY_CHUNK)).amin(-1)
+    windows = alibi.proven_windows(call.q, call.k, _slopes(call), tolerance, QUERY_CHUNK, call.softmax_scale)
     return torch.where(windows >= call.k.shape[2], 0, starts - windows + 1)
 
 
-def _parts(call: AttentionCall, first: Int[Tensor, "batch heads panels"]) -> Iterator[Part]:
+def _parts(call: AttentionCall, first: Int[Tensor, "batch heads panels"]) -> Iterator[KeyRange]:
     """For each chunk of queries its diagonal block, then what lies before it, by groups of heads with like windows."""
     heads, q_len = call.q.shape[1:3]
     past = call.k.shape[2] - q_len
-    earliest = first[..., :: CHUNK // PANEL].amin(0).tolist()  # (heads, chunks)
-    for chunk, start in enumerate(range(0, q_len, CHUNK)):
-        rows = slice(start, min(start + CHUNK, q_len))
-        yield Part(rows, slice(0, heads), slice(past + rows.start, past + rows.stop), diagonal=True)
+    earliest = first[..., :: QUERY_CHUNK // QUERY_TILE].amin(0).tolist()  # (heads, chunks)
+    for chunk, start in enumerate(range(0, q_len, QUERY_CHUNK)):
+        rows = slice(start, min(start + QUERY_CHUNK, q_len))
+        yield KeyRange(rows, slice(0, heads), slice(past + rows.start, past + rows.stop), diagonal=True)
         reads = [past + start - earliest[head][chunk] for head in range(heads)]
         begin = 0
         for head in range(1, heads + 1):
             own = reads[begin : head + 1]
-            if head == heads or max(own) > ALIKE * min(own):
+            if head == heads or max(own) > MAX_WINDOW_RATIO * min(own):
                 if longest := max(reads[begin:head]):
                     keys = slice(past + start - longest, past + start)
-                    yield Part(rows, slice(begin, head), keys, diagonal=False)
+                    yield KeyRange(rows, slice(begin, head), keys, diagonal=False)
                 begin = head
 
 
@@ -190,8 +201,8 @@ def _slopes(call: AttentionCall) -> Float[Tensor, " heads"]:
     return call.bias.slopes
 
 
-def _operands(call: AttentionCall, part: Part) -> tuple[Tensor, Tensor, Tensor]:
-    group, heads = call.group, part.heads
+def _operands(call: AttentionCall, part: KeyRange) -> tuple[Tensor, Tensor, Tensor]:
+    group, heads = call.heads_per_kv_head, part.heads
     k, v = call.k[:, :, part.keys], call.v[:, :, part.keys]
     if group == 1:
         k, v = k[:, heads], v[:, heads]
@@ -209,7 +220,7 @@ class _Masks:
         self.dtype = dtype
         self.diagonals: dict[int, Tensor] = {}  # without segments, diagonal blocks of one size are all the same
 
-    def of(self, part: Part) -> tuple[Tensor, Tensor | float]:
+    def get(self, part: KeyRange) -> tuple[Tensor, Tensor | float]:
         size = part.rows.stop - part.rows.start
         clock = self.call.bias.cumulative if isinstance(self.call.bias, DecayBias) else None
         if part.diagonal and self.call.segment_ids is None and clock is None:
@@ -227,15 +238,15 @@ class _Masks:
         before_edge = torch.arange(part.keys.stop - part.keys.start, 0, -1)
         return (-slopes * before_edge)[None, :, None, :], -slopes.double() * torch.arange(size)
 
-    def _written(self, part: Part) -> Tensor:
-        written = written_bias(self.call, part.rows, part.keys)
+    def _written(self, part: KeyRange) -> Tensor:
+        written = materialize_bias(self.call, part.rows, part.keys)
         assert written is not None
-        seen = visible(self.call, part.rows, part.keys)
+        seen = visibility_mask(self.call, part.rows, part.keys)
         one_or_all = written if written.dim() == 4 else written[None]
         return one_or_all[:, part.heads].to(self.dtype).masked_fill(~seen, -math.inf)
 
 
-def _left_out(
+def _certificate(
     call: AttentionCall, lse: Float[Tensor, "batch heads q_len"], first: Int[Tensor, "batch heads panels"]
 ) -> Float[Tensor, "batch heads panels"]:
     """The most that a panel's rows can have left out: the bound of `alibi.proven_windows` again, with the row's real
@@ -243,41 +254,41 @@ def _left_out(
     heads, q_len = call.q.shape[1:3]
     k_len, group = call.k.shape[2], heads // call.k.shape[1]
     rows = torch.arange(q_len)
-    start = first.long()[..., rows // PANEL]  # (batch, heads, q_len)
+    start = first.long()[..., rows // QUERY_TILE]  # (batch, heads, q_len)
     largest = torch.linalg.vector_norm(call.k, dim=-1, dtype=torch.float64).cummax(dim=-1).values
     largest = largest.repeat_interleave(group, dim=1).gather(2, (start - 1).clamp(min=0))
     norm = torch.linalg.vector_norm(call.q, dim=-1, dtype=torch.float64)
-    excess = norm * largest * call.factor - lse.double()
+    excess = norm * largest * call.softmax_scale - lse.double()
     if isinstance(call.bias, DecayBias):
-        before = clocks.weight_before(call.bias.cumulative).gather(2, start)
+        before = clocks.log_mass_before(call.bias.cumulative).gather(2, start)
         mass = torch.exp(excess + call.bias.cumulative.double()[..., k_len - q_len :] + before)
     else:
         nearest = rows + k_len - q_len - start + 1  # distance of the nearest key left out
         mass = alibi.mass_beyond(excess, _slopes(call).double()[:, None], nearest)
-    hidden = start <= _reach(call)[:, None]
+    hidden = start <= _first_visible_key(call)[:, None]
     # Where something is left out, nobody shall read 0.
     mass = torch.where(hidden, 0.0, mass.clamp(min=torch.finfo(torch.float32).tiny))
-    padded = torch.nn.functional.pad(mass, (0, -q_len % PANEL))
-    return padded.unflatten(2, (-1, PANEL)).amax(-1).float()
+    padded = torch.nn.functional.pad(mass, (0, -q_len % QUERY_TILE))
+    return padded.unflatten(2, (-1, QUERY_TILE)).amax(-1).float()
 
 
-def _reach(call: AttentionCall) -> Int[Tensor, "one_or_batch q_len"]:
+def _first_visible_key(call: AttentionCall) -> Int[Tensor, "one_or_batch q_len"]:
     """The first key each query row may see."""
     q_len, k_len = call.q.shape[2], call.k.shape[2]
     reach = torch.arange(k_len - q_len, k_len) - (k_len if call.window is None else call.window) + 1
     if call.segment_ids is not None:
-        reach = torch.maximum(reach, document_reach(call.segment_ids)[1][:, k_len - q_len :])
+        reach = torch.maximum(reach, segment_starts(call.segment_ids)[1][:, k_len - q_len :])
     return reach.clamp(min=0).expand(1 if call.segment_ids is None else call.q.shape[0], -1)
 
 
 @torch.compiler.assume_constant_result  # an answer, not an experiment for torch.compile to trace
-def fault() -> str | None:
+def unsupported_reason() -> str | None:
     """Why this cannot be computed here; None when it can."""
-    return row_mask_fault()
+    return row_mask_unsupported_reason()
 
 
 @cache
-def row_mask_fault() -> str | None:
+def row_mask_unsupported_reason() -> str | None:
     """Torch does not document that its CPU flash kernel takes a float32 row mask, forward and backward, also for
     half-precision inputs. So it is tried once per process on a few numbers; None when it holds."""
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in the middle of

@@ -6,9 +6,9 @@ bounded.py   BoundedCache: per head what can still matter under ALiBi's proven b
 batch.py     Rows: several sequences of different lengths side by side
 """
 
-from trainshort.cache.batch import Rows
+from trainshort.cache.batch import BatchedCache
 from trainshort.cache.bounded import BoundedCache, Certificate
 from trainshort.cache.growing import Cache, LayerCache
 from trainshort.cache.window import WindowCache
 
-__all__ = ["BoundedCache", "Cache", "Certificate", "LayerCache", "Rows", "WindowCache"]
+__all__ = ["BatchedCache", "BoundedCache", "Cache", "Certificate", "LayerCache", "WindowCache"]

@@ -13,7 +13,7 @@ from trainshort.cache.growing import Ask, Cache, LayerCache
 from trainshort.errors import InputError
 
 
-class Rows(Cache):
+class BatchedCache(Cache):
     """One cache per row of the batch.
 
     model(tokens, cache=Rows([short, long]))        # tokens: two rows, of which each continues its own cache
@@ -40,20 +40,20 @@ class Rows(Cache):
         return sum(row.bytes for row in self.rows)
 
     def layer(self, index: int) -> LayerCache:
-        return _RowsLayer([row.layer(index) for row in self.rows])
+        return _BatchedLayer([row.layer(index) for row in self.rows])
 
 
-class _RowsLayer(LayerCache):
+class _BatchedLayer(LayerCache):
     def __init__(self, rows: list[LayerCache]) -> None:
         super().__init__()
         self.rows = rows
 
-    def next_call(self, slopes: Tensor, shape: tuple[int, int], window: int | None) -> None:
+    def decode_args(self, slopes: Tensor, shape: tuple[int, int], window: int | None) -> None:
         return None
 
-    def text_bias(self, ask: Ask, rows: slice = slice(None)) -> list[Bias | None]:
+    def content_bias(self, ask: Ask, rows: slice = slice(None)) -> list[Bias | None]:
         """One for each row: they have read different texts."""
-        return [row.text_bias(ask, slice(index, index + 1)) for index, row in enumerate(self.rows)]
+        return [row.content_bias(ask, slice(index, index + 1)) for index, row in enumerate(self.rows)]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         bias = options.pop("bias", None)

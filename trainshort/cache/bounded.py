@@ -24,16 +24,16 @@ from torch import Tensor
 from trainshort import alibi
 from trainshort.attention import AttentionCall, Bias, LinearBias, attend
 from trainshort.cache import ring as compiled
-from trainshort.cache.growing import SMALLEST, Cache, LayerCache, detached
-from trainshort.cache.ring import ANYWHERE, LANES, Head, Ring, RingCall, heads_of
+from trainshort.cache.growing import INITIAL_CAPACITY, Cache, LayerCache, detach_kv
+from trainshort.cache.ring import LANES, UNBOUNDED, DecodeArgs, Head, Ring, make_head_structs
 from trainshort.errors import InputError
 
-MARGIN = 1.0
+CAPACITY_MARGIN = 1.0
 """Natural log: room for queries that reach e times farther than any before, for 1/slope more keys."""
-SETTLED = 4.0
+MIN_BIAS_DROP = 4.0
 """Queries with fewer than this / slope tokens behind them say nothing about later ones: their log-sum-exp still grows
 with every key. A ring starts to forget much later than that."""
-ENGINE_SHARE = 0.1
+BACKEND_TOLERANCE_SHARE = 0.1
 """Share of the tolerance that the backend may leave out while it reads a chunk."""
 
 
@@ -44,25 +44,29 @@ class Certificate:
     mass: float
     """The largest share of any softmax that can have been forgotten, over all queries, heads and layers."""
     tolerance: float
-    above: int
+    rows_above_tolerance: int
     """Rows (query, head, layer) whose bound was above the tolerance."""
     rows: int
-    grown: int
+    grow_count: int
     """Rings that grew after they had begun to forget."""
 
     def __add__(self, other: "Certificate") -> "Certificate":
         """Of two caches together."""
         return Certificate(
-            mass=_larger(self.mass, other.mass),
+            mass=_nan_propagating_max(self.mass, other.mass),
             tolerance=max(self.tolerance, other.tolerance),
-            above=self.above + other.above,
+            rows_above_tolerance=self.rows_above_tolerance + other.rows_above_tolerance,
             rows=self.rows + other.rows,
-            grown=self.grown + other.grown,
+            grow_count=self.grow_count + other.grow_count,
         )
 
     def __str__(self) -> str:
-        kept = "no row above it" if not self.above else f"{self.above:,} of {self.rows:,} rows above it"
-        grown = f", windows grew {self.grown:,} times" if self.grown else ""
+        kept = (
+            "no row above it"
+            if not self.rows_above_tolerance
+            else f"{self.rows_above_tolerance:,} of {self.rows:,} rows above it"
+        )
+        grown = f", windows grew {self.grow_count:,} times" if self.grow_count else ""
         return f"error certificate: {self.mass:.1e} (tolerance {self.tolerance:.0e}, {kept}{grown})"
 
 
@@ -81,9 +85,9 @@ class BoundedCache(Cache):
 
     def new_layer(self) -> "BoundedLayer":
         if self.clocked:
-            from trainshort.cache.clocked import ClockedLayer
+            from trainshort.cache.clocked import BoundedDecayLayer
 
-            return ClockedLayer(self.tolerance, self.compiled)
+            return BoundedDecayLayer(self.tolerance, self.compiled)
         return BoundedLayer(self.tolerance, self.compiled)
 
     @property
@@ -91,11 +95,11 @@ class BoundedCache(Cache):
         layers = [layer for layer in self.layers if isinstance(layer, BoundedLayer)]
         heads = [head for layer in layers for head in layer.heads]
         return Certificate(
-            mass=reduce(_larger, (head.mass for head in heads), 0.0),
+            mass=reduce(_nan_propagating_max, (head.mass for head in heads), 0.0),
             tolerance=self.tolerance,
-            above=sum(head.above for head in heads),
+            rows_above_tolerance=sum(head.above for head in heads),
             rows=self.length * len(heads),
-            grown=sum(layer.grown for layer in layers),
+            grow_count=sum(layer.grown for layer in layers),
         )
 
     @property
@@ -117,20 +121,20 @@ class BoundedLayer(LayerCache):
         self._dim = 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        q, (k, v), bias = q.detach(), detached(k, v), options["bias"]
+        q, (k, v), bias = q.detach(), detach_kv(k, v), options["bias"]
         if q.shape[0] != 1:
             raise InputError(f"a bounded cache holds one sequence, but the input has {q.shape[0]}; use Rows.")
         slopes = self._slopes(bias, q.shape[1])
         if not self.rings:
-            self._begin(slopes.tolist(), k)
+            self._initialize(slopes.tolist(), k)
         single = q.shape[2] == 1 and isinstance(bias, LinearBias)
         if single and q.device.type == "cpu" and q.dtype == torch.float32:
-            call = self.next_call(slopes, (k.shape[1], k.shape[3]), options.get("window"))
+            call = self.decode_args(slopes, (k.shape[1], k.shape[3]), options.get("window"))
             if call is not None:
                 out = call.attend(q, k, v)
-                self.took_token(k, v)
+                self.commit_token(k, v)
                 return out
-        out = self._read(q, k, v, options)
+        out = self._prefill(q, k, v, options)
         self.length += q.shape[2]
         return out
 
@@ -139,46 +143,48 @@ class BoundedLayer(LayerCache):
             raise InputError("a bounded cache needs ALiBi: only a linear bias bounds what far keys can weigh.")
         return bias.slopes
 
-    def _begin(self, slopes: list[float], k: Tensor) -> None:
+    def _initialize(self, slopes: list[float], k: Tensor) -> None:
         self._dim = k.shape[3]
         self.rings = (Ring * k.shape[1])()
-        self.heads = heads_of(slopes, -math.inf)
+        self.heads = make_head_structs(slopes, -math.inf)
         padded = -(-k.shape[3] // LANES) * LANES
         self._stored = [k.new_zeros(2, 0, padded) for _ in self.rings]
         for index in range(len(self.rings)):
-            self._resize(index, SMALLEST)
+            self._resize(index, INITIAL_CAPACITY)
 
     # One token, compiled
 
-    def next_call(self, slopes: Float[Tensor, " heads"], shape: tuple[int, int], window: int | None) -> RingCall | None:
-        if not self.use_compiled or compiled.unavailable() is not None:
+    def decode_args(
+        self, slopes: Float[Tensor, " heads"], shape: tuple[int, int], window: int | None
+    ) -> DecodeArgs | None:
+        if not self.use_compiled or compiled.kernel_unavailable_reason() is not None:
             return None
         if not self.rings:
-            self._begin(slopes.tolist(), torch.empty(1, shape[0], 0, shape[1], dtype=torch.float32))
+            self._initialize(slopes.tolist(), torch.empty(1, shape[0], 0, shape[1], dtype=torch.float32))
         if self._stored[0].dtype != torch.float32 or self._stored[0].device.type != "cpu":
             return None
         if self._call is None:
-            self._call = RingCall.of(self.rings, self.heads, self._dim)
-            self._call.tolerance, self._call.margin, self._call.settled = self.tolerance, MARGIN, SETTLED
-        self._call.comes_after(self.length, window)
+            self._call = DecodeArgs.create(self.rings, self.heads, self._dim)
+            self._call.tolerance, self._call.margin, self._call.settled = self.tolerance, CAPACITY_MARGIN, MIN_BIAS_DROP
+        self._call.set_step(self.length, window)
         return self._call
 
-    def took_token(self, k: Float[Tensor, "1 kv_heads 1 dim"], v: Float[Tensor, "1 kv_heads 1 dim"]) -> None:
+    def commit_token(self, k: Float[Tensor, "1 kv_heads 1 dim"], v: Float[Tensor, "1 kv_heads 1 dim"]) -> None:
         for index, ring in enumerate(self.rings):
             if ring.wanted:
                 self._grow(index, ring.wanted, ring.count + 1)
                 self._insert(index, k[0, index], v[0, index])
                 ring.wanted = 0
-        super().took_token(k, v)
+        super().commit_token(k, v)
 
     # Any number of tokens, in PyTorch
 
-    def _read(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    def _prefill(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         """Each ring's past and the new keys, in order, through the training operator."""
         group, parts = q.shape[1] // len(self.rings), []
         for index, ring in enumerate(self.rings):
             heads = slice(index * group, (index + 1) * group)
-            past = self.chronological(index)[..., : self._dim]
+            past = self.ordered_kv(index)[..., : self._dim]
             keys, values = (torch.cat([past[i], x[0, index]]) for i, x in enumerate((k, v)))
             bias = self._bias_of(options["bias"], heads, len(keys))
             call = AttentionCall(q[:, heads], keys[None, None], values[None, None], bias, options.get("window"))
@@ -189,18 +195,20 @@ class BoundedLayer(LayerCache):
                 bias=bias,
                 window=call.window,
                 backend=options.get("backend", "auto"),
-                tolerance=self.tolerance * ENGINE_SHARE,
+                tolerance=self.tolerance * BACKEND_TOLERANCE_SHARE,
                 return_stats=True,
             )
             assert lse is not None
             assert certificate is not None
-            ring.peak = _largest_finite(ring.peak, _norms(k[0, index]))
-            self._account(index, call, lse[0].double(), certificate[0].tolist())
-            self._keep(index, call)
+            ring.peak = _finite_max(ring.peak, _norms(k[0, index]))
+            self._update_error_bound(index, call, lse[0].double(), certificate[0].tolist())
+            self._store(index, call)
             parts.append(out)
         return torch.cat(parts, dim=1)
 
-    def _account(self, index: int, call: AttentionCall, lse: Float[Tensor, "group new"], left: list[float]) -> None:
+    def _update_error_bound(
+        self, index: int, call: AttentionCall, lse: Float[Tensor, "group new"], left: list[float]
+    ) -> None:
         """What the forgotten keys can have weighed in each new row, and how far each query reaches."""
         ring, reach = self.rings[index], _norms(call.q[0]) / math.sqrt(self._dim)
         distance = ring.count + 1 + torch.arange(lse.shape[1], device=lse.device)  # of the nearest forgotten key
@@ -208,12 +216,12 @@ class BoundedLayer(LayerCache):
         for i, head in enumerate(self.heads[first : first + len(lse)]):
             mass = torch.full_like(reach[i], left[i])
             if self.length > ring.count:
-                bound = self._forgotten(first + i, call, reach[i] * ring.far - lse[i], distance)
-                mass += bound.masked_fill(distance >= (call.window or ANYWHERE), 0)
-            head.mass = _larger(head.mass, float(mass.max()))
+                bound = self._evicted_mass(first + i, call, reach[i] * ring.far - lse[i], distance)
+                mass += bound.masked_fill(distance >= (call.window or UNBOUNDED), 0)
+            head.mass = _nan_propagating_max(head.mass, float(mass.max()))
             head.above += int((~(mass <= self.tolerance)).sum())
-            settled = self._fallen(first + i, call) >= SETTLED
-            head.excess = _largest_finite(head.excess, (reach[i] * ring.peak - lse[i])[settled])
+            settled = self._bias_drop(first + i, call) >= MIN_BIAS_DROP
+            head.excess = _finite_max(head.excess, (reach[i] * ring.peak - lse[i])[settled])
 
     # What is particular to a bias that falls evenly; clocked.py has its own
 
@@ -222,41 +230,43 @@ class BoundedLayer(LayerCache):
         assert isinstance(bias, LinearBias)
         return LinearBias(bias.slopes[heads])
 
-    def _forgotten(
+    def _evicted_mass(
         self, number: int, call: AttentionCall, excess: Float[Tensor, " new"], distance: Int[Tensor, " new"]
     ) -> Float[Tensor, " new"]:
         """The most that a head's forgotten keys can have weighed in each row."""
         return alibi.mass_beyond(excess, torch.tensor(self.heads[number].slope, dtype=torch.float64), distance)
 
-    def _fallen(self, number: int, call: AttentionCall) -> Float[Tensor, " new"]:
+    def _bias_drop(self, number: int, call: AttentionCall) -> Float[Tensor, " new"]:
         """How far the bias has fallen since the text began, at each new row."""
         rows = torch.arange(call.q.shape[2], device=call.q.device, dtype=torch.float64)
         return (self.length + rows) * self.heads[number].slope
 
-    def _wanted(self, index: int, call: AttentionCall) -> int:
+    def _required_capacity(self, index: int, call: AttentionCall) -> int:
         group = call.q.shape[1]
-        return wanted(self.heads[index * group : (index + 1) * group], self.tolerance, call.window or ANYWHERE)
+        return required_capacity(
+            self.heads[index * group : (index + 1) * group], self.tolerance, call.window or UNBOUNDED
+        )
 
-    def _forget(self, index: int, call: AttentionCall, gone: int) -> None:
+    def _evict(self, index: int, call: AttentionCall, gone: int) -> None:
         """The oldest of the call's keys are forgotten."""
         ring = self.rings[index]
-        ring.far = _larger(ring.far, float(_norms(call.k[0, 0, :gone]).max()))
+        ring.far = _nan_propagating_max(ring.far, float(_norms(call.k[0, 0, :gone]).max()))
 
-    def _keep(self, index: int, call: AttentionCall) -> None:
+    def _store(self, index: int, call: AttentionCall) -> None:
         """Put the newest keys into the ring; grow it first where the promise asks for it."""
         ring = self.rings[index]
         keys, values, new = call.k[0, 0], call.v[0, 0], call.q.shape[2]
-        if len(keys) > ring.capacity and (most := self._wanted(index, call)) > ring.capacity:
+        if len(keys) > ring.capacity and (most := self._required_capacity(index, call)) > ring.capacity:
             self._grow(index, most, len(keys))
         gone = len(keys) - ring.capacity
         if gone > 0:
-            self._forget(index, call, gone)
+            self._evict(index, call, gone)
         new = min(new, ring.capacity)
         self._insert(index, keys[-new:], values[-new:])
 
     # Rings
 
-    def chronological(self, index: int) -> Float[Tensor, "2 count padded"]:
+    def ordered_kv(self, index: int) -> Float[Tensor, "2 count padded"]:
         """A ring's keys and values, oldest first."""
         ring, stored = self.rings[index], self._stored[index]
         if ring.count < ring.capacity:
@@ -270,7 +280,7 @@ class BoundedLayer(LayerCache):
         self._resize(index, min(wanted, max(2 * ring.capacity, needed)))
 
     def _resize(self, index: int, capacity: int) -> None:
-        old, ring = self.chronological(index), self.rings[index]
+        old, ring = self.ordered_kv(index), self.rings[index]
         fresh = old.new_zeros(2, capacity, old.shape[2])
         fresh[:, : ring.count] = old
         ring.next, ring.capacity = ring.count % capacity, capacity
@@ -289,10 +299,10 @@ class BoundedLayer(LayerCache):
         return sum(x.nbytes for x in self._stored)
 
 
-def wanted(heads: Sequence[Head], tolerance: float, limit: int = ANYWHERE) -> int:
+def required_capacity(heads: Sequence[Head], tolerance: float, limit: int = UNBOUNDED) -> int:
     """Keys that a ring must hold for its heads' promise: w of the bound above with the farthest-reaching query so far,
     and a margin. All of them while no query has been settled, or a slope is not positive, or nothing may be lost."""
-    excess = torch.tensor([head.excess for head in heads], dtype=torch.float64) + MARGIN
+    excess = torch.tensor([head.excess for head in heads], dtype=torch.float64) + CAPACITY_MARGIN
     slopes = torch.tensor([head.slope for head in heads], dtype=torch.float64)
     most = float(alibi.window_for(excess, slopes, tolerance).max())
     return max(1, int(min(most, limit - 1)))
@@ -302,11 +312,11 @@ def _norms(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows"]:
     return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
 
 
-def _larger(old: float, new: float) -> float:
+def _nan_propagating_max(old: float, new: float) -> float:
     """The larger, for a promise: what is not a number counts as larger than anything and stays, so that it shows."""
     return old if new <= old or math.isnan(old) else new
 
 
-def _largest_finite(old: float, new: Float[Tensor, " n"]) -> float:
+def _finite_max(old: float, new: Float[Tensor, " n"]) -> float:
     """The largest, for the length of rings: what is not finite says nothing about the queries to come."""
     return max(old, float(new.where(new.isfinite(), -math.inf).amax())) if len(new) else old

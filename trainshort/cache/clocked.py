@@ -19,25 +19,25 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort.attention import AttentionCall, Bias, DecayBias
-from trainshort.cache.bounded import MARGIN, BoundedLayer
-from trainshort.cache.ring import ANYWHERE, CLOCK
+from trainshort.cache.bounded import CAPACITY_MARGIN, BoundedLayer
+from trainshort.cache.ring import CLOCK, UNBOUNDED
 from trainshort.errors import InputError
 
 
-class ClockedLayer(BoundedLayer):
+class BoundedDecayLayer(BoundedLayer):
     """Rings of one layer under a clock."""
 
-    def _read(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    def _prefill(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         clock = options["bias"].cumulative
         if not self.length:
             for head, first in zip(self.heads, clock[0, :, 0].tolist(), strict=True):
                 head.began = first
-        out = super()._read(q, k, v, options)
-        self.place[CLOCK] = clock[..., -self._clocked :].clone()
+        out = super()._prefill(q, k, v, options)
+        self.place[CLOCK] = clock[..., -self._decay_span :].clone()
         return out
 
     @property
-    def _clocked(self) -> int:
+    def _decay_span(self) -> int:
         return max((ring.count for ring in self.rings), default=0)
 
     def _slopes(self, bias: Bias | None, heads: int) -> Float[Tensor, " heads"]:
@@ -53,24 +53,28 @@ class ClockedLayer(BoundedLayer):
         assert isinstance(call.bias, DecayBias)
         return call.bias.cumulative[0, number % call.q.shape[1]].double()
 
-    def _forgotten(
+    def _evicted_mass(
         self, number: int, call: AttentionCall, excess: Float[Tensor, " new"], distance: Int[Tensor, " new"]
     ) -> Float[Tensor, " new"]:
         return torch.exp(excess + self._clock(number, call)[-len(excess) :] + self.heads[number].weight)
 
-    def _fallen(self, number: int, call: AttentionCall) -> Float[Tensor, " new"]:
+    def _bias_drop(self, number: int, call: AttentionCall) -> Float[Tensor, " new"]:
         return self.heads[number].began - self._clock(number, call)[-call.q.shape[2] :]
 
-    def _wanted(self, index: int, call: AttentionCall) -> int:
+    def _required_capacity(self, index: int, call: AttentionCall) -> int:
         """Keys to keep so that a query like the farthest-reaching so far, with a margin, loses no more than promised; a
         quarter more where a ring must grow, since gates that stay open ask for one more key with every token."""
         group, most = call.q.shape[1], 1
-        limit = (call.window or ANYWHERE) - 1
+        limit = (call.window or UNBOUNDED) - 1
         for number in range(index * group, (index + 1) * group):
             clock, excess = self._clock(number, call), self.heads[number].excess
-            room = math.log(self.tolerance) - excess - MARGIN - float(clock[-1]) if self.tolerance > 0 else -math.inf
+            room = (
+                math.log(self.tolerance) - excess - CAPACITY_MARGIN - float(clock[-1])
+                if self.tolerance > 0
+                else -math.inf
+            )
             if not math.isfinite(room):
-                return max(1, min(ANYWHERE, limit))
+                return max(1, min(UNBOUNDED, limit))
             known = torch.tensor(self.heads[number].weight, dtype=torch.float64, device=clock.device)
             before = torch.logaddexp(known, (-clock).logcumsumexp(0))
             most = max(most, len(clock) - int((before <= room).sum()))
@@ -78,8 +82,8 @@ class ClockedLayer(BoundedLayer):
             most += most // 4
         return max(1, min(most, limit))
 
-    def _forget(self, index: int, call: AttentionCall, gone: int) -> None:
-        super()._forget(index, call, gone)
+    def _evict(self, index: int, call: AttentionCall, gone: int) -> None:
+        super()._evict(index, call, gone)
         group = call.q.shape[1]
         for number in range(index * group, (index + 1) * group):
             head = self.heads[number]

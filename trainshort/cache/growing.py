@@ -16,10 +16,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort.attention import AttentionCall, Bias, attend_in_blocks, run_attention
-from trainshort.cache.ring import LANES, Readings, Ring, RingCall, heads_of
+from trainshort.cache.ring import LANES, DecayBuffer, DecodeArgs, Ring, make_head_structs
 from trainshort.errors import InputError
 
-SMALLEST = 64
+INITIAL_CAPACITY = 64
 """Tokens that a cache has room for at first."""
 Ask = Callable[[slice, int, dict[str, Tensor]], Bias | None]
 """What a position method says to some rows of the batch, the number of keys before them, and its place in the cache."""
@@ -35,8 +35,8 @@ class LayerCache:
         """What a position method that looks at the text wants back next time (positions.LayerInput)."""
         self.left_out: Float[Tensor, ""] | None = None
         """The largest share of any softmax that a backend proved it could leave out (the model's tolerance)."""
-        self._call: RingCall | None = None
-        self._readings: Readings | None = None  # of a clock, once a token was read by compiled code
+        self._call: DecodeArgs | None = None
+        self._readings: DecayBuffer | None = None  # of a clock, once a token was read by compiled code
 
     def attend(
         self,
@@ -49,16 +49,16 @@ class LayerCache:
     ) -> Float[Tensor, "batch heads new dim"]:
         """Attention of the newest tokens over all that came before and themselves; `options` are `attend`'s."""
         if blocks is not None:
-            return attend_in_blocks(q, *self.append(*detached(k, v)), blocks=blocks, **options)
+            return attend_in_blocks(q, *self.append(*detach_kv(k, v)), blocks=blocks, **options)
         backend = options.pop("backend", "auto")
-        all_k, all_v = self.append(*detached(k, v))
+        all_k, all_v = self.append(*detach_kv(k, v))
         result = run_attention(AttentionCall(q, all_k, all_v, **options), backend)
         if result.certificate is not None:
             largest = result.certificate.max()
             self.left_out = largest if self.left_out is None else torch.maximum(self.left_out, largest)
         return result.out
 
-    def text_bias(self, ask: Ask, rows: slice = slice(None)) -> Any:
+    def content_bias(self, ask: Ask, rows: slice = slice(None)) -> Any:
         """The bias of a method that looks at the text, for what `attend` is given next, of these rows of the batch."""
         return ask(rows, self.length, self.place)
 
@@ -73,13 +73,15 @@ class LayerCache:
             )
         end, room = self.length + k.shape[2], self._room
         if end > room.shape[3]:
-            room = self._make_room(end, k)
+            room = self._reserve(end, k)
         room[0, :, :, self.length : end] = k
         room[1, :, :, self.length : end] = v
         self.length = end
         return room[0, :, :, :end], room[1, :, :, :end]
 
-    def next_call(self, slopes: Float[Tensor, " heads"], shape: tuple[int, int], window: int | None) -> RingCall | None:
+    def decode_args(
+        self, slopes: Float[Tensor, " heads"], shape: tuple[int, int], window: int | None
+    ) -> DecodeArgs | None:
         """For step.c: a call that reads one more token, of `shape` (key heads, dim); None if only `attend` can.
 
         Once the compiled layers ran, `took_token`.
@@ -90,34 +92,34 @@ class LayerCache:
         if dim % LANES or room.shape[1] != 1 or room.dtype != like.dtype or room.device != like.device:
             return None
         if self.length == room.shape[3]:
-            room = self._make_room(self.length + 1, like)
+            room = self._reserve(self.length + 1, like)
         if self._call is None:
-            self._call = RingCall.of((Ring * kv_heads)(), heads_of(slopes.tolist(), 0.0), dim)
-        self._call.lay_over(room, self.length)
-        self._call.comes_after(self.length, window)
+            self._call = DecodeArgs.create((Ring * kv_heads)(), make_head_structs(slopes.tolist(), 0.0), dim)
+        self._call.bind_full_cache(room, self.length)
+        self._call.set_step(self.length, window)
         return self._call
 
-    def took_token(self, k: Float[Tensor, "1 kv_heads 1 dim"], v: Float[Tensor, "1 kv_heads 1 dim"]) -> None:
+    def commit_token(self, k: Float[Tensor, "1 kv_heads 1 dim"], v: Float[Tensor, "1 kv_heads 1 dim"]) -> None:
         """The token of `next_call` was read, with this key and value."""
         self.length += 1
         if self._readings is not None:
-            self._readings.took_token(self.place, self._clocked)
+            self._readings.commit_token(self.place, self._decay_span)
 
-    def under_clock(self, call: RingCall, gates: Float[Tensor, " heads"], sign: float) -> None:
+    def set_decay(self, call: DecodeArgs, gates: Float[Tensor, " heads"], sign: float) -> None:
         """The call's bias is a clock, moved on by these gates: log σ(sign · gate)."""
-        self._readings = self._readings or Readings()
-        self._readings.lay_under(call, self.place)
+        self._readings = self._readings or DecayBuffer()
+        self._readings.bind(call, self.place)
         call.gates, call.sign = gates.data_ptr(), sign
 
     @property
-    def _clocked(self) -> int:
+    def _decay_span(self) -> int:
         """Newest keys whose readings of a clock are needed."""
         return self.length
 
-    def _make_room(self, length: int, like: Tensor) -> Tensor:
+    def _reserve(self, length: int, like: Tensor) -> Tensor:
         """Room for `length` tokens and as many more."""
         batch, heads, _, dim = like.shape
-        grown = like.new_empty(2, batch, heads, max(length, 2 * self._room.shape[3], SMALLEST), dim)
+        grown = like.new_empty(2, batch, heads, max(length, 2 * self._room.shape[3], INITIAL_CAPACITY), dim)
         if self.length:
             grown[:, :, :, : self.length] = self._room[:, :, :, : self.length]
         self._room = grown
@@ -157,7 +159,7 @@ class Cache:
         return LayerCache()
 
 
-def detached(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def detach_kv(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """A cache remembers values, not how they were computed; it is not for training."""
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
         raise InputError("a cache cannot be trained through; wrap the call in torch.no_grad().")

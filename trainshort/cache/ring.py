@@ -16,13 +16,13 @@ from trainshort.attention.call import contiguous_rows
 from trainshort.kernels import build
 from trainshort.kernels.build import KernelBuildError
 
-ANYWHERE = 2**62
+UNBOUNDED = 2**62
 """A reach that no text has: the window of a model without one."""
-MANY = 1 << 18
+MIN_PARALLEL_MULTIPLICATIONS = 1 << 18
 """Products below which one thread is quicker than two."""
 CLOCK = "clock"
 """Where in its place in the cache a position method keeps the readings of its clock."""
-FIRST_READINGS = 64
+INITIAL_DECAY_CAPACITY = 64
 """Readings that there is room for at first."""
 LANES = 8
 """Floats in a vector of the processor; rings hold keys and values in rows of whole vectors."""
@@ -49,7 +49,7 @@ class Head(ctypes.Structure):
     ]
 
 
-class RingCall(ctypes.Structure):
+class DecodeArgs(ctypes.Structure):
     """One call: a token's queries, key and value, and the rings they meet.
 
     It points into `rings`, `heads` and a scratch space, and keeps them alive."""
@@ -69,15 +69,15 @@ class RingCall(ctypes.Structure):
     ]
 
     @classmethod
-    def of(cls, rings: Any, heads: Any, dim: int) -> "RingCall":
+    def create(cls, rings: Any, heads: Any, dim: int) -> "DecodeArgs":
         """A call on these ctypes arrays of Ring and Head, without the token itself."""
-        call = cls(head_count=len(heads), ring_count=len(rings), dim=dim, scale=1 / math.sqrt(dim), limit=ANYWHERE)
+        call = cls(head_count=len(heads), ring_count=len(rings), dim=dim, scale=1 / math.sqrt(dim), limit=UNBOUNDED)
         call.rings, call.heads = ctypes.addressof(rings), ctypes.addressof(heads)
         scratch = (ctypes.c_float * library().trainshort_token_scratch(ctypes.byref(call)))()
         call.scratch, call.kept = ctypes.addressof(scratch), (rings, heads, scratch)
         return call
 
-    def lay_over(self, room: Float[Tensor, "2 1 kv_heads capacity dim"], length: int) -> None:
+    def bind_full_cache(self, room: Float[Tensor, "2 1 kv_heads capacity dim"], length: int) -> None:
         """Lay the rings over a growing cache's room, where they never come round: `length` keys, and room for more."""
         rings = self.kept[0]
         if rings[0].keys == room.data_ptr() and rings[0].count == length:
@@ -90,24 +90,24 @@ class RingCall(ctypes.Structure):
         """The token's output; its key and value are in the rings then, but for those that must grow first."""
         q, k, v = (contiguous_rows(x) for x in (q, k, v))
         out = q.new_empty(1, 1, q.shape[1], q.shape[3])
-        self.reads(q, k, v, out)
+        self.set_pointers(q, k, v, out)
         self.factors = None  # these queries have theirs
         library().trainshort_token(ctypes.byref(self))
         return out.transpose(1, 2)
 
-    def reads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    def set_pointers(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Where queries, key and value lie, each (1, heads, 1, dim), and where the output goes."""
         self.q, self.k, self.v, self.out = (x.data_ptr() for x in (q, k, v, out))
         self.q_stride, self.k_stride, self.v_stride = (x.stride(1) for x in (q, k, v))
 
-    def comes_after(self, length: int, window: int | None) -> None:
+    def set_step(self, length: int, window: int | None) -> None:
         """Set what changes with every token: how many came before, how far it may look, and with how many threads."""
-        self.length, self.limit = length, window or ANYWHERE
+        self.length, self.limit = length, window or UNBOUNDED
         keys = sum(ring.count for ring in self.kept[0])
-        self.threads = torch.get_num_threads() if keys * self.dim > MANY else 1
+        self.threads = torch.get_num_threads() if keys * self.dim > MIN_PARALLEL_MULTIPLICATIONS else 1
 
 
-class Readings:
+class DecayBuffer:
     """The readings of a layer's clock in the order of the text, with room for one more, which compiled code adds to.
 
     A position method finds them in its place in the cache, and leaves others there when it has read by itself.
@@ -118,29 +118,29 @@ class Readings:
         self._held = 0
         self._shown: Tensor | None = None
 
-    def lay_under(self, call: RingCall, place: dict[str, Tensor]) -> None:
+    def bind(self, call: DecodeArgs, place: dict[str, Tensor]) -> None:
         """Give a call its clock, in new room where what is shown is not ours, or fills ours to the end."""
         clock = place.get(CLOCK)
         if clock is None or clock is not self._shown or self._held == self._room.shape[1]:
             self._held = 0 if clock is None else clock.shape[2]
-            self._room = torch.empty(call.head_count, 2 * self._held + FIRST_READINGS, dtype=torch.float64)
+            self._room = torch.empty(call.head_count, 2 * self._held + INITIAL_DECAY_CAPACITY, dtype=torch.float64)
             if clock is not None:
                 self._room[:, : self._held] = clock[0]
         call.clock, call.clock_stride, call.held = self._room.data_ptr(), self._room.shape[1], self._held
 
-    def took_token(self, place: dict[str, Tensor], keep: int) -> None:
+    def commit_token(self, place: dict[str, Tensor], keep: int) -> None:
         """Compiled code added a reading: show the newest `keep`."""
         self._held += 1
         place[CLOCK] = self._shown = self._room[None, :, self._held - keep : self._held]
 
 
-def heads_of(slopes: list[float], excess: float) -> Any:
+def make_head_structs(slopes: list[float], excess: float) -> Any:
     """A ctypes array of heads that have read nothing."""
     return (Head * len(slopes))(*(Head(slope, excess, weight=-math.inf) for slope in slopes))
 
 
 @cache
-def unavailable() -> str | None:
+def kernel_unavailable_reason() -> str | None:
     """Why the compiled step cannot be had on this machine; None when it can (it is built now if it was not)."""
     try:
         library()
@@ -158,5 +158,5 @@ def library() -> ctypes.CDLL:
     loaded.trainshort_token_scratch.restype = loaded.trainshort_layers.restype = ctypes.c_int64
     loaded.trainshort_layers.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32]
     loaded.trainshort_token.restype = loaded.trainshort_linear.restype = None
-    assert loaded.trainshort_token_size() == ctypes.sizeof(RingCall), "ring.c and ring.py disagree"
+    assert loaded.trainshort_token_size() == ctypes.sizeof(DecodeArgs), "ring.c and ring.py disagree"
     return loaded

@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trainshort.attention import Bias, DistanceBias, LinearBias, attend, merge
-from trainshort.cache.growing import SMALLEST, Cache, LayerCache, detached
+from trainshort.attention import Bias, DistanceBias, LinearBias, attend, merge_by_lse
+from trainshort.cache.growing import INITIAL_CAPACITY, Cache, LayerCache, detach_kv
 from trainshort.errors import InputError
 
 
@@ -48,7 +48,7 @@ class WindowLayer(LayerCache):
         self._first: Tensor | None = None  # (2, batch, kv_heads, up to sinks, dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        k, v = detached(k, v)
+        k, v = detach_kv(k, v)
         window = min(options.pop("window", None) or self.window, self.window)
         start = self.length
         recent_k, recent_v = self.append(k, v)
@@ -59,7 +59,7 @@ class WindowLayer(LayerCache):
         assert result.lse is not None
         return self._with_sinks(q, result.out, result.lse, start, options.get("bias"))
 
-    def next_call(self, slopes: Tensor, shape: tuple[int, int], window: int | None) -> None:
+    def decode_args(self, slopes: Tensor, shape: tuple[int, int], window: int | None) -> None:
         return None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +72,7 @@ class WindowLayer(LayerCache):
             past = room[:, :, :, self._end - kept : self._end].clone()
             if kept + new > self._largest:
                 return self._append_many(past, torch.stack([k, v]))
-            room = self._move(past, new)
+            room = self._shift(past, new)
         self._begin = self._end - kept
         room[0, :, :, self._end : self._end + new] = k
         room[1, :, :, self._end : self._end + new] = v
@@ -84,13 +84,13 @@ class WindowLayer(LayerCache):
     @property
     def _largest(self) -> int:
         """Capacity of the buffer: half a window more than is kept, so that moving is rare."""
-        return self.window - 1 + max(SMALLEST, self.window // 2)
+        return self.window - 1 + max(INITIAL_CAPACITY, self.window // 2)
 
-    def _move(self, past: Tensor, new: int) -> Tensor:
+    def _shift(self, past: Tensor, new: int) -> Tensor:
         """Bring what is kept to the beginning, in a larger buffer while it has not its full size."""
         kept, capacity = past.shape[3], self._room.shape[3]
         if capacity < self._largest:
-            capacity = min(self._largest, max(2 * capacity, kept + new, SMALLEST))
+            capacity = min(self._largest, max(2 * capacity, kept + new, INITIAL_CAPACITY))
             self._room = past.new_empty(*past.shape[:3], capacity, past.shape[4])
         self._room[:, :, :, :kept] = past
         self._begin, self._end = 0, kept
@@ -100,7 +100,7 @@ class WindowLayer(LayerCache):
         """More than the buffer ever holds, such as a prompt: what will be seen of them goes in, all are returned."""
         recent = torch.cat([past, new], dim=3)
         last = recent[:, :, :, max(0, recent.shape[3] - self.window + 1) :]
-        self._move(last, 0)
+        self._shift(last, 0)
         self.length += new.shape[3]
         return recent[0], recent[1]
 
@@ -124,7 +124,7 @@ class WindowLayer(LayerCache):
         scores = scores.masked_fill(rows - at < self.window, -torch.inf)  # those in the window were counted there
         sink_lse = scores.logsumexp(-1)
         weights = (scores - sink_lse[..., None]).exp().nan_to_num(0)  # rows that see no sink outside have lse −inf
-        merged, _ = merge(out, lse, weights.to(v.dtype) @ v, sink_lse)
+        merged, _ = merge_by_lse(out, lse, weights.to(v.dtype) @ v, sink_lse)
         return merged
 
     @property

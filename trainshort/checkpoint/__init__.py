@@ -27,21 +27,21 @@ from torch import Tensor, nn
 
 from trainshort import plugins
 from trainshort.checkpoint import folders
-from trainshort.checkpoint.folders import STATE, State, best, find, is_hugging_face, latest, read_state
+from trainshort.checkpoint.folders import STATE, TrainState, best, find_checkpoint, is_hugging_face, latest, read_state
 from trainshort.config import ModelConfig, RunConfig, load_config, save_config
 from trainshort.errors import InputError
-from trainshort.files import refused, refusing, sync, write_whole
+from trainshort.files import fsync, translate_os_errors, unwrap_os_error, write_atomic
 from trainshort.model import TransformerLM
 from trainshort.parallel import World
 
 log = logging.getLogger(__name__)
 
 __all__ = [
+    "CheckpointData",
     "Parts",
-    "Snapshot",
-    "State",
+    "TrainState",
     "best",
-    "find",
+    "find_checkpoint",
     "fingerprint",
     "is_hugging_face",
     "latest",
@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 CONFIG = "config.json"
-LARGE = 250 * 10**6
+LOG_LOADING_ABOVE_BYTES = 250 * 10**6
 """Bytes from which loading takes seconds, so that it is told."""
 
 Parts = dict[str, dict[str, Tensor]]
@@ -62,28 +62,28 @@ Parts = dict[str, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class CheckpointData:
     """What a run is made of at one moment: settings, counters, and tensors."""
 
     config: RunConfig
-    state: State
+    state: TrainState
     parts: Parts
     sharded: bool = False
 
 
-def save(run: Path, snapshot: Snapshot, world: World) -> Path:
+def save(run: Path, snapshot: CheckpointData, world: World) -> Path:
     """Add a checkpoint to a run; all ranks call this. Returns its folder."""
     folder = run / "checkpoints" / folders.name(snapshot.state.step)
-    if world.first_says(folder.exists):
+    if world.broadcast_from_rank0(folder.exists):
         return folder  # the same step of the same run: the same content
     mend = "The checkpoints before it are intact; make room there, then go on by --resume."
-    partial, guarded = folders.partial(folder), refusing("save", folder, mend)
+    partial, guarded = folders.partial_path(folder), translate_os_errors("save", folder, mend)
     try:
         world.on_main(guarded(lambda: _begin(partial, snapshot)))
-        world.together(guarded(lambda: _write(partial, snapshot, world)))
-        mine = world.together(guarded(lambda: _digests(partial, world)))
-        digests = {name: value for share in world.gather_objects(mine) for name, value in share.items()}
-        world.on_main(guarded(lambda: folders.publish(folder, digests)))
+        world.run_on_all_ranks(guarded(lambda: _write(partial, snapshot, world)))
+        mine = world.run_on_all_ranks(guarded(lambda: _digests(partial, world)))
+        digests = {name: value for share in world.all_gather_objects(mine) for name, value in share.items()}
+        world.on_main(guarded(lambda: folders.finalize_checkpoint(folder, digests)))
     except BaseException:
         if world.main:
             shutil.rmtree(partial, ignore_errors=True)
@@ -91,24 +91,24 @@ def save(run: Path, snapshot: Snapshot, world: World) -> Path:
     return folder
 
 
-def _begin(partial: Path, snapshot: Snapshot) -> None:
+def _begin(partial: Path, snapshot: CheckpointData) -> None:
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
     save_config(snapshot.config, partial / CONFIG)
-    write_whole(partial / STATE, snapshot.state.model_dump_json(indent=2) + "\n")
+    write_atomic(partial / STATE, snapshot.state.model_dump_json(indent=2) + "\n")
 
 
 def _digests(partial: Path, world: World) -> folders.Digests:
     """sha256 of this rank's share of the files, which are brought to the disk on the way."""
     share = {}
     for name in folders.files_of(partial)[world.rank :: world.size]:
-        sync(partial / name)
+        fsync(partial / name)
         share[name] = folders.digest_of(partial / name)
     return share
 
 
-def restore(folder: Path, parts: Parts, *, sharded: bool = False) -> State:
+def restore(folder: Path, parts: Parts, *, sharded: bool = False) -> TrainState:
     """Fill tensors in place from a checkpoint that was found whole, and return its state.
 
     A model that was imported has been updated by nobody here, and has no optimizer part.
@@ -127,35 +127,35 @@ def load_model(path: Path | str, *, device: str = "cpu") -> TransformerLM:
     standard error, where that was measured.
     """
     path = Path(path)
-    folder = find(path)
+    folder = find_checkpoint(path)
     size = sum(file.stat().st_size for file in folder.rglob("*.safetensors") if file.is_file())
-    if size > LARGE:
+    if size > LOG_LOADING_ABOVE_BYTES:
         log.info(f"Verifying and loading {folder} ({size / 1e9:.1f} GB).")
-    if problem := folders.damage(folder):
+    if problem := folders.find_corruption(folder):
         raise InputError(f"{folder} is damaged: {problem}. Use another checkpoint of the run.")
     config = load_config(folder / CONFIG)
     run = folder.parent.parent if folder.parent.name == "checkpoints" else path  # whose config.json the reader knows
     plugins.require_plugins(config.plugins, str(run))
-    _refuse_larger(folder, config.model)
+    _check_size_matches_config(folder, config.model)
     model = TransformerLM(config.model)
     read_part(folder / "model", model_tensors(model), sharded=False)
-    if line := folders.extrapolation(path):
+    if line := folders.extrapolation_summary(path):
         log.info(f"{path}: {line}.")
     return model.to(device).eval()
 
 
-def _refuse_larger(folder: Path, config: ModelConfig) -> None:
+def _check_size_matches_config(folder: Path, config: ModelConfig) -> None:
     """Stop before a model is built that is larger than the weights beside its settings."""
     shapes = _shapes_of(folder / "model")
     stored = sum(math.prod(shape) for shape in shapes.values())
-    if config.least_weights > stored:
+    if config.min_parameter_count > stored:
         raise InputError(
             f"{folder} holds {stored:,} weights, but a model of its config.json has at least "
-            f"{config.least_weights:,}. Use the config.json that belongs to it."
+            f"{config.min_parameter_count:,}. Use the config.json that belongs to it."
         )
     with torch.device("meta"):  # nothing is allocated
         wanted = model_tensors(TransformerLM(config))
-    _refuse_others(folder, shapes, wanted)
+    _check_tensor_names_and_shapes(folder, shapes, wanted)
 
 
 # ---- tensors to safetensors files and back, of one process or of many
@@ -165,7 +165,7 @@ def _refuse_larger(folder: Path, config: ModelConfig) -> None:
 # (torch's distributed checkpoint, in its safetensors form). Reading is the same for both, into tensors that are whole
 # or spread over any number of ranks.
 
-WHOLE = "whole.safetensors"
+UNSHARDED_FILE = "whole.safetensors"
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -191,7 +191,7 @@ def fingerprint(module: nn.Module) -> str:
     return sha256_of(dict(module.named_parameters()))
 
 
-def _write(partial: Path, snapshot: Snapshot, world: World) -> None:
+def _write(partial: Path, snapshot: CheckpointData, world: World) -> None:
     """Write all parts; every rank calls this. Each writes its shards, or else the first writes all."""
     for part, tensors in snapshot.parts.items():
         if snapshot.sharded:
@@ -199,19 +199,21 @@ def _write(partial: Path, snapshot: Snapshot, world: World) -> None:
         elif world.main:
             (partial / part).mkdir()
             try:
-                save_file({n: tensor.detach().contiguous() for n, tensor in tensors.items()}, partial / part / WHOLE)
+                save_file(
+                    {n: tensor.detach().contiguous() for n, tensor in tensors.items()}, partial / part / UNSHARDED_FILE
+                )
             except SafetensorError as error:
-                raise refused(error) from error
+                raise unwrap_os_error(error) from error
 
 
 def read_part(folder: Path, tensors: dict[str, Tensor], *, sharded: bool) -> None:
     """Fill `tensors` in place from one part. With `sharded`, all ranks call this and each reads its shards."""
-    _refuse_others(folder, _shapes_of(folder), tensors)
+    _check_tensor_names_and_shapes(folder, _shapes_of(folder), tensors)
     try:
-        if sharded or not (folder / WHOLE).exists():
+        if sharded or not (folder / UNSHARDED_FILE).exists():
             _read_shards(folder, tensors, sharded=sharded)
             return
-        with safe_open(folder / WHOLE, framework="pt") as file, torch.no_grad():
+        with safe_open(folder / UNSHARDED_FILE, framework="pt") as file, torch.no_grad():
             for name, tensor in tensors.items():
                 tensor.copy_(file.get_tensor(name))
     except (SafetensorError, OSError) as error:
@@ -221,8 +223,8 @@ def read_part(folder: Path, tensors: dict[str, Tensor], *, sharded: bool) -> Non
 def _shapes_of(folder: Path) -> Shapes:
     """Names and shapes of the tensors in a part, without reading one."""
     try:
-        if (folder / WHOLE).exists():
-            with safe_open(folder / WHOLE, framework="pt") as file:
+        if (folder / UNSHARDED_FILE).exists():
+            with safe_open(folder / UNSHARDED_FILE, framework="pt") as file:
                 return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
@@ -232,7 +234,7 @@ def _shapes_of(folder: Path) -> Shapes:
     return {name: tuple(getattr(entry, "size", ())) for name, entry in stored.items()}
 
 
-def _refuse_others(folder: Path, found: Shapes, wanted: Mapping[str, Tensor]) -> None:
+def _check_tensor_names_and_shapes(folder: Path, found: Shapes, wanted: Mapping[str, Tensor]) -> None:
     """Stop if the stored tensors are not those of this model, by name or by shape (a copy would repeat one value)."""
     if odd := sorted(found.keys() ^ wanted.keys()):
         raise InputError(f"{folder} was written for another model: {', '.join(odd[:3])} is on one side only.")

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from trainshort import files
-from trainshort.config import Settings, load_config
+from trainshort.config import StrictConfig, load_config
 from trainshort.errors import InputError
-from trainshort.runs import RunFolder, present
+from trainshort.runs import RunFolder, list_checkpoints
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ STATE = "state.json"
 Say = Callable[[str], None]
 
 
-class State(Settings):
+class TrainState(StrictConfig):
     """Where a run stands, beside its tensors. Data order, dropout and learning rate all follow from `step`."""
 
     step: int
@@ -62,31 +62,31 @@ def name(step: int) -> str:
     return f"step-{step:09d}"
 
 
-def partial(folder: Path) -> Path:
+def partial_path(folder: Path) -> Path:
     """Where a checkpoint is written before it gets its name."""
     return folder.with_name(f".partial-{folder.name}")
 
 
-def read_state(folder: Path) -> State:
+def read_state(folder: Path) -> TrainState:
     """A checkpoint's state.json, its bytes verified; not its tensors."""
-    if problem := damage(folder, only=STATE):
+    if problem := find_corruption(folder, only=STATE):
         raise InputError(f"{folder} is damaged: {problem}.")
     try:
-        return State.read(files.read_object(folder / STATE))
+        return TrainState.parse(files.read_json_object(folder / STATE))
     except InputError:
         raise InputError(f"{folder} was written by another version of trainshort; use that one to read it.") from None
 
 
 def latest(run: Path, say: Say = log.warning) -> Path | None:
     """The last checkpoint that is whole; damaged ones after it are named. None when there is no whole one."""
-    return _first_whole(reversed(present(run)), say)
+    return _first_valid(reversed(list_checkpoints(run)), say)
 
 
 def best(run: Path, say: Say = log.warning) -> Path | None:
     """The whole checkpoint with the lowest validation loss, or the last one if none was validated."""
     told: list[str] = []
     losses = _losses(run, told.append)
-    found = _first_whole(sorted(losses, key=losses.__getitem__), told.append) or latest(run, told.append)
+    found = _first_valid(sorted(losses, key=losses.__getitem__), told.append) or latest(run, told.append)
     for line in dict.fromkeys(told):  # each once
         say(line)
     return found
@@ -95,7 +95,7 @@ def best(run: Path, say: Say = log.warning) -> Path | None:
 def _losses(run: Path, say: Say) -> dict[Path, float]:
     """Validation losses of the checkpoints that have one."""
     losses = {}
-    for folder in present(run):
+    for folder in list_checkpoints(run):
         try:
             loss = read_state(folder).valid_loss
         except InputError as error:
@@ -106,9 +106,9 @@ def _losses(run: Path, say: Say) -> dict[Path, float]:
     return losses
 
 
-def _first_whole(folders: Iterable[Path], say: Say) -> Path | None:
+def _first_valid(folders: Iterable[Path], say: Say) -> Path | None:
     for passed_over, folder in enumerate(folders):
-        problem = damage(folder)
+        problem = find_corruption(folder)
         if problem is None:
             if passed_over:
                 say(f"Using {folder} instead.")
@@ -117,7 +117,7 @@ def _first_whole(folders: Iterable[Path], say: Say) -> Path | None:
     return None
 
 
-def find(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
     """The checkpoint that `path` means: itself, or of a run the best; anything else there is told in words."""
     if path.is_file():
         raise InputError(
@@ -129,16 +129,16 @@ def find(path: Path) -> Path:
     if is_hugging_face(path):
         bring = f"trainshort import {path} --out runs/{path.resolve().name}"
         raise InputError(f"{path} is a Hugging Face model. Bring it in first: {bring}.")
-    found = present(path)
+    found = list_checkpoints(path)
     if not found and not RunFolder(path).config.exists():
         raise InputError(f"There is no run at '{path}'. Give a run folder, or one of the folders in its checkpoints/.")
     if not found:
         load_config(RunFolder(path).config)  # what is no run's says so itself
         raise InputError(f"{path} has no checkpoint yet. Train it first, or resume it.")
-    return whole_one(path, best)
+    return find_valid_checkpoint(path, best)
 
 
-def whole_one(
+def find_valid_checkpoint(
     run: Path, choose: Callable[[Path, Say], Path | None], *, otherwise: str = "", say: Say = log.warning
 ) -> Path:
     """The checkpoint that `choose` (best, latest) takes of a run that has some. What it passed over is told when one
@@ -146,9 +146,9 @@ def whole_one(
     told: list[str] = []
     folder = choose(run, told.append)
     if folder is None:
-        there = present(run)
+        there = list_checkpoints(run)
         raise InputError(
-            f"None of the {len(there)} checkpoints in {run} is whole ({there[-1].name}: {damage(there[-1])}). "
+            f"None of the {len(there)} checkpoints in {run} is whole ({there[-1].name}: {find_corruption(there[-1])}). "
             f"Restore one from a copy{otherwise}."
         )
     for line in told:
@@ -164,30 +164,30 @@ def is_hugging_face(folder: Path) -> bool:
         return False
 
 
-def extrapolation(run: Path) -> str | None:
+def extrapolation_summary(run: Path) -> str | None:
     """How far the model is good, in the words of the run's card (trainshort.evaluate.evidence); None without one."""
     try:
-        return files.read_sealed(run / "extrapolation.json").get("summary")
+        return files.read_with_checksum(run / "extrapolation.json").get("summary")
     except InputError:
         return None
 
 
-def publish(folder: Path, digests: "Digests") -> None:
+def finalize_checkpoint(folder: Path, digests: "Digests") -> None:
     """Write the manifest of a fully written checkpoint, then give it its name: until this rename it does not exist,
     after it it is complete."""
-    write_manifest(partial(folder), digests)
+    write_manifest(partial_path(folder), digests)
     if folder.exists():
         raise InputError(f"{folder} already exists, and checkpoints are never overwritten.")
-    for inside in (path for path in partial(folder).rglob("*") if path.is_dir()):
-        files.sync(inside)
-    files.sync(partial(folder))
-    partial(folder).rename(folder)
-    files.sync(folder.parent)
+    for inside in (path for path in partial_path(folder).rglob("*") if path.is_dir()):
+        files.fsync(inside)
+    files.fsync(partial_path(folder))
+    partial_path(folder).rename(folder)
+    files.fsync(folder.parent)
 
 
-def retain(run: Path, keep: int) -> None:
+def delete_old_checkpoints(run: Path, keep: int) -> None:
     """Remove all but the best and the last `keep`."""
-    folders = present(run)
+    folders = list_checkpoints(run)
     kept = set(folders[-keep:])
     if losses := _losses(run, log.warning):
         kept.add(min(losses, key=losses.__getitem__))
@@ -198,7 +198,7 @@ def retain(run: Path, keep: int) -> None:
             folder.rename(removed)
             _remove(removed)
         except OSError as error:
-            log.warning(f"The old checkpoint {folder} could not be removed: {files.reason(error)}.")
+            log.warning(f"The old checkpoint {folder} could not be removed: {files.describe_os_error(error)}.")
 
 
 def _remove(path: Path) -> None:
@@ -208,17 +208,17 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def sweep(run: Path) -> None:
+def remove_partial_checkpoints(run: Path) -> None:
     """Clear what a kill left behind: saves and removals that were cut off. Only for the process that holds the run."""
     for path in RunFolder(run).checkpoints.iterdir():
         if path.name.startswith((".partial-", ".removed-")):
-            with files.refusing("remove", path, "Remove it, then go on by --resume."):
+            with files.translate_os_errors("remove", path, "Remove it, then go on by --resume."):
                 _remove(path)
 
 
-def set_aside(run: Path, after: Path) -> None:
+def quarantine_checkpoints(run: Path, after: Path) -> None:
     """Move checkpoints later than `after`, which are damaged, out of the way of the ones that will replace them."""
-    for folder in present(run):
+    for folder in list_checkpoints(run):
         if folder.name > after.name:
             number = sum(path.name.startswith(folder.name + ".damaged") for path in folder.parent.iterdir())
             aside = folder.with_name(folder.name + ".damaged" + (f"-{number}" if number else ""))
@@ -233,7 +233,7 @@ def set_aside(run: Path, after: Path) -> None:
 
 MANIFEST = "manifest.json"
 
-READABLE = (".safetensors", ".json")
+ALLOWED_SUFFIXES = (".safetensors", ".json")
 """What a checkpoint may hold, and all that is ever read from one; neither can execute code."""
 
 Digests = dict[str, dict[str, Any]]
@@ -251,7 +251,7 @@ def digest_of(path: Path) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, digests: Digests) -> None:
-    files.write_whole(folder / MANIFEST, _manifest_text(digests))
+    files.write_atomic(folder / MANIFEST, _manifest_text(digests))
 
 
 def _manifest_text(digests: Digests) -> str:
@@ -261,7 +261,7 @@ def _manifest_text(digests: Digests) -> str:
     return json.dumps({"files": digests, "sha256": own}, sort_keys=True, indent=1) + "\n"
 
 
-def damage(folder: Path, only: str | None = None) -> str | None:
+def find_corruption(folder: Path, only: str | None = None) -> str | None:
     """What is wrong with a checkpoint, in words; None when nothing is. `only` checks one file (and the manifest)."""
     if not folder.is_dir():
         return "it is a file, and a checkpoint is a folder"
@@ -271,14 +271,14 @@ def damage(folder: Path, only: str | None = None) -> str | None:
         message = str(error).removesuffix(".")
         return message[0].lower() + message[1:]
     except OSError as error:
-        return f"{error.filename or folder} cannot be read ({files.reason(error)})"
+        return f"{error.filename or folder} cannot be read ({files.describe_os_error(error)})"
 
 
 def _damage(folder: Path, only: str | None) -> str | None:
     digests = _read_manifest(folder)
     there = files_of(folder)
     for name in there:
-        if not name.endswith(READABLE):
+        if not name.endswith(ALLOWED_SUFFIXES):
             return f"{name} is neither safetensors nor JSON, and nothing else is ever opened"
         if name not in digests:
             return f"{name} is not in the manifest"

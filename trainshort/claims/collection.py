@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainshort.config import RunConfig, load_config
-from trainshort.errors import ForeignConfigError, InputError
-from trainshort.evaluate.results import LengthScore, Query, Stored, find, rows
-from trainshort.files import MissingFileError, read_sealed
+from trainshort.errors import HuggingFaceConfigError, InputError
+from trainshort.evaluate.results import LengthScore, Query, StoredEvaluation, find, rows
+from trainshort.files import MissingFileError, read_with_checksum
 from trainshort.recipes.experiments import Scale, Variant
 from trainshort.recipes.scales import LENGTHS, SETUPS, scales
 from trainshort.runs import RunFolder, read_lines, read_metrics
@@ -33,7 +33,7 @@ class Run:
 
     path: Path
     config: RunConfig
-    evaluations: list[Stored]
+    evaluations: list[StoredEvaluation]
 
     @property
     def name(self) -> str:
@@ -51,7 +51,7 @@ class Run:
         return rows(self.evaluations, query)
 
     @property
-    def sweeps(self) -> list[Stored]:
+    def sweeps(self) -> list[StoredEvaluation]:
         """Evaluations of the best weights as trained, without overlap, on any text."""
         return [
             stored
@@ -86,7 +86,7 @@ class Collection:
 def _made_at(scale: Scale, name: str, position: str, seed: int) -> bool:
     """Whether a run of this name is a model of the scale, by whatever position method."""
     length = name.removeprefix(f"{position}-").partition("-")[0]
-    setups = SETUPS[:1] if scale.stand_in else SETUPS
+    setups = SETUPS[:1] if scale.uses_single_corpus else SETUPS
     wanted = [
         Variant(setup, position, at, seed) for setup in setups for at in LENGTHS if str(scale.length(at)) == length
     ]
@@ -108,7 +108,7 @@ def collect(paths: Sequence[Path]) -> Collection:
             name = folder.name if folder.name not in runs else str(folder)
             try:
                 runs[name] = Run(folder, load_config(folder / "config.json"), find(folder))
-            except ForeignConfigError:
+            except HuggingFaceConfigError:
                 if folder == path:  # it was named; one that lies beside the runs is none of them
                     raise
         costs |= {name: {**entry, "path": path / COST_FILE} for name, entry in read_costs(path).items()}
@@ -147,7 +147,7 @@ def read_costs(root: Path) -> dict[str, Any]:
 def stored(path: Path, read: Callable[[dict[str, Any]], T], mend: str) -> T | None:
     """What `read` takes from a stored result; None where there is none. A damaged one is told, not left out."""
     try:
-        return read(read_sealed(path, mend=mend))
+        return read(read_with_checksum(path, mend=mend))
     except MissingFileError:
         return None
     except InputError:

@@ -11,14 +11,14 @@ from typing import TypeVar
 from trainshort.claims.collection import SEEDS, Collection, Run
 from trainshort.errors import InputError
 from trainshort.evaluate.results import LengthScore, interval
-from trainshort.recipes.experiments import Cell, EvalProtocol, Scale, Variant, moments, queries
+from trainshort.recipes.experiments import Cell, EvalProtocol, Scale, Variant, learning_curve_queries, queries
 
 RATES = {"train speed": "train_seconds", "read speed": "read_seconds"}
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCell:
     """Values of one quantity, one per seed, and the files they come from."""
 
     values: tuple[float, ...]
@@ -37,7 +37,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Compared:
+class RatioWithInterval:
     """How much more one is than another, as a share, and the 95 % interval of that."""
 
     change: float
@@ -52,7 +52,7 @@ class Compared:
         return f"{self.values[0]:.2f} against {self.values[1]:.2f}"
 
     @property
-    def then(self) -> str:
+    def format_before_after(self) -> str:
         """The other first: where the one is what became of it."""
         return f"{self.values[1]:.2f}, then {self.values[0]:.2f}"
 
@@ -62,7 +62,7 @@ class Compared:
         return (self.high - self.low) / 2
 
     @property
-    def told(self) -> bool:
+    def is_significant(self) -> bool:
         """Whether chance alone would hardly have given a difference of this sign."""
         return self.low > 0 or self.high < 0
 
@@ -70,7 +70,7 @@ class Compared:
         return f"{self.change:+.1%} ({self.low:+.1%} to {self.high:+.1%})"
 
 
-def middle(values: list[float]) -> tuple[float, float, float]:
+def median_with_interval(values: list[float]) -> tuple[float, float, float]:
     """The median and its 95 % interval, by counting alone: how often would so many of n rounds lie on one side of the
     true median by chance?
 
@@ -83,7 +83,7 @@ def middle(values: list[float]) -> tuple[float, float, float]:
 
 
 @dataclass(frozen=True)
-class View:
+class ScaleView:
     """A collection seen at one scale, asked in the paper's numbers."""
 
     collection: Collection
@@ -91,15 +91,15 @@ class View:
     run_names: dict[Variant, str] = field(default_factory=dict)
     """The run names that were computed so far. Computing a name is slow, and tables ask for the same names often."""
 
-    def cell(self, cell: Cell) -> Measured | None:
+    def cell(self, cell: Cell) -> MeasuredCell | None:
         """What was obtained for a cell; None when it was not run."""
         if cell.variant is None:
             return None
-        if cell.apart:
+        if cell.is_cost:
             return self.cost(cell.variant, cell.quantity)
-        if cell.quantity == "learning curve" or cell.reading is None:
+        if cell.quantity == "learning curve" or cell.protocol is None:
             return None
-        return self.read(cell.variant, cell.reading, speed=cell.quantity == "read speed")
+        return self.read(cell.variant, cell.protocol, speed=cell.quantity == "read speed")
 
     def _own(self, variant: Variant, stored: dict[str, T]) -> T | None:
         """Return the value that is stored under the run name of a model, or None if there is no such value."""
@@ -111,14 +111,14 @@ class View:
         found = (self._own(replace(variant, seed=seed), self.collection.runs) for seed in SEEDS)
         return [run for run in found if run]
 
-    def read(self, variant: Variant, reading: EvalProtocol, *, speed: bool = False) -> Measured | None:
+    def read(self, variant: Variant, reading: EvalProtocol, *, speed: bool = False) -> MeasuredCell | None:
         """Perplexity (or evaluation speed) at a length, over the seeds."""
         found = self.at(variant, reading)
         scored = [row.speed if speed else row.perplexity for row, _ in found if row.status == "scored"]
         values = tuple(value for value in scored if value is not None)
         failed = [row.status for row, _ in found if row.status != "scored"]
         status = failed[-1] if failed and not values else "scored"
-        return Measured(values, tuple(path for _, path in found), status) if found else None
+        return MeasuredCell(values, tuple(path for _, path in found), status) if found else None
 
     def rows(self, run: Run, reading: EvalProtocol) -> dict[int, tuple[LengthScore, Path]]:
         """All rows of the evaluation that a reading wants, by length."""
@@ -129,18 +129,18 @@ class View:
         found = (self.rows(run, reading).get(self.scale.length(reading.length)) for run in self.runs(variant))
         return [one for one in found if one]
 
-    def cost(self, variant: Variant, quantity: str) -> Measured | None:
+    def cost(self, variant: Variant, quantity: str) -> MeasuredCell | None:
         """Speed in tokens/s or memory in GB, as measured in rounds on this machine."""
         entry = self._own(variant, self.collection.costs)
         if entry is None:
             return None
         if quantity == "train memory":
             memory = entry["train_memory"]
-            return None if memory is None else Measured((memory / 1e9,), (entry["path"],))
+            return None if memory is None else MeasuredCell((memory / 1e9,), (entry["path"],))
         seconds = entry[RATES[quantity]]
-        return Measured((entry["tokens"] / statistics.median(seconds),), (entry["path"],)) if seconds else None
+        return MeasuredCell((entry["tokens"] / statistics.median(seconds),), (entry["path"],)) if seconds else None
 
-    def speeds(self, one: Variant, other: Variant) -> Compared | None:
+    def speeds(self, one: Variant, other: Variant) -> RatioWithInterval | None:
         """How much faster the first trains than the second, round by round: whatever else the machine did fell on both.
         None when they were not measured in turns."""
         ours, theirs = (self._own(model, self.collection.costs) for model in (one, other))
@@ -149,9 +149,11 @@ class View:
         rounds = [[took / entry["tokens"] for took in entry[RATES["train speed"]] or ()] for entry in (ours, theirs)]
         if not all(rounds):
             return None
-        return Compared(*middle([b / a - 1 for a, b in zip(*rounds, strict=True)]), (ours["path"], theirs["path"]))
+        return RatioWithInterval(
+            *median_with_interval([b / a - 1 for a, b in zip(*rounds, strict=True)]), (ours["path"], theirs["path"])
+        )
 
-    def memories(self, one: Variant, other: Variant) -> Compared | None:
+    def memories(self, one: Variant, other: Variant) -> RatioWithInterval | None:
         """How much more memory the first takes to train. The interval goes from the least difference of two weighings
         to the greatest."""
         entries = [entry for model in (one, other) if (entry := self._own(model, self.collection.costs))]
@@ -160,9 +162,11 @@ class View:
             return None
         low, high = min(peaks[0]) / max(peaks[1]) - 1, max(peaks[0]) / min(peaks[1]) - 1
         change = statistics.median(peaks[0]) / statistics.median(peaks[1]) - 1
-        return Compared(change, low, high, tuple(entry["path"] for entry in entries))
+        return RatioWithInterval(change, low, high, tuple(entry["path"] for entry in entries))
 
-    def perplexities(self, one: tuple[Variant, EvalProtocol], other: tuple[Variant, EvalProtocol]) -> Compared | None:
+    def perplexities(
+        self, one: tuple[Variant, EvalProtocol], other: tuple[Variant, EvalProtocol]
+    ) -> RatioWithInterval | None:
         """How much higher the first's perplexity is. The interval is the wider of two: over stretches of the text,
         where both were evaluated on the same one, and over the seeds, where there are some for both."""
         first, second = self.read(*one), self.read(*other)
@@ -171,7 +175,7 @@ class View:
         change = math.log(first.value / second.value)
         noise = max(self._over_text(one, other), _over_seeds(first, second))
         change, low, high = (math.exp(moved) - 1 for moved in (change, change - noise, change + noise))
-        return Compared(change, low, high, first.sources + second.sources, (first.value, second.value))
+        return RatioWithInterval(change, low, high, first.sources + second.sources, (first.value, second.value))
 
     def _over_text(self, *both: tuple[Variant, EvalProtocol]) -> float:
         (first, _), (second, _) = (self.at(*one)[0] for one in both)
@@ -188,13 +192,15 @@ class View:
             settings, length = run.config.train, self.scale.length(reading.length)
             steps = {stored.evaluation.target.get("step") for stored in run.evaluations}
             for step in sorted(step for step in steps if step is not None):
-                row, path = run.rows(replace(moments(self.scale, reading), step=step)).get(length, (None, None))
+                row, path = run.rows(replace(learning_curve_queries(self.scale, reading), step=step)).get(
+                    length, (None, None)
+                )
                 if row and path and row.status == "scored":
                     points.append((step * settings.batch * settings.length, row.perplexity, path))
         return sorted(points)
 
 
-def _over_seeds(one: Measured, other: Measured) -> float:
+def _over_seeds(one: MeasuredCell, other: MeasuredCell) -> float:
     """Twice the standard error of the difference of two means of logarithms; 0 with a single seed."""
     if min(len(one.values), len(other.values)) < 2:
         return 0.0

@@ -3,8 +3,18 @@
 from itertools import pairwise
 
 from trainshort.claims.extrapolation import BASE, trained
-from trainshort.claims.measured import Compared, Measured, View
-from trainshort.claims.verdicts import Outcome, Rule, above, below, claim, every, missing, opposite, outcome
+from trainshort.claims.measured import MeasuredCell, RatioWithInterval, ScaleView
+from trainshort.claims.verdicts import (
+    Outcome,
+    Rule,
+    above,
+    all_parts_hold,
+    below,
+    claim,
+    make_outcome,
+    missing_outcome,
+    opposite,
+)
 from trainshort.recipes.experiments import EvalProtocol, Variant
 from trainshort.recipes.paper import COST_LENGTHS
 
@@ -22,50 +32,50 @@ LENGTHS = (BASE, *COST_LENGTHS)
 """Training lengths at which speeds are compared, in the paper's numbers; those that were measured count."""
 
 
-def faster(view: View, position: str) -> dict[int, Compared]:
+def faster(view: ScaleView, position: str) -> dict[int, RatioWithInterval]:
     """How much faster a method trains than sinusoidal, by length."""
     found = {at: view.speeds(trained(position, at), trained("sinusoidal", at)) for at in LENGTHS}
     return {view.scale.length(at): one for at, one in found.items() if one}
 
 
-def at_lengths(found: dict[int, Compared]) -> str:
+def at_lengths(found: dict[int, RatioWithInterval]) -> str:
     return "; ".join(f"{one} at {length:,}" for length, one in found.items())
 
 
 @claim("same-speed", "28.3k against 28.5k tokens/s (-0.7 %)", rule=BY_ROUNDS)
-def same_speed(view: View) -> Outcome:
+def same_speed(view: ScaleView) -> Outcome:
     """ALiBi trains within 1 % of sinusoidal's speed."""
     found = faster(view, "alibi")
     if not found:
-        return missing(NEEDS)
+        return missing_outcome(NEEDS)
     reason = "It holds when ALiBi is at most 1 % slower at every length; rounds compared one by one, on this machine."
-    told = every(above(one, -0.01) for one in found.values())
-    return outcome(told, at_lengths(found), reason, *found.values())
+    told = all_parts_hold(above(one, -0.01) for one in found.values())
+    return make_outcome(told, at_lengths(found), reason, *found.values())
 
 
 @claim("same-memory", "15.3 against 15.3 GB at 512, 19.3 against 19.2 at 1,024", rule=BY_WEIGHINGS)
-def same_memory(view: View) -> Outcome:
+def same_memory(view: ScaleView) -> Outcome:
     """ALiBi needs hardly more memory than sinusoidal to train: under 1 %, and at most 100 MB."""
     alibi, sinusoidal = (view.cost(trained(method), "train memory") for method in ("alibi", "sinusoidal"))
     change = view.memories(trained("alibi"), trained("sinusoidal"))
     if alibi is None or sinusoidal is None or change is None:
-        return missing(NEEDS)
+        return missing_outcome(NEEDS)
     text = f"{alibi.value:.3f} against {sinusoidal.value:.3f} GB"
     reason = f"{change}; it holds up to 1 % or 100 MB more, whichever is less here. Peak above the idle program."
-    return outcome(opposite(above(change, min(0.01, 0.1 / sinusoidal.value))), text, reason, change)
+    return make_outcome(opposite(above(change, min(0.01, 0.1 / sinusoidal.value))), text, reason, change)
 
 
 @claim("others-slower", "at 512: rotary -30 %, T5 bias -49 %, in the authors' code", rule=BY_ROUNDS)
-def others_slower(view: View) -> Outcome:
+def others_slower(view: ScaleView) -> Outcome:
     """Rotary and the T5 bias train more slowly than sinusoidal."""
     rotary, t5 = faster(view, "rotary"), faster(view, "t5")
     if not rotary or not t5:
-        return missing(NEEDS)
+        return missing_outcome(NEEDS)
     found = [*rotary.values(), *t5.values()]
     text = f"rotary {at_lengths(rotary)}. T5 bias {at_lengths(t5)}"
     reason = "It holds when both are more than 1 % slower at every length, by the rule of ALiBi's own speed. "
     reason += "The size of the gap is a matter of the code, as the paper says."
-    return outcome(every(below(one, -0.01) for one in found), text, reason, *found)
+    return make_outcome(all_parts_hold(below(one, -0.01) for one in found), text, reason, *found)
 
 
 @claim(
@@ -78,15 +88,17 @@ def others_slower(view: View) -> Outcome:
         change="where these two were not trained, 512 and 3,072 take their place; speeds are compared by rounds",
     ),
 )
-def sooner(view: View) -> Outcome:
+def check_time_to_perplexity(view: ScaleView) -> Outcome:
     """Trained at 1,024, ALiBi reaches a perplexity at 2,048 about 11 % sooner than sinusoidal trained at 2,048."""
     for setup, near, far in (("cc100", 1024, 2048), ("wikitext103", BASE, 3072)):
-        if found := _sooner(view, Variant(setup, "alibi", near), Variant(setup, "sinusoidal", far)):
+        if found := _time_to_perplexity_outcome(view, Variant(setup, "alibi", near), Variant(setup, "sinusoidal", far)):
             return found
-    return missing("both models evaluated at several moments of their training (`--only demo` or `fig5,table11`)")
+    return missing_outcome(
+        "both models evaluated at several moments of their training (`--only demo` or `fig5,table11`)"
+    )
 
 
-def _sooner(view: View, short: Variant, long: Variant) -> Outcome | None:
+def _time_to_perplexity_outcome(view: ScaleView, short: Variant, long: Variant) -> Outcome | None:
     speed = view.speeds(short, long)
     curves = [view.curve(one, EvalProtocol(long.length)) for one in (short, long)]
     if speed is None or any(len(curve) < 2 for curve in curves):
@@ -98,14 +110,16 @@ def _sooner(view: View, short: Variant, long: Variant) -> Outcome | None:
     reason += "the interval is that of the speeds."
     if learned[0][0][1] < learned[1][-1][1]:
         text = f"ALiBi at its first evaluation is better than sinusoidal at its end (trained at {lengths})"
-        return outcome("holds", text, reason, Measured((), found))
+        return make_outcome("holds", text, reason, MeasuredCell((), found))
     fewer = time_saved(*learned)
     if fewer is None:
-        return outcome("does not hold", f"ALiBi never gets there (trained at {lengths})", reason, Measured((), found))
+        return make_outcome(
+            "does not hold", f"ALiBi never gets there (trained at {lengths})", reason, MeasuredCell((), found)
+        )
     # As many tokens sooner, each of them faster: 1 − (share of the tokens) / (how many times as fast).
     change, low, high = (1 - (1 - fewer) / (1 + one) for one in (speed.change, speed.low, speed.high))
-    saved = Compared(change, low, high, found)
-    return outcome(above(saved, 0), f"{saved} time saved (trained at {lengths})", reason, saved)
+    saved = RatioWithInterval(change, low, high, found)
+    return make_outcome(above(saved, 0), f"{saved} time saved (trained at {lengths})", reason, saved)
 
 
 def time_saved(short: list[tuple[float, float]], long: list[tuple[float, float]]) -> float | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trainshort.claims.measured import Compared, Measured, View
+from trainshort.claims.measured import MeasuredCell, RatioWithInterval, ScaleView
 from trainshort.registry import Registry
 
 Verdict = Literal["holds", "does not hold", "cannot tell", "not testable at this scale"]
@@ -37,7 +37,7 @@ class Rule:
     """What was changed then; empty for a rule that stands as it was first written."""
 
     @property
-    def told(self) -> str:
+    def note(self) -> str:
         """In the words of a note; empty where the rule came before the numbers."""
         return f"This rule was changed on {self.date}, after numbers had been seen: {self.change}." if self.seen else ""
 
@@ -54,7 +54,7 @@ class Claim:
     name: str
     statement: str
     published: str
-    check: Callable[[View], Outcome]
+    check: Callable[[ScaleView], Outcome]
     rule: Rule = AT_FIRST
 
 
@@ -64,10 +64,10 @@ Judged = list[tuple[Claim, Outcome]]
 
 def claim(
     name: str, published: str, *, rule: Rule = AT_FIRST
-) -> Callable[[Callable[[View], Outcome]], Callable[[View], Outcome]]:
+) -> Callable[[Callable[[ScaleView], Outcome]], Callable[[ScaleView], Outcome]]:
     """Decorator: file a check under its claim, whose statement is the check's docstring."""
 
-    def add(check: Callable[[View], Outcome]) -> Callable[[View], Outcome]:
+    def add(check: Callable[[ScaleView], Outcome]) -> Callable[[ScaleView], Outcome]:
         statement = " ".join((check.__doc__ or "").split())
         claims.add(name, Claim(name, statement, published, check, rule))
         return check
@@ -75,7 +75,7 @@ def claim(
     return add
 
 
-def missing(what: str) -> Outcome:
+def missing_outcome(what: str) -> Outcome:
     """The outcome where a number is not there."""
     return Outcome("not testable at this scale", "not run", f"It needs {what}.")
 
@@ -84,7 +84,7 @@ def verdict(condition: bool) -> Verdict:
     return "holds" if condition else "does not hold"
 
 
-def above(found: Compared, bound: float) -> Verdict:
+def above(found: RatioWithInterval, bound: float) -> Verdict:
     """Whether a difference is more than a bound: told only where its whole interval lies on one side. This is the one
     rule about noise, for perplexities and for times, for ALiBi and against it."""
     if found.low > bound:
@@ -92,7 +92,7 @@ def above(found: Compared, bound: float) -> Verdict:
     return "does not hold" if found.high <= bound else "cannot tell"
 
 
-def below(found: Compared, bound: float) -> Verdict:
+def below(found: RatioWithInterval, bound: float) -> Verdict:
     """The same the other way."""
     if found.high < bound:
         return "holds"
@@ -104,7 +104,7 @@ def opposite(found: Verdict) -> Verdict:
     return swapped.get(found, found)
 
 
-def every(found: Iterable[Verdict]) -> Verdict:
+def all_parts_hold(found: Iterable[Verdict]) -> Verdict:
     """Of a claim with several parts: it holds when all do, and falls with one."""
     parts = list(found)
     if "does not hold" in parts:
@@ -112,21 +112,21 @@ def every(found: Iterable[Verdict]) -> Verdict:
     return "cannot tell" if "cannot tell" in parts else "holds"
 
 
-def outcome(told: Verdict, obtained: str, reason: str, *found: Measured | Compared | None) -> Outcome:
+def make_outcome(told: Verdict, obtained: str, reason: str, *found: MeasuredCell | RatioWithInterval | None) -> Outcome:
     """What a check found, with the files of all that it rests on, and `differences of 0.8 %` as the least that its
     comparisons could tell."""
     sources = tuple(dict.fromkeys(path for one in found if one for path in one.sources))
-    least = max((one.noise for one in found if isinstance(one, Compared)), default=0.0)
+    least = max((one.noise for one in found if isinstance(one, RatioWithInterval)), default=0.0)
     return Outcome(told, obtained, reason, sources, f"differences of {least:.1%}" if least else "")
 
 
-def judge(view: View) -> Judged:
+def evaluate_claims(view: ScaleView) -> Judged:
     """Every claim with its outcome."""
     from trainshort.claims import extrapolation, speed_and_memory  # noqa: F401  (each files its checks)
 
     return [(one, one.check(view)) for _, one in claims.items()]
 
 
-def tally(judged: Judged) -> Counter[Verdict]:
+def count_verdicts(judged: Judged) -> Counter[Verdict]:
     """Count how often each verdict was given."""
     return Counter(found.verdict for _, found in judged)

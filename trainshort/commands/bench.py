@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 
 from trainshort.commands.parser import Parser
 from trainshort.errors import InputError
-from trainshort.terminal import tell
+from trainshort.terminal import print_line
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Bench:
             return subprocess.run([sys.executable, "-m", self.module, *self.words]).returncode
         name = f"trainshort {type(self).__name__.lower()}"
         if {"-h", "--help"} & set(self.words):
-            tell(Parser(name, [], self.__doc__ or "").help().rstrip())
+            print_line(Parser(name, [], self.__doc__ or "").help().rstrip())
             return 0
         raise InputError(f"{name} needs a source checkout of trainshort. Change into the folder of the checkout first.")
 

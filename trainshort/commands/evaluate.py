@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from trainshort.commands.parser import Arg, at_least
 from trainshort.errors import InputError
-from trainshort.files import try_folder
+from trainshort.files import check_folder_writable
 from trainshort.terminal import new_console
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class OnText:
+class TextCommand:
     """What `evaluate` and `analyze` both take: a model, a text, and how the one reads the other."""
 
     target: Annotated[str, Arg(metavar="RUN", positional=True)]
@@ -54,13 +54,13 @@ class OnText:
             self.target, device=device, precision=self.precision, trained_at=self.trained_at, encoders=self.encoders
         )
         if self.out is not None:
-            try_folder(self.out)
+            check_folder_writable(self.out)
             target.folder = self.out
         return target
 
 
 @dataclass(frozen=True)
-class Evaluate(OnText):
+class Evaluate(TextCommand):
     """How good a model is at each length: a table, a picture, eval/*.json, and the extrapolation card.
 
     Every token of the text is scored exactly once at every length. A killed evaluation goes on where it stopped when
@@ -90,7 +90,7 @@ class Evaluate(OnText):
     """Only say what it would cost."""
 
     def run(self) -> None:
-        from trainshort.evaluate.changes import Change
+        from trainshort.evaluate.changes import Override
         from trainshort.evaluate.session import evaluate
         from trainshort.evaluate.sweep import Sweep
         from trainshort.evaluate.target import open_text
@@ -99,11 +99,11 @@ class Evaluate(OnText):
         at_least(1, batch_tokens=self.batch_tokens)
         if self.memory is not None and not self.memory > 0:
             raise InputError(f"--memory is a number of gigabytes above 0, got {self.memory}.")
-        change = Change.chosen(self.slopes, self.rotary, self.scores)
+        change = Override.from_options(self.slopes, self.rotary, self.scores)
         target = self.open()
         # Find out early whether the model supports the change. Reading the text can take long.
         if change is not None and target.kind == "huggingface":
-            with target.at(change, target.trained_at or 1):
+            with target.for_length(change, target.trained_at or 1):
                 pass
         text = open_text(target, self.data, self.split, self.max_tokens)
         lengths = read_lengths(self.lengths, target.trained_at, len(text.tokens))
@@ -113,7 +113,7 @@ class Evaluate(OnText):
 
 
 @dataclass(frozen=True)
-class Analyze(OnText):
+class Analyze(TextCommand):
     """Which context a model uses, how far its heads look, what position methods cost: analysis/*.json and tables.
 
     early-tokens: is a longer block better for its longer context, or only for having fewer early tokens?
@@ -147,7 +147,7 @@ class Analyze(OnText):
     """Seed of shuffles and random probes."""
 
     def run(self) -> None:
-        from trainshort.analyze.lab import Lab, analyses, analyze
+        from trainshort.analyze.lab import AnalysisContext, analyses, analyze
         from trainshort.evaluate.target import open_text
         from trainshort.passes import read_lengths
         from trainshort.settings import methods
@@ -166,5 +166,5 @@ class Analyze(OnText):
         text = open_text(target, self.data, self.split, self.max_tokens)
         lengths = tuple(read_lengths(self.lengths, target.trained_at, len(text.tokens))) if self.lengths else ()
         thoroughly = (self.samples, self.seed, self.batch_tokens, self.methods)
-        lab = Lab(target, text.tokens, target.trained_at, lengths, *thoroughly)
+        lab = AnalysisContext(target, text.tokens, target.trained_at, lengths, *thoroughly)
         analyze(lab, text, self.only, new_console(), self.again)

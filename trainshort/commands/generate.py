@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from trainshort import files
-from trainshort.commands.parser import Arg, at_least, of_settings, read_command
+from trainshort.commands.parser import Arg, at_least, options_from_config, read_command
 from trainshort.errors import InputError
 from trainshort.generate.settings import GenerateConfig
-from trainshort.terminal import say
+from trainshort.terminal import print_status
 
 if TYPE_CHECKING:
     from trainshort.data.tokenizer import Tokenizer
-    from trainshort.evaluate.changes import Change
-    from trainshort.generate.session import KnownGood
+    from trainshort.evaluate.changes import Override
+    from trainshort.generate.session import EvaluatedLength
     from trainshort.generate.streaming import TokenStream
     from trainshort.model import TransformerLM
 
@@ -62,37 +62,37 @@ class Generate:
     @classmethod
     def parse(cls, words: list[str]) -> "Generate":
         """From the command line: the options above, and one for every setting of GenerateConfig."""
-        return read_command(cls, words, of_settings(GenerateConfig()))
+        return read_command(cls, words, options_from_config(GenerateConfig()))
 
     def run(self) -> int:
         self._check()
         from trainshort.checkpoint import is_hugging_face
-        from trainshort.checkpoint.folders import extrapolation
-        from trainshort.evaluate.changes import Change
-        from trainshort.evaluate.target import refuse_foreign_export
+        from trainshort.checkpoint.folders import extrapolation_summary
+        from trainshort.evaluate.changes import Override
+        from trainshort.evaluate.target import reject_foreign_export
         from trainshort.generate.session import Session
 
         prompts = self._prompts()
-        refuse_foreign_export(self.run_folder)
+        reject_foreign_export(self.run_folder)
         self._check_run()
-        GenerateConfig.read(self.settings)  # a wrong one is told before the model is loaded
-        change = Change.chosen(self.slopes, self.rotary, self.scores)
+        GenerateConfig.parse(self.settings)  # a wrong one is told before the model is loaded
+        change = Override.from_options(self.slopes, self.rotary, self.scores)
         opened = self._brought_in() if is_hugging_face(self.run_folder) else self._own()
         settings = self._settings(opened.model)
         with nullcontext() if change is None else self._changed(change, opened, settings, prompts):
             stream = self._stream(opened, settings, prompts)
-            if line := extrapolation(self.run_folder):  # told when nothing is left to refuse
-                say(f"{self.run_folder}: {line}.")
+            if line := extrapolation_summary(self.run_folder):  # told when nothing is left to refuse
+                print_status(f"{self.run_folder}: {line}.")
             session = Session(stream, opened.reach)
             return session.interact() if self.interactive else session.run()
 
     def _changed(
-        self, change: "Change", opened: "Opened", settings: dict[str, Any], prompts: list[str]
+        self, change: "Override", opened: "Opened", settings: dict[str, Any], prompts: list[str]
     ) -> AbstractContextManager[None]:
         """Inside, the model runs with the change that the options ask for."""
-        from trainshort.evaluate.changes import changed
+        from trainshort.evaluate.changes import apply_override
 
-        tokens = GenerateConfig.read(settings).tokens
+        tokens = GenerateConfig.parse(settings).tokens
         if tokens is None or self.interactive:
             raise InputError(
                 f"--{change.option} is for one text of a known length; it does not go with --endless or --interactive."
@@ -104,7 +104,7 @@ class Generate:
         if opened.trained_at is None:
             raise InputError(f"--{change.option} needs the training length, which {self.run_folder} does not tell.")
         longest = max(len(opened.tokenizer.encode(prompt)) for prompt in prompts)
-        return changed(opened.model, change, opened.trained_at, longest + tokens)
+        return apply_override(opened.model, change, opened.trained_at, longest + tokens)
 
     def _check(self) -> None:
         at_least(1, samples=self.samples)
@@ -131,36 +131,36 @@ class Generate:
     def _own(self) -> "Opened":
         """A run, or one of its checkpoints. How far it is known to be good: by its card, else no farther than its
         training length."""
-        from trainshort.checkpoint import find, load_model
+        from trainshort.checkpoint import find_checkpoint, load_model
         from trainshort.config import load_config
-        from trainshort.evaluate.evidence import load_card
-        from trainshort.generate.session import KnownGood
+        from trainshort.evaluate.evidence import load_summary
+        from trainshort.generate.session import EvaluatedLength
 
-        checkpoint, config = find(self.run_folder), load_config(self.run_folder / "config.json")
+        checkpoint, config = find_checkpoint(self.run_folder), load_config(self.run_folder / "config.json")
         run = self.run_folder.resolve().parent.parent if checkpoint == self.run_folder else self.run_folder
         tokenizer, length = self._tokenizer(run), config.train.length
-        if found := load_card(run):
+        if found := load_summary(run):
             past = "nothing longer was measured" if found["no_worse"]["open"] else "it was measured worse past that"
-            reach = KnownGood(found["no_worse"]["length"], f"{found['summary']}; {past}.")
+            reach = EvaluatedLength(found["no_worse"]["length"], f"{found['summary']}; {past}.")
         else:
             words = f"the model was trained at that length and not measured past it; trainshort evaluate {run} does."
-            reach = KnownGood(length, words)
+            reach = EvaluatedLength(length, words)
         return Opened(load_model(checkpoint), tokenizer, length, reach)
 
     def _brought_in(self) -> "Opened":
         """A Hugging Face folder, imported into memory for this one use."""
-        from trainshort.generate.session import KnownGood
-        from trainshort.interop.import_model import ImportRequest, load_here
+        from trainshort.generate.session import EvaluatedLength
+        from trainshort.interop.import_model import ImportRequest, load_in_memory
 
-        model, source = load_here(ImportRequest(str(self.run_folder), tokenizer=self.tokenizer))
+        model, source = load_in_memory(ImportRequest(str(self.run_folder), tokenizer=self.tokenizer))
         if source.tokenizer is None:
             raise InputError(f"{self.run_folder} has no tokenizer.json. Give --tokenizer FILE.")
         keep = f"; to keep it: trainshort import {self.run_folder} --out runs/{self.run_folder.resolve().name}"
         keep = "" if model.position.rotates() else keep  # which import does not take
-        say(f"{self.run_folder} is a Hugging Face model, imported for this once{keep}")
+        print_status(f"{self.run_folder} is a Hugging Face model, imported for this once{keep}")
         length = source.reading.model.length
         words = "the model was trained at that length, and what it is past it was not measured here."
-        return Opened(model, source.tokenizer, length, KnownGood(length, words) if length else None)
+        return Opened(model, source.tokenizer, length, EvaluatedLength(length, words) if length else None)
 
     def _prompts(self) -> list[str]:
         if self.prompt_file is not None:
@@ -176,7 +176,7 @@ class Generate:
     def _stream(self, opened: "Opened", settings: dict[str, Any], prompts: list[str]) -> "TokenStream":
         from trainshort.generate.streaming import TokenStream
 
-        stream = TokenStream(opened.model, GenerateConfig.read(settings), opened.tokenizer)
+        stream = TokenStream(opened.model, GenerateConfig.parse(settings), opened.tokenizer)
         for prompt in prompts:
             stream.add(prompt)
         if self.interactive and not prompts:
@@ -189,7 +189,7 @@ class Generate:
             return self.settings
         settings = {**self.settings, "tokens": None, "stop_at_end": False}
         if "mode" not in settings:
-            if not model.position.bounds_the_past():
+            if not model.position.has_error_bound():
                 raise InputError(
                     f"--endless in bounded memory needs ALiBi or FoX; this model has {model.config.position}. "
                     "Choose how to forget: --mode window --window 1024, or --mode full until memory ends."
@@ -200,11 +200,11 @@ class Generate:
     def _tokenizer(self, run: Path) -> "Tokenizer":
         """Load the tokenizer that was given by --tokenizer, or the tokenizer of the run."""
         from trainshort.data import load_tokenizer
-        from trainshort.data.of_run import FILE, TOKENIZER, run_tokenizer
+        from trainshort.data.of_run import RUN_DATA_FILE, TOKENIZER, run_tokenizer
 
         if self.tokenizer is not None:
             return load_tokenizer(self.tokenizer)
-        if not (run / TOKENIZER).exists() and not (run / FILE).exists():
+        if not (run / TOKENIZER).exists() and not (run / RUN_DATA_FILE).exists():
             raise InputError(f"{self.run_folder} has no tokenizer. Give --tokenizer FILE.")
         return run_tokenizer(run)
 
@@ -216,7 +216,7 @@ class Opened:
     model: "TransformerLM"
     tokenizer: "Tokenizer"
     trained_at: int | None
-    reach: "KnownGood | None"
+    reach: "EvaluatedLength | None"
 
 
 def _read_stdin() -> str:

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from trainshort.commands.parser import REQUIRED, Arg, at_least, of_settings, read_command
+from trainshort.commands.parser import REQUIRED, Arg, at_least, options_from_config, read_command
 from trainshort.commands.train import WRITTEN, chosen_config
 from trainshort.config import OptimConfig, RunConfig, TrainConfig
 from trainshort.errors import InputError
-from trainshort.terminal import new_console, printable, say, shown, tell
+from trainshort.terminal import escape_control_characters, escape_for_output, new_console, print_line, print_status
 
 if TYPE_CHECKING:
     from trainshort.interop.export.verify import Verification
@@ -43,7 +43,7 @@ class Import:
 
         at_least(1, trained_at=self.trained_at)
         import_model(ImportRequest(self.source, self.dictionary, self.tokenizer, self.trained_at), self.out)
-        tell(f'{self.out}: try trainshort generate {self.out} "Once upon a time"')
+        print_line(f'{self.out}: try trainshort generate {self.out} "Once upon a time"')
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class Export:
         from trainshort.interop.export.verify import verify
 
         for note in export(self.run_folder, self.to, self.out, self.dtype):
-            say(f"{note}.")
-        tell(f"Exported to {self.out}.")
-        return _told(verify(self.out)) if self.verify else 0
+            print_status(f"{note}.")
+        print_line(f"Exported to {self.out}.")
+        return _format_value(verify(self.out)) if self.verify else 0
 
 
 @dataclass(frozen=True)
@@ -99,16 +99,16 @@ class Verify:
     def run(self) -> int:
         from trainshort.interop.export.verify import verify
 
-        return _told(verify(self.folder, self.run_folder))
+        return _format_value(verify(self.folder, self.run_folder))
 
 
-def _told(report: "Verification") -> int:
+def _format_value(report: "Verification") -> int:
     new_console().print(report.table())
     for problem in report.problems:
-        tell(f"Differs: {problem}.")
+        print_line(f"Differs: {problem}.")
     if not report.problems:
         tokens = {True: "tokens of awkward strings equal", None: "it takes token numbers alone"}[report.tokenization]
-        tell(f"Verified in {report.engine}: logits within their limits, greedy text equal, {tokens}.")
+        print_line(f"Verified in {report.engine}: logits within their limits, greedy text equal, {tokens}.")
     return 1 if report.problems else 0
 
 
@@ -135,8 +135,8 @@ class Doctor:
         from trainshort.interop.doctor import doctor
 
         found = doctor(self.model)
-        print(found.to_json() if self.json else printable(str(found)))
-        return 0 if found.healthy else 1
+        print(found.to_json() if self.json else escape_control_characters(str(found)))
+        return 0 if found.ok else 1
 
 
 @dataclass(frozen=True)
@@ -170,32 +170,32 @@ class Harness:
     """Folder for results. Default: the run folder; for Hugging Face models runs/NAME."""
 
     def run(self) -> None:
-        from trainshort.files import try_folder
+        from trainshort.files import check_folder_writable
 
         at_least(1, length=self.length, limit=self.limit, batch=self.batch)
         at_least(0, shots=self.shots)
         if self.include is not None and not self.include.is_dir():
             raise InputError(f"--include is a folder of task definitions (YAML); {self.include} is none.")
         if self.out is not None:
-            try_folder(self.out)
+            check_folder_writable(self.out)
         # Import torch only after the checks above.
         from rich.table import Table
 
         from trainshort.evaluate.target import open_target
-        from trainshort.interop.lm_eval import Asked, evaluate_tasks, save
+        from trainshort.interop.lm_eval import HarnessRequest, evaluate_tasks, save
         from trainshort.machine import pick_device
 
         target = open_target(self.target, device=pick_device(None))
         target.folder = self.out or target.folder
-        asked = Asked(self.tasks, self.include, self.length, self.limit, self.shots, self.batch)
+        asked = HarnessRequest(self.tasks, self.include, self.length, self.limit, self.shots, self.batch)
         result = evaluate_tasks(target, asked)
         path = save(result, target)
-        table = Table("task", "metric", "value", "standard error", title=shown(target.name))
+        table = Table("task", "metric", "value", "standard error", title=escape_for_output(target.name))
         for task, numbers in result["results"].items():
             for row in _rows(numbers):
                 table.add_row(task, *row)
         new_console().print(table)
-        tell(f"Written: {path}")
+        print_line(f"Written: {path}")
 
 
 def _rows(numbers: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -214,7 +214,7 @@ BASE = RunConfig(
     train=TrainConfig(steps=200, batch=8, valid_every=50, save_every=50),
 )
 """Settings of the training that follows the surgery, as far as the command line says nothing."""
-OF_THE_MODEL = ("model", "data.tokenizer", "data.vocabulary", "train.length")
+OF_THE_MODEL = ("model", "data.tokenizer", "data.vocab_size", "train.length")
 """Settings that the model brings."""
 
 
@@ -253,7 +253,7 @@ class Convert:
 
     @classmethod
     def parse(cls, words: list[str]) -> "Convert":
-        corpus, *training = of_settings(BASE, leave=(*WRITTEN, *OF_THE_MODEL))
+        corpus, *training = options_from_config(BASE, leave=(*WRITTEN, *OF_THE_MODEL))
         text = replace(corpus, help="Text to train on: corpus name, file, folder or glob.", default=REQUIRED)
         return read_command(cls, words, [text, *training])
 
@@ -271,28 +271,28 @@ class Convert:
             if stage == "trained":
                 train(config, self.out, resume=True, quiet=self.quiet, stop=stop)
             if not self.quiet:
-                say(f"Measuring the model {STAGES[stage]}, at {len(stages.plan.lengths)} lengths.")
+                print_status(f"Measuring the model {STAGES[stage]}, at {len(stages.plan.lengths)} lengths.")
             stages.measure(stage, name, first.bos)
         written = stages.finish()
         new_console().print(stages.table())
-        tell("Written: " + ", ".join(map(str, written)))
+        print_line("Written: " + ", ".join(map(str, written)))
 
     def _begun(self) -> tuple[str, RunConfig]:
         """The run folder with the converted model in it: where the model can be read as it was, and the settings."""
         from trainshort.data.corpus import find_corpus
-        from trainshort.data.tokenizer import FILE
-        from trainshort.interop.convert import convert, open_patient, refuse_another, refuse_target
+        from trainshort.data.tokenizer import TOKENIZER_FILE
+        from trainshort.interop.convert import convert, open_conversion_source, refuse_another, refuse_target
         from trainshort.interop.import_model import ImportRequest
-        from trainshort.runs import RunFolder, refuse_existing
+        from trainshort.runs import RunFolder, check_run_path_free
 
         refuse_target(self.to)
         at_least(1, length=self.length, max_tokens=self.max_tokens)
         find_corpus(self.settings["data.corpus"])  # a text that is not there is told before anything is read
-        if refuse_existing(self.out, resume=self.resume) is not None:
+        if check_run_path_free(self.out, resume=self.resume) is not None:
             refuse_another(self.out, self.source)
         request = ImportRequest(self.source, tokenizer=self.tokenizer, trained_at=self.length)
-        patient = open_patient(request)
-        model, tokenizer = patient.source.reading.model, str((self.out / FILE).resolve())
+        patient = open_conversion_source(request)
+        model, tokenizer = patient.source.reading.model, str((self.out / TOKENIZER_FILE).resolve())
         length = self.length or model.length
         if length is None:
             raise InputError(f"{self.source} does not say at which length it was trained. Give --length.")
@@ -302,7 +302,7 @@ class Convert:
             convert(patient, request, config, self.out)
             self._refuse_unfit_text(config)
         for note in model.notes:
-            say(note[0].upper() + note[1:] + ".")
+            print_status(note[0].upper() + note[1:] + ".")
         return patient.before, config
 
     def _refuse_unfit_text(self, config: RunConfig) -> None:
@@ -313,7 +313,7 @@ class Convert:
 
         try:
             tokens = open_or_prepare(config.data, progress=not self.quiet).split("train")
-            BatchStream(tokens, length=config.train.length, batch_size=1, seed=0, ends=config.data.ends)
+            BatchStream(tokens, length=config.train.length, batch_size=1, seed=0, drop_last=config.data.drop_last)
         except InputError:
             shutil.rmtree(self.out)
             raise

@@ -9,7 +9,7 @@ from trainshort.errors import InputError
 from trainshort.plugins import load_plugins
 from trainshort.registry import Registry, did_you_mean
 
-KINDS = {
+LISTABLE_REGISTRIES = {
     "positions": "trainshort.registries:positions",
     "backends": "trainshort.registries:backends",
     "corpora": "trainshort.registries:corpora",
@@ -26,7 +26,7 @@ KINDS = {
 }
 """Every registry, and where the registry is defined. None of these modules imports torch."""
 
-FILLED_BY = {"claims": ("extrapolation", "speed_and_memory")}
+REGISTERING_MODULES = {"claims": ("extrapolation", "speed_and_memory")}
 """Modules beside a registry that fill it."""
 
 
@@ -46,11 +46,13 @@ class List:
 
     def run(self) -> None:
         kind = self.kind
-        if kind and kind not in KINDS:
-            raise InputError(f"Cannot list '{kind}'.{did_you_mean(kind, KINDS)} Choose: {', '.join(KINDS)}.")
+        if kind and kind not in LISTABLE_REGISTRIES:
+            raise InputError(
+                f"Cannot list '{kind}'.{did_you_mean(kind, LISTABLE_REGISTRIES)} Choose: {', '.join(LISTABLE_REGISTRIES)}."
+            )
         load_plugins()
         if not kind:
-            for each in KINDS:
+            for each in LISTABLE_REGISTRIES:
                 print(f"{each:<12}{', '.join(_registry(each).names())}")
             return
         chosen = _registry(kind)
@@ -61,8 +63,8 @@ class List:
 
 
 def _registry(kind: str) -> Registry:
-    module, _, name = KINDS[kind].partition(":")
-    for beside in FILLED_BY.get(kind, ()):
+    module, _, name = LISTABLE_REGISTRIES[kind].partition(":")
+    for beside in REGISTERING_MODULES.get(kind, ()):
         import_module(f"{module.rpartition('.')[0]}.{beside}")
     return getattr(import_module(module), name)
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from trainshort.errors import InputError
 from trainshort.plugins import OPTION as PLUGIN
 from trainshort.registry import did_you_mean
-from trainshort.settings import Settings
+from trainshort.settings import StrictConfig
 
 REQUIRED = MISSING
 """The default of an argument that must be given."""
@@ -93,7 +93,7 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
-def of_class(kind: type) -> list[Option]:
+def options_from_dataclass(kind: type) -> list[Option]:
     """The fields of a command."""
     texts, hints = _field_texts(kind), get_type_hints(kind, include_extras=True)
     found = []
@@ -117,16 +117,18 @@ def _field_texts(kind: type) -> dict[str, str]:
     return texts
 
 
-def of_settings(settings: Settings, prefix: str = "", *, leave: Sequence[str] = ()) -> list[Option]:
+def options_from_config(settings: StrictConfig, prefix: str = "", *, leave: Sequence[str] = ()) -> list[Option]:
     """The fields of a config with their present values as defaults; groups inside it by dotted names, as in `leave`."""
     found = []
     for name, info in type(settings).model_fields.items():
         value = getattr(settings, name)
-        group = any(isinstance(part, type) and issubclass(part, Settings) for part in _alternatives(info.annotation))
+        group = any(
+            isinstance(part, type) and issubclass(part, StrictConfig) for part in _alternatives(info.annotation)
+        )
         if prefix + name in leave or (group and value is None):  # one that may be absent, as `AdaptiveConfig | None`
             continue
-        if isinstance(value, Settings):
-            found += of_settings(value, f"{prefix}{name}.", leave=leave)
+        if isinstance(value, StrictConfig):
+            found += options_from_config(value, f"{prefix}{name}.", leave=leave)
         else:
             text = info.description or ""
             found.append(Option(field=prefix + name, kind=info.annotation, default=value, help=text))
@@ -135,7 +137,7 @@ def of_settings(settings: Settings, prefix: str = "", *, leave: Sequence[str] = 
 
 def read_command(kind: type[Any], words: Sequence[str], more: Sequence[Option] = (), text: str = "") -> Any:
     """A command as its words say. What they give of `more` than its fields becomes its `settings`, by field."""
-    own = [option for option in of_class(kind) if option.field != "settings"]
+    own = [option for option in options_from_dataclass(kind) if option.field != "settings"]
     given = Parser(f"trainshort {kind.__name__.lower()}", [*own, *more], text or kind.__doc__ or "").parse(words)
     if more:
         given["settings"] = {option.field: given.pop(option.field) for option in more if option.field in given}
@@ -273,7 +275,7 @@ class Parser:
         groups: dict[str, list[tuple[str, str]]] = {}
         for one in self.options:
             group = "arguments" if one.positional else one.name.rpartition(".")[0] or "options"
-            groups.setdefault(group, []).append((_spelled(one), _described(one)))
+            groups.setdefault(group, []).append((_format_option(one), _option_help(one)))
         groups.setdefault("options", []).append((f"{PLUGIN} FILE.py", "Methods, backends and more of your own."))
         tables = [f"{group}:\n{_table(rows, width)}" for group, rows in groups.items()]
         return "\n\n".join([self.usage(), _paragraphs(self.description, width), *tables]) + "\n"
@@ -288,7 +290,7 @@ def _plain_name(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
-def _spelled(option: Option) -> str:
+def _format_option(option: Option) -> str:
     if option.positional:
         return option.shown
     if option.plain is bool:
@@ -297,7 +299,7 @@ def _spelled(option: Option) -> str:
     return f"--{option.name} {option.words}"
 
 
-def _described(option: Option) -> str:
+def _option_help(option: Option) -> str:
     """The help text with the default, unless the text tells it or there is none."""
     default, text = option.default, option.help
     if option.plain is bool and default is True:

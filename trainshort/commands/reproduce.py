@@ -6,11 +6,11 @@ from typing import Annotated
 
 from trainshort.commands.parser import Arg
 from trainshort.errors import InputError
-from trainshort.files import make_folder, try_folder
+from trainshort.files import check_folder_writable, make_folder
 from trainshort.optional import require_package
 from trainshort.registry import did_you_mean
 from trainshort.settings import methods as known
-from trainshort.terminal import new_console, tell
+from trainshort.terminal import new_console, print_line
 
 LAUNCHERS = ("local", "slurm")
 
@@ -54,7 +54,7 @@ class Reproduce:
     def run(self) -> None:
         from trainshort.recipes.experiments import choose, choose_methods
         from trainshort.recipes.scales import scales
-        from trainshort.reproduce.launchers import cluster, read_site
+        from trainshort.reproduce.launchers import cluster, read_slurm_config
 
         scale = scales.get(self.scale)
         chosen = choose(self.only)
@@ -67,27 +67,27 @@ class Reproduce:
             raise InputError(f"Unknown launcher '{self.launcher}'.{hint} Known: {', '.join(LAUNCHERS)}.")
         if self.site is not None and self.launcher == "local":
             raise InputError("--site says what a Slurm job asks for; give --launcher slurm with it.")
-        site = read_site(self.site, scale.gpus) if self.launcher == "slurm" else None
+        site = read_slurm_config(self.site, scale.gpus) if self.launcher == "slurm" else None
         if not 1 <= self.seeds <= 9:
             raise InputError(f"--seeds is a number from 1 to 9, got {self.seeds}.")
         if self.jobs is not None and (self.jobs < 1 or self.launcher != "local"):
             raise InputError("--jobs is the number of models at a time on this machine: at least 1, and not for slurm.")
         root, page = self.out or Path("runs") / scale.name, self.report or Path("report") / scale.name
         if self.plan:
-            from trainshort.reproduce.plan import make_plan, told
+            from trainshort.reproduce.plan import format_plan, make_plan
 
-            tell(told(make_plan(chosen, scale, root, self.seeds), scale))
+            print_line(format_plan(make_plan(chosen, scale, root, self.seeds), scale))
             return
         # Training takes minutes to days, so missing packages are reported before the training starts.
         require_report_packages()
-        from trainshort.reproduce.tasks import assign, reproduce
+        from trainshort.reproduce.tasks import plan_jobs, reproduce
 
-        assignment = assign(chosen, scale, range(1, self.seeds + 1))
+        assignment = plan_jobs(chosen, scale, range(1, self.seeds + 1))
         if scale.name == "paper" and site is None:
             raise InputError("The paper's scale does not run on one machine. See --plan for the commands to start.")
         if site is not None:
             cluster(root, site)  # that there is none is told before a folder is made
-        try_folder(root)  # both, before either is made
+        check_folder_writable(root)  # both, before either is made
         make_folder(page, mend="Choose another --report.")
         make_folder(root)
         reproduce(assignment, root, jobs=self.jobs, site=site, console=new_console())
@@ -112,9 +112,9 @@ def finish(root: Path, out: Path) -> None:
     collection = collect([root])
     page = write_report(collection, out)
     if table := headline_table(collection):
-        tell("Perplexity by position method:")
+        print_line("Perplexity by position method:")
         new_console().print(table)
-    tell(f"Report: {page}")
+    print_line(f"Report: {page}")
 
 
 @dataclass(frozen=True)
@@ -160,4 +160,4 @@ class Report:
         from trainshort.claims.collection import collect
         from trainshort.report.write import write_report
 
-        tell(f"Report: {write_report(collect(self.runs), self.out)}")
+        print_line(f"Report: {write_report(collect(self.runs), self.out)}")

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from trainshort.commands.parser import Arg, Option, Parser, UsageError, of_class, of_settings
+from trainshort.commands.parser import Arg, Option, Parser, UsageError, options_from_config, options_from_dataclass
 from trainshort.config import DataConfig, RunConfig, load_config
 from trainshort.errors import InputError
-from trainshort.settings import methods, not_chosen
-from trainshort.terminal import tell
+from trainshort.settings import methods, setting_of_other_method_message
+from trainshort.terminal import print_line
 
 WRITTEN = ("format", "plugins")
 """Settings that the program writes, not the user."""
@@ -45,7 +45,7 @@ class RunParser(Parser):
             owners = [owner for owner, method in methods.items() if name in method.settings.model_fields]
             of_a_method = head in ("", "model", "position_settings", "model.position_settings")
             if of_a_method and owners and self.position not in owners:
-                raise InputError(not_chosen(name, self.position)) from None
+                raise InputError(setting_of_other_method_message(name, self.position)) from None
             raise
 
 
@@ -60,7 +60,7 @@ def chosen_config(base: RunConfig, chosen: dict[str, Any]) -> RunConfig:
         place[last] = value
     if values["data"]["corpus"] != base.data.corpus:  # a plug-in that brought only the text before is not in this run
         values["plugins"] = [plugin for plugin in values["plugins"] if not plugin["for_data"]]
-    return RunConfig.read(values)
+    return RunConfig.parse(values)
 
 
 _SETTINGS = DataConfig.model_fields
@@ -79,15 +79,15 @@ class Prepare:
     Examples:
       trainshort prepare sotu
       trainshort prepare texts/ --tokenizer bytes
-      trainshort prepare 'logs/*.jsonl' --vocabulary 8192 --out data/logs --workers 8
-      trainshort prepare wikitext-103 --tokenizer words --vocabulary 267744
+      trainshort prepare 'logs/*.jsonl' --vocab-size 8192 --out data/logs --workers 8
+      trainshort prepare wikitext-103 --tokenizer words --vocab-size 267744
       trainshort prepare bookcorpus --tokenizer bert/tokenizer.json
     """
 
     corpus: Annotated[str, Arg(metavar="CORPUS", positional=True)]
     """Corpus name (see `trainshort list corpora`), file, folder, glob, or hub dataset as owner/name[:config]."""
     tokenizer: Annotated[str, _help("tokenizer")] = _SETTINGS["tokenizer"].default
-    vocabulary: Annotated[int, _help("vocabulary")] = _SETTINGS["vocabulary"].default
+    vocab_size: Annotated[int, _help("vocab_size")] = _SETTINGS["vocab_size"].default
     out: Path | None = None
     """Folder to write. Default: data/<corpus>-<tokenizer><vocabulary>."""
     workers: int | None = None
@@ -96,24 +96,24 @@ class Prepare:
     """What to do about bytes that are not UTF-8: stop and say where, or put U+FFFD there."""
 
     def run(self) -> int:
-        from trainshort.data import open_data, prepare
-        from trainshort.data.ledger import Stages
-        from trainshort.data.meta import is_data
+        from trainshort.data import open_dataset, prepare
+        from trainshort.data.ledger import PrepareProgress
+        from trainshort.data.meta import is_dataset_folder
         from trainshort.data.pipeline import describe
         from trainshort.data.request import data_folder
 
-        config = DataConfig.read(
-            {"corpus": self.corpus, "tokenizer": self.tokenizer, "vocabulary": self.vocabulary, "folder": self.out}
+        config = DataConfig.parse(
+            {"corpus": self.corpus, "tokenizer": self.tokenizer, "vocab_size": self.vocab_size, "folder": self.out}
         )
         folder = data_folder(config)
-        there = is_data(folder)
+        there = is_dataset_folder(folder)
         try:
             prepared = prepare(config, workers=self.workers, errors=self.errors)
         except KeyboardInterrupt:
-            Stages(True).say(f"\nStopped. The same command continues in {folder}.")
+            PrepareProgress(True).say(f"\nStopped. The same command continues in {folder}.")
             return 130
         if there:
-            Stages(True).say(f"Already prepared. {describe(open_data(prepared.folder))}.")
+            PrepareProgress(True).say(f"Already prepared. {describe(open_dataset(prepared.folder))}.")
         return 0
 
 
@@ -151,9 +151,11 @@ class Train:
         base, out = (RunConfig(), Path("runs/RECIPE")) if words[0].startswith("-") else find_recipe(words[0])
         base = with_method(base, words)
         own = [
-            replace(one, default=out) if one.field == "out" else one for one in of_class(cls) if one.field != "config"
+            replace(one, default=out) if one.field == "out" else one
+            for one in options_from_dataclass(cls)
+            if one.field != "config"
         ]
-        settings = of_settings(base, leave=WRITTEN)
+        settings = options_from_config(base, leave=WRITTEN)
         given = RunParser("trainshort train", [*own, *settings], cls.__doc__ or "", base.model.position).parse(words)
         config = chosen_config(base, {one.field: given.pop(one.field) for one in settings if one.field in given})
         _refuse_another_text(config, base)
@@ -161,19 +163,19 @@ class Train:
         return cls(config=config, **given)
 
     def run(self) -> None:
-        from trainshort.parallel import own_rank
+        from trainshort.parallel import get_rank
         from trainshort.terminal import StopRequest, perplexity
         from trainshort.train import train
 
         stop = StopRequest(last=True)
         result = train(self.config, self.out, resume=self.resume, quiet=self.quiet, stop=stop)
-        if own_rank():
+        if get_rank():
             return
         told = ""
         if result.valid_nll is not None and result.valid_count:
             loss = result.valid_nll / result.valid_count
             told = f" Validation loss {loss:.4f}, perplexity {perplexity(loss):.4g}."
-        tell(f"{result.run}: {result.steps} steps, {result.tokens:,} tokens.{told} Best: {result.best}")
+        print_line(f"{result.run}: {result.steps} steps, {result.tokens:,} tokens.{told} Best: {result.best}")
 
 
 def find_recipe(name: str) -> tuple[RunConfig, Path]:

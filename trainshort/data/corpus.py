@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshort import files
-from trainshort.data.document import HELD_OUT, Corpus, Kind
+from trainshort.data.document import HELD_OUT_FRACTION, Corpus, Kind
 from trainshort.data.hub import HubCorpus, MixedCorpus
 from trainshort.data.text_files import SUFFIXES, FileCorpus, TextFile, file_corpus, folder_corpus, select, suffix
 from trainshort.errors import InputError
@@ -62,7 +62,7 @@ def _split_by_century(names: list[str]) -> dict[str, str]:
     splits = {}
     for century in centuries.values():
         century.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
-        share = math.ceil(HELD_OUT * len(century))
+        share = math.ceil(HELD_OUT_FRACTION * len(century))
         for rank, name in enumerate(century):
             splits[name] = "test" if rank < share else "valid" if rank < 2 * share else "train"
     return splits
@@ -122,7 +122,7 @@ def _part(name: str, path: str, config: str | None = None, kind: Kind = "rows", 
 def find_corpus(name: str) -> Corpus:
     """The corpus that `name` means: a registered name, else a file, folder or glob, else a dataset of the hub."""
     if name in corpora:
-        return _made(name, corpora.get(name)())
+        return _build_corpus(name, corpora.get(name)())
     if not name or len(name) > LONGEST_NAME:
         got = f"{len(name):,} characters" if name else "an empty word"
         raise InputError(f"A corpus is a name, path, glob or hub dataset of 1 to {LONGEST_NAME} characters, got {got}.")
@@ -139,10 +139,10 @@ def find_corpus(name: str) -> Corpus:
         return file_corpus(name, [path])
     if glob.has_magic(name):
         found = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
-        found, passed_over = select(found)
+        found, skipped_files = select(found)
         if not found:
             raise InputError(f"No {', '.join(SUFFIXES)} file matches '{name}'.")
-        return file_corpus(name, found, passed_over=passed_over)
+        return file_corpus(name, found, skipped_files=skipped_files)
     dataset, _, config = name.removeprefix("hub:").partition(":")
     if name.startswith("hub:") or (dataset.count("/") == 1 and suffix(path) not in SUFFIXES and name[0] not in "./~"):
         return HubCorpus(name, dataset, config or None)
@@ -152,7 +152,7 @@ def find_corpus(name: str) -> Corpus:
     )
 
 
-def _made(name: str, corpus: Any) -> Corpus:
+def _build_corpus(name: str, corpus: Any) -> Corpus:
     """What a registered function gave; one of a plug-in may give anything. Its class is asked, since asking a corpus of
     the hub for its splits asks the hub."""
     if not hasattr(type(corpus), "documents"):

@@ -59,7 +59,7 @@ class Corpus(Protocol):
     streamed      whether reading costs a download, so that samples are taken from the beginning
     fingerprint   changes when the text does, as far as that can be seen without reading it
     paths         the files whose content is the text; none where it is streamed
-    passed_over   what lies beside them and is not read, each with the reason
+    skipped_files   what lies beside them and is not read, each with the reason
     documents     all after `cursor`; bytes that are not UTF-8 are an error or become U+FFFD
     """
 
@@ -76,7 +76,7 @@ class Corpus(Protocol):
     @property
     def paths(self) -> Sequence[Path]: ...
     @property
-    def passed_over(self) -> Sequence[tuple[str, str]]: ...
+    def skipped_files(self) -> Sequence[tuple[str, str]]: ...
     def documents(self, cursor: Any = None, errors: Errors = "strict") -> Iterator[Document]: ...
 
 
@@ -84,14 +84,14 @@ Kind = Literal["whole", "stretches", "articles", "rows", "lines"]
 """What becomes a document: a file, a stretch of one, an article of WikiText's lines, a record, or records as lines."""
 
 
-def grouped(records: Iterator[Record], kind: Kind, size: int) -> Iterator[Record]:
+def group_into_documents(records: Iterator[Record], kind: Kind, size: int) -> Iterator[Record]:
     """The documents that records make; those of lines have at least `size` characters."""
     if kind == "articles":
         return articles(as_lines(records, blank=" \n"))
-    return stretches(as_lines(records), size) if kind == "lines" else records
+    return split_by_paragraphs(as_lines(records), size) if kind == "lines" else records
 
 
-def stretches(rows: Iterable[Record], size: int) -> Iterator[Record]:
+def split_by_paragraphs(rows: Iterable[Record], size: int) -> Iterator[Record]:
     """Documents of whole paragraphs: at least `size` characters to a blank line, twice that to any line end."""
     parts: list[Record] = []
     length = 0
@@ -137,11 +137,11 @@ def _join(rows: list[Record]) -> Record:
     return Record("".join(row.text for row in rows), rows[-1].cursor, rows[-1].done)
 
 
-HELD_OUT = 0.05
+HELD_OUT_FRACTION = 0.05
 """Share of the documents in each of valid and test ..."""
 HELD_OUT_BYTES = 50_000_000
 """... as long as that is no more than about this much text."""
-SMALL = 1 << 26
+EXACT_SPLIT_MAX_BYTES = 1 << 26
 """Corpora up to this size are read once more before, so that the shares are exact and never zero."""
 
 
@@ -169,14 +169,14 @@ def text_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def splitter(corpus: Corpus, errors: Errors) -> Splitter:
+def make_splitter(corpus: Corpus, errors: Errors) -> Splitter:
     """The rule for this corpus. Small corpora are read for it: the bounds are some of their sorted hashes, with a
     twentieth of the documents, and one at least, below each."""
     missing = tuple(name for name in SPLITS[1:] if name not in corpus.splits) if "train" in corpus.splits else ()
     if not missing:
         return Splitter(())
-    if corpus.size is None or corpus.size > SMALL:
-        share = min(HELD_OUT, HELD_OUT_BYTES / corpus.size) if corpus.size else HELD_OUT
+    if corpus.size is None or corpus.size > EXACT_SPLIT_MAX_BYTES:
+        share = min(HELD_OUT_FRACTION, HELD_OUT_BYTES / corpus.size) if corpus.size else HELD_OUT_FRACTION
         return Splitter(missing, int(share * 2**64), int(2 * share * 2**64))
     ranked = sorted({text_hash(one.text) for one in corpus.documents(errors=errors) if one.split == "train"})
     if len(ranked) < 3:
@@ -184,5 +184,5 @@ def splitter(corpus: Corpus, errors: Errors) -> Splitter:
             f"'{corpus.name}' holds {len(ranked)} different document{'' if len(ranked) == 1 else 's'}, too few to "
             "split into train, valid and test. Give more text, or files named train, valid and test."
         )
-    held_out = max(1, round(HELD_OUT * len(ranked)))
+    held_out = max(1, round(HELD_OUT_FRACTION * len(ranked)))
     return Splitter(missing, ranked[held_out], ranked[2 * held_out])

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from trainshort.data.document import SPLITS, Corpus, Document, Errors, Kind, Record, grouped
+from trainshort.data.document import SPLITS, Corpus, Document, Errors, Kind, Record, group_into_documents
 from trainshort.errors import InputError
 from trainshort.optional import require_package
 from trainshort.terminal import first_sentence
@@ -45,7 +45,7 @@ class HubCorpus:
     """Further arguments of `datasets.load_dataset`."""
     streamed: bool = True
     paths: tuple[Path, ...] = ()
-    passed_over: tuple[tuple[str, str], ...] = ()
+    skipped_files: tuple[tuple[str, str], ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -67,7 +67,7 @@ class HubCorpus:
         done = rest[0] if rest else 0
         for name in names[names.index(first) :]:
             rows = _stream_rows(self.name, streams[name], state, skip)
-            for row in grouped(rows, self.kind, STRETCH):
+            for row in group_into_documents(rows, self.kind, STRETCH):
                 if row.text:
                     done += len(row.text)
                     yield Document(row.text, name, [name, *row.cursor, done], done)
@@ -84,7 +84,7 @@ class HubCorpus:
         huggingface_hub.logging.set_verbosity_error()
         nowhere = f"'{self.name}' is no file or folder here or in $TRAINSHORT_DATA, and the hub"
         download = "or download the files and give their folder."
-        if not (self.path in BUILDERS or Path(self.path).exists() or hub_answers()):
+        if not (self.path in BUILDERS or Path(self.path).exists() or is_hub_reachable()):
             raise InputError(f"{nowhere} does not answer. Check the network, {download}")
         try:
             loaded = datasets.load_dataset(self.path, self.config, streaming=True, **self.options)
@@ -102,7 +102,7 @@ def _stream_rows(name: str, stream: Any, state: Any, skip: int) -> Iterator[Reco
     if state is not None:
         stream.load_state_dict(state)
     since = 0
-    for record in _told(name, stream):
+    for record in _translate_network_errors(name, stream):
         if not isinstance(record.get("text"), str):
             raise InputError(f"'{name}' should have a column 'text' with strings; its columns are {', '.join(record)}.")
         since += 1
@@ -112,7 +112,7 @@ def _stream_rows(name: str, stream: Any, state: Any, skip: int) -> Iterator[Reco
             state, since, skip = stream.state_dict(), 0, 0
 
 
-def _told(name: str, stream: Any) -> Iterator[Any]:
+def _translate_network_errors(name: str, stream: Any) -> Iterator[Any]:
     """The same records; a network that breaks, in whatever of many ways, is a sentence."""
     try:
         yield from stream
@@ -121,7 +121,7 @@ def _told(name: str, stream: Any) -> Iterator[Any]:
         raise InputError(f"'{name}' stopped coming from the hub ({reason}). The same command continues.") from None
 
 
-def hub_answers() -> bool:
+def is_hub_reachable() -> bool:
     """Whether the hub can be reached, found out at once instead of in half a minute of retries."""
     from huggingface_hub import constants
 
@@ -161,8 +161,8 @@ class MixedCorpus:
         return any(part.streamed for part, _ in self.parts)
 
     @property
-    def passed_over(self) -> tuple[tuple[str, str], ...]:
-        return tuple(one for part, _ in self.parts for one in part.passed_over)
+    def skipped_files(self) -> tuple[tuple[str, str], ...]:
+        return tuple(one for part, _ in self.parts for one in part.skipped_files)
 
     @property
     def paths(self) -> tuple[Path, ...]:

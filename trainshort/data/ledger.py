@@ -16,17 +16,17 @@ import numpy as np
 from pydantic import Field
 
 from trainshort import files
-from trainshort.config import Settings
+from trainshort.config import StrictConfig
 from trainshort.data.document import Document
 from trainshort.data.meta import OFFSET_TYPE, UNFINISHED_FILE, DataRequest, SplitMeta, bin_path, offsets_path
-from trainshort.data.workers import Encoded
+from trainshort.data.workers import EncodedChunk
 from trainshort.errors import InputError
-from trainshort.terminal import new_console, printable
+from trainshort.terminal import escape_control_characters, new_console
 
-ROOM = "Free some space, and run the same command to continue."
+DISK_FULL_HINT = "Free some space, and run the same command to continue."
 
 
-class Note(Settings):
+class PrepareState(StrictConfig):
     """The content of unfinished.json."""
 
     request: DataRequest
@@ -40,25 +40,25 @@ class Note(Settings):
     splits: dict[str, SplitMeta] = Field(default_factory=dict)
 
 
-def read_note(folder: Path) -> Note | None:
+def read_prepare_state(folder: Path) -> PrepareState | None:
     """The note of an unfinished preparation, if there is one."""
     path, again = folder / UNFINISHED_FILE, f"Delete the folder {folder} and prepare it again."
     try:
-        return Note.read(files.read_sealed(path, mend=again), origin=path)
+        return PrepareState.parse(files.read_with_checksum(path, mend=again), origin=path)
     except files.MissingFileError:
         return None
 
 
-def write_note(folder: Path, note: Note, **changes: Any) -> Note:
+def write_prepare_state(folder: Path, note: PrepareState, **changes: Any) -> PrepareState:
     note = note.model_copy(update=changes)
-    files.write_sealed(folder / UNFINISHED_FILE, note.model_dump(mode="json"), mend=ROOM)
+    files.write_with_checksum(folder / UNFINISHED_FILE, note.model_dump(mode="json"), mend=DISK_FULL_HINT)
     return note
 
 
-class Writer:
+class TokenWriter:
     """Appends tokens and document offsets from where a note says."""
 
-    def __init__(self, folder: Path, note: Note, splits: tuple[str, ...], width: int) -> None:
+    def __init__(self, folder: Path, note: PrepareState, splits: tuple[str, ...], width: int) -> None:
         self.folder = folder
         self.note = note
         self._counts = {name: note.splits.get(name, SplitMeta()) for name in splits}
@@ -76,7 +76,7 @@ class Writer:
         os.truncate(path, size)
         self._files[path] = path.open("ab")
 
-    def append(self, encoded: dict[str, Encoded]) -> None:
+    def append(self, encoded: dict[str, EncodedChunk]) -> None:
         for name, part in encoded.items():
             before = self._counts[name]
             lengths = np.array(part.lengths, dtype=np.int64)
@@ -95,14 +95,14 @@ class Writer:
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
-        self.note = write_note(self.folder, self.note, cursor=cursor, done=done, splits=dict(self._counts))
+        self.note = write_prepare_state(self.folder, self.note, cursor=cursor, done=done, splits=dict(self._counts))
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
 
 
-class Stages:
+class PrepareProgress:
     """Shows stages on a terminal; elsewhere it prints the last line only, and nothing at all when not `wanted`."""
 
     def __init__(self, wanted: bool) -> None:
@@ -142,4 +142,4 @@ class Stages:
 
     def say(self, line: str) -> None:
         if self.wanted:
-            print(printable(line), file=sys.stderr, flush=True)
+            print(escape_control_characters(line), file=sys.stderr, flush=True)

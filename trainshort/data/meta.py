@@ -26,35 +26,35 @@ from typing import Literal
 import numpy as np
 
 from trainshort import files
-from trainshort.config import Settings
-from trainshort.data.tokenizer import FILE as TOKENIZER_FILE
+from trainshort.config import StrictConfig
+from trainshort.data.tokenizer import TOKENIZER_FILE as TOKENIZER_FILE
 from trainshort.data.tokenizer import Tokenizer, load_tokenizer
 from trainshort.errors import InputError
 
 log = logging.getLogger(__name__)
 
-FILE = "checked.json"
-SETTLED = 0.02
+CHECKSUM_CACHE_FILE = "checked.json"
+MTIME_RESOLUTION_SECONDS = 0.02
 """Seconds after which a file system gives a further change another time."""
 
 
-class Checked:
+class ChecksumCache:
     """What is known of the files that belong to a data folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE
+        self._path = folder / CHECKSUM_CACHE_FILE
         self.known: dict[str, list[str]] = {}
         """Name to the state and the checksum that were found together."""
         with suppress(InputError):
-            self.known = files.read_object(self._path)
+            self.known = files.read_json_object(self._path)
         self._read = dict(self.known)
 
-    def same(self, name: str, paths: Sequence[Path], expected: str) -> bool:
+    def matches(self, name: str, paths: Sequence[Path], expected: str) -> bool:
         """Whether these files' content has the expected checksum, read only where that is not known yet."""
         state = _state(paths)
         if self.known.get(name) == [state, expected]:
             return True
-        _settle(paths)
+        _wait_for_mtime_resolution(paths)
         state, found = _state(paths), content_sha256(paths)
         if found == expected and state == _state(paths):
             self.known[name] = [state, expected]
@@ -64,7 +64,7 @@ class Checked:
         """Remember for the next time, where the folder can be written."""
         if self.known != self._read:
             with suppress(InputError):
-                files.write_whole(self._path, json.dumps(self.known, indent=1) + "\n")
+                files.write_atomic(self._path, json.dumps(self.known, indent=1) + "\n")
 
 
 def content_sha256(paths: Sequence[Path]) -> str:
@@ -79,11 +79,11 @@ def _state(paths: Sequence[Path]) -> str:
     return lines[0] if len(lines) == 1 else hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _settle(paths: Sequence[Path]) -> None:
+def _wait_for_mtime_resolution(paths: Sequence[Path]) -> None:
     """Wait until a change after this moment cannot have the time of one before it."""
     newest = max((_stat(path).st_ctime_ns for path in paths), default=0) / 1e9
-    if 0 <= time.time() - newest < SETTLED:
-        time.sleep(SETTLED)
+    if 0 <= time.time() - newest < MTIME_RESOLUTION_SECONDS:
+        time.sleep(MTIME_RESOLUTION_SECONDS)
 
 
 def _stat(path: Path) -> os.stat_result:
@@ -91,18 +91,18 @@ def _stat(path: Path) -> os.stat_result:
         return os.fstat(file.fileno())
 
 
-FORMAT = 2
+DATASET_FORMAT = 2
 META_FILE = "meta.json"
 UNFINISHED_FILE = "unfinished.json"
 OFFSET_TYPE = "<i8"
 
-WORTH_SAYING = 1 << 31
+LOG_ABOVE_BYTES = 1 << 31
 """Bytes whose reading takes seconds."""
 
-_AGAIN = "Delete the folder and prepare it again, or put the right files back."
+PREPARE_AGAIN_HINT = "Delete the folder and prepare it again, or put the right files back."
 
 
-class DataRequest(Settings):
+class DataRequest(StrictConfig):
     """What was asked for; another request is refused the same folder."""
 
     corpus: str
@@ -115,11 +115,11 @@ class DataRequest(Settings):
     """bytes, words, bpe, or the path of a tokenizer.json."""
     tokenizer_sha256: str | None
     """Of the tokenizer.json that was given."""
-    vocabulary: int | None
+    vocab_size: int | None
     """Size asked for, where the vocabulary is built here."""
 
 
-class SplitMeta(Settings):
+class SplitMeta(StrictConfig):
     """One split's counts and checksums."""
 
     tokens: int = 0
@@ -134,16 +134,16 @@ class SplitMeta(Settings):
     """Of <split>.documents.bin, the document offsets."""
 
 
-class Meta(Settings):
+class DatasetMeta(StrictConfig):
     """The content of meta.json."""
 
-    format: int = FORMAT
+    format: int = DATASET_FORMAT
     request: DataRequest
     tokenizer: str
     """The tokenizer's name."""
     tokenizer_sha256: str
     """Of tokenizer.json."""
-    vocabulary: int
+    vocab_size: int
     """Number of token types; a model needs as many."""
     end: int | None
     """The token after each document."""
@@ -160,11 +160,11 @@ class Meta(Settings):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedDataset:
     """An open data folder."""
 
     folder: Path
-    meta: Meta
+    meta: DatasetMeta
 
     def split(self, name: str) -> np.ndarray:
         """A split's tokens, mapped from disk; nothing is read before it is used."""
@@ -177,19 +177,19 @@ class Prepared:
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.folder, name=self.meta.tokenizer)
 
-    def check(self) -> None:
+    def verify(self) -> None:
         """Compare all files with their checksums; what did not change since it was found whole is not read."""
-        checked, expected = Checked(self.folder), {self.folder / TOKENIZER_FILE: self.meta.tokenizer_sha256}
+        checked, expected = ChecksumCache(self.folder), {self.folder / TOKENIZER_FILE: self.meta.tokenizer_sha256}
         for name, split in self.meta.splits.items():
             expected[bin_path(self.folder, name)] = split.sha256
             expected[offsets_path(self.folder, name)] = split.documents_sha256
-        if sum(_stat(path).st_size for path in expected) > WORTH_SAYING and not checked.known:
+        if sum(_stat(path).st_size for path in expected) > LOG_ABOVE_BYTES and not checked.known:
             log.info(f"checking {self.folder} once, as it is new here ...")
         for path, checksum in expected.items():
-            if not checked.same(path.name, [path], checksum):
+            if not checked.matches(path.name, [path], checksum):
                 raise InputError(
                     f"{path} is damaged or belongs to another preparation: its checksum is not the one in meta.json. "
-                    f"{_AGAIN}"
+                    f"{PREPARE_AGAIN_HINT}"
                 )
         checked.save()
 
@@ -207,32 +207,32 @@ def offsets_path(folder: Path, split: str) -> Path:
     return folder / f"{split}.documents.bin"
 
 
-def token_type(vocabulary: int) -> Literal["uint8", "uint16", "uint32"]:
+def token_type(vocab_size: int) -> Literal["uint8", "uint16", "uint32"]:
     """The smallest type that holds every token."""
-    return "uint8" if vocabulary <= 1 << 8 else "uint16" if vocabulary <= 1 << 16 else "uint32"
+    return "uint8" if vocab_size <= 1 << 8 else "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-def is_data(folder: Path | str) -> bool:
+def is_dataset_folder(folder: Path | str) -> bool:
     """Whether a folder is a complete data folder, or at least says so; opening it tells what is wrong with it."""
     return os.path.lexists(Path(folder) / META_FILE)
 
 
-def open_data(folder: Path | str) -> Prepared:
+def open_dataset(folder: Path | str) -> PreparedDataset:
     """Open a prepared folder; files that are not what meta.json says, by size or by content, are refused."""
     folder = Path(folder)
     meta = _read_meta(folder)
     for name, split in meta.splits.items():
         _check_size(bin_path(folder, name), split.tokens, np.dtype(meta.dtype).itemsize, "tokens")
         _check_size(offsets_path(folder, name), split.documents, np.dtype(OFFSET_TYPE).itemsize, "document offsets")
-    prepared = Prepared(folder, meta)
-    prepared.check()
+    prepared = PreparedDataset(folder, meta)
+    prepared.verify()
     return prepared
 
 
-def _read_meta(folder: Path) -> Meta:
+def _read_meta(folder: Path) -> DatasetMeta:
     path = folder / META_FILE
     try:
-        values = files.read_sealed(path, mend=_AGAIN)
+        values = files.read_with_checksum(path, mend=PREPARE_AGAIN_HINT)
     except files.MissingFileError:
         if (folder / UNFINISHED_FILE).exists():
             raise InputError(
@@ -241,12 +241,12 @@ def _read_meta(folder: Path) -> Meta:
         raise InputError(
             f"{folder} is not a prepared data folder (it has no {META_FILE}). See trainshort prepare --help."
         ) from None
-    if (found := values.get("format")) != FORMAT:
+    if (found := values.get("format")) != DATASET_FORMAT:
         raise InputError(
             f"{path} has {'no format' if found is None else f'format {found}'}, and this version of trainshort reads "
-            f"format {FORMAT}. {_AGAIN}"
+            f"format {DATASET_FORMAT}. {PREPARE_AGAIN_HINT}"
         )
-    return Meta.read(values, origin=path)
+    return DatasetMeta.parse(values, origin=path)
 
 
 def _check_size(path: Path, count: int, width: int, what: str) -> None:
@@ -254,7 +254,7 @@ def _check_size(path: Path, count: int, width: int, what: str) -> None:
     if size != count * width:
         raise InputError(
             f"{path} should hold {count:,} {what} in {count * width:,} bytes as its meta.json says, "
-            f"but has {size:,} bytes. {_AGAIN}"
+            f"but has {size:,} bytes. {PREPARE_AGAIN_HINT}"
         )
 
 

@@ -15,20 +15,20 @@ import numpy as np
 from jaxtyping import Int32, Int64, Integer
 
 from trainshort.config import IGNORED, DataConfig
-from trainshort.data.meta import META_FILE, UNFINISHED_FILE, Prepared, is_data, open_data
+from trainshort.data.meta import META_FILE, UNFINISHED_FILE, PreparedDataset, is_dataset_folder, open_dataset
 from trainshort.data.pipeline import prepare
-from trainshort.data.tokenizer import FILE as TOKENIZER
+from trainshort.data.tokenizer import TOKENIZER_FILE as TOKENIZER
 from trainshort.data.tokenizer import Tokenizer, load_tokenizer
 from trainshort.errors import InputError
-from trainshort.files import MissingFileError, read_bytes, read_sealed, sha256, write_sealed, write_whole
-from trainshort.masking import drawn, hide
+from trainshort.files import MissingFileError, read_bytes, read_with_checksum, sha256, write_atomic, write_with_checksum
+from trainshort.masking import mask_tokens, training_mask
 from trainshort.optional import require_package
 from trainshort.runs import RunFolder, read_lines
 
-FILE = "data.json"
+RUN_DATA_FILE = "data.json"
 
 
-def open_or_prepare(config: DataConfig, **options: Any) -> Prepared:
+def open_or_prepare(config: DataConfig, **options: Any) -> PreparedDataset:
     """What training needs: a folder that was named as it is, else the one that the settings describe."""
     if config.folder is None:
         return prepare(config, **options)
@@ -37,7 +37,7 @@ def open_or_prepare(config: DataConfig, **options: Any) -> Prepared:
             f"data.folder {config.folder} is a file. Turn it into tokens by `trainshort prepare {config.folder}`, and "
             "give the folder that this makes."
         )
-    if not is_data(config.folder) and not (config.folder / UNFINISHED_FILE).exists():
+    if not is_dataset_folder(config.folder) and not (config.folder / UNFINISHED_FILE).exists():
         make = f"Make it by `trainshort prepare {config.corpus} --out {config.folder}`"
         if config.folder.is_dir() and any(config.folder.iterdir()):  # where prepare would not write
             make = "Name one that `trainshort prepare` made"
@@ -45,29 +45,29 @@ def open_or_prepare(config: DataConfig, **options: Any) -> Prepared:
             f"data.folder {config.folder} is not a prepared data folder (it has no {META_FILE}). {make}, or "
             "leave data.folder out."
         )
-    return open_data(config.folder)
+    return open_dataset(config.folder)
 
 
-def really(config: DataConfig, prepared: Prepared) -> DataConfig:
+def resolve_data_config(config: DataConfig, prepared: PreparedDataset) -> DataConfig:
     """The settings with what a named folder really holds, whatever corpus and tokenizer the settings say."""
     if config.folder is None:
         return config
     held = prepared.meta.request
-    return config.replace(corpus=held.corpus, tokenizer=held.tokenizer, vocabulary=held.vocabulary or config.vocabulary)
+    return config.replace(corpus=held.corpus, tokenizer=held.tokenizer, vocab_size=held.vocab_size or config.vocab_size)
 
 
-def keep(run: Path, prepared: Prepared) -> None:
+def copy_data_description(run: Path, prepared: PreparedDataset) -> None:
     """Copy what describes the data into the run folder, unless it is there."""
     if not (run / TOKENIZER).exists():
-        write_whole(run / TOKENIZER, read_bytes(prepared.folder / TOKENIZER))
-    if not (run / FILE).exists():
+        write_atomic(run / TOKENIZER, read_bytes(prepared.folder / TOKENIZER))
+    if not (run / RUN_DATA_FILE).exists():
         meta = prepared.meta.model_dump(mode="json")
-        write_sealed(run / FILE, {"folder": str(prepared.folder.resolve()), "meta": meta})
+        write_with_checksum(run / RUN_DATA_FILE, {"folder": str(prepared.folder.resolve()), "meta": meta})
 
 
-def _kept(run: Path) -> dict[str, Any]:
+def _read_data_description(run: Path) -> dict[str, Any]:
     try:
-        return read_sealed(run / FILE, mend="Restore it from a copy of the run.")
+        return read_with_checksum(run / RUN_DATA_FILE, mend="Restore it from a copy of the run.")
     except MissingFileError:
         return {}
 
@@ -78,7 +78,7 @@ def run_tokenizer(run: Path) -> Tokenizer:
     Raises:
         InputError: If the run folder has no tokenizer, or a tokenizer that the run was not trained with.
     """
-    meta = _kept(run).get("meta", {})
+    meta = _read_data_description(run).get("meta", {})
     if not (run / TOKENIZER).exists():
         if meta:
             raise InputError(
@@ -90,12 +90,12 @@ def run_tokenizer(run: Path) -> Tokenizer:
     return load_tokenizer(run / TOKENIZER, name=meta.get("tokenizer"))
 
 
-def open_own(run: Path, config: DataConfig) -> Prepared:
+def open_run_data(run: Path, config: DataConfig) -> PreparedDataset:
     """The data that the run was trained on, from any working directory. If it was prepared anew from a text that has
     changed since, its tokens have other meanings, and every number would be wrong."""
-    folder = Path(_kept(run).get("folder", ""))
-    if folder.is_absolute() and is_data(folder):
-        prepared = open_data(folder)
+    folder = Path(_read_data_description(run).get("folder", ""))
+    if folder.is_absolute() and is_dataset_folder(folder):
+        prepared = open_dataset(folder)
     else:
         try:
             prepared = open_or_prepare(config)
@@ -140,7 +140,7 @@ class BatchStream:
         block 1  inputs 3 4 5 6   targets 4 5 6 7
         block 2  inputs 7 8 9 9   targets 8 9 - -
 
-    With ends="dropped", the first token is context only and the last block must be whole:
+    With drop_last=True, the first token is context only and the last block must be whole:
 
         block 0  inputs 0 1 2 3   targets 1 2 3 4
         block 1  inputs 4 5 6 7   targets 5 6 7 8
@@ -157,17 +157,17 @@ class BatchStream:
     packing: str = "blocks"
     documents: Int64[np.ndarray, " documents"] | None = None
     """Where documents begin; used with packing="documents", which hides them from each other."""
-    vocabulary: int | None = None
+    vocab_size: int | None = None
     bos: int = 0
-    ends: str = "kept"
+    drop_last: bool = False
     mask: int | None = None
     """An encoder's mask token: tokens that it hides are predicted (masking.py), not each one from those before it."""
 
     def __post_init__(self) -> None:
-        self._first = 0 if self.ends == "kept" else 1
+        self._first = 1 if self.drop_last else 0
         self._check()
         self.blocks = (len(self.tokens) - 1) // self.length + (1 - self._first)
-        self._order = _shuffled(self.blocks, self.seed)
+        self._order = _shuffle_blocks(self.blocks, self.seed)
 
     def block_numbers(self, step: int) -> list[int]:
         """Which blocks this rank reads at a step."""
@@ -183,7 +183,7 @@ class BatchStream:
         inputs, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
         targets[firsts[:, None] + np.arange(self.length) >= len(self.tokens)] = IGNORED
         if self.mask is not None:
-            return self._masked(step, firsts, targets)
+            return self._mlm_batch(step, firsts, targets)
         if self.packing == "blocks":
             return Batch(inputs, targets, None)
         numbers = np.stack([self._document_numbers(first) for first in firsts])
@@ -191,15 +191,15 @@ class BatchStream:
         # Counted from the row's first document, so that they fit whatever the corpus holds.
         return Batch(inputs, targets, (numbers[:, :-1] - numbers[:, :1]).astype(np.int32))
 
-    def _masked(
+    def _mlm_batch(
         self, step: int, firsts: Int64[np.ndarray, " batch"], tokens: Int64[np.ndarray, "batch length"]
     ) -> Batch:
         """Blocks with some tokens hidden. What fills the last block up is a document of its own: nobody sees it."""
         assert self.mask is not None
         begin = step * self.batch_size + self.rank * len(firsts)
         beyond = tokens == IGNORED
-        hidden = drawn(self.seed, range(begin, begin + len(firsts)), self.length) & ~beyond
-        inputs, targets = hide(np.where(beyond, self.bos, tokens), hidden, self.mask)
+        hidden = training_mask(self.seed, range(begin, begin + len(firsts)), self.length) & ~beyond
+        inputs, targets = mask_tokens(np.where(beyond, self.bos, tokens), hidden, self.mask)
         if self.packing == "blocks":
             return Batch(inputs, targets, beyond.astype(np.int32) if beyond.any() else None)
         numbers = np.stack([self._document_numbers(first)[1:] for first in firsts])
@@ -226,11 +226,11 @@ class BatchStream:
         return first + np.searchsorted(np.asarray(self.documents[first:last]), positions, side="right")
 
     def _check_range(self, rows: Int64[np.ndarray, "batch tokens"], starts: Int64[np.ndarray, " batch"]) -> None:
-        if self.vocabulary is None or int(rows.max()) < self.vocabulary:
+        if self.vocab_size is None or int(rows.max()) < self.vocab_size:
             return
         row, column = np.unravel_index(int(rows.argmax()), rows.shape)
         raise InputError(
-            f"Token {rows.max()} at position {starts[row] + column} is outside the vocabulary of {self.vocabulary}. "
+            f"Token {rows.max()} at position {starts[row] + column} is outside the vocabulary of {self.vocab_size}. "
             "The data is damaged or was made for another vocabulary; prepare it again."
         )
 
@@ -254,7 +254,7 @@ class BatchStream:
             raise InputError("packing='documents' needs the document offsets: documents=prepared.documents('train').")
 
 
-def _shuffled(blocks: int, seed: int) -> Any:
+def _shuffle_blocks(blocks: int, seed: int) -> Any:
     """The blocks of all epochs, each in an order of its own."""
     require_package("grain", "Training", "trainshort[train]")
     absl = logging.getLogger("absl")

@@ -20,27 +20,42 @@ from trainshort import files
 from trainshort.config import DataConfig
 from trainshort.data import meta as layout
 from trainshort.data.corpus import find_corpus
-from trainshort.data.document import SPLITS, Corpus, Errors, Splitter, splitter
-from trainshort.data.ledger import ROOM, Note, Stages, Writer, read_note, write_note
-from trainshort.data.meta import FILE as CHECKED_FILE
-from trainshort.data.meta import DataRequest, Meta, Prepared, bin_path, is_data, offsets_path, open_data
-from trainshort.data.request import data_folder, make_request, refuse_other, short_name
-from trainshort.data.tokenizer import FILE as TOKENIZER_FILE
+from trainshort.data.document import SPLITS, Corpus, Errors, Splitter, make_splitter
+from trainshort.data.ledger import (
+    DISK_FULL_HINT,
+    PrepareProgress,
+    PrepareState,
+    TokenWriter,
+    read_prepare_state,
+    write_prepare_state,
+)
+from trainshort.data.meta import CHECKSUM_CACHE_FILE as CHECKED_FILE
+from trainshort.data.meta import (
+    DataRequest,
+    DatasetMeta,
+    PreparedDataset,
+    bin_path,
+    is_dataset_folder,
+    offsets_path,
+    open_dataset,
+)
+from trainshort.data.request import check_same_request, data_folder, make_request, short_name
+from trainshort.data.tokenizer import TOKENIZER_FILE as TOKENIZER_FILE
 from trainshort.data.tokenizer import Tokenizer, load_tokenizer, tokenizers
-from trainshort.data.workers import Portion, encode
+from trainshort.data.workers import Chunk, encode
 from trainshort.errors import InputError
-from trainshort.terminal import waiting
+from trainshort.terminal import show_spinner
 
 PIECE_CHARACTERS = 1 << 20
 COMMIT_SECONDS = 1.0
-NAMED_OTHERS = 8
+MAX_SKIPPED_NAMES = 8
 """Names of files that were not read which are shown; there can be thousands."""
-WORTH_A_WORKER = 1 << 23
+MIN_BYTES_PER_WORKER = 1 << 23
 """Bytes of text below which starting another process costs more time than it saves."""
 
 
 @dataclass(frozen=True)
-class Preparation:
+class PrepareContext:
     """A preparation under way."""
 
     config: DataConfig
@@ -49,7 +64,7 @@ class Preparation:
     folder: Path
     errors: Errors
     workers: int
-    progress: Stages
+    progress: PrepareProgress
 
 
 def prepare(
@@ -59,7 +74,7 @@ def prepare(
     workers: int | None = None,
     errors: Errors = "strict",
     resume: bool = True,
-) -> Prepared:
+) -> PreparedDataset:
     """Make the data folder that `config` asks for, or open it when it is there already.
 
     A folder made from other settings is refused. An unfinished one is continued, or begun anew without `resume`.
@@ -67,41 +82,41 @@ def prepare(
     if workers is not None and workers < 1:
         raise InputError(f"workers must be at least 1, not {workers}.")
     folder = data_folder(config)
-    if is_data(folder):
+    if is_dataset_folder(folder):
         return _open_same(folder, config)
     corpus = find_corpus(config.corpus)
-    shown = Stages(progress)
-    with waiting(f"asking the hub for '{corpus.name}'" if corpus.streamed and progress else None):
+    shown = PrepareProgress(progress)
+    with show_spinner(f"asking the hub for '{corpus.name}'" if corpus.streamed and progress else None):
         _ = corpus.splits  # a hub that does not answer is told before a folder is made
     if corpus.streamed:
         shown.say(f"Reading '{corpus.name}' from the hub, as it is encoded ...")
     if workers is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        workers = cores if corpus.size is None else min(cores, max(1, corpus.size // WORTH_A_WORKER))
-    job = Preparation(config, corpus, make_request(config, corpus), folder, errors, workers, shown)
-    with files.none_left_empty(folder), _readable_disk_errors(folder), files.locked(files.make_folder(folder)):
-        if is_data(folder):  # another process was quicker, as under torchrun
+        workers = cores if corpus.size is None else min(cores, max(1, corpus.size // MIN_BYTES_PER_WORKER))
+    job = PrepareContext(config, corpus, make_request(config, corpus), folder, errors, workers, shown)
+    with files.remove_empty_folders(folder), _readable_disk_errors(folder), files.file_lock(files.make_folder(folder)):
+        if is_dataset_folder(folder):  # another process was quicker, as under torchrun
             return _open_same(folder, config)
         note = _begin(job, resume)
         with job.progress.shown():
-            note = note if note.ready else _settled(job, note)
+            note = note if note.ready else _choose_splits_and_tokenizer(job, note)
             note, rate = _encode(job, note)
             prepared = _finish(job, note)
     _report(job, prepared, rate)
     return prepared
 
 
-def _open_same(folder: Path, config: DataConfig) -> Prepared:
-    prepared = open_data(folder)
-    refuse_other(folder, prepared.meta.request, config, "was prepared")
+def _open_same(folder: Path, config: DataConfig) -> PreparedDataset:
+    prepared = open_dataset(folder)
+    check_same_request(folder, prepared.meta.request, config, "was prepared")
     return prepared
 
 
-def _begin(job: Preparation, resume: bool) -> Note:
+def _begin(job: PrepareContext, resume: bool) -> PrepareState:
     """The note to continue from, or a new one in an empty folder."""
-    note = read_note(job.folder)
+    note = read_prepare_state(job.folder)
     if note is not None and note.cursor is not None:  # else it has no tokens yet, and nothing is lost
-        refuse_other(job.folder, note.request, job.config, "holds an unfinished preparation")
+        check_same_request(job.folder, note.request, job.config, "holds an unfinished preparation")
     if note is not None and note.request == job.request and resume:
         return note
     ours = {layout.UNFINISHED_FILE, TOKENIZER_FILE, CHECKED_FILE}
@@ -115,19 +130,19 @@ def _begin(job: Preparation, resume: bool) -> Note:
         )
     for name in there:
         (job.folder / name).unlink()
-    return write_note(job.folder, Note(request=job.request))
+    return write_prepare_state(job.folder, PrepareState(request=job.request))
 
 
-def _settled(job: Preparation, note: Note) -> Note:
+def _choose_splits_and_tokenizer(job: PrepareContext, note: PrepareState) -> PrepareState:
     """The note with splits and tokenizer decided and kept; where the input does not allow it, no folder is left."""
     try:
         if not job.corpus.streamed and not any(one.text.strip() for one in job.corpus.documents(errors=job.errors)):
             raise InputError(f"'{job.corpus.name}' holds nothing but white space. Give files with text in them.")
-        rule = splitter(job.corpus, job.errors)
+        rule = make_splitter(job.corpus, job.errors)
         tokenizer = _tokenizer(job, rule)
-        files.write_whole(job.folder / TOKENIZER_FILE, tokenizer.to_json(), mend=ROOM)
+        files.write_atomic(job.folder / TOKENIZER_FILE, tokenizer.to_json(), mend=DISK_FULL_HINT)
         decided = {"ready": True, "missing": rule.missing, "test_below": rule.test, "valid_below": rule.valid}
-        return write_note(job.folder, note, **decided)
+        return write_prepare_state(job.folder, note, **decided)
     except InputError:
         (job.folder / layout.UNFINISHED_FILE).unlink(missing_ok=True)
         with suppress(OSError):
@@ -135,12 +150,12 @@ def _settled(job: Preparation, note: Note) -> Note:
         raise
 
 
-def _tokenizer(job: Preparation, rule: Splitter) -> Tokenizer:
+def _tokenizer(job: PrepareContext, rule: Splitter) -> Tokenizer:
     kind = job.config.tokenizer
     if kind not in tokenizers:
         return load_tokenizer(Path(kind))
     if not tokenizers.get(kind).sized:
-        return tokenizers.get(kind).build((), job.config.vocabulary, None)
+        return tokenizers.get(kind).build((), job.config.vocab_size, None)
     if "train" not in job.corpus.splits:
         raise InputError(
             f"'{job.corpus.name}' has no training text to build a {kind} vocabulary from. "
@@ -149,20 +164,20 @@ def _tokenizer(job: Preparation, rule: Splitter) -> Tokenizer:
     job.progress.stage("reading for the vocabulary", job.corpus.size)
     documents = job.progress.watch(job.corpus.documents(errors=job.errors))
     texts = (document.text for document in documents if rule.split(document) == "train")
-    return tokenizers.get(kind).build(texts, job.config.vocabulary, None if job.corpus.streamed else job.corpus.size)
+    return tokenizers.get(kind).build(texts, job.config.vocab_size, None if job.corpus.streamed else job.corpus.size)
 
 
-def _encode(job: Preparation, note: Note) -> tuple[Note, float]:
+def _encode(job: PrepareContext, note: PrepareState) -> tuple[PrepareState, float]:
     """Append all tokens that are not there yet; the note of all, and how many bytes of text a second took."""
     tokenizer = load_tokenizer(job.folder)
     rule = Splitter(note.missing, note.test_below, note.valid_below)
     splits = tuple(name for name in SPLITS if name in job.corpus.splits or name in rule.missing)
-    width = np.dtype(layout.token_type(tokenizer.vocabulary)).itemsize
-    source = portions(job.corpus, rule, note.cursor, job.errors)
+    width = np.dtype(layout.token_type(tokenizer.vocab_size)).itemsize
+    source = iter_chunks(job.corpus, rule, note.cursor, job.errors)
     started = committed = time.perf_counter()
     encoded, last = 0, (note.cursor, note.done)
     job.progress.stage("encoding", job.corpus.size, note.done)
-    with closing(Writer(job.folder, note, splits, width)) as writer:
+    with closing(TokenWriter(job.folder, note, splits, width)) as writer:
         with closing(encode(source, job.folder, job.workers)) as results:
             for portion, parts in results:
                 writer.append(parts)
@@ -176,7 +191,7 @@ def _encode(job: Preparation, note: Note) -> tuple[Note, float]:
     return writer.note, encoded / max(time.perf_counter() - started, 1e-9)
 
 
-def portions(corpus: Corpus, rule: Splitter, cursor: Any, errors: Errors) -> Iterator[Portion]:
+def iter_chunks(corpus: Corpus, rule: Splitter, cursor: Any, errors: Errors) -> Iterator[Chunk]:
     """Documents in portions of about a million characters, each with its split."""
     documents: list[tuple[str, str]] = []
     length, document = 0, None
@@ -184,13 +199,13 @@ def portions(corpus: Corpus, rule: Splitter, cursor: Any, errors: Errors) -> Ite
         documents.append((rule.split(document), document.text))
         length += len(document.text)
         if length >= PIECE_CHARACTERS:
-            yield Portion(documents, document.cursor, document.done)
+            yield Chunk(documents, document.cursor, document.done)
             documents, length = [], 0
     if document is not None and documents:
-        yield Portion(documents, document.cursor, document.done)
+        yield Chunk(documents, document.cursor, document.done)
 
 
-def _finish(job: Preparation, note: Note) -> Prepared:
+def _finish(job: PrepareContext, note: PrepareState) -> PreparedDataset:
     """Checksums, then meta.json, which makes the folder complete."""
     empty = [name for name, split in note.splits.items() if not split.tokens]
     if empty:
@@ -208,22 +223,22 @@ def _finish(job: Preparation, note: Note) -> Prepared:
         for name, split in note.splits.items()
     }
     tokenizer = load_tokenizer(job.folder)
-    meta = Meta(
+    meta = DatasetMeta(
         request=note.request,
         tokenizer=short_name(job.config.tokenizer),
         tokenizer_sha256=files.sha256(job.folder / TOKENIZER_FILE),
-        vocabulary=tokenizer.vocabulary,
+        vocab_size=tokenizer.vocab_size,
         end=tokenizer.end,
-        dtype=layout.token_type(tokenizer.vocabulary),
+        dtype=layout.token_type(tokenizer.vocab_size),
         errors=job.errors,
         splits=splits,
     )
-    files.write_sealed(job.folder / layout.META_FILE, meta.model_dump(mode="json"), mend=ROOM)
+    files.write_with_checksum(job.folder / layout.META_FILE, meta.model_dump(mode="json"), mend=DISK_FULL_HINT)
     (job.folder / layout.UNFINISHED_FILE).unlink()
     return _open_same(job.folder, job.config)  # as it is found from now on; tells of a corpus that changed meanwhile
 
 
-def _report(job: Preparation, prepared: Prepared, rate: float) -> None:
+def _report(job: PrepareContext, prepared: PreparedDataset, rate: float) -> None:
     splits = prepared.meta.splits.values()
     size = sum(split.bytes for split in splits) / 1e6
     read = f"{sum(split.documents for split in splits):,} documents, {size:.1f} MB"
@@ -232,11 +247,11 @@ def _report(job: Preparation, prepared: Prepared, rate: float) -> None:
     whole, speed = time.perf_counter() - job.progress.started, f"{rate / 1e6:.1f} MB/s"
     processes = "1 process" if job.workers == 1 else f"{job.workers} processes"
     job.progress.say(f"{describe(prepared)}. Read {read} in {whole:.1f} s, encoded at {speed} by {processes}.")
-    if others := job.corpus.passed_over:
-        job.progress.say(f"Passed over {len(others):,}: {_by_reason(others)}.")
+    if others := job.corpus.skipped_files:
+        job.progress.say(f"Passed over {len(others):,}: {_group_by_reason(others)}.")
 
 
-def _by_reason(others: Sequence[tuple[str, str]]) -> str:
+def _group_by_reason(others: Sequence[tuple[str, str]]) -> str:
     """Names of what was not read, each reason once.
 
     a.gz, b.gz (an archive, unpack it first); .git (hidden)
@@ -245,16 +260,16 @@ def _by_reason(others: Sequence[tuple[str, str]]) -> str:
     for name, why in others:
         found.setdefault(why, []).append(name)
     return "; ".join(
-        f"{', '.join(names[:NAMED_OTHERS])}{f' and {len(names) - NAMED_OTHERS:,} more' * (len(names) > NAMED_OTHERS)}"
+        f"{', '.join(names[:MAX_SKIPPED_NAMES])}{f' and {len(names) - MAX_SKIPPED_NAMES:,} more' * (len(names) > MAX_SKIPPED_NAMES)}"
         f" ({why})"
         for why, names in found.items()
     )
 
 
-def describe(prepared: Prepared) -> str:
+def describe(prepared: PreparedDataset) -> str:
     """One line: folder, tokens by split, vocabulary."""
     counts = ", ".join(f"{name} {split.tokens:,}" for name, split in prepared.meta.splits.items())
-    return f"{prepared.folder}: tokens {counts}; vocabulary {prepared.meta.vocabulary:,}"
+    return f"{prepared.folder}: tokens {counts}; vocabulary {prepared.meta.vocab_size:,}"
 
 
 @contextmanager
@@ -263,8 +278,8 @@ def _readable_disk_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise InputError(f"The disk that holds {folder} is full. {ROOM}") from None
+            raise InputError(f"The disk that holds {folder} is full. {DISK_FULL_HINT}") from None
         where = error.filename or folder
         raise InputError(
-            f"Preparing {folder} stopped at {where}: {files.reason(error)}. Mend that, and run the same command again."
+            f"Preparing {folder} stopped at {where}: {files.describe_os_error(error)}. Mend that, and run the same command again."
         ) from None

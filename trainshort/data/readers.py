@@ -19,13 +19,13 @@ LONGEST_LINE = 1 << 20
 """Bytes after which a line without an end is cut."""
 LONGEST_RECORD = 1 << 28
 """Bytes of the longest record, which is held in memory."""
-BLOCK = 1 << 20
+READ_BYTES = 1 << 20
 """Bytes that are read at a time."""
 
 _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 
 
-def whole_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Record]:
+def file_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Record]:
     """A file that is one document."""
     if cursor is None:
         with _open(path) as file:
@@ -46,7 +46,7 @@ def text_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Record
             yield Record(text, at, at)
 
 
-def stretch_rows(path: Path, cursor: int | None, errors: Errors, size: int) -> Iterator[Record]:
+def paragraph_rows(path: Path, cursor: int | None, errors: Errors, size: int) -> Iterator[Record]:
     """A plain text in documents of one to two times `size` bytes, cut after a blank line where there is one.
 
     size 4, "a\\nb\\n\\nc d e f":   "a\\nb\\n\\n", "c d e f"
@@ -56,7 +56,7 @@ def stretch_rows(path: Path, cursor: int | None, errors: Errors, size: int) -> I
         buffer, start = b"", 0
         while True:
             if len(buffer) - start <= 2 * size:
-                buffer, start = buffer[start:] + file.read(BLOCK), 0
+                buffer, start = buffer[start:] + file.read(READ_BYTES), 0
             if not buffer:
                 return
             end = _stretch_end(buffer, start, size)
@@ -115,7 +115,7 @@ def _record_text(line: bytes, errors: Errors, path: Path, at: int) -> str:
         raise InputError(f"{_line(path, at)}, is not JSON ({why}). Write one object per line.") from None
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
-        got = _shown(record)
+        got = _describe_record(record)
         raise InputError(f"{_line(path, at)}: expected an object with a string in its field 'text', got {got}.")
     try:
         text.encode("utf-8")
@@ -129,7 +129,7 @@ def _record_text(line: bytes, errors: Errors, path: Path, at: int) -> str:
     return text
 
 
-def _shown(record: Any) -> str:
+def _describe_record(record: Any) -> str:
     """What came instead: {"text": 5} is shown as text = 5, other records by their fields."""
     if isinstance(record, dict):
         if "text" in record:
@@ -142,7 +142,7 @@ def _line(path: Path, at: int) -> str:
     """The line of a file that begins at byte `at`, as messages name it; lines are counted from 1."""
     number = 1
     with _open(path) as file:
-        while at > 0 and (block := file.read(min(at, BLOCK))):
+        while at > 0 and (block := file.read(min(at, READ_BYTES))):
             number += block.count(b"\n")
             at -= len(block)
     return f"{path}, line {number}"

@@ -7,7 +7,7 @@ from trainshort import files
 from trainshort.config import DataConfig
 from trainshort.data.corpus import find_corpus
 from trainshort.data.document import Corpus
-from trainshort.data.meta import Checked, DataRequest, content_sha256
+from trainshort.data.meta import ChecksumCache, DataRequest, content_sha256
 from trainshort.data.tokenizer import tokenizer_name, tokenizers
 from trainshort.errors import InputError
 from trainshort.registry import did_you_mean
@@ -23,7 +23,7 @@ def data_folder(config: DataConfig) -> Path:
     corpus = config.corpus.rstrip("/")
     path = Path(corpus)
     short = path.stem if path.is_file() else path.name if path.is_dir() else corpus
-    size = str(config.vocabulary) if is_sized(config.tokenizer) else ""
+    size = str(config.vocab_size) if has_vocab_size(config.tokenizer) else ""
     return Path("data") / f"{_plain(short)}-{_plain(short_name(config.tokenizer))}{size}"
 
 
@@ -32,7 +32,7 @@ def short_name(tokenizer: str) -> str:
     return tokenizer if tokenizer in tokenizers else tokenizer_name(Path(tokenizer))
 
 
-def is_sized(tokenizer: str) -> bool:
+def has_vocab_size(tokenizer: str) -> bool:
     """Whether a vocabulary of a size that is asked for is built."""
     return tokenizer in tokenizers and tokenizers.get(tokenizer).sized
 
@@ -48,7 +48,7 @@ def make_request(config: DataConfig, corpus: Corpus) -> DataRequest:
         content=content_sha256(corpus.paths) if corpus.paths else None,
         tokenizer=config.tokenizer,
         tokenizer_sha256=_tokenizer_sha256(config.tokenizer),
-        vocabulary=config.vocabulary if is_sized(config.tokenizer) else None,
+        vocab_size=config.vocab_size if has_vocab_size(config.tokenizer) else None,
     )
 
 
@@ -66,9 +66,9 @@ def _tokenizer_sha256(tokenizer: str) -> str | None:
     )
 
 
-def refuse_other(folder: Path, old: DataRequest, config: DataConfig, state: str) -> None:
+def check_same_request(folder: Path, old: DataRequest, config: DataConfig, state: str) -> None:
     """Raise when the folder was made from something else, and say what differs."""
-    checked = Checked(folder)
+    checked = ChecksumCache(folder)
     differences = _differences(old, config, checked)
     if differences:
         raise InputError(
@@ -77,12 +77,12 @@ def refuse_other(folder: Path, old: DataRequest, config: DataConfig, state: str)
     checked.save()
 
 
-def _differences(old: DataRequest, config: DataConfig, checked: Checked) -> list[str]:
+def _differences(old: DataRequest, config: DataConfig, checked: ChecksumCache) -> list[str]:
     found = []
     corpus = _current(config)
     same = corpus is None or (  # names and sizes are compared first, then the content decides
         corpus.fingerprint == old.fingerprint
-        and (old.content is None or checked.same("corpus", corpus.paths, old.content))
+        and (old.content is None or checked.matches("corpus", corpus.paths, old.content))
     )
     if old.corpus != config.corpus and (corpus is None or not same):
         found.append(f"corpus '{old.corpus}', not '{config.corpus}'")
@@ -93,8 +93,8 @@ def _differences(old: DataRequest, config: DataConfig, checked: Checked) -> list
         found.append(f"tokenizer '{old.tokenizer}', not '{config.tokenizer}'")
     elif old.tokenizer_sha256 is not None and given not in (None, old.tokenizer_sha256):
         found.append(f"an earlier state of the tokenizer '{config.tokenizer}'")
-    elif old.vocabulary is not None and old.vocabulary != config.vocabulary:
-        found.append(f"vocabulary {old.vocabulary}, not {config.vocabulary}")
+    elif old.vocab_size is not None and old.vocab_size != config.vocab_size:
+        found.append(f"vocabulary {old.vocab_size}, not {config.vocab_size}")
     return found
 
 

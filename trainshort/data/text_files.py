@@ -12,19 +12,19 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trainshort.data.document import HEADING, SPLITS, Document, Errors, Kind, Record, articles, grouped
-from trainshort.data.readers import jsonl_rows, parquet_rows, stretch_rows, text_rows, whole_rows
+from trainshort.data.document import HEADING, SPLITS, Document, Errors, Kind, Record, articles, group_into_documents
+from trainshort.data.readers import file_rows, jsonl_rows, paragraph_rows, parquet_rows, text_rows
 from trainshort.errors import InputError
 
 TEXT_SUFFIXES = (".txt", ".md", ".tokens", ".raw", ".py")
 SUFFIXES = (".txt", ".md", ".tokens", ".raw", ".jsonl", ".parquet")
 ARCHIVES = (".zip", ".gz", ".tgz", ".xz", ".bz2", ".zst", ".tar", ".7z", ".rar")
-STRETCHES = 256
+TARGET_DOCUMENTS = 256
 """A plain text is cut into about this many documents, as long as they keep a sensible size."""
 
 _SPLIT_NAME = re.compile(r"(?:wiki\.)?(?:(train|training)|(valid|validation|val|dev)|(test))(?:[-_.].*)?")
 
-PassedOver = Sequence[tuple[str, str]]
+SkippedFiles = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class FileCorpus:
     name: str
     files: tuple[TextFile, ...]
     fingerprint: str
-    passed_over: tuple[tuple[str, str], ...] = ()
+    skipped_files: tuple[tuple[str, str], ...] = ()
     streamed: bool = False
 
     @property
@@ -62,7 +62,7 @@ class FileCorpus:
     @property
     def stretch(self) -> int:
         """Size of a plain text's documents: small texts are cut finer, so that all three splits get some."""
-        return min(max(self.size // STRETCHES, 64), 1 << 16)
+        return min(max(self.size // TARGET_DOCUMENTS, 64), 1 << 16)
 
     def documents(self, cursor: Any = None, errors: Errors = "strict") -> Iterator[Document]:
         first, cursor = cursor or (0, None)
@@ -78,16 +78,16 @@ class FileCorpus:
         """The file's documents from a cursor on."""
         if suffix(file.path) in TEXT_SUFFIXES:
             if file.kind == "whole":
-                return whole_rows(file.path, cursor, errors)
+                return file_rows(file.path, cursor, errors)
             if file.kind == "articles":
                 return articles(text_rows(file.path, cursor, errors))
-            return stretch_rows(file.path, cursor, errors, self.stretch)
+            return paragraph_rows(file.path, cursor, errors, self.stretch)
         read = jsonl_rows if suffix(file.path) == ".jsonl" else parquet_rows
-        return grouped(read(file.path, cursor, errors), file.kind, self.stretch)
+        return group_into_documents(read(file.path, cursor, errors), file.kind, self.stretch)
 
 
 def file_corpus(
-    name: str, paths: list[Path], root: Path | None = None, kind: Kind | None = None, passed_over: PassedOver = ()
+    name: str, paths: list[Path], root: Path | None = None, kind: Kind | None = None, skipped_files: SkippedFiles = ()
 ) -> FileCorpus:
     """A corpus of these files; `root` is the folder that was named, if one was. Without a `kind`, looks for it."""
     for path in paths:
@@ -107,17 +107,19 @@ def file_corpus(
         for path in paths
         if sizes[path]
     )
-    parts = "".join(f"{_shown(file.path, root)}\0{file.size}\0{file.kind}\0{file.split}\n" for file in files)
-    passed_over = (*passed_over, *((_shown(path, root), "empty") for path in empty))
-    return FileCorpus(name, files, hashlib.sha256(parts.encode()).hexdigest(), passed_over)
+    parts = "".join(f"{_relative_name(file.path, root)}\0{file.size}\0{file.kind}\0{file.split}\n" for file in files)
+    skipped_files = (*skipped_files, *((_relative_name(path, root), "empty") for path in empty))
+    return FileCorpus(name, files, hashlib.sha256(parts.encode()).hexdigest(), skipped_files)
 
 
 def folder_corpus(name: str, folder: Path, kind: Kind | None = None) -> FileCorpus:
     """All text files below a folder, in the order of their names; what is not read is named with the reason."""
-    paths, passed_over = select(sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix()), folder)
+    paths, skipped_files = select(
+        sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix()), folder
+    )
     if not paths:
         raise InputError(f"{folder} holds no {', '.join(SUFFIXES)} file. Name a folder with text in it.")
-    return file_corpus(name, paths, folder, kind, passed_over)
+    return file_corpus(name, paths, folder, kind, skipped_files)
 
 
 def select(paths: list[Path], root: Path | None = None) -> tuple[list[Path], list[tuple[str, str]]]:
@@ -130,15 +132,17 @@ def select(paths: list[Path], root: Path | None = None) -> tuple[list[Path], lis
         if hidden is not None:
             others["/".join(parts[: hidden + 1])] = "hidden"
         elif not path.is_dir():
-            if reason := _unread(path):
-                others[_shown(path, root)] = reason
+            if reason := _skip_reason(path):
+                others[_relative_name(path, root)] = reason
             else:
                 found.append(path)
     # The README.md of a corpus with train, valid and test is about the text, and not of it.
     texts = [path for path in found if suffix(path) != ".md"]
     if len(texts) > 1 and all(_split_name(path, root) for path in texts):
         notes = [path for path in found if path not in texts and not _split_name(path, root)]
-        others |= {_shown(path, root): "lies beside files that are named train, valid or test" for path in notes}
+        others |= {
+            _relative_name(path, root): "lies beside files that are named train, valid or test" for path in notes
+        }
         found = [path for path in found if path not in notes]
     return found, list(others.items())
 
@@ -148,7 +152,7 @@ def suffix(path: Path) -> str:
     return path.suffix.lower()
 
 
-def _unread(path: Path) -> str | None:
+def _skip_reason(path: Path) -> str | None:
     """Why a file is not read, or None when it is."""
     if suffix(path) in ARCHIVES:
         return "an archive, unpack it first"
@@ -157,7 +161,7 @@ def _unread(path: Path) -> str | None:
     return None if path.is_file() else "no file, or a link to none"
 
 
-def _shown(path: Path, root: Path | None) -> str:
+def _relative_name(path: Path, root: Path | None) -> str:
     return path.relative_to(root).as_posix() if root else path.name
 
 

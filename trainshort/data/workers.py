@@ -25,7 +25,7 @@ from trainshort.errors import InputError
 
 
 @dataclass(frozen=True)
-class Portion:
+class Chunk:
     """Some documents in a row, the unit of work; `cursor` is where the corpus goes on after them."""
 
     documents: list[tuple[str, str]]
@@ -35,7 +35,7 @@ class Portion:
 
 
 @dataclass
-class Encoded:
+class EncodedChunk:
     """One split's share of a portion."""
 
     tokens: bytes
@@ -45,16 +45,16 @@ class Encoded:
     bytes: int
 
 
-def encode_portion(tokenizer: Tokenizer, documents: list[tuple[str, str]]) -> dict[str, Encoded]:
+def encode_chunk(tokenizer: Tokenizer, documents: list[tuple[str, str]]) -> dict[str, EncodedChunk]:
     """The tokens of a portion by split, in the type that goes to disk."""
-    kind = np.dtype(token_type(tokenizer.vocabulary)).newbyteorder("<")
+    kind = np.dtype(token_type(tokenizer.vocab_size)).newbyteorder("<")
     by_split: dict[str, list[str]] = {}
     for split, text in documents:
         by_split.setdefault(split, []).append(text)
     result = {}
     for split, texts in by_split.items():
         arrays = [tokenizer.encode_document(text) for text in texts]
-        result[split] = Encoded(
+        result[split] = EncodedChunk(
             tokens=np.concatenate(arrays).astype(kind).tobytes(),
             lengths=[len(array) for array in arrays],
             words=sum(len(text.split()) for text in texts),
@@ -77,7 +77,7 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def _ask(worker: subprocess.Popen[bytes], documents: list[tuple[str, str]]) -> dict[str, Encoded]:
+def _ask(worker: subprocess.Popen[bytes], documents: list[tuple[str, str]]) -> dict[str, EncodedChunk]:
     """Send a worker a portion, and wait for the answer."""
     assert worker.stdin
     assert worker.stdout
@@ -94,20 +94,20 @@ def _ask(worker: subprocess.Popen[bytes], documents: list[tuple[str, str]]) -> d
 
 
 def encode(
-    portions: Iterable[Portion], folder: Path, workers: int
-) -> Generator[tuple[Portion, dict[str, Encoded]], None, None]:
+    portions: Iterable[Chunk], folder: Path, workers: int
+) -> Generator[tuple[Chunk, dict[str, EncodedChunk]], None, None]:
     """Every portion with its tokens, in order; two portions a worker are in memory at a time. With one worker the work
     is done right here."""
     if workers == 1:
         tokenizer = load_tokenizer(folder)
-        yield from ((portion, encode_portion(tokenizer, portion.documents)) for portion in portions)
+        yield from ((portion, encode_chunk(tokenizer, portion.documents)) for portion in portions)
         return
     processes = [_start(folder) for _ in range(workers)]
     idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
     for process in processes:
         idle.put(process)
 
-    def by_a_worker(portion: Portion) -> dict[str, Encoded]:
+    def by_a_worker(portion: Chunk) -> dict[str, EncodedChunk]:
         process = idle.get()
         try:
             return _ask(process, portion.documents)
@@ -115,7 +115,7 @@ def encode(
             idle.put(process)
 
     threads = ThreadPoolExecutor(max_workers=workers)
-    waiting: deque[tuple[Portion, Future[dict[str, Encoded]]]] = deque()
+    waiting: deque[tuple[Chunk, Future[dict[str, EncodedChunk]]]] = deque()
     try:
         for portion in portions:
             waiting.append((portion, threads.submit(by_a_worker, portion)))
@@ -143,7 +143,7 @@ def serve() -> None:
     while True:
         try:
             documents = pickle.load(requests)
-            pickle.dump(encode_portion(tokenizer, documents), answers, protocol=5)
+            pickle.dump(encode_chunk(tokenizer, documents), answers, protocol=5)
             answers.flush()
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             os._exit(0)  # the parent is gone, and so is the pipe into which Python would still flush

@@ -24,10 +24,10 @@ from torch import Tensor
 from trainshort import alibi
 from trainshort.errors import InputError
 from trainshort.model import Attention, TransformerLM
-from trainshort.positions.bias import sloped
-from trainshort.positions.rotate import Rotary, Stretch
+from trainshort.positions.bias import alibi_bias
+from trainshort.positions.rotate import Rotary, RotaryScaling
 
-KINDS = {
+OVERRIDE_MINIMUMS = {
     "slopes": {"interpolate": None, "ntk": 1.0, "clamp": 1.0, "max_bias": 0.0, "window": 1.0},
     "rotary": {"linear": 1.0, "ntk": 1.0, "dynamic": 1.0, "yarn": 1.0, "blocks": 1.0},
 }
@@ -40,7 +40,7 @@ EXAMPLES = {
 
 
 @dataclass(frozen=True)
-class Change:
+class Override:
     """One change of a trained model, as an option names it."""
 
     option: str
@@ -48,27 +48,29 @@ class Change:
     value: float = 0.0
 
     @staticmethod
-    def read(option: str, text: str) -> "Change":
+    def read(option: str, text: str) -> "Override":
         """From the command line: `interpolate`, `max_bias=16`, `yarn=4`; of `scores`, a number."""
         if option == "scores":
             number = _number(text)
             if number is None or not number > 0:
                 raise InputError(f"--scores is a factor above 0, such as 1.2; got '{text}'.")
-            return Change("scores", value=number)
+            return Override("scores", value=number)
         kind, equals, value = text.partition("=")
         number = _number(value)
-        if kind in KINDS[option] and _fits(kind, KINDS[option][kind], bool(equals), number):
-            return Change(option, kind, number or 0.0)
+        if kind in OVERRIDE_MINIMUMS[option] and _is_valid_value(
+            kind, OVERRIDE_MINIMUMS[option][kind], bool(equals), number
+        ):
+            return Override(option, kind, number or 0.0)
         raise InputError(f"{EXAMPLES[option]}; got '{text}'.")
 
     @staticmethod
-    def chosen(slopes: str | None, rotary: str | None, scores: str | None) -> "Change | None":
+    def from_options(slopes: str | None, rotary: str | None, scores: str | None) -> "Override | None":
         """Of the options of a command; one at a time."""
         given = {"slopes": slopes, "rotary": rotary, "scores": scores}
         named = {name: text for name, text in given.items() if text is not None}
         if len(named) > 1:
             raise InputError(f"give one of {' and '.join('--' + name for name in named)}, so that its effect is seen.")
-        return next((Change.read(name, text) for name, text in named.items()), None)
+        return next((Override.read(name, text) for name, text in named.items()), None)
 
     def __str__(self) -> str:
         """Return the name of this change in stored results."""
@@ -86,7 +88,7 @@ def _number(text: str) -> float | None:
     return number if number < float("inf") else None
 
 
-def _fits(kind: str, least: float | None, given: bool, number: float | None) -> bool:
+def _is_valid_value(kind: str, least: float | None, given: bool, number: float | None) -> bool:
     if least is None:
         return not given
     if number is None or (kind in WHOLE and not number.is_integer()):
@@ -94,7 +96,7 @@ def _fits(kind: str, least: float | None, given: bool, number: float | None) -> 
     return number > least if kind == "max_bias" else number >= least
 
 
-def new_slopes(trained: Float[Tensor, " heads"], change: Change, trained_at: int, length: int) -> Tensor:
+def new_slopes(trained: Float[Tensor, " heads"], change: Override, trained_at: int, length: int) -> Tensor:
     """The slopes for inputs of this length.
 
     interpolate, trained at 128:   length 64 or 128 → as trained      length 512 → a quarter of them
@@ -113,7 +115,7 @@ def new_slopes(trained: Float[Tensor, " heads"], change: Change, trained_at: int
 
 
 @contextmanager
-def changed(model: TransformerLM, change: Change, trained_at: int, length: int) -> Iterator[None]:
+def apply_override(model: TransformerLM, change: Override, trained_at: int, length: int) -> Iterator[None]:
     """Inside, `model` runs with a change, for inputs of this length."""
     with ExitStack() as held:
         if change.option == "slopes":
@@ -122,13 +124,13 @@ def changed(model: TransformerLM, change: Change, trained_at: int, length: int) 
             _stretch(held, model, change, trained_at, length)
         for attention in (module for module in model.modules() if isinstance(module, Attention)):
             if change.option == "scores":
-                set_until(held, attention, "score_factor", attention.score_factor * change.value)
+                set_attribute_temporarily(held, attention, "score_factor", attention.score_factor * change.value)
             if change.kind in ("window", "blocks"):
-                set_until(held, attention, change.kind, int(change.value))
+                set_attribute_temporarily(held, attention, change.kind, int(change.value))
         yield
 
 
-def _change_slopes(held: ExitStack, model: TransformerLM, change: Change, trained_at: int, length: int) -> None:
+def _change_slopes(held: ExitStack, model: TransformerLM, change: Override, trained_at: int, length: int) -> None:
     trained = model.position.linear_slopes()
     if trained is None:
         raise InputError(
@@ -140,20 +142,20 @@ def _change_slopes(held: ExitStack, model: TransformerLM, change: Change, traine
     slopes = new_slopes(trained.detach().clone(), change, trained_at, length)
     farthest = int(change.value) if change.kind == "clamp" else None
     # In place of the method's own bias, which may keep its slopes as a tensor or compute them each time.
-    set_until(held, model.position, "score_bias", partial(sloped, slopes, farthest))
+    set_attribute_temporarily(held, model.position, "score_bias", partial(alibi_bias, slopes, farthest))
 
 
-def _stretch(held: ExitStack, model: TransformerLM, change: Change, trained_at: int, length: int) -> None:
+def _stretch(held: ExitStack, model: TransformerLM, change: Override, trained_at: int, length: int) -> None:
     if not isinstance(model.position, Rotary):
         raise InputError(
             f"--rotary needs a model with rotary or xpos positions; this one has position='{model.config.position}'."
         )
     if change.kind != "blocks":
         how: Any = change.kind  # one of Stretch's, as `read` has it
-        set_until(held, model.position, "stretch", Stretch(how, change.value, trained_at, length))
+        set_attribute_temporarily(held, model.position, "stretch", RotaryScaling(how, change.value, trained_at, length))
 
 
-def set_until(held: ExitStack, owner: Any, name: str, value: Any) -> None:
+def set_attribute_temporarily(held: ExitStack, owner: Any, name: str, value: Any) -> None:
     """Set an attribute; it is what it was when `held` ends."""
     if name in vars(owner) or not hasattr(type(owner), name):
         held.callback(setattr, owner, name, getattr(owner, name))

@@ -19,22 +19,22 @@ from typing import Any
 
 from trainshort.errors import InputError
 from trainshort.evaluate.results import Evaluation, Interval, LengthScore, interval
-from trainshort.files import read_sealed, write_sealed
+from trainshort.files import read_with_checksum, write_with_checksum
 
-EFFECT = 0.01
+MIN_EFFECT_NATS = 0.01
 
 
-def shows(effect: float, interval: Interval | None) -> bool:
+def is_significant_increase(effect: float, interval: Interval | None) -> bool:
     """Whether a positive effect is large enough to matter and surely not zero."""
-    return interval is not None and effect >= EFFECT and interval[0] > 0
+    return interval is not None and effect >= MIN_EFFECT_NATS and interval[0] > 0
 
 
-def costs(effect: float, interval: Interval | None) -> bool:
+def is_significant_decrease(effect: float, interval: Interval | None) -> bool:
     """The same of a negative one."""
-    return interval is not None and shows(-effect, (-interval[1], -interval[0]))
+    return interval is not None and is_significant_increase(-effect, (-interval[1], -interval[0]))
 
 
-def unbroken(found: Iterable[tuple[int, bool]]) -> int | None:
+def longest_contiguous(found: Iterable[tuple[int, bool]]) -> int | None:
     """The farthest distance such that it and all nearer ones hold; None when the nearest does not.
 
     64 holds, 128 holds, 256 does not, 512 holds:   128
@@ -43,30 +43,30 @@ def unbroken(found: Iterable[tuple[int, bool]]) -> int | None:
     return holding[-1][0] if holding else None
 
 
-def span(what: str, found: Iterable[tuple[int, bool]]) -> str:
+def format_range(what: str, found: Iterable[tuple[int, bool]]) -> str:
     """A range in words, with what lies behind a hole told as such.
 
     copy up to 128 tokens (at 512 again, but not at 256)
     """
     tried = sorted(found)
-    farthest = unbroken(tried)
+    farthest = longest_contiguous(tried)
     behind = [distance for distance, holds in tried if holds and distance > (farthest or 0)]
     if farthest is None and not behind:
         return f"no {what} at any distance tried"
     hole = next((distance for distance, holds in tried if not holds), 0)
     if farthest is None:
-        return f"{what} at {_listed(behind)} tokens, but not at {hole:,}"
-    again = f" (at {_listed(behind)} again, but not at {hole:,})" if behind else ""
+        return f"{what} at {_join_numbers(behind)} tokens, but not at {hole:,}"
+    again = f" (at {_join_numbers(behind)} again, but not at {hole:,})" if behind else ""
     return f"{what} up to {farthest:,} tokens{again}"
 
 
-def _listed(numbers: list[int]) -> str:
+def _join_numbers(numbers: list[int]) -> str:
     return " and ".join(f"{number:,}" for number in numbers)
 
 
-ENOUGH = 200
+MIN_PREDICTIONS_PER_BIN = 200
 """Predictions that a point of the loss by position stands for at least; neighbouring bins are put together."""
-MATTERS = 0.02
+MIN_LOSS_CHANGE = 0.02
 """Nats that a change of the mean loss must exceed, beside its interval excluding none, before it is called one."""
 
 
@@ -99,22 +99,22 @@ class Bin:
         return Bin(self.first, other.end, self.count + other.count, self.total + other.total, squares)
 
 
-def pooled(row: LengthScore) -> list[Bin]:
+def pool_bins(row: LengthScore) -> list[Bin]:
     """A row's bins, neighbours put together until each has enough predictions; what is left at the end joins the last
     one."""
     bins: list[Bin] = []
     for position, square in zip(row.positions, row.position_squares, strict=True):
         one = Bin(*position, square)
-        if bins and bins[-1].count < ENOUGH:
+        if bins and bins[-1].count < MIN_PREDICTIONS_PER_BIN:
             bins[-1] = bins[-1].and_also(one)
         else:
             bins.append(one)
-    if len(bins) > 1 and bins[-1].count < ENOUGH:
+    if len(bins) > 1 and bins[-1].count < MIN_PREDICTIONS_PER_BIN:
         bins[-2:] = [bins[-2].and_also(bins[-1])]
-    return [one for one in bins if one.count >= ENOUGH]
+    return [one for one in bins if one.count >= MIN_PREDICTIONS_PER_BIN]
 
 
-def past_training(bins: list[Bin], trained: int) -> str:
+def describe_change_past_training(bins: list[Bin], trained: int) -> str:
     """`falls by 0.12 ± 0.05`, `rises by ...`, or that no change shows: only what the interval bears out is said."""
     before = [one for one in bins if trained / 2 <= one.middle <= trained]
     after = [one for one in bins if one.first >= trained]
@@ -125,7 +125,7 @@ def past_training(bins: list[Bin], trained: int) -> str:
     near, far = functools.reduce(Bin.and_also, before), functools.reduce(Bin.and_also, after)
     change = far.mean - near.mean
     margin = 1.96 * math.hypot(near.error, far.error)
-    if abs(change) <= max(margin, MATTERS):
+    if abs(change) <= max(margin, MIN_LOSS_CHANGE):
         return f"shows no change ({change:+.2f} ± {margin:.2f})"
     return f"{'rises' if change > 0 else 'falls'} by {abs(change):.2f} ± {margin:.2f}"
 
@@ -149,11 +149,11 @@ def bounds(bins: list[Bin]) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 CARD = "extrapolation.json"
 CARD_FORMAT = 2
-SLACK = 1.02
+MAX_PERPLEXITY_RATIO = 1.02
 """The looser of the two marks counts a perplexity as good up to this many times that at the training length."""
 
 
-def make_card(evaluation: Evaluation, source: str) -> dict[str, Any] | None:
+def make_summary(evaluation: Evaluation, source: str) -> dict[str, Any] | None:
     """The card of a sweep, or None when it says nothing about extrapolation: it needs the training length (the shortest
     length, for a model that does not tell its own) and at least one longer, scored without overlap and as trained."""
     if evaluation.protocol.get("stride") is not None or evaluation.protocol.get("slopes") is not None:
@@ -167,8 +167,8 @@ def make_card(evaluation: Evaluation, source: str) -> dict[str, Any] | None:
     scored = [row for row in rows if row.status == "scored"]
     best = min(scored, key=lambda row: row.perplexity)
     marks = {
-        "no_worse": _mark(rows, lambda row: row.loss - base.loss < EFFECT),
-        "within_2_percent": _mark(rows, lambda row: row.perplexity <= SLACK * base.perplexity),
+        "no_worse": _mark(rows, lambda row: row.loss - base.loss < MIN_EFFECT_NATS),
+        "within_2_percent": _mark(rows, lambda row: row.perplexity <= MAX_PERPLEXITY_RATIO * base.perplexity),
     }
     return {
         "format": CARD_FORMAT,
@@ -193,7 +193,7 @@ def make_card(evaluation: Evaluation, source: str) -> dict[str, Any] | None:
 def _mark(rows: list[LengthScore], good: Callable[[LengthScore], bool]) -> dict[str, Any]:
     """The longest length that is good with all before it; `open` when nothing longer was tried, so that it may be good
     farther still."""
-    length = unbroken((row.length, row.status == "scored" and good(row)) for row in rows)
+    length = longest_contiguous((row.length, row.status == "scored" and good(row)) for row in rows)
     return {"length": length, "open": length == rows[-1].length}
 
 
@@ -208,28 +208,32 @@ def _entry(row: LengthScore) -> dict[str, Any]:
 def _summary(evaluation: Evaluation, rows: list[LengthScore], base: LengthScore, mark: dict[str, Any]) -> str:
     begin = f"trained at {base.length:,}" if evaluation.trained_at else f"compared with {base.length:,}"
     next_row = next((row for row in rows if row.length > mark["length"]), None)
-    longest = evaluation.target.get("longest")
+    longest = evaluation.target.get("max_length")
     if next_row is not None and next_row.status == "cannot" and longest:
         return f"{begin}, cannot read past {longest:,}"
     good = f"{begin}, good to {mark['length']:,}{'+' if mark['open'] else ''}"
-    if next_row is None or next_row.status != "scored" or shows(next_row.loss - base.loss, interval(next_row, base)):
+    if (
+        next_row is None
+        or next_row.status != "scored"
+        or is_significant_increase(next_row.loss - base.loss, interval(next_row, base))
+    ):
         return good
     return f"{good}, cannot tell at {next_row.length:,} (too little text)"
 
 
-def save_card(card: dict[str, Any], folder: Path) -> bool:
+def save_summary(card: dict[str, Any], folder: Path) -> bool:
     """Write the card, unless the folder has one of the same weights on more tokens; whether it was written."""
-    old = load_card(folder)
+    old = load_summary(folder)
     if old and old["target"]["weights"] == card["target"]["weights"] and old["base"]["tokens"] > card["base"]["tokens"]:
         return False
-    write_sealed(folder / CARD, card)
+    write_with_checksum(folder / CARD, card)
     return True
 
 
-def load_card(folder: Path) -> dict[str, Any] | None:
+def load_summary(folder: Path) -> dict[str, Any] | None:
     """A folder's card; None when there is none that can be read."""
     try:
-        card = read_sealed(folder / CARD)
+        card = read_with_checksum(folder / CARD)
     except InputError:
         return None
     return card if card.get("format") == CARD_FORMAT else None

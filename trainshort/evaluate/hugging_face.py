@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainshort.data.hub import hub_answers
+from trainshort.data.hub import is_hub_reachable
 from trainshort.errors import InputError
-from trainshort.evaluate.changes import Change, set_until
+from trainshort.evaluate.changes import Override, set_attribute_temporarily
 from trainshort.evaluate.target import PRECISIONS, Target, TextTokenizer
-from trainshort.files import read_object
+from trainshort.files import read_json_object
 from trainshort.optional import require_package
 from trainshort.terminal import first_sentence
 from trainshort.vocabulary import SLICE_ELEMENTS
@@ -39,7 +39,7 @@ TABLE_SETTINGS = {"mpt": "max_seq_len"}
 """Model types whose ALiBi has no limit but is written out as far as a setting says; longer inputs need a larger one."""
 
 PROBE_TOKENS = 8
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 """Layers that a config.json may ask for; models of the hub have up to some hundred."""
 
 
@@ -56,10 +56,10 @@ class HuggingFaceTarget(Target):
         declared = next((size for key in LENGTH_NAMES if isinstance(size := getattr(config, key, None), int)), None)
         own = getattr(config, "trained_at", None)  # our exports say it; the others are what a table has room for
         self.trained_at = own if isinstance(own, int) else declared
-        self.longest = _table_length(self.model, declared)
-        self.vocabulary = config.vocab_size
+        self.max_length = _table_length(self.model, declared)
+        self.vocab_size = config.vocab_size
         self.folder = Path("runs") / re.sub(r"[^\w.]+", "-", Path(name).name if Path(name).is_dir() else name)
-        self._head = _separable(self.model, *_probed(name, self.model, self.vocabulary))
+        self._head = _split_body_and_head(self.model, *_probe_logits(name, self.model, self.vocab_size))
 
     @cached_property
     def bos(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -74,7 +74,7 @@ class HuggingFaceTarget(Target):
         if self._head is not None:
             body, head = self._head
             hidden = body(input_ids=tokens, use_cache=False)[0][:, first:]
-            size = max(1, SLICE_ELEMENTS // self.vocabulary)
+            size = max(1, SLICE_ELEMENTS // self.vocab_size)
             parts = hidden.flatten(0, 1).split(size), targets[:, first:].flatten().split(size)
             rows = [_nll(head(part), wanted) for part, wanted in zip(*parts, strict=True)]
             return torch.cat(rows).view(hidden.shape[:2])
@@ -88,14 +88,14 @@ class HuggingFaceTarget(Target):
         return torch.stack(rows)
 
     @contextmanager
-    def at(self, change: Change | None, length: int) -> Iterator[None]:
-        with super().at(change, length), ExitStack() as held:
+    def for_length(self, change: Override | None, length: int) -> Iterator[None]:
+        with super().for_length(change, length), ExitStack() as held:
             config = self.model.config
             if (setting := TABLE_SETTINGS.get(config.model_type)) is not None:
-                set_until(held, config, setting, max(getattr(config, setting), length))
+                set_attribute_temporarily(held, config, setting, max(getattr(config, setting), length))
             yield
 
-    def refusal(self, error: Exception, length: int) -> str | None:
+    def length_error_reason(self, error: Exception, length: int) -> str | None:
         """Past the length that its configuration declares, a model may fail in its own way: a table that ends, a mask
         that is too small. Below it, or out of memory, an error is an error."""
         if self.trained_at is None or length <= self.trained_at or not isinstance(error, IndexError | RuntimeError):
@@ -137,7 +137,7 @@ class HuggingFaceTokenizer:
     def __init__(self, name: str, tokenizer: Any) -> None:
         self.name = name
         self.tokenizer = tokenizer
-        self.vocabulary = len(tokenizer)
+        self.vocab_size = len(tokenizer)
         self.end: int | None = tokenizer.eos_token_id
 
     def encode(self, text: str) -> np.ndarray:
@@ -160,7 +160,7 @@ class HuggingFaceTokenizer:
 def _load(name: str, precision: str) -> Any:
     _refuse_pickles(name)
     config = Path(name) / "config.json"
-    if config.is_file() and read_object(config).get("model_type") == "trainshort":
+    if config.is_file() and read_json_object(config).get("model_type") == "trainshort":
         import trainshort.hf  # noqa: F401  (the class of `export --to hf`, known to transformers once it is imported)
     try:
         return load_causal(name, PRECISIONS[precision])
@@ -206,7 +206,7 @@ def check_settings(name: str, settings: Any) -> None:
     for key, value in settings.items() if isinstance(settings, dict) else ():
         if key.strip("_").startswith(("attn_implementation", "experts_implementation")) and "/" in str(value):
             raise InputError(_CODE.format(name=name, part=f"attention ({value})"))
-        if "layer" in key and isinstance(value, int) and value > MOST_LAYERS:
+        if "layer" in key and isinstance(value, int) and value > MAX_LAYERS:
             raise InputError(f"The config.json of '{name}' asks for {value:,} layers ({key}). Restore it from a copy.")
         check_settings(name, value)
 
@@ -221,7 +221,7 @@ def _source(name: str) -> str:
     """Where a model is loaded from: its folder; the hub; or, where the hub does not answer, what an earlier download
     left on this machine, in place of half a minute of retries."""
     require_package("transformers", "Evaluating Hugging Face models", "trainshort[hf]")
-    if Path(name).is_dir() or hub_answers():
+    if Path(name).is_dir() or is_hub_reachable():
         return name
     from huggingface_hub import snapshot_download
 
@@ -256,12 +256,12 @@ def _table_length(model: nn.Module, declared: int | None) -> int | None:
 
 
 @torch.no_grad()
-def _probed(name: str, model: Any, vocabulary: int) -> tuple[Tensor, Tensor]:
+def _probe_logits(name: str, model: Any, vocab_size: int) -> tuple[Tensor, Tensor]:
     """A few tokens, and the model's logits for them. An encoder is refused: transformers loads BERT and its like as
     causal models, too, and only warns that they see what comes."""
     device = next(model.parameters()).device
-    tokens = torch.arange(PROBE_TOKENS, device=device)[None] * (vocabulary // PROBE_TOKENS)
-    other = torch.cat([tokens[:, :-1], (tokens[:, -1:] + 1) % vocabulary], dim=1)
+    tokens = torch.arange(PROBE_TOKENS, device=device)[None] * (vocab_size // PROBE_TOKENS)
+    other = torch.cat([tokens[:, :-1], (tokens[:, -1:] + 1) % vocab_size], dim=1)
     own, others = (model(input_ids=each, use_cache=False).logits.float() for each in (tokens, other))
     if (own - others)[:, :-1].abs().max() > _rounding(model) * own[:, :-1].abs().max():
         raise InputError(
@@ -272,7 +272,7 @@ def _probed(name: str, model: Any, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _separable(model: Any, tokens: Tensor, own: Tensor) -> tuple[nn.Module, nn.Module] | None:
+def _split_body_and_head(model: Any, tokens: Tensor, own: Tensor) -> tuple[nn.Module, nn.Module] | None:
     """The model's body and head, if its own logits are the one applied to the other's output."""
     body, head = model.base_model, model.get_output_embeddings()
     if head is None or body is model:

@@ -7,14 +7,14 @@ longer context; a flat one gains only because fewer tokens stand at a block's be
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainshort.evaluate.evidence import bounds, pooled
+from trainshort.evaluate.evidence import bounds, pool_bins
 from trainshort.evaluate.results import Evaluation, interval, perplexity
-from trainshort.utils.figures import OTHERS, Figure, Series, color, spaced
+from trainshort.utils.figures import OTHERS, Figure, Series, color, thin_ticks
 from trainshort.utils.figures import draw as draw_figures
 
-SHADES = ("#482475", "#414487", "#2f6c8e", "#1f988b", "#42be71", "#a2da37")
+LENGTH_COLORS = ("#482475", "#414487", "#2f6c8e", "#1f988b", "#42be71", "#a2da37")
 """Of the lengths in the right panel, from short to long; as many are drawn at most."""
-SHORT = {"out of memory": "OOM", "cannot": "cannot", "not finite": "not finite"}
+STATUS_LABELS = {"out of memory": "OOM", "cannot": "cannot", "not finite": "not finite"}
 
 
 def draw(evaluations: Sequence[Evaluation], path: Path) -> list[Path]:
@@ -40,7 +40,7 @@ def lengths_figure(evaluations: Sequence[Evaluation]) -> Figure:
         low, high = (tuple(perplexity(bound[i]) for bound in found if len(found) == len(rows)) for i in (0, 1))
         at, values = tuple(row.length for row in rows), tuple(row.perplexity for row in rows)
         series += [Series(label(evaluation), at, values, shade, low, high)] if rows else []
-        absent += [(row.length, shade, SHORT[row.status]) for row in evaluation.rows if row.status != "scored"]
+        absent += [(row.length, shade, STATUS_LABELS[row.status]) for row in evaluation.rows if row.status != "scored"]
     trained = sorted({one.trained_at for one in evaluations if one.trained_at})
     return Figure(
         name="lengths",
@@ -51,7 +51,7 @@ def lengths_figure(evaluations: Sequence[Evaluation]) -> Figure:
         y_label=f"{first.measure} per token (log scale)",
         x_log=True,
         y_log=True,
-        ticks=spaced([row.length for one in evaluations for row in one.rows]),
+        ticks=thin_ticks([row.length for one in evaluations for row in one.rows]),
         marks=tuple((length, f"trained at {length:,}") for length in trained),
         absent=tuple(absent),
         named=True,
@@ -60,12 +60,12 @@ def lengths_figure(evaluations: Sequence[Evaluation]) -> Figure:
 
 def positions_figure(evaluation: Evaluation) -> Figure:
     """Mean loss by distance from the start of the block, for a few of the lengths."""
-    read = [(row.length, bins) for row in evaluation.scored if (bins := pooled(row))]
-    last = max(1, min(len(SHADES), len(read)) - 1)
+    read = [(row.length, bins) for row in evaluation.scored if (bins := pool_bins(row))]
+    last = max(1, min(len(LENGTH_COLORS), len(read)) - 1)
     chosen = [read[i] for i in sorted({round(k * (len(read) - 1) / last) for k in range(last + 1)})] if read else []
     series = [
         Series(f"read at {at:,}", tuple(b.middle for b in bins), tuple(b.mean for b in bins), shade, *bounds(bins))
-        for (at, bins), shade in zip(chosen, SHADES, strict=False)
+        for (at, bins), shade in zip(chosen, LENGTH_COLORS, strict=False)
     ]
     return Figure(
         name="positions",

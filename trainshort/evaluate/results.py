@@ -15,14 +15,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trainshort.config import Settings
+from trainshort.config import StrictConfig
 from trainshort.errors import InputError
-from trainshort.files import MissingFileError, make_folder, read_sealed, write_sealed
+from trainshort.files import MissingFileError, make_folder, read_with_checksum, write_with_checksum
 from trainshort.passes import Passes, position_edges
-from trainshort.runs import saved_states
+from trainshort.runs import read_checkpoint_states
 from trainshort.terminal import perplexity
 
-FORMAT = 2
+EVALUATION_FORMAT = 2
 BLOCKS = 100
 """Stretches of text whose sums are stored, the same for all lengths: rows can be compared stretch by stretch."""
 SMALLEST_BLOCK = 32
@@ -35,7 +35,7 @@ Interval = tuple[float, float]
 Status = Literal["scored", "cannot", "out of memory", "not finite"]
 
 
-class LengthScore(Settings):
+class LengthScore(StrictConfig):
     """One length of a sweep."""
 
     length: int
@@ -82,10 +82,10 @@ class LengthScore(Settings):
         return self.timed / self.seconds if self.timed and self.seconds else None
 
 
-class Evaluation(Settings):
+class Evaluation(StrictConfig):
     """One model on one text by one protocol, at any number of lengths."""
 
-    format: int = FORMAT
+    format: int = EVALUATION_FORMAT
     target: dict[str, Any]
     """What was evaluated: name, kind, weights' sha256, step, training length, configuration."""
     corpus: dict[str, Any]
@@ -197,7 +197,7 @@ def interval_of(sums: np.ndarray, counts: np.ndarray | None = None) -> Interval 
 
 def save(evaluation: Evaluation, path: Path) -> None:
     make_folder(path.parent)
-    write_sealed(path, json.loads(evaluation.model_dump_json()))
+    write_with_checksum(path, json.loads(evaluation.model_dump_json()))
 
 
 def load(path: Path) -> Evaluation:
@@ -208,19 +208,19 @@ def load(path: Path) -> Evaluation:
     """
     mend = "Remove it and evaluate again."
     try:
-        values = read_sealed(path, mend=mend)
+        values = read_with_checksum(path, mend=mend)
     except MissingFileError:
         raise InputError(f"There is no evaluation at {path}. Make one by: trainshort evaluate RUN") from None
-    if values.get("format") != FORMAT:
-        raise InputError(f"{path} is not an evaluation of format {FORMAT}. {mend}")
+    if values.get("format") != EVALUATION_FORMAT:
+        raise InputError(f"{path} is not an evaluation of format {EVALUATION_FORMAT}. {mend}")
     try:
-        return Evaluation.read(values)
+        return Evaluation.parse(values)
     except InputError as error:
         raise InputError(f"{path} is a damaged evaluation: {error} {mend}") from None
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredEvaluation:
     """An evaluation and the file it lies in."""
 
     path: Path
@@ -254,17 +254,17 @@ class Query:
         return corpus.get("own", True) and corpus["split"] == self.split and corpus["tokens"] == wanted
 
 
-def find(folder: Path) -> list[Stored]:
+def find(folder: Path) -> list[StoredEvaluation]:
     """The evaluations in a run folder, the newest last. Those that call weights the run's best which no longer are,
     because it was evaluated before its training ended, are left out."""
-    found = [Stored(path, load(path)) for path in sorted((folder / "eval").glob("*.json"))]
+    found = [StoredEvaluation(path, load(path)) for path in sorted((folder / "eval").glob("*.json"))]
     targets, best = [one.evaluation.target for one in found], best_step(folder)
     outdated = [target["kind"] == "run" and target.get("step") not in (None, best) for target in targets]
     kept = [one for one, old in zip(found, outdated, strict=True) if best is None or not old]
     return sorted(kept, key=lambda one: str(one.evaluation.provenance.get("time", "")))
 
 
-def rows(stored: Iterable[Stored], query: Query) -> dict[int, tuple[LengthScore, Path]]:
+def rows(stored: Iterable[StoredEvaluation], query: Query) -> dict[int, tuple[LengthScore, Path]]:
     """The rows that answer, by length, each with its file; one with a number goes before one that says why not."""
     found: dict[int, tuple[LengthScore, Path]] = {}
     for one in stored:
@@ -277,7 +277,7 @@ def rows(stored: Iterable[Stored], query: Query) -> dict[int, tuple[LengthScore,
 def best_step(folder: Path) -> int | None:
     """Step of the checkpoint with the lowest validation loss, as its state.json has it; None when none tells."""
     losses: dict[int, float] = {}
-    for state in saved_states(folder):
+    for state in read_checkpoint_states(folder):
         try:
             losses[int(state["step"])] = state["valid_nll"] / state["valid_count"]
         except (ValueError, KeyError, TypeError, ZeroDivisionError):

@@ -17,9 +17,16 @@ from trainshort.evaluate.results import Evaluation, LengthScore, interval
 from trainshort.evaluate.sweep import Sweep, calibrate, sweep
 from trainshort.evaluate.target import Target, Text
 from trainshort.machine import provenance
-from trainshort.masking import ROUNDS
+from trainshort.masking import MASK_ROUNDS
 from trainshort.passes import Passes
-from trainshort.terminal import Meter, duration, new_console, perplexity, printable, shown
+from trainshort.terminal import (
+    ProgressMeter,
+    escape_control_characters,
+    escape_for_output,
+    format_duration,
+    new_console,
+    perplexity,
+)
 from trainshort.utils.figures import can_draw
 
 
@@ -35,7 +42,7 @@ def new_evaluation(target: Target, text: Text, plan: Sweep, precision: str) -> E
             "before": target.bos,
             "precision": precision,
             "device": target.device.type,
-            **({} if target.mask is None else {"masked": f"1 in {ROUNDS}"}),
+            **({} if target.mask is None else {"masked": f"1 in {MASK_ROUNDS}"}),
         },
         provenance=provenance(threads=torch.get_num_threads()),
     )
@@ -74,17 +81,17 @@ def evaluate(
         raise InputError("nothing was evaluated; give at least one length.")
     for length in plan.lengths:
         plan.passes(length)  # refuses impossible lengths before anything is computed
-    with target.at(plan.change, min(plan.lengths)):
+    with target.for_length(plan.change, min(plan.lengths)):
         pass  # a change that does not fit the model is refused before anything is computed
     evaluation = new_evaluation(target, text, plan, precision)
     path = result_path(target.folder, evaluation)
     if not again and path.exists():  # only numbers are kept: a length that ran out of memory or failed is tried again
         evaluation = evaluation.model_copy(update={"rows": tuple(results.load(path).scored)})
     todo = [plan.passes(length) for length in plan.lengths if evaluation.row(length) is None]
-    state_cost(target, plan, todo, notes)
+    print_estimated_cost(target, plan, todo, notes)
     if dry_run:
         return evaluation
-    with Meter(notes) as meter:
+    with ProgressMeter(notes) as meter:
         evaluation = sweep(target, plan, evaluation, path, meter)
     if not todo and results.load(path).corpus != evaluation.corpus:
         results.save(evaluation, path)  # an older version said less of the text
@@ -93,7 +100,7 @@ def evaluate(
     return evaluation
 
 
-def state_cost(target: Target, plan: Sweep, todo: list[Passes], console: Console) -> None:
+def print_estimated_cost(target: Target, plan: Sweep, todo: list[Passes], console: Console) -> None:
     """Say what is about to be computed, how long that may take, and what it cannot tell."""
     if (longest := max(plan.lengths)) > len(plan.tokens):
         console.print(
@@ -105,13 +112,13 @@ def state_cost(target: Target, plan: Sweep, todo: list[Passes], console: Console
         console.print(f"{known} of {len(plan.lengths)} lengths were scored before; --again scores them anew.")
     if not todo or console.quiet:
         return
-    console.print(f"{printable(target.name)}: timing a few passes first.")
+    console.print(f"{escape_control_characters(target.name)}: timing a few passes first.")
     seconds = calibrate(target, plan)
     at = f"length {todo[0].length:,}" if len(todo) == 1 else f"{len(todo)} lengths"
     passes, read = sum(len(passes) for passes in todo), sum(passes.read for passes in todo)
     console.print(
-        f"{printable(target.name)}: {len(plan.tokens):,} targets at {at}, {passes:,} passes over {read:,} tokens, "
-        f"about {duration(sum(seconds(passes) for passes in todo))}."
+        f"{escape_control_characters(target.name)}: {len(plan.tokens):,} targets at {at}, {passes:,} passes over {read:,} tokens, "
+        f"about {format_duration(sum(seconds(passes) for passes in todo))}."
     )
 
 
@@ -120,15 +127,19 @@ def finish(evaluation: Evaluation, target: Target, path: Path, console: Console,
     written = [path]
     if picture and can_draw():
         written += draw([evaluation, *siblings(evaluation, path)], path.with_suffix(""))
-    made = evidence.make_card(evaluation, str(path.relative_to(target.folder))) if target.kind != "checkpoint" else None
-    if made and evidence.save_card(made, target.folder):
+    made = (
+        evidence.make_summary(evaluation, str(path.relative_to(target.folder))) if target.kind != "checkpoint" else None
+    )
+    if made and evidence.save_summary(made, target.folder):
         written.append(target.folder / evidence.CARD)
-        console.print(f"{shown(target.name)}: {made['summary']}", highlight=False)
+        console.print(f"{escape_for_output(target.name)}: {made['summary']}", highlight=False)
     elif made is None and (base := evaluation.trained_at) is not None and evaluation.row(base) is None:
         console.print(
             f"No extrapolation card: it needs the training length {base:,} among the lengths.", highlight=False
         )
-    console.print("Written: " + ", ".join(shown(str(file)) for file in written), highlight=False, soft_wrap=True)
+    console.print(
+        "Written: " + ", ".join(escape_for_output(str(file)) for file in written), highlight=False, soft_wrap=True
+    )
 
 
 def siblings(evaluation: Evaluation, path: Path) -> list[Evaluation]:
@@ -147,7 +158,7 @@ def siblings(evaluation: Evaluation, path: Path) -> list[Evaluation]:
 
 def result_table(evaluation: Evaluation, lengths: Sequence[int]) -> Table:
     """One line per length; the training length is marked."""
-    table = Table(title=shown(_title(evaluation)), title_justify="left", box=None, pad_edge=False)
+    table = Table(title=escape_for_output(_title(evaluation)), title_justify="left", box=None, pad_edge=False)
     for name in ("length", evaluation.measure, "95 %", "per word", "bits/byte", "tokens/s", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in evaluation.rows:

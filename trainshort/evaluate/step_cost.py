@@ -12,21 +12,21 @@ import torch
 from trainshort import optim
 from trainshort.checkpoint import load_model
 from trainshort.config import RunConfig
-from trainshort.machine import Peak, is_out_of_memory
+from trainshort.machine import PeakMemory, is_out_of_memory
 from trainshort.model import TransformerLM
-from trainshort.utils.timing import in_turns
+from trainshort.utils.timing import time_interleaved
 
 OUT_OF_MEMORY = {"status": "out of memory"}
 
 
-class Rig:
+class StepBenchmark:
     """A configuration's model, optimizer and one batch. Weights are random unless a checkpoint is given."""
 
     def __init__(self, config: RunConfig, device: str = "cpu", weights: Path | None = None) -> None:
         self.config, self.device = config, torch.device(device)
-        size = config.model.vocabulary or config.data.vocabulary
+        size = config.model.vocab_size or config.data.vocab_size
         torch.manual_seed(0)
-        model = load_model(weights) if weights else TransformerLM(config.model.replace(vocabulary=size))
+        model = load_model(weights) if weights else TransformerLM(config.model.replace(vocab_size=size))
         self.model = model.to(self.device)
         self.optimizer = optim.build(self.model, config.optim)
         self.tokens = torch.randint(0, size, (config.train.batch, config.train.length + 1), device=self.device)
@@ -40,8 +40,8 @@ class Rig:
         for rows in self.tokens.split(self.micro):
             loss = self.model.loss(rows[:, :-1], rows[:, 1:])
             (loss.total / self.scored).backward()
-        if self.config.optim.clip:
-            optim.clip(self.model.parameters(), self.config.optim.clip)
+        if self.config.optim.max_grad_norm:
+            optim.clip_grad_norm(self.model.parameters(), self.config.optim.max_grad_norm)
         optim.step(self.optimizer, self.model.parameters(), self.config.optim.lr)
         self._finish()
 
@@ -65,11 +65,11 @@ def peak(
     place = torch.device(device)
     warm = torch.nn.Linear(8, 8)  # the libraries' own first allocations are not the model's
     warm(torch.zeros(1, 8)).sum().backward()
-    before = Peak(place).bytes()
+    before = PeakMemory(place).bytes()
     found: dict[str, Any] = {}
     for name in ("inference", "training") if train else ("inference",):
         try:
-            found[name] = _weighed(name, RunConfig.read(config), device, weights, rounds, before)
+            found[name] = _measure_peak_memory(name, RunConfig.parse(config), device, weights, rounds, before)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -77,12 +77,12 @@ def peak(
     return found
 
 
-def _weighed(
+def _measure_peak_memory(
     name: str, config: RunConfig, device: str, weights: str | None, rounds: int, before: int | None
 ) -> dict[str, Any]:
-    most = Peak(torch.device(device))
-    rig = Rig(config, device, None if weights is None else Path(weights))
-    timing = in_turns({name: rig.step if name == "training" else rig.infer}, rounds)[name]
+    most = PeakMemory(torch.device(device))
+    rig = StepBenchmark(config, device, None if weights is None else Path(weights))
+    timing = time_interleaved({name: rig.step if name == "training" else rig.infer}, rounds)[name]
     memory = most.bytes()
     return {
         "status": "measured",

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 
 from trainshort.errors import InputError
-from trainshort.evaluate.changes import Change
+from trainshort.evaluate.changes import Override
 from trainshort.evaluate.results import Evaluation, LengthScore, save, summarize
 from trainshort.evaluate.target import Target
-from trainshort.files import locked, make_folder, open_file, refusing
-from trainshort.machine import Peak, is_out_of_memory, limited
-from trainshort.masking import ROUNDS, hide, rounds_of
+from trainshort.files import file_lock, make_folder, open_file, translate_os_errors
+from trainshort.machine import PeakMemory, is_out_of_memory, limit_memory
+from trainshort.masking import MASK_ROUNDS, evaluation_rounds, mask_tokens
 from trainshort.passes import Pass, Passes, fill
-from trainshort.terminal import Meter
+from trainshort.terminal import ProgressMeter
 
 BATCH_TOKENS = 16_384
 
@@ -39,7 +39,7 @@ class Sweep:
     lengths: Sequence[int]
     stride: int | None = None
     """Targets per pass; None: as many as the length, which is the non-overlapping protocol."""
-    change: Change | None = None
+    change: Override | None = None
     batch_tokens: int = BATCH_TOKENS
     """Tokens read at once, if several passes fit in them."""
     memory: float | None = None
@@ -89,41 +89,43 @@ def score_masked(target: Target, tokens: np.ndarray, batch: Sequence[Pass]) -> n
     """Losses of an encoder: of each token in the round that hides it."""
     assert target.mask is not None
     whole = np.stack([tokens[one.start : one.stop] for one in batch])
-    rounds = rounds_of([one.start for one in batch], whole.shape[1])
+    rounds = evaluation_rounds([one.start for one in batch], whole.shape[1])
     losses = np.zeros(whole.shape, dtype=np.float32)
-    for number in range(ROUNDS):
-        inputs, wanted = (torch.from_numpy(x).to(target.device) for x in hide(whole, rounds == number, target.mask))
+    for number in range(MASK_ROUNDS):
+        inputs, wanted = (
+            torch.from_numpy(x).to(target.device) for x in mask_tokens(whole, rounds == number, target.mask)
+        )
         losses += target.token_nll(inputs, wanted, 0).float().cpu().numpy()  # 0 for what is not hidden
     return losses
 
 
-def measure(target: Target, plan: Sweep, length: int, path: Path, meter: Meter | None = None) -> LengthScore:
+def measure(target: Target, plan: Sweep, length: int, path: Path, meter: ProgressMeter | None = None) -> LengthScore:
     """One length of a plan as a row. Losses are kept in the file `path` until all are there; the meter counts the
     tokens that are read for them."""
     passes = plan.passes(length)
-    if target.longest is not None and length > target.longest:
-        return _without_number(passes, "cannot", f"the model's positions end at {target.longest:,} tokens")
-    with open_scores(path, passes) as scores, target.at(plan.change, length):
+    if target.max_length is not None and length > target.max_length:
+        return _failed_row(passes, "cannot", f"the model's positions end at {target.max_length:,} tokens")
+    with open_scores(path, passes) as scores, target.for_length(plan.change, length):
         try:
-            row = _score_all(target, plan, passes, scores, meter or Meter())
+            row = _score_all(target, plan, passes, scores, meter or ProgressMeter())
         except (RuntimeError, MemoryError, IndexError) as error:
             if is_out_of_memory(error):
                 told = "memory ran out" if plan.memory is None else f"{plan.memory:g} GB were not enough"
-                row = _without_number(passes, "out of memory", told)
-            elif reason := target.refusal(error, length):
-                row = _without_number(passes, "cannot", reason)
+                row = _failed_row(passes, "out of memory", told)
+            elif reason := target.length_error_reason(error, length):
+                row = _failed_row(passes, "cannot", reason)
             else:
                 raise
         path.unlink(missing_ok=True)
     return row
 
 
-def _score_all(target: Target, plan: Sweep, passes: Passes, scores: "Scores", meter: Meter) -> LengthScore:
+def _score_all(target: Target, plan: Sweep, passes: Passes, scores: "Scores", meter: ProgressMeter) -> LengthScore:
     before, read_each, what = scores.done, passes.read / passes.tokens, f"length {passes.length:,}"
     meter.advance(before * read_each, what)
-    peak = Peak(target.device)
+    peak = PeakMemory(target.device)
     began = time.perf_counter()
-    with limited(target.device, plan.memory):
+    with limit_memory(target.device, plan.memory):
         for losses in score(target, plan.tokens, passes, batch_tokens=plan.batch_tokens, done=before):
             scores.append(losses)
             meter.advance(len(losses) * read_each, what)
@@ -135,16 +137,18 @@ def _score_all(target: Target, plan: Sweep, passes: Passes, scores: "Scores", me
     return row.replace(seconds=seconds if timed else 0.0, timed=timed, memory=peak.bytes())
 
 
-def _without_number(passes: Passes, status: str, reason: str) -> LengthScore:
-    return LengthScore.read({"length": passes.length, "stride": passes.stride, "status": status, "reason": reason})
+def _failed_row(passes: Passes, status: str, reason: str) -> LengthScore:
+    return LengthScore.parse({"length": passes.length, "stride": passes.stride, "status": status, "reason": reason})
 
 
-def sweep(target: Target, plan: Sweep, evaluation: Evaluation, path: Path, meter: Meter | None = None) -> Evaluation:
+def sweep(
+    target: Target, plan: Sweep, evaluation: Evaluation, path: Path, meter: ProgressMeter | None = None
+) -> Evaluation:
     """The evaluation with all lengths of a plan that it does not hold yet, shortest first; the file at `path` is
     rewritten after each."""
-    meter = meter or Meter()
+    meter = meter or ProgressMeter()
     todo = [length for length in plan.lengths if evaluation.row(length) is None]
-    meter.expect(sum(plan.passes(length).read for length in todo))
+    meter.start(sum(plan.passes(length).read for length in todo))
     for number, length in enumerate(todo, start=1):
         scores = path.with_name(f"{path.stem}.{length}.partial")
         evaluation = evaluation.with_row(measure(target, plan, length, scores, meter))
@@ -163,7 +167,7 @@ def calibrate(target: Target, plan: Sweep) -> Callable[[Passes], float]:
 
     Timed at the shortest length and at the longest up to CALIBRATION_LENGTH; b stays 0 when there is one length only.
     """
-    usable = sorted(length for length in plan.lengths if target.longest is None or length <= target.longest)
+    usable = sorted(length for length in plan.lengths if target.max_length is None or length <= target.max_length)
     small = [length for length in usable if length <= CALIBRATION_LENGTH] or usable[:1]
     timed = [(length, _seconds_per_token(target, plan, length)) for length in sorted({*small[:1], *small[-1:]})]
     times = [(length, seconds) for length, seconds in timed if seconds is not None]
@@ -180,7 +184,7 @@ def _seconds_per_token(target: Target, plan: Sweep, length: int) -> float | None
     batches = plan.passes(length).batches(min(plan.batch_tokens, CALIBRATION_TOKENS))
     batch = max(islice(batches, 2), key=lambda one: sum(p.read for p in one))  # the first may be one pass alone
     seconds = 0.0
-    with target.at(plan.change, length), limited(target.device, plan.memory):
+    with target.for_length(plan.change, length), limit_memory(target.device, plan.memory):
         try:
             for _ in range(2):
                 began = time.perf_counter()
@@ -205,11 +209,11 @@ class Scores:
         self.path = path
         open_file(path).close()  # whatever is not a regular file is told
         self.file = path.open("a+b")
-        self.done = whole_passes(passes, path.stat().st_size // KIND.itemsize)
+        self.done = count_complete_passes(passes, path.stat().st_size // KIND.itemsize)
         self.file.truncate(self.done * KIND.itemsize)
 
     def append(self, losses: np.ndarray) -> None:
-        with refusing("write", self.path, "Make room there, then run it again."):
+        with translate_os_errors("write", self.path, "Make room there, then run it again."):
             self.file.write(losses.astype(KIND).tobytes())
             self.file.flush()
         self.done += len(losses)
@@ -219,7 +223,7 @@ class Scores:
         return np.frombuffer(self.file.read(), dtype=KIND)
 
 
-def whole_passes(passes: Passes, targets: int) -> int:
+def count_complete_passes(passes: Passes, targets: int) -> int:
     """The most targets, up to this many, that whole passes score.
 
     ten tokens, length 4, stride 2:   3 → 0    4 → 4    5 → 4    10 → 10
@@ -232,7 +236,7 @@ def whole_passes(passes: Passes, targets: int) -> int:
 @contextmanager
 def open_scores(path: Path, passes: Passes) -> Iterator[Scores]:
     make_folder(path.parent)
-    with locked(path, f"Another process is computing {path}. Wait for it, or stop it first."):
+    with file_lock(path, f"Another process is computing {path}. Wait for it, or stop it first."):
         scores = Scores(path, passes)
         try:
             yield scores

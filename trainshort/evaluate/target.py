@@ -24,17 +24,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from trainshort.checkpoint import find, fingerprint, is_hugging_face, load_model, read_state
+from trainshort.checkpoint import find_checkpoint, fingerprint, is_hugging_face, load_model, read_state
 from trainshort.config import RunConfig, load_config
-from trainshort.data import Prepared, open_data
+from trainshort.data import PreparedDataset, open_dataset
 from trainshort.data.corpus import find_corpus
-from trainshort.data.document import splitter
-from trainshort.data.meta import is_data, token_type
-from trainshort.data.of_run import open_own, run_tokenizer
+from trainshort.data.document import make_splitter
+from trainshort.data.meta import is_dataset_folder, token_type
+from trainshort.data.of_run import open_run_data, run_tokenizer
 from trainshort.errors import InputError
-from trainshort.evaluate.changes import Change, changed
+from trainshort.evaluate.changes import Override, apply_override
 from trainshort.files import read_text
-from trainshort.masking import mask_token, refuse_encoder
+from trainshort.masking import mask_token, require_causal
 from trainshort.model import TransformerLM
 
 EXPORTED = "trainshort.json"
@@ -48,7 +48,7 @@ class TextTokenizer(Protocol):
     """A tokenizer, as far as evaluation needs one."""
 
     name: str
-    vocabulary: int
+    vocab_size: int
     end: int | None
     """The token between documents."""
     ends_lines: ClassVar[bool]
@@ -66,9 +66,9 @@ class Target(ABC):
     kind: str
     trained_at: int | None
     """The paper's L; None when the model does not tell."""
-    longest: int | None = None
+    max_length: int | None = None
     """Longest input it can read at all; None: no such limit is known."""
-    vocabulary: int
+    vocab_size: int
     bos: int
     """Fed to the model as the token before the first."""
     mask: int | None = None
@@ -91,11 +91,11 @@ class Target(ABC):
     def describe(self) -> dict[str, Any]:
         """What a result says of the model, beside the fields above."""
 
-    def refusal(self, error: Exception, length: int) -> str | None:
+    def length_error_reason(self, error: Exception, length: int) -> str | None:
         """Why the model cannot read `length` tokens, if that is what this error means."""
         return None
 
-    def at(self, change: Change | None, length: int) -> AbstractContextManager[None]:
+    def for_length(self, change: Override | None, length: int) -> AbstractContextManager[None]:
         """Inside, the model is set up for inputs of this length, changed otherwise if asked for."""
         if change is None:
             return nullcontext()
@@ -109,7 +109,7 @@ class Target(ABC):
         return next(self.module.parameters()).device
 
     def description(self) -> dict[str, Any]:
-        told = {name: getattr(self, name) for name in ("name", "kind", "trained_at", "longest")}
+        told = {name: getattr(self, name) for name in ("name", "kind", "trained_at", "max_length")}
         size = sum(weight.numel() for weight in self.module.parameters())
         return {**told, "parameters": size, "weights": fingerprint(self.module), **self.describe()}
 
@@ -126,9 +126,9 @@ class ModelTarget(Target):
         self.trained_at = trained_at
         self.bos = bos
         self.folder = Path("runs") / name
-        self.longest = model.position.longest
+        self.max_length = model.position.max_length
         self.mask = None if model.config.causal else mask_token(model.config)
-        self.vocabulary = model.config.vocabulary - (0 if self.mask is None else 1)
+        self.vocab_size = model.config.vocab_size - (0 if self.mask is None else 1)
 
     def token_nll(self, tokens: Tensor, targets: Tensor, first: int) -> Tensor:
         return self.model.token_nll(tokens, targets, first)
@@ -136,8 +136,10 @@ class ModelTarget(Target):
     def tokenizer(self) -> TextTokenizer:
         raise InputError(f"{self.name} is a bare model without a tokenizer; give it tokens, or evaluate a run.")
 
-    def at(self, change: Change | None, length: int) -> AbstractContextManager[None]:
-        return nullcontext() if change is None else changed(self.model, change, self.trained_at or length, length)
+    def for_length(self, change: Override | None, length: int) -> AbstractContextManager[None]:
+        return (
+            nullcontext() if change is None else apply_override(self.model, change, self.trained_at or length, length)
+        )
 
     def describe(self) -> dict[str, Any]:
         return {"position": self.model.config.position, "model": self.model.config.model_dump(mode="json")}
@@ -150,10 +152,10 @@ class RunTarget(ModelTarget):
     """The run folder, whose data it was trained on, wherever results go."""
 
     def __init__(self, path: Path, *, device: str = "cpu", precision: str = "float32", encoders: bool = False) -> None:
-        self.checkpoint = find(path)
+        self.checkpoint = find_checkpoint(path)
         self.config: RunConfig = load_config(self.checkpoint / "config.json")
         if not encoders and not self.config.model.causal:
-            refuse_encoder("This")
+            require_causal("This")
         self.step = read_state(self.checkpoint).step
         folder = self.checkpoint.parent.parent
         self.kind = "run" if path.resolve() == folder.resolve() else "checkpoint"
@@ -182,7 +184,7 @@ def open_target(
     path = Path(name).expanduser()
     if path.is_file():
         raise InputError(f"{path} is a file. Give a run folder, one of its checkpoints, or a Hugging Face model.")
-    refuse_foreign_export(path)
+    reject_foreign_export(path)
     if path.is_dir() and not is_hugging_face(path):
         target: Target = RunTarget(path, device=device, precision=precision, encoders=encoders)
     elif path.is_dir() or looks_like_hub_name(name):
@@ -196,7 +198,7 @@ def open_target(
     return target
 
 
-def refuse_foreign_export(path: Path) -> None:
+def reject_foreign_export(path: Path) -> None:
     """A folder for llama.cpp or CTranslate2 holds no model that runs here."""
     if (path / EXPORTED).exists() and not is_hugging_face(path):
         raise InputError(
@@ -244,9 +246,9 @@ def open_text(target: Target, data: Sequence[str], split: str = "valid", max_tok
     if not len(text.tokens):
         raise InputError(f"{text.name} holds no text in its split '{split}'; choose another --data or --split.")
     largest = int(text.tokens.max())
-    if largest >= target.vocabulary:
+    if largest >= target.vocab_size:
         raise InputError(
-            f"{text.name} holds token {largest}, but {target.name} knows {target.vocabulary:,} types. "
+            f"{text.name} holds token {largest}, but {target.name} knows {target.vocab_size:,} types. "
             "Was it made with another tokenizer?"
         )
     if max_tokens is None or max_tokens >= len(text.tokens):
@@ -277,15 +279,15 @@ def _counted(tokens: np.ndarray, pieces: list[str]) -> dict[str, Any]:
 
 def _whole_text(target: Target, data: Sequence[str], split: str) -> Text:
     if isinstance(target, RunTarget) and (not data or list(data) == [target.config.data.corpus]):
-        return replace(_from_prepared(open_own(target.run, target.config.data), split), own=True)
+        return replace(_from_prepared(open_run_data(target.run, target.config.data), split), own=True)
     if not data:
         raise InputError(
             f"{target.name} does not say which text to use. Give one: --data sotu, --data book.txt, or a folder."
         )
     paths = [Path(name).expanduser() for name in data]
-    if len(data) == 1 and is_data(paths[0]):
-        prepared = open_data(paths[0])
-        _refuse_other_tokenizer(target, prepared)
+    if len(data) == 1 and is_dataset_folder(paths[0]):
+        prepared = open_dataset(paths[0])
+        _check_same_tokenizer(target, prepared)
         return _from_prepared(prepared, split)
     if all(path.is_file() and path.suffix not in TABLES for path in paths):
         documents = [read_text(path, mend="Give a text file in UTF-8.", limit=2**36) for path in paths]
@@ -294,26 +296,26 @@ def _whole_text(target: Target, data: Sequence[str], split: str) -> Text:
         missing = next((path for path in paths if not path.is_file()), paths[0])
         raise InputError(f"several --data must all be text files, and {missing} is none.")
     corpus = find_corpus(data[0])
-    rule = splitter(corpus, "strict")
+    rule = make_splitter(corpus, "strict")
     documents = [document.text for document in corpus.documents() if rule.split(document) == split]
     if not documents:
         raise InputError(f"the corpus '{data[0]}' has no split '{split}'; it has {', '.join(corpus.splits)}.")
     return _encoded(data[0], split, documents, target.tokenizer())
 
 
-def _from_prepared(prepared: Prepared, split: str) -> Text:
+def _from_prepared(prepared: PreparedDataset, split: str) -> Text:
     tokens, meta = prepared.split(split), prepared.meta
     counts = meta.splits[split].model_dump(include={"words", "bytes", "sha256"})
     return Text(meta.request.corpus, split, tokens, tokenizer=meta.tokenizer, end=meta.end, **counts)
 
 
-def _refuse_other_tokenizer(target: Target, prepared: Prepared) -> None:
+def _check_same_tokenizer(target: Target, prepared: PreparedDataset) -> None:
     """Equal numbers of token types would let another tokenizer's data pass as nonsense, so the tokenizers compare."""
     theirs, ours = json.loads(prepared.tokenizer().to_json()), json.loads(target.tokenizer().to_json())
     if theirs["model"].get("vocab") != ours["model"].get("vocab"):
         raise InputError(
             f"{prepared.folder} was made with another tokenizer ('{prepared.meta.tokenizer}', "
-            f"{prepared.meta.vocabulary:,} types) than {target.name} has ({target.vocabulary:,} types). "
+            f"{prepared.meta.vocab_size:,} types) than {target.name} has ({target.vocab_size:,} types). "
             "Give the text itself as --data, and it is tokenized for this model."
         )
 
@@ -325,6 +327,6 @@ def _encoded(name: str, split: str | None, documents: list[str], tokenizer: Text
         if index and tokenizer.end is not None and not tokenizer.ends_lines:
             parts.append(np.array([tokenizer.end], dtype=np.int64))
         parts.append(tokenizer.encode(document))
-    tokens = np.concatenate(parts).astype(token_type(tokenizer.vocabulary))
+    tokens = np.concatenate(parts).astype(token_type(tokenizer.vocab_size))
     counts = _counted(tokens, documents)
     return Text(name, split, tokens, tokenizer=tokenizer.name, end=tokenizer.end, **counts)

@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from trainshort.attention import LinearBias
 from trainshort.cache import Cache
-from trainshort.cache.ring import library, unavailable
+from trainshort.cache.ring import kernel_unavailable_reason, library
 from trainshort.model import Attention, Block, TransformerLM
-from trainshort.positions import Gate, for_heads
+from trainshort.positions import Gate, zero_bias_for_nope_heads
 from trainshort.vocabulary import Vocabulary
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3}
-FEW = 1 << 15
+MIN_PARALLEL_WEIGHTS = 1 << 15
 """Weights below which one thread is quicker than two."""
 
 
-class RowLinear(ctypes.Structure):
+class DecodeLinear(ctypes.Structure):
     """out = activation(weight · norm(x) + bias) + residual, of one row."""
 
     _fields_ = [
@@ -40,14 +40,14 @@ class RowLinear(ctypes.Structure):
     def __init__(
         self, weight: Tensor, bias: Tensor | None, norm: nn.Module | None = None, activation: str | None = None
     ) -> None:
-        assert library().trainshort_linear_size() == ctypes.sizeof(RowLinear), "step.c and one_row.py disagree"
+        assert library().trainshort_linear_size() == ctypes.sizeof(DecodeLinear), "step.c and one_row.py disagree"
         scratch = weight.new_empty(weight.shape[1])
         super().__init__(inputs=weight.shape[1], outputs=weight.shape[0], activation=ACTIVATIONS[activation])
         self.weight, self.bias, self.scratch = weight.data_ptr(), _address(bias), scratch.data_ptr()
         if isinstance(norm, nn.LayerNorm):
             self.gain, self.shift = _address(norm.weight), _address(norm.bias)
             self.normed, self.eps = 1, norm.eps
-        self.few = weight.numel() <= FEW
+        self.few = weight.numel() <= MIN_PARALLEL_WEIGHTS
         self.kept = (weight, bias, norm, scratch)  # the struct holds bare addresses
 
     def __call__(self, x: Float[Tensor, "1 1 inputs"]) -> Float[Tensor, "1 1 outputs"]:
@@ -57,7 +57,7 @@ class RowLinear(ctypes.Structure):
         library().trainshort_linear(ctypes.byref(self))
         return out
 
-    def between(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> "RowLinear":
+    def bind(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> "DecodeLinear":
         """From one fixed buffer to another, for step.c, which says how many threads many weights get."""
         self.x, self.out, self.residual = x.data_ptr(), out.data_ptr(), _address(residual)
         self.threads = 1 if self.few else 0
@@ -87,7 +87,7 @@ class _AttentionOfRow(NamedTuple):
         slopes, gate = model.position.linear_slopes(), None if attention.plain else model.position.gate(index)
         none = torch.zeros(config.heads, dtype=torch.float32)
         if slopes is not None:  # the method's own tensor: what changes it changes this
-            bias = for_heads(LinearBias(slopes), config)
+            bias = zero_bias_for_nope_heads(LinearBias(slopes), config)
             slopes = none if attention.plain or bias is None else bias.values
         open_ = torch.full_like(none, math.inf * (1 if gate is None else gate.sign))
         return cls(attention, none if slopes is None else slopes, gate, open_, torch.empty_like(none))
@@ -100,7 +100,7 @@ class _AttentionOfRow(NamedTuple):
         return self.factors.data_ptr()
 
 
-class RowModel:
+class FastDecoder:
     """Reads one token at a time, for one sequence, with the model's own weights where they lie in memory."""
 
     def __init__(self, model: TransformerLM) -> None:
@@ -112,7 +112,7 @@ class RowModel:
         vocabulary = model.vocabulary
         self.head = None
         if isinstance(vocabulary, Vocabulary):
-            self.head = RowLinear(vocabulary.output_weight, None, model.final_norm)
+            self.head = DecodeLinear(vocabulary.output_weight, None, model.final_norm)
         # One set of buffers for all layers; x is rewritten in place by each. Float32, whatever torch's default is.
         empty = self._weights[0].new_empty
         width, keys = config.heads * config.head_width, config.key_heads * config.head_width
@@ -128,54 +128,56 @@ class RowModel:
         self._layers = (_Layer * config.layers)(*(_Layer(**of_layer) for of_layer in addresses))
 
     @classmethod
-    def of(cls, model: TransformerLM) -> "RowModel | None":
+    def create(cls, model: TransformerLM) -> "FastDecoder | None":
         """None where the model itself has to do."""
         plain = all(
             w.device.type == "cpu" and w.dtype == torch.float32 and w.is_contiguous() for w in model.parameters()
         )
-        return cls(model) if plain and lacks(model) is None and unavailable() is None else None
+        return (
+            cls(model) if plain and unsupported_reason(model) is None and kernel_unavailable_reason() is None else None
+        )
 
-    def _calls_of(self, block: Block, own: _AttentionOfRow) -> dict[str, RowLinear]:
+    def _calls_of(self, block: Block, own: _AttentionOfRow) -> dict[str, DecodeLinear]:
         attention, ffn, x = block.attention, block.ffn, self._x
         gates = {}
         if own.gate is not None:
-            shift, given = own.gate.shift, own.gate.weight
+            shift, given = own.gate.bias, own.gate.weight
             weight = shift.new_zeros(len(shift), x.shape[2]) if given is None else given
-            gates["gate"] = RowLinear(weight, shift, block.attention_norm).between(x, own.gates)
-        qkv = RowLinear(attention.qkv.weight, attention.qkv.bias, block.attention_norm)
-        out = RowLinear(attention.out.weight, attention.out.bias)
-        wide = RowLinear(ffn.wide.weight, ffn.wide.bias, block.ffn_norm, ffn.activation)
-        narrow = RowLinear(ffn.narrow.weight, ffn.narrow.bias)
+            gates["gate"] = DecodeLinear(weight, shift, block.attention_norm).bind(x, own.gates)
+        qkv = DecodeLinear(attention.qkv.weight, attention.qkv.bias, block.attention_norm)
+        out = DecodeLinear(attention.out.weight, attention.out.bias)
+        wide = DecodeLinear(ffn.wide.weight, ffn.wide.bias, block.ffn_norm, ffn.activation)
+        narrow = DecodeLinear(ffn.narrow.weight, ffn.narrow.bias)
         return {
-            "qkv": qkv.between(x, self._qkv),
-            "out": out.between(self._y, x, x),
-            "wide": wide.between(x, self._wide),
-            "narrow": narrow.between(self._wide, x, x),
+            "qkv": qkv.bind(x, self._qkv),
+            "out": out.bind(self._y, x, x),
+            "wide": wide.bind(x, self._wide),
+            "narrow": narrow.bind(self._wide, x, x),
             **gates,
         }
 
-    def current(self) -> bool:
+    def is_current(self) -> bool:
         """Whether the weights are still where it reads them; a model that was moved or loaded anew needs another."""
         return self._addresses == [weight.data_ptr() for weight in self.model.parameters()]
 
-    def scores(self, token: int, cache: Cache) -> Float[Tensor, "1 vocabulary"] | None:
+    def logits(self, token: int, cache: Cache) -> Float[Tensor, "1 vocabulary"] | None:
         """Scores of the token after this one; None, and nothing done, where the cache only knows `attend`."""
         model, where = self.model, cache.length
-        if model.position.longest is not None:
+        if model.position.max_length is not None:
             model.position.check_length(where + 1)
         if len(cache.layers) < len(self._layers):
             cache.layer(len(self._layers) - 1)
         caches, (q, k, v) = cache.layers, self._parts
         for made, layer, own in zip(self._layers, caches, self._attentions, strict=True):
-            call = layer.next_call(own.slopes, self.shape, own.attention.window)
+            call = layer.decode_args(own.slopes, self.shape, own.attention.window)
             if call is None:
                 return None
             if call.q != self._qkv.data_ptr():  # a new call, or one that read another row in between
-                call.reads(q, k, v, self._y)
+                call.set_pointers(q, k, v, self._y)
             plain = own.attention.growth is None and own.attention.score_factor == 1
             call.factors = None if plain else own.factors_at(where)
             if own.gate is not None:
-                layer.under_clock(call, own.gates, own.gate.sign)
+                layer.set_decay(call, own.gates, own.gate.sign)
             made.token = ctypes.addressof(call)
         self._x.copy_(model.embed(torch.tensor([[token]]), torch.tensor([[where]])))
         done = 0
@@ -183,7 +185,7 @@ class RowModel:
             before = done
             done = library().trainshort_layers(self._layers, done, len(caches), torch.get_num_threads())
             for layer in caches[before:done]:  # only the last of them can want to keep this token itself
-                layer.took_token(*self._parts[1:])
+                layer.commit_token(*self._parts[1:])
         scale = model.config.logit_scale
         if self.head is None:
             return model.vocabulary.log_scores(model.final_norm(self._x)[0] * scale)
@@ -191,17 +193,17 @@ class RowModel:
         return scores if scale == 1 else scores * scale
 
 
-def lacks(model: TransformerLM) -> str | None:
+def unsupported_reason(model: TransformerLM) -> str | None:
     """What the compiled layers cannot do of a model, and model.py has to; None when they can do all."""
     config, position = model.config, model.position
     settings = {
         "RMSNorm": config.norm == "rms",
-        "gated feed-forward layers": config.gated,
+        "gated feed-forward layers": config.gated_feedforward,
         "parallel blocks": config.parallel_blocks,
         f"the activation {config.activation}": config.activation not in ACTIVATIONS,
         "clip_qkv": config.clip_qkv is not None,
         f"backend {config.backend}": config.backend != "auto",
-        "biases that look at the text": position.reads_text() and position.gate(0) is None,
+        "biases that look at the text": position.is_content_dependent() and position.gate(0) is None,
         "turned queries and keys": position.rotates(),
         "bias that is not linear": position.adds_bias() and position.linear_slopes() is None,
     }

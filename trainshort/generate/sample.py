@@ -15,7 +15,7 @@ from trainshort.generate.settings import GenerateConfig
 Logits = Float[Tensor, " vocabulary"]
 
 
-def penalize(scores: Logits, seen: Bool[Tensor, " vocabulary"], penalty: float) -> Logits:
+def apply_repetition_penalty(scores: Logits, seen: Bool[Tensor, " vocabulary"], penalty: float) -> Logits:
     """Tokens seen before: positive scores are divided by the penalty, negative ones multiplied (CTRL's rule).
 
     scores 3 −2 1, the first two seen, penalty 2:   1.5 −4 1
@@ -49,10 +49,10 @@ def keep_min_p(scores: Logits, p: float) -> Logits:
     return scores.masked_fill(scores < scores.max() + torch.tensor(p).log(), -torch.inf)
 
 
-def filtered(scores: Logits, config: GenerateConfig, seen: Bool[Tensor, " vocabulary"] | None = None) -> Logits:
+def filter_logits(scores: Logits, config: GenerateConfig, seen: Bool[Tensor, " vocabulary"] | None = None) -> Logits:
     """The scores to draw from, in the order: penalty, temperature, top-k, top-p, min-p."""
     if seen is not None:
-        scores = penalize(scores, seen, config.repetition_penalty)
+        scores = apply_repetition_penalty(scores, seen, config.repetition_penalty)
     if config.temperature not in (0, 1):
         scores = scores / config.temperature
     if config.top_k is not None:
@@ -64,14 +64,14 @@ def filtered(scores: Logits, config: GenerateConfig, seen: Bool[Tensor, " vocabu
     return scores
 
 
-def draw(scores: Logits, temperature: float, generator: torch.Generator) -> int:
+def sample_token(scores: Logits, temperature: float, generator: torch.Generator) -> int:
     """A token by its probability; at temperature 0 the likeliest, the first of equal ones."""
     if temperature == 0:
         return int(scores.argmax())
     return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
 
 
-REPLAYED = 64
+DECODER_REPLAY_TOKENS = 64
 """Tokens at the end of a prompt that a new decoder reads. A character has at most four bytes."""
 
 
@@ -90,14 +90,14 @@ class Token(NamedTuple):
 class Sample:
     """A sequence that is read and continued. `unread`: what the cache has not seen, the prompt and later the newest."""
 
-    def __init__(self, cache: Cache, vocabulary: int, config: GenerateConfig, tokenizer: Tokenizer | None, number: int):
-        self.cache, self.vocabulary, self.config, self.number = cache, vocabulary, config, number
+    def __init__(self, cache: Cache, vocab_size: int, config: GenerateConfig, tokenizer: Tokenizer | None, number: int):
+        self.cache, self.vocabulary, self.config, self.number = cache, vocab_size, config, number
         self.end = tokenizer.end if tokenizer is not None and config.stop_at_end else None
         self.unread: list[int] = []
         self.made = 0
         self.finished: str | None = None
         self.generator = torch.Generator().manual_seed(config.seed + number)
-        self.seen = torch.zeros(vocabulary, dtype=torch.bool) if config.repetition_penalty != 1 else None
+        self.seen = torch.zeros(vocab_size, dtype=torch.bool) if config.repetition_penalty != 1 else None
         self.stops = StopStrings(config.stop)
         self.tokenizer = tokenizer
         self.decoder = tokenizer.decoder() if tokenizer is not None else None
@@ -124,7 +124,7 @@ class Sample:
         self.made, self.finished = 0, None
         self.stops = StopStrings(self.config.stop)
         self.decoder = self.tokenizer.decoder() if self.tokenizer is not None else None
-        for token in tokens[-REPLAYED:]:
+        for token in tokens[-DECODER_REPLAY_TOKENS:]:
             self._decode(token)  # its text is the caller's own; what matters is where the decoder then stands
 
     def count(self, made: int) -> None:
@@ -133,10 +133,10 @@ class Sample:
         if self.config.tokens is not None and made >= self.config.tokens:
             self.finished = "length"
 
-    def take(self, scores: Logits) -> Token:
+    def accept(self, scores: Logits) -> Token:
         """Choose the next token from the scores after the last one read; with the text that can be shown by then."""
         scores = scores.float().cpu()
-        token = draw(filtered(scores, self.config, self.seen), self.config.temperature, self.generator)
+        token = sample_token(filter_logits(scores, self.config, self.seen), self.config.temperature, self.generator)
         logprob = float(scores[token] - scores.logsumexp(-1))
         self.made += 1
         self.unread.append(token)
@@ -156,7 +156,7 @@ class Sample:
     def _decode(self, token: int) -> str:
         if self.tokenizer is None or self.decoder is None:
             return ""
-        known = token < self.tokenizer.vocabulary  # models from elsewhere have room for more tokens
+        known = token < self.tokenizer.vocab_size  # models from elsewhere have room for more tokens
         return self.decoder.push(token) if known else "\ufffd"
 
     def _end_of_text(self) -> str:

@@ -10,14 +10,14 @@ from typing import Self, TextIO
 from trainshort.errors import InputError
 from trainshort.generate.sample import Token
 from trainshort.generate.streaming import TokenStream
-from trainshort.terminal import say, shown
+from trainshort.terminal import escape_for_output, print_status
 
 STOPPED = 130
 EVERY = 0.2
 """Seconds between two updates: quick enough to follow, too slow to cost anything."""
 
 
-class LiveLine:
+class StatusLine:
     """Does nothing where `terminal` is none, so that files and pipes get text only.
 
     The bottom row is taken out of the scrolling region; text that is written meanwhile never meets the line.
@@ -69,7 +69,7 @@ class LiveLine:
 
 
 @dataclass(frozen=True)
-class KnownGood:
+class EvaluatedLength:
     """How far a model is known to be good: tokens, and the words that say so."""
 
     length: int
@@ -81,16 +81,16 @@ class Session:
     """One `trainshort generate`."""
 
     stream: TokenStream
-    reach: KnownGood | None = None
+    reach: EvaluatedLength | None = None
 
     def __post_init__(self) -> None:
-        self.live = LiveLine(sys.stderr)
+        self.live = StatusLine(sys.stderr)
         self.stream.on_read = lambda: self.live.reading(self.stream)
 
     def run(self) -> int:
         """Make all samples; returns the exit code."""
         if len(self.stream.samples) == 1:
-            whole = self._go_on(self._show)
+            whole = self._generate_until_done(self._show)
             print(flush=True)
         else:
             texts = [""] * len(self.stream.samples)
@@ -98,15 +98,15 @@ class Session:
             def collect(token: Token) -> None:
                 texts[token.sample] += token.text
 
-            whole = self._go_on(collect)
+            whole = self._generate_until_done(collect)
             for number, text in enumerate(texts, start=1):
-                print(f"--- sample {number} ---\n{shown(text)}")
+                print(f"--- sample {number} ---\n{escape_for_output(text)}")
         self.finish(None if whole else "stopped")
         return 0 if whole else STOPPED
 
     def interact(self) -> int:
         """Read a line, continue it, and so on: what was read or written is never read again."""
-        say("type a line to have it continued; Ctrl-C ends a text, Ctrl-D leaves.")
+        print_status("type a line to have it continued; Ctrl-C ends a text, Ctrl-D leaves.")
         while True:
             try:
                 line = input("> ")
@@ -116,12 +116,12 @@ class Session:
             if not line:
                 continue
             self.stream.feed(line + "\n")
-            self._go_on(self._show)
+            self._generate_until_done(self._show)
             print(flush=True)
         self.finish()
         return 0
 
-    def _go_on(self, take: Callable[[Token], None]) -> bool:
+    def _generate_until_done(self, take: Callable[[Token], None]) -> bool:
         """Make tokens until all samples have ended. Return False if Ctrl-C ended them."""
         try:
             with self.live:
@@ -138,11 +138,11 @@ class Session:
     def finish(self, ended: str | None = None) -> None:
         """Print a summary: the number of tokens, why the text ended, and the error certificate."""
         reasons = ended or ", ".join(sorted({sample.finished or "stopped" for sample in self.stream.samples}))
-        say(f"{self.live.line(self.stream.context)} (ended by: {reasons}); {self.stream.memory}")
-        say(self.stream.certificate)
+        print_status(f"{self.live.line(self.stream.context)} (ended by: {reasons}); {self.stream.memory}")
+        print_status(self.stream.certificate)
 
     def _show(self, token: Token) -> None:
-        sys.stdout.write(shown(token.text))
+        sys.stdout.write(escape_for_output(token.text))
         sys.stdout.flush()
 
     def _note(self) -> None:
@@ -151,5 +151,5 @@ class Session:
         if self.reach is not None and self.stream.context > self.reach.length:
             if sys.stderr.isatty():
                 print(file=sys.stderr)  # the text stands in the middle of a line
-            say(f"the context passes {self.reach.length:,} tokens: {self.reach.words}")
+            print_status(f"the context passes {self.reach.length:,} tokens: {self.reach.words}")
             self.reach = None  # said once

@@ -4,12 +4,12 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainshort.config import Settings
+from trainshort.config import StrictConfig
 
 Mode = Literal["full", "bounded", "window"]
 
 
-class GenerateConfig(Settings):
+class GenerateConfig(StrictConfig):
     """The settings of `trainshort generate` and of `trainshort.stream`."""
 
     tokens: int | None = Field(default=256, ge=1)

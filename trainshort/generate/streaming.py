@@ -19,13 +19,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trainshort.cache import BoundedCache, Cache, Rows, WindowCache
+from trainshort.cache import BatchedCache, BoundedCache, Cache, WindowCache
 from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError
-from trainshort.generate.one_row import RowModel
+from trainshort.generate.one_row import FastDecoder
 from trainshort.generate.sample import Sample, Token
 from trainshort.generate.settings import GenerateConfig
-from trainshort.masking import refuse_encoder
+from trainshort.masking import require_causal
 from trainshort.model import TransformerLM
 
 Prompt = str | Sequence[int] | np.ndarray | Tensor
@@ -36,16 +36,16 @@ class TokenStream:
 
     def __init__(self, model: TransformerLM, config: GenerateConfig, tokenizer: Tokenizer | None = None) -> None:
         if not model.config.causal:
-            refuse_encoder("Generating text")
+            require_causal("Generating text")
         if config.stop and tokenizer is None:
             raise InputError("stop texts need a tokenizer, because they are looked for in the text; give one.")
-        if tokenizer is not None and tokenizer.vocabulary > model.config.vocabulary:
+        if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
             raise InputError(
-                f"the tokenizer has {tokenizer.vocabulary:,} tokens, the model only {model.config.vocabulary:,}; "
+                f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model only {model.config.vocab_size:,}; "
                 "use the tokenizer the model was trained with."
             )
         self.model, self.config, self.tokenizer = model, config, tokenizer
-        self.one_row = RowModel.of(model)
+        self.one_row = FastDecoder.create(model)
         self.samples: list[Sample] = []
         self.torn = False
         self.waiting: list[Token] = []  # made in the last step, not yet handed out
@@ -53,25 +53,25 @@ class TokenStream:
 
     def begin(self) -> Sample:
         """One more sample, with its own seed; it wants to be fed before it is continued."""
-        cache, vocabulary = new_cache(self.model, self.config), self.model.config.vocabulary
+        cache, vocabulary = new_cache(self.model, self.config), self.model.config.vocab_size
         sample = Sample(cache, vocabulary, self.config, self.tokenizer, len(self.samples))
         self.samples.append(sample)
         return sample
 
     def add(self, prompt: Prompt) -> Sample:
         """One more sample, with its own prompt and seed."""
-        tokens = self.tokens_of(prompt)
+        tokens = self.encode_prompt(prompt)
         sample = self.begin()
         sample.feed(tokens)
         return sample
 
     def feed(self, prompt: Prompt, sample: int = 0) -> None:
         """More text for a sample to continue; what it has read or made stays read."""
-        self.samples[sample].feed(self.tokens_of(prompt))
+        self.samples[sample].feed(self.encode_prompt(prompt))
         made = sum(token.sample == sample for token in self.waiting)
         self.samples[sample].count(made)
 
-    def tokens_of(self, prompt: Prompt) -> list[int]:
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InputError("a prompt in words needs a tokenizer; give one, or give token numbers.")
@@ -97,37 +97,37 @@ class TokenStream:
         for sample in active:
             while len(sample.unread) > 1:
                 size = min(self.config.chunk, len(sample.unread) - 1)
-                with self._whole():
-                    self._read([sample], size)
+                with self._defer_interrupt():
+                    self._prefill([sample], size)
                 if self.on_read is not None:
                     self.on_read()
-        with self._whole():
-            scores = self._scores(active)
-            self.waiting = [sample.take(row) for sample, row in zip(active, scores, strict=True)]
+        with self._defer_interrupt():
+            scores = self._next_logits(active)
+            self.waiting = [sample.accept(row) for sample, row in zip(active, scores, strict=True)]
 
-    def _scores(self, active: list[Sample]) -> Float[Tensor, "samples vocabulary"]:
+    def _next_logits(self, active: list[Sample]) -> Float[Tensor, "samples vocabulary"]:
         """Scores of each sample's next token, after its newest."""
-        if self.one_row is not None and not self.one_row.current():
-            self.one_row = RowModel.of(self.model)
+        if self.one_row is not None and not self.one_row.is_current():
+            self.one_row = FastDecoder.create(self.model)
         if len(active) == 1 and self.one_row is not None:
-            scores = self.one_row.scores(active[0].unread[0], active[0].cache)
+            scores = self.one_row.logits(active[0].unread[0], active[0].cache)
             if scores is not None:
                 active[0].unread.clear()
                 return scores
-        return self.model.vocabulary.log_scores(self._read(active, 1))
+        return self.model.vocabulary.log_scores(self._prefill(active, 1))
 
-    def _read(self, samples: list[Sample], size: int) -> Float[Tensor, "samples width"]:
+    def _prefill(self, samples: list[Sample], size: int) -> Float[Tensor, "samples width"]:
         """Read the next `size` tokens of each sample; the hidden state after the last."""
         device = next(self.model.parameters()).device
         tokens = torch.tensor([sample.unread[:size] for sample in samples], device=device)
         caches = [sample.cache for sample in samples]
-        hidden = self.model.hidden(tokens, cache=caches[0] if len(caches) == 1 else Rows(caches))
+        hidden = self.model.hidden(tokens, cache=caches[0] if len(caches) == 1 else BatchedCache(caches))
         for sample in samples:
             del sample.unread[:size]
         return hidden[:, -1]
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _defer_interrupt(self) -> Iterator[None]:
         """Inside, the first Ctrl-C waits until the end; the second comes through at once.
 
         A cache that has read half a token is of no use to anybody: whatever stops it all the same leaves the stream
@@ -205,7 +205,7 @@ def stream_batch(
     """Continue several prompts side by side, of any lengths; `token.sample` says whose a token is."""
     if not prompts:
         raise InputError("there is no prompt; give at least one.")
-    made = TokenStream(model.eval(), GenerateConfig.read(settings), tokenizer)
+    made = TokenStream(model.eval(), GenerateConfig.parse(settings), tokenizer)
     for prompt in prompts:
         made.add(prompt)
     return made
@@ -221,7 +221,7 @@ def new_cache(model: TransformerLM, config: GenerateConfig) -> Cache:
         case "full":
             return Cache()
         case "bounded":
-            return BoundedCache(tolerance=config.tolerance, clocked=model.position.keeps_clock)
+            return BoundedCache(tolerance=config.tolerance, clocked=model.position.uses_cumulative_decay)
         case "window":
             assert config.window is not None
             return WindowCache(window=config.window, sinks=config.sinks)
@@ -229,17 +229,17 @@ def new_cache(model: TransformerLM, config: GenerateConfig) -> Cache:
 
 def check_mode(model: TransformerLM, config: GenerateConfig) -> None:
     position, name = model.position, model.config.position
-    if config.mode == "bounded" and not position.bounds_the_past():
+    if config.mode == "bounded" and not position.has_error_bound():
         raise InputError(
             f"mode 'bounded' needs ALiBi, not clamped, or FoX: {name} gives no bound here on what far tokens can "
             "weigh, so nothing can be forgotten with a promise. Use mode 'full', or mode 'window' with a window."
         )
-    if config.mode == "bounded" and model.config.plain_every is not None:
+    if config.mode == "bounded" and model.config.nope_every is not None:
         raise InputError(
-            "mode 'bounded' needs ALiBi or FoX in every layer: layers without positions (plain_every) look back "
+            "mode 'bounded' needs ALiBi or FoX in every layer: layers without positions (nope_every) look back "
             "without end. Use mode 'full', or mode 'window' with a window."
         )
-    if config.mode == "window" and position.reads_text():
+    if config.mode == "window" and position.is_content_dependent():
         raise InputError(f"mode 'window' forgets keys that {name} goes on counting. Use mode 'full'.")
     if config.sinks and position.rotates():
         raise InputError(

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from trainshort.checkpoint import find, is_hugging_face, load_model
+from trainshort.checkpoint import find_checkpoint, is_hugging_face, load_model
 from trainshort.config import RunConfig, load_config
 from trainshort.data.of_run import run_tokenizer
 from trainshort.errors import InputError
@@ -23,10 +23,10 @@ from trainshort.evaluate.results import Evaluation
 from trainshort.evaluate.session import new_evaluation
 from trainshort.evaluate.sweep import Sweep, sweep
 from trainshort.evaluate.target import Target, Text, open_target
-from trainshort.files import make_folder, read_object
-from trainshort.interop.formats.base import Model, Origin, WeightMap, shapes_of
-from trainshort.interop.import_model import ImportRequest, Source, fetched, open_folder, write_run
-from trainshort.masking import refuse_encoder
+from trainshort.files import make_folder, read_json_object
+from trainshort.interop.formats.base import ImportedModel, TensorSource, WeightMap, shapes_of
+from trainshort.interop.import_model import ImportRequest, ImportSource, download_snapshot, open_folder, write_run
+from trainshort.masking import require_causal
 from trainshort.model import TransformerLM
 from trainshort.positions import PositionMethod
 from trainshort.registries import convertible
@@ -41,16 +41,16 @@ STAGES = {"before": "before surgery", "surgery": "right after", "trained": "trai
 
 
 @dataclass(frozen=True)
-class Patient:
+class ConversionSource:
     """A model to be converted, and where it can be run as it was."""
 
-    source: Source
+    source: ImportSource
     position: str
     before: str
     """The name or folder that opens it for evaluation."""
 
 
-def open_patient(request: ImportRequest) -> Patient:
+def open_conversion_source(request: ImportRequest) -> ConversionSource:
     """The model that was asked for; one that has ALiBi, or that nobody knows, is refused in a sentence."""
     path = Path(request.source).expanduser()
     if path.is_dir() and not is_hugging_face(path):
@@ -59,19 +59,19 @@ def open_patient(request: ImportRequest) -> Patient:
         return _own(path)
     if path.is_file():
         raise InputError(f"{path} is a file. Give a run folder, a Hugging Face model's folder, or its name on the hub.")
-    folder = path if path.is_dir() else fetched(request.source)
+    folder = path if path.is_dir() else download_snapshot(request.source)
     source = open_folder(folder, request, convertible)
     if source.tokenizer is None:
         raise InputError(f"{folder} has no tokenizer.json, which training on needs. Give --tokenizer FILE.")
-    return Patient(source, convertible.get(source.kind).position, str(folder))
+    return ConversionSource(source, convertible.get(source.kind).position, str(folder))
 
 
-def _own(path: Path) -> Patient:
+def _own(path: Path) -> ConversionSource:
     """A run of ours with other positions than ALiBi."""
-    checkpoint = find(path)
+    checkpoint = find_checkpoint(path)
     config = load_config(checkpoint / "config.json")
     if not config.model.causal:
-        refuse_encoder("Converting")
+        require_causal("Converting")
     if config.model.position == TO:
         raise InputError(f"{path} has ALiBi already. Train it on as it is: trainshort train {path} --resume.")
     model = load_model(checkpoint)
@@ -84,11 +84,15 @@ def _own(path: Path) -> Patient:
     notes = () if mean is None else ("the mean of its positions goes into the embeddings",)
     dropped = tuple(sorted(weights.keys() - shapes.keys()))
     reading = WeightMap(
-        Model(changed, config.train.length, notes), weights, shapes, {name: Origin((name,)) for name in shapes}, dropped
+        ImportedModel(changed, config.train.length, notes),
+        weights,
+        shapes,
+        {name: TensorSource((name,)) for name in shapes},
+        dropped,
     )
     tokenizer = run_tokenizer(checkpoint.parent.parent)
     files = [checkpoint / "config.json", *sorted((checkpoint / "model").iterdir())]
-    return Patient(Source("trainshort", files, reading, tokenizer), config.model.position, str(path))
+    return ConversionSource(ImportSource("trainshort", files, reading, tokenizer), config.model.position, str(path))
 
 
 @torch.no_grad()
@@ -101,7 +105,7 @@ def _mean_position(model: TransformerLM, length: int) -> torch.Tensor | None:
     return added / (config.embedding_factor * (config.width**0.5 if config.embedding_scale else 1))
 
 
-def convert(patient: Patient, request: ImportRequest, config: RunConfig, out: Path) -> None:
+def convert(patient: ConversionSource, request: ImportRequest, config: RunConfig, out: Path) -> None:
     """Write the run folder of the converted model, before any training."""
     record = {"source": request.source, "converted": {"from": patient.position, "to": config.model.position}}
     write_run(patient.source, config, out, lambda _: record)
@@ -110,7 +114,7 @@ def convert(patient: Patient, request: ImportRequest, config: RunConfig, out: Pa
 def refuse_another(out: Path, source: str) -> None:
     """Stop if the run folder that is to be gone on with is no conversion of this model."""
     imported = RunFolder(out).imported
-    record = read_object(imported) if imported.exists() else {}
+    record = read_json_object(imported) if imported.exists() else {}
     if "converted" not in record:
         raise InputError(f"{out} is a run, and no conversion that was stopped. Choose another --out.")
     if record.get("source") != source:
@@ -145,9 +149,9 @@ class Recovery:
     def finish(self) -> list[Path]:
         """The picture, and the extrapolation card of what the model is now; returns the files."""
         last = self.found["trained"]
-        made = evidence.make_card(last, str(self.path("trained").relative_to(self.run)))
+        made = evidence.make_summary(last, str(self.path("trained").relative_to(self.run)))
         written = [self.path(stage) for stage in self.found]
-        if made and evidence.save_card(made, self.run):
+        if made and evidence.save_summary(made, self.run):
             written.append(self.run / evidence.CARD)
         drawn = [
             one.model_copy(update={"target": one.target | {"name": STAGES[stage]}}) for stage, one in self.found.items()

@@ -17,25 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainshort.checkpoint import WHOLE, folders, load_model
-from trainshort.checkpoint.folders import STATE, State
+from trainshort.checkpoint import UNSHARDED_FILE, folders, load_model
+from trainshort.checkpoint.folders import STATE, TrainState
 from trainshort.config import DataConfig, ModelConfig, RunConfig, TrainConfig, save_config
-from trainshort.data.hub import hub_answers
-from trainshort.data.tokenizer import FILE, Tokenizer, load_tokenizer
+from trainshort.data.hub import is_hub_reachable
+from trainshort.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import load_causal
-from trainshort.evaluate.target import refuse_foreign_export
-from trainshort.files import new_folder, read_object, sha256, write_whole
+from trainshort.evaluate.target import reject_foreign_export
+from trainshort.files import atomic_folder, read_json_object, sha256, write_atomic
 from trainshort.interop import safetensors_io
 from trainshort.interop.formats import fairseq
-from trainshort.interop.formats.base import Format, WeightMap, plan
-from trainshort.interop.formats.read_config import real, scaled_rotation, section
+from trainshort.interop.formats.base import Format, WeightMap, map_weights
+from trainshort.interop.formats.read_config import read_float, read_section, scaled_rotation
 from trainshort.model import TransformerLM
 from trainshort.optional import has_package, require_package
 from trainshort.registries import convertible, formats
 from trainshort.registry import Registry
 from trainshort.runs import RunFolder
-from trainshort.settings import RotarySettings
+from trainshort.settings import RotaryConfig
 from trainshort.terminal import first_sentence
 
 NATIVE = ("mpt", "bloom", "falcon")
@@ -58,7 +58,7 @@ class ImportRequest:
 
 
 @dataclass(frozen=True)
-class Source:
+class ImportSource:
     """A model that was found, before any of it is copied."""
 
     kind: str
@@ -74,27 +74,27 @@ def import_model(request: ImportRequest, out: Path) -> Path:
     length = request.trained_at or model.length
     if length is None:
         raise InputError(f"{request.source} does not say at which length it was trained. Give --trained-at.")
-    data = DataConfig(tokenizer=str((out / FILE).resolve()))
+    data = DataConfig(tokenizer=str((out / TOKENIZER_FILE).resolve()))
     config = RunConfig(model=model.config, data=data, train=TrainConfig(length=length))
-    write_run(source, config, out, lambda run: {"source": request.source, "parity": _parity(source, run)})
+    write_run(source, config, out, lambda run: {"source": request.source, "parity": _check_parity(source, run)})
     return out
 
 
-def write_run(source: Source, config: RunConfig, out: Path, more: Callable[[Path], dict[str, Any]]) -> None:
+def write_run(source: ImportSource, config: RunConfig, out: Path, more: Callable[[Path], dict[str, Any]]) -> None:
     """The run folder, which appears when it is whole; `more` is told of the model when its weights are written."""
-    with new_folder(out) as folder:
+    with atomic_folder(out) as folder:
         save_config(config, folder / "config.json")
         if source.tokenizer is not None:
-            write_whole(folder / FILE, source.tokenizer.to_json())
+            write_atomic(folder / TOKENIZER_FILE, source.tokenizer.to_json())
         _write_checkpoint(folder, config, source.reading)
-        record = _record(source) | more(folder)
-        write_whole(RunFolder(folder).imported, json.dumps(record, indent=2) + "\n")
+        record = _import_record(source) | more(folder)
+        write_atomic(RunFolder(folder).imported, json.dumps(record, indent=2) + "\n")
 
 
-def load_here(request: ImportRequest) -> tuple[TransformerLM, Source]:
+def load_in_memory(request: ImportRequest) -> tuple[TransformerLM, ImportSource]:
     """The model in memory, for one use and without a run folder; also one that turns in halves, with its rotary
     positions."""
-    turns = _turns(Path(request.source).expanduser())
+    turns = _rotary_config(Path(request.source).expanduser())
     source = open_source(request) if turns is None else open_folder(Path(request.source), request, convertible)
     config = source.reading.model.config
     if turns is not None:
@@ -104,28 +104,28 @@ def load_here(request: ImportRequest) -> tuple[TransformerLM, Source]:
         for name, weight in model.named_parameters():
             theirs = source.reading.tensor(name)
             if turns is not None and ".attention.qkv." in name:
-                theirs = _in_pairs(theirs, config, turns.turning(config.head_width))
+                theirs = _halves_to_pairs(theirs, config, turns.rotary_dims(config.head_width))
             weight.copy_(theirs)
     return model.eval(), source
 
 
-def _turns(folder: Path) -> RotarySettings | None:
+def _rotary_config(folder: Path) -> RotaryConfig | None:
     """Its rotary positions, where a folder holds a model that turns in halves (Llama, GPT-NeoX); None for any other."""
-    settings = read_object(folder / "config.json") if (folder / "config.json").exists() else {}
+    settings = read_json_object(folder / "config.json") if (folder / "config.json").exists() else {}
     kind = str(settings.get("model_type"))
-    if kind not in convertible or not convertible.get(kind).halves:
+    if kind not in convertible or not convertible.get(kind).rotary_halves:
         return None
     if stretched := scaled_rotation(settings):
         raise InputError(f"{folder}: {stretched[0].partition(';')[0]}, and only plain ones are known here.")
-    given = section(settings, "rope_parameters") | settings
+    given = read_section(settings, "rope_parameters") | settings
     share = {"gpt_neox": 0.25}.get(kind, 1.0)  # transformers' own default where a config is silent
-    return RotarySettings(
-        base=real(given, "rope_theta", "rotary_emb_base", default=10_000.0),
-        share=real(given, "partial_rotary_factor", "rotary_pct", default=share),
+    return RotaryConfig(
+        base=read_float(given, "rope_theta", "rotary_emb_base", default=10_000.0),
+        rotary_fraction=read_float(given, "partial_rotary_factor", "rotary_pct", default=share),
     )
 
 
-def _in_pairs(qkv: Tensor, config: ModelConfig, turning: int) -> Tensor:
+def _halves_to_pairs(qkv: Tensor, config: ModelConfig, turning: int) -> Tensor:
     """Rows of q and k from halves to pairs: 0 1 2 3 of a head become 0 2 1 3; what does not turn stays, and v."""
     turned = (config.heads + config.key_heads) * config.head_width
     heads = qkv[:turned].unflatten(0, (-1, config.head_width))
@@ -133,20 +133,20 @@ def _in_pairs(qkv: Tensor, config: ModelConfig, turning: int) -> Tensor:
     return torch.cat([torch.cat([pairs, heads[:, turning:]], dim=1).flatten(0, 1), qkv[turned:]])
 
 
-def open_source(request: ImportRequest) -> Source:
+def open_source(request: ImportRequest) -> ImportSource:
     """The model that was asked for: its settings in our words, and where each tensor is."""
     path = Path(request.source).expanduser()
     if path.is_dir():
         return open_folder(path, request)
     if path.exists():
         settings, weights = fairseq.read_checkpoint(path)
-        reading = plan(fairseq.FAIRSEQ, settings, weights)
-        return Source("fairseq", [path], reading, _words(request, reading))
-    return open_folder(fetched(request.source), request)
+        reading = map_weights(fairseq.FAIRSEQ, settings, weights)
+        return ImportSource("fairseq", [path], reading, _words(request, reading))
+    return open_folder(download_snapshot(request.source), request)
 
 
 def _words(request: ImportRequest, reading: WeightMap) -> Tokenizer | None:
-    vocabulary = reading.model.config.vocabulary
+    vocabulary = reading.model.config.vocab_size
     if request.dictionary is not None:
         return fairseq.read_dictionary(request.dictionary, vocabulary)
     return None if request.tokenizer is None else _fitting(load_tokenizer(request.tokenizer), vocabulary)
@@ -160,25 +160,25 @@ def type_of(settings: dict[str, Any], folder: Path) -> Any:
     return kind
 
 
-def open_folder(folder: Path, request: ImportRequest, known: Registry[Format] = formats) -> Source:
+def open_folder(folder: Path, request: ImportRequest, known: Registry[Format] = formats) -> ImportSource:
     """A Hugging Face model's folder, of one of the kinds that are known."""
     if request.dictionary is not None:
         raise InputError("--dictionary is for fairseq checkpoints; a Hugging Face model has its tokenizer.json.")
-    refuse_foreign_export(folder)
-    settings = read_object(folder / "config.json", mend="Give the folder of a saved Hugging Face model.")
+    reject_foreign_export(folder)
+    settings = read_json_object(folder / "config.json", mend="Give the folder of a saved Hugging Face model.")
     kind = type_of(settings, folder)
     if kind is None:
         raise InputError(f"{folder} is a run folder of trainshort already. Use it as it is.")
     if not isinstance(kind, str) or kind not in known or kind == "fairseq":
-        raise InputError(f"{folder} is a model of type {str(kind)[:60]!r}, {_instead(str(kind), known)}.")
+        raise InputError(f"{folder} is a model of type {str(kind)[:60]!r}, {_alternatives_hint(str(kind), known)}.")
     weights = safetensors_io.StoredWeights(folder)
-    reading = plan(known.get(kind), settings, weights)
-    given = request.tokenizer or (folder / FILE if (folder / FILE).exists() else None)
-    tokenizer = None if given is None else _fitting(load_tokenizer(given), reading.model.config.vocabulary)
-    return Source(kind, [folder / "config.json", *weights.files], reading, tokenizer)
+    reading = map_weights(known.get(kind), settings, weights)
+    given = request.tokenizer or (folder / TOKENIZER_FILE if (folder / TOKENIZER_FILE).exists() else None)
+    tokenizer = None if given is None else _fitting(load_tokenizer(given), reading.model.config.vocab_size)
+    return ImportSource(kind, [folder / "config.json", *weights.files], reading, tokenizer)
 
 
-def _instead(kind: str, known: Registry[Format]) -> str:
+def _alternatives_hint(kind: str, known: Registry[Format]) -> str:
     """What can be done with a model that cannot be opened so."""
     if known is formats and kind in convertible:
         has = convertible.get(kind).position
@@ -191,21 +191,21 @@ def _instead(kind: str, known: Registry[Format]) -> str:
     return f"and these {'ALiBi models can be imported' if known is formats else 'can be converted'}: {names}"
 
 
-def _fitting(tokenizer: Tokenizer, vocabulary: int) -> Tokenizer:
-    if tokenizer.vocabulary > vocabulary:
+def _fitting(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
+    if tokenizer.vocab_size > vocab_size:
         raise InputError(
-            f"The tokenizer makes {tokenizer.vocabulary:,} tokens and the model knows {vocabulary:,}; it is another's."
+            f"The tokenizer makes {tokenizer.vocab_size:,} tokens and the model knows {vocab_size:,}; it is another's."
         )
     return tokenizer
 
 
-def fetched(name: str, patterns: tuple[str, ...] = PATTERNS) -> Path:
+def download_snapshot(name: str, patterns: tuple[str, ...] = PATTERNS) -> Path:
     """A model of the hub, in its local cache."""
     require_package("huggingface_hub", f"There is no folder {name} here. Downloading from the hub", "trainshort[hf]")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    answers = hub_answers()  # if not: what an earlier download left here, in place of half a minute of retries
+    answers = is_hub_reachable()  # if not: what an earlier download left here, in place of half a minute of retries
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns), local_files_only=not answers))
     except (HfHubHTTPError, OSError, ValueError) as error:
@@ -221,13 +221,13 @@ def _write_checkpoint(run: Path, config: RunConfig, reading: WeightMap) -> None:
     folder = run / "checkpoints" / folders.name(0)
     (folder / "model").mkdir(parents=True)
     save_config(config, folder / "config.json")
-    state = State(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
-    write_whole(folder / STATE, state.model_dump_json(indent=2) + "\n")
-    safetensors_io.write(folder / "model" / WHOLE, reading.shapes, reading.tensor)
+    state = TrainState(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
+    write_atomic(folder / STATE, state.model_dump_json(indent=2) + "\n")
+    safetensors_io.write(folder / "model" / UNSHARDED_FILE, reading.shapes, reading.tensor)
     folders.write_manifest(folder, {name: folders.digest_of(folder / name) for name in folders.files_of(folder)})
 
 
-def _record(source: Source) -> dict[str, Any]:
+def _import_record(source: ImportSource) -> dict[str, Any]:
     """Where the model comes from, and what became of it."""
     return {
         "format": source.kind,
@@ -239,7 +239,7 @@ def _record(source: Source) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _parity(source: Source, run: Path) -> dict[str, Any] | str:
+def _check_parity(source: ImportSource, run: Path) -> dict[str, Any] | str:
     """How far the logits of a few tokens are from those of transformers' own class, where it has one; a large model is
     not loaded a second time for it."""
     model = source.reading.model
@@ -255,7 +255,7 @@ def _parity(source: Source, run: Path) -> dict[str, Any] | str:
         return "not measured: transformers is not installed"
     try:
         theirs = load_causal(source.files[0].parent, torch.float32).eval()
-        tokens = torch.arange(min(model.length or PROBE, PROBE))[None] % model.config.vocabulary
+        tokens = torch.arange(min(model.length or PROBE, PROBE))[None] % model.config.vocab_size
         expected = theirs(tokens).logits
     except Exception as error:  # of its many checks of a config, stricter than ours, each with an exception of its own
         return f"not measured: transformers refuses it ({type(error).__name__})"

@@ -19,7 +19,7 @@ from trainshort.data.tokenizer.built import ByteTokenizer
 from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import HuggingFaceTarget
 from trainshort.evaluate.target import RunTarget, Target
-from trainshort.files import make_folder, write_sealed
+from trainshort.files import make_folder, write_with_checksum
 from trainshort.interop.export.hf import tokenizer_config
 from trainshort.machine import provenance
 from trainshort.optional import import_optional
@@ -31,7 +31,7 @@ STORED_KEYS = ("results", "groups", "versions", "n-shot", "n-samples", "higher_i
 
 
 @dataclass(frozen=True)
-class Asked:
+class HarnessRequest:
     """The tasks to run and their settings."""
 
     tasks: tuple[str, ...]
@@ -46,7 +46,7 @@ class Asked:
     batch: int = 8
 
 
-def evaluate_tasks(target: Target, asked: Asked) -> dict[str, Any]:
+def evaluate_tasks(target: Target, asked: HarnessRequest) -> dict[str, Any]:
     """Run the tasks and return the results together with a description of the model.
 
     Args:
@@ -98,11 +98,11 @@ def save(result: dict[str, Any], target: Target) -> Path:
     tasks = "-".join(result["asked"]["tasks"])
     name = tasks[:80].replace("/", "-").replace("*", "all")
     path = make_folder(target.folder / "harness") / f"{name}.json"
-    write_sealed(path, result)
+    write_with_checksum(path, result)
     return path
 
 
-def load_harness_model(target: Target, asked: Asked) -> Any:
+def load_harness_model(target: Target, asked: HarnessRequest) -> Any:
     """Return the model as an `lm_eval.models.huggingface.HFLM`."""
     length = asked.length or target.trained_at
     if length is None:
@@ -110,7 +110,7 @@ def load_harness_model(target: Target, asked: Asked) -> Any:
     if isinstance(target, RunTarget):
         from trainshort.hf import TrainshortForCausalLM
 
-        model: Any = TrainshortForCausalLM.of(target.model, target.trained_at)
+        model: Any = TrainshortForCausalLM.from_trainshort(target.model, target.trained_at)
         tokenizer = _to_transformers_tokenizer(run_tokenizer(target.run), length)
     else:
         assert isinstance(target, HuggingFaceTarget)

@@ -29,7 +29,7 @@ LEGACY_PICKLES = 5
 """Pickles at the beginning of a file of torch before 1.6; raw numbers follow."""
 
 
-class StandIn:
+class UnpickleStub:
     """Takes the place of a class that a checkpoint names; it keeps what it is given and does nothing."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -47,7 +47,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         zipped = zipfile.is_zipfile(path)
         names = filter(STAND_INS.fullmatch, _names_in_zip(path) if zipped else _names_in_legacy(path))
-        stand_ins: list[Any] = [(type(name.rpartition(".")[2], (StandIn,), {}), name) for name in names]
+        stand_ins: list[Any] = [(type(name.rpartition(".")[2], (UnpickleStub,), {}), name) for name in names]
         with torch.serialization.safe_globals(stand_ins):
             values = torch.load(path, weights_only=True, map_location="cpu", mmap=zipped or None)
     except MemoryError:
@@ -92,6 +92,6 @@ def is_stored(tensor: torch.Tensor) -> bool:
 
 def plain(value: Any) -> Any:
     """A stand-in's content: a Namespace is its settings, anything else what it was made of."""
-    if not isinstance(value, StandIn):
+    if not isinstance(value, UnpickleStub):
         return value
     return value.state if value.state is not None else value.arguments

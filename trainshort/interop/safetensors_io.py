@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainshort.errors import InputError
-from trainshort.files import open_file, read_object, replacing
+from trainshort.files import atomic_replace, open_file, read_json_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -65,7 +65,7 @@ def weight_files(folder: Path) -> list[Path]:
             else ""
         )
         raise InputError(f"{folder} has no {SINGLE} and no {INDEX}.{also}")
-    table = read_object(folder / INDEX, mend=MEND).get("weight_map")
+    table = read_json_object(folder / INDEX, mend=MEND).get("weight_map")
     if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
         raise InputError(f"{folder / INDEX} should say under weight_map which file each tensor is in. {MEND}")
     names = sorted(set(table.values()))
@@ -93,7 +93,7 @@ def write(
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with replacing(path) as partial, partial.open("wb") as file:
+    with atomic_replace(path) as partial, partial.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in shapes.items():
             tensor = make(name).to(DTYPES[dtype]).contiguous()

@@ -28,7 +28,7 @@ import torch
 
 HERE = Path(__file__).parent
 FLAGS = ("-O3", "-std=gnu11", "-mavx2", "-mfma", "-mf16c", "-fPIC", "-shared", "-pthread")
-SECONDS = 120
+BUILD_TIMEOUT_SECONDS = 120
 """A build takes a few seconds; a compiler that hangs must not hang the program."""
 log = logging.getLogger("trainshort.kernels")
 """Its warnings reach standard error unless somebody listens: whoever waits for a build wants to know what for."""
@@ -81,7 +81,7 @@ def _check_machine() -> None:
 def cache_folder() -> Path:
     """Where built libraries are kept: in TRAINSHORT_CACHE, or the user's cache folder; and where that cannot be, in a
     private temporary folder, which is said once."""
-    reason = _unfit(chosen := _chosen_folder())
+    reason = _insecure_folder_reason(chosen := _chosen_folder())
     if reason is None and chosen is not None:
         return chosen
     private = _private_folder()
@@ -105,7 +105,7 @@ def _chosen_folder() -> Path | None:
 def _private_folder() -> Path:
     """One that later processes find again, unless somebody else was there first."""
     lasting = Path(tempfile.gettempdir()) / f"trainshort-{os.getuid()}"
-    if _unfit(lasting) is None:
+    if _insecure_folder_reason(lasting) is None:
         return lasting
     try:
         folder = Path(tempfile.mkdtemp(prefix="trainshort-"))
@@ -115,7 +115,7 @@ def _private_folder() -> Path:
     return folder
 
 
-def _unfit(folder: Path | None) -> str | None:
+def _insecure_folder_reason(folder: Path | None) -> str | None:
     """Why a folder is no place for code that will be run; None when it is. It is made if it is not there."""
     if folder is None:
         return "there is none"
@@ -177,7 +177,7 @@ def _compile(command: list[str], library: Path) -> None:
 
 def _run(command: list[str]) -> bytes:
     try:
-        done = subprocess.run(command, capture_output=True, timeout=SECONDS, check=True)
+        done = subprocess.run(command, capture_output=True, timeout=BUILD_TIMEOUT_SECONDS, check=True)
     except (FileNotFoundError, NotADirectoryError):
         raise KernelBuildError(
             f"there is no C compiler called '{command[0]}'; install one, or name it in the variable CC"
@@ -185,7 +185,7 @@ def _run(command: list[str]) -> bytes:
     except (OSError, ValueError) as error:
         raise KernelBuildError(f"the C compiler '{command[0]}' cannot be run ({error})") from None
     except subprocess.TimeoutExpired:
-        raise KernelBuildError(f"'{command[0]}' did not finish within {SECONDS} seconds") from None
+        raise KernelBuildError(f"'{command[0]}' did not finish within {BUILD_TIMEOUT_SECONDS} seconds") from None
     except subprocess.CalledProcessError as error:
         last_words = error.stderr.decode(errors="replace").strip()[-400:]
         raise KernelBuildError(f"'{command[0]}' failed: {last_words}") from None
@@ -198,7 +198,7 @@ def _say_once(message: str) -> None:
 
 
 @cache
-def torch_threads() -> int | None:
+def find_gomp_parallel() -> int | None:
     """Address of GOMP_parallel in the OpenMP runtime this process already runs; None where it is not to be found."""
     try:
         maps = Path("/proc/self/maps").read_text()

@@ -34,14 +34,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from trainshort.attention import Bias, DenseBias, LinearBias
-from trainshort.attention.call import unknown_bias
+from trainshort.attention.call import unknown_bias_error
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.plugins import blamed
+from trainshort.plugins import plugin_errors
 from trainshort.registries import positions
-from trainshort.settings import Method, MethodSettings, NoSettings, methods, settings_of
+from trainshort.settings import EmptyPositionConfig, MethodInfo, PositionConfig, methods, parse_method_config
 
-FAR = (4099, 2**24 + 1)
+PROBE_LENGTHS = (4099, 2**24 + 1)
 """Lengths at which a bias is looked at beside that of one token, to see whether its slopes depend on them."""
 
 
@@ -53,14 +53,14 @@ class LayerInput(NamedTuple):
     """The attention's input, after its norm: of the tokens that are new."""
     length: int
     """Keys in all: those a cache holds, and the new ones."""
-    where: Int[Tensor, "batch new"]
+    position_ids: Int[Tensor, "batch new"]
     """Position of each new token in its own document."""
-    place: dict[str, Tensor]
+    method_cache: dict[str, Tensor]
     """The method's place in this layer's cache: what it leaves there is there next time. Empty at the beginning of a
     text; without a cache, of no effect."""
 
 
-def once(where: Int[Tensor, "batch length"]) -> Int[Tensor, "rows length"]:
+def collapse_equal_rows(where: Int[Tensor, "batch length"]) -> Int[Tensor, "rows length"]:
     """One row where all rows of a batch stand at the same places: what follows from places is computed once."""
     return where[:1] if where.stride(0) == 0 else where
 
@@ -69,24 +69,24 @@ class Gate(NamedTuple):
     """A clock goes on by log σ(sign · (weight · x + shift)) at each token; those of plain heads, the last, stand."""
 
     weight: Float[Tensor, "heads width"] | None
-    shift: Float[Tensor, " heads"]
+    bias: Float[Tensor, " heads"]
     sign: float
 
 
 class PositionMethod(nn.Module):
     """Does nothing at each door; methods override the one they use."""
 
-    Settings: ClassVar[type[MethodSettings]] = NoSettings
+    Config: ClassVar[type[PositionConfig]] = EmptyPositionConfig
     """Type of the method's settings: typed, frozen, in config.json, on the command line and in its help."""
     float32: ClassVar[tuple[str, ...]] = ()
     """Names of parameters and buffers that stay float32 whatever the model becomes: half precision has no room for
     fine slopes."""
-    keeps_clock: ClassVar[bool] = False
+    uses_cumulative_decay: ClassVar[bool] = False
     """Whether the bias is a DecayBias whose readings lie in the cache's place under "clock". A bounded
     cache drops those of keys that it forgot."""
-    one_sided: ClassVar[bool] = False
+    causal_only: ClassVar[bool] = False
     """Whether it means something only where a token sees nothing after it."""
-    longest: int | None = None
+    max_length: int | None = None
     """Longest input the method can read; None: any."""
 
     def __init__(self, config: ModelConfig, settings: Any) -> None:
@@ -112,7 +112,7 @@ class PositionMethod(nn.Module):
         """Door 3: a bias on the scores over `length` keys, once for all layers."""
         return None
 
-    def text_bias(self, given: LayerInput) -> Bias | None:
+    def content_bias(self, given: LayerInput) -> Bias | None:
         """Door 3, for a bias that looks at the text: asked in every layer, in place of `score_bias`."""
         return self.score_bias(given.length)
 
@@ -120,7 +120,7 @@ class PositionMethod(nn.Module):
         """Of a clock: what moves it on in a layer, where that is a gate; compiled layers know no other clocks."""
         return None
 
-    def fill(self) -> None:
+    def init_float32_tensors(self) -> None:
         """Give the tensors of `float32` their first values; asked again when a model built on the meta device gets its
         memory."""
 
@@ -129,17 +129,17 @@ class PositionMethod(nn.Module):
         return cls.rotate is not PositionMethod.rotate
 
     @classmethod
-    def reads_text(cls) -> bool:
-        return cls.text_bias is not PositionMethod.text_bias
+    def is_content_dependent(cls) -> bool:
+        return cls.content_bias is not PositionMethod.content_bias
 
     @classmethod
     def adds_bias(cls) -> bool:
         """Whether it opens the third door without looking at the text."""
-        return cls.score_bias is not PositionMethod.score_bias and not cls.reads_text()
+        return cls.score_bias is not PositionMethod.score_bias and not cls.is_content_dependent()
 
-    def bounds_the_past(self) -> bool:
+    def has_error_bound(self) -> bool:
         """Whether its bias bounds what far tokens can weigh, so that they can be forgotten with a promise."""
-        return self.keeps_clock or (self.linear_slopes() is not None and not self.rotates())
+        return self.uses_cumulative_decay or (self.linear_slopes() is not None and not self.rotates())
 
     def linear_slopes(self) -> Float[Tensor, " heads"] | None:
         """The slopes of a bias that falls linearly with distance, by the same slopes however long the text is; None for
@@ -150,7 +150,7 @@ class PositionMethod(nn.Module):
         bias = self.score_bias(1) if self.adds_bias() else None
         if not isinstance(bias, LinearBias):
             return None
-        for length in FAR if self.longest is None else (self.longest,):
+        for length in PROBE_LENGTHS if self.max_length is None else (self.max_length,):
             far = self.score_bias(length)
             if not isinstance(far, LinearBias) or not (
                 far.slopes is bias.slopes or torch.equal(far.slopes, bias.slopes)
@@ -160,9 +160,9 @@ class PositionMethod(nn.Module):
 
     def check_length(self, length: int) -> None:
         """Refuse an input past the longest; a method with no limit has nothing to check."""
-        if self.longest is not None and length > self.longest:
+        if self.max_length is not None and length > self.max_length:
             raise InputError(
-                f"{self.name} positions stop at {self.longest}, but this input reaches {length}. "
+                f"{self.name} positions stop at {self.max_length}, but this input reaches {length}. "
                 "Train with a longer table, or use position='alibi'."
             )
 
@@ -173,21 +173,21 @@ class PositionMethod(nn.Module):
             now = getattr(self, name)
             if old.is_meta and not now.is_meta:
                 now.data = torch.empty_like(now, dtype=torch.float32)
-                self.fill()
+                self.init_float32_tensors()
             elif now.dtype != torch.float32:
                 now.data = old.to(now.device)
         return self
 
 
-def for_heads(bias: Bias | None, config: ModelConfig) -> Bias | None:
+def zero_bias_for_nope_heads(bias: Bias | None, config: ModelConfig) -> Bias | None:
     """A bias with nothing in it for the heads that shall know no positions, the last ones."""
-    if bias is None or not config.plain_heads:
+    if bias is None or not config.nope_heads:
         return bias
     if not isinstance(bias, Bias):
-        raise unknown_bias(bias)
+        raise unknown_bias_error(bias)
     # How many dimensions lie behind that of the heads.
     after = 0 if isinstance(bias, LinearBias) else 2 if isinstance(bias, DenseBias) else 1
-    knows = torch.arange(config.heads, device=bias.values.device) < config.heads - config.plain_heads
+    knows = torch.arange(config.heads, device=bias.values.device) < config.heads - config.nope_heads
     knows = knows.view(-1, *[1] * after)
     sides = {field.name: getattr(bias, field.name) for field in fields(bias)}
     return replace(bias, **{name: torch.where(knows, x, 0) for name, x in sides.items() if isinstance(x, Tensor)})
@@ -201,27 +201,27 @@ def register_settings(name: str, method: Any) -> None:
     """
     if not (isinstance(method, type) and issubclass(method, PositionMethod)):
         raise InputError(f"position method '{name}' must be a class that extends PositionMethod.")
-    hooks = ("embed", "rotate", "score_bias", "text_bias")
+    hooks = ("embed", "rotate", "score_bias", "content_bias")
     if all(getattr(method, hook) is getattr(PositionMethod, hook) for hook in hooks):
         raise InputError(f"position method '{name}' does nothing: it lacks {', '.join(hooks[:-1])} alike.")
-    if not (isinstance(method.Settings, type) and issubclass(method.Settings, MethodSettings)):
+    if not (isinstance(method.Config, type) and issubclass(method.Config, PositionConfig)):
         raise InputError(f"position method '{name}': its Settings must extend MethodSettings.")
-    required = [field for field, info in method.Settings.model_fields.items() if info.is_required()]
+    required = [field for field, info in method.Config.model_fields.items() if info.is_required()]
     if required:
         raise InputError(f"position method '{name}': its setting '{required[0]}' needs a default.")
     summary = (method.__doc__ or "").strip().partition("\n")[0]
-    methods.register(name)(Method(summary, method.Settings))
+    methods.register(name)(MethodInfo(summary, method.Config))
 
 
 def build_position(config: ModelConfig) -> PositionMethod:
     """The method that a model's settings name, with its own settings."""
     method = positions.get(config.position)
-    if method.embed is not PositionMethod.embed and (config.plain_heads or config.plain_every is not None):
+    if method.embed is not PositionMethod.embed and (config.nope_heads or config.nope_every is not None):
         raise InputError(
-            f"{config.position} adds its positions to the embeddings, before any head or layer; plain_heads and "
-            "plain_every need a method that works inside the layers, such as alibi or rotary."
+            f"{config.position} adds its positions to the embeddings, before any head or layer; nope_heads and "
+            "nope_every need a method that works inside the layers, such as alibi or rotary."
         )
-    if method.one_sided and not config.causal:
+    if method.causal_only and not config.causal:
         raise InputError(f"{config.position} is defined for causal models; an encoder can use alibi, t5 or rotary.")
-    with blamed((positions.kind, config.position)):
-        return method(config, settings_of(config.position, config.position_settings))
+    with plugin_errors((positions.kind, config.position)):
+        return method(config, parse_method_config(config.position, config.position_settings))

@@ -11,29 +11,29 @@ from trainshort.attention import Bias, DistanceBias, LinearBias
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
 from trainshort.positions.base import PositionMethod
-from trainshort.settings import AlibiSettings, T5Settings
+from trainshort.settings import AlibiConfig, T5Config
 
 
 class Alibi(PositionMethod):
     """Attention with Linear Biases: a penalty that grows linearly with distance, one fixed slope per head."""
 
-    Settings = AlibiSettings
+    Config = AlibiConfig
     float32 = ("slopes",)
     slopes: Tensor
 
-    def __init__(self, config: ModelConfig, settings: AlibiSettings) -> None:
+    def __init__(self, config: ModelConfig, settings: AlibiConfig) -> None:
         super().__init__(config, settings)
-        self.settings, self.plain_heads = settings, config.plain_heads
+        self.settings, self.nope_heads = settings, config.nope_heads
         slopes = torch.empty(config.heads, dtype=torch.float32)
         if settings.learned_slopes:
             self.slopes = nn.Parameter(slopes)
         else:
             # Not persistent: slopes follow from the number of heads and have no place in a checkpoint.
             self.register_buffer("slopes", slopes, persistent=False)
-        self.fill()
+        self.init_float32_tensors()
 
-    def fill(self) -> None:
-        given, sloped = self.settings.slopes, len(self.slopes) - self.plain_heads
+    def init_float32_tensors(self) -> None:
+        given, sloped = self.settings.slopes, len(self.slopes) - self.nope_heads
         first = alibi.slopes(sloped, self.settings.max_bias) if given is None else torch.tensor(given)[:sloped]
         self.slopes.data.zero_()[:sloped].copy_(first)
 
@@ -41,7 +41,7 @@ class Alibi(PositionMethod):
         return LinearBias(self.slopes)
 
 
-def sloped(slopes: Float[Tensor, " heads"], farthest: int | None, length: int) -> LinearBias | DistanceBias:
+def alibi_bias(slopes: Float[Tensor, " heads"], farthest: int | None, length: int) -> LinearBias | DistanceBias:
     """ALiBi's bias; with `farthest`, what is farther than that counts as that far."""
     if farthest is None:
         return LinearBias(slopes)
@@ -52,9 +52,9 @@ def sloped(slopes: Float[Tensor, " heads"], farthest: int | None, length: int) -
 class T5(PositionMethod):
     """T5's bias: one trained number per head and bucket of distances, one table shared by all layers."""
 
-    Settings = T5Settings
+    Config = T5Config
 
-    def __init__(self, config: ModelConfig, settings: T5Settings) -> None:
+    def __init__(self, config: ModelConfig, settings: T5Config) -> None:
         super().__init__(config, settings)
         self.table = nn.Parameter(torch.zeros(config.heads, settings.buckets))
         self.buckets, self.max_distance, self.causal = settings.buckets, settings.max_distance, config.causal

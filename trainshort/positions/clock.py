@@ -11,7 +11,7 @@ from trainshort import alibi
 from trainshort.attention import DecayBias
 from trainshort.config import ModelConfig
 from trainshort.positions.base import Gate, LayerInput, PositionMethod
-from trainshort.settings import FoxSettings
+from trainshort.settings import FoxConfig
 
 
 class Fox(PositionMethod):
@@ -21,15 +21,15 @@ class Fox(PositionMethod):
     −log f(t) at token t. A gate that does not look at the text is ALiBi, with slope −log σ(b).
     """
 
-    Settings = FoxSettings
-    keeps_clock = True
+    Config = FoxConfig
+    uses_cumulative_decay = True
     float32 = ("shift",)
     shift: Tensor
 
-    def __init__(self, config: ModelConfig, settings: FoxSettings) -> None:
+    def __init__(self, config: ModelConfig, settings: FoxConfig) -> None:
         super().__init__(config, settings)
         self.settings = settings
-        self.heads, self.plain_heads = config.heads, config.plain_heads
+        self.heads, self.nope_heads = config.heads, config.nope_heads
         shift = torch.empty(config.layers * config.heads)  # not a matrix, which would be decayed
         if settings.gate == "fixed":
             self.register_buffer("shift", shift, persistent=False)
@@ -39,38 +39,38 @@ class Fox(PositionMethod):
         if settings.gate == "full":
             self.weight = nn.Parameter(torch.zeros(config.layers, config.heads, config.width))
             nn.init.normal_(self.weight, std=0.02)
-        self.fill()
+        self.init_float32_tensors()
 
-    def fill(self) -> None:
-        gated = self.heads - self.plain_heads
+    def init_float32_tensors(self) -> None:
+        gated = self.heads - self.nope_heads
         self.shift.data.zero_().view(-1, self.heads)[:, :gated].copy_(self._first_shifts(gated))
 
     def _first_shifts(self, heads: int) -> Float[Tensor, " heads"]:
         """Where σ(b) = e^(−slope): b = −log(e^slope − 1)."""
-        match self.settings.start or ("half" if self.settings.gate == "full" else "times"):
+        match self.settings.init or ("half" if self.settings.gate == "full" else "decay_times"):
             case "half":
                 return torch.zeros(heads)
             case "alibi":
                 slopes = alibi.slopes(heads).double()
-            case "times":
-                first, last = math.log(self.settings.shortest), math.log(self.settings.longest)
+            case "decay_times":
+                first, last = math.log(self.settings.min_decay_time), math.log(self.settings.max_decay_time)
                 slopes = torch.linspace(first, last, heads, dtype=torch.float64).neg().exp()
         shifts = -torch.log(torch.expm1(slopes)).float()
-        return -shifts if self.settings.turned else shifts
+        return -shifts if self.settings.negate_gate else shifts
 
     def gate(self, layer: int) -> Gate:
-        gated = self.heads - self.plain_heads
+        gated = self.heads - self.nope_heads
         weight = None if self.weight is None else self.weight[layer, :gated]
-        return Gate(weight, self.shift.view(-1, self.heads)[layer, :gated], -1.0 if self.settings.turned else 1.0)
+        return Gate(weight, self.shift.view(-1, self.heads)[layer, :gated], -1.0 if self.settings.negate_gate else 1.0)
 
-    def text_bias(self, given: LayerInput) -> DecayBias:
+    def content_bias(self, given: LayerInput) -> DecayBias:
         weight, shift, sign = self.gate(given.layer)
         gate = shift.expand(*given.x.shape[:2], -1)
         if weight is not None:
             gate = gate + F.linear(given.x, weight.to(given.x.dtype)).float()
         ticks = F.logsigmoid(sign * gate).transpose(1, 2).double()  # batch heads new
-        clock = F.pad(ticks.cumsum(-1), (0, 0, 0, self.plain_heads))
-        if (before := given.place.get("clock")) is not None:
+        clock = F.pad(ticks.cumsum(-1), (0, 0, 0, self.nope_heads))
+        if (before := given.method_cache.get("clock")) is not None:
             clock = torch.cat([before, before[..., -1:] + clock], dim=-1)
-        given.place["clock"] = clock
+        given.method_cache["clock"] = clock
         return DecayBias(clock)

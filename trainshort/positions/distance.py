@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from trainshort import alibi
 from trainshort.attention import DenseBias, DistanceBias
 from trainshort.config import ModelConfig
-from trainshort.positions.base import LayerInput, PositionMethod, once
-from trainshort.settings import FireSettings, KerpleSettings, NoSettings, SandwichSettings
+from trainshort.positions.base import LayerInput, PositionMethod, collapse_equal_rows
+from trainshort.settings import EmptyPositionConfig, FireConfig, KerpleConfig, SandwichConfig
 
-LEAST = 0.01
+MIN_PARAMETER = 0.01
 """KERPLE's parameters are kept at this at the least, as in the authors' code."""
 NEAR_ZERO = 1e-5
 """BAM adds it to every distance, so that 0 has powers of every exponent."""
@@ -27,23 +27,23 @@ NEAR_ZERO = 1e-5
 class Kerple(PositionMethod):
     """KERPLE: a penalty p·ln(1 + a·d) or a·d^p, with a and p trained for each head."""
 
-    Settings = KerpleSettings
+    Config = KerpleConfig
     float32 = ("a", "p")
 
-    def __init__(self, config: ModelConfig, settings: KerpleSettings) -> None:
+    def __init__(self, config: ModelConfig, settings: KerpleConfig) -> None:
         super().__init__(config, settings)
         self.form = settings.form
         self.a = nn.Parameter(torch.empty(config.heads))
         self.p = nn.Parameter(torch.empty(config.heads))
-        self.fill()
+        self.init_float32_tensors()
 
-    def fill(self) -> None:
+    def init_float32_tensors(self) -> None:
         self.a.data.uniform_(0, 1)
         self.p.data.uniform_(0, 2)
 
     def score_bias(self, length: int) -> DistanceBias:
         most = math.inf if self.form == "log" else 2.0
-        a, p = _kept(self.a, LEAST)[:, None], _kept(self.p, LEAST, most)[:, None]
+        a, p = _clamp_keep_grad(self.a, MIN_PARAMETER)[:, None], _clamp_keep_grad(self.p, MIN_PARAMETER, most)[:, None]
         distance = _distances(length, a)
         return DistanceBias(-p * torch.log1p(a * distance) if self.form == "log" else -a * distance**p)
 
@@ -54,12 +54,12 @@ class LogAlibi(PositionMethod):
     float32 = ("slopes",)
     slopes: Tensor
 
-    def __init__(self, config: ModelConfig, settings: NoSettings) -> None:
+    def __init__(self, config: ModelConfig, settings: EmptyPositionConfig) -> None:
         super().__init__(config, settings)
         self.register_buffer("slopes", torch.empty(config.heads), persistent=False)
-        self.fill()
+        self.init_float32_tensors()
 
-    def fill(self) -> None:
+    def init_float32_tensors(self) -> None:
         self.slopes.data.copy_(alibi.slopes(len(self.slopes)))
 
     def score_bias(self, length: int) -> DistanceBias:
@@ -71,12 +71,12 @@ class Bam(PositionMethod):
 
     float32 = ("scale", "centre", "power")
 
-    def __init__(self, config: ModelConfig, settings: NoSettings) -> None:
+    def __init__(self, config: ModelConfig, settings: EmptyPositionConfig) -> None:
         super().__init__(config, settings)
         self.scale, self.centre, self.power = (nn.Parameter(torch.empty(config.heads)) for _ in range(3))
-        self.fill()
+        self.init_float32_tensors()
 
-    def fill(self) -> None:
+    def init_float32_tensors(self) -> None:
         self.scale.data.copy_(alibi.slopes(len(self.scale)).log())
         self.centre.data.zero_()
         self.power.data.fill_(1)
@@ -89,17 +89,17 @@ class Bam(PositionMethod):
 class Sandwich(PositionMethod):
     """Sandwich: the inner product of sinusoidal positions as a bias, heads/(8·head) times; fixed, not monotone."""
 
-    Settings = SandwichSettings
+    Config = SandwichConfig
     float32 = ("ratios",)
     ratios: Tensor
 
-    def __init__(self, config: ModelConfig, settings: SandwichSettings) -> None:
+    def __init__(self, config: ModelConfig, settings: SandwichConfig) -> None:
         super().__init__(config, settings)
         self.width = settings.width
         self.register_buffer("ratios", torch.empty(config.heads), persistent=False)
-        self.fill()
+        self.init_float32_tensors()
 
-    def fill(self) -> None:
+    def init_float32_tensors(self) -> None:
         heads = len(self.ratios)
         self.ratios.data.copy_(heads / (8 * torch.arange(1.0, heads + 1)))
 
@@ -117,18 +117,18 @@ class Fire(PositionMethod):
     It depends on the query's position as well as on the distance, so it is written out, anew for each layer.
     """
 
-    Settings = FireSettings
-    one_sided = True
+    Config = FireConfig
+    causal_only = True
 
-    def __init__(self, config: ModelConfig, settings: FireSettings) -> None:
+    def __init__(self, config: ModelConfig, settings: FireConfig) -> None:
         super().__init__(config, settings)
         self.threshold = settings.threshold
         self.c, self.multiplier = nn.Parameter(torch.tensor([0.1])), nn.Parameter(torch.ones(1))
         self.wide = nn.Linear(1, settings.hidden)
         self.narrow = nn.Linear(settings.hidden, config.heads, bias=False)  # what is added to a whole row does nothing
 
-    def text_bias(self, given: LayerInput) -> DenseBias:
-        where = once(given.where)
+    def content_bias(self, given: LayerInput) -> DenseBias:
+        where = collapse_equal_rows(given.position_ids)
         keys = torch.arange(given.length, device=where.device)
         new = where.shape[1]
         distance = (keys[-new:, None] - keys).clamp(min=0).float()
@@ -140,7 +140,7 @@ class Fire(PositionMethod):
         return DenseBias(values[0] if len(values) == 1 else values)
 
 
-class _Kept(torch.autograd.Function):
+class _ClampKeepGrad(torch.autograd.Function):
     """`clamp` whose gradient leads back in: that of `clamp` is 0 past a bound, so what begins there, or was carried
     there by a step, would never be trained again. The authors move the parameter itself; this leaves it alone.
 
@@ -165,9 +165,9 @@ class _Kept(torch.autograd.Function):
         return grad.masked_fill(outwards, 0), None, None
 
 
-def _kept(x: Float[Tensor, " heads"], least: float, most: float = math.inf) -> Float[Tensor, " heads"]:
+def _clamp_keep_grad(x: Float[Tensor, " heads"], least: float, most: float = math.inf) -> Float[Tensor, " heads"]:
     if torch.is_grad_enabled() and x.requires_grad:
-        return cast(Tensor, _Kept.apply(x, least, most))
+        return cast(Tensor, _ClampKeepGrad.apply(x, least, most))
     return x.clamp(least, most)  # a graph for elsewhere holds torch's own operators
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from trainshort.config import ModelConfig
 from trainshort.positions.base import PositionMethod
-from trainshort.settings import LearnedSettings, NoSettings
+from trainshort.settings import EmptyPositionConfig, LearnedConfig
 
 
 class NoPosition(PositionMethod):
@@ -23,7 +23,7 @@ class Sinusoidal(PositionMethod):
 
     FIRST = 2
 
-    def __init__(self, config: ModelConfig, settings: NoSettings) -> None:
+    def __init__(self, config: ModelConfig, settings: EmptyPositionConfig) -> None:
         super().__init__(config, settings)
         self.width = config.width
 
@@ -41,12 +41,12 @@ class Sinusoidal(PositionMethod):
 class Learned(PositionMethod):
     """One trained vector per position added to the embeddings; cannot read past its table."""
 
-    Settings = LearnedSettings
+    Config = LearnedConfig
 
-    def __init__(self, config: ModelConfig, settings: LearnedSettings) -> None:
+    def __init__(self, config: ModelConfig, settings: LearnedConfig) -> None:
         super().__init__(config, settings)
-        self.longest = settings.longest
-        self.table = nn.Embedding(settings.longest, config.width)
+        self.max_length = settings.max_length
+        self.table = nn.Embedding(settings.max_length, config.width)
         nn.init.normal_(self.table.weight, std=0.02)
 
     def embed(self, x: Tensor, where: Tensor) -> Tensor:

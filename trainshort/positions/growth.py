@@ -12,24 +12,24 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from trainshort.config import ModelConfig
-from trainshort.positions.base import once
+from trainshort.positions.base import collapse_equal_rows
 
-FIRST = 0.1686
+INITIAL_SCALE = 0.1686
 """SSMax's first s: one over the mean of ln n up to 1,024 tokens, so that scores begin at their usual size."""
 
 
-class ScoreGrowth(nn.Module):
+class LengthScaling(nn.Module):
     """Multiplies queries by a factor that grows with the number of tokens they see."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.length = config.score_growth_length
-        self.s = nn.Parameter(torch.full((config.heads,), FIRST)) if config.score_growth == "ssmax" else None
+        self.length = config.length_scaling_length
+        self.s = nn.Parameter(torch.full((config.heads,), INITIAL_SCALE)) if config.length_scaling == "ssmax" else None
 
     def forward(
         self, q: Float[Tensor, "batch heads length dim"], where: Int[Tensor, "batch length"]
     ) -> Float[Tensor, "batch heads length dim"]:
-        factor = self.factor(once(where))[..., None]
+        factor = self.factor(collapse_equal_rows(where))[..., None]
         return (q.to(torch.promote_types(q.dtype, torch.float32)) * factor).to(q.dtype)
 
     def factor(self, where: Int[Tensor, "batch length"]) -> Float[Tensor, "batch one_or_heads length"]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from trainshort.config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.positions.base import PositionMethod, once
-from trainshort.settings import RotarySettings, XposSettings
+from trainshort.positions.base import PositionMethod, collapse_equal_rows
+from trainshort.settings import RotaryConfig, XposConfig
 
 
 class Rotary(PositionMethod):
@@ -21,19 +21,19 @@ class Rotary(PositionMethod):
     share of it.
     """
 
-    Settings = RotarySettings
+    Config = RotaryConfig
 
-    def __init__(self, config: ModelConfig, settings: RotarySettings) -> None:
+    def __init__(self, config: ModelConfig, settings: RotaryConfig) -> None:
         super().__init__(config, settings)
         self.base = settings.base
-        self.dim = settings.turning(config.head_width)
-        self.stretch: Stretch | None = None
+        self.dim = settings.rotary_dims(config.head_width)
+        self.stretch: RotaryScaling | None = None
 
     def rotate(self, q: Tensor, k: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self.angles(q, once(where))
+        cos, sin = self.angles(q, collapse_equal_rows(where))
         wide = torch.promote_types(q.dtype, torch.float32)
         cos, sin = cos.to(wide), sin.to(wide)
-        return _turn(q, cos, sin), _turn(k, cos, sin)
+        return _apply_rotation(q, cos, sin), _apply_rotation(k, cos, sin)
 
     def angles(
         self, q: Tensor, where: Int[Tensor, "batch length"]
@@ -43,7 +43,7 @@ class Rotary(PositionMethod):
         pair = _pairs(self.dim, q)
         speed, size = self.base ** (-pair / self.dim), 1.0
         if self.stretch is not None:
-            speed, size = stretched(self.stretch, self.base, self.dim)
+            speed, size = scaled_frequencies(self.stretch, self.base, self.dim)
             speed = speed.to(pair)
         angle = where.to(pair.dtype)[:, None, :, None] * speed
         return size * angle.cos(), size * angle.sin()
@@ -56,26 +56,26 @@ class XPos(Rotary):
     so its share of a score by ζ^((i − j)/512).
     """
 
-    Settings = XposSettings
+    Config = XposConfig
 
-    def __init__(self, config: ModelConfig, settings: XposSettings) -> None:
+    def __init__(self, config: ModelConfig, settings: XposConfig) -> None:
         super().__init__(config, settings)
         self.scale_base = settings.scale_base
         # A cache keeps keys multiplied, whatever comes after them; past this one may leave float32.
-        self.longest = int(XPOS_POWERS * settings.scale_base)
+        self.max_length = int(XPOS_POWERS * settings.scale_base)
 
     def rotate(self, q: Tensor, k: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-        where, wide = once(where), torch.promote_types(q.dtype, torch.float32)
+        where, wide = collapse_equal_rows(where), torch.promote_types(q.dtype, torch.float32)
         cos, sin = self.angles(q, where)
         zeta = (_pairs(self.dim, q) / self.dim + 0.4) / 1.4
         of_q = zeta ** (where.to(zeta.dtype)[:, None, :, None] / self.scale_base)
-        turned_q = _turn(q, (of_q * cos).to(wide), (of_q * sin).to(wide))
-        return turned_q, _turn(k, (cos / of_q).to(wide), (sin / of_q).to(wide))
+        turned_q = _apply_rotation(q, (of_q * cos).to(wide), (of_q * sin).to(wide))
+        return turned_q, _apply_rotation(k, (cos / of_q).to(wide), (sin / of_q).to(wide))
 
     def check_length(self, length: int) -> None:
-        if self.longest is not None and length > self.longest:
+        if self.max_length is not None and length > self.max_length:
             raise InputError(
-                f"xpos leaves the range of float32 past {self.longest:,} positions, but this input reaches {length:,}. "
+                f"xpos leaves the range of float32 past {self.max_length:,} positions, but this input reaches {length:,}. "
                 "Use position='alibi', or train with a larger scale_base."
             )
 
@@ -91,7 +91,7 @@ def _pairs(dim: int, like: Tensor) -> Float[Tensor, " pairs"]:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class RotaryScaling:
     """Slower turning at inference, so that a length never trained at has angles that were."""
 
     kind: Literal["linear", "ntk", "dynamic", "yarn"]
@@ -106,7 +106,7 @@ FAST, SLOW = 32, 1
 than SLOW times are interpolated."""
 
 
-def stretched(stretch: Stretch, base: float, dim: int) -> tuple[Float[Tensor, " pairs"], float]:
+def scaled_frequencies(stretch: RotaryScaling, base: float, dim: int) -> tuple[Float[Tensor, " pairs"], float]:
     """How fast each pair turns, in float64, and a factor of queries and keys; as transformers' `rope_scaling` has it.
 
     linear    every pair `factor` times slower (position interpolation)
@@ -125,18 +125,18 @@ def stretched(stretch: Stretch, base: float, dim: int) -> tuple[Float[Tensor, " 
             longer = max(stretch.length, stretch.trained_at) / stretch.trained_at
             return (base * (factor * longer - (factor - 1)) ** ratio) ** (-pair / dim), 1.0
         case "yarn":
-            first, last = (_pair_of(turns, stretch.trained_at, base, dim) for turns in (FAST, SLOW))
+            first, last = (_pair_for_rotations(turns, stretch.trained_at, base, dim) for turns in (FAST, SLOW))
             low, high = max(math.floor(first), 0), min(math.ceil(last), dim - 1)
             ramp = ((pair / 2 - low) / (high - low if high > low else 0.001)).clamp(0, 1)
             return base ** (-pair / dim) * (ramp / factor + 1 - ramp), 0.1 * math.log(factor) + 1
 
 
-def _pair_of(turns: float, length: int, base: float, dim: int) -> float:
+def _pair_for_rotations(turns: float, length: int, base: float, dim: int) -> float:
     """The pair that turns so many times over a length."""
     return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _apply_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The first pairs of each row, as many as there are angles, turned."""
     turning, dim = x, 2 * cos.shape[-1]
     if dim < x.shape[-1]:

@@ -26,7 +26,7 @@ from trainshort.registry import Registry
 recipes: Registry[Callable[[], RunConfig]] = Registry("recipe")
 DEMO_LENGTH = 512
 """The paper's training length that the demo stands for."""
-BESIDE = ("none",)
+EXTRA_DEMO_METHODS = ("none",)
 """Methods that no experiment asks for, but which the demo's model can be trained with by name."""
 
 
@@ -37,7 +37,7 @@ def recipe_name(scale: Scale, variant: Variant) -> str:
     """
     if scale.name == "laptop" and variant.length == DEMO_LENGTH:
         return f"demo-{variant.position}"
-    setup = "" if scale.stand_in else f"{variant.setup}-"
+    setup = "" if scale.uses_single_corpus else f"{variant.setup}-"
     return f"{scale.name}-{setup}{variant.position}-{scale.length(variant.length)}"
 
 
@@ -59,7 +59,7 @@ def _encoder(position: str) -> RunConfig:
 _wanted = [
     (scale, one) for _, scale in scales.items() for _, build in experiments.items() for one in build().variants(scale)
 ]
-_wanted += [(scales.get("laptop"), _demo(position)) for position in BESIDE]
+_wanted += [(scales.get("laptop"), _demo(position)) for position in EXTRA_DEMO_METHODS]
 for _name, (_scale, _one) in {recipe_name(*both): both for both in _wanted}.items():
     _told = f"{method_name(_one.position)} trained at {_scale.length(_one.length):,} tokens; {_scale.summary}."
     _add(_name, _told, _scale.config, _one)
@@ -71,7 +71,7 @@ for _position in ("alibi", "sinusoidal", "rotary"):
 def portable() -> RunConfig:
     """The preset of this name, trained as the demo: transformers, llama.cpp and CTranslate2 take it as it is."""
     config = scales.get("laptop").config(_demo("alibi"))
-    return config.model_copy(update={"model": presets.get("portable")().replace(vocabulary=0)})
+    return config.model_copy(update={"model": presets.get("portable")().replace(vocab_size=0)})
 
 
 recipes.add("portable-128", portable)

@@ -59,7 +59,7 @@ class Scale:
     build: Callable[[Variant], RunConfig]
     shrink: int = 1
     """The paper's lengths are divided by this."""
-    left_out: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    excluded_lengths: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Lengths left out in single experiments, by their names."""
     stride_one: int = 1
     """Stride that takes the place of the paper's stride 1."""
@@ -74,7 +74,7 @@ class Scale:
     recipe was chosen by that."""
     gpus: int = 0
     """GPUs that a model of this scale wants where a cluster trains it."""
-    stand_in: bool = False
+    uses_single_corpus: bool = False
     """Whether one small corpus stands for all three test beds."""
 
     def length(self, published: int) -> int:
@@ -115,24 +115,26 @@ class Cell:
     published: float | None
     quantity: Quantity = "perplexity"
     variant: Variant | None = None
-    reading: EvalProtocol | None = None
+    protocol: EvalProtocol | None = None
     x: float | None = None
     """Place on a figure's horizontal axis."""
 
     @property
-    def apart(self) -> bool:
+    def is_cost(self) -> bool:
         """Whether it is a cost of the configuration and not of trained weights: a few steps tell it."""
-        return self.quantity in ("train speed", "read speed", "train memory") and self.reading is None
+        return self.quantity in ("train speed", "read speed", "train memory") and self.protocol is None
 
     def possible(self, experiment: str, scale: Scale) -> bool:
         """Whether this scale computes the cell."""
         if self.variant is None:
             return False
-        if self.reading is not None and scale.length(self.reading.length) > scale.longest:
+        if self.protocol is not None and scale.length(self.protocol.length) > scale.longest:
             return False
-        if self.apart:
+        if self.is_cost:
             return True
-        return self.variant.length in scale.lengths and self.variant.length not in scale.left_out.get(experiment, ())
+        return self.variant.length in scale.lengths and self.variant.length not in scale.excluded_lengths.get(
+            experiment, ()
+        )
 
 
 @dataclass(frozen=True)
@@ -149,24 +151,24 @@ class Experiment:
 
     def variants(self, scale: Scale) -> list[Variant]:
         """Models to train, each once, in the order of the cells."""
-        trained = (c for c in self.cells if c.possible(self.name, scale) and not c.apart)
+        trained = (c for c in self.cells if c.possible(self.name, scale) and not c.is_cost)
         return list(dict.fromkeys(cell.variant for cell in trained if cell.variant))
 
-    def measured_apart(self, scale: Scale) -> list[Variant]:
+    def cost_configs(self, scale: Scale) -> list[Variant]:
         """Configurations whose speed and memory are wanted, trained or not."""
-        cells = (c for c in self.cells if c.possible(self.name, scale) and c.apart)
+        cells = (c for c in self.cells if c.possible(self.name, scale) and c.is_cost)
         return list(dict.fromkeys(cell.variant for cell in cells if cell.variant))
 
-    def readings(self, scale: Scale, variant: Variant) -> list[EvalProtocol]:
+    def protocols(self, scale: Scale, variant: Variant) -> list[EvalProtocol]:
         """Evaluations of one model."""
         cells = (c for c in self.cells if c.variant == variant and c.possible(self.name, scale))
         wanted = (c for c in cells if c.quantity in ("perplexity", "read speed"))
-        return list(dict.fromkeys(cell.reading for cell in wanted if cell.reading))
+        return list(dict.fromkeys(cell.protocol for cell in wanted if cell.protocol))
 
     def curves(self, scale: Scale, variant: Variant) -> list[EvalProtocol]:
         """Readings of one model that are wanted at several moments of its training."""
         cells = (c for c in self.cells if c.variant == variant and c.possible(self.name, scale))
-        return list(dict.fromkeys(c.reading for c in cells if c.quantity == "learning curve" and c.reading))
+        return list(dict.fromkeys(c.protocol for c in cells if c.quantity == "learning curve" and c.protocol))
 
     @property
     def methods(self) -> list[str]:
@@ -201,7 +203,7 @@ def queries(scale: Scale, reading: EvalProtocol) -> list[Query]:
     return [Query(split, stride, scale.sliding_tokens), Query(split, None, scale.sliding_tokens)]
 
 
-def moments(scale: Scale, reading: EvalProtocol) -> Query:
+def learning_curve_queries(scale: Scale, reading: EvalProtocol) -> Query:
     """The evaluation of a learning curve's checkpoints, without overlap on little text; the step is left open."""
     return Query(reading.split or scale.split, None, scale.sliding_tokens)
 
@@ -241,7 +243,7 @@ def choose_methods(chosen: list[Experiment], methods: list[str], *, named: bool)
     return [with_methods(one, methods) for one in varied]
 
 
-def reseeded(experiment: Experiment, seed: int) -> Experiment:
+def with_seed(experiment: Experiment, seed: int) -> Experiment:
     """The same experiment with other first weights and another order of the data."""
     cells = (replace(c, variant=replace(c.variant, seed=seed)) if c.variant else c for c in experiment.cells)
     return replace(experiment, cells=tuple(cells))

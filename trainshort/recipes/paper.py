@@ -14,7 +14,7 @@ from trainshort.recipes.experiments import (
     method_name,
     published,
 )
-from trainshort.settings import PAPER as METHODS
+from trainshort.settings import PAPER_METHODS as METHODS
 
 DEMO_MULTIPLES = (1, 1.25, 1.5, 2, 4, 6, 8, 16)
 """Lengths at which the demo's models are evaluated, as multiples of their own."""
@@ -28,7 +28,7 @@ BY_SPEED: dict[str, Any] = {"kind": "by speed", "axes": (SPEED, PERPLEXITY)}
 Cells = Callable[[], Iterator[Cell]]
 
 
-def filed(name: str, title: str, **drawn: Any) -> Callable[[Cells], Cells]:
+def register_experiment(name: str, title: str, **drawn: Any) -> Callable[[Cells], Cells]:
     """Decorator: file an experiment by the function of its cells. `trainshort list` shows that one's docstring, or else
     the title."""
 
@@ -54,7 +54,7 @@ def score(row: str, column: str, value: float | None, variant: Variant, at: int,
     return Cell(row, column, value, "perplexity", variant, EvalProtocol(at, stride), at)
 
 
-@filed("demo", "Four position methods past their training length")
+@register_experiment("demo", "Four position methods past their training length")
 def demo() -> Iterator[Cell]:
     """Four methods trained at one length, evaluated at 1 to 16 times that, and sinusoidal trained at 6 times.
 
@@ -100,7 +100,7 @@ def _stride_one(method: str) -> dict[str, float]:
     return published()[name]["512"] if name else {}
 
 
-@filed("table1", "Speed and memory of training and evaluation")
+@register_experiment("table1", "Speed and memory of training and evaluation")
 def table1() -> Iterator[Cell]:
     """Speed and memory of four methods at three lengths."""
     for method in METHODS:
@@ -128,7 +128,7 @@ def extrapolation(name: str, length: int, *, speed: bool = True) -> Iterator[Cel
 
 for _name, _length in (("table2", 512), ("table3", 1024), ("table4", 3072)):
     _title = f"Extrapolation of the four methods, trained at {_length}"
-    filed(_name, _title)(lambda name=_name, length=_length: extrapolation(name, length))
+    register_experiment(_name, _title)(lambda name=_name, length=_length: extrapolation(name, length))
 
 
 def triangle(name: str, setup: str) -> Iterator[Cell]:
@@ -143,13 +143,13 @@ def triangle(name: str, setup: str) -> Iterator[Cell]:
             yield score(f"{method_name(method)}, L = L_valid", at, value, Variant(setup, method, int(at)), int(at))
 
 
-@filed("table5", "ALiBi trained at one length and evaluated at longer ones", **BY_LENGTH)
+@register_experiment("table5", "ALiBi trained at one length and evaluated at longer ones", **BY_LENGTH)
 def table5() -> Iterator[Cell]:
     """ALiBi by training length and evaluation length, and the other methods at their own length."""
     return triangle("table5", "wikitext103")
 
 
-@filed("table6", "Validation and test, without overlap", **BY_SPEED)
+@register_experiment("table6", "Validation and test, without overlap", **BY_SPEED)
 def table6() -> Iterator[Cell]:
     """Valid and test perplexity without overlap, with speeds."""
     for numbers in published()["table6"]:
@@ -176,10 +176,12 @@ def valid_and_test(name: str, setup: str, stride: int | None) -> Iterator[Cell]:
 
 
 STRIDE_512 = "with a sliding window of stride 512, beside other work"
-filed("table7", f"WikiText-103 {STRIDE_512}")(lambda: valid_and_test("table7", "wikitext103", 512))
-filed("table8", "BookCorpus: ALiBi at longer lengths than trained")(lambda: triangle("table8", "books"))
-filed("table9", "BookCorpus: validation and test, without overlap")(lambda: valid_and_test("table9", "books", None))
-filed("table10", f"BookCorpus {STRIDE_512}")(lambda: valid_and_test("table10", "books", 512))
+register_experiment("table7", f"WikiText-103 {STRIDE_512}")(lambda: valid_and_test("table7", "wikitext103", 512))
+register_experiment("table8", "BookCorpus: ALiBi at longer lengths than trained")(lambda: triangle("table8", "books"))
+register_experiment("table9", "BookCorpus: validation and test, without overlap")(
+    lambda: valid_and_test("table9", "books", None)
+)
+register_experiment("table10", f"BookCorpus {STRIDE_512}")(lambda: valid_and_test("table10", "books", 512))
 
 
 def large(name: str) -> Iterator[Cell]:
@@ -193,8 +195,8 @@ def large(name: str) -> Iterator[Cell]:
             yield score(row, f"at {at}", value, variant, int(at))
 
 
-filed("table11", "CC100+RoBERTa, 1.3B parameters: at equal time")(lambda: large("table11"))
-filed("table12", "CC100+RoBERTa, 1.3B parameters: at equal updates")(lambda: large("table12"))
+register_experiment("table11", "CC100+RoBERTa, 1.3B parameters: at equal time")(lambda: large("table11"))
+register_experiment("table12", "CC100+RoBERTa, 1.3B parameters: at equal updates")(lambda: large("table12"))
 
 
 def sliding(name: str, method: str) -> Iterator[Cell]:
@@ -206,10 +208,10 @@ def sliding(name: str, method: str) -> Iterator[Cell]:
 
 for _name, _method in (("table13", "sinusoidal"), ("table14", "t5"), ("table15", "alibi")):
     _title = f"{method_name(_method)} under a sliding window of stride 1"
-    filed(_name, _title)(lambda name=_name, method=_method: sliding(name, method))
+    register_experiment(_name, _title)(lambda name=_name, method=_method: sliding(name, method))
 
 
-@filed("fig1", "Extrapolation of the four methods", **BY_LENGTH)
+@register_experiment("fig1", "Extrapolation of the four methods", **BY_LENGTH)
 def fig1() -> Iterator[Cell]:
     """Perplexity against length: four methods, trained at 512 and at 1024."""
     for name, length in (("table2", 512), ("table3", 1024)):
@@ -218,13 +220,13 @@ def fig1() -> Iterator[Cell]:
             yield replace(cell, row=label(cell.variant), column=cell.row)
 
 
-@filed("fig2", "Speed and memory, as bars", kind="bars")
+@register_experiment("fig2", "Speed and memory, as bars", kind="bars")
 def fig2() -> Iterator[Cell]:
     """Training speed, evaluation speed and memory as bars."""
     return table1()
 
 
-@filed("fig4", "ALiBi evaluated past its length", **BY_LENGTH)
+@register_experiment("fig4", "ALiBi evaluated past its length", **BY_LENGTH)
 def fig4() -> Iterator[Cell]:
     """ALiBi past its length, and sinusoidal models at theirs."""
     for cell in triangle("table5", "wikitext103"):
@@ -232,7 +234,7 @@ def fig4() -> Iterator[Cell]:
             yield cell
 
 
-@filed("fig5", "Perplexity over training time", kind="lines", axes=("minutes of training", PERPLEXITY))
+@register_experiment("fig5", "Perplexity over training time", kind="lines", axes=("minutes of training", PERPLEXITY))
 def fig5() -> Iterator[Cell]:
     """CC100+RoBERTa: validation perplexity over training time."""
     for name, points in published()["fig5"].items():
@@ -244,7 +246,7 @@ def fig5() -> Iterator[Cell]:
             yield Cell(row, f"{updates:,} updates", value, "learning curve", variant, reading, hours)
 
 
-@filed("fig6", "CC100+RoBERTa: extrapolation", **BY_LENGTH)
+@register_experiment("fig6", "CC100+RoBERTa: extrapolation", **BY_LENGTH)
 def fig6() -> Iterator[Cell]:
     """CC100+RoBERTa: perplexity against length."""
     for name, points in published()["fig6"].items():
@@ -254,7 +256,7 @@ def fig6() -> Iterator[Cell]:
             yield score(label(variant), f"{at:,.0f}", value, variant, int(at))
 
 
-@filed("fig7", "Training speed", kind="lines", axes=("training length", SPEED))
+@register_experiment("fig7", "Training speed", kind="lines", axes=("training length", SPEED))
 def fig7() -> Iterator[Cell]:
     """Training speed against length."""
     for method, points in published()["fig7"].items():
@@ -263,7 +265,7 @@ def fig7() -> Iterator[Cell]:
             yield Cell(method_name(method), f"{length:,}", speed, "train speed", variant, x=length)
 
 
-@filed("fig8", "Training speed and perplexity at 3072", **BY_SPEED)
+@register_experiment("fig8", "Training speed and perplexity at 3072", **BY_SPEED)
 def fig8() -> Iterator[Cell]:
     """Perplexity at 3072 against training length, with each model's training speed."""
     for method, points in published()["fig8"].items():
@@ -273,13 +275,13 @@ def fig8() -> Iterator[Cell]:
             yield Cell(label(variant), "train tokens/s", speed, "train speed", variant)
 
 
-@filed("fig9", "BookCorpus: ALiBi evaluated past its length", **BY_LENGTH)
+@register_experiment("fig9", "BookCorpus: ALiBi evaluated past its length", **BY_LENGTH)
 def fig9() -> Iterator[Cell]:
     """BookCorpus: ALiBi past its length, and sinusoidal models at theirs."""
     return triangle("table8", "books")
 
 
-@filed("fig11", "Sliding window of stride 1", **BY_LENGTH)
+@register_experiment("fig11", "Sliding window of stride 1", **BY_LENGTH)
 def fig11() -> Iterator[Cell]:
     """ALiBi and sinusoidal under a sliding window of stride 1."""
     yield from sliding("table15", "alibi")

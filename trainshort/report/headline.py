@@ -8,10 +8,10 @@ from pathlib import Path
 
 from trainshort.claims.collection import Collection, Run
 from trainshort.config import RunConfig
-from trainshort.evaluate.results import LengthScore, Stored, interval, perplexity
+from trainshort.evaluate.results import LengthScore, StoredEvaluation, interval, perplexity
 from trainshort.recipes.experiments import method_name, published
 from trainshort.runs import run_name
-from trainshort.terminal import listed
+from trainshort.terminal import join_words
 from trainshort.utils.figures import OTHERS, Figure, Series, color
 
 PAPER_LENGTH = 512
@@ -30,7 +30,7 @@ class Curve:
     position: str
     points: dict[int, float]
     bounds: dict[int, tuple[float, float]]
-    stored: tuple[Stored, ...]
+    stored: tuple[StoredEvaluation, ...]
     """The evaluations behind it, one per seed."""
     shade: str
     """The method's colour; where a method has several lines, one that no method has."""
@@ -46,7 +46,7 @@ class Headline:
 
     length: int
     lines: tuple[Curve, ...]
-    alike: bool
+    is_controlled_comparison: bool
     """Whether the models differ in their positions only: one of each method, of one size, on as much of one text."""
     beyond: tuple[Curve, ...]
     """Models that were trained longer, evaluated at their own length: what the lines are measured against."""
@@ -63,7 +63,7 @@ def find_headline(collection: Collection) -> Headline | None:
         return None
     length, text = _most_shared(swept)
     found = {run.path: (run, one) for run, one in swept if _text(one) == text}
-    groups: dict[str, list[tuple[Run, Stored]]] = {}
+    groups: dict[str, list[tuple[Run, StoredEvaluation]]] = {}
     for run, stored in found.values():
         if run.config.train.length == length:
             groups.setdefault(run_name(run.config.replace(train={"seed": 0})), []).append((run, stored))
@@ -76,24 +76,24 @@ def find_headline(collection: Collection) -> Headline | None:
         lines.append(_line(name, position, [stored for _, stored in group], length))
     lines.sort(key=lambda line: (ORDER.index(line.position) if line.position in ORDER else 9, line.name))
     alike = len({_size(run.config) for run in firsts}) == 1 and max(positions.values()) == 1
-    return Headline(length, _told_apart(lines), alike, _beyond(collection, length, text))
+    return Headline(length, _assign_colors(lines), alike, _longest_sinusoidal(collection, length, text))
 
 
 def _size(config: RunConfig) -> tuple[str | int, ...]:
     """What models share that are compared by their positions; by which optimizer each was trained best is its own."""
     model, train = config.model, config.train
-    return model.layers, model.width, model.heads, model.vocabulary, config.data.corpus, train.steps * train.batch
+    return model.layers, model.width, model.heads, model.vocab_size, config.data.corpus, train.steps * train.batch
 
 
-def _told_apart(lines: list[Curve]) -> tuple[Curve, ...]:
+def _assign_colors(lines: list[Curve]) -> tuple[Curve, ...]:
     """Lines that go by a run's name have the next colour that no method has."""
     free = cycle(OTHERS)
     return tuple(line if line.name == method_name(line.position) else replace(line, shade=next(free)) for line in lines)
 
 
-def _beyond(collection: Collection, length: int, text: tuple[int, str, str]) -> tuple[Curve, ...]:
+def _longest_sinusoidal(collection: Collection, length: int, text: tuple[int, str, str]) -> tuple[Curve, ...]:
     """The sinusoidal model of the greatest training length, at that length, on the same text."""
-    found: dict[int, list[Stored]] = {}
+    found: dict[int, list[StoredEvaluation]] = {}
     for run in collection.runs.values():
         own = run.config.train.length
         same = [
@@ -108,20 +108,20 @@ def _beyond(collection: Collection, length: int, text: tuple[int, str, str]) -> 
     return (replace(line, points={own: line.points[own]}),)
 
 
-def _goes_past(run: Run, stored: Stored) -> bool:
+def _goes_past(run: Run, stored: StoredEvaluation) -> bool:
     """Whether an evaluation has the training length and a longer one."""
     length = run.config.train.length
     rows = [row for row in stored.evaluation.scored if row.length >= length]
     return len(rows) > 1 and rows[0].length == length
 
 
-def _text(stored: Stored) -> tuple[int, str, str]:
+def _text(stored: StoredEvaluation) -> tuple[int, str, str]:
     """What two evaluations must share to stand in one figure: the same tokens, in the same precision."""
     corpus = stored.evaluation.corpus
     return corpus["tokens"], corpus["sha256"], stored.evaluation.protocol["precision"]
 
 
-def _most_shared(swept: list[tuple[Run, Stored]]) -> tuple[int, tuple[int, str, str]]:
+def _most_shared(swept: list[tuple[Run, StoredEvaluation]]) -> tuple[int, tuple[int, str, str]]:
     """The training length and the text that most runs share; of several texts the test split's, then the longest.
     Curves on different texts in one figure would compare the texts."""
     runs: dict[tuple[int, tuple[int, str, str]], set[Path]] = {}
@@ -131,7 +131,7 @@ def _most_shared(swept: list[tuple[Run, Stored]]) -> tuple[int, tuple[int, str, 
     return max(runs, key=lambda key: (len(runs[key]), key[1] in test, key[1][0]))
 
 
-def _line(name: str, position: str, group: list[Stored], length: int) -> Curve:
+def _line(name: str, position: str, group: list[StoredEvaluation], length: int) -> Curve:
     rows: dict[int, list[LengthScore]] = {}
     for stored in group:
         for row in stored.evaluation.scored:
@@ -216,7 +216,7 @@ def sentences(headline: Headline) -> list[str]:
     kept = [f"{name} ({change:+.1%})" for name, change in changes if change <= NO_WORSE]
     lost = [f"{name} by {change:.0%}" for name, change in sorted(changes, key=lambda one: -one[1]) if change > NO_WORSE]
     second = f"Evaluated {longest / length:.0f} times as far, at {longest:,} tokens, "
-    no_worse = f"{listed(kept)} {'is' if len(kept) == 1 else 'are'} no worse."
+    no_worse = f"{join_words(kept)} {'is' if len(kept) == 1 else 'are'} no worse."
     second += no_worse if kept else f"every method is worse than at {length:,}."
-    third = f"Getting worse over that distance: {listed(lost)}." if lost else "No method that was tried gets worse."
+    third = f"Getting worse over that distance: {join_words(lost)}." if lost else "No method that was tried gets worse."
     return [first, second, third]

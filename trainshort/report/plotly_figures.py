@@ -89,7 +89,7 @@ def _lines(series: Series) -> list[dict[str, Any]]:
         "x": [*series.x, *reversed(series.x)],
         "y": [*series.high, *reversed(series.low)],
         "fill": "toself",
-        "fillcolor": _faded(series.color),
+        "fillcolor": _lighten(series.color),
         "line": {"width": 0},
         "hoverinfo": "skip",
         "showlegend": False,
@@ -104,6 +104,6 @@ def _plain(name: str) -> str:
     return name.replace("<", "(").replace(">", ")").replace("%{", "% {").replace("$", "")
 
 
-def _faded(color: str) -> str:
+def _lighten(color: str) -> str:
     red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.14)"

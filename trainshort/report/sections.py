@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.claims.collection import SAMPLE_FORMAT, Collection, Run, stored
-from trainshort.claims.measured import View
-from trainshort.evaluate.evidence import ENOUGH, bounds, past_training, pooled
+from trainshort.claims.measured import ScaleView
+from trainshort.evaluate.evidence import MIN_PREDICTIONS_PER_BIN, bounds, describe_change_past_training, pool_bins
 from trainshort.recipes.experiments import NAMES, EvalProtocol, method_name, queries
 from trainshort.report.headline import Curve, Headline
 from trainshort.utils.figures import Figure, Series
@@ -22,14 +22,14 @@ def position_figure(headline: Headline) -> Figure | None:
     series, sources, changes = [], [], []
     for line, evaluation in zip(headline.lines, first, strict=True):
         row = evaluation.row(length)
-        bins = pooled(row) if row else []
+        bins = pool_bins(row) if row else []
         if len(bins) < 2:
             continue
         x, y = tuple(one.middle for one in bins), tuple(one.mean for one in bins)
         low, high = bounds(bins)
         series.append(Series(line.name, x, y, line.shade, low, high))
         sources.append(line.sources[0])
-        changes.append(f"{line.name} {past_training(bins, headline.length)}")
+        changes.append(f"{line.name} {describe_change_past_training(bins, headline.length)}")
     if not series:
         return None
     told = "; ".join(f"{one.name} ends at {one.y[-1]:.2f}" for one in series)
@@ -41,7 +41,7 @@ def position_figure(headline: Headline) -> Figure | None:
         x_label="position in the input",
         y_label="mean loss, nats per token",
         x_log=True,
-        note=f"Points of at least {ENOUGH} predictions, with their 95 % intervals. "
+        note=f"Points of at least {MIN_PREDICTIONS_PER_BIN} predictions, with their 95 % intervals. "
         + f"Up to {headline.length:,} is what the models were trained on. Past it, against the half before it: "
         + f"{'; '.join(changes)}.",
         sources=tuple(sources),
@@ -54,7 +54,7 @@ def _headline_runs(headline: Headline, collection: Collection) -> list[tuple[Cur
     return [(line, runs[folder]) for line in headline.lines if (folder := line.sources[0].parent.parent) in runs]
 
 
-def early_figure(headline: Headline, collection: Collection, view: View | None) -> Figure | None:
+def early_figure(headline: Headline, collection: Collection, view: ScaleView | None) -> Figure | None:
     """Sliding windows against none, on the same text: how much of a longer input's gain is fewer early tokens."""
     if view is None or view.scale.sliding_tokens is None:
         return None
@@ -90,7 +90,7 @@ def early_figure(headline: Headline, collection: Collection, view: View | None) 
     )
 
 
-def _reach(values: dict[str, Any]) -> tuple[list[float], list[float], float, int]:
+def _read_reach_result(values: dict[str, Any]) -> tuple[list[float], list[float], float, int]:
     """Measured and proven windows in order, the share of attention that they hold, and the tokens that were read."""
     result = values["result"]
     windows = sorted(float(row["window"]) for row in result["rows"])
@@ -106,7 +106,7 @@ def reach_figure(headline: Headline, collection: Collection) -> Figure | None:
     share, length = 0.99, 0
     for line, run in _headline_runs(headline, collection):
         path = run.path / "analysis" / "reach.json"
-        reach = stored(path, _reach, "Remove it and analyze again.")
+        reach = stored(path, _read_reach_result, "Remove it and analyze again.")
         if reach is None:
             continue
         windows, proven, share, length = reach
@@ -174,7 +174,7 @@ def _several(values: Any) -> str:
 
 # ---- what the models wrote, at their training length and past it, with their own surprise at each token
 
-SHADES = (1.0, 2.0, 4.0, 6.0)
+SURPRISE_THRESHOLDS = (1.0, 2.0, 4.0, 6.0)
 """Surprises, in nats, at which the page takes the next shade."""
 
 
@@ -224,6 +224,6 @@ def _written(values: dict[str, Any]) -> tuple[int, list[Passage]]:
     passages = []
     for one in values["passages"]:
         written = [(str(text), float(nats)) for text, nats in one["written"]]
-        pieces = [(text, nats, sum(nats >= bound for bound in SHADES)) for text, nats in written]
+        pieces = [(text, nats, sum(nats >= bound for bound in SURPRISE_THRESHOLDS)) for text, nats in written]
         passages.append(Passage(int(one["end"]), str(one["given"]), pieces))
     return length, passages

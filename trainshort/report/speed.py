@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.claims.collection import Collection
-from trainshort.claims.measured import RATES, middle
+from trainshort.claims.measured import RATES, median_with_interval
 from trainshort.recipes.experiments import method_name
 from trainshort.utils.bench_results import BenchResult, Measure, Measurement, by_kind, number
 from trainshort.utils.figures import OTHERS, Figure, Series, color
 
-SHADES = {"windowed": color("alibi"), "bounded": color("alibi"), "plain": color("none"), "full": color("none")}
+BACKEND_COLORS = {"windowed": color("alibi"), "bounded": color("alibi"), "plain": color("none"), "full": color("none")}
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class FigureSpec:
     """A figure over some rows: a line per `line`, with `across` on the x-axis."""
 
     name: str
@@ -48,13 +48,13 @@ class Wanted:
 
 
 ATTENTION = (
-    Wanted("time", "Attention: time of a forward pass", "engine", "tokens", "forward", "ms"),
-    Wanted("ratio", "Attention: time to plain causal attention", "engine", "tokens", "to plain", "times plain"),
-    Wanted("memory", "Attention: peak memory, forward and backward", "engine", "tokens", "peak", "MB"),
+    FigureSpec("time", "Attention: time of a forward pass", "engine", "tokens", "forward", "ms"),
+    FigureSpec("ratio", "Attention: time to plain causal attention", "engine", "tokens", "to plain", "times plain"),
+    FigureSpec("memory", "Attention: peak memory, forward and backward", "engine", "tokens", "peak", "MB"),
 )
-DECODE = Wanted("decode", "Decoding: time per token by context", "cache", "context", "time per token", "ms")
-TRAINING = Wanted("training", "Training speed by method", "model", "tokens", "speed", "tokens/s", log=False)
-EVALUATE = Wanted("evaluate", "Evaluation speed by method", "model", "tokens", "speed", "tokens/s", log=False)
+DECODE = FigureSpec("decode", "Decoding: time per token by context", "cache", "context", "time per token", "ms")
+TRAINING = FigureSpec("training", "Training speed by method", "model", "tokens", "speed", "tokens/s", log=False)
+EVALUATE = FigureSpec("evaluate", "Evaluation speed by method", "model", "tokens", "speed", "tokens/s", log=False)
 
 
 def speed(collection: Collection) -> Speed | None:
@@ -63,7 +63,7 @@ def speed(collection: Collection) -> Speed | None:
     made = Speed([], [], [])
     used: dict[Path, dict[str, None]] = {}
 
-    def add(suite: str, *wanted: Wanted, suffix: str = "", more: str = "", **case: str) -> None:
+    def add(suite: str, *wanted: FigureSpec, suffix: str = "", more: str = "", **case: str) -> None:
         found = [(path, rows) for path, bench in collection.benches if (rows := _rows(bench, suite, case))]
         if found:
             path, rows = found[-1]
@@ -98,7 +98,7 @@ Lines = dict[str, dict[int, tuple[float, float, float]]]
 """Of each line its points by their place: how much, and the lower and upper end of its band."""
 
 
-def _figure(wanted: Wanted, rows: list[Measurement], path: Path, suffix: str, more: str) -> Figure | None:
+def _figure(wanted: FigureSpec, rows: list[Measurement], path: Path, suffix: str, more: str) -> Figure | None:
     """Lines with a band of their spread; None where nothing was measured."""
     lines: Lines = {}
     for row in rows:
@@ -111,7 +111,7 @@ def _figure(wanted: Wanted, rows: list[Measurement], path: Path, suffix: str, mo
         return None
     shades = dict(zip(lines, cycle(OTHERS), strict=False)) if wanted.line != "model" else {}
     name, title = f"speed-{wanted.name}{suffix}", f"{wanted.title}{more}"
-    drawn = _lines(lines, shades | SHADES, name, title, wanted.across, wanted.label)
+    drawn = _lines(lines, shades | BACKEND_COLORS, name, title, wanted.across, wanted.label)
     return replace(drawn, y_log=wanted.log, sources=(path,))
 
 
@@ -197,7 +197,7 @@ def _speed(entries: list[dict[str, Any]], name: str, title: str, rounds: str) ->
         turns = base.get((entry["session"], entry["length"]))
         if turns and entry["position"] != AGAINST:
             ratios = [theirs / ours for ours, theirs in zip(entry[rounds], turns, strict=True)]
-            lines.setdefault(entry["position"], {})[entry["length"]] = middle(ratios)
+            lines.setdefault(entry["position"], {})[entry["length"]] = median_with_interval(ratios)
     if len({at for points in lines.values() for at in points}) < 2:
         return None
     title = f"{title}, as a multiple of sinusoidal's"

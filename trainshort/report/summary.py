@@ -7,19 +7,23 @@ from typing import Any
 
 from trainshort.claims.collection import Collection
 from trainshort.claims.extrapolation import LONG, SHORT
-from trainshort.claims.measured import View
-from trainshort.claims.verdicts import Judged, tally
+from trainshort.claims.measured import ScaleView
+from trainshort.claims.verdicts import Judged, count_verdicts
 from trainshort.recipes.experiments import EvalProtocol
 from trainshort.report.headline import Headline, sentences
 
 
-def about(headline: Headline) -> str:
+def introduction(headline: Headline) -> str:
     """What a reader has to know before the numbers."""
     longest = max(headline.lengths)
     names = [line.name for line in headline.lines]
     count = "One small language model" if len(names) == 1 else f"{len(names)} small language models"
     who = "it" if len(names) == 1 else "each"
-    alike = ", alike but for how they know where in the text a word stands" if headline.alike and names[1:] else ""
+    alike = (
+        ", alike but for how they know where in the text a word stands"
+        if headline.is_controlled_comparison and names[1:]
+        else ""
+    )
     return (
         f"{count}{alike} ({', '.join(names)}), learned from pieces of {headline.length:,} tokens. Then {who} was "
         f"evaluated on pieces of up to {longest:,}. A perplexity of 40 means: as unsure of the next token as if 40 "
@@ -28,7 +32,7 @@ def about(headline: Headline) -> str:
     )
 
 
-def found(headline: Headline, view: View | None) -> list[str]:
+def result_sentences(headline: Headline, view: ScaleView | None) -> list[str]:
     """The results, the most important first; last, ALiBi trained short and evaluated long against sinusoidal trained
     long on equally many tokens, and what that saves."""
     far = EvalProtocol(LONG.length)
@@ -36,7 +40,7 @@ def found(headline: Headline, view: View | None) -> list[str]:
     if view is None or change is None:
         return sentences(headline)
     verdict = f"ALiBi is {'worse' if change.change > 0 else 'better'} by {abs(change.change):.0%}"
-    verdict = verdict if change.told else f"cannot tell ({change})"
+    verdict = verdict if change.is_significant else f"cannot tell ({change})"
     near, at = view.scale.length(SHORT.length), view.scale.length(LONG.length)
     told = (
         f"Train short, test long: ALiBi trained at {near:,} and evaluated at {at:,} has {change.values[0]:.1f}, "
@@ -46,7 +50,7 @@ def found(headline: Headline, view: View | None) -> list[str]:
     return [*sentences(headline), told + (f" Training short was {savings} (with random weights)." if savings else "")]
 
 
-def _savings(view: View) -> str:
+def _savings(view: ScaleView) -> str:
     """Speed and memory of the two, where both were measured."""
     speed, parts = view.speeds(SHORT, LONG), []
     if speed is not None:
@@ -60,7 +64,7 @@ def _savings(view: View) -> str:
     return " and ".join(parts)
 
 
-def trust(headline: Headline, collection: Collection, judged: Judged) -> list[str]:
+def limitations(headline: Headline, collection: Collection, judged: Judged) -> list[str]:
     """What stands behind the numbers, and what does not."""
     corpus = headline.lines[0].stored[0].evaluation.corpus
     seeds = len({run.config.train.seed for run in collection.runs.values()})
@@ -78,21 +82,21 @@ def trust(headline: Headline, collection: Collection, judged: Judged) -> list[st
             "split, out of the same grid of ways for all (trainshort tune)."
         )
     if judged:
-        told.append(f"Of {tally(judged).total()} claims of the paper {verdicts(judged)}")
+        told.append(f"Of {count_verdicts(judged).total()} claims of the paper {verdicts(judged)}")
     told.append("Small models on little text: compare the shapes of lines with the paper's, not the values.")
     return told
 
 
 def verdicts(judged: Judged) -> str:
     """How many claims hold, and how many do not."""
-    counts = tally(judged)
+    counts = count_verdicts(judged)
     return (
         f"{counts['holds']} hold here, {counts['does not hold']} do not, {counts['cannot tell']} cannot be told from "
         f"chance; not tested with what was run: {counts['not testable at this scale']}."
     )
 
 
-def summary(headline: Headline, view: View | None, judged: Judged) -> dict[str, Any]:
+def summary(headline: Headline, view: ScaleView | None, judged: Judged) -> dict[str, Any]:
     """The same as data, for the tables of documents."""
     lines = {
         line.name: {
@@ -107,7 +111,7 @@ def summary(headline: Headline, view: View | None, judged: Judged) -> dict[str, 
         "length": headline.length,
         "corpus": {key: first.corpus[key] for key in ("name", "split", "tokens")},
         "lines": lines,
-        "found": found(headline, view),
-        "verdicts": tally(judged),
+        "found": result_sentences(headline, view),
+        "verdicts": count_verdicts(judged),
         "provenance": first.provenance,
     }

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainshort.claims.measured import Measured, View
-from trainshort.files import make_folder, read_bytes, write_whole
+from trainshort.claims.measured import MeasuredCell, ScaleView
+from trainshort.files import make_folder, read_bytes, write_atomic
 from trainshort.recipes.experiments import Cell, Experiment, experiments, with_methods
-from trainshort.utils.figures import OTHERS, Figure, Series, color, spaced
+from trainshort.utils.figures import OTHERS, Figure, Series, color, thin_ticks
 
 FOLDER = "data"
 OURS = "alibi"
@@ -35,7 +35,7 @@ class Sources:
             near = f"{path.parent.parent.name}-{path.stem}" if path.parent.name == "eval" else path.stem
             plain = re.sub(r"[^A-Za-z0-9.]+", "-", near).strip("-.")[:80] or "result"
             name = f"{len(self.links) + 1:03d}-{plain}.json"
-            write_whole(self.out / FOLDER / name, read_bytes(path))
+            write_atomic(self.out / FOLDER / name, read_bytes(path))
             self.links[path] = f"{FOLDER}/{name}"
         return self.links[path]
 
@@ -47,7 +47,7 @@ LEAST_POINTS = 3
 
 
 @dataclass(frozen=True)
-class Shown:
+class TableCell:
     """One cell as it is printed."""
 
     here: str
@@ -65,7 +65,7 @@ class Table:
     name: str
     title: str
     columns: list[str]
-    rows: list[tuple[str, list[Shown]]]
+    rows: list[tuple[str, list[TableCell]]]
     count: int
     """Cells that have a number here."""
     folded: bool
@@ -74,20 +74,20 @@ class Table:
     """How much more perplexity ALiBi has in one cell than another method evaluated alike in the same column."""
 
 
-def paper_tables(view: View, sources: Sources) -> list[Table]:
+def paper_tables(view: ScaleView, sources: Sources) -> list[Table]:
     """Every table of which at least one cell was obtained."""
     made = [_table(_with_ours(build(), view), view, sources) for name, build in experiments.items() if name != "demo"]
     return [table for table in made if table.count]
 
 
-def _with_ours(experiment: Experiment, view: View) -> Experiment:
+def _with_ours(experiment: Experiment, view: ScaleView) -> Experiment:
     """An experiment that compares methods, with those that were run here and the paper does not have."""
     here = dict.fromkeys(run.config.model.position for run in view.collection.runs.values())
     return with_methods(experiment, [*experiment.methods, *here]) if len(experiment.methods) > 1 else experiment
 
 
-def _table(experiment: Experiment, view: View, sources: Sources) -> Table:
-    found = {(cell.row, cell.column): _shown(cell, view.cell(cell), sources) for cell in experiment.cells}
+def _table(experiment: Experiment, view: ScaleView, sources: Sources) -> Table:
+    found = {(cell.row, cell.column): _make_table_cell(cell, view.cell(cell), sources) for cell in experiment.cells}
     obtained = [place for place, one in found.items() if one.link]
     numbers = [place for place, one in found.items() if one.link or one.paper]
     rows = [row for row in dict.fromkeys(row for row, _ in found) if any(row == at for at, _ in numbers)]
@@ -99,7 +99,7 @@ def _table(experiment: Experiment, view: View, sources: Sources) -> Table:
         name=experiment.name,
         title=experiment.title,
         columns=columns,
-        rows=[(row, [found.get((row, column), Shown("", "")) for column in columns]) for row in rows],
+        rows=[(row, [found.get((row, column), TableCell("", "")) for column in columns]) for row in rows],
         count=len(obtained),
         folded=len(rows) > MOST_ROWS,
         note=_note(experiment, view),
@@ -107,25 +107,25 @@ def _table(experiment: Experiment, view: View, sources: Sources) -> Table:
     )
 
 
-def _differences(experiment: Experiment, view: View) -> Iterator[dict[str, str]]:
+def _differences(experiment: Experiment, view: ScaleView) -> Iterator[dict[str, str]]:
     """Told by the one rule about noise: the wider interval of two, over stretches of the text and over the seeds."""
     cells = [cell for cell in experiment.cells if cell.quantity == "perplexity"]
-    read = [(cell, cell.variant, cell.reading) for cell in cells if cell.variant and cell.reading]
+    read = [(cell, cell.variant, cell.protocol) for cell in cells if cell.variant and cell.protocol]
     for (ours, model, far), (other, theirs, as_far) in itertools.product(read, read):
         alike = (ours.column, far) == (other.column, as_far)
         if alike and model.position == OURS != theirs.position:
             change = view.perplexities((model, far), (theirs, as_far))
             if change is not None:
-                told = str(change) if change.told else f"cannot tell, {change}"
+                told = str(change) if change.is_significant else f"cannot tell, {change}"
                 yield {"row": ours.row, "column": ours.column, "other": other.row, "told": told}
 
 
-def _note(experiment: Experiment, view: View, *, drawn: bool = False) -> str:
+def _note(experiment: Experiment, view: ScaleView, *, drawn: bool = False) -> str:
     told = []
     if view.scale.shrink != 1:
         which = "Lengths in titles and names" if drawn else "Lengths"  # a figure's axis has those of here
         told.append(f"{which} are the paper's; here they are divided by {view.scale.shrink}.")
-    if costs := dict.fromkeys(cell.quantity for cell in experiment.cells if cell.apart):
+    if costs := dict.fromkeys(cell.quantity for cell in experiment.cells if cell.is_cost):
         told.append(f"Of random weights and tokens here: {', '.join(costs)}.")
     return " ".join(told)
 
@@ -138,19 +138,19 @@ def number(value: float, quantity: str) -> str:
     return f"{value:.2f}"
 
 
-def _shown(cell: Cell, measured: Measured | None, sources: Sources) -> Shown:
+def _make_table_cell(cell: Cell, measured: MeasuredCell | None, sources: Sources) -> TableCell:
     paper = "" if cell.published is None else number(cell.published, cell.quantity)
     if measured is None:
-        return Shown("", paper)
+        return TableCell("", paper)
     link = sources.link(measured.sources[0])
     if not measured.values:
-        return Shown(measured.status, paper, link)
+        return TableCell(measured.status, paper, link)
     spread = "" if measured.spread is None else f" ± {number(measured.spread, cell.quantity)}"
     title = f"{measured.value!r} over {len(measured.values)} seed{'s' if len(measured.values) > 1 else ''}"
-    return Shown(number(measured.value, cell.quantity) + spread, paper, link, title, measured.values)
+    return TableCell(number(measured.value, cell.quantity) + spread, paper, link, title, measured.values)
 
 
-def paper_figures(view: View) -> list[Figure]:
+def paper_figures(view: ScaleView) -> list[Figure]:
     """Tables and figures of the paper that can be drawn, where enough points were obtained here to see something."""
     made = [_figure(_with_ours(build(), view), view) for _, build in experiments.items()]
     return [figure for figure in made if figure]
@@ -166,7 +166,7 @@ class Point:
     source: Path
 
 
-def _figure(experiment: Experiment, view: View) -> Figure | None:
+def _figure(experiment: Experiment, view: ScaleView) -> Figure | None:
     if experiment.kind not in POINTS:
         return None
     series: list[Series] = []
@@ -200,7 +200,7 @@ def _figure(experiment: Experiment, view: View) -> Figure | None:
         y_label=experiment.axes[1],
         x_log=experiment.kind == "lines",
         y_log=experiment.axes[1] == "perplexity",
-        ticks=spaced(places) if by_length else (),
+        ticks=thin_ticks(places) if by_length else (),
         note=note.lstrip(),
         sources=tuple(dict.fromkeys(sources)),
     )
@@ -221,7 +221,7 @@ def _enough(counts: list[int], kind: str) -> bool:
     return max(counts, default=0) >= LEAST_POINTS and sum(counts) >= 2 * LEAST_POINTS - 1
 
 
-def _by_length(cells: list[Cell], view: View) -> list[Point]:
+def _by_length(cells: list[Cell], view: ScaleView) -> list[Point]:
     found = {}
     for cell in cells:
         measured = view.cell(cell)
@@ -231,7 +231,7 @@ def _by_length(cells: list[Cell], view: View) -> list[Point]:
     return list(found.values())
 
 
-def _by_speed(cells: list[Cell], view: View) -> list[Point]:
+def _by_speed(cells: list[Cell], view: ScaleView) -> list[Point]:
     """A row's last perplexity against its training speed: what a model is worth, and what it takes to have it."""
     speeds = [view.cell(cell) for cell in cells if cell.quantity == "train speed"]
     scores = [view.cell(cell) for cell in cells if cell.quantity == "perplexity"]
@@ -244,9 +244,9 @@ POINTS = {"lines": _by_length, "by speed": _by_speed}
 """How the points of a row are found, for each kind of experiment that is drawn here."""
 
 
-def _curve(cells: list[Cell], view: View) -> list[Point]:
+def _curve(cells: list[Cell], view: ScaleView) -> list[Point]:
     """Training time in minutes, from tokens and measured speed; without a speed, millions of tokens would mislead."""
-    variant, reading = cells[0].variant, cells[0].reading
+    variant, reading = cells[0].variant, cells[0].protocol
     speed = view.cost(variant, "train speed") if variant else None
     if variant is None or reading is None or speed is None:
         return []

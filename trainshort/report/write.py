@@ -7,13 +7,13 @@ from typing import Any
 from rich.table import Table
 
 from trainshort.claims.collection import Collection
-from trainshort.claims.measured import View
-from trainshort.claims.verdicts import Claim, Judged, judge
-from trainshort.files import make_folder, write_sealed, write_whole
+from trainshort.claims.measured import ScaleView
+from trainshort.claims.verdicts import Claim, Judged, evaluate_claims
+from trainshort.files import make_folder, write_atomic, write_with_checksum
 from trainshort.report import headline as first
 from trainshort.report import render, sections, summary
 from trainshort.report.speed import cost_figures, speed
-from trainshort.report.tables import Shown, Sources, paper_figures, paper_tables
+from trainshort.report.tables import Sources, TableCell, paper_figures, paper_tables
 from trainshort.report.tables import Table as PaperTable
 from trainshort.utils.figures import Figure, draw_all
 
@@ -23,19 +23,19 @@ def write_report(collection: Collection, out: Path) -> Path:
     make_folder(out)
     sources = Sources(out)
     scale = collection.scale
-    view = View(collection, scale) if scale else None
+    view = ScaleView(collection, scale) if scale else None
     headline = first.find_headline(collection)
     figure = first.figure(headline, with_paper=view is not None) if headline else None
     costs = cost_figures(collection)
     measured = speed(collection)
     figures = _figures(collection, headline, view)
-    judged = judge(view) if view else []
+    judged = evaluate_claims(view) if view else []
     content: dict[str, Any] = {
         "title": "Train short, test long: what was obtained here",
         "subtitle": sections.models(collection) + (f" at the {scale.name} scale: {scale.summary}." if scale else "."),
-        "about": summary.about(headline) if headline else "",
-        "sentences": summary.found(headline, view) if headline else [],
-        "trust": summary.trust(headline, collection, judged) if headline else [],
+        "about": summary.introduction(headline) if headline else "",
+        "sentences": summary.result_sentences(headline, view) if headline else [],
+        "trust": summary.limitations(headline, collection, judged) if headline else [],
         "headline": figure,
         "lines": headline.lines if headline else (),
         "lengths": headline.lengths if headline else [],
@@ -54,16 +54,16 @@ def write_report(collection: Collection, out: Path) -> Path:
     }
     drawn = [*([figure] if figure else []), *costs, *(measured.figures if measured else ()), *figures]
     draw_all(drawn, out)
-    write_whole(out / "index.html", render.html(content, drawn))
-    write_whole(out / "report.md", render.markdown(content))
+    write_atomic(out / "index.html", render.html(content, drawn))
+    write_atomic(out / "report.md", render.markdown(content))
     if headline:
-        write_sealed(out / "headline.json", summary.summary(headline, view, judged))
-        write_sealed(out / "tables.json", _stored_tables(collection, content["tables"]))
+        write_with_checksum(out / "headline.json", summary.summary(headline, view, judged))
+        write_with_checksum(out / "tables.json", _stored_tables(collection, content["tables"]))
     _write_claims(judged, out / "claims.json", content["scale"])
     return out / "index.html"
 
 
-def _figures(collection: Collection, headline: first.Headline | None, view: View | None) -> list[Figure]:
+def _figures(collection: Collection, headline: first.Headline | None, view: ScaleView | None) -> list[Figure]:
     """Figures after the headline, those that have data."""
     made = [
         headline and sections.position_figure(headline),
@@ -105,7 +105,7 @@ def _stored_tables(collection: Collection, tables: list[PaperTable]) -> dict[str
     }
 
 
-def _stored_cell(cell: Shown) -> dict[str, Any]:
+def _stored_cell(cell: TableCell) -> dict[str, Any]:
     return {"here": cell.here, "paper": cell.paper, "values": cell.values}
 
 
@@ -125,7 +125,7 @@ def _write_claims(judged: Judged, path: Path, scale: str) -> None:
         }
         for claim, outcome in judged
     ]
-    write_whole(path, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+    write_atomic(path, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
 
 
 def headline_table(collection: Collection) -> Table | None:

@@ -13,26 +13,26 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainshort.analyze.lab import Lab, analyze
+from trainshort.analyze.lab import AnalysisContext, analyze
 from trainshort.claims.collection import COST_FORMAT, SAMPLE_FORMAT, read_costs
 from trainshort.config import RunConfig
-from trainshort.data.of_run import open_own
-from trainshort.evaluate.step_cost import Rig
+from trainshort.data.of_run import open_run_data
+from trainshort.evaluate.step_cost import StepBenchmark
 from trainshort.evaluate.target import RunTarget, open_text
-from trainshort.files import make_folder, write_sealed
+from trainshort.files import make_folder, write_with_checksum
 from trainshort.generate import stream
 from trainshort.machine import pick_device, provenance
 from trainshort.reproduce.launchers import cores
 from trainshort.terminal import new_console
-from trainshort.utils.timing import Timing, alone, in_turns
+from trainshort.utils.timing import Timing, run_in_subprocess, time_interleaved
 
-TOGETHER = 1024
+INTERLEAVE_MAX_LENGTH = 1024
 """Configurations of up to so many tokens a sequence take turns with each other; longer ones with those of their length,
 or a single long step would fill a round."""
-SECONDS = 12.0
-LEAST, MOST = 9, 41
+TIMING_BUDGET_SECONDS = 12.0
+MIN_ROUNDS, MOST = 9, 41
 """Rounds: as many as fit into the seconds. With 9 a median is between the second and the eighth, 96 times in 100."""
-WEIGHINGS = 2
+MEMORY_MEASUREMENTS = 2
 
 
 def measure_costs(
@@ -50,17 +50,17 @@ def measure_costs(
     groups: dict[int, dict[str, RunConfig]] = {}
     for name, config in configs.items():
         length = config.train.length
-        groups.setdefault(TOGETHER if length <= TOGETHER else length, {})[name] = config
+        groups.setdefault(INTERLEAVE_MAX_LENGTH if length <= INTERLEAVE_MAX_LENGTH else length, {})[name] = config
     memories = _memories({name: one for name, one in configs.items() if weighed is None or name in weighed}, device)
     for length, group in sorted(groups.items()):
-        rigs = {name: Rig(config, device) for name, config in group.items()}
-        timings = _in_rounds(rigs, [name for name in rigs if read is None or name in read])
+        rigs = {name: StepBenchmark(config, device) for name, config in group.items()}
+        timings = _time_interleaved(rigs, [name for name in rigs if read is None or name in read])
         for name, config in group.items():
             entries[name] = {
                 "position": config.model.position,
                 "length": config.train.length,
                 "batch": config.train.batch,
-                "vocabulary": config.data.vocabulary,
+                "vocab_size": config.data.vocab_size,
                 "train_seconds": timings[f"train {name}"].seconds,
                 "read_seconds": timings[f"read {name}"].seconds if f"read {name}" in timings else None,
                 "tokens": config.train.batch * config.train.length,
@@ -69,26 +69,28 @@ def measure_costs(
                 "session": f"{origin['time']}, up to {length}",
                 "provenance": origin,
             }
-    write_sealed(path, {"format": COST_FORMAT, "entries": entries})
+    write_with_checksum(path, {"format": COST_FORMAT, "entries": entries})
 
 
-def _in_rounds(rigs: dict[str, Rig], read: list[str]) -> dict[str, Timing]:
+def _time_interleaved(rigs: dict[str, StepBenchmark], read: list[str]) -> dict[str, Timing]:
     work = {f"train {name}": rig.step for name, rig in rigs.items()}
     work |= {f"read {name}": rigs[name].infer for name in read}
-    once = in_turns(work, 1)
-    rounds = round(SECONDS / sum(timing.best for timing in once.values()))
-    return in_turns(work, max(LEAST, min(MOST, rounds)), warmup=0)
+    once = time_interleaved(work, 1)
+    rounds = round(TIMING_BUDGET_SECONDS / sum(timing.best for timing in once.values()))
+    return time_interleaved(work, max(MIN_ROUNDS, min(MOST, rounds)), warmup=0)
 
 
 def _memories(configs: dict[str, RunConfig], device: str) -> dict[str, list[int]]:
     """Peaks of training, `WEIGHINGS` of each; empty where the device does not tell."""
 
     def weigh(config: RunConfig) -> int | None:
-        measured = alone("trainshort.evaluate.step_cost", config=config.model_dump(mode="json"), device=device)
+        measured = run_in_subprocess(
+            "trainshort.evaluate.step_cost", config=config.model_dump(mode="json"), device=device
+        )
         return measured["training"].get("above")
 
     with ThreadPoolExecutor(cores() if device == "cpu" else 1) as several:
-        begun = {name: several.map(weigh, [config] * WEIGHINGS) for name, config in configs.items()}
+        begun = {name: several.map(weigh, [config] * MEMORY_MEASUREMENTS) for name, config in configs.items()}
         return {name: [peak for peak in peaks if peak is not None] for name, peaks in begun.items()}
 
 
@@ -101,10 +103,10 @@ def write_sample(run: Path, path: Path) -> None:
     """Continue the test text where so much of it was read that the last token written stands at 1, 4 and 16 times the
     training length; each token with the model's own surprise at it."""
     target = RunTarget(run)
-    text = open_own(run, target.config.data).split("test")
+    text = open_run_data(run, target.config.data).split("test")
     length, tokenizer = target.config.train.length, target.tokenizer()
     count = max(1, min(WRITTEN, length // 2))
-    settings = {"temperature": TEMPERATURE, "top_k": min(TOP_K, target.vocabulary), "seed": SEED}
+    settings = {"temperature": TEMPERATURE, "top_k": min(TOP_K, target.vocab_size), "seed": SEED}
     passages = []
     for end in (times * length for times in TIMES if times * length <= len(text)):
         prompt = np.asarray(text[: end - count]).astype(np.int64)
@@ -125,12 +127,12 @@ def write_sample(run: Path, path: Path) -> None:
         "provenance": provenance(threads=torch.get_num_threads()),
     }
     make_folder(path.parent)
-    write_sealed(path, record)
+    write_with_checksum(path, record)
 
 
 def measure_reach(folder: Path) -> None:
     """How far each head looks, by `trainshort analyze`."""
     target = RunTarget(folder)
     text = open_text(target, ())
-    lab = Lab(target, text.tokens, target.config.train.length)
+    lab = AnalysisContext(target, text.tokens, target.config.train.length)
     analyze(lab, text, ["reach"], new_console(quiet=True))

@@ -39,24 +39,24 @@ from typing import Any
 
 from pydantic import Field
 
-from trainshort.config import Settings
+from trainshort.config import StrictConfig
 from trainshort.errors import InputError
 from trainshort.files import read_text
 from trainshort.optional import require_package
-from trainshort.reproduce.tasks import Task, evaluate_model, train_model, work
+from trainshort.reproduce.tasks import Job, evaluate_model, run_job, train_model
 from trainshort.terminal import show_log_messages
 
-MOST = 8
+MAX_PARALLEL_JOBS = 8
 """Models at a time, unless more are asked for: each is a process with about half a gigabyte for libraries alone."""
-Work = Callable[[Task, Path], None]
+Work = Callable[[Job, Path], None]
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
-def jobs_here() -> int:
+def default_parallelism() -> int:
     """How many models to run at a time: with a GPU one, else one for each core."""
     import torch
 
-    return 1 if torch.cuda.is_available() else min(cores(), MOST)
+    return 1 if torch.cuda.is_available() else min(cores(), MAX_PARALLEL_JOBS)
 
 
 def cores() -> int:
@@ -64,7 +64,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_side_by_side(tasks: list[Task], root: Path, done: Callable[[str], None], jobs: int) -> None:
+def run_parallel(tasks: list[Job], root: Path, done: Callable[[str], None], jobs: int) -> None:
     """Work on `jobs` models at a time. One that fails is named at the end; what the others made stays.
 
     Training and evaluating a model are two pieces of work, and evaluations wait for the last training of their seed to
@@ -74,13 +74,13 @@ def run_side_by_side(tasks: list[Task], root: Path, done: Callable[[str], None],
     prepare_data(tasks)
     context = multiprocessing.get_context("spawn")
     threads = max(1, cores() // jobs)
-    waiting: list[tuple[Task, Work]] = [(task, train_model) for task in tasks]
+    waiting: list[tuple[Job, Work]] = [(task, train_model) for task in tasks]
     failed: list[str] = []
-    running: dict[Connection, tuple[Task, Work, BaseProcess]] = {}
+    running: dict[Connection, tuple[Job, Work, BaseProcess]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                task, piece = waiting.pop(waiting.index(min(waiting, key=_turn)))
+                task, piece = waiting.pop(waiting.index(min(waiting, key=_scheduling_key)))
                 ours, theirs = context.Pipe(duplex=False)
                 worker = context.Process(target=_worker, args=(piece, task, root, threads, os.getpid(), theirs))
                 worker.start()
@@ -88,7 +88,7 @@ def run_side_by_side(tasks: list[Task], root: Path, done: Callable[[str], None],
                 running[ours] = (task, piece, worker)
             for ended in wait(list(running)):
                 task, piece, worker = running.pop(ended)  # pyright: ignore[reportArgumentType]
-                problem = _last_word(ended, worker)  # pyright: ignore[reportArgumentType]
+                problem = _worker_error(ended, worker)  # pyright: ignore[reportArgumentType]
                 if problem is not None:
                     failed.append(f"{task.name} ({problem})")
                 elif piece is train_model:
@@ -104,13 +104,13 @@ def run_side_by_side(tasks: list[Task], root: Path, done: Callable[[str], None],
         raise InputError(f"{len(failed)} models failed: {'; '.join(failed)}. The same command runs what is missing.")
 
 
-def _turn(waiting: tuple[Task, Work]) -> tuple[int, bool, int]:
+def _scheduling_key(waiting: tuple[Job, Work]) -> tuple[int, bool, int]:
     """What is done first is least. Long sequences take longest; begun last, one would keep a single core busy."""
     task, piece = waiting
     return task.config.train.seed, piece is evaluate_model, -task.config.train.length
 
 
-def prepare_data(tasks: list[Task]) -> None:
+def prepare_data(tasks: list[Job]) -> None:
     """Before the workers begin: two of them would prepare the same text twice."""
     from trainshort.data import open_or_prepare
 
@@ -118,7 +118,7 @@ def prepare_data(tasks: list[Task]) -> None:
         open_or_prepare(data)
 
 
-def _worker(piece: Work, task: Task, root: Path, threads: int, parent: int, tell: Connection) -> None:
+def _worker(piece: Work, task: Job, root: Path, threads: int, parent: int, tell: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all; the command passes it on
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGTERM)
@@ -137,7 +137,7 @@ def _worker(piece: Work, task: Task, root: Path, threads: int, parent: int, tell
         sys.exit(getattr(interrupt, "code", 1))
 
 
-def _last_word(ended: Connection, worker: BaseProcess) -> str | None:
+def _worker_error(ended: Connection, worker: BaseProcess) -> str | None:
     """What a worker said of its task, None when all went well; one that fell silent is told by its exit code."""
     try:
         return ended.recv()
@@ -155,7 +155,7 @@ QUEUE_SECONDS = 10.0
 """Time between two looks at the queue, which tells of jobs that ended without a word."""
 
 
-class Site(Settings):
+class SlurmConfig(StrictConfig):
     """What a job asks for."""
 
     partition: str | None = None
@@ -188,13 +188,13 @@ class Site(Settings):
         return {name: value for name, value in wanted.items() if value}
 
 
-def read_site(path: Path | None, gpus: int) -> Site:
+def read_slurm_config(path: Path | None, gpus: int) -> SlurmConfig:
     """A site file's settings; what it does not say of GPUs, the scale says."""
     if path is None:
-        return Site(gpus=gpus)
+        return SlurmConfig(gpus=gpus)
     try:
         values = tomllib.loads(read_text(path, mend="Write one as docs/reproduce.md shows, or leave --site out."))
-        return Site.read({"gpus": gpus, **values})
+        return SlurmConfig.parse({"gpus": gpus, **values})
     except (tomllib.TOMLDecodeError, InputError) as error:
         raise InputError(f"The site file {path}: {error}{'' if str(error)[-1:] in '.?' else '.'}") from None
 
@@ -205,21 +205,21 @@ class ClusterJob:
 
     cores: int | None
 
-    def __call__(self, task: Task, root: Path) -> str:
+    def __call__(self, task: Job, root: Path) -> str:
         if self.cores:
             import torch
 
             torch.set_num_threads(self.cores)
         with show_log_messages():
-            return work(task, root)
+            return run_job(task, root)
 
-    def checkpoint(self, task: Task, root: Path) -> Any:
+    def checkpoint(self, task: Job, root: Path) -> Any:
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, task, root)
 
 
-def cluster(root: Path, site: Site, kind: str = "slurm") -> Any:
+def cluster(root: Path, site: SlurmConfig, kind: str = "slurm") -> Any:
     """What takes jobs; nothing is written before the first. `kind` is submitit's name of it: slurm, or local for
     processes on this machine."""
     require_package("submitit", "Starting Slurm jobs", "trainshort[report]")
@@ -237,7 +237,9 @@ def cluster(root: Path, site: Site, kind: str = "slurm") -> Any:
     return executor
 
 
-def run_on_cluster(tasks: list[Task], root: Path, done: Callable[[str], None], site: Site, kind: str = "slurm") -> None:
+def run_on_cluster(
+    tasks: list[Job], root: Path, done: Callable[[str], None], site: SlurmConfig, kind: str = "slurm"
+) -> None:
     """One job per task."""
     executor = cluster(root, site, kind)
     from submitit.core.utils import FailedJobError

@@ -14,12 +14,12 @@ from typing import Any
 
 from trainshort.claims.collection import read_costs
 from trainshort.config import RunConfig
-from trainshort.plugins import VARIABLE, load_plugin, origins
+from trainshort.plugins import PLUGIN_ENV_VAR, load_plugin, plugins_of
 from trainshort.recipes import recipe_name, recipes
-from trainshort.recipes.experiments import Experiment, Scale, Variant, published, reseeded
+from trainshort.recipes.experiments import Experiment, Scale, Variant, published, with_seed
 from trainshort.recipes.scales import PAPER_GPUS
 from trainshort.runs import flatten, run_name
-from trainshort.terminal import duration
+from trainshort.terminal import format_duration
 
 GPUS_PER_NODE = 8
 
@@ -44,7 +44,7 @@ def make_plan(chosen: Sequence[Experiment], scale: Scale, root: Path, seeds: int
     found: dict[str, Entry] = {}
     costs = read_costs(root)
     for seed in range(1, seeds + 1):
-        for experiment in (reseeded(one, seed) for one in chosen):
+        for experiment in (with_seed(one, seed) for one in chosen):
             for variant in experiment.variants(scale):
                 config = scale.config(variant)
                 name = run_name(config)
@@ -90,8 +90,8 @@ def _options(base: RunConfig, config: RunConfig) -> list[str]:
 
 def _plugins(position: str) -> list[str]:
     """`--plugin` with the file that a method came from; one that is installed needs none."""
-    needed = origins([("position method", position)])
-    named = [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
+    needed = plugins_of([("position method", position)])
+    named = [path for path in os.environ.get(PLUGIN_ENV_VAR, "").split(os.pathsep) if path]
     return [word for path in named if load_plugin(Path(path)) in needed for word in ("--plugin", path)]
 
 
@@ -129,20 +129,20 @@ def parameters(config: RunConfig) -> int:
 
     from trainshort.model import TransformerLM
 
-    size = config.model.vocabulary or config.data.vocabulary
+    size = config.model.vocab_size or config.data.vocab_size
     with torch.device("meta"):
-        model = TransformerLM(config.model.replace(vocabulary=size))
+        model = TransformerLM(config.model.replace(vocab_size=size))
     return sum(weight.numel() for weight in model.parameters())
 
 
-def told(entries: Sequence[Entry], scale: Scale) -> str:
+def format_plan(entries: Sequence[Entry], scale: Scale) -> str:
     """The plan as text."""
     lines = [f"{scale.name}: {scale.summary}", f"{len(entries)} models", ""]
     for one in entries:
         facts = [f"{one.parameters:,} parameters", f"{one.tokens:,} tokens"]
         facts += [f"{one.gpus} GPU{'s' if one.gpus > 1 else ''}"] if one.gpus else []
         facts += [f"{one.memory:g} GB each"] if one.memory else []
-        facts.append("hours unknown" if one.hours is None else duration(3600 * one.hours))
+        facts.append("hours unknown" if one.hours is None else format_duration(3600 * one.hours))
         lines += [f"{one.name}: {', '.join(facts)}", f"  {one.command}"]
     known = {one.name: one.hours for one in entries if one.hours is not None}
     if known and scale.name == "paper":
@@ -150,6 +150,6 @@ def told(entries: Sequence[Entry], scale: Scale) -> str:
         total = f"{gpu_hours:,.0f} GPU-hours of V100s for {len(known)} models whose speed the paper gives."
         lines += ["", f"In all {total}"]
     elif known:
-        total = duration(3600 * sum(known.values()))
+        total = format_duration(3600 * sum(known.values()))
         lines += ["", f"In all {total} for {len(known)} models, one after the other."]
     return "\n".join(lines)

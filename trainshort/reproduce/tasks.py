@@ -20,22 +20,22 @@ from trainshort.claims.collection import COST_FILE, read_costs
 from trainshort.config import RunConfig
 from trainshort.evaluate.results import Query, best_step, find, rows
 from trainshort.files import make_folder
-from trainshort.recipes.experiments import Experiment, Scale, moments, queries, reseeded
-from trainshort.runs import RunFolder, present, read_metrics, run_name
-from trainshort.terminal import Meter, shown
+from trainshort.recipes.experiments import Experiment, Scale, learning_curve_queries, queries, with_seed
+from trainshort.runs import RunFolder, list_checkpoints, read_metrics, run_name
+from trainshort.terminal import ProgressMeter, escape_for_output
 
 if TYPE_CHECKING:
-    from trainshort.reproduce.launchers import Site
+    from trainshort.reproduce.launchers import SlurmConfig
 
 STEP_WEIGHT = 3
 SAMPLE = Path("samples") / "sample.json"
-REACH = Path("analysis") / "reach.json"
+REACH_RESULT_PATH = Path("analysis") / "reach.json"
 SAMPLED = "demo"
 """The experiment whose models also write a text; those of its shortest length, which are read far beyond it."""
 
 
 @dataclass
-class Task:
+class Job:
     """One model: train it, then evaluate it in these ways."""
 
     name: str
@@ -52,66 +52,66 @@ class Task:
         return {**vars(self), "config": self.config.model_dump(mode="json")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, config=RunConfig.read(state["config"]))
+        vars(self).update(state, config=RunConfig.parse(state["config"]))
 
 
 @dataclass(frozen=True)
-class Assignment:
+class JobPlan:
     """All that a set of experiments needs at one scale."""
 
-    tasks: list[Task]
+    tasks: list[Job]
     costs: dict[str, RunConfig]
     """Configurations whose speed is measured, by run name."""
-    weighed: frozenset[str] = frozenset()
+    memory_measured: frozenset[str] = frozenset()
     """Those of them whose memory is measured too."""
-    read: frozenset[str] = frozenset()
+    eval_speed_measured: frozenset[str] = frozenset()
     """Those of them that are timed while reading, too."""
 
 
-def assign(chosen: Sequence[Experiment], scale: Scale, seeds: Iterable[int] = (1,)) -> Assignment:
+def plan_jobs(chosen: Sequence[Experiment], scale: Scale, seeds: Iterable[int] = (1,)) -> JobPlan:
     """The tasks of some experiments, each model once, in the order in which the experiments name them."""
-    tasks: dict[str, Task] = {}
+    tasks: dict[str, Job] = {}
     costs: dict[str, RunConfig] = {}
     for seed in seeds:
-        for experiment in (reseeded(one, seed) for one in chosen):
+        for experiment in (with_seed(one, seed) for one in chosen):
             _add(experiment, scale, tasks)
     for experiment in chosen:
-        for variant in experiment.measured_apart(scale):
+        for variant in experiment.cost_configs(scale):
             config = scale.config(variant)
             costs[run_name(config)] = config
-    weighed, read = (_asked(chosen, scale, quantity) for quantity in ("train memory", "read speed"))
-    return Assignment(list(tasks.values()), costs, weighed, read)
+    weighed, read = (_configs_for_cost(chosen, scale, quantity) for quantity in ("train memory", "read speed"))
+    return JobPlan(list(tasks.values()), costs, weighed, read)
 
 
-def _asked(chosen: Sequence[Experiment], scale: Scale, quantity: str) -> frozenset[str]:
+def _configs_for_cost(chosen: Sequence[Experiment], scale: Scale, quantity: str) -> frozenset[str]:
     """The configurations of which a cell wants this cost."""
-    cells = (cell for one in chosen for cell in one.cells if cell.apart and cell.quantity == quantity)
+    cells = (cell for one in chosen for cell in one.cells if cell.is_cost and cell.quantity == quantity)
     return frozenset(run_name(scale.config(cell.variant)) for cell in cells if cell.variant)
 
 
-def _add(experiment: Experiment, scale: Scale, tasks: dict[str, Task]) -> None:
+def _add(experiment: Experiment, scale: Scale, tasks: dict[str, Job]) -> None:
     variants = experiment.variants(scale)
     for variant in variants:
         config = scale.config(variant)
-        task = tasks.setdefault(run_name(config), Task(run_name(config), config))
+        task = tasks.setdefault(run_name(config), Job(run_name(config), config))
         task.sample |= experiment.name == SAMPLED and variant.length == min(one.length for one in variants)
-        for reading in experiment.readings(scale, variant):
+        for reading in experiment.protocols(scale, variant):
             for query in queries(scale, reading):
                 task.lengths.setdefault(query, set()).add(scale.length(reading.length))
         for reading in experiment.curves(scale, variant):
-            task.curves.setdefault(moments(scale, reading), set()).add(scale.length(reading.length))
+            task.curves.setdefault(learning_curve_queries(scale, reading), set()).add(scale.length(reading.length))
 
 
-def trained(folder: Path, task: Task) -> bool:
+def trained(folder: Path, task: Job) -> bool:
     return task.config.train.steps in map(step_of, checkpoints(folder))
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoints that are whole, oldest first."""
-    return [path for path in present(folder) if (path / "manifest.json").exists()]
+    return [path for path in list_checkpoints(folder) if (path / "manifest.json").exists()]
 
 
-def missing(folder: Path, task: Task) -> list[tuple[Path, Query, list[int]]]:
+def missing_evaluations(folder: Path, task: Job) -> list[tuple[Path, Query, list[int]]]:
     """Evaluations that a model lacks: of the run or one of its checkpoints, by which query, at which lengths. They
     have no number: never tried, or tried and failed (out of memory, cannot), which is tried again."""
     found, best = find(folder), best_step(folder)
@@ -133,15 +133,15 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def finished(root: Path, task: Task) -> bool:
+def finished(root: Path, task: Job) -> bool:
     """Whether nothing is left to do."""
     folder = root / task.name
-    extras = (SAMPLE, REACH) if task.sample else ()
+    extras = (SAMPLE, REACH_RESULT_PATH) if task.sample else ()
     there = trained(folder, task) and all((folder / file).exists() for file in extras)
-    return there and not missing(folder, task)
+    return there and not missing_evaluations(folder, task)
 
 
-def fraction_done(tasks: Sequence[Task], root: Path) -> float:
+def fraction_done(tasks: Sequence[Job], root: Path) -> float:
     """How far tasks are. Text that is not cut counts as 100,000 tokens here; it only shapes the progress bar."""
     done = total = 0.0
     for task in tasks:
@@ -151,7 +151,7 @@ def fraction_done(tasks: Sequence[Task], root: Path) -> float:
         if not trained(folder, task):
             steps = [record["step"] for record in read_metrics(RunFolder(folder))]
         done += step * max(steps, default=0)
-        left = {(query, length) for _, query, lengths in missing(folder, task) for length in lengths}
+        left = {(query, length) for _, query, lengths in missing_evaluations(folder, task) for length in lengths}
         for query, length in ((query, length) for query, lengths in task.lengths.items() for length in lengths):
             reads = (query.tokens or 100_000) * (length / (query.stride or length))
             total += reads
@@ -159,21 +159,21 @@ def fraction_done(tasks: Sequence[Task], root: Path) -> float:
     return done / max(1.0, total)
 
 
-def work(task: Task, root: Path) -> str:
+def run_job(task: Job, root: Path) -> str:
     """Train, evaluate, sample: whatever of it is missing. Interrupted at any moment, the next call goes on."""
     train_model(task, root)
     evaluate_model(task, root)
     return task.name
 
 
-def train_model(task: Task, root: Path) -> None:
+def train_model(task: Job, root: Path) -> None:
     from trainshort.train import train
 
     if not trained(root / task.name, task):
         train(task.config, root / task.name, resume=True, quiet=True)
 
 
-def evaluate_model(task: Task, root: Path) -> None:
+def evaluate_model(task: Job, root: Path) -> None:
     """All that is wanted of a trained model: its evaluations, its learning curve, a text, the reach of its heads."""
     from trainshort.evaluate.session import evaluate
     from trainshort.evaluate.sweep import Sweep
@@ -181,7 +181,7 @@ def evaluate_model(task: Task, root: Path) -> None:
     from trainshort.machine import pick_device
 
     folder = root / task.name
-    for path, query, lengths in missing(folder, task):
+    for path, query, lengths in missing_evaluations(folder, task):
         target = RunTarget(path, device=pick_device(None))
         text = open_text(target, (), query.split, query.tokens)
         evaluate(target, text, Sweep(text.tokens, lengths, query.stride), picture=False)  # the report draws them all
@@ -190,16 +190,16 @@ def evaluate_model(task: Task, root: Path) -> None:
 
         if not (folder / SAMPLE).exists():
             write_sample(folder, folder / SAMPLE)
-        if not (folder / REACH).exists():
+        if not (folder / REACH_RESULT_PATH).exists():
             measure_reach(folder)
 
 
 def reproduce(
-    assignment: Assignment,
+    assignment: JobPlan,
     root: Path,
     *,
     jobs: int | None = None,
-    site: "Site | None" = None,
+    site: "SlurmConfig | None" = None,
     console: Console,
 ) -> None:
     """Compute what is missing under `root`: here, or on a cluster if its site is given."""
@@ -207,12 +207,13 @@ def reproduce(
     kept = len(assignment.tasks) - len(todo)
     if kept:
         console.print(
-            f"{kept} of {len(assignment.tasks)} models are done already, in {shown(str(root))}.", highlight=False
+            f"{kept} of {len(assignment.tasks)} models are done already, in {escape_for_output(str(root))}.",
+            highlight=False,
         )
     if todo:
         with _progress(todo, root, console) as done:
             if site is None:
-                run_here(todo, root, done, jobs)
+                run_locally(todo, root, done, jobs)
             else:
                 from trainshort.reproduce.launchers import run_on_cluster
 
@@ -222,23 +223,23 @@ def reproduce(
 
         console.print("Measuring speed and memory ...", highlight=False)
         make_folder(root)
-        measure_costs(assignment.costs, root / COST_FILE, assignment.weighed, assignment.read)
+        measure_costs(assignment.costs, root / COST_FILE, assignment.memory_measured, assignment.eval_speed_measured)
 
 
-def run_here(todo: list[Task], root: Path, done: Callable[[str], None], jobs: int | None = None) -> None:
+def run_locally(todo: list[Job], root: Path, done: Callable[[str], None], jobs: int | None = None) -> None:
     """On this machine, `jobs` models at a time (None: as many as serve), each with its share of the cores."""
-    from trainshort.reproduce.launchers import jobs_here, run_side_by_side  # which import this file
+    from trainshort.reproduce.launchers import default_parallelism, run_parallel  # which import this file
 
-    jobs = min(len(todo), jobs or jobs_here())
+    jobs = min(len(todo), jobs or default_parallelism())
     if jobs > 1:
-        run_side_by_side(todo, root, done, jobs)
+        run_parallel(todo, root, done, jobs)
         return
     for task in todo:
-        done(work(task, root))
+        done(run_job(task, root))
 
 
 @contextmanager
-def _progress(todo: list[Task], root: Path, console: Console) -> Iterator[Callable[[str], None]]:
+def _progress(todo: list[Job], root: Path, console: Console) -> Iterator[Callable[[str], None]]:
     """The meter follows the files that training and evaluation write, so it serves a cluster as well."""
     stop, finished = threading.Event(), 0
 
@@ -251,8 +252,8 @@ def _progress(todo: list[Task], root: Path, console: Console) -> Iterator[Callab
         finished += 1
         console.print(f"{name} is done ({finished} of {len(todo)}).", highlight=False)
 
-    with Meter(console) as meter:
-        meter.expect(1.0, fraction_done(todo, root))
+    with ProgressMeter(console) as meter:
+        meter.start(1.0, fraction_done(todo, root))
         watcher = threading.Thread(target=follow, daemon=True)
         watcher.start()
         try:

@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat
 
-from trainshort.config import Settings
+from trainshort.config import StrictConfig
 from trainshort.errors import InputError
-from trainshort.files import MissingFileError, make_folder, read_json, read_sealed, write_sealed
+from trainshort.files import MissingFileError, make_folder, read_json, read_with_checksum, write_with_checksum
 
-FORMAT = 2
+BENCH_FORMAT = 2
 RATIO = "×"  # noqa: RUF001  (the sign that readers know)
 """Unit of a multiple of something else."""
 
@@ -32,7 +32,7 @@ Case = dict[str, str | int]
 """What was measured: {"engine": "windowed", "tokens": 1024}."""
 
 
-class Measure(Settings):
+class Measure(StrictConfig):
     """One number."""
 
     value: FiniteFloat
@@ -43,7 +43,7 @@ class Measure(Settings):
     better: Literal["lower", "higher"] | None = None
 
 
-class Measurement(Settings):
+class Measurement(StrictConfig):
     """One case: an engine at a length, a model at a length, a cache at a context."""
 
     case: Case
@@ -63,10 +63,10 @@ class Measurement(Settings):
         return json.dumps(self.case, sort_keys=True)
 
 
-class BenchResult(Settings):
+class BenchResult(StrictConfig):
     """One run of the suite."""
 
-    format: int = FORMAT
+    format: int = BENCH_FORMAT
     made: dict[str, Any]
     """Time, commit, versions, machine with its rates, threads."""
     settings: dict[str, Any]
@@ -135,25 +135,25 @@ def by_kind(rows: Sequence[Measurement]) -> list[tuple[list[Measurement], dict[s
 
 def save(bench: BenchResult, path: Path) -> None:
     make_folder(path.parent)
-    write_sealed(path, json.loads(bench.model_dump_json()))
+    write_with_checksum(path, json.loads(bench.model_dump_json()))
 
 
 def load(path: Path) -> BenchResult:
     """Read a stored result; anything else is told in words."""
     try:
-        values = read_sealed(path, mend="Measure again.")
+        values = read_with_checksum(path, mend="Measure again.")
     except MissingFileError:
         raise InputError(
             f"There is no benchmark result at {path}. Make one by: trainshort bench --out {path}."
         ) from None
     if not is_bench(values):
         raise InputError(f"{path} is not a result of `trainshort bench`.")
-    if values["format"] != FORMAT:
+    if values["format"] != BENCH_FORMAT:
         raise InputError(
-            f"{path} is a benchmark result of format {values['format']!r}; this version reads {FORMAT}. Measure again."
+            f"{path} is a benchmark result of format {values['format']!r}; this version reads {BENCH_FORMAT}. Measure again."
         )
     try:
-        return BenchResult.read(values)
+        return BenchResult.parse(values)
     except InputError as error:
         raise InputError(f"{path} is a damaged benchmark result: {error} Measure again.") from None
 

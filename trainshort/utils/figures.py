@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainshort.errors import InputError
-from trainshort.files import read_object, replacing, write_whole
+from trainshort.files import atomic_replace, read_json_object, write_atomic
 from trainshort.optional import has_package, require_package
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ COLORS = {
     "learned": "#c79a2b",
 }
 """Readable on white and on near-black."""
-APART = 25.0
+MIN_COLOR_DISTANCE = 25.0
 """How far any other method's colour stays from each of these, in CIE L*a*b*; they are at least 37 from one another."""
 XYZ = ((0.434, 0.376, 0.190), (0.213, 0.715, 0.072), (0.018, 0.109, 0.873))
 """Shares of linear red, green and blue in CIE's X, Y and Z, where white is 1, 1, 1."""
@@ -103,7 +103,7 @@ def log_ticks(figure: Figure, axis: Literal["x", "y", "right"]) -> list[float]:
     return ticks if len(ticks) > 1 else []
 
 
-def spaced(places: Sequence[float], most: int = 10) -> tuple[tuple[float, str], ...]:
+def thin_ticks(places: Sequence[float], most: int = 10) -> tuple[tuple[float, str], ...]:
     """Ticks at these places of a log axis, thinned so that their numbers do not run into one another."""
     kept: list[float] = []
     span = math.log(max(places) / min(places)) or 1.0
@@ -125,7 +125,7 @@ def color(method: str) -> str:
     while True:
         hue, lightness = int.from_bytes(digest[:2]) / 65_536, 0.40 + 0.15 * digest[2] / 255
         shade = "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, lightness, 0.55))
-        if all(math.dist(lab(shade), lab(named)) >= APART for named in COLORS.values()):
+        if all(math.dist(lab(shade), lab(named)) >= MIN_COLOR_DISTANCE for named in COLORS.values()):
             return shade
         digest = hashlib.sha256(digest).digest()
 
@@ -137,7 +137,7 @@ def lab(shade: str) -> tuple[float, float, float]:
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
-KINDS = ("png", "svg")
+IMAGE_FORMATS = ("png", "svg")
 MARK = "#5c6670"
 SIZES = {"headline": (9.0, 4.8)}
 DIGESTS = "pictures.json"
@@ -148,16 +148,16 @@ def draw_all(figures: list[Figure], folder: Path) -> None:
     """Write <name>.png and <name>.svg of each figure that is not there yet as it should be."""
     path = folder / DIGESTS
     try:
-        known = read_object(path)
+        known = read_json_object(path)
     except InputError:
         known = {}
     code = Path(__file__).read_bytes()
     wanted = {figure.name: hashlib.sha256(repr(figure).encode() + code).hexdigest() for figure in figures}
     for figure in figures:
-        there = all((folder / f"{figure.name}.{kind}").exists() for kind in KINDS)
+        there = all((folder / f"{figure.name}.{kind}").exists() for kind in IMAGE_FORMATS)
         if not there or known.get(figure.name) != wanted[figure.name]:
             draw([figure], folder / figure.name, SIZES.get(figure.name, (7.0, 4.2)))
-    write_whole(path, json.dumps(wanted, indent=1) + "\n")
+    write_atomic(path, json.dumps(wanted, indent=1) + "\n")
 
 
 def can_draw() -> bool:
@@ -189,9 +189,9 @@ def draw(figures: Sequence[Figure], path: Path, size: tuple[float, float] = (7.0
             axes.set_ylabel(figure.y_label)
         canvas.draw_without_rendering()
         canvas.set_layout_engine("none")  # the places are found; the second file need not look for them again
-        written = [path.with_name(f"{path.name}.{kind}") for kind in KINDS]
+        written = [path.with_name(f"{path.name}.{kind}") for kind in IMAGE_FORMATS]
         for file in written:
-            with replacing(file) as partial:
+            with atomic_replace(file) as partial:
                 canvas.savefig(partial, format=file.suffix[1:], dpi=160)
         plt.close(canvas)
     return written

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from trainshort.errors import InputError
-from trainshort.machine import Peak, resident_memory
+from trainshort.machine import PeakMemory, resident_memory
 from trainshort.utils.bench_results import RATIO, Measure, median_of
 
 
@@ -36,7 +36,7 @@ class Timing:
         """How many of something a second, with `count` of them in a turn."""
         return median_of([count / one for one in self.seconds], unit, "higher")
 
-    def to(self, other: "Timing") -> Measure:
+    def ratio_to(self, other: "Timing") -> Measure:
         """Time as a multiple of another's in the same rounds."""
         return median_of([a / b for a, b in zip(self.seconds, other.seconds, strict=True)], RATIO, "lower")
 
@@ -53,7 +53,7 @@ class Timing:
         return min(self.seconds)
 
 
-def in_turns(
+def time_interleaved(
     contestants: Mapping[str, Callable[[], object]],
     rounds: int,
     warmup: int = 1,
@@ -86,7 +86,7 @@ def in_turns(
 
 def peak_during(work: Callable[[], object]) -> dict[str, int]:
     """The most memory this process held while `work` ran, and how much of it came on top of what it had before."""
-    before, peak = resident_memory(), Peak(torch.device("cpu"))
+    before, peak = resident_memory(), PeakMemory(torch.device("cpu"))
     work()
     most = peak.bytes()
     if most is None:
@@ -94,7 +94,7 @@ def peak_during(work: Callable[[], object]) -> dict[str, int]:
     return {"peak": most, "own": max(0, most - before)}
 
 
-def alone(module: str, **task: Any) -> dict[str, Any]:
+def run_in_subprocess(module: str, **task: Any) -> dict[str, Any]:
     """Call the function `peak` of a module in a new process.
 
     The new process uses the same number of torch threads and the same import path.
@@ -126,7 +126,7 @@ def alone(module: str, **task: Any) -> dict[str, Any]:
     return result
 
 
-def answer() -> None:
+def subprocess_main() -> None:
     """Run one request of `alone`. The request is read from standard input, the result is printed as one JSON line."""
     request = json.load(sys.stdin)
     torch.set_num_threads(request["threads"])

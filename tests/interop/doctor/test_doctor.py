@@ -25,7 +25,7 @@ EVERYWHERE = {"PACKED", "QUADRATIC"}
 def found(model) -> dict[str, list]:
     """Findings by id."""
     diagnosis = doctor(model)
-    assert diagnosis.healthy == (not diagnosis.findings)
+    assert diagnosis.ok == (not diagnosis.findings)
     return {each.id: [one for one in diagnosis.findings if one.id == each.id] for each in diagnosis.findings}
 
 
@@ -78,7 +78,7 @@ def test_a_patched_model_is_healthy(kind, dtype):
     model = make(kind, **({"alibi_bias_max": 16} if kind == "mpt" else {"implementation": "eager"})).to(dtype)
     patch(model)
     diagnosis = doctor(model)
-    assert diagnosis.healthy, str(diagnosis)
+    assert diagnosis.ok, str(diagnosis)
     assert "the model is patched" in diagnosis.notes
 
 
@@ -87,8 +87,8 @@ def test_healthy_models_with_other_positions():
     for kind in ("Llama", "GPTNeoX"):
         config = getattr(transformers, f"{kind}Config")(**shape, vocab_size=100)
         model = getattr(transformers, f"{kind}ForCausalLM")(config)
-        assert doctor(model).healthy, str(doctor(model))
-        assert doctor(model.bfloat16()).healthy
+        assert doctor(model).ok, str(doctor(model))
+        assert doctor(model.bfloat16()).ok
 
 
 def test_our_own_class_is_healthy_until_its_slopes_are_rounded(tmp_path):
@@ -96,8 +96,8 @@ def test_our_own_class_is_healthy_until_its_slopes_are_rounded(tmp_path):
     import trainshort.hf  # noqa: F401
 
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert doctor(model).healthy, str(doctor(model))
-    assert doctor(tmp_path / "out").healthy
+    assert doctor(model).ok, str(doctor(model))
+    assert doctor(tmp_path / "out").ok
     assert not doctor(tmp_path / "out").notes
     for name, buffer in model.named_buffers():
         if name.endswith("slopes"):

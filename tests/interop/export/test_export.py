@@ -17,7 +17,7 @@ from trainshort.cli import run as command
 from trainshort.data.tokenizer.built import WordTokenizer
 from trainshort.evaluate import evidence
 from trainshort.evaluate.hugging_face import HuggingFaceTarget
-from trainshort.files import write_sealed
+from trainshort.files import write_with_checksum
 from trainshort.interop.export import export
 from trainshort.interop.export.verify import verify
 from trainshort.interop.import_model import ImportRequest, import_model
@@ -30,7 +30,7 @@ ROUND_TRIPS = [
     ("hf-bloom", {"activation": "gelu_tanh", "embedding_norm": True}),
     ("hf", {"kv_heads": 2, "clip_qkv": 0.5, "learned_slopes": True}),
     ("hf", {"adaptive": {"cutoffs": (50, 120), "factor": 2}, "activation": "relu", "final_norm": False}),
-    ("hf", {"position": "t5", "norm": "rms", "gated": True, "activation": "silu", "parallel_blocks": True}),
+    ("hf", {"position": "t5", "norm": "rms", "gated_feedforward": True, "activation": "silu", "parallel_blocks": True}),
 ]
 """Every target that can also be imported."""
 
@@ -59,25 +59,25 @@ GELU = {"biases": False}
 TANH = {"activation": "gelu_tanh", "embedding_norm": True}
 EXPORTS = [
     ("hf-mpt", GELU),
-    ("hf-mpt", {**GELU, "kv_heads": 2, "ffn": 80, "embedding_scale": True, "logit_scale": 0.5}),
+    ("hf-mpt", {**GELU, "kv_heads": 2, "feedforward_width": 80, "embedding_scale": True, "logit_scale": 0.5}),
     ("hf-mpt", {**GELU, "tie_embeddings": False, "clip_qkv": 0.4, "softmax_scale": 0.1, "norm_eps": 1e-3}),
     ("hf-mpt", {**GELU, "embedding_norm": True, "embedding_scale": True}),
     ("hf-mpt", {**GELU, "embedding_norm": True, "tie_embeddings": False, "logit_scale": 0.5}),
     ("hf-bloom", TANH),
-    ("hf-bloom", {**TANH, "biases": False, "kv_heads": 1, "softmax_scale": 0.1, "ffn": 100}),
+    ("hf-bloom", {**TANH, "biases": False, "kv_heads": 1, "softmax_scale": 0.1, "feedforward_width": 100}),
     ("gguf", {}),
     ("gguf", {**GELU, "kv_heads": 2, "max_bias": 12.0, "tie_embeddings": False}),
-    ("gguf", {"clip_qkv": 0.5, "embedding_scale": True, "ffn": 96}),
+    ("gguf", {"clip_qkv": 0.5, "embedding_scale": True, "feedforward_width": 96}),
     ("gguf", {"softmax_scale": 0.2, "logit_scale": 0.5}),
     ("gguf", {**TANH, "biases": False}),
     ("gguf", {**TANH, "max_bias": 12.0}),
     ("gguf", {**TANH, "clip_qkv": 0.5, "embedding_scale": True}),
     ("ctranslate2", {}),
     ("ctranslate2", {"activation": "relu", "embedding_scale": True, "final_norm": False, "kv_heads": 2}),
-    ("ctranslate2", {**TANH, "biases": False, "ffn": 100, "softmax_scale": 0.2, "tie_embeddings": False}),
+    ("ctranslate2", {**TANH, "biases": False, "feedforward_width": 100, "softmax_scale": 0.2, "tie_embeddings": False}),
     ("hf", {}),
     ("hf", {"adaptive": {"cutoffs": (50, 120), "factor": 2}, "activation": "relu", "final_norm": False}),
-    ("hf", {"position": "rotary", "norm": "rms", "gated": True, "activation": "silu", "kv_heads": 2}),
+    ("hf", {"position": "rotary", "norm": "rms", "gated_feedforward": True, "activation": "silu", "kv_heads": 2}),
     ("hf", {"position": "t5", "window": 40}),
     ("hf", {"learned_slopes": True, "clip_qkv": 0.5}),
 ]
@@ -109,7 +109,7 @@ def test_verify_with_what_is_another_run_is_told(tmp_path):
     out = tmp_path / "out"
     export(make_run(tmp_path / "run", biases=False), "hf-mpt", out)
     others = {
-        "knows 256 token types, and .* has 300: they are not one model": {"vocabulary": 300},
+        "knows 256 token types, and .* has 300: they are not one model": {"vocab_size": 300},
         "says it was trained at 32 tokens, and .* has 64: they are not one model": {"length": 64},
         "Verifying needs a causal model, and this one is an encoder": {"causal": False},
     }
@@ -164,7 +164,7 @@ def test_gguf_in_fewer_bits(kind, tmp_path):
 REFUSED = [
     ("hf-mpt", {}, "hf-mpt cannot carry a model with biases; train with biases=False, as the recipe portable-128 does"),
     ("hf-mpt", {**GELU, "activation": "relu"}, "with activation relu; train with gelu"),
-    ("hf-mpt", {**GELU, "ffn": 300}, "with ffn 300; train with ffn at most four times width"),
+    ("hf-mpt", {**GELU, "feedforward_width": 300}, "with ffn 300; train with ffn at most four times width"),
     ("hf-mpt", {**GELU, "max_bias": 16.0}, "with max_bias 16.0; that class follows 8 alone"),
     ("hf-mpt", {**GELU, "position": "rotary"}, "with position rotary; it knows ALiBi alone"),
     ("hf-mpt", {**GELU, "position_settings": {"slopes": (0.5, 0.4, 0.3, 0.2)}}, "with slopes of its own"),
@@ -173,7 +173,7 @@ REFUSED = [
     ("gguf", {"activation": "relu"}, "gguf cannot carry a model with activation relu"),
     ("gguf", {"clip_qkv": 0.5, "softmax_scale": 0.2}, "softmax_scale together with clip_qkv"),
     ("gguf", {"window": 9}, "with window 9; train without a window"),
-    ("gguf", {"gated": True}, "gated feed-forward layers"),
+    ("gguf", {"gated_feedforward": True}, "gated feed-forward layers"),
     ("ctranslate2", {"max_bias": 4.0}, "with max_bias 4.0; it follows 8 alone"),
     ("ctranslate2", {"norm": "rms"}, "with norm rms; it has LayerNorm. --to hf carries every model"),
     ("ctranslate2", {"adaptive": {"cutoffs": (50,), "factor": 2}}, "with an adaptive vocabulary"),
@@ -206,7 +206,7 @@ def test_bad_requests(tmp_path):
 
 def test_a_run_copied_without_its_tokenizer_is_not_exported_without_one(tmp_path):
     run = make_run(tmp_path / "run", biases=False)
-    write_sealed(run / "data.json", {"folder": "/gone", "meta": {"tokenizer": "bytes"}})
+    write_with_checksum(run / "data.json", {"folder": "/gone", "meta": {"tokenizer": "bytes"}})
     (run / "tokenizer.json").unlink(missing_ok=True)
     with pytest.raises(InputError, match=r"was copied without its tokenizer\.json"):
         export(run, "hf", tmp_path / "out")
@@ -218,7 +218,7 @@ def bpe_run(path: Path) -> Path:
     from trainshort.data.tokenizer.built import BytePairTokenizer
 
     tokenizer = BytePairTokenizer.build(iter(["The state of the Union is strong, and naïve café. " * 50]), 300, None)
-    run = make_run(path, biases=False, vocabulary=tokenizer.vocabulary + 1)
+    run = make_run(path, biases=False, vocab_size=tokenizer.vocab_size + 1)
     (run / "tokenizer.json").write_text(tokenizer.to_json())
     return run
 
@@ -282,7 +282,7 @@ def test_the_portable_recipe_goes_everywhere_as_it_is(tmp_path, monkeypatch):
     ]
     assert command(["train", "portable-128", "--data.corpus", "text.txt", "--out", "run", *small]) == 0
     model, preset = load_model(Path("run")).config, presets.get("portable")()
-    same = {"vocabulary": model.vocabulary, "layers": 1}
+    same = {"vocab_size": model.vocab_size, "layers": 1}
     assert model.model_dump() == preset.replace(**same).model_dump(), "the recipe's model is the preset's"
     for to in ("hf-mpt", "gguf", "ctranslate2", "hf"):
         assert export(Path("run"), to, Path(to)) == (), "nothing is rewritten"
@@ -295,7 +295,7 @@ def test_the_model_card_holds_the_extrapolation_card(tmp_path):
     lengths = ["--lengths", "1x", "2x", "8x"]
     assert command(["evaluate", str(run), "--data", str(tmp_path / "book.txt"), *lengths]) == 0
     export(run, "hf-mpt", tmp_path / "out")
-    text, reach = (tmp_path / "out" / "README.md").read_text(), evidence.load_card(run)
+    text, reach = (tmp_path / "out" / "README.md").read_text(), evidence.load_summary(run)
     assert "## How far it is good" in text
     assert f"Measured: {reach['summary']}; no worse than at the training length to" in text
     for one in reach["lengths"]:

@@ -215,7 +215,7 @@ def test_feed_forward_layers_go_in_slices_without_gradients(kind, monkeypatch):
         sliced = model(text).logits
     assert 0 < largest.numbers <= 512 * wide
     monkeypatch.setattr(
-        vocabulary, "is_quicker", lambda: False
+        vocabulary, "is_onednn_faster", lambda: False
     )  # a layer with hooks is called, and would be rounded apart
     with torch.enable_grad():
         whole = model(text).logits
@@ -357,7 +357,7 @@ def test_the_body_alone(kind):
 
 
 def test_the_report_says_what_was_changed(monkeypatch):
-    monkeypatch.setattr("trainshort.interop.patch.is_quicker", lambda: True)
+    monkeypatch.setattr("trainshort.interop.patch.is_onednn_faster", lambda: True)
     report = patch(make("mpt", alibi_bias_max=16), tolerance=0)
     assert str(report).startswith(
         "MptForCausalLM, patched:\n"

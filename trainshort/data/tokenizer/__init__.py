@@ -56,14 +56,14 @@ class Tokenizer(ABC):
     """Whether its vocabulary is built from the training text, to a size that is asked for."""
     ends_lines: ClassVar[bool] = False
     """Whether the end token stands for a line end, which the text really has."""
-    vocabulary: int
+    vocab_size: int
     """Number of token types; every token is below."""
     end: int | None
     """The token after each document, at which generation can stop."""
 
     @classmethod
     @abstractmethod
-    def build(cls, texts: Iterable[str], vocabulary: int, size: int | None) -> "Tokenizer":
+    def build(cls, texts: Iterable[str], vocab_size: int, size: int | None) -> "Tokenizer":
         """Make one, where it is `sized` from the training texts, of which there are `size` bytes (None: unknown)."""
 
     @classmethod
@@ -93,9 +93,9 @@ class Tokenizer(ABC):
         """The same tokens as a list, all of them known."""
         ids = [int(token) for token in ids]
         for token in ids:
-            if not 0 <= token < self.vocabulary:
+            if not 0 <= token < self.vocab_size:
                 raise InputError(
-                    f"Token {token} is outside the vocabulary of {self.vocabulary} (0 to {self.vocabulary - 1}). "
+                    f"Token {token} is outside the vocabulary of {self.vocab_size} (0 to {self.vocab_size - 1}). "
                     "Decode with the tokenizer of the data's own folder."
                 )
         return ids
@@ -127,7 +127,7 @@ class ByteDecoder:
         return self._utf8.decode(b"", final=True)
 
 
-class WholeDecoder:
+class IncrementalDecoder:
     """For any other tokenizer: decodes all tokens since the last safe place, and shows what has become longer.
 
     Some tokenizers (WordPiece, SentencePiece, words) look at neighbours, so no token has a spelling of its own.
@@ -173,7 +173,7 @@ def byte_numbers() -> dict[str, int]:
 
 # ---- any `tokenizer.json`: how it is saved, loaded and used, whoever made it
 
-FILE = "tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _GIVE = "Use bytes, words or bpe, or the path of a tokenizer.json."
 
@@ -195,13 +195,13 @@ class SavedTokenizer(Tokenizer):
         saved.no_padding()
         saved.encode_special_tokens = True
         self.name = name
-        self.vocabulary = max(saved.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = max(saved.get_vocab(with_added_tokens=True).values()) + 1
         self.end = next((token for word in _ENDS if (token := saved.token_to_id(word)) is not None), None)
         self.library = saved
         self._known: dict[str, bytes] = {}
 
     @classmethod
-    def build(cls, texts: Iterable[str], vocabulary: int, size: int | None) -> "SavedTokenizer":
+    def build(cls, texts: Iterable[str], vocab_size: int, size: int | None) -> "SavedTokenizer":
         raise InputError("A saved tokenizer is loaded, not built.")
 
     @cached_property
@@ -242,7 +242,7 @@ class SavedTokenizer(Tokenizer):
 
     def decoder(self) -> Decoder:
         if not self._byte_level:
-            return WholeDecoder(self.decode)
+            return IncrementalDecoder(self.decode)
         added, numbers = self.library.get_added_tokens_decoder(), byte_numbers()
 
         def spell(token: int) -> bytes:
@@ -258,15 +258,15 @@ class SavedTokenizer(Tokenizer):
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path | str) -> Path:
     """Write `tokenizer.json` into a folder, whole, from where `load_tokenizer` reads it."""
-    path = Path(folder) / FILE
-    files.write_whole(path, tokenizer.to_json())
+    path = Path(folder) / TOKENIZER_FILE
+    files.write_atomic(path, tokenizer.to_json())
     return path
 
 
 def load_tokenizer(path: Path | str, name: str | None = None) -> Tokenizer:
     """The tokenizer of a data or run folder, or of a `tokenizer.json` from anywhere, which does not say its `name`."""
     path = Path(path)
-    path = path / FILE if path.is_dir() else path
+    path = path / TOKENIZER_FILE if path.is_dir() else path
     try:
         text = files.read_text(path, mend=_GIVE)
     except files.MissingFileError:
@@ -297,4 +297,4 @@ def parse_tokenizer(text: str, path: Path) -> Tokenizer:
 
 def tokenizer_name(path: Path) -> str:
     """A short name for a tokenizer file: gpt2/tokenizer.json is called gpt2."""
-    return path.resolve().parent.name if path.name == FILE else path.stem
+    return path.resolve().parent.name if path.name == TOKENIZER_FILE else path.stem

@@ -16,9 +16,9 @@ from trainshort.data.tokenizer import (
     ByteDecoder,
     Decoder,
     Ids,
+    IncrementalDecoder,
     SavedTokenizer,
     Tokenizer,
-    WholeDecoder,
     byte_alphabet,
     byte_numbers,
     cut,
@@ -38,18 +38,18 @@ class BytePairTokenizer(SavedTokenizer):
     sized = True
 
     @classmethod
-    def build(cls, texts: Iterable[str], vocabulary: int, size: int | None) -> "BytePairTokenizer":
+    def build(cls, texts: Iterable[str], vocab_size: int, size: int | None) -> "BytePairTokenizer":
         least = len(byte_alphabet()) + 1
-        if vocabulary < least:
+        if vocab_size < least:
             raise InputError(
-                f"bpe needs a vocabulary of at least {least} (the bytes and an end token), not {vocabulary}."
+                f"bpe needs a vocabulary of at least {least} (the bytes and an end token), not {vocab_size}."
             )
         require_package("tokenizers", "Training a tokenizer", "trainshort[train]")
         from tokenizers import models, trainers
 
         saved = _byte_level(models.BPE())
         trainer = trainers.BpeTrainer(
-            vocab_size=vocabulary,
+            vocab_size=vocab_size,
             special_tokens=[END_OF_TEXT],
             initial_alphabet=sorted(byte_alphabet().values()),
             show_progress=False,
@@ -86,11 +86,11 @@ class ByteTokenizer(Tokenizer):
     """A token is a byte of UTF-8. A document ends with byte 0, which text does not contain."""
 
     name = "bytes"
-    vocabulary = 256
+    vocab_size = 256
     end = 0
 
     @classmethod
-    def build(cls, texts: Iterable[str], vocabulary: int, size: int | None) -> "ByteTokenizer":
+    def build(cls, texts: Iterable[str], vocab_size: int, size: int | None) -> "ByteTokenizer":
         return cls()
 
     @classmethod
@@ -157,29 +157,29 @@ class WordTokenizer(Tokenizer):
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)
-        self.vocabulary = len(self.words)
+        self.vocab_size = len(self.words)
         self.end = self.LINE_END
         self._ids = _Numbers((word, number) for number, word in enumerate(self.words))
         self._line_end = f" {self.words[self.LINE_END]} "
 
     @classmethod
-    def build(cls, texts: Iterable[str], vocabulary: int, size: int | None) -> "WordTokenizer":
+    def build(cls, texts: Iterable[str], vocab_size: int, size: int | None) -> "WordTokenizer":
         """The most frequent words, ties in the order of the alphabet, as fairseq sorts them.
 
         "b a b <unk>" with room for 8:   <s> <pad> </s> <unk> b a madeupword0000 madeupword0001
         """
-        if vocabulary < PADDING:
-            raise InputError(f"words needs a vocabulary of at least {PADDING}, not {vocabulary}.")
+        if vocab_size < PADDING:
+            raise InputError(f"words needs a vocabulary of at least {PADDING}, not {vocab_size}.")
         counts: Counter[str] = Counter()
         for text in texts:
             counts.update(text.split())
             if len(counts) > MOST_WORDS:
-                counts = _without_the_rarest(counts)
+                counts = _drop_rare_words(counts)
         for word in cls.SPECIAL:
             counts.pop(word, None)
         ranked = sorted(counts, key=lambda word: (-counts[word], word))
-        words = [*cls.SPECIAL, *ranked][:vocabulary]
-        filled = min(vocabulary, -(-len(words) // PADDING) * PADDING)
+        words = [*cls.SPECIAL, *ranked][:vocab_size]
+        filled = min(vocab_size, -(-len(words) // PADDING) * PADDING)
         # A text that contains such a word itself would otherwise have two numbers for it.
         made_up = (word for number in range(filled) if (word := f"madeupword{number:04d}") not in counts)
         return cls([*words, *(next(made_up) for _ in range(filled - len(words)))])
@@ -209,7 +209,7 @@ class WordTokenizer(Tokenizer):
         return " ".join(words).replace(" \n", "\n").replace("\n ", "\n")
 
     def decoder(self) -> Decoder:
-        return WholeDecoder(self.decode)
+        return IncrementalDecoder(self.decode)
 
     def to_json(self) -> str:
         require_package("tokenizers", "Saving a tokenizer", "trainshort[train]")
@@ -223,7 +223,7 @@ class WordTokenizer(Tokenizer):
         return saved.to_str()
 
 
-def _without_the_rarest(counts: Counter[str]) -> Counter[str]:
+def _drop_rare_words(counts: Counter[str]) -> Counter[str]:
     """At most half as many words: those seen once go first, then those seen twice."""
     least = 1
     while len(counts) > MOST_WORDS // 2:

@@ -17,11 +17,11 @@ from torch import nn
 
 from trainshort.errors import InputError
 from trainshort.evaluate.hugging_face import check_settings
-from trainshort.files import read_object
+from trainshort.files import read_json_object
 from trainshort.interop.doctor.probes import PROBES, Finding
-from trainshort.interop.doctor.tiny_model import Specimen
-from trainshort.interop.import_model import fetched, type_of
-from trainshort.interop.patch import patched_as
+from trainshort.interop.doctor.tiny_model import TinyModel
+from trainshort.interop.import_model import download_snapshot, type_of
+from trainshort.interop.patch import get_patch_report
 from trainshort.interop.patch.families import FAMILIES, original_class
 from trainshort.interop.safetensors_io import StoredWeights
 from trainshort.optional import require_package
@@ -43,15 +43,15 @@ class Diagnosis:
     """What is worth knowing and not wrong."""
 
     @property
-    def healthy(self) -> bool:
+    def ok(self) -> bool:
         return not self.findings
 
     def to_json(self) -> str:
-        return json.dumps({"healthy": self.healthy, **asdict(self)}, indent=2, ensure_ascii=False)
+        return json.dumps({"healthy": self.ok, **asdict(self)}, indent=2, ensure_ascii=False)
 
     def __str__(self) -> str:
         count = len(self.findings)
-        verdict = "healthy" if self.healthy else f"{count} finding{'s' if count > 1 else ''}"
+        verdict = "healthy" if self.ok else f"{count} finding{'s' if count > 1 else ''}"
         head = f"{self.model} in {self.dtype}, transformers {self.transformers}: {verdict}."
         return "\n".join([head, *map(str, self.findings), *(f"Note: {note}." for note in self.notes)])
 
@@ -72,7 +72,7 @@ def doctor(model: nn.Module | str | Path) -> Diagnosis:
     return Diagnosis(case.model_class.__name__, name, metadata.version("transformers"), findings, _notes(case))
 
 
-def _notes(case: Specimen) -> tuple[str, ...]:
+def _notes(case: TinyModel) -> tuple[str, ...]:
     notes = []
     if case.patched is not None:
         notes.append("the model is patched")
@@ -85,7 +85,7 @@ def _notes(case: Specimen) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _loaded(model: nn.Module) -> Specimen:
+def _loaded(model: nn.Module) -> TinyModel:
     """A model in memory; a wrapper such as peft's is looked through."""
     from transformers import PreTrainedModel
 
@@ -98,26 +98,26 @@ def _loaded(model: nn.Module) -> Specimen:
     if not whole.can_generate():
         raise InputError(f"{kind.__name__} has no logits for every token; give the causal language model.")
     slopes = {name: value.detach().cpu() for name, value in whole.named_buffers() if name.endswith("slopes")}
-    return Specimen(
+    return TinyModel(
         whole.config.model_type,
         kind,
         whole.config,
         dtype=whole.dtype,
         implementation=whole.config._attn_implementation,
-        patched=patched_as(whole),
+        patched=get_patch_report(whole),
         slopes=slopes,
     )
 
 
-def _stored(name: str) -> Specimen:
+def _stored(name: str) -> TinyModel:
     """A folder, or a name on the hub: its settings and the names of its tensors."""
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     path = Path(name).expanduser()
     if path.is_file():
         raise InputError(f"{name} is a file; give the folder of a saved Hugging Face model, or its name on the hub.")
-    folder = path if path.is_dir() else fetched(name, SETTINGS)
-    settings = read_object(folder / "config.json", mend="Give the folder of a saved Hugging Face model.")
+    folder = path if path.is_dir() else download_snapshot(name, SETTINGS)
+    settings = read_json_object(folder / "config.json", mend="Give the folder of a saved Hugging Face model.")
     kind = type_of(settings, folder)
     if kind is None:
         raise InputError(f"{folder} is a run folder of trainshort; doctor examines models of Hugging Face.")
@@ -144,7 +144,7 @@ def _stored(name: str) -> Specimen:
     _refuse_impossible(folder / "config.json", config)
     model_class: Any = known[type(config)]
     weights = frozenset(StoredWeights(folder)) if any(folder.glob("*.safetensors")) else frozenset()
-    return Specimen(str(kind), model_class, config, dtype=config.dtype or torch.float32, weights=weights)
+    return TinyModel(str(kind), model_class, config, dtype=config.dtype or torch.float32, weights=weights)
 
 
 def _refuse_impossible(path: Path, config: Any) -> None:

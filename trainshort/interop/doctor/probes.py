@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainshort import alibi
-from trainshort.interop.doctor.tiny_model import LIMITS, Specimen, text
-from trainshort.interop.patch import put_in
+from trainshort.interop.doctor.tiny_model import MAX_ERROR, TinyModel, text
+from trainshort.interop.patch import apply_patch
 from trainshort.interop.patch.families import FAMILIES
 
 SHORT, LONG, LIMIT = 48, 600, 64
@@ -36,13 +36,13 @@ class Finding:
     sentence: str
     measured: float
     unit: str
-    cure: str
+    fix: str
 
     def __str__(self) -> str:
-        return f"{self.id}: {self.sentence} ({self.measured:.3g} {self.unit}). Cure: {self.cure}."
+        return f"{self.id}: {self.sentence} ({self.measured:.3g} {self.unit}). Cure: {self.fix}."
 
 
-Probe = Callable[[Specimen], Iterator[Finding]]
+Probe = Callable[[TinyModel], Iterator[Finding]]
 
 
 @torch.no_grad()
@@ -60,7 +60,7 @@ def divergence(expected: Tensor, found: Tensor) -> float:
     return float((expected.exp() * (expected - found)).sum(-1).mean().clamp(min=0))
 
 
-def length_limit(case: Specimen) -> Iterator[Finding]:
+def length_limit(case: TinyModel) -> Iterator[Finding]:
     """Does it run past the length in its config?"""
     if case.limit is None:
         return
@@ -75,11 +75,11 @@ def length_limit(case: Specimen) -> Iterator[Finding]:
             return
 
 
-def _limit_name(case: Specimen) -> str:
-    return next(name for name in LIMITS if hasattr(case.config, name))
+def _limit_name(case: TinyModel) -> str:
+    return next(name for name in MAX_ERROR if hasattr(case.config, name))
 
 
-def slopes(case: Specimen) -> Iterator[Finding]:
+def slopes(case: TinyModel) -> Iterator[Finding]:
     """Are the biases those that its settings describe, also where the weights are asked for?"""
     if case.reference is None:
         return
@@ -92,7 +92,7 @@ def slopes(case: Specimen) -> Iterator[Finding]:
         yield _explained(case, told, again, " where the weights are asked for (output_attentions=True)")
 
 
-def _explained(case: Specimen, found: Tensor, difference: float, where: str) -> Finding:
+def _explained(case: TinyModel, found: Tensor, difference: float, where: str) -> Finding:
     """Which other slopes give what the copy gives."""
     right, settings = FAMILIES[case.kind].slopes(case.reference.config), getattr(case.config, "attn_config", None)
     others = {
@@ -112,7 +112,7 @@ def _explained(case: Specimen, found: Tensor, difference: float, where: str) -> 
     return Finding(f"{_name(case)}-OTHER", sentence, difference, DEVIATIONS, PATCH)
 
 
-def rounding(case: Specimen) -> Iterator[Finding]:
+def rounding(case: TinyModel) -> Iterator[Finding]:
     """Does it tell positions apart in a long text, in its number format?"""
     if case.reference is None:
         return
@@ -124,7 +124,7 @@ def rounding(case: Specimen) -> Iterator[Finding]:
         yield Finding(f"{_name(case)}-BF16", f"{sentence}; from about 260 tokens on", whole, _KL, PATCH)
     elif case.dtype in (torch.bfloat16, torch.float16):
         repaired = replace(case, patched=None).tiny(dtype=case.dtype)
-        put_in(repaired)
+        apply_patch(repaired)
         best = divergence(expected, logits(repaired, tokens))
         if (found := divergence(expected, logits(case.tiny(dtype=case.dtype), tokens))) > 5 * best:
             name = str(case.dtype).removeprefix("torch.")
@@ -135,7 +135,7 @@ def rounding(case: Specimen) -> Iterator[Finding]:
 _KL = f"nats at {LONG} tokens"
 
 
-def _alike(case: Specimen, tokens: Tensor) -> Tensor:
+def _alike(case: TinyModel, tokens: Tensor) -> Tensor:
     """The reference, with those slopes that the copy has: what else is wrong with them is another finding."""
     right = FAMILIES[case.kind].slopes(case.reference.config)
     found = logits(case.tiny(), text(SHORT))
@@ -146,7 +146,7 @@ def _alike(case: Specimen, tokens: Tensor) -> Tensor:
     return logits(case.tiny(), tokens)
 
 
-def packed(case: Specimen) -> Iterator[Finding]:
+def packed(case: TinyModel) -> Iterator[Finding]:
     """Do documents in one row, told by positions that begin again, see each other?"""
     model, one = case.tiny(), text(SHORT)
     both, where = torch.cat([text(SHORT - 7), one], 1), torch.cat([torch.arange(SHORT - 7), torch.arange(SHORT)])[None]
@@ -156,7 +156,7 @@ def packed(case: Specimen) -> Iterator[Finding]:
         yield Finding("PACKED", sentence, difference, DEVIATIONS, PATCH if case.reference is not None else "one a row")
 
 
-def padding_and_cache(case: Specimen) -> Iterator[Finding]:
+def padding_and_cache(case: TinyModel) -> Iterator[Finding]:
     """Is a text the same with padding in front, and when it comes in pieces?"""
     if case.reference is None:
         return
@@ -173,7 +173,7 @@ def padding_and_cache(case: Specimen) -> Iterator[Finding]:
         yield Finding("CACHE", "a text that comes in pieces is read otherwise", difference, DEVIATIONS, PATCH)
 
 
-def static_cache(case: Specimen) -> Iterator[Finding]:
+def static_cache(case: TinyModel) -> Iterator[Finding]:
     """Does it generate the same text from a static cache?"""
     model, tokens, made = case.tiny(), text(SHORT), []
     asked = {"attention_mask": torch.ones_like(tokens), "do_sample": False, "pad_token_id": 0, "use_cache": True}
@@ -189,7 +189,7 @@ def static_cache(case: Specimen) -> Iterator[Finding]:
         yield Finding(f"{_name(case)}-STATIC", "a static cache gives another text", same, "tokens of 8", _cure(case))
 
 
-def _cure(case: Specimen) -> str:
+def _cure(case: TinyModel) -> str:
     return PATCH if case.reference is not None else "a growing cache"
 
 
@@ -208,7 +208,7 @@ class _Squares(TorchDispatchMode):
         return made
 
 
-def quadratic(case: Specimen) -> Iterator[Finding]:
+def quadratic(case: TinyModel) -> Iterator[Finding]:
     """Are there tensors of length times length?"""
     model, largest = case.tiny(dtype=case.dtype), []
     for length in LENGTHS:
@@ -237,7 +237,7 @@ MATTERS: dict[str, Callable[[Any], Any]] = {
 """Settings of an MPT, and the value with which each does nothing."""
 
 
-def ignored(case: Specimen) -> Iterator[Finding]:
+def ignored(case: TinyModel) -> Iterator[Finding]:
     """Does the class follow each setting that matters?"""
     if case.kind != "mpt":
         return
@@ -261,7 +261,7 @@ def _import(name: str) -> str:
     return "trainshort import, which follows it" if known else "the code the model was trained with"
 
 
-def unexpected(case: Specimen) -> Iterator[Finding]:
+def unexpected(case: TinyModel) -> Iterator[Finding]:
     """Are biases stored for which the class has no place?"""
     if not case.weights:
         return
@@ -279,7 +279,7 @@ def _general(name: str) -> str:
     return ".".join("{}" if part.isdigit() else part for part in name.split("."))
 
 
-def saved(case: Specimen) -> Iterator[Finding]:
+def saved(case: TinyModel) -> Iterator[Finding]:
     """Is it the same after it was saved and loaded, in its number format? Slopes in a buffer get lost there."""
     model = replace(case, patched=None).tiny()
     with tempfile.TemporaryDirectory() as folder:
@@ -300,7 +300,7 @@ def saved(case: Specimen) -> Iterator[Finding]:
             yield Finding(f"{_name(case)}-LOST", sentence, worst, "of a slope at most", "load it anew, in float32")
 
 
-def _name(case: Specimen) -> str:
+def _name(case: TinyModel) -> str:
     return case.kind.upper()
 
 

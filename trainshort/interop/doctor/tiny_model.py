@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from trainshort.errors import InputError
-from trainshort.interop.patch import Patched, put_in
+from trainshort.interop.patch import PatchReport, apply_patch
 from trainshort.interop.patch.families import FAMILIES
 from trainshort.interop.patch.masks import SETTINGS
 
 WORDS, LAYERS, LONGEST = 128, 2, 1024
 MOST_HEADS = 512
-LIMITS = ("max_seq_len", "max_position_embeddings", "n_positions")
+MAX_ERROR = ("max_seq_len", "max_position_embeddings", "n_positions")
 """What configs call the longest input."""
 
 
 @dataclass(frozen=True)
-class Specimen:
+class TinyModel:
     """What is examined."""
 
     kind: str
@@ -37,7 +37,7 @@ class Specimen:
     dtype: torch.dtype = torch.float32
     implementation: str | None = None
     """Of attention, as the model was loaded."""
-    patched: Patched | None = None
+    patched: PatchReport | None = None
     weights: frozenset[str] = frozenset()
     """Names of the stored tensors, where it is a folder."""
     slopes: dict[str, Tensor] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Specimen:
 
     @property
     def limit(self) -> int | None:
-        return next((value for name in LIMITS if isinstance(value := getattr(self.config, name, None), int)), None)
+        return next((value for name in MAX_ERROR if isinstance(value := getattr(self.config, name, None), int)), None)
 
     @property
     def loading(self) -> dict[str, str]:
@@ -64,7 +64,7 @@ class Specimen:
                     torch.nn.init.normal_(weight, 0, weight.shape[1] ** -0.5)
         made = made.to(dtype)
         if self.patched is not None:
-            put_in(made, self.patched.tolerance)
+            apply_patch(made, self.patched.tolerance)
         return made
 
     @cached_property
@@ -73,7 +73,7 @@ class Specimen:
         if self.kind not in FAMILIES or not FAMILIES[self.kind].has_alibi(self.config):
             return None
         made = replace(self, patched=None).tiny(dtype=torch.float64)
-        put_in(made, 0)
+        apply_patch(made, 0)
         return made
 
     @contextmanager
@@ -107,7 +107,7 @@ def small(config: Any, longest: int) -> Any:
     }.items():
         if isinstance(getattr(made, name, None), int):
             changed[name] = value
-    changed |= {name: longest for name in LIMITS if isinstance(getattr(made, name, None), int)}
+    changed |= {name: longest for name in MAX_ERROR if isinstance(getattr(made, name, None), int)}
     changed |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "quantization_config"))
     if isinstance(kinds := getattr(made, "layer_types", None), list):
         changed["layer_types"] = kinds[:LAYERS]
@@ -122,9 +122,9 @@ def small(config: Any, longest: int) -> Any:
 def _small_of_ours(config: Any) -> Any:
     from trainshort.config import ModelConfig
 
-    model = ModelConfig.read(config.model)
+    model = ModelConfig.parse(config.model)
     width = model.heads * 16
-    shape = {"layers": LAYERS, "width": width, "vocabulary": WORDS, "adaptive": None, "ffn": 4 * width}
+    shape = {"layers": LAYERS, "width": width, "vocab_size": WORDS, "adaptive": None, "feedforward_width": 4 * width}
     return type(config).of(model.replace(**shape))
 
 

@@ -11,38 +11,40 @@ from pathlib import Path
 from typing import Any
 
 import trainshort
-from trainshort.checkpoint import find, load_model, sha256_of
+from trainshort.checkpoint import find_checkpoint, load_model, sha256_of
 from trainshort.config import load_config
 from trainshort.data import of_run
-from trainshort.data.tokenizer import FILE as TOKENIZER
+from trainshort.data.tokenizer import TOKENIZER_FILE as TOKENIZER
 from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError
 from trainshort.evaluate import evidence
 from trainshort.evaluate.target import EXPORTED as RECORD
-from trainshort.files import new_folder, write_whole
-from trainshort.interop.export.base import Exported
-from trainshort.interop.export.transforms import Plain, refuse_misfit
-from trainshort.masking import refuse_encoder
+from trainshort.files import atomic_folder, write_atomic
+from trainshort.interop.export.base import ExportSource
+from trainshort.interop.export.transforms import ExportModel, check_supported
+from trainshort.masking import require_causal
 from trainshort.registries import targets
 
 
-def open_run(path: Path, dtype: str = "f32") -> Exported:
-    checkpoint = find(path)
+def open_run(path: Path, dtype: str = "f32") -> ExportSource:
+    checkpoint = find_checkpoint(path)
     config = load_config(checkpoint / "config.json")
     if not config.model.causal:
-        refuse_encoder("Exporting")
+        require_causal("Exporting")
     model = load_model(checkpoint)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    reach = evidence.load_card(checkpoint.parent.parent)
+    reach = evidence.load_summary(checkpoint.parent.parent)
     if reach is not None and reach["target"]["weights"] != sha256_of(weights):
         reach = None
-    return Exported(path, Plain(model.config, weights), config.train.length, run_tokenizer(path), dtype, reach)
+    return ExportSource(
+        path, ExportModel(model.config, weights), config.train.length, run_tokenizer(path), dtype, reach
+    )
 
 
 def run_tokenizer(path: Path) -> Tokenizer | None:
     """Load the tokenizer of a run or checkpoint. Return None for an imported model without a tokenizer."""
     run = path.parent.parent if path.parent.name == "checkpoints" else path
-    was_trained_here = (run / of_run.FILE).exists()
+    was_trained_here = (run / of_run.RUN_DATA_FILE).exists()
     if was_trained_here or (run / TOKENIZER).exists():
         return of_run.run_tokenizer(run)
     return None
@@ -55,22 +57,22 @@ def export(path: Path, to: str, out: Path, dtype: str | None = None) -> tuple[st
     if dtype not in target.dtypes:
         raise InputError(f"--to {to} writes {', '.join(target.dtypes)}, not '{dtype}'.")
     run = open_run(path, dtype)
-    refuse_misfit(to, run.model.config, target.needs)
-    if problem := target.tokenizer_misfit(run.tokenizer):
+    check_supported(to, run.model.config, target.requirements)
+    if problem := target.tokenizer_unsupported_reason(run.tokenizer):
         raise InputError(f"{to} cannot carry {problem}")
-    run = replace(run, model=target.rewrite(run.model))
-    with new_folder(out) as folder:
+    run = replace(run, model=target.transform(run.model))
+    with atomic_folder(out) as folder:
         target.write(folder, run)
         if run.tokenizer is not None:
-            write_whole(folder / TOKENIZER, run.tokenizer.to_json())
-        record = {"to": to, "run": str(path.resolve()), "dtype": dtype, "rewritten": list(run.model.done)}
+            write_atomic(folder / TOKENIZER, run.tokenizer.to_json())
+        record = {"to": to, "run": str(path.resolve()), "dtype": dtype, "rewritten": list(run.model.applied_transforms)}
         record |= {"trained_at": run.length, "trainshort": trainshort.__version__}
-        write_whole(folder / RECORD, json.dumps(record, indent=2) + "\n")
-        write_whole(folder / "README.md", _card(run, to))
-    return run.model.done
+        write_atomic(folder / RECORD, json.dumps(record, indent=2) + "\n")
+        write_atomic(folder / "README.md", _card(run, to))
+    return run.model.applied_transforms
 
 
-def _card(run: Exported, to: str) -> str:
+def _card(run: ExportSource, to: str) -> str:
     """What a reader of the folder should know."""
     config, reach = run.model.config, run.card
     count = sum(weight.numel() for weight in run.model.weights.values())
@@ -82,7 +84,7 @@ def _card(run: Exported, to: str) -> str:
         f"Trained at {run.length:,} tokens. " + ("" if reach else "Longer inputs: not measured."),
         *([] if reach is None else _extrapolation(reach)),
         f"Load with: {targets.get(to).loading}.",
-        *(f"Rewritten for this format: {note}." for note in run.model.done),
+        *(f"Rewritten for this format: {note}." for note in run.model.applied_transforms),
     ]
     return "\n\n".join(lines) + "\n"
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainshort.data.tokenizer import Tokenizer
-from trainshort.interop.export.transforms import Need, Plain
+from trainshort.interop.export.transforms import ExportModel, Requirement
 
 MAX_LENGTH_MULTIPLE = 16
 """An export supports inputs of this many times the training length, if the target needs a maximum length."""
@@ -21,11 +21,11 @@ MAX_LOGITS = 1 << 24
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportSource:
     """The best checkpoint of a run, and what describes it."""
 
     path: Path
-    model: Plain
+    model: ExportModel
     length: int
     """The training length."""
     tokenizer: Tokenizer | None
@@ -89,16 +89,16 @@ class MaxError:
 
 
 @dataclass(frozen=True)
-class Destination:
+class ExportTarget:
     """An export target."""
 
     summary: str
     """One line for `trainshort list`."""
-    needs: tuple[Need, ...]
+    requirements: tuple[Requirement, ...]
     """What the target requires of a model."""
-    rewrite: Callable[[Plain], Plain]
+    transform: Callable[[ExportModel], ExportModel]
     """Transforms the weights into an equal model that the target supports."""
-    write: Callable[[Path, Exported], None]
+    write: Callable[[Path, ExportSource], None]
     """Writes the files of the export into a folder."""
     runtime: Callable[[Path, int], Runtime]
     """The program that loads the export: a subclass of `Runtime`."""
@@ -106,7 +106,7 @@ class Destination:
     """The supported dtypes, and the errors that `verify` accepts for each. The first dtype is the default."""
     loading: str
     """How to load the export, for the model card."""
-    tokenizer_misfit: Callable[[Tokenizer | None], str | None] = lambda _: None
+    tokenizer_unsupported_reason: Callable[[Tokenizer | None], str | None] = lambda _: None
     """Returns why the target does not support a tokenizer and what to do, or None."""
 
     @property
@@ -114,7 +114,7 @@ class Destination:
         return tuple(self.max_errors)
 
 
-def identity(model: Plain) -> Plain:
+def identity(model: ExportModel) -> ExportModel:
     """Return the model unchanged, for targets that need no transform."""
     return model
 

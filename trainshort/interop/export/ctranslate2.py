@@ -15,34 +15,34 @@ from trainshort.data.tokenizer import Tokenizer
 from trainshort.files import read_json
 from trainshort.interop.export.base import (
     EXPORT_AGAIN_HINT,
-    Destination,
-    Exported,
+    ExportSource,
+    ExportTarget,
     MaxError,
     Runtime,
     last_log_probabilities,
 )
-from trainshort.interop.export.transforms import PLAIN_ALIBI, Need, Plain, unscaled
+from trainshort.interop.export.transforms import PLAIN_ALIBI, ExportModel, Requirement, fold_scales
 from trainshort.optional import require_package
 
 NEEDS = (
     *PLAIN_ALIBI,
-    Need(lambda c: c.activation != "silu", "activation silu", "train with relu, gelu or gelu_tanh"),
-    Need(
+    Requirement(lambda c: c.activation != "silu", "activation silu", "train with relu, gelu or gelu_tanh"),
+    Requirement(
         lambda c: c.position_settings.max_bias == 8,
         "max_bias {config.position_settings.max_bias}",
         "it follows 8 alone",
     ),
-    Need(lambda c: c.clip_qkv is None, "clip_qkv {config.clip_qkv}", "train without clip_qkv"),
+    Requirement(lambda c: c.clip_qkv is None, "clip_qkv {config.clip_qkv}", "train without clip_qkv"),
 )
 GROWTH = 2048
 """Keys by which its table grows in a call."""
 
 
-def rewritten(model: Plain) -> Plain:
-    return unscaled(model)
+def rewritten(model: ExportModel) -> ExportModel:
+    return fold_scales(model)
 
 
-def write(folder: Path, run: Exported) -> None:
+def write(folder: Path, run: ExportSource) -> None:
     """Write the model and its vocabulary in the format of CTranslate2."""
     require_package("ctranslate2", "Writing a CTranslate2 model", "trainshort[interop]")
     from ctranslate2 import specs
@@ -80,7 +80,7 @@ def write(folder: Path, run: Exported) -> None:
         _norm(layer.ffn.layer_norm, weights, at + "ffn_norm")
         _linear(layer.ffn.linear_0, weights, at + "ffn.wide")
         _linear(layer.ffn.linear_1, weights, at + "ffn.narrow")
-    words = vocabulary(tokenizer, config.vocabulary)
+    words = vocabulary(tokenizer, config.vocab_size)
     end = words[tokenizer.end if tokenizer is not None and tokenizer.end is not None else 0]
     spec.config.layer_norm_epsilon = config.norm_eps
     spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = end
@@ -142,10 +142,10 @@ class CTranslate2(Runtime):
         return made[0].sequences_ids[0]
 
 
-CTRANSLATE2 = Destination(
+CTRANSLATE2 = ExportTarget(
     summary="CTranslate2, as its own decoder",
-    needs=NEEDS,
-    rewrite=rewritten,
+    requirements=NEEDS,
+    transform=rewritten,
     write=write,
     runtime=CTranslate2,
     max_errors={"f32": MaxError(logits=1e-4, kl=1e-6)},

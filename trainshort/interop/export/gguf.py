@@ -22,15 +22,15 @@ from torch import Tensor
 from trainshort.data.tokenizer import Tokenizer, byte_alphabet
 from trainshort.data.tokenizer.built import WordTokenizer
 from trainshort.errors import InputError
-from trainshort.interop.export.base import MAX_LENGTH_MULTIPLE, Destination, Exported, MaxError, Runtime
+from trainshort.interop.export.base import MAX_LENGTH_MULTIPLE, ExportSource, ExportTarget, MaxError, Runtime
 from trainshort.interop.export.transforms import (
     NO_CLIPPED_SCALE,
     PLAIN_ALIBI,
-    Need,
-    Plain,
-    normed_table,
-    unscaled,
-    with_biases,
+    ExportModel,
+    Requirement,
+    add_zero_biases,
+    fold_embedding_norm,
+    fold_scales,
 )
 from trainshort.optional import require_package
 
@@ -47,9 +47,9 @@ probabilities of the next token only, so each position needs one request."""
 NEEDS = (
     *PLAIN_ALIBI,
     NO_CLIPPED_SCALE,
-    Need(lambda c: c.activation != "relu", "activation relu", "train with gelu or gelu_tanh"),
-    Need(lambda c: c.activation != "silu", "activation silu", "train with gelu or gelu_tanh"),
-    Need(lambda c: c.final_norm, "final_norm=False", "train with final_norm=True"),
+    Requirement(lambda c: c.activation != "relu", "activation relu", "train with gelu or gelu_tanh"),
+    Requirement(lambda c: c.activation != "silu", "activation silu", "train with gelu or gelu_tanh"),
+    Requirement(lambda c: c.final_norm, "final_norm=False", "train with final_norm=True"),
 )
 NAMES = {
     "vocabulary.embedding": "token_embd",
@@ -65,16 +65,16 @@ NAMES = {
 }
 
 
-def rewritten(model: Plain) -> Plain:
+def rewritten(model: ExportModel) -> ExportModel:
     """llama.cpp's bloom has a norm after the embeddings, but the usual slopes alone and no clipping; its mpt has those,
     and no such norm."""
-    model = unscaled(model)
+    model = fold_scales(model)
     if model.max_bias != 8 or model.config.clip_qkv is not None:
-        return normed_table(model)
-    return with_biases(model) if model.config.embedding_norm else model
+        return fold_embedding_norm(model)
+    return add_zero_biases(model) if model.config.embedding_norm else model
 
 
-def write(folder: Path, run: Exported) -> None:
+def write(folder: Path, run: ExportSource) -> None:
     """Write the model and its tokenizer to one file."""
     require_package("gguf", "Writing a GGUF file", "trainshort[interop]")
     import gguf
@@ -98,18 +98,18 @@ def write(folder: Path, run: Exported) -> None:
         writer.add_max_alibi_bias(model.max_bias)
         if config.clip_qkv is not None:
             writer.add_clamp_kqv(config.clip_qkv)
-    _add_tokenizer(writer, run.tokenizer, config.vocabulary)
+    _add_tokenizer(writer, run.tokenizer, config.vocab_size)
     for ours, weight in model.weights.items():
         data, stored = _stored(gguf, weight.detach().float().contiguous(), kind)
         writer.add_tensor(_name(ours), data, raw_dtype=stored)
-    with _closed(writer):
+    with _raise_on_write_error(writer):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
 
 
 @contextmanager
-def _closed(writer: Any) -> Iterator[None]:
+def _raise_on_write_error(writer: Any) -> Iterator[None]:
     """Numpy, by which it writes, tells a full disk by two numbers and no errno; and a file that is left open keeps its
     disk busy."""
     try:
@@ -152,12 +152,12 @@ def tokenizer_misfit(tokenizer: Tokenizer | None) -> str | None:
     return None
 
 
-def _add_tokenizer(writer: Any, tokenizer: Tokenizer, vocabulary: int) -> None:
+def _add_tokenizer(writer: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
     """Byte-level BPE as llama.cpp's `gpt2`."""
     layout = json.loads(tokenizer.to_json())
     ids = dict(layout["model"]["vocab"]) | {one["content"]: one["id"] for one in layout.get("added_tokens") or ()}
     special = {one["content"] for one in layout.get("added_tokens") or () if one.get("special")}
-    words = [f"<unused{number}>" for number in range(vocabulary)]
+    words = [f"<unused{number}>" for number in range(vocab_size)]
     for word, number in ids.items():
         words[number] = word
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in layout["model"]["merges"]]
@@ -243,13 +243,13 @@ def _read_vocabulary_size(path: Path) -> int:
     return next(int(tensor.shape[1]) for tensor in gguf.GGUFReader(path).tensors if tensor.name == "token_embd.weight")
 
 
-GGUF = Destination(
+GGUF = ExportTarget(
     summary="llama.cpp, as an MPT or a BLOOM (GGUF)",
-    needs=NEEDS,
-    rewrite=rewritten,
+    requirements=NEEDS,
+    transform=rewritten,
     write=write,
     runtime=LlamaCpp,
     max_errors=MAX_ERRORS,
     loading="llama.cpp",
-    tokenizer_misfit=tokenizer_misfit,
+    tokenizer_unsupported_reason=tokenizer_misfit,
 )

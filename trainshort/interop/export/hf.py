@@ -10,13 +10,13 @@ from torch import Tensor
 from trainshort.data.tokenizer import END_OF_TEXT, Tokenizer
 from trainshort.data.tokenizer.built import ByteTokenizer, WordTokenizer
 from trainshort.evaluate.hugging_face import load_causal
-from trainshort.files import read_object, write_whole
+from trainshort.files import read_json_object, write_atomic
 from trainshort.interop import safetensors_io
 from trainshort.interop.export.base import (
     EXPORT_AGAIN_HINT,
     MAX_LENGTH_MULTIPLE,
-    Destination,
-    Exported,
+    ExportSource,
+    ExportTarget,
     MaxError,
     Runtime,
     identity,
@@ -25,12 +25,12 @@ from trainshort.interop.export.base import (
 from trainshort.optional import require_package
 
 
-def write(folder: Path, run: Exported) -> None:
+def write(folder: Path, run: ExportSource) -> None:
     """Write the Hugging Face folder and a Python file that registers the model class."""
     require_package("transformers", "Exporting to Hugging Face", "trainshort[hf]")
     from trainshort.hf import TrainshortConfig
 
-    config = TrainshortConfig.of(run.model.config, run.length).to_dict()
+    config = TrainshortConfig.from_model_config(run.model.config, run.length).to_dict()
     names = ("TrainshortConfig", "TrainshortForCausalLM")
     auto = zip(("AutoConfig", "AutoModelForCausalLM"), names, strict=True)
     config |= {"architectures": [names[1]], "auto_map": {kind: f"modeling_trainshort.{name}" for kind, name in auto}}
@@ -38,10 +38,12 @@ def write(folder: Path, run: Exported) -> None:
     tensors = {f"model.{name}": weight for name, weight in run.model.weights.items()}
     write_hugging_face_folder(folder, run, config, tensors)
     text = f"from trainshort.hf import {', '.join(names)}\n\n__all__ = {list(names)!r}\n"
-    write_whole(folder / "modeling_trainshort.py", text)
+    write_atomic(folder / "modeling_trainshort.py", text)
 
 
-def write_hugging_face_folder(folder: Path, run: Exported, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def write_hugging_face_folder(
+    folder: Path, run: ExportSource, config: dict[str, Any], tensors: dict[str, Tensor]
+) -> None:
     """Write config, generation config, weights and tokenizer config.
 
     Args:
@@ -52,13 +54,13 @@ def write_hugging_face_folder(folder: Path, run: Exported, config: dict[str, Any
     """
     end = None if run.tokenizer is None else run.tokenizer.end
     ends = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
-    write_whole(folder / "config.json", json.dumps(config | ends, indent=2) + "\n")
-    write_whole(folder / "generation_config.json", json.dumps({**ends, "use_cache": True}, indent=2) + "\n")
+    write_atomic(folder / "config.json", json.dumps(config | ends, indent=2) + "\n")
+    write_atomic(folder / "generation_config.json", json.dumps({**ends, "use_cache": True}, indent=2) + "\n")
     shapes = {name: tuple(weight.shape) for name, weight in tensors.items()}
     safetensors_io.write(folder / safetensors_io.SINGLE, shapes, tensors.__getitem__, metadata={"format": "pt"})
     if run.tokenizer is not None:
         text = json.dumps(tokenizer_config(run.tokenizer, run.length), indent=2) + "\n"
-        write_whole(folder / "tokenizer_config.json", text)
+        write_atomic(folder / "tokenizer_config.json", text)
 
 
 def tokenizer_config(tokenizer: Tokenizer, length: int) -> dict[str, Any]:
@@ -89,7 +91,7 @@ class Transformers(Runtime):
     def __init__(self, folder: Path, longest: int) -> None:
         from transformers import AutoTokenizer
 
-        if read_object(folder / "config.json", mend=EXPORT_AGAIN_HINT).get("model_type") == "trainshort":
+        if read_json_object(folder / "config.json", mend=EXPORT_AGAIN_HINT).get("model_type") == "trainshort":
             import trainshort.hf  # noqa: F401  (registers the class)
         self.model: Any = load_causal(folder, torch.float32).eval()
         if hasattr(self.model.config, "max_seq_len"):
@@ -114,10 +116,10 @@ class Transformers(Runtime):
 
 MAX_ERRORS = {"f32": MaxError(logits=1e-4, kl=1e-6)}
 
-HF = Destination(
+HF = ExportTarget(
     summary="transformers, by trainshort's own class; any model",
-    needs=(),
-    rewrite=identity,
+    requirements=(),
+    transform=identity,
     write=write,
     runtime=Transformers,
     max_errors=MAX_ERRORS,

@@ -8,31 +8,33 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.config import ModelConfig
-from trainshort.interop.export.base import MAX_LENGTH_MULTIPLE, Destination, Exported
+from trainshort.interop.export.base import MAX_LENGTH_MULTIPLE, ExportSource, ExportTarget
 from trainshort.interop.export.hf import MAX_ERRORS, Transformers, write_hugging_face_folder
 from trainshort.interop.export.transforms import (
     PLAIN_ALIBI,
-    Need,
-    Plain,
-    normed_table,
-    unscaled,
-    whole_heads,
-    wide_ffn,
-    with_biases,
+    ExportModel,
+    Requirement,
+    add_zero_biases,
+    fold_embedding_norm,
+    fold_scales,
+    pad_ffn,
+    repeat_kv_heads,
 )
-from trainshort.interop.formats.base import Format, turned_back
+from trainshort.interop.formats.base import Format, from_trainshort
 from trainshort.interop.formats.bloom import BLOOM
 from trainshort.interop.formats.mpt import MPT
 
 
 def _no_biases(config: ModelConfig) -> bool:
-    return not any(config.has_biases(place) for place in ("attention", "ffn", "norm"))
+    return not any(config.has_biases(place) for place in ("attention", "feedforward", "norm"))
 
 
 _COMMON = (
-    Need(lambda c: c.final_norm, "final_norm=False", "train with final_norm=True"),
-    Need(lambda c: c.ffn_width <= 4 * c.width, "ffn {config.ffn_width}", "train with ffn at most four times width"),
-    Need(
+    Requirement(lambda c: c.final_norm, "final_norm=False", "train with final_norm=True"),
+    Requirement(
+        lambda c: c.ffn_width <= 4 * c.width, "ffn {config.ffn_width}", "train with ffn at most four times width"
+    ),
+    Requirement(
         lambda c: c.position_settings.max_bias == 8,
         "max_bias {config.position_settings.max_bias}",
         "that class follows 8 alone",
@@ -40,25 +42,25 @@ _COMMON = (
 )
 MPT_NEEDS = (
     *PLAIN_ALIBI,
-    Need(_no_biases, "biases", "train with biases=False, as the recipe portable-128 does"),
-    Need(lambda c: c.activation == "gelu", "activation {config.activation}", "train with gelu"),
+    Requirement(_no_biases, "biases", "train with biases=False, as the recipe portable-128 does"),
+    Requirement(lambda c: c.activation == "gelu", "activation {config.activation}", "train with gelu"),
     *_COMMON,
 )
 BLOOM_NEEDS = (
     *PLAIN_ALIBI,
-    Need(lambda c: c.embedding_norm, "embedding_norm=False", "train with embedding_norm=True"),
-    Need(lambda c: c.activation == "gelu_tanh", "activation {config.activation}", "train with gelu_tanh"),
-    Need(lambda c: c.clip_qkv is None, "clip_qkv {config.clip_qkv}", "train without clip_qkv"),
+    Requirement(lambda c: c.embedding_norm, "embedding_norm=False", "train with embedding_norm=True"),
+    Requirement(lambda c: c.activation == "gelu_tanh", "activation {config.activation}", "train with gelu_tanh"),
+    Requirement(lambda c: c.clip_qkv is None, "clip_qkv {config.clip_qkv}", "train without clip_qkv"),
     *_COMMON,
 )
 
 
-def as_mpt(model: Plain) -> Plain:
-    return normed_table(unscaled(wide_ffn(whole_heads(model), 4 * model.config.width), scores=False))
+def as_mpt(model: ExportModel) -> ExportModel:
+    return fold_embedding_norm(fold_scales(pad_ffn(repeat_kv_heads(model), 4 * model.config.width), scores=False))
 
 
-def as_bloom(model: Plain) -> Plain:
-    return with_biases(unscaled(wide_ffn(whole_heads(model), 4 * model.config.width)))
+def as_bloom(model: ExportModel) -> ExportModel:
+    return add_zero_biases(fold_scales(pad_ffn(repeat_kv_heads(model), 4 * model.config.width)))
 
 
 def mpt_config(config: ModelConfig, length: int) -> dict[str, Any]:
@@ -70,7 +72,7 @@ def mpt_config(config: ModelConfig, length: int) -> dict[str, Any]:
         "n_heads": config.heads,
         "n_layers": config.layers,
         "expansion_ratio": 4,
-        "vocab_size": config.vocabulary,
+        "vocab_size": config.vocab_size,
         "max_seq_len": MAX_LENGTH_MULTIPLE * length,
         "trained_at": length,
         "no_bias": True,
@@ -102,7 +104,7 @@ def bloom_config(config: ModelConfig, length: int) -> dict[str, Any]:
         "hidden_size": config.width,
         "n_head": config.heads,
         "n_layer": config.layers,
-        "vocab_size": config.vocabulary,
+        "vocab_size": config.vocab_size,
         "layer_norm_epsilon": config.norm_eps,
         "apply_residual_connection_post_layernorm": False,
         "hidden_dropout": 0.0,
@@ -114,7 +116,7 @@ def bloom_config(config: ModelConfig, length: int) -> dict[str, Any]:
     }
 
 
-def renamed(kind: Format, model: Plain) -> dict[str, Any]:
+def renamed(kind: Format, model: ExportModel) -> dict[str, Any]:
     """The tensors under their names, turned their way."""
     made = {}
     for name, weight in model.weights.items():
@@ -122,43 +124,43 @@ def renamed(kind: Format, model: Plain) -> dict[str, Any]:
         parts = module.split(".")
         index = parts[1] if parts[0] == "layers" else ""
         line = kind.lines[module.replace(f"layers.{index}.", "layers.{}.", 1) if index else module]
-        made[f"{line.theirs[0].format(index)}.{ending}"] = turned_back(weight, line.turn, model.config)
+        made[f"{line.names[0].format(index)}.{ending}"] = from_trainshort(weight, line.transform, model.config)
     return made
 
 
-def mpt_tensors(model: Plain) -> dict[str, Any]:
+def mpt_tensors(model: ExportModel) -> dict[str, Any]:
     return renamed(MPT, model)
 
 
-def bloom_tensors(model: Plain) -> dict[str, Any]:
+def bloom_tensors(model: ExportModel) -> dict[str, Any]:
     return renamed(BLOOM, model)
 
 
-def write_mpt(folder: Path, run: Exported) -> None:
+def write_mpt(folder: Path, run: ExportSource) -> None:
     config = mpt_config(run.model.config, run.length)
     write_hugging_face_folder(folder, run, config, mpt_tensors(run.model))
 
 
-def write_bloom(folder: Path, run: Exported) -> None:
+def write_bloom(folder: Path, run: ExportSource) -> None:
     config = bloom_config(run.model.config, run.length)
     write_hugging_face_folder(folder, run, config, bloom_tensors(run.model))
 
 
 _LOADING = "AutoModelForCausalLM.from_pretrained, in float32"
 
-HF_MPT = Destination(
+HF_MPT = ExportTarget(
     summary="transformers, as an MPT",
-    needs=MPT_NEEDS,
-    rewrite=as_mpt,
+    requirements=MPT_NEEDS,
+    transform=as_mpt,
     write=write_mpt,
     runtime=Transformers,
     max_errors=MAX_ERRORS,
     loading=_LOADING,
 )
-HF_BLOOM = Destination(
+HF_BLOOM = ExportTarget(
     summary="transformers, as a BLOOM",
-    needs=BLOOM_NEEDS,
-    rewrite=as_bloom,
+    requirements=BLOOM_NEEDS,
+    transform=as_bloom,
     write=write_bloom,
     runtime=Transformers,
     max_errors=MAX_ERRORS,

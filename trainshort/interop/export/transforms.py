@@ -19,12 +19,12 @@ from trainshort.errors import InputError
 
 
 @dataclass(frozen=True)
-class Plain:
+class ExportModel:
     """A model's settings and tensors while they are rewritten."""
 
     config: ModelConfig
     weights: dict[str, Tensor]
-    done: tuple[str, ...] = ()
+    applied_transforms: tuple[str, ...] = ()
     """What was rewritten, in words."""
 
     @property
@@ -32,48 +32,52 @@ class Plain:
         settings: Any = self.config.position_settings
         return settings.max_bias
 
-    def changed(self, note: str, weights: dict[str, Tensor], **settings: object) -> "Plain":
-        return Plain(self.config.replace(**settings), self.weights | weights, (*self.done, note))
+    def changed(self, note: str, weights: dict[str, Tensor], **settings: object) -> "ExportModel":
+        return ExportModel(self.config.replace(**settings), self.weights | weights, (*self.applied_transforms, note))
 
 
 @dataclass(frozen=True)
-class Need:
+class Requirement:
     """One thing that a target asks of a model."""
 
     fits: Callable[[Any], bool]
     setting: str
     """The first setting to blame, and its value that does not fit, as a format string over the config."""
-    mend: str
+    hint: str
 
 
-def refuse_misfit(target: str, config: ModelConfig, needs: tuple[Need, ...]) -> None:
+def check_supported(target: str, config: ModelConfig, needs: tuple[Requirement, ...]) -> None:
     """Name the first setting that a target cannot carry, and what would have made it fit."""
     for need in needs:
         if not need.fits(config):
             has = need.setting.format(config=config)
-            raise InputError(f"{target} cannot carry a model with {has}; {need.mend}. --to hf carries every model.")
+            raise InputError(f"{target} cannot carry a model with {has}; {need.hint}. --to hf carries every model.")
 
 
 PLAIN_ALIBI = (
-    Need(lambda c: c.position == "alibi", "position {config.position}", "it knows ALiBi alone"),
-    Need(lambda c: c.adaptive is None, "an adaptive vocabulary", "train with one plain matrix"),
-    Need(lambda c: c.norm == "layer", "norm {config.norm}", "it has LayerNorm"),
-    Need(lambda c: not c.gated, "gated feed-forward layers", "train with gated=False"),
-    Need(lambda c: not c.parallel_blocks, "parallel_blocks", "train with parallel_blocks=False"),
-    Need(
+    Requirement(lambda c: c.position == "alibi", "position {config.position}", "it knows ALiBi alone"),
+    Requirement(lambda c: c.adaptive is None, "an adaptive vocabulary", "train with one plain matrix"),
+    Requirement(lambda c: c.norm == "layer", "norm {config.norm}", "it has LayerNorm"),
+    Requirement(lambda c: not c.gated_feedforward, "gated feed-forward layers", "train with gated_feedforward=False"),
+    Requirement(lambda c: not c.parallel_blocks, "parallel_blocks", "train with parallel_blocks=False"),
+    Requirement(
         lambda c: not c.position_settings.learned_slopes, "learned_slopes", "its slopes follow from the number of heads"
     ),
-    Need(
+    Requirement(
         lambda c: c.position_settings.slopes is None, "slopes of its own", "its slopes follow from the number of heads"
     ),
-    Need(lambda c: c.window is None, "window {config.window}", "train without a window"),
-    Need(lambda c: not c.plain_heads and c.plain_every is None, "heads or layers without positions", "it has none"),
-    Need(lambda c: c.score_growth == "none", "score_growth {config.score_growth}", "its scores do not grow"),
+    Requirement(lambda c: c.window is None, "window {config.window}", "train without a window"),
+    Requirement(
+        lambda c: not c.nope_heads and c.nope_every is None, "heads or layers without positions", "it has none"
+    ),
+    Requirement(
+        lambda c: c.length_scaling == "none", "length_scaling {config.length_scaling}", "its scores do not grow"
+    ),
 )
 """What every target but our own asks."""
 
 
-NO_CLIPPED_SCALE = Need(
+NO_CLIPPED_SCALE = Requirement(
     lambda c: c.clip_qkv is None or c.softmax_scale is None,
     "softmax_scale together with clip_qkv",
     "the scale cannot be folded into what is clipped after it",
@@ -84,7 +88,7 @@ def layers(config: ModelConfig) -> list[str]:
     return [f"layers.{index}." for index in range(config.layers)]
 
 
-def whole_heads(model: Plain) -> Plain:
+def repeat_kv_heads(model: ExportModel) -> ExportModel:
     """As many key heads as query heads."""
     config = model.config
     group, dim = config.heads // config.key_heads, config.head_width
@@ -100,7 +104,7 @@ def whole_heads(model: Plain) -> Plain:
     return model.changed(f"{config.key_heads} key heads repeated to {config.heads}", made, kv_heads=None)
 
 
-def wide_ffn(model: Plain, size: int) -> Plain:
+def pad_ffn(model: ExportModel, size: int) -> ExportModel:
     """Feed-forward layers of at least this width."""
     extra = size - model.config.ffn_width
     if extra <= 0:
@@ -111,10 +115,10 @@ def wide_ffn(model: Plain, size: int) -> Plain:
             if name in model.weights:
                 made[name] = torch.nn.functional.pad(model.weights[name], pad)
         made[f"{at}ffn.narrow.weight"] = torch.nn.functional.pad(model.weights[f"{at}ffn.narrow.weight"], (0, extra))
-    return model.changed(f"ffn {model.config.ffn_width} filled up with zeros to {size}", made, ffn=size)
+    return model.changed(f"ffn {model.config.ffn_width} filled up with zeros to {size}", made, feedforward_width=size)
 
 
-def unscaled(model: Plain, *, scores: bool = True) -> Plain:
+def fold_scales(model: ExportModel, *, scores: bool = True) -> ExportModel:
     """No factors: of embeddings, of logits, and, if asked for, of scores."""
     config = model.config
     embedding = model.weights["vocabulary.embedding.weight"]
@@ -138,7 +142,7 @@ def unscaled(model: Plain, *, scores: bool = True) -> Plain:
     return model
 
 
-def normed_table(model: Plain) -> Plain:
+def fold_embedding_norm(model: ExportModel) -> ExportModel:
     """No norm after the embeddings: a token's row is always the same, so the table can hold what the norm makes of it.
     The matrix that gives the logits stays what it was. Factors of embeddings come before the norm (`unscaled`)."""
     config = model.config
@@ -154,10 +158,15 @@ def normed_table(model: Plain) -> Plain:
     return replace(model, weights=weights).changed("the embedding norm folded into a table of its own", made, **plain)
 
 
-def with_biases(model: Plain) -> Plain:
+def add_zero_biases(model: ExportModel) -> ExportModel:
     """Biases everywhere, zero where there were none."""
     made, config = {}, model.config
-    places = {"attention.qkv": "attention", "attention.out": "attention", "ffn.wide": "ffn", "ffn.narrow": "ffn"}
+    places = {
+        "attention.qkv": "attention",
+        "attention.out": "attention",
+        "ffn.wide": "feedforward",
+        "ffn.narrow": "feedforward",
+    }
     names = [f"{at}{place}" for at in layers(config) for place in (*places, "attention_norm", "ffn_norm")]
     for name in (*names, "final_norm", "embedding_norm"):
         weight = model.weights.get(f"{name}.weight")
@@ -165,5 +174,5 @@ def with_biases(model: Plain) -> Plain:
             made[f"{name}.bias"] = torch.zeros(len(weight))
     if not made:
         return model
-    every = {"biases": True, "attention_biases": None, "ffn_biases": None, "norm_biases": None}
+    every = {"biases": True, "attention_biases": None, "feedforward_biases": None, "norm_biases": None}
     return model.changed("zeros for missing biases", made, **every)

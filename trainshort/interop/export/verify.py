@@ -13,14 +13,14 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from trainshort.checkpoint import find, load_model
+from trainshort.checkpoint import find_checkpoint, load_model
 from trainshort.config import load_config
 from trainshort.data.tokenizer import Tokenizer
 from trainshort.errors import InputError
-from trainshort.files import read_object, write_whole
+from trainshort.files import read_json_object, write_atomic
 from trainshort.interop.export import RECORD, run_tokenizer
 from trainshort.interop.export.base import EXPORT_AGAIN_HINT, MaxError, Runtime
-from trainshort.masking import refuse_encoder
+from trainshort.masking import require_causal
 from trainshort.model import TransformerLM
 from trainshort.registries import targets
 
@@ -28,7 +28,7 @@ TIMES = (1, 2, 8)
 GREEDY = 32
 RESULT = "verify.json"
 
-AWKWARD = (
+EDGE_CASE_STRINGS = (
     "The state of the Union",
     "  two  spaces and\ttabs\n\nlines\r\n",
     "naïve café, Ελληνικά, 中文, 🙂👩‍👩‍👧, ‮right to left‬",
@@ -39,7 +39,7 @@ AWKWARD = (
     "",
 )
 
-ROUNDING = 4 * 2.0**-24
+SLOPE_ROUNDING = 4 * 2.0**-24
 """Of slope times index, which other programs add where we add slope times distance."""
 
 
@@ -75,7 +75,7 @@ class Verification:
 
 def verify(folder: Path, run: Path | None = None) -> Verification:
     """Load an export in its own program and compare it with the run it was made of."""
-    record = read_object(folder / RECORD, mend="Give a folder that trainshort export made.")
+    record = read_json_object(folder / RECORD, mend="Give a folder that trainshort export made.")
     to, length = str(record.get("to")), record.get("trained_at")
     max_error = _find_max_error(to, str(record.get("dtype")))
     if max_error is None or type(length) is not int or length < 1:
@@ -84,8 +84,8 @@ def verify(folder: Path, run: Path | None = None) -> Verification:
     ours = load_model(_same_length(run, folder, length))
     engine = open_engine(to, folder, max(TIMES) * length)
     known = engine.log_probabilities([0])[1].shape[-1]
-    if known != ours.config.vocabulary:
-        raise InputError(_another(folder, f"knows {known:,} token types", run, f"{ours.config.vocabulary:,}"))
+    if known != ours.config.vocab_size:
+        raise InputError(_wrong_run_message(folder, f"knows {known:,} token types", run, f"{ours.config.vocab_size:,}"))
     rows, problems = [], []
     for times in TIMES:
         row = _compare(ours, engine, times * length, max_error.logits)
@@ -104,7 +104,7 @@ def verify(folder: Path, run: Path | None = None) -> Verification:
     if tokens is False:
         problems.append("a text becomes other tokens")
     report = Verification(engine.version, rows, same, tokens, problems)
-    write_whole(folder / RESULT, json.dumps(asdict(report), indent=2) + "\n")
+    write_atomic(folder / RESULT, json.dumps(asdict(report), indent=2) + "\n")
     return report
 
 
@@ -155,35 +155,37 @@ def _origin(folder: Path, run: object) -> Path:
 
 def _same_length(run: Path, folder: Path, length: int) -> Path:
     """The run's checkpoint, if it is of a causal model that was trained at this length."""
-    checkpoint = find(run)
+    checkpoint = find_checkpoint(run)
     config = load_config(checkpoint / "config.json")
     if not config.model.causal:
-        refuse_encoder("Verifying")
+        require_causal("Verifying")
     if config.train.length != length:
-        raise InputError(_another(folder, f"says it was trained at {length:,} tokens", run, f"{config.train.length:,}"))
+        raise InputError(
+            _wrong_run_message(folder, f"says it was trained at {length:,} tokens", run, f"{config.train.length:,}")
+        )
     return checkpoint
 
 
-def _another(folder: Path, says: str, run: Path, own: str) -> str:
+def _wrong_run_message(folder: Path, says: str, run: Path, own: str) -> str:
     return (
         f"{folder} {says}, and {run} has {own}: they are not one model. Say of which run it was made: --run-folder RUN."
     )
 
 
-def _tokens(vocabulary: int, length: int) -> list[int]:
-    return torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+def _tokens(vocab_size: int, length: int) -> list[int]:
+    return torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
 @torch.no_grad()
 def _compare(ours: TransformerLM, engine: Runtime, length: int, limit: float) -> LogitError:
-    tokens = _tokens(ours.config.vocabulary, length)
+    tokens = _tokens(ours.config.vocab_size, length)
     where, theirs = engine.log_probabilities(tokens)
     hidden = ours.hidden(torch.tensor([tokens]))[0, where]
     logits = ours.vocabulary.log_scores(hidden).float()
     mine, deviation = logits.log_softmax(-1), float(logits.std())
     kl = (mine.exp() * (mine - theirs)).sum(-1).max()
     slopes = ours.position.linear_slopes()
-    rounding = 0.0 if slopes is None else ROUNDING * length * float(slopes.abs().max()) / deviation
+    rounding = 0.0 if slopes is None else SLOPE_ROUNDING * length * float(slopes.abs().max()) / deviation
     off = mine - theirs
     off = (off - off.mean(-1, keepdim=True)).abs().max()  # of logits, which may all be shifted
     return LogitError(length, len(where), float(off) / deviation, max(0.0, float(kl)), limit + rounding)
@@ -192,7 +194,7 @@ def _compare(ours: TransformerLM, engine: Runtime, length: int, limit: float) ->
 @torch.no_grad()
 def _same_greedy(ours: TransformerLM, engine: Runtime, length: int, limit: float, end: int | None) -> bool:
     """Whether each token is our model's best, or so near to it that the allowed difference explains the choice."""
-    tokens = _tokens(ours.config.vocabulary, length)
+    tokens = _tokens(ours.config.vocab_size, length)
     made = engine.greedy(tokens, GREEDY)
     if not made:
         return False
@@ -206,4 +208,4 @@ def _same_greedy(ours: TransformerLM, engine: Runtime, length: int, limit: float
 def _same_tokens(tokenizer: Tokenizer, engine: Runtime) -> bool | None:
     if engine.encode("a") is None:
         return None
-    return all(engine.encode(text) == tokenizer.encode(text).tolist() for text in AWKWARD)
+    return all(engine.encode(text) == tokenizer.encode(text).tolist() for text in EDGE_CASE_STRINGS)

@@ -31,19 +31,19 @@ Weights = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Origin:
+class TensorSource:
     """Where a tensor of ours comes from: one module of theirs, or several whose rows follow each other."""
 
-    theirs: tuple[str, ...]
-    turn: Turn = "same"
+    names: tuple[str, ...]
+    transform: Turn = "same"
 
 
-def line(*theirs: str, turn: Turn = "same") -> Origin:
-    return Origin(theirs, turn)
+def map_weight(*theirs: str, turn: Turn = "same") -> TensorSource:
+    return TensorSource(theirs, turn)
 
 
 @dataclass(frozen=True)
-class Model:
+class ImportedModel:
     """What a source says of its model, in our words."""
 
     config: ModelConfig
@@ -66,9 +66,9 @@ class Format:
     name: str
     summary: str
     """One line for `trainshort list`."""
-    read: Callable[[dict[str, Any], Weights], Model]
+    read: Callable[[dict[str, Any], Weights], ImportedModel]
     """Its settings in ours; what does not fit is refused with the setting's name."""
-    lines: Mapping[str, Origin]
+    lines: Mapping[str, TensorSource]
     superfluous: tuple[str, ...] = ()
     """Tensors that hold nothing of the model: masks, versions, tables that can be computed."""
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Format:
     """Patterns of other names that the same tensors had, and what they are called here."""
     position: str = "alibi"
     """How it knows where a token stands."""
-    halves: bool = False
+    rotary_halves: bool = False
     """The rows of each head's q and k lie as a rotation in halves wants them; ours turns pairs side by side."""
 
 
@@ -106,37 +106,37 @@ class Renamed(Mapping[str, Tensor]):
 class WeightMap:
     """A source's tensors as ours, each made when it is asked for."""
 
-    model: Model
+    model: ImportedModel
     weights: Weights
     shapes: dict[str, tuple[int, ...]]
     """Our tensors and their shapes."""
-    origin: dict[str, Origin]
+    origin: dict[str, TensorSource]
     dropped: tuple[str, ...]
 
     def tensor(self, name: str) -> Tensor:
         """One tensor of ours, in float32."""
         origin = self.origin[name]
-        if not origin.theirs:
+        if not origin.names:
             return torch.zeros(self.shapes[name])
-        parts = [self.weights[source] for source in origin.theirs]
-        for source, part in zip(origin.theirs, parts, strict=True):
+        parts = [self.weights[source] for source in origin.names]
+        for source, part in zip(origin.names, parts, strict=True):
             if not part.is_floating_point() or part.layout != torch.strided or part.is_quantized:
                 raise InputError(f"{source} holds {part.dtype} numbers, and weights are floating-point numbers.")
         made = torch.cat([part.float() for part in parts]) if len(parts) > 1 else parts[0].float()
-        made = turned(made, origin.turn, self.model.config)
+        made = to_trainshort(made, origin.transform, self.model.config)
         if made.shape != self.shapes[name]:
             raise InputError(
-                f"{' and '.join(origin.theirs)} make a tensor of shape {tuple(made.shape)}, and its settings ask for "
+                f"{' and '.join(origin.names)} make a tensor of shape {tuple(made.shape)}, and its settings ask for "
                 f"{self.shapes[name]}; config and weights are of different models."
             )
         if not torch.isfinite(made).all():
-            raise InputError(f"{' and '.join(origin.theirs)} hold numbers that are not finite.")
+            raise InputError(f"{' and '.join(origin.names)} hold numbers that are not finite.")
         if name in self.model.means:
             made = made + self.weights[self.model.means[name]].float().mean(0)
         return made.contiguous()
 
 
-def plan(kind: Format, settings: dict[str, Any], weights: Weights) -> WeightMap:
+def map_weights(kind: Format, settings: dict[str, Any], weights: Weights) -> WeightMap:
     """Which tensor of theirs becomes which of ours; a missing or unknown one is named."""
     weights = Renamed(weights, kind.renamed) if kind.renamed else weights
     if strange := next((name for name in weights if not name.isprintable()), None):
@@ -176,20 +176,20 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         raise InputError(f"No model is as large as these settings say ({first_sentence(error)}).") from None
 
 
-def _origin(kind: Format, model: Model, name: str) -> Origin:
+def _origin(kind: Format, model: ImportedModel, name: str) -> TensorSource:
     module, _, ending = name.rpartition(".")
     number = re.search(r"\.(\d+)(\.|$)", module)
     general = module if number is None else module[: number.start(1)] + "{}" + module[number.end(1) :]
     if general not in kind.lines:
         raise InputError(f"A {kind.name} model has nothing for our {name}.")
     if ending == "bias" and general in model.zeros:
-        return Origin(())
+        return TensorSource(())
     found = kind.lines[general]
-    names = tuple(f"{one.format(number[1] if number else '')}.{ending}" for one in found.theirs)
-    return Origin(names, model.turned.get(general, found.turn))
+    names = tuple(f"{one.format(number[1] if number else '')}.{ending}" for one in found.names)
+    return TensorSource(names, model.turned.get(general, found.transform))
 
 
-def turned(theirs: Tensor, turn: Turn, config: ModelConfig) -> Tensor:
+def to_trainshort(theirs: Tensor, turn: Turn, config: ModelConfig) -> Tensor:
     """A tensor of theirs as ours."""
     match turn:
         case "same":
@@ -206,7 +206,7 @@ def turned(theirs: Tensor, turn: Turn, config: ModelConfig) -> Tensor:
             return torch.nn.functional.normalize(theirs)
 
 
-def turned_back(ours: Tensor, turn: Turn, config: ModelConfig) -> Tensor:
+def from_trainshort(ours: Tensor, turn: Turn, config: ModelConfig) -> Tensor:
     """A tensor of ours as theirs, where that is one tensor."""
     match turn:
         case "same":

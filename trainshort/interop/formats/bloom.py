@@ -2,41 +2,41 @@
 
 from typing import Any
 
-from trainshort.interop.formats.base import Format, Model, Weights, line
-from trainshort.interop.formats.read_config import length_of, model_config, number, real, require
+from trainshort.interop.formats.base import Format, ImportedModel, Weights, map_weight
+from trainshort.interop.formats.read_config import length_of, model_config, number, read_float, require_value
 
 
-def read(theirs: dict[str, Any], weights: Weights) -> Model:
+def read(theirs: dict[str, Any], weights: Weights) -> ImportedModel:
     name = "apply_residual_connection_post_layernorm"
-    require(theirs, name, False, default=False, why="ours adds to what came before the norm")
+    require_value(theirs, name, False, default=False, why="ours adds to what came before the norm")
     config = model_config(
-        vocabulary=number(theirs, "vocab_size"),
+        vocab_size=number(theirs, "vocab_size"),
         layers=number(theirs, "n_layer", "num_hidden_layers"),
         width=number(theirs, "hidden_size", "n_embed"),
         heads=number(theirs, "n_head", "num_attention_heads"),
         activation="gelu_tanh",
         embedding_norm=True,
         tie_embeddings=bool(theirs.get("tie_word_embeddings", True)),
-        norm_eps=real(theirs, "layer_norm_epsilon", default=1e-5),
-        dropout=real(theirs, "hidden_dropout", default=0),
-        attention_dropout=real(theirs, "attention_dropout", default=0),
+        norm_eps=read_float(theirs, "layer_norm_epsilon", default=1e-5),
+        dropout=read_float(theirs, "hidden_dropout", default=0),
+        attention_dropout=read_float(theirs, "attention_dropout", default=0),
     )
     length = theirs.get("seq_length", 2048)
-    return Model(config, length_of(length))
+    return ImportedModel(config, length_of(length))
 
 
 _BLOCK = "transformer.h.{}."
 
 BLOCKS = {
-    "vocabulary.embedding": line("transformer.word_embeddings"),
-    "vocabulary.output": line("lm_head"),
-    "layers.{}.attention_norm": line(_BLOCK + "input_layernorm"),
-    "layers.{}.attention.qkv": line(_BLOCK + "self_attention.query_key_value", turn="by head"),
-    "layers.{}.attention.out": line(_BLOCK + "self_attention.dense"),
-    "layers.{}.ffn_norm": line(_BLOCK + "post_attention_layernorm"),
-    "layers.{}.ffn.wide": line(_BLOCK + "mlp.dense_h_to_4h"),
-    "layers.{}.ffn.narrow": line(_BLOCK + "mlp.dense_4h_to_h"),
-    "final_norm": line("transformer.ln_f"),
+    "vocabulary.embedding": map_weight("transformer.word_embeddings"),
+    "vocabulary.output": map_weight("lm_head"),
+    "layers.{}.attention_norm": map_weight(_BLOCK + "input_layernorm"),
+    "layers.{}.attention.qkv": map_weight(_BLOCK + "self_attention.query_key_value", turn="by head"),
+    "layers.{}.attention.out": map_weight(_BLOCK + "self_attention.dense"),
+    "layers.{}.ffn_norm": map_weight(_BLOCK + "post_attention_layernorm"),
+    "layers.{}.ffn.wide": map_weight(_BLOCK + "mlp.dense_h_to_4h"),
+    "layers.{}.ffn.narrow": map_weight(_BLOCK + "mlp.dense_4h_to_h"),
+    "final_norm": map_weight("transformer.ln_f"),
 }
 """Falcon has the same names."""
 
@@ -44,7 +44,7 @@ BLOOM = Format(
     name="bloom",
     summary="BLOOM, ALiBi with a norm after the embeddings",
     read=read,
-    lines=BLOCKS | {"embedding_norm": line("transformer.word_embeddings_layernorm")},
+    lines=BLOCKS | {"embedding_norm": map_weight("transformer.word_embeddings_layernorm")},
     superfluous=("*.self_attention.masked_bias", "*.self_attention.bias"),
     copies={"lm_head.weight": "transformer.word_embeddings.weight"},
     renamed=((r"^(?=word_embeddings|h\.|ln_f\.)", "transformer."),),  # of the body alone, as BLOOM itself was saved

@@ -14,8 +14,8 @@ from trainshort.data.tokenizer.built import WordTokenizer
 from trainshort.errors import InputError
 from trainshort.files import read_text
 from trainshort.interop import safe_unpickle
-from trainshort.interop.formats.base import Format, Model, Weights, line
-from trainshort.interop.formats.read_config import length_of, model_config, number, real, require
+from trainshort.interop.formats.base import Format, ImportedModel, Weights, map_weight
+from trainshort.interop.formats.read_config import length_of, model_config, number, read_float, require_value
 
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 """What fairseq calls accurate is the approximation by tanh."""
@@ -41,7 +41,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], Weights]:
         raise InputError(f"{path} has a decoder.version of shape {tuple(version.shape)}, and it should be one number.")
     if version is not None and float(version) < OLDEST_VERSION:
         raise InputError(f"{path} has the decoder layout of before 2019, which nobody's ALiBi model has.")
-    settings["vocabulary"] = _vocabulary(weights, path)
+    settings["vocab_size"] = _vocabulary(weights, path)
     return settings, weights
 
 
@@ -66,7 +66,7 @@ def _vocabulary(weights: Weights, path: Path) -> int:
     return sum(map(len, tables))
 
 
-def read_settings(theirs: dict[str, Any], weights: Weights) -> Model:
+def read_settings(theirs: dict[str, Any], weights: Weights) -> ImportedModel:
     for name, allowed, default, why in (
         ("decoder_normalize_before", (True,), True, "ours normalises before each layer"),
         ("cross_self_attention", (False, None), False, "ours is a decoder alone"),
@@ -74,21 +74,23 @@ def read_settings(theirs: dict[str, Any], weights: Weights) -> Model:
         ("character_embeddings", (False, None), False, "ours reads whole tokens"),
         ("quant_noise_pq", (0, 0.0, None), 0, "ours is not quantised"),
     ):
-        require(theirs, name, *allowed, default=default, why=why)
+        require_value(theirs, name, *allowed, default=default, why=why)
     width = number(theirs, "decoder_embed_dim")
     for name in ("decoder_input_dim", "decoder_output_dim"):
-        require(theirs, name, width, None, default=width, why=f"ours has embeddings as wide as the model, {width}")
+        require_value(
+            theirs, name, width, None, default=width, why=f"ours has embeddings as wide as the model, {width}"
+        )
     activation = theirs.get("activation_fn", "relu")
     if activation not in ACTIVATIONS:
         raise InputError(f"The model has activation_fn {activation!r}; known here: {', '.join(ACTIVATIONS)}.")
     tied = bool(theirs.get("share_decoder_input_output_embed"))
     adaptive = _adaptive(theirs)
     config = model_config(
-        vocabulary=number(theirs, "vocabulary"),
+        vocab_size=number(theirs, "vocabulary"),
         layers=number(theirs, "decoder_layers"),
         width=width,
         heads=number(theirs, "decoder_attention_heads"),
-        ffn=number(theirs, "decoder_ffn_embed_dim"),
+        feedforward_width=number(theirs, "decoder_ffn_embed_dim"),
         activation=ACTIVATIONS[activation],
         final_norm=not theirs.get("no_decoder_final_norm"),
         tie_embeddings=tied or adaptive is not None,
@@ -96,14 +98,15 @@ def read_settings(theirs: dict[str, Any], weights: Weights) -> Model:
         embedding_norm=bool(theirs.get("layernorm_embedding")),
         init="fairseq",
         adaptive=adaptive,
-        dropout=real(theirs, "dropout", default=0),
-        attention_dropout=real(theirs, "attention_dropout", default=0),
-        activation_dropout=real(theirs, "activation_dropout", default=0) or real(theirs, "relu_dropout", default=0),
-        head_dropout=0 if adaptive is None else real(theirs, "adaptive_softmax_dropout", default=0),
+        dropout=read_float(theirs, "dropout", default=0),
+        attention_dropout=read_float(theirs, "attention_dropout", default=0),
+        activation_dropout=read_float(theirs, "activation_dropout", default=0)
+        or read_float(theirs, "relu_dropout", default=0),
+        head_dropout=0 if adaptive is None else read_float(theirs, "adaptive_softmax_dropout", default=0),
     )
     task = theirs.get("task")
     length = (task if isinstance(task, dict) else theirs).get("tokens_per_sample", theirs.get("tokens_per_sample"))
-    return Model(config, length_of(length))
+    return ImportedModel(config, length_of(length))
 
 
 def _adaptive(theirs: dict[str, Any]) -> AdaptiveConfig | None:
@@ -111,19 +114,19 @@ def _adaptive(theirs: dict[str, Any]) -> AdaptiveConfig | None:
     if not inputs and not outputs:
         return None
     why = "ours has the same bands on both sides"
-    require({"adaptive_input": inputs}, "adaptive_input", bool(outputs), default=inputs, why=why)
-    require(theirs, "adaptive_softmax_cutoff", theirs.get("adaptive_input_cutoff"), default=None, why=why)
-    require(theirs, "adaptive_softmax_factor", theirs.get("adaptive_input_factor"), default=4, why=why)
+    require_value({"adaptive_input": inputs}, "adaptive_input", bool(outputs), default=inputs, why=why)
+    require_value(theirs, "adaptive_softmax_cutoff", theirs.get("adaptive_input_cutoff"), default=None, why=why)
+    require_value(theirs, "adaptive_softmax_factor", theirs.get("adaptive_input_factor"), default=4, why=why)
     for name in ("tie_adaptive_weights", "tie_adaptive_proj"):
-        require(theirs, name, True, default=False, why=why)
+        require_value(theirs, name, True, default=False, why=why)
     try:
         cutoffs = tuple(int(rank) for rank in str(outputs).strip("[]()").split(","))
     except ValueError:
         raise InputError(f"The model has adaptive_softmax_cutoff {outputs!r}, and word ranks were expected.") from None
-    return AdaptiveConfig.read({"cutoffs": cutoffs, "factor": theirs.get("adaptive_softmax_factor", 4)})
+    return AdaptiveConfig.parse({"cutoffs": cutoffs, "factor": theirs.get("adaptive_softmax_factor", 4)})
 
 
-def read_dictionary(path: Path, vocabulary: int) -> WordTokenizer:
+def read_dictionary(path: Path, vocab_size: int) -> WordTokenizer:
     """fairseq's dict.txt, one `word count` a line after four words of its own, as a tokenizer."""
     words: list[str] = list(WordTokenizer.SPECIAL)
     known = {*words, "</s>"}
@@ -139,10 +142,10 @@ def read_dictionary(path: Path, vocabulary: int) -> WordTokenizer:
             raise InputError(f"{path}, line {place}: the word {word!r} is there twice.")
         known.add(word)
         words.append(word)
-    if len(words) != vocabulary:
+    if len(words) != vocab_size:
         raise InputError(
             f"{path} does not match the model: it makes {len(words):,} tokens, four of them fairseq's own, and the "
-            f"model has {vocabulary:,}. Give the dict.txt of the model's data."
+            f"model has {vocab_size:,}. Give the dict.txt of the model's data."
         )
     return WordTokenizer(words)
 
@@ -157,19 +160,19 @@ FAIRSEQ = Format(
     summary="ALiBi checkpoints of the paper's authors (fairseq)",
     read=read_settings,
     lines={
-        "vocabulary.embedding": line("decoder.embed_tokens"),
-        "vocabulary.output": line("decoder.output_projection"),
-        "vocabulary.embeddings.{}": line(_BAND + "{}.0"),
-        "vocabulary.projections.{}": line(_BAND + "{}.1"),
-        "vocabulary.clusters": line("decoder.adaptive_softmax.head.class_proj"),
-        "embedding_norm": line("decoder.layernorm_embedding"),
-        "layers.{}.attention_norm": line(_LAYER + "self_attn_layer_norm"),
-        "layers.{}.attention.qkv": line(*(f"{_LAYER}self_attn.{part}_proj" for part in "qkv")),
-        "layers.{}.attention.out": line(_LAYER + "self_attn.out_proj"),
-        "layers.{}.ffn_norm": line(_LAYER + "final_layer_norm"),
-        "layers.{}.ffn.wide": line(_LAYER + "fc1"),
-        "layers.{}.ffn.narrow": line(_LAYER + "fc2"),
-        "final_norm": line("decoder.layer_norm"),
+        "vocabulary.embedding": map_weight("decoder.embed_tokens"),
+        "vocabulary.output": map_weight("decoder.output_projection"),
+        "vocabulary.embeddings.{}": map_weight(_BAND + "{}.0"),
+        "vocabulary.projections.{}": map_weight(_BAND + "{}.1"),
+        "vocabulary.clusters": map_weight("decoder.adaptive_softmax.head.class_proj"),
+        "embedding_norm": map_weight("decoder.layernorm_embedding"),
+        "layers.{}.attention_norm": map_weight(_LAYER + "self_attn_layer_norm"),
+        "layers.{}.attention.qkv": map_weight(*(f"{_LAYER}self_attn.{part}_proj" for part in "qkv")),
+        "layers.{}.attention.out": map_weight(_LAYER + "self_attn.out_proj"),
+        "layers.{}.ffn_norm": map_weight(_LAYER + "final_layer_norm"),
+        "layers.{}.ffn.wide": map_weight(_LAYER + "fc1"),
+        "layers.{}.ffn.narrow": map_weight(_LAYER + "fc2"),
+        "final_norm": map_weight("decoder.layer_norm"),
     },
     superfluous=("decoder.version", "*._float_tensor", "decoder.adaptive_softmax.version"),
     copies={

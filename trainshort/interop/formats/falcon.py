@@ -5,9 +5,9 @@ from typing import Any
 
 from trainshort import alibi
 from trainshort.errors import InputError
-from trainshort.interop.formats.base import Format, Model, Weights
+from trainshort.interop.formats.base import Format, ImportedModel, Weights
 from trainshort.interop.formats.bloom import BLOCKS
-from trainshort.interop.formats.read_config import length_of, model_config, number, real, require
+from trainshort.interop.formats.read_config import length_of, model_config, number, read_float, require_value
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -22,35 +22,37 @@ NOTE = (
 )
 
 
-def read(theirs: dict[str, Any], weights: Weights) -> Model:
-    require(theirs, "alibi", True, default=False, why="only ALiBi models can be imported")
+def read(theirs: dict[str, Any], weights: Weights) -> ImportedModel:
+    require_value(theirs, "alibi", True, default=False, why="only ALiBi models can be imported")
     for name, default in (("parallel_attn", True), ("new_decoder_architecture", False)):
-        require(theirs, name, False, default=default, why="ours runs attention and feed-forward one after the other")
+        require_value(
+            theirs, name, False, default=default, why="ours runs attention and feed-forward one after the other"
+        )
     name = "apply_residual_connection_post_layernorm"
-    require(theirs, name, False, default=False, why="ours adds to what came before the norm")
+    require_value(theirs, name, False, default=False, why="ours adds to what came before the norm")
     activation = theirs.get("activation", "gelu")
     if activation not in ACTIVATIONS:
         raise InputError(f"The model has activation {activation!r}; known here: {', '.join(ACTIVATIONS)}.")
     width, heads = number(theirs, "hidden_size"), number(theirs, "num_attention_heads", "n_head")
     config = model_config(
         slopes=tuple((alibi.slopes(heads) / (width / heads) ** 0.5).tolist()),
-        vocabulary=number(theirs, "vocab_size"),
+        vocab_size=number(theirs, "vocab_size"),
         layers=number(theirs, "num_hidden_layers", "n_layer"),
         width=width,
         heads=heads,
         kv_heads=1 if theirs.get("multi_query", True) else None,
-        ffn=number(theirs, "ffn_hidden_size", default=4 * width),
+        feedforward_width=number(theirs, "ffn_hidden_size", default=4 * width),
         activation=ACTIVATIONS[activation],
         biases=bool(theirs.get("bias", False)),
         norm_biases=True,
         tie_embeddings=bool(theirs.get("tie_word_embeddings", True)),
-        norm_eps=real(theirs, "layer_norm_epsilon", default=1e-5),
-        dropout=real(theirs, "hidden_dropout", default=0),
-        attention_dropout=real(theirs, "attention_dropout", default=0),
+        norm_eps=read_float(theirs, "layer_norm_epsilon", default=1e-5),
+        dropout=read_float(theirs, "hidden_dropout", default=0),
+        attention_dropout=read_float(theirs, "attention_dropout", default=0),
     )
     length = theirs.get("max_position_embeddings", 2048)
     packed = {} if config.key_heads == heads else {"layers.{}.attention.qkv": "same"}
-    return Model(config, length_of(length), (NOTE,), packed)  # pyright: ignore[reportArgumentType]
+    return ImportedModel(config, length_of(length), (NOTE,), packed)  # pyright: ignore[reportArgumentType]
 
 
 FALCON = Format(

@@ -8,10 +8,10 @@ from trainshort.errors import InputError
 
 def model_config(*, max_bias: float = 8.0, slopes: tuple[float, ...] | None = None, **settings: Any) -> ModelConfig:
     """A model of ours with ALiBi; a contradiction in the source's settings is one sentence."""
-    return ModelConfig.read({**settings, "position_settings": {"max_bias": max_bias, "slopes": slopes}})
+    return ModelConfig.parse({**settings, "position_settings": {"max_bias": max_bias, "slopes": slopes}})
 
 
-def section(theirs: dict[str, Any], name: str) -> dict[str, Any]:
+def read_section(theirs: dict[str, Any], name: str) -> dict[str, Any]:
     """Settings inside the settings."""
     value = theirs.get(name) or {}
     if not isinstance(value, dict):
@@ -32,7 +32,7 @@ def length_of(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else None
 
 
-def real(theirs: dict[str, Any], *names: str, default: float) -> float:
+def read_float(theirs: dict[str, Any], *names: str, default: float) -> float:
     value = next((theirs[name] for name in names if theirs.get(name) is not None), default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e30:
         raise InputError(f"The config's {names[0]} should be a number; it is {value!r}.")
@@ -60,12 +60,12 @@ def activation(theirs: dict[str, Any], name: str, *, default: str) -> str:
 
 def scaled_rotation(theirs: dict[str, Any]) -> tuple[str, ...]:
     """A note for a model whose rotary positions were stretched: that goes with them."""
-    settings = section(theirs, "rope_scaling") or section(theirs, "rope_parameters")
+    settings = read_section(theirs, "rope_scaling") or read_section(theirs, "rope_parameters")
     kind = settings.get("rope_type", settings.get("type", "default"))
     return () if kind == "default" else (f"its rotary positions were stretched ({kind}); that goes with them",)
 
 
-def require(theirs: dict[str, Any], name: str, *allowed: Any, default: Any, why: str) -> None:
+def require_value(theirs: dict[str, Any], name: str, *allowed: Any, default: Any, why: str) -> None:
     """Refuse a setting that our model cannot follow."""
     value = theirs.get(name, default)
     if not any(value is one or value == one for one in allowed):

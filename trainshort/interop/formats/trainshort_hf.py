@@ -4,15 +4,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainshort.config import ModelConfig
-from trainshort.interop.formats.base import Format, Model, Origin, Weights, line
-from trainshort.interop.formats.read_config import length_of, section
+from trainshort.interop.formats.base import Format, ImportedModel, TensorSource, Weights, map_weight
+from trainshort.interop.formats.read_config import length_of, read_section
 
 
-class _Prefixed(Mapping[str, Origin]):
+class _Prefixed(Mapping[str, TensorSource]):
     """Any module of ours."""
 
-    def __getitem__(self, module: str) -> Origin:
-        return line(f"model.{module}")
+    def __getitem__(self, module: str) -> TensorSource:
+        return map_weight(f"model.{module}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(())
@@ -24,10 +24,10 @@ class _Prefixed(Mapping[str, Origin]):
         return True
 
 
-def read(theirs: dict[str, Any], weights: Weights) -> Model:
+def read(theirs: dict[str, Any], weights: Weights) -> ImportedModel:
     length = theirs.get("trained_at")
-    config = ModelConfig.read(section(theirs, "model"))
-    return Model(config, length_of(length))
+    config = ModelConfig.parse(read_section(theirs, "model"))
+    return ImportedModel(config, length_of(length))
 
 
 OWN = Format(name="trainshort", summary="Folder that `trainshort export --to hf` wrote", read=read, lines=_Prefixed())

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from trainshort.attention.call import TOLERANCE
 from trainshort.errors import InputError
-from trainshort.interop.patch.families import FAMILIES, Family, original_class, put_around, take_back
+from trainshort.interop.patch.families import FAMILIES, Family, original_class, unwrap_module_class, wrap_module_class
 from trainshort.interop.patch.forward import ROWS
 from trainshort.interop.patch.masks import SETTINGS, PatchSettings
-from trainshort.vocabulary import is_quicker
+from trainshort.vocabulary import is_onednn_faster
 
 TOKENS = 10
 """Of the probe's longer text; the other has fewer, with padding in front."""
@@ -30,7 +30,7 @@ LIMIT = 1e-4
 
 
 @dataclass(frozen=True)
-class Patched:
+class PatchReport:
     """What was changed, and how far the model is from what it was on a few tokens."""
 
     model: str
@@ -45,7 +45,7 @@ class Patched:
         return "\n  ".join(lines)
 
 
-def patch(model: nn.Module, *, tolerance: float = TOLERANCE) -> Patched:
+def patch(model: nn.Module, *, tolerance: float = TOLERANCE) -> PatchReport:
     """Put `attend` into a loaded MPT, BLOOM or Falcon (with ALiBi), also inside a wrapper such as peft's.
 
     `tolerance` is the softmax mass that a row may leave out where it is proven to be no more (0: nothing). Patching
@@ -53,16 +53,16 @@ def patch(model: nn.Module, *, tolerance: float = TOLERANCE) -> Patched:
     """
     if not 0 <= tolerance < 1:
         raise InputError(f"tolerance is a share of softmax mass, at least 0 and less than 1; got {tolerance}.")
-    if (done := patched_as(model)) is not None:
+    if (done := get_patch_report(model)) is not None:
         if done.tolerance != tolerance:
             raise InputError(
                 f"This model is patched already, with tolerance {done.tolerance:g}. Call unpatch(model) first."
             )
         return done
     name, body = _find(model)
-    probe = _Probe(model, FAMILIES[name], body)
+    probe = _SelfCheck(model, FAMILIES[name], body)
     expected = probe.before()
-    report = put_in(model, tolerance)
+    report = apply_patch(model, tolerance)
     try:
         report = replace(report, parity=probe.after(expected))
     except BaseException:
@@ -72,13 +72,13 @@ def patch(model: nn.Module, *, tolerance: float = TOLERANCE) -> Patched:
     return report
 
 
-def put_in(model: nn.Module, tolerance: float = TOLERANCE) -> Patched:
+def apply_patch(model: nn.Module, tolerance: float = TOLERANCE) -> PatchReport:
     """The same without a probe."""
     name, body = _find(model)
     family = FAMILIES[name]
     parts = [(module, part) for module in model.modules() if (part := family.part(module)) is not None]
     slopes = family.slopes(body.config)
-    report = Patched(
+    report = PatchReport(
         model=next(original_class(module).__name__ for module, part in parts if part in ("outer", "body")),
         changes=_changes(name, body, parts, tolerance),
         slopes=tuple(slopes.tolist()),
@@ -86,10 +86,10 @@ def put_in(model: nn.Module, tolerance: float = TOLERANCE) -> Patched:
     )
     try:
         for module, part in parts:
-            put_around(module, name, part)
+            wrap_module_class(module, name, part)
     except InputError:
         for module, _ in parts:
-            take_back(module)
+            unwrap_module_class(module)
         raise
     vars(body)[SETTINGS] = PatchSettings(slopes, tolerance, family.counts_tokens, report)
     return report
@@ -97,11 +97,11 @@ def put_in(model: nn.Module, tolerance: float = TOLERANCE) -> Patched:
 
 def unpatch(model: nn.Module) -> None:
     """Undo `patch`; the model is what it was, to the bit."""
-    if not sum(take_back(module) for module in model.modules()):
+    if not sum(unwrap_module_class(module) for module in model.modules()):
         raise InputError("This model is not patched, so there is nothing to undo.")
 
 
-def patched_as(model: nn.Module) -> Patched | None:
+def get_patch_report(model: nn.Module) -> PatchReport | None:
     """What `patch` gave back for this model; None where it is not patched."""
     if not isinstance(model, nn.Module):
         raise InputError(f"patch takes a loaded model; this is a {type(model).__name__}.")
@@ -142,7 +142,7 @@ def _changes(name: str, body: Any, parts: list[tuple[nn.Module, str]], tolerance
         f"{called('ffn')}: in training the activation's output is made again and not kept; without gradients {ROWS} "
         "tokens at a time"
     )
-    if is_quicker():
+    if is_onednn_faster():
         changes.append("linear layers of these: oneDNN's products, which are quicker than MKL's on this processor")
     return tuple(changes)
 
@@ -150,7 +150,7 @@ def _changes(name: str, body: Any, parts: list[tuple[nn.Module, str]], tolerance
 # ---- the probe
 
 
-class _Probe:
+class _SelfCheck:
     """Two short texts through the model: beside each other, packed, and from a cache."""
 
     def __init__(self, model: nn.Module, family: Family, body: Any) -> None:
@@ -172,7 +172,7 @@ class _Probe:
 
     def before(self) -> list[Tensor]:
         """What the class itself gives for each text alone, made right where it is known to be wrong."""
-        with _made_right(self.body), self._calm():
+        with _fix_known_bugs(self.body), self._calm():
             try:
                 return [self._run(text)[0] for text in self.texts]
             except Exception as error:
@@ -224,7 +224,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 
 @contextmanager
-def _made_right(body: Any) -> Iterator[None]:
+def _fix_known_bugs(body: Any) -> Iterator[None]:
     """MPT's class forgets alibi_bias_max, and Falcon's counts the bias twice unless it runs by sdpa."""
     config, own = body.config, vars(body)
     implementation = config._attn_implementation

@@ -110,7 +110,7 @@ FAMILIES = {
 # ---- putting a class in a module's place
 
 
-def put_around(module: nn.Module, family: str, part: str) -> None:
+def wrap_module_class(module: nn.Module, family: str, part: str) -> None:
     """Give a module a class that is its own with the part's methods around the old ones."""
     old = vars(module).get("_old_forward")  # accelerate's hooks keep it there
     if "forward" in vars(module) and not (isinstance(old, MethodType) and old.__func__ is type(module).forward):
@@ -118,12 +118,12 @@ def put_around(module: nn.Module, family: str, part: str) -> None:
             f"Something else has already put its own forward into this {type(module).__name__}. Patch the model first, "
             "then wrap it."
         )
-    module.__class__ = _made(type(module), family, part)
+    module.__class__ = _make_patched_class(type(module), family, part)
     if old is not None:
         module._old_forward = MethodType(type(module).forward, module)  # pyright: ignore[reportArgumentType]
 
 
-def take_back(module: nn.Module) -> bool:
+def unwrap_module_class(module: nn.Module) -> bool:
     """Undo it; whether there was anything to undo."""
     original = vars(type(module)).get(ORIGINAL)
     if original is None:
@@ -141,7 +141,7 @@ def original_class(module: nn.Module) -> type:
 
 
 @functools.cache
-def _made(base: type, family: str, part: str) -> type:
+def _make_patched_class(base: type, family: str, part: str) -> type:
     namespace: dict[str, Any] = {
         name: _around(getattr(base, name, None), method) if callable(method) else method
         for name, method in FAMILIES[family].methods(part).items()
@@ -162,4 +162,4 @@ def _around(original: Method | None, method: Method) -> Method:
 
 def _blank(base: type, family: str, part: str) -> Any:
     """An empty module of a made class, which a copy or a pickle fills."""
-    return object.__new__(_made(base, family, part))
+    return object.__new__(_make_patched_class(base, family, part))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from trainshort.alibi import distances
 from trainshort.attention import LinearBias, attend
-from trainshort.interop.patch.masks import Method, Seen
-from trainshort.vocabulary import product, watched
+from trainshort.interop.patch.masks import MaskInfo, Method
+from trainshort.vocabulary import apply_linear, has_hooks
 
 ROWS = 512
 """Tokens that a feed-forward layer takes at once without gradients: its wide tensors then stay in the cache, and large
@@ -24,19 +24,19 @@ def mpt_attention(
     hidden_states: Tensor,
     position_bias: Tensor | None = None,
     past_key_values: Any = None,
-    attention_mask: Seen | None = None,
+    attention_mask: MaskInfo | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if not isinstance(attention_mask, Seen):  # a block that is called by itself is what it was
+    if not isinstance(attention_mask, MaskInfo):  # a block that is called by itself is what it was
         return original(self, hidden_states, position_bias, past_key_values, attention_mask, **kwargs)
-    mixed = product(self.Wqkv, hidden_states)
+    mixed = apply_linear(self.Wqkv, hidden_states)
     if self.clip_qkv:
         mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
     q, k, v = (part.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=2))
-    k, v = remembered(past_key_values, k, v, self.layer_idx, attention_mask)
+    k, v = update_cache(past_key_values, k, v, self.layer_idx, attention_mask)
     dropout = self.attn_dropout_p if self.training else 0.0
-    out, weights = attended(q, k, v, attention_mask, self.softmax_scale, dropout)
-    return product(self.out_proj, out), weights
+    out, weights = run_attention(q, k, v, attention_mask, self.softmax_scale, dropout)
+    return apply_linear(self.out_proj, out), weights
 
 
 def bloom_attention(
@@ -45,17 +45,17 @@ def bloom_attention(
     hidden_states: Tensor,
     residual: Tensor,
     alibi: Tensor | None,
-    attention_mask: Seen | None,
+    attention_mask: MaskInfo | None,
     layer_past: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if not isinstance(attention_mask, Seen):
+    if not isinstance(attention_mask, MaskInfo):
         return original(self, hidden_states, residual, alibi, attention_mask, layer_past, **kwargs)
-    q, k, v = self._reshape(product(self.query_key_value, hidden_states))
-    k, v = remembered(layer_past, k, v, self.layer_idx, attention_mask)
+    q, k, v = self._reshape(apply_linear(self.query_key_value, hidden_states))
+    k, v = update_cache(layer_past, k, v, self.layer_idx, attention_mask)
     dropout = self.attention_dropout.p if self.training else 0.0
-    out, weights = attended(q, k, v, attention_mask, self.inv_norm_factor, dropout)
-    out = nn.functional.dropout(product(self.dense, out), self.hidden_dropout, self.training)
+    out, weights = run_attention(q, k, v, attention_mask, self.inv_norm_factor, dropout)
+    out = nn.functional.dropout(apply_linear(self.dense, out), self.hidden_dropout, self.training)
     return out + residual, weights
 
 
@@ -64,54 +64,56 @@ def falcon_attention(
     self: Any,
     hidden_states: Tensor,
     alibi: Tensor | None,
-    attention_mask: Seen | None,
+    attention_mask: MaskInfo | None,
     position_ids: Tensor | None = None,
     layer_past: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if not isinstance(attention_mask, Seen):
+    if not isinstance(attention_mask, MaskInfo):
         return original(self, hidden_states, alibi, attention_mask, position_ids, layer_past, **kwargs)
-    q, k, v = (part.transpose(1, 2) for part in self._split_heads(product(self.query_key_value, hidden_states)))
-    k, v = remembered(layer_past, k, v, self.layer_idx, attention_mask)
+    q, k, v = (part.transpose(1, 2) for part in self._split_heads(apply_linear(self.query_key_value, hidden_states)))
+    k, v = update_cache(layer_past, k, v, self.layer_idx, attention_mask)
     dropout = self.attention_dropout.p if self.training else 0.0
-    out, weights = attended(q, k, v, attention_mask, self.inv_norm_factor, dropout)
-    return product(self.dense, out), weights
+    out, weights = run_attention(q, k, v, attention_mask, self.inv_norm_factor, dropout)
+    return apply_linear(self.dense, out), weights
 
 
 def mpt_ffn(original: Method, self: Any, hidden_states: Tensor, residual: Tensor) -> Tensor:
-    out = fed_forward(hidden_states, self.up_proj, self.act, self.down_proj)
+    out = run_ffn(hidden_states, self.up_proj, self.act, self.down_proj)
     return nn.functional.dropout(out, self.hidden_dropout, self.training) + residual
 
 
 def bloom_ffn(original: Method, self: Any, hidden_states: Tensor, residual: Tensor) -> Tensor:
     if self.pretraining_tp > 1 and self.slow_but_exact:
         return original(self, hidden_states, residual)
-    out = fed_forward(hidden_states, self.dense_h_to_4h, self.gelu_impl, self.dense_4h_to_h)
+    out = run_ffn(hidden_states, self.dense_h_to_4h, self.gelu_impl, self.dense_4h_to_h)
     return residual + nn.functional.dropout(out, self.hidden_dropout, self.training)
 
 
 def falcon_ffn(original: Method, self: Any, x: Tensor) -> Tensor:
-    return fed_forward(x, self.dense_h_to_4h, self.act, self.dense_4h_to_h)
+    return run_ffn(x, self.dense_h_to_4h, self.act, self.dense_4h_to_h)
 
 
-def fed_forward(
+def run_ffn(
     x: Float[Tensor, "batch length width"], widen: nn.Module, activate: nn.Module, narrow: nn.Module
 ) -> Float[Tensor, "batch length width"]:
     """A feed-forward layer: whole where gradients are wanted, or somebody watches its parts, else a slice of the tokens
     after the other, which computes the same of each token."""
     rows = x.flatten(0, -2)
-    if torch.is_grad_enabled() or x.device.type != "cpu" or len(rows) <= ROWS or watched(widen, activate, narrow):
-        return narrowed(product(widen, x), activate, narrow)
-    return torch.cat([product(narrow, activate(product(widen, part))) for part in rows.split(ROWS)]).view_as(x)
+    if torch.is_grad_enabled() or x.device.type != "cpu" or len(rows) <= ROWS or has_hooks(widen, activate, narrow):
+        return recompute_activation_ffn(apply_linear(widen, x), activate, narrow)
+    return torch.cat([apply_linear(narrow, activate(apply_linear(widen, part))) for part in rows.split(ROWS)]).view_as(
+        x
+    )
 
 
-def narrowed(wide: Tensor, activate: nn.Module, narrow: nn.Module) -> Tensor:
+def recompute_activation_ffn(wide: Tensor, activate: nn.Module, narrow: nn.Module) -> Tensor:
     """`narrow(activate(wide))`, of which the backward pass finds `wide` and makes the activation's output again. Where
     somebody else says what is kept (gradient checkpointing, offloading), it is his affair."""
     active = activate(wide)
     others = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
     if not active.requires_grad or others(False) is not None:
-        return product(narrow, active)
+        return apply_linear(narrow, active)
     before, place = wide.detach(), active.untyped_storage().data_ptr()
 
     def pack(kept: Tensor) -> Tensor | tuple[int, ...]:
@@ -125,21 +127,21 @@ def narrowed(wide: Tensor, activate: nn.Module, narrow: nn.Module) -> Tensor:
             return activate(before).view(kept)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        return product(narrow, active)
+        return apply_linear(narrow, active)
 
 
-def remembered(cache: Any, k: Tensor, v: Tensor, layer: int, seen: Seen) -> tuple[Tensor, Tensor]:
+def update_cache(cache: Any, k: Tensor, v: Tensor, layer: int, seen: MaskInfo) -> tuple[Tensor, Tensor]:
     """The keys and values up to here, these put into the cache. Where nothing came before, they are these themselves:
     the cache's are copies, and a training step, which asks for a cache by default, would keep them to its end."""
     kept = (k, v) if cache is None else cache.update(k, v, layer)
     return (k, v) if seen.total == k.shape[2] else kept
 
 
-def attended(
+def run_attention(
     q: Float[Tensor, "batch heads q_len dim"],
     k: Float[Tensor, "batch kv_heads k_len dim"],
     v: Float[Tensor, "batch kv_heads k_len dim"],
-    seen: Seen,
+    seen: MaskInfo,
     scale: float,
     dropout: float,
 ) -> tuple[Float[Tensor, "batch q_len width"], Tensor | None]:
@@ -147,7 +149,7 @@ def attended(
     k, v = (x[:, :, : seen.total].to(q.dtype) for x in (k, v))  # static caches give back all their room
     slopes = seen.settings.slopes.to(q.device)
     if seen.weights or seen.mask is not None or seen.places is not None:
-        out, weights = _written_out(q, k, v, seen, scale, dropout)
+        out, weights = _materialized_attention(q, k, v, seen, scale, dropout)
         return out.transpose(1, 2).flatten(2), weights if seen.weights else None
     segment_ids = None if seen.segment_ids is None else seen.segment_ids.to(q.device)
     settings: dict[str, Any] = {"scale": scale, "dropout_p": dropout, "tolerance": seen.settings.tolerance}
@@ -156,8 +158,8 @@ def attended(
     return out.transpose(1, 2).flatten(2), None
 
 
-def _written_out(
-    q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float, dropout: float
+def _materialized_attention(
+    q: Tensor, k: Tensor, v: Tensor, seen: MaskInfo, scale: float, dropout: float
 ) -> tuple[Tensor, Float[Tensor, "batch heads q_len k_len"]]:
     """The formula itself, for what has to be written out: the weights, a mask of the caller's, padding in between."""
     new, total = q.shape[2], k.shape[2]

@@ -37,7 +37,7 @@ class PatchSettings:
 
 
 @dataclass(frozen=True)
-class Seen:
+class MaskInfo:
     """What the queries of one call may see; takes the place of the written mask."""
 
     settings: PatchSettings
@@ -52,16 +52,16 @@ class Seen:
     """The weights are asked for, so they have to be written out."""
 
 
-_packed: ContextVar[dict[str, Tensor]] = ContextVar("packed", default={})  # noqa: B039  (never changed in place)
-_seen: ContextVar[Seen | None] = ContextVar("seen", default=None)
+_packing_kwargs: ContextVar[dict[str, Tensor]] = ContextVar("packed", default={})  # noqa: B039  (never changed in place)
+_seen: ContextVar[MaskInfo | None] = ContextVar("seen", default=None)
 
 
 def outer_forward(original: Method, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    token = _packed.set(_packing(inspect.signature(original).bind(self, *args, **kwargs).arguments))
+    token = _packing_kwargs.set(_packing(inspect.signature(original).bind(self, *args, **kwargs).arguments))
     try:
         return original(self, *args, **kwargs)
     finally:
-        _packed.reset(token)
+        _packing_kwargs.reset(token)
 
 
 def masks_for_generate(original: Method, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -75,12 +75,12 @@ def body_forward(original: Method, self: nn.Module, *args: Any, **kwargs: Any) -
     first = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
     if first is None:
         return original(self, *args, **kwargs)  # which says what is missing
-    packing = _packing(given) or _packed.get()
+    packing = _packing(given) or _packing_kwargs.get()
     cache, mask = given.get("past_key_values"), given.get("attention_mask")
     past = 0 if cache is None else int(cache.get_seq_length())
     asked = given.get("output_attentions")
     asked = self.config.output_attentions if asked is None else asked  # pyright: ignore[reportAttributeAccessIssue]
-    seen = what_is_seen(vars(self)[SETTINGS], first, past, mask, packing, bool(asked))
+    seen = build_mask_info(vars(self)[SETTINGS], first, past, mask, packing, bool(asked))
     given["attention_mask"] = torch.zeros(1, 1, 1, 1, device=first.device)  # four dimensions: it is taken as it is
     token = _seen.set(seen)
     try:
@@ -100,14 +100,14 @@ def _packing(given: dict[str, Any]) -> dict[str, Tensor]:
     return {name: given[name] for name in ("position_ids", "cu_seq_lens_q") if given.get(name) is not None}
 
 
-def what_is_seen(
+def build_mask_info(
     settings: PatchSettings, first: Tensor, past: int, mask: Tensor | None, packing: Mapping[str, Tensor], weights: bool
-) -> Seen:
+) -> MaskInfo:
     """From what transformers is told to what `attend` is."""
     batch, new = first.shape[:2]
     total = past + new
     if mask is not None and mask.dim() == 4:
-        return Seen(settings, total, None, None, mask, weights)
+        return MaskInfo(settings, total, None, None, mask, weights)
     text = None if mask is None else _text(mask, total)
     segment_ids = _segment_ids(packing, batch, new) if past == 0 else None
     if text is not None:
@@ -115,7 +115,7 @@ def what_is_seen(
     places = None
     if text is not None and settings.counts_tokens and _has_holes(text):
         places = text.long().cumsum(1) - 1
-    return Seen(settings, total, segment_ids, places, None, weights)
+    return MaskInfo(settings, total, segment_ids, places, None, weights)
 
 
 def _text(mask: Tensor, total: int) -> Bool[Tensor, "batch keys"] | None:
