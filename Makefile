@@ -30,7 +30,7 @@ test: $(STAMP)   ## the default tests, and the shapes in the signatures
 
 # A run of its own: the hook that checks every annotated shape at run time and torch.compile do not go together.
 # Tests of wrong inputs are left out, since there the hook speaks before our own message can.
-CHECKED := trainshort.alibi,trainshort.attention,trainshort.positions,trainshort.vocabulary,trainshort.cache,trainshort.model
+CHECKED := trainshort.alibi,trainshort.attention,trainshort.model
 shapes: $(STAMP)  ## the tests of the tensor functions, with every annotated shape checked
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k 'not mistakes_are_explained and not nobody_knows' \
 	  --jaxtyping-packages=$(CHECKED),beartype.beartype \

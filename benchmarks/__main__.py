@@ -7,11 +7,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from trainshort.cli import exit_with, run_command
-from trainshort.commands.parser import Arg, Option, options_from_dataclass, read_command
+from trainshort.cli.main import exit_with, run_command
+from trainshort.cli.parser import Arg, Option, options_from_dataclass, read_command
 from trainshort.errors import InputError
-from trainshort.files import check_file_writable
-from trainshort.terminal import join_words, print_status
+from trainshort.utils.io import check_file_writable
+from trainshort.utils.terminal import join_words, print_status
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -16,8 +16,8 @@ from benchmarks.peers import CLOCK, MAX_SLOW_PEER_LENGTH, PLAIN, Attend, chosen,
 from benchmarks.run import Benchmark, Progress, matmul_rate, peaks
 from benchmarks.suites import AttentionPlan, wants_memory
 from trainshort.attention import DecayBias, attend
+from trainshort.attention.backends.windowed_torch import QUERY_TILE
 from trainshort.attention.call import bias_kind_of
-from trainshort.attention.windowed_torch import QUERY_TILE
 from trainshort.utils.bench_results import Case, Measure, Measurement, megabytes, percent, ratio
 from trainshort.utils.timing import peak_during, time_interleaved
 

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainshort.runs import flatten
-from trainshort.terminal import new_console
+from trainshort.train.run_folder import flatten
 from trainshort.utils.bench_results import BenchResult, Measure, Measurement, by_kind, shown
+from trainshort.utils.terminal import new_console
 
 SINGLE_RUN_NOISE = 0.02
 """Spread that is allowed to a value measured once, such as peak memory."""

@@ -17,17 +17,17 @@ from benchmarks.inputs import require_error_bound
 from benchmarks.run import Benchmark, Progress
 from benchmarks.suites import TRAINED, DecodePlan
 from benchmarks.training import mpt_takes_part
-from trainshort.cache import BoundedCache, Cache
-from trainshort.config import ModelConfig
-from trainshort.data.of_run import open_run_data
+from trainshort.config.presets import presets
+from trainshort.config.run_config import ModelConfig
+from trainshort.data.batches import open_run_data
 from trainshort.errors import InputError
-from trainshort.evaluate.target import RunTarget
-from trainshort.generate.one_row import FastDecoder
+from trainshort.evaluate.targets import RunTarget
+from trainshort.generate.fast_decode import FastDecoder
 from trainshort.generate.streaming import stream
-from trainshort.machine import PeakMemory, resident_memory
-from trainshort.model import TransformerLM
-from trainshort.presets import presets
+from trainshort.model.cache import BoundedCache, Cache
+from trainshort.model.transformer import TransformerLM
 from trainshort.utils.bench_results import Case, Measure, Measurement, median_of, megabytes, percent, ratio
+from trainshort.utils.machine import PeakMemory, resident_memory
 from trainshort.utils.timing import time_interleaved
 
 TOKENS_PER_ROUND = 16

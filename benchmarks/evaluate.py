@@ -14,13 +14,13 @@ import torch
 
 from benchmarks.run import Benchmark, Progress, peaks
 from benchmarks.suites import EvaluatePlan, wants_memory
-from trainshort.checkpoint import find_checkpoint, load_model
+from trainshort.config.presets import presets
+from trainshort.data.passes import Passes
 from trainshort.evaluate.sweep import score
-from trainshort.evaluate.target import ModelTarget
-from trainshort.model import TransformerLM
-from trainshort.passes import Passes
-from trainshort.positions import positions
-from trainshort.presets import presets
+from trainshort.evaluate.targets import ModelTarget
+from trainshort.model.positions import positions
+from trainshort.model.transformer import TransformerLM
+from trainshort.train.checkpoint import find_checkpoint, load_model
 from trainshort.utils.bench_results import Case, Measurement, megabytes
 from trainshort.utils.timing import peak_during, time_interleaved
 

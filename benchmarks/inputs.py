@@ -13,12 +13,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trainshort import alibi, clocks
-from trainshort.attention import DecayBias, LinearBias
-from trainshort.checkpoint import fingerprint
+from trainshort import alibi
+from trainshort.attention import DecayBias, LinearBias, decay
 from trainshort.errors import InputError
 from trainshort.evaluate.attention_inputs import attention_calls
-from trainshort.evaluate.target import RunTarget, open_text
+from trainshort.evaluate.targets import RunTarget, open_text
+from trainshort.train.checkpoint import fingerprint
 
 SYNTHETIC = ("normal", "scaled")
 HEADS, DIM = 8, 64
@@ -38,7 +38,7 @@ class Inputs:
         """The same, with slopes told as a clock."""
         if isinstance(self.bias, DecayBias):
             return self
-        return replace(self, bias=DecayBias(clocks.decay_from_slopes(self.bias.slopes, self.q.shape[2])))
+        return replace(self, bias=DecayBias(decay.decay_from_slopes(self.bias.slopes, self.q.shape[2])))
 
 
 def make_inputs(source: str, length: int) -> Inputs:

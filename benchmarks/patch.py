@@ -15,11 +15,11 @@ from benchmarks import training
 from benchmarks.peers import GREEDY, greedy, same_greedy_tokens
 from benchmarks.run import Benchmark, Progress, peaks
 from benchmarks.suites import PatchPlan, wants_memory
+from trainshort.config.presets import presets
 from trainshort.interop.patch import apply_patch, patch
-from trainshort.presets import presets
+from trainshort.model.embeddings import apply_linear
 from trainshort.utils.bench_results import Case, Measure, Measurement, megabytes, ratio
 from trainshort.utils.timing import peak_during, time_interleaved
-from trainshort.vocabulary import apply_linear
 
 WORK = ("forward", "step")
 

@@ -16,14 +16,15 @@ from benchmarks.inputs import Inputs
 from benchmarks.run import Progress
 from benchmarks.suites import CONTENDERS
 from trainshort import alibi
-from trainshort.attention import AttentionCall, DecayBias, LinearBias, attend, backends
-from trainshort.attention.formula import materialize_bias, visibility_mask
-from trainshort.attention.operator import kernel_unavailable_reason
+from trainshort.attention import AttentionCall, DecayBias, LinearBias, attend
+from trainshort.attention.backends.custom_op import kernel_unavailable_reason
+from trainshort.attention.backends.reference import materialize_bias, visibility_mask
+from trainshort.config.registries import backends
 from trainshort.generate.streaming import stream
 from trainshort.interop.formats.base import map_weights
 from trainshort.interop.formats.mpt import MPT
-from trainshort.machine import free_memory, version
-from trainshort.model import TransformerLM
+from trainshort.model.transformer import TransformerLM
+from trainshort.utils.machine import free_memory, version
 
 PLAIN = "plain"
 CLOCK = "clock"

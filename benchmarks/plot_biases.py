@@ -10,10 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trainshort.attention import AttentionCall
-from trainshort.attention.formula import materialize_bias
-from trainshort.config import ModelConfig
-from trainshort.positions import LayerInput, PositionMethod, build_position
-from trainshort.positions.distance import Bam
+from trainshort.attention.backends.reference import materialize_bias
+from trainshort.config.run_config import ModelConfig
+from trainshort.model.positions import LayerInput, PositionMethod, build_position
+from trainshort.model.positions.relative_bias import Bam
 from trainshort.utils.figures import OTHERS, Figure, Series, color, draw
 
 FOLDER = Path(__file__).parents[1] / "docs"

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer as Library
 
 from benchmarks.run import Benchmark, Progress
 from benchmarks.suites import PreparePlan
-from trainshort.data.corpus import find_corpus
-from trainshort.data.tokenizer import SavedTokenizer, Tokenizer
-from trainshort.data.tokenizer.built import BytePairTokenizer, ByteTokenizer, WordTokenizer
+from trainshort.data.corpora import find_corpus
+from trainshort.data.tokenizers.base import SavedTokenizer, Tokenizer
+from trainshort.data.tokenizers.builtin import BytePairTokenizer, ByteTokenizer, WordTokenizer
 from trainshort.utils.bench_results import Case, Measurement, median_of
 
 THREADS = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from benchmarks.compare import print_rows
 from benchmarks.suites import AttentionPlan, Plan
-from trainshort.machine import provenance, total_memory, version
-from trainshort.terminal import new_console
 from trainshort.utils import bench_results
 from trainshort.utils.bench_results import BenchResult, Measurement
+from trainshort.utils.machine import provenance, total_memory, version
+from trainshort.utils.terminal import new_console
 from trainshort.utils.timing import run_in_subprocess
 
 PROGRESS_INTERVAL_SECONDS = 10.0

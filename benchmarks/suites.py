@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.plugins import load_plugins
-from trainshort.registry import did_you_mean
-from trainshort.terminal import join_words
+from trainshort.utils.plugins import load_plugins
+from trainshort.utils.registry import did_you_mean
+from trainshort.utils.terminal import join_words
 
 CONTENDERS = ("plain", "windowed", "clock", "windowed-torch", "written-mask", "mpt", "x-transformers")
 """Who takes part in the attention benchmark unless others are named; every other engine can be."""
@@ -181,7 +181,7 @@ def wants_memory(plan: AttentionPlan | TrainingPlan | EvaluatePlan | PatchPlan, 
 
 def _other_engines() -> tuple[str, ...]:
     """Asked only where a word is no contestant's: it brings torch."""
-    from trainshort.attention import backends
+    from trainshort.config.registries import backends
 
     load_plugins()
     return tuple(name for name in backends.names() if name not in CONTENDERS)
@@ -206,7 +206,7 @@ def _check(plan: Plan) -> None:
             if one not in known:
                 raise InputError(f"--{option} knows no '{one}'.{did_you_mean(one, known)} Known: {', '.join(known)}.")
     if not isinstance(plan, AttentionPlan | PreparePlan):
-        from trainshort.presets import presets
+        from trainshort.config.presets import presets
 
         presets.get(plan.preset)
     if isinstance(plan, EvaluatePlan) and any(max(plan.lengths) % length for length in plan.lengths):

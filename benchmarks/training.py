@@ -11,13 +11,13 @@ import torch
 
 from benchmarks.run import Benchmark, Progress, matmul_rate, peaks
 from benchmarks.suites import TrainingPlan, wants_memory
-from trainshort.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
+from trainshort.config.presets import presets
+from trainshort.config.run_config import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from trainshort.evaluate.step_cost import StepBenchmark
-from trainshort.machine import free_memory, version
-from trainshort.model import TransformerLM
-from trainshort.positions import positions
-from trainshort.presets import presets
+from trainshort.model.positions import positions
+from trainshort.model.transformer import TransformerLM
 from trainshort.utils.bench_results import Case, Measurement, megabytes, percent, ratio
+from trainshort.utils.machine import free_memory, version
 from trainshort.utils.timing import peak_during, time_interleaved
 
 MPT = "mpt"

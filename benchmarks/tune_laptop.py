@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from trainshort.cli import exit_with, run_command
-from trainshort.commands.parser import Arg
-from trainshort.config import RunConfig
+from trainshort.cli.main import exit_with, run_command
+from trainshort.cli.parser import Arg
+from trainshort.config.position_config import methods as known
+from trainshort.config.run_config import RunConfig
 from trainshort.errors import InputError
-from trainshort.files import make_folder, read_with_checksum, write_with_checksum
-from trainshort.recipes.experiments import Variant
-from trainshort.recipes.scales import LAPTOP_STEP, TrainingRecipe, laptop
-from trainshort.reproduce.tasks import Job, trained
-from trainshort.runs import RunFolder, read_metrics, run_name
-from trainshort.settings import methods as known
-from trainshort.terminal import perplexity, print_line
+from trainshort.experiments.experiments import Variant
+from trainshort.experiments.reproduce.jobs import Job, trained
+from trainshort.experiments.scales import LAPTOP_STEP, TrainingRecipe, laptop
+from trainshort.train.run_folder import RunFolder, read_metrics, run_name
+from trainshort.utils.io import make_folder, read_with_checksum, write_with_checksum
+from trainshort.utils.terminal import perplexity, print_line
 
 METHODS = ("alibi", "rotary", "t5", "sinusoidal")
 TOKENS = 480 * LAPTOP_STEP
@@ -111,7 +111,7 @@ def trials(methods: Iterable[str] = METHODS, tokens: int = TOKENS) -> list[Trial
 
 def tune(chosen: list[Trial], root: Path, tell: Callable[[str], None]) -> Path:
     """Train what is missing and store everything after each trial; returns the file."""
-    from trainshort.train import NotFiniteError, train
+    from trainshort.train.loop import NotFiniteError, train
 
     make_folder(root)
     for number, trial in enumerate(chosen, 1):
@@ -135,7 +135,7 @@ def failures(root: Path) -> dict[str, str]:
 
 
 def store(chosen: list[Trial], root: Path, failed: dict[str, str]) -> None:
-    from trainshort.machine import provenance
+    from trainshort.utils.machine import provenance
 
     found = [one for trial in chosen if (one := trial.result(root))]
     values = {

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.evaluate.results import Evaluation, interval, perplexity
-from trainshort.files import read_with_checksum
-from trainshort.recipes.experiments import method_name, published
+from trainshort.experiments.experiments import method_name, published
 from trainshort.utils.bench_results import RATIO, BenchResult, Measurement, load
 from trainshort.utils.figures import Figure, Series, color, draw
+from trainshort.utils.io import read_with_checksum
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from trainshort.attention import BiasKind, LinearBias, attend
-from trainshort.attention.operator import kernel_unavailable_reason
-from trainshort.attention.windowed_torch import QUERY_TILE
+from trainshort.attention.backends.custom_op import kernel_unavailable_reason
+from trainshort.attention.backends.windowed_torch import QUERY_TILE
 
 # Set by `make sanitize`, which must not pass because all tests were skipped.
 if os.environ.get("TRAINSHORT_TEST_REQUIRE_KERNELS") and kernel_unavailable_reason() is not None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from trainshort.cli import main
+from trainshort.cli.main import main
 
 torch.set_num_threads(1)
 

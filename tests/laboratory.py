@@ -5,14 +5,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainshort.checkpoint import CheckpointData, TrainState, model_tensors, save
-from trainshort.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from trainshort.data import prepare
-from trainshort.data.of_run import copy_data_description
+from trainshort.config.run_config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from trainshort.data.batches import copy_data_description
+from trainshort.data.preparation import prepare
 from trainshort.evaluate.results import Evaluation, find
-from trainshort.evaluate.target import ModelTarget
-from trainshort.model import TransformerLM
-from trainshort.parallel import init_distributed
+from trainshort.evaluate.targets import ModelTarget
+from trainshort.model.transformer import TransformerLM
+from trainshort.train.checkpoint import CheckpointData, TrainState, model_tensors, save
+from trainshort.train.parallel import init_distributed
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "while", "two", "dogs", "ran", "past", "every", "old", "house", "rain")
 
@@ -102,7 +102,7 @@ def byte_tokenizer():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from trainshort.data.tokenizer import byte_alphabet
+    from trainshort.data.tokenizers.base import byte_alphabet
 
     letters = {letter: byte + 2 for byte, letter in byte_alphabet().items()}
     made = Tokenizer(models.BPE({"</s>": 0, "<s>": 1, **letters}, []))

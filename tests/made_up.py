@@ -3,12 +3,12 @@
 import math
 from pathlib import Path
 
-from trainshort.claims.collection import COST_FORMAT
-from trainshort.config import RunConfig, save_config
+from trainshort.config.run_config import RunConfig, save_config
 from trainshort.evaluate.results import Evaluation, LengthScore, save
-from trainshort.files import write_with_checksum
-from trainshort.recipes.scales import Scale, Variant, scales
-from trainshort.runs import append_line, run_name
+from trainshort.experiments.claims.collection import COST_FORMAT
+from trainshort.experiments.scales import Scale, Variant, scales
+from trainshort.train.run_folder import append_line, run_name
+from trainshort.utils.io import write_with_checksum
 
 LAPTOP: Scale = scales.get("laptop")
 TOKENS = 1000

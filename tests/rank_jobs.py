@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainshort import parallel
-from trainshort.config import RunConfig
+from trainshort.config.run_config import RunConfig
 from trainshort.errors import InputError
-from trainshort.train import train
+from trainshort.train import parallel
+from trainshort.train.loop import train
 
 
 def check_together() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainshort.cli import main
+from trainshort.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainshort import Cache, InputError, LinearBias, TransformerLM, alibi, attend
-from trainshort.cache import BatchedCache, BoundedCache, LayerCache, WindowCache, bounded, ring
-from trainshort.cache.bounded import BoundedLayer
-from trainshort.cache.window import WindowLayer
-from trainshort.presets import presets
+from trainshort.config.presets import presets
+from trainshort.model.cache import BatchedCache, BoundedCache, LayerCache, WindowCache, bounded, ring_buffer
+from trainshort.model.cache.bounded import BoundedLayer
+from trainshort.model.cache.sliding_window import WindowLayer
 
 
 def test_appending_returns_everything_so_far():
@@ -125,7 +125,9 @@ def test_rows_keep_their_own_positions():
 IMPLEMENTATIONS = [
     pytest.param(
         True,
-        marks=pytest.mark.skipif(bool(ring.kernel_unavailable_reason()), reason=str(ring.kernel_unavailable_reason())),
+        marks=pytest.mark.skipif(
+            bool(ring_buffer.kernel_unavailable_reason()), reason=str(ring_buffer.kernel_unavailable_reason())
+        ),
     ),
     False,
 ]
@@ -161,7 +163,7 @@ def test_the_certificate_bounds_what_was_forgotten(compiled, tolerance, kv_heads
     assert layer.length == 400
 
 
-@pytest.mark.skipif(bool(ring.kernel_unavailable_reason()), reason=str(ring.kernel_unavailable_reason()))
+@pytest.mark.skipif(bool(ring_buffer.kernel_unavailable_reason()), reason=str(ring_buffer.kernel_unavailable_reason()))
 @pytest.mark.parametrize("window", [None, 90, 5, 1])
 @pytest.mark.parametrize("dim", [12, 64, 7])
 def test_the_compiled_step_is_the_plain_one(window, dim):

@@ -7,12 +7,12 @@ import pickle
 import pytest
 import torch
 
-from trainshort import checkpoint, optim
-from trainshort.checkpoint import CheckpointData, TrainState, folders
-from trainshort.config import AdaptiveConfig, ModelConfig, RunConfig, save_config
+from trainshort.config.run_config import AdaptiveConfig, ModelConfig, RunConfig, save_config
 from trainshort.errors import InputError
-from trainshort.model import TransformerLM
-from trainshort.parallel import World
+from trainshort.model.transformer import TransformerLM
+from trainshort.train import checkpoint, checkpoint_files, optim
+from trainshort.train.checkpoint import CheckpointData, TrainState
+from trainshort.train.parallel import World
 
 MODEL = ModelConfig(vocab_size=50, layers=1, width=16, heads=2)
 ALONE = World()
@@ -75,7 +75,7 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
 
 def test_only_safetensors_and_json_are_written(tmp_path):
     folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
-    assert {name.rpartition(".")[2] for name in folders.files_of(folder)} == {"json", "safetensors"}
+    assert {name.rpartition(".")[2] for name in checkpoint_files.files_of(folder)} == {"json", "safetensors"}
     assert (folder / "manifest.json").exists()
 
 
@@ -84,9 +84,9 @@ def test_a_checkpoint_is_never_overwritten(tmp_path):
     before = (folder / "model" / "whole.safetensors").read_bytes()
     assert checkpoint.save(tmp_path, snapshot(1, seed=9), ALONE) == folder
     assert (folder / "model" / "whole.safetensors").read_bytes() == before
-    folders.partial_path(folder).mkdir()
+    checkpoint_files.partial_path(folder).mkdir()
     with pytest.raises(InputError, match="never overwritten"):
-        folders.finalize_checkpoint(folder, {})
+        checkpoint_files.finalize_checkpoint(folder, {})
 
 
 def test_latest_and_best(tmp_path):
@@ -106,8 +106,8 @@ def test_best_without_any_validation_is_the_latest(tmp_path):
 def test_retention_keeps_the_best_and_the_last(tmp_path):
     for step, loss in enumerate((4.0, 1.0, 3.0, 3.0, 3.0, 2.0), start=1):
         checkpoint.save(tmp_path, snapshot(step, loss), ALONE)
-        folders.delete_old_checkpoints(tmp_path, 2)
-    assert [path.name[-1] for path in folders.list_checkpoints(tmp_path)] == ["2", "5", "6"]
+        checkpoint_files.delete_old_checkpoints(tmp_path, 2)
+    assert [path.name[-1] for path in checkpoint_files.list_checkpoints(tmp_path)] == ["2", "5", "6"]
     assert sorted(os.listdir(tmp_path / "checkpoints"))[0].startswith("step-")  # nothing half removed is left
 
 
@@ -116,8 +116,8 @@ def test_sweep_clears_what_a_kill_left_and_nothing_else(tmp_path):
     for name in (".partial-step-000000002", ".removed-step-000000000"):
         (tmp_path / "checkpoints" / name / "model").mkdir(parents=True)
     (tmp_path / "checkpoints" / "notes").mkdir()
-    assert folders.list_checkpoints(tmp_path) == [folder]
-    folders.remove_partial_checkpoints(tmp_path)
+    assert checkpoint_files.list_checkpoints(tmp_path) == [folder]
+    checkpoint_files.remove_partial_checkpoints(tmp_path)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["notes", "step-000000001"]
 
 
@@ -150,14 +150,14 @@ def test_missing_added_and_foreign_files_are_damage(tmp_path):
     folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
     extra = folder / "model" / "more.safetensors"
     extra.write_bytes(b"x")
-    assert folders.find_corruption(folder) == "model/more.safetensors is not in the manifest"
+    assert checkpoint_files.find_corruption(folder) == "model/more.safetensors is not in the manifest"
     extra.rename(folder / "model" / "more.pt")
-    assert "model/more.pt is neither safetensors nor JSON" in folders.find_corruption(folder)
+    assert "model/more.pt is neither safetensors nor JSON" in checkpoint_files.find_corruption(folder)
     (folder / "model" / "more.pt").unlink()
     (folder / "state.json").unlink()
-    assert folders.find_corruption(folder) == "state.json is missing"
+    assert checkpoint_files.find_corruption(folder) == "state.json is missing"
     (folder / "manifest.json").unlink()
-    assert folders.find_corruption(folder) == "manifest.json is missing"
+    assert checkpoint_files.find_corruption(folder) == "manifest.json is missing"
 
 
 def test_every_bit_of_the_manifest_counts(tmp_path):
@@ -168,9 +168,9 @@ def test_every_bit_of_the_manifest_counts(tmp_path):
     for position in range(len(whole)):
         for bit in range(8):
             flip(path, position, bit)
-            assert folders.find_corruption(folder, only="state.json"), (position, bit)
+            assert checkpoint_files.find_corruption(folder, only="state.json"), (position, bit)
             path.write_bytes(whole)
-    assert folders.find_corruption(folder) is None
+    assert checkpoint_files.find_corruption(folder) is None
 
 
 def test_when_nothing_is_whole_nothing_is_used(tmp_path):
@@ -185,11 +185,11 @@ def test_damaged_checkpoints_are_set_aside_not_removed(tmp_path):
     made = [checkpoint.save(tmp_path, snapshot(step), ALONE) for step in (1, 2)]
     for _ in range(2):
         flip(made[1] / "config.json", 5)
-        folders.quarantine_checkpoints(tmp_path, made[0])
+        checkpoint_files.quarantine_checkpoints(tmp_path, made[0])
         checkpoint.save(tmp_path, snapshot(2), ALONE)
     names = sorted(os.listdir(tmp_path / "checkpoints"))
     assert names == ["step-000000001", "step-000000002", "step-000000002.damaged", "step-000000002.damaged-1"]
-    assert folders.list_checkpoints(tmp_path) == made
+    assert checkpoint_files.list_checkpoints(tmp_path) == made
 
 
 class Bomb:
@@ -209,13 +209,17 @@ def test_a_pickle_is_refused_and_nothing_in_it_runs(tmp_path, monkeypatch):
     folder = checkpoint.save(tmp_path / "run", snapshot(1), ALONE)
     target = folder / "model" / "whole.safetensors"
     target.write_bytes(pickled)
-    folders.write_manifest(folder, {name: folders.digest_of(folder / name) for name in folders.files_of(folder)})
-    assert folders.find_corruption(folder) is None
+    checkpoint_files.write_manifest(
+        folder, {name: checkpoint_files.digest_of(folder / name) for name in checkpoint_files.files_of(folder)}
+    )
+    assert checkpoint_files.find_corruption(folder) is None
     with pytest.raises(InputError, match="cannot be read as safetensors"):
         checkpoint.load_model(folder)
     # And under its own name.
     target.rename(target.with_suffix(".pt"))
-    folders.write_manifest(folder, {name: folders.digest_of(folder / name) for name in folders.files_of(folder)})
+    checkpoint_files.write_manifest(
+        folder, {name: checkpoint_files.digest_of(folder / name) for name in checkpoint_files.files_of(folder)}
+    )
     with pytest.raises(InputError, match=r"model/whole\.pt is neither safetensors nor JSON"):
         checkpoint.load_model(tmp_path / "run" / "checkpoints" / "step-000000001")
     assert not crater.exists()
@@ -256,7 +260,9 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path):
     state = json.loads((folder / "state.json").read_text()) | {"colour": "red"}
     (folder / "state.json").write_text(json.dumps(state))
     save_config(RunConfig(), folder / "config.json")
-    folders.write_manifest(folder, {name: folders.digest_of(folder / name) for name in folders.files_of(folder)})
+    checkpoint_files.write_manifest(
+        folder, {name: checkpoint_files.digest_of(folder / name) for name in checkpoint_files.files_of(folder)}
+    )
     with pytest.raises(InputError, match="written by another version"):
         checkpoint.read_state(folder)
 
@@ -268,12 +274,12 @@ def test_a_save_that_fails_leaves_no_trace(tmp_path, monkeypatch):
     def full(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(folders, "digest_of", full)
+    monkeypatch.setattr(checkpoint_files, "digest_of", full)
     with pytest.raises(InputError, match=r"Cannot save .*step-000000002: the disk is full\. The checkpoints bef"):
         checkpoint.save(tmp_path, snapshot(2), ALONE)
     monkeypatch.undo()
     assert os.listdir(tmp_path / "checkpoints") == [first.name]
-    assert folders.find_corruption(first) is None
+    assert checkpoint_files.find_corruption(first) is None
 
 
 def forge(folder, **changes):
@@ -281,7 +287,9 @@ def forge(folder, **changes):
     values = json.loads((folder / "config.json").read_text())
     values["model"] |= changes
     (folder / "config.json").write_text(json.dumps(values))
-    folders.write_manifest(folder, {name: folders.digest_of(folder / name) for name in folders.files_of(folder)})
+    checkpoint_files.write_manifest(
+        folder, {name: checkpoint_files.digest_of(folder / name) for name in checkpoint_files.files_of(folder)}
+    )
 
 
 @pytest.mark.parametrize(
@@ -297,7 +305,7 @@ def forge(folder, **changes):
 def test_a_model_larger_than_its_weights_is_refused_before_it_is_built(tmp_path, changes, told):
     folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
     forge(folder, **changes)
-    assert folders.find_corruption(folder) is None
+    assert checkpoint_files.find_corruption(folder) is None
     with pytest.raises(InputError, match=told):
         checkpoint.load_model(folder)
 

@@ -10,9 +10,9 @@ import pytest
 from pydantic import BaseModel
 
 import trainshort
-import trainshort.cli
-from trainshort.cli import COMMANDS, main
-from trainshort.commands.names import LISTABLE_REGISTRIES
+import trainshort.cli.main
+from trainshort.cli.list_show import LISTABLE_REGISTRIES
+from trainshort.cli.main import COMMANDS, main
 
 
 def call(capsys, *argv):
@@ -85,7 +85,7 @@ def test_list_alone_shows_every_registry(capsys):
 
 
 def test_names_are_listed_without_torch():
-    code = "import sys\nfrom trainshort.cli import run\nrun(['list'])\nassert 'torch' not in sys.modules"
+    code = "import sys\nfrom trainshort.cli.main import run\nrun(['list'])\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("positions ")
@@ -98,9 +98,9 @@ def test_an_error_of_a_file_is_one_line_and_exit_code_2(capsys, monkeypatch, err
     def fail(argv):
         raise error
 
-    monkeypatch.setattr(trainshort.cli, "run", fail)
+    monkeypatch.setattr(trainshort.cli.main, "run", fail)
     with pytest.raises(SystemExit) as ended:
-        trainshort.cli.main(["list"])
+        trainshort.cli.main.main(["list"])
     assert ended.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
@@ -109,9 +109,9 @@ def test_a_pydantic_error_is_one_line_and_exit_code_2(capsys, monkeypatch):
     class Model(BaseModel):
         number: int
 
-    monkeypatch.setattr(trainshort.cli, "run", lambda argv: Model(number="x"))  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(trainshort.cli.main, "run", lambda argv: Model(number="x"))  # pyright: ignore[reportArgumentType]
     with pytest.raises(SystemExit) as ended:
-        trainshort.cli.main(["list"])
+        trainshort.cli.main.main(["list"])
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("trainshort: A Model has an invalid value at 'number': ")
 

@@ -6,7 +6,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from trainshort.config import CONFIG_FORMAT, ModelConfig, RunConfig, TrainConfig, load_config, save_config
+from trainshort.config.run_config import CONFIG_FORMAT, ModelConfig, RunConfig, TrainConfig, load_config, save_config
 from trainshort.errors import InputError
 
 

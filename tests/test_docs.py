@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 import trainshort
-from trainshort.analyze.lab import analyses
-from trainshort.attention import backends
-from trainshort.cli import run as command
-from trainshort.data.corpus import corpora
-from trainshort.data.tokenizer import tokenizers
-from trainshort.positions import positions
-from trainshort.settings import methods
+from trainshort.cli.main import run as command
+from trainshort.config.position_config import methods
+from trainshort.config.registries import backends
+from trainshort.data.corpora import corpora
+from trainshort.data.tokenizers.base import tokenizers
+from trainshort.evaluate.analyses.base import analyses
+from trainshort.model.positions import positions
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

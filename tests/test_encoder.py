@@ -8,22 +8,24 @@ import pytest
 import torch
 from laboratory import evaluations, make_run, prose, random_tokens, tiny_model, tiny_target
 
-from trainshort import cli, masking, stream
-from trainshort.cache import Cache
-from trainshort.checkpoint import load_model
-from trainshort.config import IGNORED, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from trainshort.data import prepare
-from trainshort.data.of_run import BatchStream
+from trainshort import stream
+from trainshort.cli import main
+from trainshort.config.run_config import IGNORED, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from trainshort.data import mlm
+from trainshort.data.batches import BatchStream
+from trainshort.data.preparation import prepare
 from trainshort.errors import InputError
 from trainshort.evaluate.sweep import Sweep, score
-from trainshort.model import TransformerLM
-from trainshort.train import train
+from trainshort.model.cache import Cache
+from trainshort.model.transformer import TransformerLM
+from trainshort.train.checkpoint import load_model
+from trainshort.train.loop import train
 
 
 def run(*words):
     """A command's exit code."""
     with pytest.raises(SystemExit) as ended:
-        cli.main(list(words))
+        main.main(list(words))
     return ended.value.code or 0
 
 
@@ -46,7 +48,7 @@ def test_masks_of_training_are_a_function_of_seed_step_and_row():
     truth = np.where(hidden, whole.targets, whole.inputs)
     assert (np.diff(truth, axis=1) % 50 == 1).all()  # consecutive tokens of the text, not shifted
     share = np.mean([(BatchStream(tokens, **options).batch(step).inputs == 50).mean() for step in range(100)])
-    assert abs(share - 1 / masking.MASK_ROUNDS) < 0.02
+    assert abs(share - 1 / mlm.MASK_ROUNDS) < 0.02
 
 
 def test_what_fills_the_last_block_is_hidden_from_the_others():
@@ -58,11 +60,11 @@ def test_what_fills_the_last_block_is_hidden_from_the_others():
 
 
 def test_every_token_is_hidden_in_one_round_whatever_the_length():
-    short = masking.evaluation_rounds(range(0, 960, 10), 10).flatten()
-    assert np.array_equal(short, masking.evaluation_rounds([0], 960)[0])
-    counts = np.bincount(short, minlength=masking.MASK_ROUNDS)
+    short = mlm.evaluation_rounds(range(0, 960, 10), 10).flatten()
+    assert np.array_equal(short, mlm.evaluation_rounds([0], 960)[0])
+    counts = np.bincount(short, minlength=mlm.MASK_ROUNDS)
     assert counts.min() > 100
-    inputs, targets = masking.mask_tokens(np.array([[5, 6, 7]]), np.array([[False, True, False]]), 9)
+    inputs, targets = mlm.mask_tokens(np.array([[5, 6, 7]]), np.array([[False, True, False]]), 9)
     assert inputs.tolist() == [[5, 9, 7]]
     assert targets.tolist() == [[IGNORED, 6, IGNORED]]
 
@@ -70,7 +72,7 @@ def test_every_token_is_hidden_in_one_round_whatever_the_length():
 def test_an_evaluation_scores_each_token_in_its_own_round():
     target, tokens = tiny_target(causal=False), random_tokens(50, vocab_size=31)
     losses = np.concatenate(list(score(target, tokens, Sweep(tokens, [25]).passes(25))))
-    rounds = masking.evaluation_rounds([25], 25)[0]
+    rounds = mlm.evaluation_rounds([25], 25)[0]
     place = 7
     inputs = torch.from_numpy(np.where(rounds == rounds[place], 31, tokens[25:]).astype(np.int64))[None]
     logits = target.model(inputs)[0, place]

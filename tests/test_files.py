@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from trainshort import files
 from trainshort.errors import InputError
+from trainshort.utils import io
 
 MEND = "Do this."
 
@@ -61,36 +61,36 @@ def test_what_is_not_a_file_of_ours_is_named(tmp_path, kind, told):
     path = tmp_path / "x.json"
     damaged(kind, path)
     with pytest.raises(InputError) as caught:
-        files.read_json_object(path, mend=MEND)
+        io.read_json_object(path, mend=MEND)
     assert str(caught.value).startswith(f"Cannot read {path}: {told}")
     assert str(caught.value).endswith(". " + MEND)
-    assert not isinstance(caught.value, files.MissingFileError)
+    assert not isinstance(caught.value, io.MissingFileError)
 
 
 def test_a_missing_file_is_told_apart(tmp_path):
-    with pytest.raises(files.MissingFileError, match=r"There is no file .*x\.json\. Do this\."):
-        files.read_json(tmp_path / "x.json", mend=MEND)
+    with pytest.raises(io.MissingFileError, match=r"There is no file .*x\.json\. Do this\."):
+        io.read_json(tmp_path / "x.json", mend=MEND)
 
 
 def test_a_file_in_place_of_a_folder_and_a_zero_byte_are_told(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="There is no file"):
-        files.read_json(tmp_path / "file" / "x.json")
+        io.read_json(tmp_path / "file" / "x.json")
     with pytest.raises(InputError, match="There is no file"):
-        files.read_json(tmp_path / "x\0.json")
+        io.read_json(tmp_path / "x\0.json")
 
 
 def test_a_file_larger_than_it_can_be_is_not_read(tmp_path):
     (tmp_path / "x.json").write_bytes(b" " * 101)
     with pytest.raises(InputError, match="more than the 100 bytes"):
-        files.read_text(tmp_path / "x.json", limit=100)
+        io.read_text(tmp_path / "x.json", limit=100)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_an_unreadable_file_is_told(tmp_path):
     (tmp_path / "x.json").touch(mode=0)
     with pytest.raises(InputError, match=r"Cannot read .*: permission denied\."):
-        files.read_json(tmp_path / "x.json")
+        io.read_json(tmp_path / "x.json")
 
 
 def test_too_many_open_files_are_told(tmp_path):
@@ -107,8 +107,8 @@ def test_too_many_open_files_are_told(tmp_path):
 
 def test_writing_replaces_the_whole_file(tmp_path):
     path = tmp_path / "x.txt"
-    files.write_atomic(path, "old")
-    files.write_atomic(path, b"new")
+    io.write_atomic(path, "old")
+    io.write_atomic(path, b"new")
     assert path.read_bytes() == b"new"
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~_umask()
     assert os.listdir(tmp_path) == ["x.txt"]
@@ -123,10 +123,10 @@ def _umask():
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), KeyboardInterrupt()])
 def test_a_writer_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, error):
     path = tmp_path / "x.txt"
-    files.write_atomic(path, "old")
+    io.write_atomic(path, "old")
 
     def fail():
-        with files.atomic_replace(path, mend=MEND) as partial:
+        with io.atomic_replace(path, mend=MEND) as partial:
             partial.write_text("ne")
             raise error
 
@@ -142,7 +142,7 @@ def test_writing_where_nothing_can_be_written_is_told(tmp_path):
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "folder", tmp_path / "missing" / "x", "/proc/x"):
         with pytest.raises(InputError, match="Cannot write"):
-            files.write_atomic(tmp_path / path, "text")
+            io.write_atomic(tmp_path / path, "text")
 
 
 def test_the_name_of_a_partial_file_may_be_taken_by_a_link_or_a_pipe(tmp_path):
@@ -150,9 +150,9 @@ def test_the_name_of_a_partial_file_may_be_taken_by_a_link_or_a_pipe(tmp_path):
     other = tmp_path / "other"
     other.write_text("mine")
     (tmp_path / "x.partial").symlink_to(other)
-    files.write_atomic(tmp_path / "x", "text")
+    io.write_atomic(tmp_path / "x", "text")
     os.mkfifo(tmp_path / "y.partial")
-    files.write_atomic(tmp_path / "y", "text")
+    io.write_atomic(tmp_path / "y", "text")
     assert other.read_text() == "mine"
     assert (tmp_path / "y").read_text() == "text"
 
@@ -162,16 +162,16 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path, place):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
     with pytest.raises(InputError, match=r"(cannot be (made|written to)|a folder was expected there).*\. Do this\.$"):
-        files.make_folder(tmp_path / place, mend=MEND)
+        io.make_folder(tmp_path / place, mend=MEND)
 
 
 def test_a_locked_place_is_refused_or_waited_for(tmp_path):
-    with files.file_lock(tmp_path / "lock", "Busy."):
-        with pytest.raises(InputError, match=r"^Busy\.$"), files.file_lock(tmp_path / "lock", "Busy."):
+    with io.file_lock(tmp_path / "lock", "Busy."):
+        with pytest.raises(InputError, match=r"^Busy\.$"), io.file_lock(tmp_path / "lock", "Busy."):
             pass
-        with files.file_lock(tmp_path / "other"), files.file_lock(tmp_path):
+        with io.file_lock(tmp_path / "other"), io.file_lock(tmp_path):
             pass
-    with files.file_lock(tmp_path / "lock", "Busy."):
+    with io.file_lock(tmp_path / "lock", "Busy."):
         pass
 
 
@@ -180,13 +180,13 @@ RESULT = {"loss": 1.25, "n": 3, "name": "é\u2028", "none": None, "deep": {"b": 
 
 def test_a_sealed_result_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "x.json"
-    files.write_with_checksum(path, RESULT)
-    assert files.read_with_checksum(path) == RESULT
+    io.write_with_checksum(path, RESULT)
+    assert io.read_with_checksum(path) == RESULT
 
 
 def test_every_changed_digit_of_a_sealed_result_is_noticed(tmp_path):
     path = tmp_path / "x.json"
-    files.write_with_checksum(path, RESULT)
+    io.write_with_checksum(path, RESULT)
     text = path.read_text()
     digits = [at for at, character in enumerate(text) if character.isdigit()]
     assert len(digits) > 40
@@ -195,17 +195,17 @@ def test_every_changed_digit_of_a_sealed_result_is_noticed(tmp_path):
         if json.loads(path.read_text()) == json.loads(text):  # a last digit that float64 does not hold
             continue
         with pytest.raises(InputError):
-            files.read_with_checksum(path)
+            io.read_with_checksum(path)
 
 
 def test_every_changed_byte_of_a_sealed_result_is_noticed_also_in_the_names_of_its_fields(tmp_path):
     path = tmp_path / "x.json"
-    files.write_with_checksum(path, RESULT)
+    io.write_with_checksum(path, RESULT)
     content = path.read_bytes()
     for at in range(len(content)):
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         with suppress(InputError):
-            assert files.read_with_checksum(path) == RESULT, content[at - 5 : at + 5]  # space, or rounding
+            assert io.read_with_checksum(path) == RESULT, content[at - 5 : at + 5]  # space, or rounding
 
 
 def test_a_result_without_its_checksum_is_refused(tmp_path):
@@ -214,32 +214,32 @@ def test_a_result_without_its_checksum_is_refused(tmp_path):
     with pytest.raises(
         InputError, match=r"x\.json was changed after it was written: its checksum is another, or gone\."
     ):
-        files.read_with_checksum(path)
+        io.read_with_checksum(path)
 
 
 def test_a_place_for_a_folder_or_file_is_tried_and_nothing_is_left(tmp_path):
-    files.check_folder_writable(tmp_path / "a" / "b")
-    files.check_file_writable(tmp_path / "x.json")
+    io.check_folder_writable(tmp_path / "a" / "b")
+    io.check_file_writable(tmp_path / "x.json")
     assert not list(tmp_path.iterdir())
     (tmp_path / "kept").mkdir()
-    files.check_folder_writable(tmp_path / "kept")
+    io.check_folder_writable(tmp_path / "kept")
     assert (tmp_path / "kept").is_dir()
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="a file is in the way"):
-        files.check_folder_writable(tmp_path / "file" / "inside")
+        io.check_folder_writable(tmp_path / "file" / "inside")
     with pytest.raises(InputError, match=r"Cannot write .*inside: a file is in the way .* Choose another --out.$"):
-        files.check_file_writable(tmp_path / "file" / "inside")
+        io.check_file_writable(tmp_path / "file" / "inside")
     with pytest.raises(
         InputError, match=r"^The folder \S*folder cannot be made: a file is in the way .*\. Elsewhere\.$"
     ):
-        files.check_file_writable(tmp_path / "file" / "folder" / "inside", mend="Elsewhere.")
+        io.check_file_writable(tmp_path / "file" / "folder" / "inside", mend="Elsewhere.")
 
 
 @pytest.mark.parametrize(
     "words", ['I/O error: No space left on device (os error 28) at path "/x/.tmp"', "No space left on device (28)"]
 )
 def test_what_the_system_told_safetensors_is_told_in_our_words(words):
-    assert files.describe_os_error(files.unwrap_os_error(Exception(words))) == "the disk is full"
+    assert io.describe_os_error(io.unwrap_os_error(Exception(words))) == "the disk is full"
 
 
 @pytest.mark.parametrize("what", ["a file", "a folder"])
@@ -254,9 +254,9 @@ def test_content_then_name_then_folder_are_brought_to_the_disk(tmp_path, monkeyp
 
     monkeypatch.setattr(os, "fsync", noted)
     if what == "a file":
-        files.write_atomic(place, "content")
+        io.write_atomic(place, "content")
         assert done == [("place.partial", False), (tmp_path.name, True)]
         return
-    with files.atomic_folder(place) as partial:
+    with io.atomic_folder(place) as partial:
         (partial / "inside").write_text("content")
     assert done == [(".place.partial", False), ("inside", False), (tmp_path.name, True)]

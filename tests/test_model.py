@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from trainshort import Cache, InputError, ModelConfig, TransformerLM
-from trainshort.attention import backends
-from trainshort.attention.operator import kernel_unavailable_reason
-from trainshort.config import AdaptiveConfig
-from trainshort.positions import positions
-from trainshort.presets import presets
-from trainshort.vocabulary import IGNORED
+from trainshort.attention.backends.custom_op import kernel_unavailable_reason
+from trainshort.config.presets import presets
+from trainshort.config.registries import backends
+from trainshort.config.run_config import AdaptiveConfig
+from trainshort.model.embeddings import IGNORED
+from trainshort.model.positions import positions
 
 METHODS = positions.names()
 QUICK_BACKENDS = [name for name in backends.names() if name != "flex"]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainshort import optim
-from trainshort.config import OptimConfig, RunConfig
+from trainshort.config.run_config import OptimConfig, RunConfig
 from trainshort.errors import InputError
+from trainshort.train import optim
 
 PAPER = OptimConfig(
     name="nesterov", lr=1.0, min_lr=1e-4, warmup=16_000, warmup_start_lr=1e-7, weight_decay=0.0, max_grad_norm=0.1

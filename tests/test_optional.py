@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from trainshort.errors import InputError
-from trainshort.optional import has_package, import_optional, require_package
 from trainshort.utils.figures import can_draw
+from trainshort.utils.optional import has_package, import_optional, require_package
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -60,7 +60,7 @@ import trainshort
 q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
 assert trainshort.alibi_attention(q, k, v).shape == q.shape
 
-model = trainshort.TransformerLM(trainshort.presets.get("laptop")())
+model = trainshort.TransformerLM(trainshort.config.presets.get("laptop")())
 tokens = torch.randint(2048, (1, 20))
 with torch.no_grad():
     assert model(tokens, cache=trainshort.Cache()).shape == (1, 20, 2048)
@@ -75,7 +75,7 @@ assert provenance()["versions"]["torch"] is not None
 
 
 def test_the_command_line_says_how_to_install_rich(tmp_path):
-    code = "from trainshort.cli import main\nmain(['list', 'positions'])"
+    code = "from trainshort.cli.main import main\nmain(['list', 'positions'])"
     done = run_without_optional_packages(code, tmp_path)
     assert done.returncode == 2
     assert done.stderr == (
@@ -84,7 +84,7 @@ def test_the_command_line_says_how_to_install_rich(tmp_path):
 
 
 def test_help_needs_no_optional_package(tmp_path):
-    code = "from trainshort.cli import main\nmain(['--help'])"
+    code = "from trainshort.cli.main import main\nmain(['--help'])"
     assert run_without_optional_packages(code, tmp_path).returncode == 0
 
 
@@ -112,7 +112,7 @@ def test_a_figure_is_skipped_without_matplotlib(monkeypatch, caplog, tmp_path):
 
 
 def test_a_missing_version_is_recorded_as_null(monkeypatch):
-    from trainshort import machine
+    from trainshort.utils import machine
 
     monkeypatch.setattr(machine, "RECORDED_PACKAGES", ("torch", "no_such_package"))
     versions = machine.provenance()["versions"]

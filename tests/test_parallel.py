@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainshort import checkpoint, runs
-from trainshort.checkpoint import folders
-from trainshort.config import DataConfig, RunConfig
-from trainshort.data import prepare
-from trainshort.parallel import bfloat16_unsupported_reason
-from trainshort.train import train
+from trainshort.config.run_config import DataConfig, RunConfig
+from trainshort.data.preparation import prepare
+from trainshort.train import checkpoint, checkpoint_files, run_folder
+from trainshort.train.loop import train
+from trainshort.train.parallel import bfloat16_unsupported_reason
 
 BASE = {
     "model": {"layers": 2, "width": 16, "heads": 2},
@@ -126,7 +125,7 @@ def together(folder) -> Path:
 
 def assert_close(a: Path, b: Path) -> None:
     """The same losses, validation and weights, to rounding."""
-    first, second = runs.read_lines(a / "metrics.jsonl"), runs.read_lines(b / "metrics.jsonl")
+    first, second = run_folder.read_lines(a / "metrics.jsonl"), run_folder.read_lines(b / "metrics.jsonl")
     assert [line["step"] for line in first] == [line["step"] for line in second]
     for one, two in zip(first, second, strict=True):
         for name in ("nll", "grad_norm", "valid_nll"):
@@ -135,7 +134,7 @@ def assert_close(a: Path, b: Path) -> None:
         for name in ("count", "valid_count", "tokens", "lr"):
             assert one.get(name) == two.get(name)
     left, right = (
-        checkpoint.model_tensors(checkpoint.load_model(folders.list_checkpoints(path)[-1])) for path in (a, b)
+        checkpoint.model_tensors(checkpoint.load_model(checkpoint_files.list_checkpoints(path)[-1])) for path in (a, b)
     )
     assert left.keys() == right.keys()
     for name in left:
@@ -150,23 +149,25 @@ def test_two_processes_equal_one(together, model, strategy):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_bfloat16_on_two_ranks_is_near_float32_and_stores_float32(together, strategy):
     exact, half = (
-        runs.read_lines(path / "metrics.jsonl") for path in (alone(together, "tied"), together / f"half-{strategy}")
+        run_folder.read_lines(path / "metrics.jsonl")
+        for path in (alone(together, "tied"), together / f"half-{strategy}")
     )
     assert half[-1]["valid_nll"] == pytest.approx(exact[-1]["valid_nll"], rel=0.02)
     assert half[-1]["valid_nll"] != exact[-1]["valid_nll"]
     weights = checkpoint.model_tensors(checkpoint.load_model(together / f"half-{strategy}"))
-    newest = folders.list_checkpoints(together / f"half-{strategy}")[-1]
+    newest = checkpoint_files.list_checkpoints(together / f"half-{strategy}")[-1]
     stored = sum(path.stat().st_size for path in (newest / "model").iterdir())
     assert stored >= 4 * sum(weight.numel() for weight in weights.values())
 
 
 def test_sharded_checkpoints_are_safetensors_and_json_of_both_ranks(together):
-    newest = folders.list_checkpoints(together / "tied-fsdp")[-1]
-    assert folders.find_corruption(newest) is None
+    newest = checkpoint_files.list_checkpoints(together / "tied-fsdp")[-1]
+    assert checkpoint_files.find_corruption(newest) is None
     assert len(list((newest / "model").glob("*.safetensors"))) == 2
     assert {path.suffix for path in newest.rglob("*.*") if path.is_file()} == {".json", ".safetensors"}
     whole = sum(
-        path.stat().st_size for path in folders.list_checkpoints(alone(together, "tied"))[-1].rglob("*.safetensors")
+        path.stat().st_size
+        for path in checkpoint_files.list_checkpoints(alone(together, "tied"))[-1].rglob("*.safetensors")
     )
     parts = sum(path.stat().st_size for path in newest.rglob("*.safetensors"))
     assert parts < 1.3 * whole  # each tensor is stored once, not once per rank
@@ -182,7 +183,7 @@ def test_one_process_goes_on_where_two_stopped_and_back(together):
     for name in ("two then one", "one then two", "fsdp twice"):
         assert_close(alone(together, "tied"), together / name)
     ranks = {
-        name: [s["ranks"] for s in runs.read_lines(together / name / "sessions.jsonl")]
+        name: [s["ranks"] for s in run_folder.read_lines(together / name / "sessions.jsonl")]
         for name in ("two then one", "one then two", "fsdp twice")
     }
     assert ranks == {"two then one": [2, 1], "one then two": [1, 2], "fsdp twice": [2, 2]}

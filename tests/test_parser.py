@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 import pytest
 
-from trainshort.cli import COMMANDS, main
-from trainshort.commands.parser import Arg, Parser, UsageError, options_from_dataclass
+from trainshort.cli.main import COMMANDS, main
+from trainshort.cli.parser import Arg, Parser, UsageError, options_from_dataclass
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,6 @@ def test_an_unknown_option_is_one_sentence_and_exit_2(name, capfd):
 
 
 def test_help_imports_little():
-    code = "import sys, trainshort.cli; print(len({'tyro', 'torch', 'numpy', 'rich'} & set(sys.modules)))"
+    code = "import sys, trainshort.cli.main; print(len({'tyro', 'torch', 'numpy', 'rich'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "0\n", done

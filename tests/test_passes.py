@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainshort.data.passes import PAPER_STEPS, Pass, Passes, fill, position_edges, read_lengths
 from trainshort.errors import InputError
-from trainshort.passes import PAPER_STEPS, Pass, Passes, fill, position_edges, read_lengths
 
 
 @st.composite

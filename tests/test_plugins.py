@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainshort import plugins
-from trainshort.cache import Cache
-from trainshort.cli import COMMANDS, run
-from trainshort.commands.train import Train
-from trainshort.config import ModelConfig, RunConfig, load_config
+from trainshort.cli.main import COMMANDS, run
+from trainshort.cli.train import Train
+from trainshort.config.position_config import methods
+from trainshort.config.run_config import ModelConfig, RunConfig, load_config
 from trainshort.errors import InputError
-from trainshort.model import TransformerLM
-from trainshort.positions import positions
-from trainshort.reproduce import tasks
-from trainshort.settings import methods
+from trainshort.experiments.reproduce import jobs
+from trainshort.model.cache import Cache
+from trainshort.model.positions import positions
+from trainshort.model.transformer import TransformerLM
+from trainshort.utils import plugins
 from trainshort.utils.figures import color
 
 HERE = Path(__file__).parent / "plugins"
@@ -135,17 +135,17 @@ BAD = {
     "x = 1\ny = 1 / 0\n": "does not import: ZeroDivisionError: division by zero (line 2).",
     "import sys\nsys.exit(0)\n": "does not import: SystemExit: 0 (line 2).",
     "x = 1\n": "registers nothing; see docs/positions.md",
-    "from trainshort.positions import *\n@positions.register('alibi')\nclass A(PositionMethod):\n"
+    "from trainshort.model.positions import *\n@positions.register('alibi')\nclass A(PositionMethod):\n"
     "    def score_bias(self, length): return None\n": "cannot be used: position method 'alibi' is already registered",
-    "from trainshort.positions import *\n@positions.register('new')\nclass A(PositionMethod): ...\n": "position method "
+    "from trainshort.model.positions import *\n@positions.register('new')\nclass A(PositionMethod): ...\n": "position method "
     "'new' does nothing: it lacks embed, rotate, score_bias alike.",
-    "from trainshort.positions import *\n@positions.register('new')\nclass A: ...\n": "position method 'new' must be a "
+    "from trainshort.model.positions import *\n@positions.register('new')\nclass A: ...\n": "position method 'new' must be a "
     "class that extends PositionMethod.",
     "from trainshort.attention import backends\n@backends.register('new')\nclass A: ...\n": "attention backend 'new' "
     "lacks unsupported_reason() and run().",
-    "from trainshort.analyze.lab import analyses\n@analyses.register('new')\ndef ask(lab): ...\n": "analysis 'new' "
+    "from trainshort.evaluate.analyses.base import analyses\n@analyses.register('new')\ndef ask(lab): ...\n": "analysis 'new' "
     "lacks run() and table().",
-    "from trainshort.data.corpus import corpora\ncorpora.register('new')('text.txt')\n": "corpus 'new' lacks "
+    "from trainshort.data.corpora import corpora\ncorpora.register('new')('text.txt')\n": "corpus 'new' lacks "
     "__call__().",
 }
 
@@ -169,11 +169,13 @@ def test_what_a_plugin_is_the_first_to_import_stays_the_packages(tmp_path, endin
     """Modules that register as they are imported did so while the plug-in was loaded, and were taken for its own:
     withdrawn with a bad one, and a good one was needed by every run with a method of the package."""
     path = tmp_path / "mine.py"
-    path.write_text(KERPLE.read_text().replace("kerple-log", "mine") + f"\nimport trainshort.analyze\n{ending}\n")
+    path.write_text(
+        KERPLE.read_text().replace("kerple-log", "mine") + f"\nimport trainshort.evaluate.analyses\n{ending}\n"
+    )
     code = (
         "import sys, contextlib; from pathlib import Path; from trainshort import plugins\n"
         "with contextlib.suppress(plugins.InputError): plugins.load_plugin(Path(sys.argv[1]))\n"
-        "from trainshort.analyze import analyses; from trainshort.positions import positions\n"
+        "from trainshort.evaluate.analyses import analyses; from trainshort.model.positions import positions\n"
         "names = [('position method', name) for name in positions.names() if name != 'mine']\n"
         "print('alibi' in positions, len(analyses.names()), plugins.origins(names))"
     )
@@ -240,7 +242,7 @@ def test_float32_stays_by_the_base_class():
 
 
 def test_worker_processes_find_the_same_plugins(tmp_path):
-    code = "from trainshort.settings import methods; print(methods.get('kerple-log').summary)"
+    code = "from trainshort.config.position_config import methods; print(methods.get('kerple-log').summary)"
     environment = os.environ | {plugins.PLUGIN_ENV_VAR: str(KERPLE)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.startswith("A penalty"), done.stderr
@@ -256,7 +258,7 @@ def test_an_installed_package_is_a_plugin(tmp_path):
     (info / "entry_points.txt").write_text("[trainshort.plugins]\nkerple = my_kerple\n")
     code = (
         "import sys; sys.path.insert(0, '.')\n"
-        "from trainshort import plugins; from trainshort.settings import methods\n"
+        "from trainshort import plugins; from trainshort.config.position_config import methods\n"
         "print(methods.get('kerple-installed').summary)\n"
         "print([p.name for p in plugins.origins([('position method', 'kerple-installed')])])"
     )
@@ -273,7 +275,7 @@ def test_an_installed_plugin_whose_package_is_gone_is_one_sentence(tmp_path):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gone\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[trainshort.plugins]\ngone = no_such_package.part:thing\n")
-    code = "import sys; sys.path.insert(0, '.'); from trainshort.cli import main; main(['list', 'positions'])"
+    code = "import sys; sys.path.insert(0, '.'); from trainshort.cli.main import main; main(['list', 'positions'])"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
@@ -309,7 +311,7 @@ def test_an_error_that_is_not_a_plugins_stays_what_it_is():
 def test_a_task_reaches_another_process_with_a_plugins_settings(tmp_path):
     """Workers and cluster jobs get it pickled, before anything is loaded there."""
     config = RunConfig(model=ModelConfig(position="kerple-log", position_settings={"a": 0.25}))
-    (tmp_path / "task").write_bytes(pickle.dumps(tasks.Job("mine", config)))
+    (tmp_path / "task").write_bytes(pickle.dumps(jobs.Job("mine", config)))
     code = "import pickle; print(pickle.load(open('task', 'rb')).config.model.position_settings.a)"
     environment = os.environ | {plugins.PLUGIN_ENV_VAR: str(KERPLE), "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
@@ -347,7 +349,7 @@ FAILING = [
 @pytest.mark.parametrize(("body", "message"), FAILING, ids=[message[-30:] for _, message in FAILING])
 def test_a_method_that_fails_is_one_sentence_before_a_folder_is_made(tmp_path, body, message):
     (tmp_path / "owl.txt").write_text("the owl and the pussy-cat went to sea in a beautiful pea-green boat. " * 200)
-    text = "from trainshort.positions import *\n@positions.register('mine')\nclass A(PositionMethod):\n" + body
+    text = "from trainshort.model.positions import *\n@positions.register('mine')\nclass A(PositionMethod):\n" + body
     (tmp_path / "mine.py").write_text(text)
     words = ("--position", "mine", "--corpus", "owl.txt", "--tokenizer", "bytes", "--out", "run", "--quiet")
     told = command(tmp_path, "train", "demo-alibi", *SMALL, *words, code=2, plugin=tmp_path / "mine.py")

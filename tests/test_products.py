@@ -9,8 +9,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainshort import vocabulary
-from trainshort.vocabulary import apply_linear, linear
+from trainshort.model import embeddings
+from trainshort.model.embeddings import apply_linear, linear
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch):
     """Also on processors where MKL is as quick, and for small numbers."""
-    monkeypatch.setattr(vocabulary, "is_onednn_faster", lambda: True)
-    monkeypatch.setattr(vocabulary, "MIN_ONEDNN_MULTIPLICATIONS", 0)
+    monkeypatch.setattr(embeddings, "is_onednn_faster", lambda: True)
+    monkeypatch.setattr(embeddings, "MIN_ONEDNN_MULTIPLICATIONS", 0)
 
 
 class Counted(TorchDispatchMode):
@@ -142,9 +142,9 @@ def test_transforms_follow_torch_s_own_operations():
 
 def test_where_it_is_not_quicker_nothing_changes(monkeypatch):
     layer, x = nn.Linear(24, 40), torch.randn(9, 24)
-    monkeypatch.setattr(vocabulary, "is_onednn_faster", lambda: False)
+    monkeypatch.setattr(embeddings, "is_onednn_faster", lambda: False)
     assert calls_of(lambda: apply_linear(layer, x)) == 0
-    monkeypatch.setattr(vocabulary, "is_onednn_faster", lambda: True)
-    monkeypatch.setattr(vocabulary, "MIN_ONEDNN_MULTIPLICATIONS", 9 * 24 * 40 + 1)
+    monkeypatch.setattr(embeddings, "is_onednn_faster", lambda: True)
+    monkeypatch.setattr(embeddings, "MIN_ONEDNN_MULTIPLICATIONS", 9 * 24 * 40 + 1)
     assert calls_of(lambda: apply_linear(layer, x)) == 0
     assert torch.equal(apply_linear(layer, x), layer(x))

@@ -6,8 +6,8 @@ import math
 import pytest
 from rich.console import Console
 
-from trainshort import terminal
-from trainshort.terminal import ProgressMeter, TrainingDisplay, format_duration, perplexity
+from trainshort.utils import terminal
+from trainshort.utils.terminal import ProgressMeter, TrainingDisplay, format_duration, perplexity
 
 UPDATE = {"step": 50, "loss": 2.0, "lr": 1e-3, "tokens_per_second": 12345.6}
 VALID = {"step": 50, "valid_loss": 1.0}

@@ -34,7 +34,7 @@ def test_the_readme_is_short_and_starts_with_two_commands():
 
 
 def test_every_command_is_known():
-    from trainshort.cli import COMMANDS
+    from trainshort.cli.main import COMMANDS
 
     names = {shlex.split(command)[1] for command in commands() if command.startswith("trainshort ")}
     assert names <= set(COMMANDS)

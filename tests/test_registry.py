@@ -5,9 +5,9 @@ import math
 import pytest
 
 import trainshort
-from trainshort import registries
+from trainshort.config import registries
 from trainshort.errors import InputError
-from trainshort.registry import Registry
+from trainshort.utils.registry import Registry
 
 
 def test_a_registry_keeps_order_and_helps():

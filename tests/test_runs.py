@@ -5,15 +5,16 @@ import os
 
 import pytest
 
-from trainshort import machine, runs
-from trainshort.config import RunConfig, load_config
+from trainshort.config.run_config import RunConfig, load_config
 from trainshort.errors import InputError
+from trainshort.train import run_folder
+from trainshort.utils import machine
 
 CONFIG = RunConfig()
 
 
 def start(path, config=CONFIG, *, resume=False):
-    with runs.open_run(path, config, resume=resume) as folder:
+    with run_folder.open_run(path, config, resume=resume) as folder:
         return folder
 
 
@@ -39,7 +40,7 @@ def test_a_folder_that_is_no_run_is_refused_even_with_resume(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["thesis.tex"]
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(InputError, match=r"config\.json"):
-        runs.check_run_path_free(tmp_path, resume=True)
+        run_folder.check_run_path_free(tmp_path, resume=True)
     with pytest.raises(InputError, match=r"is a file, but a run needs a folder"):
         start(tmp_path / "thesis.tex")
 
@@ -67,8 +68,8 @@ def test_resume_may_change_how_far_and_how_often(tmp_path):
 
 
 def test_every_changeable_setting_exists():
-    known = runs.flatten(CONFIG.model_dump())
-    assert set(known) >= runs.RESUME_CHANGEABLE_SETTINGS
+    known = run_folder.flatten(CONFIG.model_dump())
+    assert set(known) >= run_folder.RESUME_CHANGEABLE_SETTINGS
 
 
 def test_a_config_of_another_version_is_refused(tmp_path):
@@ -83,7 +84,7 @@ def test_a_config_of_another_version_is_refused(tmp_path):
 
 def test_two_cannot_write_at_once(tmp_path):
     with (
-        runs.open_run(tmp_path / "run", CONFIG, resume=False),
+        run_folder.open_run(tmp_path / "run", CONFIG, resume=False),
         pytest.raises(InputError, match=r"Another process is training in"),
     ):
         start(tmp_path / "run", resume=True)
@@ -93,33 +94,33 @@ def test_two_cannot_write_at_once(tmp_path):
 def test_metrics_are_cut_to_the_checkpoint_and_a_torn_line_goes(tmp_path):
     folder = start(tmp_path / "run")
     for step in (10, 20, 30):
-        runs.append_line(folder.metrics, {"step": step, "loss": step / 7})
+        run_folder.append_line(folder.metrics, {"step": step, "loss": step / 7})
     kept = folder.metrics.read_bytes()
-    runs.append_line(folder.metrics, {"step": 40, "loss": 1.0})
+    run_folder.append_line(folder.metrics, {"step": 40, "loss": 1.0})
     with folder.metrics.open("a") as file:
         file.write('{"step": 50, "lo')
-    assert [record["step"] for record in runs.read_lines(folder.metrics)] == [10, 20, 30, 40]
-    runs.truncate_metrics(folder, 30)
+    assert [record["step"] for record in run_folder.read_lines(folder.metrics)] == [10, 20, 30, 40]
+    run_folder.truncate_metrics(folder, 30)
     assert folder.metrics.read_bytes() == kept  # floats survive the round trip to the last bit
-    runs.truncate_metrics(folder, 0)
+    run_folder.truncate_metrics(folder, 0)
     assert folder.metrics.read_bytes() == b""
 
 
 def test_lines_missing_before_the_checkpoint_are_told_and_the_file_is_left(tmp_path):
     folder = start(tmp_path / "run")
     for step in (10, 20, 30):
-        runs.append_line(folder.metrics, {"step": step})
-    last = runs.last_checksum(folder.metrics)
+        run_folder.append_line(folder.metrics, {"step": step})
+    last = run_folder.last_checksum(folder.metrics)
     whole = folder.metrics.read_bytes()
     for torn in (whole[:-1], whole[: whole.index(b"\n") + 1], b""):
         folder.metrics.write_bytes(torn)
         with pytest.raises(InputError, match=r"metrics\.jsonl ends before step 30, at which the run was saved"):
-            runs.truncate_metrics(folder, 30, last)
+            run_folder.truncate_metrics(folder, 30, last)
         assert folder.metrics.read_bytes() == torn
     folder.metrics.unlink()  # as the message says
-    runs.truncate_metrics(folder, 30, last)
-    runs.append_line(folder.metrics, {"step": 40})
-    runs.truncate_metrics(folder, 30, last)
+    run_folder.truncate_metrics(folder, 30, last)
+    run_folder.append_line(folder.metrics, {"step": 40})
+    run_folder.truncate_metrics(folder, 30, last)
     assert folder.metrics.read_bytes() == b""
 
 
@@ -127,27 +128,27 @@ def test_metrics_that_end_before_the_last_checkpoint_are_told_to_whoever_reads_t
     folder = start(tmp_path / "run")
     numbers = {"tokens": 1, "seconds": 1.0}
     for step in (10, 20, 30):
-        runs.append_line(folder.metrics, {"step": step, **numbers})
+        run_folder.append_line(folder.metrics, {"step": step, **numbers})
         if step < 30:
             (folder.checkpoints / f"step-{step:09d}").mkdir()
-            state = {"step": step, "metrics": runs.last_checksum(folder.metrics)}
+            state = {"step": step, "metrics": run_folder.last_checksum(folder.metrics)}
             (folder.checkpoints / f"step-{step:09d}" / "state.json").write_text(json.dumps(state))
     whole = folder.metrics.read_bytes()
     lines = whole.splitlines(keepends=True)
-    assert [record["step"] for record in runs.read_metrics(folder)] == [10, 20, 30]
+    assert [record["step"] for record in run_folder.read_metrics(folder)] == [10, 20, 30]
     folder.metrics.write_bytes(b"".join(lines[:2]))  # what came after the checkpoint may have gone with a kill
-    assert [record["step"] for record in runs.read_metrics(folder)] == [10, 20]
+    assert [record["step"] for record in run_folder.read_metrics(folder)] == [10, 20]
     for cut in (lines[0] + lines[1][:-1], lines[0], b""):
         folder.metrics.write_bytes(cut)
         with pytest.raises(InputError, match=r"metrics\.jsonl ends before step 20, at which the run was saved"):
-            runs.read_metrics(folder)
+            run_folder.read_metrics(folder)
     folder.metrics.unlink()  # as the message says
-    assert runs.read_metrics(folder) == []
-    runs.append_line(folder.metrics, {"step": 30, **numbers})
-    assert [record["step"] for record in runs.read_metrics(folder)] == [30]
+    assert run_folder.read_metrics(folder) == []
+    run_folder.append_line(folder.metrics, {"step": 30, **numbers})
+    assert [record["step"] for record in run_folder.read_metrics(folder)] == [30]
     folder.metrics.write_bytes(lines[0])
     (folder.checkpoints / "step-000000020").rename(folder.checkpoints / "step-000000020.damaged")  # set aside
-    assert [record["step"] for record in runs.read_metrics(folder)] == [10]
+    assert [record["step"] for record in run_folder.read_metrics(folder)] == [10]
 
 
 def test_tolerance_up_to_rounding_is_harmless_and_beyond_it_is_another_run(tmp_path):

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 import trainshort
-from trainshort.terminal import escape_control_characters, new_console, print_line, print_status, show_log_messages
+from trainshort.utils.terminal import (
+    escape_control_characters,
+    new_console,
+    print_line,
+    print_status,
+    show_log_messages,
+)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import signal
 
 import pytest
 
-from trainshort.cli import main
-from trainshort.commands.train import Train
-from trainshort.config import AdaptiveConfig, ModelConfig, RunConfig, save_config
-from trainshort.recipes import recipes
+from trainshort.cli.main import main
+from trainshort.cli.train import Train
+from trainshort.config.run_config import AdaptiveConfig, ModelConfig, RunConfig, save_config
+from trainshort.experiments.recipes import recipes
 
 
 def test_options_change_the_recipe_and_nothing_else():

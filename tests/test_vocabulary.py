@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainshort import vocabulary
-from trainshort.config import AdaptiveConfig, ModelConfig
-from trainshort.vocabulary import IGNORED, AdaptiveVocabulary, Vocabulary, linear_nll
+from trainshort.config.run_config import AdaptiveConfig, ModelConfig
+from trainshort.model import embeddings
+from trainshort.model.embeddings import IGNORED, AdaptiveVocabulary, Vocabulary, linear_nll
 
 
 def adaptive(**settings):
@@ -17,7 +17,7 @@ def adaptive(**settings):
 
 @pytest.fixture(params=[1 << 22, 300], ids=["one slice", "many slices"])
 def _slices(request, monkeypatch):
-    monkeypatch.setattr(vocabulary, "SLICE_ELEMENTS", request.param)
+    monkeypatch.setattr(embeddings, "SLICE_ELEMENTS", request.param)
 
 
 @pytest.mark.usefixtures("_slices")

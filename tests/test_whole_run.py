@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trainshort.cli import main
-from trainshort.data.of_run import RUN_DATA_FILE
+from trainshort.cli.main import main
+from trainshort.data.batches import RUN_DATA_FILE
 
 TEXT = Path(__file__).parent / "text.txt"
 WORDS = (

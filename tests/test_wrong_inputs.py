@@ -10,8 +10,8 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-from trainshort.cli import COMMANDS, main
-from trainshort.data.corpus import corpora
+from trainshort.cli.main import COMMANDS, main
+from trainshort.data.corpora import corpora
 
 RUN = "runs/tiny"
 TRAIN = "train demo-alibi --data.folder data/tiny"
@@ -392,7 +392,7 @@ def place(tiny_run, tmp_path_factory):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(settings))
     (folder / "blank.txt").write_text(" \n\n\t\n" * 50)
-    five = "from trainshort.data.corpus import corpora\n\n@corpora.register('five')\ndef five():\n    return 5\n"
+    five = "from trainshort.data.corpora import corpora\n\n@corpora.register('five')\ndef five():\n    return 5\n"
     (folder / "five.py").write_text(five)
     (folder / "nothing.txt").touch()
     (folder / "number.jsonl").write_text('{"text": "a"}\n{"text": 5}\n')

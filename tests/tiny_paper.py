@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from trainshort.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from trainshort.data import prepare
-from trainshort.recipes.experiments import Experiment, choose
-from trainshort.recipes.scales import Scale, Variant
+from trainshort.config.run_config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from trainshort.data.preparation import prepare
+from trainshort.experiments.experiments import Experiment, choose
+from trainshort.experiments.scales import Scale, Variant
 
 METHODS = ("alibi", "sinusoidal")
 

@@ -8,20 +8,21 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0.dev0"
 
 if TYPE_CHECKING:
-    from trainshort import alibi, presets
+    from trainshort import alibi
     from trainshort.attention import DecayBias, DenseBias, DistanceBias, LinearBias, alibi_attention, attend
-    from trainshort.cache import Cache
-    from trainshort.checkpoint import load_model
-    from trainshort.config import ModelConfig, RunConfig
-    from trainshort.data import load_tokenizer
+    from trainshort.config import presets
+    from trainshort.config.position_config import PositionConfig
+    from trainshort.config.registries import analyses, backends, corpora, formats, positions, tokenizers
+    from trainshort.config.run_config import ModelConfig, RunConfig
+    from trainshort.data.tokenizers.base import load_tokenizer
     from trainshort.errors import InputError
-    from trainshort.generate import stream
+    from trainshort.generate.streaming import stream
     from trainshort.interop.doctor import doctor
     from trainshort.interop.patch import patch, unpatch
-    from trainshort.model import TransformerLM
-    from trainshort.positions import LayerInput, PositionMethod
-    from trainshort.registries import analyses, backends, corpora, formats, positions, tokenizers
-    from trainshort.settings import PositionConfig
+    from trainshort.model.cache import Cache
+    from trainshort.model.positions import LayerInput, PositionMethod
+    from trainshort.model.transformer import TransformerLM
+    from trainshort.train.checkpoint import load_model
 
     register_analysis = analyses.register
     register_backend = backends.register
@@ -61,22 +62,31 @@ __all__ = [
     "unpatch",
 ]
 
-_HOMES = {
-    "attention": ("DecayBias", "DenseBias", "DistanceBias", "LinearBias", "alibi_attention", "attend"),
-    "cache": ("Cache",),
-    "checkpoint": ("load_model",),
-    "config": ("ModelConfig", "RunConfig"),
-    "data": ("load_tokenizer",),
-    "errors": ("InputError",),
-    "generate": ("stream",),
-    "interop.doctor": ("doctor",),
-    "interop.patch": ("patch", "unpatch"),
-    "model": ("TransformerLM",),
-    "positions": ("LayerInput", "PositionMethod"),
-    "settings": ("MethodSettings",),
+# The module of each public name. A name is imported when it is first used.
+_MODULES = {
+    "Cache": "trainshort.model.cache",
+    "DecayBias": "trainshort.attention",
+    "DenseBias": "trainshort.attention",
+    "DistanceBias": "trainshort.attention",
+    "InputError": "trainshort.errors",
+    "LayerInput": "trainshort.model.positions",
+    "LinearBias": "trainshort.attention",
+    "ModelConfig": "trainshort.config.run_config",
+    "PositionConfig": "trainshort.config.position_config",
+    "PositionMethod": "trainshort.model.positions",
+    "RunConfig": "trainshort.config.run_config",
+    "TransformerLM": "trainshort.model.transformer",
+    "alibi_attention": "trainshort.attention",
+    "attend": "trainshort.attention",
+    "doctor": "trainshort.interop.doctor",
+    "load_model": "trainshort.train.checkpoint",
+    "load_tokenizer": "trainshort.data.tokenizers.base",
+    "patch": "trainshort.interop.patch",
+    "stream": "trainshort.generate.streaming",
+    "unpatch": "trainshort.interop.patch",
 }
 
-
+# The registry that each public decorator adds to.
 _DECORATORS = {
     "register_analysis": "analyses",
     "register_backend": "backends",
@@ -85,18 +95,19 @@ _DECORATORS = {
     "register_position": "positions",
     "register_tokenizer": "tokenizers",
 }
-"""The public decorators of plug-ins, and the registry in registries.py that each one adds to."""
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported on first use: `trainshort --help` should not wait for torch."""
+    """Import a public name when it is first used, so that `trainshort --help` does not import torch."""
     from importlib import import_module
 
-    if name in ("alibi", "presets"):
-        return import_module(f"trainshort.{name}")
+    if name == "alibi":
+        return import_module("trainshort.alibi")
+    if name == "presets":
+        return import_module("trainshort.config.presets")
     if name in _DECORATORS:
-        return getattr(import_module("trainshort.registries"), _DECORATORS[name]).register
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"trainshort.{home}"), name)
+        registries = import_module("trainshort.config.registries")
+        return getattr(registries, _DECORATORS[name]).register
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'trainshort' has no attribute {name!r}")

@@ -17,11 +17,11 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from trainshort.attention import Bias, attend, attend_in_blocks
-from trainshort.cache.growing import Ask
-from trainshort.config import ModelConfig
+from trainshort.config.run_config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.model import TransformerLM
-from trainshort.positions import PositionMethod
+from trainshort.model.cache.full import Ask
+from trainshort.model.positions import PositionMethod
+from trainshort.model.transformer import TransformerLM
 
 KIND = "trainshort"
 

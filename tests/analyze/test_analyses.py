@@ -7,15 +7,15 @@ import pytest
 import torch
 from laboratory import random_tokens, tiny_target
 
-from trainshort.analyze import early_tokens, far_context, recall
-from trainshort.analyze import slopes as slopes_analysis
-from trainshort.analyze.lab import SCORED_TOKENS, AnalysisContext, analyses, compare
+from trainshort.data.passes import Passes
 from trainshort.errors import InputError
-from trainshort.evaluate.changes import Override, apply_override, new_slopes
+from trainshort.evaluate.analyses import early_tokens, far_context, recall
+from trainshort.evaluate.analyses import slopes as slopes_analysis
+from trainshort.evaluate.analyses.base import SCORED_TOKENS, AnalysisContext, analyses, compare
+from trainshort.evaluate.overrides import Override, apply_override, new_slopes
 from trainshort.evaluate.results import summarize
 from trainshort.evaluate.sweep import score
-from trainshort.evaluate.target import Target
-from trainshort.passes import Passes
+from trainshort.evaluate.targets import Target
 
 
 class Repeater(Target):

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from laboratory import make_run, prose, save_hugging_face, tiny_model
 
-from trainshort import cli
-from trainshort.analyze import analyses, cost
-from trainshort.positions import positions
-from trainshort.settings import PAPER_METHODS
+from trainshort.cli import main
+from trainshort.config.position_config import PAPER_METHODS
+from trainshort.evaluate.analyses import analyses, cost
+from trainshort.model.positions import positions
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def run(tmp_path_factory) -> Path:
 
 def analyze(*words: object) -> int:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["analyze", *map(str, words)])
+        main.main(["analyze", *map(str, words)])
     return int(ended.value.code or 0)
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from laboratory import prose
 
-from trainshort.analyze import AnalysisContext, analyses, early_tokens, far_context, reach, recall, slopes
-from trainshort.config import ModelConfig
-from trainshort.evaluate.evidence import MIN_EFFECT_NATS, format_range, is_significant_increase, longest_contiguous
+from trainshort.config.run_config import ModelConfig
+from trainshort.evaluate.analyses import AnalysisContext, analyses, early_tokens, far_context, reach, recall, slopes
 from trainshort.evaluate.results import interval_of
-from trainshort.evaluate.target import ModelTarget
-from trainshort.model import TransformerLM
-from trainshort.positions import positions
+from trainshort.evaluate.significance import MIN_EFFECT_NATS, format_range, is_significant_increase, longest_contiguous
+from trainshort.evaluate.targets import ModelTarget
+from trainshort.model.positions import positions
+from trainshort.model.transformer import TransformerLM
 
 LENGTH = 64
 METHODS = [name for name in positions.names() if name != "learned"]  # its table ends at the training length

@@ -5,11 +5,11 @@ import torch
 from laboratory import random_tokens, tiny_model, tiny_target
 
 from trainshort import alibi
-from trainshort.analyze import reach
-from trainshort.analyze.lab import AnalysisContext
-from trainshort.attention import backends
+from trainshort.config.registries import backends
+from trainshort.evaluate.analyses import reach
+from trainshort.evaluate.analyses.base import AnalysisContext
 from trainshort.evaluate.attention_inputs import attention_calls
-from trainshort.positions import positions
+from trainshort.model.positions import positions
 
 
 @pytest.mark.parametrize("position", ["alibi", "rotary", "t5", "none"])

@@ -8,8 +8,9 @@ from compiled_code import Problem, both, needs_kernel, read_and_promised
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainshort import alibi, clocks
-from trainshort.attention import DecayBias, LinearBias, attend, backends
+from trainshort import alibi
+from trainshort.attention import DecayBias, LinearBias, attend, decay
+from trainshort.config.registries import backends
 from trainshort.errors import InputError
 
 BACKENDS = [pytest.param("windowed", marks=needs_kernel), pytest.param("compiled", marks=needs_kernel)]
@@ -71,7 +72,7 @@ def test_output_and_gradients_are_within_the_budget(name, shape, dtype):
 def test_an_even_clock_is_alibi(name):
     (q, k, v, _), _ = draw((2, 4, 2, 300, 33, 16))
     slopes = alibi.slopes(4)
-    clock = clocks.decay_from_slopes(slopes, k.shape[2], 2)
+    clock = decay.decay_from_slopes(slopes, k.shape[2], 2)
     expected = attend(q, k, v, bias=LinearBias(slopes), backend="reference")
     torch.testing.assert_close(attend(q, k, v, bias=DecayBias(clock), backend=name), expected, rtol=0, atol=3e-6)
     shifted = DecayBias(clock + 1e6)  # only differences count, however late it is
@@ -140,8 +141,8 @@ def test_a_falling_clock_skips_and_an_even_one_as_much_as_alibi(implementation):
         return float((positions - first + 1).sum() / (8 * (positions + 1).sum()))
 
     linear = share(slopes)
-    assert share(clocks.decay_from_slopes(slopes, 4096)) == pytest.approx(linear, rel=0.02)
-    assert share(clocks.decay_from_slopes(16 * slopes, 4096)) < linear / 2
+    assert share(decay.decay_from_slopes(slopes, 4096)) == pytest.approx(linear, rel=0.02)
+    assert share(decay.decay_from_slopes(16 * slopes, 4096)) < linear / 2
 
 
 @needs_kernel
@@ -196,7 +197,7 @@ def test_flex_takes_clocks(tolerance):
 
 def test_starts_in_small_integers():
     clock = -torch.arange(7.0, dtype=torch.float64)[None, None]
-    starts = clocks.proven_first_keys(torch.zeros(1, 1, 7, dtype=torch.float64), clock, math.exp(-3))
+    starts = decay.proven_first_keys(torch.zeros(1, 1, 7, dtype=torch.float64), clock, math.exp(-3))
     assert starts.tolist() == [[[0, 0, 0, 0, 1, 2, 3]]]
 
 

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainshort import alibi
-from trainshort.attention import BiasKind, DenseBias, DistanceBias, LinearBias, attend, backends
+from trainshort.attention import BiasKind, DenseBias, DistanceBias, LinearBias, attend
+from trainshort.attention.backends.compiled import table_by_distance
+from trainshort.attention.backends.reference import materialize_bias, visibility_mask
 from trainshort.attention.call import AttentionCall
-from trainshort.attention.compiled import table_by_distance
-from trainshort.attention.formula import materialize_bias, visibility_mask
-from trainshort.attention.op import choose_backend
+from trainshort.attention.functional import choose_backend
+from trainshort.config.registries import backends
 
 
 def with_gradients(backend, tensors, make_bias, values, grad_out, **options):
@@ -94,8 +95,8 @@ def test_without_a_bias_it_serves_where_torchs_vectors_are_no_wider(monkeypatch)
     assert choose_backend(AttentionCall(q, q, q)) is backends.get("compiled")
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
     for narrow, backend in ((False, "sdpa"), (True, "compiled")):
-        monkeypatch.setattr("trainshort.attention.compiled.mkl_lacks_avx512", lambda narrow=narrow: narrow)
-        monkeypatch.setattr("trainshort.attention.op._backend_cache", {})
+        monkeypatch.setattr("trainshort.attention.backends.compiled.mkl_lacks_avx512", lambda narrow=narrow: narrow)
+        monkeypatch.setattr("trainshort.attention.functional._backend_cache", {})
         assert choose_backend(AttentionCall(q, q, q)) is backends.get(backend)
 
 
@@ -187,8 +188,11 @@ def test_it_says_why_it_cannot(change, reason):
 
 
 def test_without_the_kernel_sdpa_takes_over(monkeypatch):
-    monkeypatch.setattr("trainshort.attention.operator.traceable_kernel_unavailable_reason", lambda dtype: "there is no C compiler here")
-    monkeypatch.setattr("trainshort.attention.op._backend_cache", {})
+    monkeypatch.setattr(
+        "trainshort.attention.backends.custom_op.traceable_kernel_unavailable_reason",
+        lambda dtype: "there is no C compiler here",
+    )
+    monkeypatch.setattr("trainshort.attention.functional._backend_cache", {})
     q = torch.randn(1, 2, 20, 8, requires_grad=True)
     call = AttentionCall(q, q, q, DistanceBias(torch.ones(2, 3, requires_grad=True)))
     assert backends.get("compiled").unsupported_reason(call) == (

@@ -7,8 +7,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainshort import alibi
-from trainshort.attention import DenseBias, DistanceBias, LinearBias, attend, backends
+from trainshort.attention import DenseBias, DistanceBias, LinearBias, attend
 from trainshort.attention.call import AttentionCall
+from trainshort.config.registries import backends
 
 BACKENDS = [name for name in backends.names() if name not in ("reference", "flex")]
 

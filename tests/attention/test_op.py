@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from trainshort import alibi, alibi_attention
-from trainshort.attention import AttentionOutput, DenseBias, DistanceBias, LinearBias, attend, backends, merge_by_lse
+from trainshort.attention import AttentionOutput, DenseBias, DistanceBias, LinearBias, attend, merge_by_lse
+from trainshort.attention.backends.compiled import table_by_distance
+from trainshort.attention.backends.flex import _score_function
+from trainshort.attention.backends.reference import materialize_bias
 from trainshort.attention.call import AttentionBias, AttentionCall, validate
-from trainshort.attention.compiled import table_by_distance
-from trainshort.attention.flex import _score_function
-from trainshort.attention.formula import materialize_bias
+from trainshort.config.registries import backends
 from trainshort.errors import InputError
 
 # flex compiles for each new shape, which takes seconds: it has a file of its own.
@@ -208,8 +209,8 @@ def test_dropout_drops_and_keeps_the_mean():
 
 def test_auto_takes_the_quick_backend_for_alibi_and_explains(caplog, monkeypatch):
     """Each backend that is chosen is told once, with those that were asked first and their reasons."""
-    monkeypatch.setattr("trainshort.attention.op._logged_messages", set())
-    monkeypatch.setattr("trainshort.attention.op._backend_cache", {})
+    monkeypatch.setattr("trainshort.attention.functional._logged_messages", set())
+    monkeypatch.setattr("trainshort.attention.functional._backend_cache", {})
     q, k, v = inputs()
     with caplog.at_level(logging.INFO, logger="trainshort.attention"):
         for _ in range(2):
@@ -245,11 +246,11 @@ def test_a_backend_is_one_class_and_one_line(monkeypatch):
     with pytest.raises(InputError, match="'mine' does not support this call: it knows windows of 3 only; use 'sdpa'"):
         attend(q, k, v, backend="mine")
     Mine.skip_reason = lambda self, call: "it would rather not"
-    monkeypatch.setattr("trainshort.attention.op._backend_cache", {})
+    monkeypatch.setattr("trainshort.attention.functional._backend_cache", {})
     assert not torch.equal(attend(q, k, v, window=3), v * 2)
     assert torch.equal(attend(q, k, v, window=3, backend="mine"), v * 2)
     Mine.rank = lambda self, call: 1000
-    monkeypatch.setattr("trainshort.attention.op._backend_cache", {})
+    monkeypatch.setattr("trainshort.attention.functional._backend_cache", {})
     with pytest.raises(InputError, match="The rank of attention backend 'mine' is method; it must be a number"):
         attend(q, k, v, window=3)
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from trainshort import alibi, alibi_attention
-from trainshort.attention import AttentionCall, BiasKind, DecayBias, DistanceBias, LinearBias, attend, backends
+from trainshort.attention import AttentionCall, BiasKind, DecayBias, DistanceBias, LinearBias, attend
+from trainshort.config.registries import backends
 from trainshort.errors import InputError
 
 BACKENDS = [name for name in backends.names() if name != "flex"]

@@ -160,8 +160,8 @@ def test_inference_mode_and_no_grad():
 
 
 def test_what_takes_over_is_said(caplog, monkeypatch):
-    monkeypatch.setattr("trainshort.attention.op._logged_messages", set())
-    monkeypatch.setattr("trainshort.attention.op._backend_cache", {})
+    monkeypatch.setattr("trainshort.attention.functional._logged_messages", set())
+    monkeypatch.setattr("trainshort.attention.functional._backend_cache", {})
     with caplog.at_level(logging.INFO, logger="trainshort.attention"):
         torch.func.grad(loss)(q)
     assert [record.getMessage() for record in caplog.records] == ["attention backend: reference"]

@@ -12,8 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainshort import alibi
-from trainshort.attention import LinearBias, attend, backends
+from trainshort.attention import LinearBias, attend
 from trainshort.attention.call import AttentionCall
+from trainshort.config.registries import backends
 from trainshort.errors import InputError
 
 KINDS = [

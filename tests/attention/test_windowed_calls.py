@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trainshort import alibi
 from trainshort.attention import BiasKind, LinearBias, attend
-from trainshort.kernels import build
+from trainshort.attention.kernels import build
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 

@@ -8,9 +8,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from trainshort import alibi
 from trainshort.attention import LinearBias, attend, run_attention
+from trainshort.attention.backends.flex import FLEX_BLOCK_SIZE, _score_function, proven_block_mask
+from trainshort.attention.backends.reference import visibility_mask
 from trainshort.attention.call import AttentionCall
-from trainshort.attention.flex import FLEX_BLOCK_SIZE, _score_function, proven_block_mask
-from trainshort.attention.formula import visibility_mask
 
 
 def written_out(mask, q_len, k_len):

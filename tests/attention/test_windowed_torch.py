@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainshort import alibi
-from trainshort.attention import LinearBias, attend, backends, windowed_torch
+from trainshort.attention import LinearBias, attend
+from trainshort.attention.backends import windowed_torch
 from trainshort.attention.call import AttentionCall
+from trainshort.config.registries import backends
 
 
 @given(q_len=st.integers(1, 500), past=st.integers(0, 300), window=st.sampled_from([None, 100]))
@@ -50,9 +52,12 @@ def test_far_from_the_start_the_error_stays_that_of_the_formula():
 @pytest.fixture
 def forgetful(monkeypatch):
     """A process that has no kernel and has not tried torch's yet."""
-    monkeypatch.setattr("trainshort.attention.operator.traceable_kernel_unavailable_reason", lambda dtype: "there is no C compiler here")
-    monkeypatch.setattr("trainshort.attention.operator.has_kernel", lambda width, dtype: False)
-    monkeypatch.setattr("trainshort.attention.op._backend_cache", {})
+    monkeypatch.setattr(
+        "trainshort.attention.backends.custom_op.traceable_kernel_unavailable_reason",
+        lambda dtype: "there is no C compiler here",
+    )
+    monkeypatch.setattr("trainshort.attention.backends.custom_op.has_kernel", lambda width, dtype: False)
+    monkeypatch.setattr("trainshort.attention.functional._backend_cache", {})
     windowed_torch.row_mask_unsupported_reason.cache_clear()
     yield
     windowed_torch.row_mask_unsupported_reason.cache_clear()

@@ -15,12 +15,12 @@ from benchmarks import inputs, peers
 from benchmarks.__main__ import Bench, main
 from benchmarks.run import Progress
 from benchmarks.suites import FULL, QUICK, AttentionPlan, DecodePlan, choose
-from trainshort import plugins
 from trainshort.attention.call import TOLERANCE
-from trainshort.checkpoint import load_model
-from trainshort.config import load_config
-from trainshort.data import open_dataset
+from trainshort.config.run_config import load_config
+from trainshort.data.dataset import open_dataset
 from trainshort.errors import InputError
+from trainshort.train.checkpoint import load_model
+from trainshort.utils import plugins
 from trainshort.utils.bench_results import load, median_of
 from trainshort.utils.timing import run_in_subprocess, time_interleaved
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from benchmarks.compare import compare
-from trainshort.cli import main
-from trainshort.files import write_with_checksum
+from trainshort.cli.main import main
 from trainshort.utils.bench_results import BENCH_FORMAT, BenchResult, Measure, Measurement, load, save
+from trainshort.utils.io import write_with_checksum
 
 MADE = {
     "time": "2030-01-01T00:00:00+00:00",

@@ -7,9 +7,9 @@ import pytest
 from made_up import make_demo, make_run
 
 from benchmarks import update_docs
-from trainshort.claims.collection import collect
-from trainshort.files import write_with_checksum
+from trainshort.experiments.claims.collection import collect
 from trainshort.report.write import write_report
+from trainshort.utils.io import write_with_checksum
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import pytest
 
 from benchmarks import tune_laptop as tune
 from benchmarks.update_docs import RESULTS
-from trainshort.cli import run_command
+from trainshort.cli.main import run_command
 from trainshort.errors import InputError
-from trainshort.files import read_with_checksum
-from trainshort.recipes.scales import TUNED, Variant
-from trainshort.runs import RunFolder
+from trainshort.experiments.scales import TUNED, Variant
+from trainshort.train.run_folder import RunFolder
+from trainshort.utils.io import read_with_checksum
 
 
 def test_every_method_has_the_same_trials_with_equally_many_tokens():

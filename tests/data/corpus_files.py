@@ -7,11 +7,11 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
-from trainshort.config import DataConfig
-from trainshort.data.corpus import find_corpus
-from trainshort.data.document import Corpus
-from trainshort.data.meta import CHECKSUM_CACHE_FILE as CHECKED_FILE
-from trainshort.data.meta import PreparedDataset
+from trainshort.config.run_config import DataConfig
+from trainshort.data.corpora import find_corpus
+from trainshort.data.dataset import CHECKSUM_CACHE_FILE as CHECKED_FILE
+from trainshort.data.dataset import PreparedDataset
+from trainshort.data.documents import Corpus
 
 
 def write_parquet(path: Path, texts: list, group: int = 3, column: str = "text") -> None:

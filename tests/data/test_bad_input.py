@@ -13,11 +13,12 @@ import pyarrow.parquet
 import pytest
 from corpus_files import part, texts, verify, write_parquet
 
-from trainshort.config import DataConfig
-from trainshort.data import open_dataset, prepare
-from trainshort.data.corpus import find_corpus
-from trainshort.data.document import make_splitter
-from trainshort.data.ledger import PrepareState, write_prepare_state
+from trainshort.config.run_config import DataConfig
+from trainshort.data.corpora import find_corpus
+from trainshort.data.dataset import open_dataset
+from trainshort.data.documents import make_splitter
+from trainshort.data.preparation import prepare
+from trainshort.data.prepare_state import PrepareState, write_prepare_state
 from trainshort.data.text_files import file_corpus
 from trainshort.errors import InputError
 

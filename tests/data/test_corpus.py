@@ -10,8 +10,8 @@ from corpus_files import part, texts, write_jsonl, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainshort.data.corpus import corpora, find_corpus
-from trainshort.data.document import Corpus, Record, articles, split_by_paragraphs
+from trainshort.data.corpora import corpora, find_corpus
+from trainshort.data.documents import Corpus, Record, articles, split_by_paragraphs
 from trainshort.data.hub import HubCorpus, MixedCorpus
 
 WIKITEXT = (

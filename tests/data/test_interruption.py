@@ -13,9 +13,9 @@ import psutil
 import pytest
 from corpus_files import content, settings, verify
 
-from trainshort.data import open_dataset, prepare
-from trainshort.data import pipeline as pipeline_module
-from trainshort.data.meta import UNFINISHED_FILE
+from trainshort.data import preparation as pipeline_module
+from trainshort.data.dataset import UNFINISHED_FILE, open_dataset
+from trainshort.data.preparation import prepare
 from trainshort.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from trainshort.config import DataConfig
-from trainshort.data import pipeline
+from trainshort.data import preparation as pipeline
 pipeline.PIECE_CHARACTERS = 5000   # many pieces, and a note after each: many places to be killed at
 pipeline.COMMIT_SECONDS = 0
 text, folder, workers = sys.argv[1:]
@@ -53,7 +53,7 @@ def workers_of(process: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in process.children():
         with contextlib.suppress(psutil.Error):  # it has just ended
-            if any("trainshort.data.workers" in part for part in child.cmdline()):
+            if any("trainshort.data.encode_workers" in part for part in child.cmdline()):
                 found.append(child)
     return found
 
@@ -177,7 +177,7 @@ def test_ctrl_c_says_how_to_continue(text: Path, tmp_path: Path) -> None:
     # A pause after each note, so that it is still at work when the signal comes, however busy the machine is.
     slow = "import time\ncommit = pipeline.Writer.commit\n"
     slow += "pipeline.Writer.commit = lambda *given: (commit(*given), time.sleep(0.05))\n"
-    code = CHILD.partition("text, folder")[0] + slow + f"from trainshort.cli import main\nmain({command})"
+    code = CHILD.partition("text, folder")[0] + slow + f"from trainshort.cli.main import main\nmain({command})"
     child = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

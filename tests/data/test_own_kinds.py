@@ -8,9 +8,9 @@ from pathlib import Path
 from tokenizers import Tokenizer as Library
 from tokenizers import models
 
-from trainshort.data import load_tokenizer, open_dataset, save_tokenizer
-from trainshort.data.tokenizer import SavedTokenizer
-from trainshort.data.tokenizer.built import ByteTokenizer, WordTokenizer
+from trainshort.data.dataset import open_dataset
+from trainshort.data.tokenizers.base import SavedTokenizer, load_tokenizer, save_tokenizer
+from trainshort.data.tokenizers.builtin import ByteTokenizer, WordTokenizer
 
 OWN = '''
 from pathlib import Path

@@ -13,18 +13,20 @@ import numpy as np
 import pytest
 from corpus_files import content, settings, verify, write_jsonl
 
-from trainshort import files
-from trainshort.cli import main
-from trainshort.config import DataConfig, RunConfig, load_config
-from trainshort.data import load_tokenizer, open_dataset, open_or_prepare, prepare
-from trainshort.data import pipeline as pipeline_module
-from trainshort.data.corpus import find_corpus
-from trainshort.data.document import SPLITS, make_splitter
-from trainshort.data.meta import CHECKSUM_CACHE_FILE as CHECKED_FILE
-from trainshort.data.meta import token_type
-from trainshort.data.request import data_folder
+from trainshort.cli.main import main
+from trainshort.config.run_config import DataConfig, RunConfig, load_config
+from trainshort.data import preparation as pipeline_module
+from trainshort.data.batches import open_or_prepare
+from trainshort.data.corpora import find_corpus
+from trainshort.data.dataset import CHECKSUM_CACHE_FILE as CHECKED_FILE
+from trainshort.data.dataset import open_dataset, token_type
+from trainshort.data.dataset_request import data_folder
+from trainshort.data.documents import SPLITS, make_splitter
+from trainshort.data.preparation import prepare
+from trainshort.data.tokenizers.base import load_tokenizer
 from trainshort.errors import InputError
-from trainshort.train import train
+from trainshort.train.loop import train
+from trainshort.utils import io
 
 PARAGRAPH = "The people's house stands on a hill, said number {n}; 1,024 steps — é, 中, 🙂 — lead to it.\nSo be it.\n\n"
 
@@ -254,8 +256,8 @@ def test_what_was_found_whole_is_not_read_again(text: Path, tmp_path: Path, monk
     prepare(config, progress=False)
     prepare(config, progress=False)  # the corpus is compared too
     read: list[str] = []
-    original = files.sha256
-    monkeypatch.setattr(files, "sha256", lambda path: read.append(path.name) or original(path))
+    original = io.sha256
+    monkeypatch.setattr(io, "sha256", lambda path: read.append(path.name) or original(path))
     prepare(config, progress=False)
     assert read == []
     (tmp_path / "out" / CHECKED_FILE).write_text('{"train.bin": 3')  # a memory that is damaged is none
@@ -297,10 +299,10 @@ def test_a_meta_that_cannot_be_used_is_told(text: Path, tmp_path: Path) -> None:
     (out / "meta.json").write_text(json.dumps(meta | {"vocab_size": 255}))
     with pytest.raises(InputError, match=r"meta\.json was changed after it was written: its checksum is another"):
         open_dataset(out)
-    files.write_with_checksum(out / "meta.json", meta | {"format": 7})
+    io.write_with_checksum(out / "meta.json", meta | {"format": 7})
     with pytest.raises(InputError, match=r"meta\.json has format 7, and this version of trainshort reads format 2"):
         open_dataset(out)
-    files.write_with_checksum(out / "meta.json", meta | {"splitz": 1})
+    io.write_with_checksum(out / "meta.json", meta | {"splitz": 1})
     with pytest.raises(InputError, match=r"In .*meta\.json: Unknown setting 'splitz'\. Did you mean 'splits'\?"):
         open_dataset(out)
     (out / "meta.json").write_text("{")

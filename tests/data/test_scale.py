@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trainshort.config import DataConfig
-from trainshort.data import open_dataset, prepare
+from trainshort.config.run_config import DataConfig
+from trainshort.data.dataset import open_dataset
+from trainshort.data.preparation import prepare
 
 ROOT = Path(__file__).parents[2]
 

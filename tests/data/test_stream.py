@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainshort.data.of_run import IGNORED, BatchStream
+from trainshort.data.batches import IGNORED, BatchStream
 from trainshort.errors import InputError
 
 TOKENS = np.arange(1000, dtype=np.uint16)
@@ -98,7 +98,7 @@ def test_the_order_of_asking_does_not_matter() -> None:
 
 def test_another_process_gets_the_same_batches() -> None:
     code = (
-        "import numpy as np; from trainshort.data.of_run import BatchStream; "
+        "import numpy as np; from trainshort.data.batches import BatchStream; "
         "print(BatchStream(np.arange(1000), length=7, batch_size=4, seed=3).batch(1234).inputs.tolist())"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Saved
 from tokenizers import decoders as library_decoders
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from trainshort.data.tokenizer import (
+from trainshort.data.tokenizers.base import (
     MOST_KEPT_WORDS,
     SavedTokenizer,
     Tokenizer,
@@ -19,7 +19,7 @@ from trainshort.data.tokenizer import (
     load_tokenizer,
     save_tokenizer,
 )
-from trainshort.data.tokenizer.built import BytePairTokenizer, ByteTokenizer, WordTokenizer, sample
+from trainshort.data.tokenizers.builtin import BytePairTokenizer, ByteTokenizer, WordTokenizer, sample
 from trainshort.errors import InputError
 
 TEXT = (
@@ -59,8 +59,8 @@ def test_words_remembered_give_the_tokens_of_the_whole_text(text: str) -> None:
 
 def test_a_long_text_and_a_full_memory_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plain(BPE, TEXT * 30)
-    monkeypatch.setattr("trainshort.data.tokenizer.MOST_KEPT_WORDS", 3)
-    monkeypatch.setattr("trainshort.data.tokenizer.LONGEST_KEPT_WORD", 4)
+    monkeypatch.setattr("trainshort.data.tokenizers.base.MOST_KEPT_WORDS", 3)
+    monkeypatch.setattr("trainshort.data.tokenizers.base.LONGEST_KEPT_WORD", 4)
     assert BPE.encode(TEXT * 30).tolist() == expected
     assert len(BPE._known) <= MOST_KEPT_WORDS
     assert BPE.encode(TEXT * 30).tolist() == expected
@@ -99,7 +99,7 @@ def test_bpe_is_the_same_whatever_the_order_of_threads() -> None:
 
 
 def test_a_sample_is_spread_evenly_and_never_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainshort.data.tokenizer.built.PART", 1)
+    monkeypatch.setattr("trainshort.data.tokenizers.builtin.PART", 1)
     letters = [f"{letter} x" for letter in "abcdefghij"]  # two parts of one and two characters
     assert list(sample(letters, 1.0)) == [part for letter in "abcdefghij" for part in (letter, " x")]
     assert list(sample(["a", "b", "c", "d", "e", "f", "g", "h"], 0.4)) == ["a", "d", "f"]
@@ -107,7 +107,7 @@ def test_a_sample_is_spread_evenly_and_never_empty(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_sample_ends_when_it_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainshort.data.tokenizer.built.SAMPLE_BYTES", 30)
+    monkeypatch.setattr("trainshort.data.tokenizers.builtin.SAMPLE_BYTES", 30)
     assert len("".join(sample(["ten chars."] * 100, 1.0))) == 30
     assert len("".join(sample(["ten chars."] * 1000, 0.5))) == 60
 
@@ -123,7 +123,7 @@ def test_words_are_counted_sorted_and_padded_as_fairseq_does() -> None:
 
 
 def test_words_that_are_too_many_lose_the_rarest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainshort.data.tokenizer.built.MOST_WORDS", 10)
+    monkeypatch.setattr("trainshort.data.tokenizers.builtin.MOST_WORDS", 10)
     text = [" ".join(f"rare{n}" for n in range(start, start + 6)) + " often often" for start in range(0, 60, 6)]
     tokenizer = WordTokenizer.build(text, 1000, None)
     assert tokenizer.words[4] == "often"

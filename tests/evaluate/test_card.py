@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from trainshort.evaluate import evidence
+from trainshort.evaluate import significance
 from trainshort.evaluate.results import Evaluation, LengthScore
 
 
@@ -41,7 +41,7 @@ def sweep(perplexities: dict[int, float | str], trained_at: int | None = 128, **
 
 
 def made(evaluation: Evaluation) -> dict:
-    result = evidence.make_summary(evaluation, "eval/x.json")
+    result = significance.make_summary(evaluation, "eval/x.json")
     assert result is not None
     return result
 
@@ -110,21 +110,21 @@ def test_shorter_lengths_do_not_count():
     ],
 )
 def test_a_sweep_that_says_nothing_about_extrapolation_makes_no_card(silent: Evaluation):
-    assert evidence.make_summary(silent, "eval/x.json") is None
+    assert significance.make_summary(silent, "eval/x.json") is None
 
 
 def test_a_quick_look_does_not_replace_a_thorough_card(tmp_path):
     thorough = made(sweep({128: 20.0, 256: 18.0}))
     quick = json.loads(json.dumps(thorough))
     quick["base"]["tokens"] = 100
-    assert evidence.save_summary(thorough, tmp_path)
-    assert not evidence.save_summary(quick, tmp_path)
-    assert evidence.load_summary(tmp_path)["base"]["tokens"] == 6400
+    assert significance.save_summary(thorough, tmp_path)
+    assert not significance.save_summary(quick, tmp_path)
+    assert significance.load_summary(tmp_path)["base"]["tokens"] == 6400
     quick["target"]["weights"] = "others"
-    assert evidence.save_summary(quick, tmp_path), "another model's card is out of date"
+    assert significance.save_summary(quick, tmp_path), "another model's card is out of date"
 
 
 def test_a_missing_or_damaged_card_is_none(tmp_path):
-    assert evidence.load_summary(tmp_path) is None
-    (tmp_path / evidence.CARD).write_text("{")
-    assert evidence.load_summary(tmp_path) is None
+    assert significance.load_summary(tmp_path) is None
+    (tmp_path / significance.CARD).write_text("{")
+    assert significance.load_summary(tmp_path) is None

@@ -6,12 +6,12 @@ from laboratory import make_run, tiny_model
 
 from trainshort import alibi
 from trainshort.attention import LinearBias
-from trainshort.cache import Cache
-from trainshort.cli import main
+from trainshort.cli.main import main
 from trainshort.errors import InputError
-from trainshort.evaluate.changes import Override, apply_override, new_slopes
-from trainshort.positions.bias import Alibi
-from trainshort.positions.rotate import RotaryScaling, scaled_frequencies
+from trainshort.evaluate.overrides import Override, apply_override, new_slopes
+from trainshort.model.cache import Cache
+from trainshort.model.positions.alibi import Alibi
+from trainshort.model.positions.rotary import RotaryScaling, scaled_frequencies
 
 
 def command(*words):

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from laboratory import evaluations, make_run, prose, save_hugging_face
 
-from trainshort import cli
-from trainshort.checkpoint import load_model
-from trainshort.data.of_run import open_run_data
+from trainshort.cli import main
+from trainshort.data.batches import open_run_data
 from trainshort.errors import InputError
-from trainshort.evaluate import evidence, results, session, target
-from trainshort.evaluate.session import result_path
+from trainshort.evaluate import evaluation, results, significance, targets
+from trainshort.evaluate.evaluation import result_path
 from trainshort.evaluate.sweep import Sweep
-from trainshort.files import write_with_checksum
+from trainshort.train.checkpoint import load_model
+from trainshort.utils.io import write_with_checksum
 
 
 @pytest.fixture(scope="module")
@@ -32,19 +32,21 @@ def fresh(tmp_path, run: Path) -> Path:
     """The run with no results yet."""
     import shutil
 
-    return Path(shutil.copytree(run, tmp_path / "runs" / "tiny", ignore=shutil.ignore_patterns("eval", evidence.CARD)))
+    return Path(
+        shutil.copytree(run, tmp_path / "runs" / "tiny", ignore=shutil.ignore_patterns("eval", significance.CARD))
+    )
 
 
 def evaluate(*words: object) -> int:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["evaluate", *map(str, words)])
+        main.main(["evaluate", *map(str, words)])
     return int(ended.value.code or 0)
 
 
 def test_results_that_go_elsewhere_are_of_the_runs_own_data(fresh: Path, tmp_path, monkeypatch):
     """The note of where that data lies is in the run folder; looked for in --out, other text could be taken for it."""
     asked = []
-    monkeypatch.setattr(target, "open_run_data", lambda run, config: asked.append(run) or open_run_data(run, config))
+    monkeypatch.setattr(targets, "open_run_data", lambda run, config: asked.append(run) or open_run_data(run, config))
     assert evaluate(fresh, "--lengths", "1x", "--out", tmp_path / "elsewhere") == 0
     assert asked == [fresh]
     assert list((tmp_path / "elsewhere" / "eval").glob("*.json"))
@@ -52,10 +54,10 @@ def test_results_that_go_elsewhere_are_of_the_runs_own_data(fresh: Path, tmp_pat
 
 
 def test_no_length_at_all_is_told_before_anything_is_computed(fresh: Path):
-    run = target.RunTarget(fresh)
-    text = target.open_text(run, ())
+    run = targets.RunTarget(fresh)
+    text = targets.open_text(run, ())
     with pytest.raises(InputError, match="give at least one length"):
-        session.evaluate(run, text, Sweep(text.tokens, []))
+        evaluation.evaluate(run, text, Sweep(text.tokens, []))
 
 
 def test_a_sweep_leaves_results_a_picture_and_a_card(fresh: Path, capsys):
@@ -69,7 +71,7 @@ def test_a_sweep_leaves_results_a_picture_and_a_card(fresh: Path, capsys):
     assert path.name.startswith("valid-nonoverlapping-")
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in path.with_suffix(".svg").read_text()
-    stored = evidence.load_summary(fresh)
+    stored = significance.load_summary(fresh)
     assert stored is not None
     assert stored["source"] == f"eval/{path.name}"
     shown, notes = capsys.readouterr()
@@ -84,12 +86,12 @@ def test_loading_the_model_says_how_far_it_is_good(fresh: Path, caplog):
     caplog.set_level("INFO", logger="trainshort")
     load_model(fresh)
     assert not caplog.messages
-    card = {"format": evidence.CARD_FORMAT, "summary": "trained at 16, good to 64+"}
-    write_with_checksum(fresh / evidence.CARD, card)
+    card = {"format": significance.CARD_FORMAT, "summary": "trained at 16, good to 64+"}
+    write_with_checksum(fresh / significance.CARD, card)
     load_model(fresh)
     assert caplog.messages == [f"{fresh}: trained at 16, good to 64+."]
     caplog.clear()
-    (fresh / evidence.CARD).write_text("{")
+    (fresh / significance.CARD).write_text("{")
     load_model(fresh)
     assert not caplog.messages, "a damaged card is no reason not to load"
 
@@ -155,7 +157,7 @@ def test_a_checkpoint_is_evaluated_without_touching_the_runs_card(fresh: Path):
     evaluate(fresh / "checkpoints" / "step-000000005", "--lengths", "1x,2x")
     (one,) = evaluations(fresh)
     assert one.target["kind"] == "checkpoint"
-    assert evidence.load_summary(fresh) is None
+    assert significance.load_summary(fresh) is None
 
 
 def test_a_table_that_ends_does_not_end_the_sweep(root: Path, capsys):

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from laboratory import make_run, prose, save_hugging_face
 
-from trainshort.config import DataConfig, ModelConfig
-from trainshort.data import prepare
-from trainshort.data.tokenizer.built import WordTokenizer
+from trainshort.config.run_config import DataConfig, ModelConfig
+from trainshort.data.preparation import prepare
+from trainshort.data.tokenizers.builtin import WordTokenizer
 from trainshort.errors import InputError
-from trainshort.evaluate.target import ModelTarget, RunTarget, open_target, open_text
-from trainshort.model import TransformerLM
+from trainshort.evaluate.targets import ModelTarget, RunTarget, open_target, open_text
+from trainshort.model.transformer import TransformerLM
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from laboratory import prose, save_hugging_face
 
+from trainshort.data.passes import Passes
 from trainshort.evaluate.sweep import score
-from trainshort.evaluate.target import open_target, open_text
-from trainshort.passes import Passes
+from trainshort.evaluate.targets import open_target, open_text
 
 LENGTH = 64
 

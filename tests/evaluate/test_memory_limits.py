@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from trainshort import machine
-from trainshort.config import ModelConfig
+from trainshort.config.run_config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.job import check_model_fits_memory
+from trainshort.train.setup import check_model_fits_memory
+from trainshort.utils import machine
 
 MIB = 2**20
 SMALL = ModelConfig(layers=2, width=512, heads=4, feedforward_width=2048, vocab_size=256)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from trainshort.evaluate.picture import draw
+from trainshort.data.passes import Passes
+from trainshort.evaluate.plot import draw
 from trainshort.evaluate.results import Evaluation, LengthScore, summarize
-from trainshort.passes import Passes
 
 
 def test_the_picture_says_what_it_shows(tmp_path: Path):

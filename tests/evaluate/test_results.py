@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from laboratory import evaluations
 
+from trainshort.data.passes import Passes
 from trainshort.errors import InputError
 from trainshort.evaluate import results
 from trainshort.evaluate.results import Evaluation, LengthScore, block_sums, interval, position_sums, summarize
-from trainshort.files import write_with_checksum
-from trainshort.passes import Passes
+from trainshort.utils.io import write_with_checksum
 
 
 def evaluation(*rows: LengthScore, trained_at: int | None = 4) -> Evaluation:

@@ -7,11 +7,11 @@ import torch
 from laboratory import prose
 
 from trainshort.attention import attend
-from trainshort.checkpoint import best, load_model
-from trainshort.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from trainshort.data import prepare
+from trainshort.config.run_config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from trainshort.data.preparation import prepare
 from trainshort.evaluate.attention_inputs import attention_calls
-from trainshort.train import train
+from trainshort.train.checkpoint import best, load_model
+from trainshort.train.loop import train
 
 LENGTH = 16_384
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from laboratory import random_tokens, tiny_model, tiny_target
 
+from trainshort.data.passes import Passes
 from trainshort.errors import InputError
 from trainshort.evaluate import sweep as sweep_module
 from trainshort.evaluate.sweep import Sweep, calibrate, count_complete_passes, measure, open_scores, score
-from trainshort.evaluate.target import ModelTarget
-from trainshort.machine import is_out_of_memory
-from trainshort.model import TransformerLM
-from trainshort.passes import Passes
+from trainshort.evaluate.targets import ModelTarget
+from trainshort.model.transformer import TransformerLM
+from trainshort.utils.machine import is_out_of_memory
 
 
 def losses(target, tokens, length, stride, **options) -> np.ndarray:

@@ -14,18 +14,18 @@ import torch
 from laboratory import make_run, random_tokens, save_hugging_face
 from safetensors.torch import load_file, save_file
 
-from trainshort.checkpoint import fingerprint
-from trainshort.config import load_config
-from trainshort.data.of_run import open_run_data
+from trainshort.config.run_config import load_config
+from trainshort.data.batches import open_run_data
+from trainshort.data.passes import Passes
 from trainshort.errors import InputError
-from trainshort.evaluate.hugging_face import HuggingFaceTarget
+from trainshort.evaluate.hf_target import HuggingFaceTarget
 from trainshort.evaluate.sweep import Sweep, measure, score
-from trainshort.evaluate.target import RunTarget, looks_like_hub_name, open_target
+from trainshort.evaluate.targets import RunTarget, looks_like_hub_name, open_target
 from trainshort.interop.doctor import doctor
 from trainshort.interop.import_model import ImportRequest, import_model
-from trainshort.machine import pick_device
-from trainshort.passes import Passes
-from trainshort.runs import append_line
+from trainshort.train.checkpoint import fingerprint
+from trainshort.train.run_folder import append_line
+from trainshort.utils.machine import pick_device
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from laboratory import tiny_target
 
-from trainshort.data.tokenizer.built import WordTokenizer
+from trainshort.data.tokenizers.builtin import WordTokenizer
 from trainshort.evaluate.sweep import Sweep, measure
 
 TARGETS = 217_646

@@ -25,6 +25,6 @@ os.fsync = counted(os.fsync)
 os.rename = counted(os.rename)
 Path.rename = counted(Path.rename)
 
-from trainshort.cli import main  # noqa: E402
+from trainshort.cli.main import main  # noqa: E402
 
 main()

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from trainshort.checkpoint import folders
-from trainshort.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig, save_config
-from trainshort.data import prepare
+from trainshort.config.run_config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig, save_config
+from trainshort.data.preparation import prepare
+from trainshort.train import checkpoint_files
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -151,7 +151,7 @@ def make_config(folder: Path) -> Path:
 
 def result(run: Path) -> dict[str, object]:
     """What two identical runs have in common to the last bit: final weights and moments, and all metrics but times."""
-    last = folders.list_checkpoints(run)[-1]
+    last = checkpoint_files.list_checkpoints(run)[-1]
     tensors = {}
     for path in last.rglob("*.safetensors"):
         # Not the files' bytes: the order inside a shard's header is arbitrary.

@@ -2,11 +2,11 @@
 
 import os
 
-import trainshort.train
-from trainshort.cli import main
-from trainshort.model import Loss, TransformerLM
+import trainshort.train.loop
+from trainshort.cli.main import main
+from trainshort.model.transformer import Loss, TransformerLM
 
-forward, accumulate = TransformerLM.forward, trainshort.train._accumulate
+forward, accumulate = TransformerLM.forward, trainshort.train.loop._accumulate
 update, rank, value = int(os.environ["NAN_AT"]), os.environ["NAN_RANK"], float(os.environ["NAN_VALUE"])
 now = 0
 
@@ -24,6 +24,6 @@ def poisoned(self, *arguments, **options):
     return result
 
 
-trainshort.train._accumulate = counted
+trainshort.train.loop._accumulate = counted
 TransformerLM.forward = poisoned
 main()

@@ -9,9 +9,8 @@ from collections import Counter
 import pytest
 from harness import result
 
-from trainshort import checkpoint
-from trainshort.checkpoint import folders
 from trainshort.errors import InputError
+from trainshort.train import checkpoint, checkpoint_files
 
 FULL = pytest.mark.fault
 
@@ -40,8 +39,8 @@ def test_every_damage_is_found_before_a_weight_is_used(sound, tmp_path, monkeypa
         checkpoint, "read_part", lambda folder, *rest, **more: (used.append(folder), read(folder, *rest, **more))
     )
     chance, harmed = random.Random(times), Counter()
-    newest, previous = folders.list_checkpoints(sound)[-1], folders.list_checkpoints(sound)[-2]
-    inside = [*folders.files_of(newest), folders.MANIFEST]
+    newest, previous = checkpoint_files.list_checkpoints(sound)[-1], checkpoint_files.list_checkpoints(sound)[-2]
+    inside = [*checkpoint_files.files_of(newest), checkpoint_files.MANIFEST]
     for number in range(times):
         run = tmp_path / "run"
         shutil.copytree(sound, run)
@@ -57,9 +56,9 @@ def test_every_damage_is_found_before_a_weight_is_used(sound, tmp_path, monkeypa
         caplog.clear()
         checkpoint.load_model(run)  # takes one that is whole
         assert newest.name in caplog.text
-        assert {folder.parent.name for folder in used} <= {path.name for path in folders.list_checkpoints(sound)} - {
-            newest.name
-        }
+        assert {folder.parent.name for folder in used} <= {
+            path.name for path in checkpoint_files.list_checkpoints(sound)
+        } - {newest.name}
         used.clear()
         harmed[name] += 1
         shutil.rmtree(run)
@@ -72,8 +71,8 @@ def test_a_run_goes_on_from_the_one_before_and_ends_in_the_same_bits(runner, und
     for number in range(times):
         run = tmp_path / f"run-{number}"
         shutil.copytree(sound, run)
-        newest, previous = folders.list_checkpoints(run)[-1], folders.list_checkpoints(run)[-2]
-        name = chance.choice(folders.files_of(newest))
+        newest, previous = checkpoint_files.list_checkpoints(run)[-1], checkpoint_files.list_checkpoints(run)[-2]
+        name = chance.choice(checkpoint_files.files_of(newest))
         chance.choice([truncate, flip])(newest / name, chance)
         text = " ".join(runner.finish(run).split())
         assert f"{newest} is damaged: {name}" in text
@@ -97,7 +96,7 @@ def test_a_pickle_in_place_of_a_checkpoint_is_not_opened(runner, undisturbed, so
     run, crater = tmp_path / "run", tmp_path / "crater"
     shutil.copytree(sound, run)
     bomb = pickle.dumps(Bomb(crater))
-    newest = folders.list_checkpoints(run)[-1]
+    newest = checkpoint_files.list_checkpoints(run)[-1]
     shutil.rmtree(newest)
     newest.write_bytes(bomb)  # a file where a folder should be, newer than all others
     (run / "checkpoints" / "model.pt").write_bytes(bomb)

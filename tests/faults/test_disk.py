@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from harness import logged, result
 
-from trainshort.checkpoint import folders
+from trainshort.train import checkpoint_files
 
 
 def mount(folder, kilobytes: int, *, again: bool = False) -> str | None:
@@ -44,9 +44,9 @@ def test_a_full_disk_loses_nothing(runner, undisturbed, disk, times, capsys):
         assert f"Cannot save {out}/checkpoints/step-" in text or f"Cannot write {out}/metrics.jsonl" in text
         assert "the disk is full" in text
         saves += "Cannot save" in text
-        whole = folders.list_checkpoints(out)
+        whole = checkpoint_files.list_checkpoints(out)
         assert whole
-        assert [folders.find_corruption(folder) for folder in whole] == [None] * len(whole)
+        assert [checkpoint_files.find_corruption(folder) for folder in whole] == [None] * len(whole)
         assert logged(out)
         assert mount(disk, 40 * size, again=True) is None
         runner.finish(out, "--train.keep-checkpoints", "3")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainshort.cli import main
+from trainshort.cli.main import main
 
 RUN = Path("runs/tiny")
 LAST = RUN / "checkpoints" / "step-000000008"

@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 from harness import HERE, kill, logged, result, saving, wait_for
 
-from trainshort.checkpoint import folders
+from trainshort.train import checkpoint_files
 
 FULL = pytest.mark.fault
 
@@ -59,7 +59,10 @@ def test_a_killed_run_ends_in_the_same_bits(runner, undisturbed, tmp_path, kills
             assert_whole(out)
         if sum(hits.values()) == kills:
             break
-        if folders.list_checkpoints(out) and folders.list_checkpoints(out)[-1].name == undisturbed["step"]:
+        if (
+            checkpoint_files.list_checkpoints(out)
+            and checkpoint_files.list_checkpoints(out)[-1].name == undisturbed["step"]
+        ):
             assert result(out) == undisturbed
             finished += 1
     runner.finish(out)
@@ -72,7 +75,7 @@ def test_a_killed_run_ends_in_the_same_bits(runner, undisturbed, tmp_path, kills
 
 def assert_whole(out) -> None:
     """Whatever was killed, what has the name of a checkpoint is one."""
-    damaged = {path: folders.find_corruption(path) for path in folders.list_checkpoints(out)}
+    damaged = {path: checkpoint_files.find_corruption(path) for path in checkpoint_files.list_checkpoints(out)}
     assert not any(damaged.values()), damaged
 
 
@@ -94,10 +97,10 @@ def test_a_stopped_run_saves_and_ends_in_the_same_bits(runner, undisturbed, tmp_
             continue
         assert process.returncode == 128 + number, text
         assert "Traceback" not in text
-        last = folders.list_checkpoints(out)[-1]
+        last = checkpoint_files.list_checkpoints(out)[-1]
         step = int(last.name.removeprefix("step-"))
         assert f"Stopped after step {step}. Saved {last}; go on by --resume." in text.replace("\n", " ")
-        assert folders.find_corruption(last) is None
+        assert checkpoint_files.find_corruption(last) is None
         done[number.name] += 1
     runner.finish(out)
     assert result(out) == undisturbed
@@ -117,4 +120,4 @@ def test_a_second_signal_stops_at_once(runner, tmp_path):
     assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
     assert "once more stops at once" in text
     assert "Saved" not in text
-    assert folders.list_checkpoints(out) == []
+    assert checkpoint_files.list_checkpoints(out) == []

@@ -3,7 +3,7 @@
 import pytest
 from harness import HERE, result
 
-from trainshort.checkpoint import folders
+from trainshort.train import checkpoint_files
 
 # update, value
 PLACES = [(1, "nan"), (7, "nan"), (20, "inf"), (21, "nan"), (37, "-inf"), (60, "nan"), (79, "nan"), (80, "inf")]
@@ -19,8 +19,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(runner, undisturbed, tmp_path, 
         assert process.returncode == 2, text
         assert "Traceback" not in text
         assert f"The loss is {value} on rank 0 at step {step}. That step was not made" in text
-        saved = folders.list_checkpoints(out)
-        assert [folders.find_corruption(folder) for folder in saved] == [None] * len(saved)
+        saved = checkpoint_files.list_checkpoints(out)
+        assert [checkpoint_files.find_corruption(folder) for folder in saved] == [None] * len(saved)
         # A checkpoint is due at every 6th step, and when a validation, every 20th, finds a lower loss.
         last = max((step - 1) // 6 * 6, (step - 1) // 20 * 20)
         assert (f"the last good checkpoint is {saved[-1]}" if last else "none, since none was due") in text

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from harness import HERE, kill, logged, result, wait_for
 
-from trainshort.checkpoint import folders
+from trainshort.train import checkpoint_files
 
 
 def workers(launcher) -> dict[int, psutil.Process]:
@@ -42,10 +42,10 @@ def test_a_killed_rank_ends_the_other_and_nothing_is_lost(runner, tmp_path):
     """The quick form of the next, without torchrun."""
     out = tmp_path / "run"
     ranks = both(runner, out)
-    assert wait_for(lambda: folders.list_checkpoints(out), ranks[0])
+    assert wait_for(lambda: checkpoint_files.list_checkpoints(out), ranks[0])
     kill(ranks[1])
     assert ranks[0].wait(60) not in (0, None), ranks[0].communicate()[0]
-    assert folders.list_checkpoints(out)[-1].name < folders.name(80)
+    assert checkpoint_files.list_checkpoints(out)[-1].name < checkpoint_files.name(80)
     for run in (out, tmp_path / "undisturbed"):
         for rank in both(runner, run):
             assert rank.wait() == 0, rank.communicate()[0]
@@ -89,8 +89,8 @@ def test_torchrun_that_is_told_to_stop_saves(runner, tmp_path):
     launcher.send_signal(signal.SIGTERM)
     text, _ = launcher.communicate(timeout=300)
     assert "Stopped after step" in text
-    saved = folders.list_checkpoints(out)[-1]
-    assert folders.find_corruption(saved) is None
+    saved = checkpoint_files.list_checkpoints(out)[-1]
+    assert checkpoint_files.find_corruption(saved) is None
     assert saved.name != result(tmp_path / "undisturbed")["step"]
     finish(runner.torchrun(out, "--resume"))
     assert result(out) == result(tmp_path / "undisturbed")

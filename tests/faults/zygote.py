@@ -13,9 +13,9 @@ import traceback
 
 import torch
 
-import trainshort.cli
-import trainshort.commands.train
-import trainshort.train  # so that the forks find it imported
+import trainshort.cli.main
+import trainshort.cli.train
+import trainshort.train.loop  # so that the forks find it imported
 
 
 def live(request: dict) -> None:
@@ -30,7 +30,7 @@ def live(request: dict) -> None:
         if request["driver"]:
             runpy.run_path(request["driver"], run_name="__main__")
         else:
-            trainshort.cli.main()
+            trainshort.cli.main.main()
         code = 0
     except SystemExit as exit:
         code = exit.code if isinstance(exit.code, int) else int(bool(exit.code))

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import trainshort
-from trainshort.cache import BoundedCache, Cache
-from trainshort.cache.clocked import BoundedDecayLayer
-from trainshort.config import ModelConfig
-from trainshort.model import TransformerLM
+from trainshort.config.run_config import ModelConfig
+from trainshort.model.cache import BoundedCache, Cache
+from trainshort.model.cache.bounded_decay import BoundedDecayLayer
+from trainshort.model.transformer import TransformerLM
 
 
 def fox(heads=4, **changes):

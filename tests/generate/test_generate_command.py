@@ -9,10 +9,10 @@ import sys
 import pytest
 from laboratory import make_run
 
-from trainshort.cli import main
-from trainshort.evaluate.evidence import CARD_FORMAT
-from trainshort.files import write_with_checksum
-from trainshort.terminal import escape_control_characters
+from trainshort.cli.main import main
+from trainshort.evaluate.significance import CARD_FORMAT
+from trainshort.utils.io import write_with_checksum
+from trainshort.utils.terminal import escape_control_characters
 
 
 @pytest.fixture(scope="module")

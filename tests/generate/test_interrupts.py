@@ -8,10 +8,10 @@ from test_streaming import make_model
 
 import trainshort
 from trainshort import InputError
-from trainshort.cache.ring import kernel_unavailable_reason
-from trainshort.cli import main
-from trainshort.data.tokenizer.built import ByteTokenizer
+from trainshort.cli.main import main
+from trainshort.data.tokenizers.builtin import ByteTokenizer
 from trainshort.generate.session import Session
+from trainshort.model.cache.ring_buffer import kernel_unavailable_reason
 
 
 def interrupt_in_the_second_layer(made, times):
@@ -76,7 +76,7 @@ def test_a_second_interrupt_ends_the_command_with_one_sentence(capsys, monkeypat
     made = trainshort.stream(make_model(), [1, 2, 3], tokens=10, tokenizer=ByteTokenizer())
     next(made)
     interrupt_in_the_second_layer(made, 2)
-    monkeypatch.setattr("trainshort.cli.run", lambda argv: Session(made).run())
+    monkeypatch.setattr("trainshort.cli.main.run", lambda argv: Session(made).run())
     with pytest.raises(SystemExit) as stop:
         main([])
     assert stop.value.code == 2

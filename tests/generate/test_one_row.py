@@ -11,13 +11,13 @@ from test_streaming import logprobs, make_model
 import trainshort
 from trainshort import Cache, InputError
 from trainshort.attention import LinearBias
-from trainshort.cache import BoundedCache, WindowCache
-from trainshort.cache.ring import kernel_unavailable_reason
-from trainshort.config import AdaptiveConfig
-from trainshort.evaluate.changes import Override, apply_override
-from trainshort.generate import one_row
-from trainshort.generate.one_row import FastDecoder
-from trainshort.positions import PositionMethod
+from trainshort.config.run_config import AdaptiveConfig
+from trainshort.evaluate.overrides import Override, apply_override
+from trainshort.generate import fast_decode
+from trainshort.generate.fast_decode import FastDecoder
+from trainshort.model.cache import BoundedCache, WindowCache
+from trainshort.model.cache.ring_buffer import kernel_unavailable_reason
+from trainshort.model.positions import PositionMethod
 
 pytestmark = pytest.mark.skipif(bool(kernel_unavailable_reason()), reason=str(kernel_unavailable_reason()))
 
@@ -78,7 +78,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            linear = one_row.DecodeLinear(model.layers[0].ffn.wide.weight, None)  # pyright: ignore
+            linear = fast_decode.DecodeLinear(model.layers[0].ffn.wide.weight, None)  # pyright: ignore
             texts.append(linear(torch.linspace(-1, 1, 192).view(1, 1, -1)))
     finally:
         torch.set_num_threads(before)
@@ -91,7 +91,7 @@ def test_a_forked_child_and_a_second_thread_work_too():
     x = torch.linspace(-1, 1, 192).view(1, 1, -1)
     try:
         torch.set_num_threads(2)
-        linears = [one_row.DecodeLinear(model.layers[0].ffn.wide.weight, None) for _ in range(4)]  # pyright: ignore
+        linears = [fast_decode.DecodeLinear(model.layers[0].ffn.wide.weight, None) for _ in range(4)]  # pyright: ignore
         expected = linears[0](x)
         child = os.fork()
         if child == 0:
@@ -163,7 +163,7 @@ LEFT_TO_TORCH = [
 @pytest.mark.parametrize(("settings", "named"), LEFT_TO_TORCH, ids=[name for _, name in LEFT_TO_TORCH])
 def test_what_compiled_layers_lack_goes_through_torch(settings, named):
     model = make_model(**settings)
-    assert one_row.unsupported_reason(model) == f"compiled layers have no {named}"
+    assert fast_decode.unsupported_reason(model) == f"compiled layers have no {named}"
     assert FastDecoder.create(model) is None
     made = list(trainshort.stream(model, [1, 2, 3], tokens=5, temperature=0))
     read = [1, 2, 3]
@@ -274,7 +274,7 @@ def test_a_bias_that_depends_on_the_length_is_the_models_at_every_token(method):
     """Asked at one token alone, the first seemed to have no bias and the second to be ALiBi."""
     model = make_model()
     model.position = method(model.config, None)
-    assert "compiled layers have no bias that is not linear" in (one_row.unsupported_reason(model) or "")
+    assert "compiled layers have no bias that is not linear" in (fast_decode.unsupported_reason(model) or "")
     assert not model.position.has_error_bound()
     read = [3, 1, 4, 1, 5]
     made = list(trainshort.stream(model, read, tokens=12, temperature=0))

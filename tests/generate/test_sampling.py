@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainshort import InputError
-from trainshort.generate import sample
-from trainshort.generate.settings import GenerateConfig
+from trainshort.generate import sampling
+from trainshort.generate.config import GenerateConfig
 
 SCORES = torch.tensor([0.5, 0.3, 0.2]).log()
 
@@ -20,24 +20,24 @@ def kept(scores):
 
 def test_top_k_keeps_the_likeliest():
     scores = torch.tensor([1.0, 4.0, 2.0, 3.0])
-    assert kept(sample.keep_top_k(scores, 2)) == [1, 3]
-    assert kept(sample.keep_top_k(scores, 9)) == [0, 1, 2, 3]
-    assert len(kept(sample.keep_top_k(torch.zeros(5), 2))) == 2
+    assert kept(sampling.keep_top_k(scores, 2)) == [1, 3]
+    assert kept(sampling.keep_top_k(scores, 9)) == [0, 1, 2, 3]
+    assert len(kept(sampling.keep_top_k(torch.zeros(5), 2))) == 2
 
 
 @pytest.mark.parametrize(("p", "count"), [(0.1, 1), (0.5, 1), (0.6, 2), (0.9, 3), (1.0, 3)])
 def test_top_p_keeps_as_few_as_reach_it(p, count):
-    assert len(kept(sample.keep_top_p(SCORES, p))) == count
+    assert len(kept(sampling.keep_top_p(SCORES, p))) == count
 
 
 @pytest.mark.parametrize(("p", "count"), [(0.0, 3), (0.3, 3), (0.5, 2), (0.7, 1), (1.0, 1)])
 def test_min_p_is_a_share_of_the_likeliest(p, count):
-    assert len(kept(sample.keep_min_p(SCORES, p))) == count
+    assert len(kept(sampling.keep_min_p(SCORES, p))) == count
 
 
 def test_penalty_lowers_what_was_seen_whatever_its_sign():
     seen = torch.tensor([True, True, False])
-    assert sample.apply_repetition_penalty(torch.tensor([3.0, -2.0, 1.0]), seen, 2.0).tolist() == [1.5, -4.0, 1.0]
+    assert sampling.apply_repetition_penalty(torch.tensor([3.0, -2.0, 1.0]), seen, 2.0).tolist() == [1.5, -4.0, 1.0]
 
 
 @given(
@@ -50,7 +50,7 @@ def test_penalty_lowers_what_was_seen_whatever_its_sign():
 def test_filters_leave_something_and_change_no_order(values, k, p, share, temperature):
     scores = torch.tensor(values)
     config = GenerateConfig(top_k=k, top_p=p, min_p=share, temperature=temperature)
-    left = sample.filter_logits(scores, config)
+    left = sampling.filter_logits(scores, config)
     assert left.max() == (scores / temperature).max()  # one of the likeliest is kept
     torch.testing.assert_close(left[left.isfinite()], scores[left.isfinite()] / temperature)
     assert len(kept(left)) <= k
@@ -59,7 +59,7 @@ def test_filters_leave_something_and_change_no_order(values, k, p, share, temper
 def test_draws_follow_the_probabilities_and_the_seed():
     def draws(seed):
         generator = torch.Generator().manual_seed(seed)
-        return [sample.sample_token(SCORES, 1.0, generator) for _ in range(2000)]
+        return [sampling.sample_token(SCORES, 1.0, generator) for _ in range(2000)]
 
     counts = torch.bincount(torch.tensor(draws(1)), minlength=3) / 2000
     torch.testing.assert_close(counts, SCORES.exp(), atol=0.04, rtol=0)
@@ -68,8 +68,8 @@ def test_draws_follow_the_probabilities_and_the_seed():
 
 def test_temperature():
     generator = torch.Generator().manual_seed(0)
-    assert {sample.sample_token(SCORES, 0, generator) for _ in range(20)} == {0}
-    hot = sample.filter_logits(SCORES, GenerateConfig(temperature=2.0))
+    assert {sampling.sample_token(SCORES, 0, generator) for _ in range(20)} == {0}
+    hot = sampling.filter_logits(SCORES, GenerateConfig(temperature=2.0))
     assert math.isclose(float(hot[0] - hot[1]), float(SCORES[0] - SCORES[1]) / 2, rel_tol=1e-5)
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainshort.generate.sample import StopStrings
+from trainshort.generate.sampling import StopStrings
 
 
 def test_held_back_as_long_as_it_may_be_one():

@@ -7,11 +7,11 @@ import torch
 
 import trainshort
 from trainshort import InputError, ModelConfig, TransformerLM
-from trainshort.cache import BoundedCache
-from trainshort.data.tokenizer.built import ByteTokenizer
-from trainshort.evaluate.changes import Override, apply_override
-from trainshort.generate import stream_batch
-from trainshort.positions import positions
+from trainshort.data.tokenizers.builtin import ByteTokenizer
+from trainshort.evaluate.overrides import Override, apply_override
+from trainshort.generate.streaming import stream_batch
+from trainshort.model.cache import BoundedCache
+from trainshort.model.positions import positions
 
 TRAINED_AT = 16
 """Weights are random, so no length means anything to them; this stands for the training length of a real model."""

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-from trainshort.checkpoint import CheckpointData, TrainState, model_tensors, save
-from trainshort.config import ModelConfig, RunConfig, TrainConfig
-from trainshort.data.tokenizer.built import ByteTokenizer
-from trainshort.model import TransformerLM
-from trainshort.parallel import World
+from trainshort.config.run_config import ModelConfig, RunConfig, TrainConfig
+from trainshort.data.tokenizers.builtin import ByteTokenizer
+from trainshort.model.transformer import TransformerLM
+from trainshort.train.checkpoint import CheckpointData, TrainState, model_tensors, save
+from trainshort.train.parallel import World
 
 
 def make_run(path: Path, *, length: int = 32, **settings) -> Path:

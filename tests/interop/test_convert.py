@@ -8,13 +8,13 @@ import torch
 from laboratory import byte_tokenizer, make_run, prose
 
 from trainshort import InputError
-from trainshort.checkpoint import load_model
-from trainshort.cli import run as command
-from trainshort.config import RunConfig, TrainConfig, load_config
-from trainshort.evaluate import evidence, results
+from trainshort.cli.main import run as command
+from trainshort.config.run_config import RunConfig, TrainConfig, load_config
+from trainshort.evaluate import results, significance
 from trainshort.interop.convert import convert, open_conversion_source
 from trainshort.interop.import_model import ImportRequest
-from trainshort.model import TransformerLM
+from trainshort.model.transformer import TransformerLM
+from trainshort.train.checkpoint import load_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -113,7 +113,7 @@ def test_the_command(kind, tmp_path, monkeypatch, capsys):
     assert trained[LENGTH].perplexity < 1.02 * before[LENGTH].perplexity, "and brings back what it was"
     assert trained[8 * LENGTH].perplexity < 1.05 * trained[LENGTH].perplexity, "at any length"
     assert before[2 * LENGTH].status == ("cannot" if kind == "gpt2" else "scored")
-    assert evidence.load_summary(Path("runs/it"))["summary"].startswith("trained at 32, good to ")
+    assert significance.load_summary(Path("runs/it"))["summary"].startswith("trained at 32, good to ")
     assert {path.suffix for path in Path("runs/it/conversion").iterdir()} == {".json", ".png", ".svg"}
     with pytest.raises(InputError, match="runs/it already exists"):
         command(asked)

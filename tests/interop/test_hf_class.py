@@ -11,9 +11,9 @@ transformers = pytest.importorskip("transformers")
 
 import trainshort.hf  # noqa: E402
 from trainshort import InputError  # noqa: E402
-from trainshort.checkpoint import load_model  # noqa: E402
 from trainshort.interop.export import export  # noqa: E402
-from trainshort.positions import positions  # noqa: E402
+from trainshort.model.positions import positions  # noqa: E402
+from trainshort.train.checkpoint import load_model  # noqa: E402
 
 KINDS = {name: {"position": name} for name in positions.names()} | {
     "adaptive": {"adaptive": {"cutoffs": (50, 120), "factor": 2}},

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trainshort import InputError
-from trainshort.data.tokenizer.built import ByteTokenizer
+from trainshort.data.tokenizers.builtin import ByteTokenizer
 from trainshort.interop.import_model import ImportRequest, import_model
 
 FAIRSEQ = Path(__file__).parent / "fairseq"

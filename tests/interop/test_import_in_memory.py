@@ -10,9 +10,9 @@ transformers = pytest.importorskip("transformers")
 from hugging import LENGTH, WORDS, off  # noqa: E402
 from tokenizers import Tokenizer, models  # noqa: E402
 
-from trainshort.cache import Cache  # noqa: E402
-from trainshort.cli import main  # noqa: E402
+from trainshort.cli.main import main  # noqa: E402
 from trainshort.interop.import_model import ImportRequest, load_in_memory  # noqa: E402
+from trainshort.model.cache import Cache  # noqa: E402
 
 LONG = 4 * LENGTH
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from trainshort import InputError
-from trainshort.checkpoint import load_model
-from trainshort.cli import run as command
-from trainshort.config import load_config
-from trainshort.data.tokenizer.built import ByteTokenizer
+from trainshort.cli.main import run as command
+from trainshort.config.run_config import load_config
+from trainshort.data.tokenizers.builtin import ByteTokenizer
 from trainshort.interop.export import export
 from trainshort.interop.import_model import ImportRequest, import_model
+from trainshort.train.checkpoint import load_model
 
 TEXT = "The state of the Union is strong. " * 400
 

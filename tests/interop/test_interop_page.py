@@ -10,8 +10,8 @@ import pytest
 import torch
 from laboratory import prose, save_hugging_face
 
-from trainshort.cli import run as command
-from trainshort.data.tokenizer.built import ByteTokenizer
+from trainshort.cli.main import run as command
+from trainshort.data.tokenizers.builtin import ByteTokenizer
 
 ROOT = Path(__file__).parents[2]
 FAIRSEQ = Path(__file__).parent / "fairseq" / "adaptive-cfg.pt"

@@ -10,10 +10,10 @@ from laboratory import prose
 from runs_here import make_run
 
 from trainshort import InputError
-from trainshort.cli import run as command
+from trainshort.cli.main import run as command
 from trainshort.evaluate.results import load
-from trainshort.files import read_with_checksum
 from trainshort.interop.export import export
+from trainshort.utils.io import read_with_checksum
 
 ROLLING = """
 task: book

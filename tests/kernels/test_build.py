@@ -13,16 +13,17 @@ import torch
 from compiled_code import needs_kernel
 
 from trainshort import alibi
-from trainshort.attention import LinearBias, attend, op, operator
-from trainshort.cache import ring
+from trainshort.attention import LinearBias, attend, functional
+from trainshort.attention.backends import custom_op
+from trainshort.attention.kernels import build
 from trainshort.errors import InputError
-from trainshort.kernels import build
+from trainshort.model.cache import ring_buffer
 
 CACHES = (
-    *(operator.kernel_unavailable_reason, operator.has_kernel, operator._library),
-    *(ring.kernel_unavailable_reason, ring.library, build._private_folder, build._say_once),
+    *(custom_op.kernel_unavailable_reason, custom_op.has_kernel, custom_op._library),
+    *(ring_buffer.kernel_unavailable_reason, ring_buffer.library, build._private_folder, build._say_once),
 )
-LOADERS = {"attention": lambda: operator._library(False), "decode": ring.library}
+LOADERS = {"attention": lambda: custom_op._library(False), "decode": ring_buffer.library}
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def fresh(monkeypatch, tmp_path):
 def forget():
     for cache in CACHES:
         cache.cache_clear()
-    op._logged_messages.clear()
+    functional._logged_messages.clear()
 
 
 def attention():
@@ -57,7 +58,7 @@ def test_built_once_then_loaded(fresh, monkeypatch, caplog):
     ]
     runs = []
     monkeypatch.setattr(build, "_run", lambda command: runs.append(command) or real(command))
-    operator._library.cache_clear()
+    custom_op._library.cache_clear()
     attention()
     assert [command[1] for command in runs] == ["--version"]
     assert [path.name for path in fresh.iterdir()] == built
@@ -70,17 +71,17 @@ def real(command):
 @needs_kernel
 def test_other_flags_make_another_library(fresh, monkeypatch):
     monkeypatch.setattr(build, "FLAGS", ("-O0", *build.FLAGS[1:]))
-    ring.library()
+    ring_buffer.library()
     monkeypatch.setenv("TRAINSHORT_CFLAGS", "-g -DNAME='a b'")
     forget()
-    ring.library()
+    ring_buffer.library()
     assert len(list(fresh.iterdir())) == 2
 
 
 def test_flags_that_cannot_be_split_are_one_sentence(fresh, monkeypatch):
     monkeypatch.setenv("TRAINSHORT_CFLAGS", "'-g")
     reason = "the variable TRAINSHORT_CFLAGS cannot be split into flags (No closing quotation)"
-    assert operator.kernel_unavailable_reason() == reason
+    assert custom_op.kernel_unavailable_reason() == reason
     attention()
 
 
@@ -117,12 +118,12 @@ def test_a_damaged_library_is_built_anew(fresh, monkeypatch, caplog, name):
 @needs_kernel
 def test_a_library_that_others_can_write_is_not_loaded(fresh, monkeypatch, caplog):
     monkeypatch.setattr(build, "FLAGS", ("-O0", *build.FLAGS[1:]))
-    ring.library()
+    ring_buffer.library()
     (library,) = fresh.iterdir()
     library.chmod(0o722)
     caplog.clear()
     forget()
-    ring.library()
+    ring_buffer.library()
     assert caplog.records[0].getMessage() == f"{library} is not a file that only you can write to"
     assert library.stat().st_mode & 0o777 == 0o700
 
@@ -234,21 +235,21 @@ def test_no_compiler_falls_back_with_one_message(fresh, monkeypatch, caplog):
 )
 def test_a_strange_compiler_is_one_sentence(fresh, monkeypatch, value, reason):
     monkeypatch.setenv("CC", value)
-    assert operator.kernel_unavailable_reason() == reason
-    assert ring.kernel_unavailable_reason() == reason
+    assert custom_op.kernel_unavailable_reason() == reason
+    assert ring_buffer.kernel_unavailable_reason() == reason
     attention()
 
 
 @needs_kernel
 def test_a_compiler_that_fails_is_quoted(fresh, monkeypatch):
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-fno-such-flag"))
-    assert "no-such-flag" in (operator.kernel_unavailable_reason() or "")
+    assert "no-such-flag" in (custom_op.kernel_unavailable_reason() or "")
     assert list(fresh.iterdir()) == []
 
 
 def test_a_processor_without_avx2_gets_plain_pytorch(fresh, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert operator.kernel_unavailable_reason() == "the kernel needs a processor with AVX2"
+    assert custom_op.kernel_unavailable_reason() == "the kernel needs a processor with AVX2"
     attention()
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from trainshort import alibi
-from trainshort.cache.bounded import CAPACITY_MARGIN, MIN_BIAS_DROP, required_capacity
-from trainshort.cache.ring import DecodeArgs, Ring, kernel_unavailable_reason, make_head_structs
+from trainshort.model.cache.bounded import CAPACITY_MARGIN, MIN_BIAS_DROP, required_capacity
+from trainshort.model.cache.ring_buffer import DecodeArgs, Ring, kernel_unavailable_reason, make_head_structs
 
 pytestmark = pytest.mark.skipif(bool(kernel_unavailable_reason()), reason=str(kernel_unavailable_reason()))
 

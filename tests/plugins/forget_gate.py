@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainshort.attention import DenseBias
-from trainshort.config import ModelConfig
-from trainshort.positions import LayerInput, PositionMethod, positions
-from trainshort.settings import EmptyPositionConfig
+from trainshort.config.position_config import EmptyPositionConfig
+from trainshort.config.run_config import ModelConfig
+from trainshort.model.positions import LayerInput, PositionMethod, positions
 
 
 @positions.register("forget-gate")

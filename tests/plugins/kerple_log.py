@@ -5,9 +5,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from trainshort.attention import DistanceBias
-from trainshort.config import ModelConfig
-from trainshort.positions import PositionMethod, positions
-from trainshort.settings import PositionConfig
+from trainshort.config.position_config import PositionConfig
+from trainshort.config.run_config import ModelConfig
+from trainshort.model.positions import PositionMethod, positions
 
 
 class Settings(PositionConfig):

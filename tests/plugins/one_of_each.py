@@ -2,10 +2,11 @@
 
 from rich.console import Group
 
-from trainshort.analyze.lab import Analysis, AnalysisContext, analyses
-from trainshort.attention import AttentionCall, backends
-from trainshort.data.corpus import corpora, find_corpus
-from trainshort.data.tokenizer import SavedTokenizer, tokenizers
+from trainshort.attention import AttentionCall
+from trainshort.config.registries import backends
+from trainshort.data.corpora import corpora, find_corpus
+from trainshort.data.tokenizers.base import SavedTokenizer, tokenizers
+from trainshort.evaluate.analyses.base import Analysis, AnalysisContext, analyses
 
 
 @backends.register("echo")

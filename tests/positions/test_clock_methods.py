@@ -5,12 +5,12 @@ import torch
 
 from trainshort import alibi
 from trainshort.attention import DecayBias, attend
-from trainshort.cache import BatchedCache, Cache
-from trainshort.config import ModelConfig
+from trainshort.config.run_config import ModelConfig
 from trainshort.errors import InputError
 from trainshort.evaluate.attention_inputs import attention_calls
-from trainshort.model import TransformerLM
-from trainshort.positions import LayerInput, build_position
+from trainshort.model.cache import BatchedCache, Cache
+from trainshort.model.positions import LayerInput, build_position
+from trainshort.model.transformer import TransformerLM
 
 GATES = [{}, {"negate_gate": True}, {"gate": "bias_only"}, {"gate": "fixed", "init": "alibi"}, {"init": "alibi"}]
 

@@ -9,10 +9,10 @@ import torch
 from benchmarks import plot_biases
 from trainshort import alibi
 from trainshort.attention import DenseBias, DistanceBias
-from trainshort.config import ModelConfig
+from trainshort.config.run_config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.positions import LayerInput, PositionMethod, build_position, positions
-from trainshort.positions.distance import log_window
+from trainshort.model.positions import LayerInput, PositionMethod, build_position, positions
+from trainshort.model.positions.relative_bias import log_window
 
 LENGTH = 5000
 

@@ -7,11 +7,11 @@ import torch
 
 from trainshort import alibi
 from trainshort.attention import DecayBias, DenseBias, DistanceBias, LinearBias
-from trainshort.cache import Cache
-from trainshort.config import ModelConfig
+from trainshort.config.run_config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.model import TransformerLM
-from trainshort.positions import LengthScaling, zero_bias_for_nope_heads
+from trainshort.model.cache import Cache
+from trainshort.model.positions import LengthScaling, zero_bias_for_nope_heads
+from trainshort.model.transformer import TransformerLM
 
 INSIDE = ["alibi", "rotary", "t5", "kerple", "fox", "fire"]
 

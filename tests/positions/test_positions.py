@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainshort.config import ModelConfig
+from trainshort.config.position_config import methods
+from trainshort.config.run_config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.model import TransformerLM
-from trainshort.positions import build_position, positions
-from trainshort.positions.bias import buckets
-from trainshort.settings import methods
+from trainshort.model.positions import build_position, positions
+from trainshort.model.positions.alibi import buckets
+from trainshort.model.transformer import TransformerLM
 
 
 def make(name, width=16, heads=2, **settings):

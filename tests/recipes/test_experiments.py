@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from trainshort.config import RunConfig
+from trainshort.config.run_config import RunConfig
 from trainshort.errors import InputError
-from trainshort.recipes import recipe_name, recipes
-from trainshort.recipes.experiments import (
+from trainshort.experiments.experiments import (
     EvalProtocol,
     choose,
     choose_methods,
@@ -16,8 +15,9 @@ from trainshort.recipes.experiments import (
     with_methods,
     with_seed,
 )
-from trainshort.recipes.scales import PAPER_GPUS, Variant, scales
-from trainshort.runs import run_name
+from trainshort.experiments.recipes import recipe_name, recipes
+from trainshort.experiments.scales import PAPER_GPUS, Variant, scales
+from trainshort.train.run_folder import run_name
 
 TABLES = [f"table{n}" for n in range(1, 16)]
 FIGURES = [f"fig{n}" for n in (1, 2, 4, 5, 6, 7, 8, 9, 11)]

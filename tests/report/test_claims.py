@@ -7,13 +7,13 @@ import pytest
 from made_up import LAPTOP, make_demo, make_run, write_evaluation
 
 from benchmarks.update_docs import ROOT
-from trainshort.claims.collection import COST_FORMAT, collect
-from trainshort.claims.measured import ScaleView, median_with_interval
-from trainshort.claims.speed_and_memory import time_saved
-from trainshort.claims.verdicts import AT_FIRST, claims, evaluate_claims
 from trainshort.evaluate.results import load, save
-from trainshort.files import write_with_checksum
-from trainshort.recipes.experiments import EvalProtocol, Variant
+from trainshort.experiments.claims.collection import COST_FORMAT, collect
+from trainshort.experiments.claims.measured import ScaleView, median_with_interval
+from trainshort.experiments.claims.speed_and_memory import time_saved
+from trainshort.experiments.claims.verdicts import AT_FIRST, claims, evaluate_claims
+from trainshort.experiments.experiments import EvalProtocol, Variant
+from trainshort.utils.io import write_with_checksum
 
 
 def verdicts(root) -> dict[str, str]:

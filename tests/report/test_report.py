@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 from made_up import make_demo, make_run
 
-from trainshort.claims.collection import collect
-from trainshort.commands.reproduce import Report
-from trainshort.config import load_config
+from trainshort.cli.paper import Report
+from trainshort.config.run_config import load_config
+from trainshort.data.passes import Passes
 from trainshort.errors import InputError
-from trainshort.evaluate.evidence import describe_change_past_training, pool_bins
 from trainshort.evaluate.results import load, save, summarize
-from trainshort.files import write_with_checksum
-from trainshort.passes import Passes
+from trainshort.evaluate.significance import describe_change_past_training, pool_bins
+from trainshort.experiments.claims.collection import collect
 from trainshort.report.headline import find_headline, sentences
 from trainshort.report.sections import reach_figure
 from trainshort.report.summary import introduction
 from trainshort.report.write import headline_table, write_report
 from trainshort.utils.figures import round_ticks
+from trainshort.utils.io import write_with_checksum
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'{{7*7}}&amp;`|*_"
 

@@ -5,8 +5,8 @@ import re
 import pytest
 from made_up import make_demo
 
-from trainshort.claims.collection import collect
 from trainshort.errors import InputError
+from trainshort.experiments.claims.collection import collect
 from trainshort.report.write import write_report
 from trainshort.utils.bench_results import BenchResult, Measure, Measurement, load, save
 

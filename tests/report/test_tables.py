@@ -6,12 +6,12 @@ import math
 import pytest
 from made_up import LAPTOP, ORIGIN, make_run
 
-from trainshort.claims.collection import collect
-from trainshort.claims.measured import ScaleView
-from trainshort.recipes.experiments import Variant
+from trainshort.experiments.claims.collection import collect
+from trainshort.experiments.claims.measured import ScaleView
+from trainshort.experiments.experiments import Variant
 from trainshort.report.plotly_figures import specification
 from trainshort.report.tables import paper_figures
-from trainshort.runs import run_name
+from trainshort.train.run_folder import run_name
 
 
 def test_perplexity_is_drawn_against_training_speed_with_the_seeds_spread(tmp_path):

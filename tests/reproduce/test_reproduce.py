@@ -14,21 +14,21 @@ from laboratory import evaluations
 from rich.console import Console
 from tiny_paper import tiny_scale, two_methods
 
-from trainshort import plugins
-from trainshort.claims.collection import COST_FILE, read_costs
-from trainshort.commands.parser import read_command
-from trainshort.commands.reproduce import Reproduce
-from trainshort.commands.train import Train
+from trainshort.cli.paper import Reproduce
+from trainshort.cli.parser import read_command
+from trainshort.cli.train import Train
 from trainshort.errors import InputError
 from trainshort.evaluate.results import Query
-from trainshort.recipes.experiments import choose, with_methods
-from trainshort.recipes.scales import Variant, scales
-from trainshort.reproduce import tasks
-from trainshort.reproduce.extras import measure_costs
-from trainshort.reproduce.launchers import SlurmConfig, read_slurm_config, run_on_cluster
-from trainshort.reproduce.plan import command, format_plan, make_plan, paper_hours
-from trainshort.reproduce.tasks import plan_jobs, reproduce, run_job
-from trainshort.runs import run_name
+from trainshort.experiments.claims.collection import COST_FILE, read_costs
+from trainshort.experiments.experiments import choose, with_methods
+from trainshort.experiments.reproduce import jobs
+from trainshort.experiments.reproduce.costs import measure_costs
+from trainshort.experiments.reproduce.jobs import plan_jobs, reproduce, run_job
+from trainshort.experiments.reproduce.local import SlurmConfig, read_slurm_config, run_on_cluster
+from trainshort.experiments.reproduce.plan import command, format_plan, make_plan, paper_hours
+from trainshort.experiments.scales import Variant, scales
+from trainshort.train.run_folder import run_name
+from trainshort.utils import plugins
 
 
 def quiet() -> Console:
@@ -64,18 +64,16 @@ def test_work_goes_to_the_end_and_a_second_run_finds_nothing_to_do(tiny, tmp_pat
     _, scale = tiny
     assignment = trained_alone(scale)
     task = assignment.tasks[0]
-    assert not tasks.finished(tmp_path, task)
+    assert not jobs.finished(tmp_path, task)
     reproduce(assignment, tmp_path, console=quiet())
-    assert tasks.finished(tmp_path, task)
-    assert tasks.fraction_done([task], tmp_path) == 1.0
+    assert jobs.finished(tmp_path, task)
+    assert jobs.fraction_done([task], tmp_path) == 1.0
     folder = tmp_path / task.name
-    sample = json.loads((folder / tasks.SAMPLE).read_text())
+    sample = json.loads((folder / jobs.SAMPLE).read_text())
     assert [one["end"] for one in sample["passages"]] == [16, 64, 256]
     assert all(len(one["written"]) == 8 for one in sample["passages"])
     assert all(nats > 0 for one in sample["passages"] for _, nats in one["written"])
-    assert (
-        len(json.loads((folder / tasks.REACH_RESULT_PATH).read_text())["result"]["rows"]) == 2
-    )  # one layer, two heads
+    assert len(json.loads((folder / jobs.REACH_RESULT_PATH).read_text())["result"]["rows"]) == 2  # one layer, two heads
     files = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     reproduce(assignment, tmp_path, console=quiet())
     assert files == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
@@ -83,7 +81,9 @@ def test_work_goes_to_the_end_and_a_second_run_finds_nothing_to_do(tiny, tmp_pat
 
 def test_a_second_run_needs_no_torch(tiny, tmp_path):
     """That is what makes it quick: everything that is done is known from files."""
-    code = "import sys, trainshort.reproduce.tasks, trainshort.report.write; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, trainshort.experiments.reproduce.jobs, trainshort.report.write; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
 
 
@@ -102,9 +102,9 @@ def test_an_interrupted_task_goes_on(tiny, tmp_path):
     for path in (folder / "eval").glob("valid-stride*.json"):
         path.unlink()
     shutil.rmtree(folder / "checkpoints" / "step-000000004")
-    assert not tasks.finished(tmp_path, task)
+    assert not jobs.finished(tmp_path, task)
     run_job(task, tmp_path)
-    assert tasks.finished(tmp_path, task)
+    assert jobs.finished(tmp_path, task)
     assert losses(folder) == whole
 
 
@@ -114,9 +114,9 @@ def test_learning_curves_read_the_checkpoints(tiny, tmp_path):
     cells = tuple(c for c in curves.cells if c.variant == Variant("cc100", "alibi", 512))
     task = plan_jobs([replace(curves, cells=cells)], scale).tasks[0]
     run_job(task, tmp_path)
-    assert tasks.finished(tmp_path, task)
+    assert jobs.finished(tmp_path, task)
     steps = {one.target["step"] for one in evaluations(tmp_path / task.name)}
-    assert steps == {tasks.step_of(path) for path in tasks.checkpoints(tmp_path / task.name)}
+    assert steps == {jobs.step_of(path) for path in jobs.checkpoints(tmp_path / task.name)}
     assert len(steps) == 2
 
 
@@ -130,7 +130,7 @@ def test_jobs_run_through_submitit_and_a_failed_one_is_named(tiny, tmp_path):
     with pytest.raises(InputError, match=rf"1 jobs failed: {bad.name} .*no config\.json.*same command"):
         run_on_cluster([good, bad], tmp_path, done.append, SlurmConfig(minutes=5, gpus=0), "local")
     assert done == [good.name]
-    assert tasks.finished(tmp_path, good)
+    assert jobs.finished(tmp_path, good)
 
 
 def test_costs_are_measured_once_and_kept(tiny, tmp_path):

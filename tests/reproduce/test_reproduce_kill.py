@@ -12,9 +12,9 @@ import torch
 from laboratory import evaluations
 from tiny_paper import tiny_scale, two_methods
 
-from trainshort.reproduce import tasks
-from trainshort.reproduce.tasks import plan_jobs, run_job
-from trainshort.runs import RunFolder, read_lines
+from trainshort.experiments.reproduce import jobs
+from trainshort.experiments.reproduce.jobs import plan_jobs, run_job
+from trainshort.train.run_folder import RunFolder, read_lines
 
 SCRIPT = """
 import sys
@@ -50,9 +50,9 @@ def test_killed_in_the_middle_it_goes_on(tmp_path, steps):
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert not tasks.finished(tmp_path / "killed", task)
+    assert not jobs.finished(tmp_path / "killed", task)
     run_job(task, tmp_path / "killed")
-    assert tasks.finished(tmp_path / "killed", task)
+    assert jobs.finished(tmp_path / "killed", task)
     assert losses(tmp_path / "killed", task.name) == losses(tmp_path / "whole", task.name)
     rows = [
         sorted((row.length, row.nll) for one in evaluations(tmp_path / kind / task.name) for row in one.rows)

@@ -12,10 +12,10 @@ import pytest
 from tiny_paper import tiny_scale, two_methods
 
 from trainshort.errors import InputError
-from trainshort.reproduce import tasks
-from trainshort.reproduce.launchers import _scheduling_key, evaluate_model, train_model
-from trainshort.reproduce.tasks import plan_jobs, run_locally
-from trainshort.runs import RunFolder, read_lines
+from trainshort.experiments.reproduce import jobs
+from trainshort.experiments.reproduce.jobs import plan_jobs, run_locally
+from trainshort.experiments.reproduce.local import _scheduling_key, evaluate_model, train_model
+from trainshort.train.run_folder import RunFolder, read_lines
 
 SCRIPT = """
 import sys
@@ -42,7 +42,7 @@ def test_all_are_done_and_a_failed_one_is_named(tmp_path):
     with pytest.raises(InputError, match=rf"1 models failed: {bad.name} \(.*no config\.json.*same command"):
         run_locally([good, bad], tmp_path, done.append, jobs=2)
     assert done == [good.name]
-    assert tasks.finished(tmp_path, good)
+    assert jobs.finished(tmp_path, good)
 
 
 def test_a_seed_is_done_before_the_next_and_its_longest_model_is_trained_first(tmp_path):
@@ -77,9 +77,9 @@ def test_workers_save_and_stop_with_their_command(tmp_path, number):
         time.sleep(0.05)
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
     for folder, task in zip(folders, both, strict=True):
-        saved = tasks.checkpoints(folder.path)
+        saved = jobs.checkpoints(folder.path)
         assert saved, f"{task.name} stopped without saving"
-        assert 0 < tasks.step_of(saved[-1]) < 3000
+        assert 0 < jobs.step_of(saved[-1]) < 3000
 
 
 def children(parent):

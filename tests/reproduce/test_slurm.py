@@ -15,11 +15,11 @@ from laboratory import evaluations
 from tiny_paper import tiny_scale
 
 from trainshort.errors import InputError
-from trainshort.recipes.experiments import choose
-from trainshort.reproduce import tasks
-from trainshort.reproduce.launchers import SlurmConfig, run_on_cluster
-from trainshort.reproduce.tasks import plan_jobs, run_job
-from trainshort.runs import RunFolder, read_lines
+from trainshort.experiments.experiments import choose
+from trainshort.experiments.reproduce import jobs
+from trainshort.experiments.reproduce.jobs import plan_jobs, run_job
+from trainshort.experiments.reproduce.local import SlurmConfig, run_on_cluster
+from trainshort.train.run_folder import RunFolder, read_lines
 
 LAB = os.environ.get("TRAINSHORT_SLURM_LAB")
 pytestmark = [
@@ -53,7 +53,7 @@ def test_a_table_is_computed(tmp_path):
     assert len(wanted) == 2
     run_on_cluster(wanted, tmp_path / "runs", done.append, SITE)
     assert sorted(done) == sorted(task.name for task in wanted)
-    assert all(tasks.finished(tmp_path / "runs", task) for task in wanted)
+    assert all(jobs.finished(tmp_path / "runs", task) for task in wanted)
 
 
 def test_what_the_cluster_has_not_is_told(tmp_path):

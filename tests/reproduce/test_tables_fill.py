@@ -10,16 +10,16 @@ import pytest
 from laboratory import evaluations
 from tiny_paper import tiny_scale
 
-from trainshort.claims.collection import collect
-from trainshort.claims.measured import ScaleView
 from trainshort.evaluate.results import best_step, find, rows
-from trainshort.files import write_with_checksum
-from trainshort.recipes.experiments import Variant, choose, choose_methods
+from trainshort.experiments.claims.collection import collect
+from trainshort.experiments.claims.measured import ScaleView
+from trainshort.experiments.experiments import Variant, choose, choose_methods
+from trainshort.experiments.reproduce import jobs
+from trainshort.experiments.reproduce.jobs import plan_jobs, run_job
 from trainshort.report.headline import find_headline
 from trainshort.report.write import write_report
-from trainshort.reproduce import tasks
-from trainshort.reproduce.tasks import plan_jobs, run_job
-from trainshort.train import train
+from trainshort.train.loop import train
+from trainshort.utils.io import write_with_checksum
 
 NAMES = ("demo", "table15", "table5")
 ALIBI = Variant("wikitext103", "alibi", 512)
@@ -79,14 +79,14 @@ def test_in_any_order_all_cells_are_filled_from_their_own_text(scale, trained, t
     for name in order:
         task = task_of(scale, name)
         run_job(task, trained)
-        assert tasks.finished(trained, task)
+        assert jobs.finished(trained, task)
     assert numbers(trained, scale) == together
 
 
 def test_each_text_is_as_long_as_the_scale_says(scale, trained):
     run_job(task_of(scale, "table15"), trained)
     task = task_of(scale, "table5")
-    assert not tasks.finished(trained, task)
+    assert not jobs.finished(trained, task)
     run_job(task, trained)
     texts = {(one.protocol["stride"], one.corpus["tokens"]) for one in evaluations(trained / task.name)}
     assert texts == {(4, 256), (None, 256), (None, 512)}
@@ -96,7 +96,7 @@ def test_each_text_is_as_long_as_the_scale_says(scale, trained):
 def test_stopped_between_two_evaluations_it_goes_on(scale, together, trained, count):
     whole = task_of(scale, *NAMES)
     run_job(replace(whole, lengths=dict(list(whole.lengths.items())[:count])), trained)
-    assert not tasks.finished(trained, whole)
+    assert not jobs.finished(trained, whole)
     run_job(whole, trained)
     assert numbers(trained, scale) == together
 
@@ -110,9 +110,9 @@ def test_a_length_that_failed_is_tried_again(scale, together, trained, status):
         row = values["rows"][-1]
         values["rows"][-1] = {key: row[key] for key in ("length", "stride")} | {"status": status}
         write_with_checksum(path, values)
-    assert not tasks.finished(trained, task)
+    assert not jobs.finished(trained, task)
     run_job(task, trained)
-    assert tasks.finished(trained, task)
+    assert jobs.finished(trained, task)
     assert numbers(trained, scale) == together
 
 
@@ -124,13 +124,13 @@ def test_results_of_the_first_version_are_kept(scale, together, trained):
         values = json.loads(path.read_text())
         del values["corpus"]["whole"], values["corpus"]["own"]
         write_with_checksum(path, values)
-    assert tasks.finished(trained, task)
+    assert jobs.finished(trained, task)
     assert numbers(trained, scale) == together
     unlimited = {replace(query, tokens=None): {16} for query in task.lengths if query.stride is None}
     everything = replace(task, lengths=unlimited)
-    assert not tasks.finished(trained, everything)  # whether 512 tokens were all of them, nobody knows
+    assert not jobs.finished(trained, everything)  # whether 512 tokens were all of them, nobody knows
     run_job(everything, trained)
-    assert tasks.finished(trained, everything)
+    assert jobs.finished(trained, everything)
     assert max(one.corpus["tokens"] for one in evaluations(trained / task.name)) > 512
 
 
@@ -161,7 +161,7 @@ def test_weights_that_are_no_longer_the_best_do_not_answer(scale, together, tmp_
     train(task.config.replace(train={"steps": 2}), folder, quiet=True)
     early = replace(task, config=task.config.replace(train={"steps": 2}))
     run_job(early, tmp_path)
-    assert tasks.finished(tmp_path, early)
+    assert jobs.finished(tmp_path, early)
     run_job(task, tmp_path)
     assert best_step(folder) == 4
     assert {one.target["step"] for one in evaluations(folder)} == {4}
@@ -177,7 +177,7 @@ def test_a_checkpoint_that_was_set_aside_is_none_of_the_run(scale, trained):
     aside = shutil.copytree(checkpoints / "step-000000004", checkpoints / "step-000000005.damaged")
     (aside / "state.json").write_text(json.dumps(state | {"step": 5, "valid_nll": 0.0}))
     assert best_step(trained / task.name) == 4
-    assert tasks.finished(trained, task)
+    assert jobs.finished(trained, task)
 
 
 def test_a_method_that_the_paper_has_not_gets_its_rows_and_its_curve(scale, tmp_path):

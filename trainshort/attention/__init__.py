@@ -1,19 +1,19 @@
-"""The function `attend`, its biases and its backends. Importing this package registers all backends."""
+"""Attention with position biases: the functions `attend` and `alibi_attention`, the biases and the backends."""
 
-from trainshort.attention import compiled, flex, formula, sdpa, windowed
+from trainshort.attention.backends.reference import merge_by_lse
 from trainshort.attention.call import AttentionCall, Bias, BiasKind, DecayBias, DenseBias, DistanceBias, LinearBias
-from trainshort.attention.formula import merge_by_lse
-from trainshort.attention.op import (
+from trainshort.attention.functional import (
     AttentionOutput,
     Backend,
     alibi_attention,
     attend,
     attend_in_blocks,
-    backends,
     run_attention,
 )
+from trainshort.config.registries import backends as _backend_registry
 
-backends.load()  # torch.compile cannot trace the import of an engine at its first call.
+# torch.compile cannot trace the import of a backend, so all backends are imported here.
+_backend_registry.load()
 
 __all__ = [
     "AttentionCall",
@@ -28,12 +28,6 @@ __all__ = [
     "alibi_attention",
     "attend",
     "attend_in_blocks",
-    "backends",
-    "compiled",
-    "flex",
-    "formula",
     "merge_by_lse",
     "run_attention",
-    "sdpa",
-    "windowed",
 ]

@@ -13,10 +13,10 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from trainshort.data.document import SPLITS, Corpus, Document, Errors, Kind, Record, group_into_documents
+from trainshort.data.documents import SPLITS, Corpus, Document, Errors, Kind, Record, group_into_documents
 from trainshort.errors import InputError
-from trainshort.optional import require_package
-from trainshort.terminal import first_sentence
+from trainshort.utils.optional import require_package
+from trainshort.utils.terminal import first_sentence
 
 STRETCH = 1 << 16
 """Characters of a document that is gathered from rows which are single lines."""

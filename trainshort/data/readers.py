@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainshort import files
-from trainshort.data.document import Errors, Record
+from trainshort.data.documents import Errors, Record
 from trainshort.errors import InputError
-from trainshort.optional import require_package
+from trainshort.utils import io
+from trainshort.utils.optional import require_package
 
 LONGEST_LINE = 1 << 20
 """Bytes after which a line without an end is cut."""
@@ -183,7 +183,7 @@ def parquet_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Rec
 
 
 def _open(path: Path, at: int = 0) -> BinaryIO:
-    file = files.open_file(path, mend="Give a file with text in it.")
+    file = io.open_file(path, mend="Give a file with text in it.")
     file.seek(at)
     return file
 

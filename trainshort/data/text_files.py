@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trainshort.data.document import HEADING, SPLITS, Document, Errors, Kind, Record, articles, group_into_documents
+from trainshort.data.documents import HEADING, SPLITS, Document, Errors, Kind, Record, articles, group_into_documents
 from trainshort.data.readers import file_rows, jsonl_rows, paragraph_rows, parquet_rows, text_rows
 from trainshort.errors import InputError
 

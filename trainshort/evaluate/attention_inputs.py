@@ -9,8 +9,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from trainshort.attention import AttentionCall
-from trainshort.cache import Cache
-from trainshort.model import Attention, TransformerLM
+from trainshort.model.cache import Cache
+from trainshort.model.transformer import Attention, TransformerLM
 
 
 def attention_calls(

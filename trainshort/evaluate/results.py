@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trainshort.config import StrictConfig
+from trainshort.config.run_config import StrictConfig
+from trainshort.data.passes import Passes, position_edges
 from trainshort.errors import InputError
-from trainshort.files import MissingFileError, make_folder, read_with_checksum, write_with_checksum
-from trainshort.passes import Passes, position_edges
-from trainshort.runs import read_checkpoint_states
-from trainshort.terminal import perplexity
+from trainshort.train.run_folder import read_checkpoint_states
+from trainshort.utils.io import MissingFileError, make_folder, read_with_checksum, write_with_checksum
+from trainshort.utils.terminal import perplexity
 
 EVALUATION_FORMAT = 2
 BLOCKS = 100

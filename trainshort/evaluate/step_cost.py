@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from trainshort import optim
-from trainshort.checkpoint import load_model
-from trainshort.config import RunConfig
-from trainshort.machine import PeakMemory, is_out_of_memory
-from trainshort.model import TransformerLM
+from trainshort.config.run_config import RunConfig
+from trainshort.model.transformer import TransformerLM
+from trainshort.train import optim
+from trainshort.train.checkpoint import load_model
+from trainshort.utils.machine import PeakMemory, is_out_of_memory
 from trainshort.utils.timing import time_interleaved
 
 OUT_OF_MEMORY = {"status": "out of memory"}

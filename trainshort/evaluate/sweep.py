@@ -18,15 +18,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from trainshort.data.mlm import MASK_ROUNDS, evaluation_rounds, mask_tokens
+from trainshort.data.passes import Pass, Passes, fill
 from trainshort.errors import InputError
-from trainshort.evaluate.changes import Override
+from trainshort.evaluate.overrides import Override
 from trainshort.evaluate.results import Evaluation, LengthScore, save, summarize
-from trainshort.evaluate.target import Target
-from trainshort.files import file_lock, make_folder, open_file, translate_os_errors
-from trainshort.machine import PeakMemory, is_out_of_memory, limit_memory
-from trainshort.masking import MASK_ROUNDS, evaluation_rounds, mask_tokens
-from trainshort.passes import Pass, Passes, fill
-from trainshort.terminal import ProgressMeter
+from trainshort.evaluate.targets import Target
+from trainshort.utils.io import file_lock, make_folder, open_file, translate_os_errors
+from trainshort.utils.machine import PeakMemory, is_out_of_memory, limit_memory
+from trainshort.utils.terminal import ProgressMeter
 
 BATCH_TOKENS = 16_384
 

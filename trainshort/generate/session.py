@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Self, TextIO
 
 from trainshort.errors import InputError
-from trainshort.generate.sample import Token
+from trainshort.generate.sampling import Token
 from trainshort.generate.streaming import TokenStream
-from trainshort.terminal import escape_for_output, print_status
+from trainshort.utils.terminal import escape_for_output, print_status
 
 STOPPED = 130
 EVERY = 0.2

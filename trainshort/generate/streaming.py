@@ -19,14 +19,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trainshort.cache import BatchedCache, BoundedCache, Cache, WindowCache
-from trainshort.data.tokenizer import Tokenizer
+from trainshort.data.mlm import require_causal
+from trainshort.data.tokenizers.base import Tokenizer
 from trainshort.errors import InputError
-from trainshort.generate.one_row import FastDecoder
-from trainshort.generate.sample import Sample, Token
-from trainshort.generate.settings import GenerateConfig
-from trainshort.masking import require_causal
-from trainshort.model import TransformerLM
+from trainshort.generate.config import GenerateConfig
+from trainshort.generate.fast_decode import FastDecoder
+from trainshort.generate.sampling import Sample, Token
+from trainshort.model.cache import BatchedCache, BoundedCache, Cache, WindowCache
+from trainshort.model.transformer import TransformerLM
 
 Prompt = str | Sequence[int] | np.ndarray | Tensor
 

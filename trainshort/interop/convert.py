@@ -13,25 +13,25 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from trainshort.checkpoint import find_checkpoint, is_hugging_face, load_model
-from trainshort.config import RunConfig, load_config
-from trainshort.data.of_run import run_tokenizer
+from trainshort.config.registries import convertible
+from trainshort.config.run_config import RunConfig, load_config
+from trainshort.data.batches import run_tokenizer
+from trainshort.data.mlm import require_causal
 from trainshort.errors import InputError
-from trainshort.evaluate import evidence, results
-from trainshort.evaluate.picture import lengths_figure
+from trainshort.evaluate import results, significance
+from trainshort.evaluate.evaluation import new_evaluation
+from trainshort.evaluate.plot import lengths_figure
 from trainshort.evaluate.results import Evaluation
-from trainshort.evaluate.session import new_evaluation
 from trainshort.evaluate.sweep import Sweep, sweep
-from trainshort.evaluate.target import Target, Text, open_target
-from trainshort.files import make_folder, read_json_object
+from trainshort.evaluate.targets import Target, Text, open_target
 from trainshort.interop.formats.base import ImportedModel, TensorSource, WeightMap, shapes_of
 from trainshort.interop.import_model import ImportRequest, ImportSource, download_snapshot, open_folder, write_run
-from trainshort.masking import require_causal
-from trainshort.model import TransformerLM
-from trainshort.positions import PositionMethod
-from trainshort.registries import convertible
-from trainshort.runs import RunFolder
+from trainshort.model.positions import PositionMethod
+from trainshort.model.transformer import TransformerLM
+from trainshort.train.checkpoint import find_checkpoint, is_hugging_face, load_model
+from trainshort.train.run_folder import RunFolder
 from trainshort.utils.figures import can_draw, draw
+from trainshort.utils.io import make_folder, read_json_object
 
 TO = "alibi"
 TIMES = (1, 2, 4, 8)
@@ -149,10 +149,10 @@ class Recovery:
     def finish(self) -> list[Path]:
         """The picture, and the extrapolation card of what the model is now; returns the files."""
         last = self.found["trained"]
-        made = evidence.make_summary(last, str(self.path("trained").relative_to(self.run)))
+        made = significance.make_summary(last, str(self.path("trained").relative_to(self.run)))
         written = [self.path(stage) for stage in self.found]
-        if made and evidence.save_summary(made, self.run):
-            written.append(self.run / evidence.CARD)
+        if made and significance.save_summary(made, self.run):
+            written.append(self.run / significance.CARD)
         drawn = [
             one.model_copy(update={"target": one.target | {"name": STAGES[stage]}}) for stage, one in self.found.items()
         ]

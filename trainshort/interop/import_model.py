@@ -17,26 +17,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainshort.checkpoint import UNSHARDED_FILE, folders, load_model
-from trainshort.checkpoint.folders import STATE, TrainState
-from trainshort.config import DataConfig, ModelConfig, RunConfig, TrainConfig, save_config
+from trainshort.config.position_config import RotaryConfig
+from trainshort.config.registries import convertible, formats
+from trainshort.config.run_config import DataConfig, ModelConfig, RunConfig, TrainConfig, save_config
 from trainshort.data.hub import is_hub_reachable
-from trainshort.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from trainshort.data.tokenizers.base import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from trainshort.errors import InputError
-from trainshort.evaluate.hugging_face import load_causal
-from trainshort.evaluate.target import reject_foreign_export
-from trainshort.files import atomic_folder, read_json_object, sha256, write_atomic
+from trainshort.evaluate.hf_target import load_causal
+from trainshort.evaluate.targets import reject_foreign_export
 from trainshort.interop import safetensors_io
 from trainshort.interop.formats import fairseq
 from trainshort.interop.formats.base import Format, WeightMap, map_weights
 from trainshort.interop.formats.read_config import read_float, read_section, scaled_rotation
-from trainshort.model import TransformerLM
-from trainshort.optional import has_package, require_package
-from trainshort.registries import convertible, formats
-from trainshort.registry import Registry
-from trainshort.runs import RunFolder
-from trainshort.settings import RotaryConfig
-from trainshort.terminal import first_sentence
+from trainshort.model.transformer import TransformerLM
+from trainshort.train import checkpoint_files
+from trainshort.train.checkpoint import UNSHARDED_FILE, load_model
+from trainshort.train.checkpoint_files import STATE, TrainState
+from trainshort.train.run_folder import RunFolder
+from trainshort.utils.io import atomic_folder, read_json_object, sha256, write_atomic
+from trainshort.utils.optional import has_package, require_package
+from trainshort.utils.registry import Registry
+from trainshort.utils.terminal import first_sentence
 
 NATIVE = ("mpt", "bloom", "falcon")
 """Formats that transformers can run without code from the hub."""
@@ -218,13 +219,15 @@ def download_snapshot(name: str, patterns: tuple[str, ...] = PATTERNS) -> Path:
 
 def _write_checkpoint(run: Path, config: RunConfig, reading: WeightMap) -> None:
     """The run's beginning, as a checkpoint without optimizer state: there is none before the first step."""
-    folder = run / "checkpoints" / folders.name(0)
+    folder = run / "checkpoints" / checkpoint_files.name(0)
     (folder / "model").mkdir(parents=True)
     save_config(config, folder / "config.json")
     state = TrainState(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
     write_atomic(folder / STATE, state.model_dump_json(indent=2) + "\n")
     safetensors_io.write(folder / "model" / UNSHARDED_FILE, reading.shapes, reading.tensor)
-    folders.write_manifest(folder, {name: folders.digest_of(folder / name) for name in folders.files_of(folder)})
+    checkpoint_files.write_manifest(
+        folder, {name: checkpoint_files.digest_of(folder / name) for name in checkpoint_files.files_of(folder)}
+    )
 
 
 def _import_record(source: ImportSource) -> dict[str, Any]:

@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from trainshort.data.of_run import run_tokenizer
-from trainshort.data.tokenizer import Tokenizer, byte_alphabet
-from trainshort.data.tokenizer.built import ByteTokenizer
+from trainshort.data.batches import run_tokenizer
+from trainshort.data.tokenizers.base import Tokenizer, byte_alphabet
+from trainshort.data.tokenizers.builtin import ByteTokenizer
 from trainshort.errors import InputError
-from trainshort.evaluate.hugging_face import HuggingFaceTarget
-from trainshort.evaluate.target import RunTarget, Target
-from trainshort.files import make_folder, write_with_checksum
+from trainshort.evaluate.hf_target import HuggingFaceTarget
+from trainshort.evaluate.targets import RunTarget, Target
 from trainshort.interop.export.hf import tokenizer_config
-from trainshort.machine import provenance
-from trainshort.optional import import_optional
-from trainshort.terminal import first_sentence
+from trainshort.utils.io import make_folder, write_with_checksum
+from trainshort.utils.machine import provenance
+from trainshort.utils.optional import import_optional
+from trainshort.utils.terminal import first_sentence
 
 FORMAT = 1
 STORED_KEYS = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")

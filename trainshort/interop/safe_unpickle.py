@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trainshort.errors import InputError
-from trainshort.files import open_file
+from trainshort.utils.io import open_file
 
 MEND = "Give the checkpoint as it was saved."
 

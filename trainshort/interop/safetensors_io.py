@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainshort.errors import InputError
-from trainshort.files import atomic_replace, open_file, read_json_object
+from trainshort.utils.io import atomic_replace, open_file, read_json_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 
-from trainshort.claims.collection import Collection, Run
-from trainshort.config import RunConfig
+from trainshort.config.run_config import RunConfig
 from trainshort.evaluate.results import LengthScore, StoredEvaluation, interval, perplexity
-from trainshort.recipes.experiments import method_name, published
-from trainshort.runs import run_name
-from trainshort.terminal import join_words
+from trainshort.experiments.claims.collection import Collection, Run
+from trainshort.experiments.experiments import method_name, published
+from trainshort.train.run_folder import run_name
 from trainshort.utils.figures import OTHERS, Figure, Series, color
+from trainshort.utils.terminal import join_words
 
 PAPER_LENGTH = 512
 LONG = "sinusoidal"

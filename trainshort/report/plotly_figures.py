@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from trainshort.optional import require_package
 from trainshort.utils.figures import MARK, Figure, Series, log_ticks
+from trainshort.utils.optional import require_package
 
 
 def plotly_script() -> str:

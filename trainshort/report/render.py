@@ -8,10 +8,10 @@ from collections.abc import Callable
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from trainshort.claims.verdicts import Claim, Outcome
-from trainshort.optional import require_package
+from trainshort.experiments.claims.verdicts import Claim, Outcome
 from trainshort.report.plotly_figures import plotly_script, specification
 from trainshort.utils.figures import Figure
+from trainshort.utils.optional import require_package
 
 if TYPE_CHECKING:
     from jinja2 import Template

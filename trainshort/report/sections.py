@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainshort.claims.collection import SAMPLE_FORMAT, Collection, Run, stored
-from trainshort.claims.measured import ScaleView
-from trainshort.evaluate.evidence import MIN_PREDICTIONS_PER_BIN, bounds, describe_change_past_training, pool_bins
-from trainshort.recipes.experiments import NAMES, EvalProtocol, method_name, queries
+from trainshort.evaluate.significance import MIN_PREDICTIONS_PER_BIN, bounds, describe_change_past_training, pool_bins
+from trainshort.experiments.claims.collection import SAMPLE_FORMAT, Collection, Run, stored
+from trainshort.experiments.claims.measured import ScaleView
+from trainshort.experiments.experiments import NAMES, EvalProtocol, method_name, queries
 from trainshort.report.headline import Curve, Headline
 from trainshort.utils.figures import Figure, Series
 

@@ -6,9 +6,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from trainshort.claims.collection import Collection
-from trainshort.claims.measured import RATES, median_with_interval
-from trainshort.recipes.experiments import method_name
+from trainshort.experiments.claims.collection import Collection
+from trainshort.experiments.claims.measured import RATES, median_with_interval
+from trainshort.experiments.experiments import method_name
 from trainshort.utils.bench_results import BenchResult, Measure, Measurement, by_kind, number
 from trainshort.utils.figures import OTHERS, Figure, Series, color
 

@@ -5,11 +5,11 @@ Every sentence is written from the same stored numbers as the figure below it. N
 
 from typing import Any
 
-from trainshort.claims.collection import Collection
-from trainshort.claims.extrapolation import LONG, SHORT
-from trainshort.claims.measured import ScaleView
-from trainshort.claims.verdicts import Judged, count_verdicts
-from trainshort.recipes.experiments import EvalProtocol
+from trainshort.experiments.claims.collection import Collection
+from trainshort.experiments.claims.extrapolation import LONG, SHORT
+from trainshort.experiments.claims.measured import ScaleView
+from trainshort.experiments.claims.verdicts import Judged, count_verdicts
+from trainshort.experiments.experiments import EvalProtocol
 from trainshort.report.headline import Headline, sentences
 
 

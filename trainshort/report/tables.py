@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainshort.claims.measured import MeasuredCell, ScaleView
-from trainshort.files import make_folder, read_bytes, write_atomic
-from trainshort.recipes.experiments import Cell, Experiment, experiments, with_methods
+from trainshort.experiments.claims.measured import MeasuredCell, ScaleView
+from trainshort.experiments.experiments import Cell, Experiment, experiments, with_methods
 from trainshort.utils.figures import OTHERS, Figure, Series, color, thin_ticks
+from trainshort.utils.io import make_folder, read_bytes, write_atomic
 
 FOLDER = "data"
 OURS = "alibi"

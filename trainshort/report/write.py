@@ -6,16 +6,16 @@ from typing import Any
 
 from rich.table import Table
 
-from trainshort.claims.collection import Collection
-from trainshort.claims.measured import ScaleView
-from trainshort.claims.verdicts import Claim, Judged, evaluate_claims
-from trainshort.files import make_folder, write_atomic, write_with_checksum
+from trainshort.experiments.claims.collection import Collection
+from trainshort.experiments.claims.measured import ScaleView
+from trainshort.experiments.claims.verdicts import Claim, Judged, evaluate_claims
 from trainshort.report import headline as first
 from trainshort.report import render, sections, summary
 from trainshort.report.speed import cost_figures, speed
 from trainshort.report.tables import Sources, TableCell, paper_figures, paper_tables
 from trainshort.report.tables import Table as PaperTable
 from trainshort.utils.figures import Figure, draw_all
+from trainshort.utils.io import make_folder, write_atomic, write_with_checksum
 
 
 def write_report(collection: Collection, out: Path) -> Path:

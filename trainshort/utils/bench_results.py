@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat
 
-from trainshort.config import StrictConfig
+from trainshort.config.run_config import StrictConfig
 from trainshort.errors import InputError
-from trainshort.files import MissingFileError, make_folder, read_json, read_with_checksum, write_with_checksum
+from trainshort.utils.io import MissingFileError, make_folder, read_json, read_with_checksum, write_with_checksum
 
 BENCH_FORMAT = 2
 RATIO = "×"  # noqa: RUF001  (the sign that readers know)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainshort.errors import InputError
-from trainshort.files import atomic_replace, read_json_object, write_atomic
-from trainshort.optional import has_package, require_package
+from trainshort.utils.io import atomic_replace, read_json_object, write_atomic
+from trainshort.utils.optional import has_package, require_package
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

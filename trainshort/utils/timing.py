@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from trainshort.errors import InputError
-from trainshort.machine import PeakMemory, resident_memory
 from trainshort.utils.bench_results import RATIO, Measure, median_of
+from trainshort.utils.machine import PeakMemory, resident_memory
 
 
 @dataclass(frozen=True)

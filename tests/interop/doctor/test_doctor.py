@@ -14,7 +14,7 @@ from transformers.models.falcon import modeling_falcon  # noqa: E402
 from transformers.models.mpt import modeling_mpt  # noqa: E402
 
 from trainshort import InputError, doctor, patch  # noqa: E402
-from trainshort.cli import main  # noqa: E402
+from trainshort.cli.main import main  # noqa: E402
 from trainshort.interop.export import export  # noqa: E402
 
 ODD = {"alibi_bias_max": 16, "logit_scale": 2.0, "no_bias": False, "expansion_ratio": 2}

@@ -12,16 +12,16 @@ from runs_here import make_run
 from safetensors.torch import load_file, save_file
 
 from trainshort import InputError
-from trainshort.checkpoint import load_model
-from trainshort.cli import run as command
-from trainshort.data.tokenizer.built import WordTokenizer
-from trainshort.evaluate import evidence
-from trainshort.evaluate.hugging_face import HuggingFaceTarget
-from trainshort.files import write_with_checksum
+from trainshort.cli.main import run as command
+from trainshort.config.presets import presets
+from trainshort.data.tokenizers.builtin import WordTokenizer
+from trainshort.evaluate import significance
+from trainshort.evaluate.hf_target import HuggingFaceTarget
 from trainshort.interop.export import export
 from trainshort.interop.export.verify import verify
 from trainshort.interop.import_model import ImportRequest, import_model
-from trainshort.presets import presets
+from trainshort.train.checkpoint import load_model
+from trainshort.utils.io import write_with_checksum
 
 pytest.importorskip("transformers")
 
@@ -215,7 +215,7 @@ def test_a_run_copied_without_its_tokenizer_is_not_exported_without_one(tmp_path
 
 def bpe_run(path: Path) -> Path:
     """A run with a BPE trained on a little text, and one token more in the model than it makes."""
-    from trainshort.data.tokenizer.built import BytePairTokenizer
+    from trainshort.data.tokenizers.builtin import BytePairTokenizer
 
     tokenizer = BytePairTokenizer.build(iter(["The state of the Union is strong, and naïve café. " * 50]), 300, None)
     run = make_run(path, biases=False, vocab_size=tokenizer.vocab_size + 1)
@@ -295,7 +295,7 @@ def test_the_model_card_holds_the_extrapolation_card(tmp_path):
     lengths = ["--lengths", "1x", "2x", "8x"]
     assert command(["evaluate", str(run), "--data", str(tmp_path / "book.txt"), *lengths]) == 0
     export(run, "hf-mpt", tmp_path / "out")
-    text, reach = (tmp_path / "out" / "README.md").read_text(), evidence.load_summary(run)
+    text, reach = (tmp_path / "out" / "README.md").read_text(), significance.load_summary(run)
     assert "## How far it is good" in text
     assert f"Measured: {reach['summary']}; no worse than at the training length to" in text
     for one in reach["lengths"]:
@@ -308,7 +308,7 @@ def test_a_card_of_other_weights_is_not_passed_on(tmp_path):
     run, other = make_run(tmp_path / "run", biases=False), make_run(tmp_path / "other", biases=False, layers=1)
     (tmp_path / "book.txt").write_text("The state of the Union is strong. " * 60)
     assert command(["evaluate", str(run), "--data", str(tmp_path / "book.txt"), "--lengths", "1x", "2x"]) == 0
-    (other / evidence.CARD).write_bytes((run / evidence.CARD).read_bytes())
+    (other / significance.CARD).write_bytes((run / significance.CARD).read_bytes())
     export(other, "hf-mpt", tmp_path / "out")
     assert "Longer inputs: not measured." in (tmp_path / "out" / "README.md").read_text()
 

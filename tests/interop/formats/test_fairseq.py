@@ -14,13 +14,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from trainshort import InputError
-from trainshort.checkpoint import load_model
-from trainshort.cli import run as command
-from trainshort.config import load_config
-from trainshort.data.tokenizer import load_tokenizer
+from trainshort.cli.main import run as command
+from trainshort.config.presets import presets
+from trainshort.config.run_config import load_config
+from trainshort.data.tokenizers.base import load_tokenizer
 from trainshort.interop import safe_unpickle
 from trainshort.interop.import_model import ImportRequest, import_model
-from trainshort.presets import presets
+from trainshort.train.checkpoint import load_model
 
 HERE = Path(__file__).parents[1] / "fairseq"
 FILES = sorted(HERE.glob("*.pt"))

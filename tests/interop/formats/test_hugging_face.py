@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 
 import trainshort
 from trainshort import InputError
-from trainshort.checkpoint import load_model
-from trainshort.config import load_config
+from trainshort.config.run_config import load_config
 from trainshort.interop.import_model import ImportRequest, import_model
+from trainshort.train.checkpoint import load_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -248,7 +248,7 @@ def test_weights_of_another_dtype(change, sentence, tmp_path):
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
-    from trainshort.data.tokenizer.built import ByteTokenizer
+    from trainshort.data.tokenizers.builtin import ByteTokenizer
 
     config, weights, _ = foreign.mpt()
     folder = foreign.save(tmp_path / "theirs", config, weights)

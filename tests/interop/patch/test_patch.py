@@ -13,8 +13,9 @@ transformers = pytest.importorskip("transformers")
 from hugging import LENGTH, WORDS, make, off, right, unrounded  # noqa: E402
 
 import trainshort  # noqa: E402
-from trainshort import InputError, patch, unpatch, vocabulary  # noqa: E402
+from trainshort import InputError, patch, unpatch
 from trainshort.interop.patch import families  # noqa: E402
+from trainshort.model import embeddings  # noqa: E402
 
 KINDS = {
     "mpt": {"kind": "mpt"},
@@ -215,7 +216,7 @@ def test_feed_forward_layers_go_in_slices_without_gradients(kind, monkeypatch):
         sliced = model(text).logits
     assert 0 < largest.numbers <= 512 * wide
     monkeypatch.setattr(
-        vocabulary, "is_onednn_faster", lambda: False
+        embeddings, "is_onednn_faster", lambda: False
     )  # a layer with hooks is called, and would be rounded apart
     with torch.enable_grad():
         whole = model(text).logits

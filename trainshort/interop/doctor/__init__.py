@@ -16,16 +16,16 @@ import torch
 from torch import nn
 
 from trainshort.errors import InputError
-from trainshort.evaluate.hugging_face import check_settings
-from trainshort.files import read_json_object
+from trainshort.evaluate.hf_target import check_settings
 from trainshort.interop.doctor.probes import PROBES, Finding
 from trainshort.interop.doctor.tiny_model import TinyModel
 from trainshort.interop.import_model import download_snapshot, type_of
 from trainshort.interop.patch import get_patch_report
 from trainshort.interop.patch.families import FAMILIES, original_class
 from trainshort.interop.safetensors_io import StoredWeights
-from trainshort.optional import require_package
-from trainshort.terminal import first_sentence
+from trainshort.utils.io import read_json_object
+from trainshort.utils.optional import require_package
+from trainshort.utils.terminal import first_sentence
 
 SETTINGS = ("config.json", "*.index.json")
 """What is fetched of a model on the hub."""

@@ -120,7 +120,7 @@ def small(config: Any, longest: int) -> Any:
 
 
 def _small_of_ours(config: Any) -> Any:
-    from trainshort.config import ModelConfig
+    from trainshort.config.run_config import ModelConfig
 
     model = ModelConfig.parse(config.model)
     width = model.heads * 16

@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import trainshort
-from trainshort.checkpoint import find_checkpoint, load_model, sha256_of
-from trainshort.config import load_config
-from trainshort.data import of_run
-from trainshort.data.tokenizer import TOKENIZER_FILE as TOKENIZER
-from trainshort.data.tokenizer import Tokenizer
+from trainshort.config.registries import targets
+from trainshort.config.run_config import load_config
+from trainshort.data import batches
+from trainshort.data.mlm import require_causal
+from trainshort.data.tokenizers.base import TOKENIZER_FILE as TOKENIZER
+from trainshort.data.tokenizers.base import Tokenizer
 from trainshort.errors import InputError
-from trainshort.evaluate import evidence
-from trainshort.evaluate.target import EXPORTED as RECORD
-from trainshort.files import atomic_folder, write_atomic
+from trainshort.evaluate import significance
+from trainshort.evaluate.targets import EXPORTED as RECORD
 from trainshort.interop.export.base import ExportSource
 from trainshort.interop.export.transforms import ExportModel, check_supported
-from trainshort.masking import require_causal
-from trainshort.registries import targets
+from trainshort.train.checkpoint import find_checkpoint, load_model, sha256_of
+from trainshort.utils.io import atomic_folder, write_atomic
 
 
 def open_run(path: Path, dtype: str = "f32") -> ExportSource:
@@ -33,7 +33,7 @@ def open_run(path: Path, dtype: str = "f32") -> ExportSource:
         require_causal("Exporting")
     model = load_model(checkpoint)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    reach = evidence.load_summary(checkpoint.parent.parent)
+    reach = significance.load_summary(checkpoint.parent.parent)
     if reach is not None and reach["target"]["weights"] != sha256_of(weights):
         reach = None
     return ExportSource(
@@ -44,9 +44,9 @@ def open_run(path: Path, dtype: str = "f32") -> ExportSource:
 def run_tokenizer(path: Path) -> Tokenizer | None:
     """Load the tokenizer of a run or checkpoint. Return None for an imported model without a tokenizer."""
     run = path.parent.parent if path.parent.name == "checkpoints" else path
-    was_trained_here = (run / of_run.RUN_DATA_FILE).exists()
+    was_trained_here = (run / batches.RUN_DATA_FILE).exists()
     if was_trained_here or (run / TOKENIZER).exists():
-        return of_run.run_tokenizer(run)
+        return batches.run_tokenizer(run)
     return None
 
 

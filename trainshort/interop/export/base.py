@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainshort.data.tokenizer import Tokenizer
+from trainshort.data.tokenizers.base import Tokenizer
 from trainshort.interop.export.transforms import ExportModel, Requirement
 
 MAX_LENGTH_MULTIPLE = 16

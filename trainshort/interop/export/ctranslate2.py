@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainshort.data.tokenizer import Tokenizer
-from trainshort.files import read_json
+from trainshort.data.tokenizers.base import Tokenizer
 from trainshort.interop.export.base import (
     EXPORT_AGAIN_HINT,
     ExportSource,
@@ -22,7 +21,8 @@ from trainshort.interop.export.base import (
     last_log_probabilities,
 )
 from trainshort.interop.export.transforms import PLAIN_ALIBI, ExportModel, Requirement, fold_scales
-from trainshort.optional import require_package
+from trainshort.utils.io import read_json
+from trainshort.utils.optional import require_package
 
 NEEDS = (
     *PLAIN_ALIBI,

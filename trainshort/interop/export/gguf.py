@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainshort.data.tokenizer import Tokenizer, byte_alphabet
-from trainshort.data.tokenizer.built import WordTokenizer
+from trainshort.data.tokenizers.base import Tokenizer, byte_alphabet
+from trainshort.data.tokenizers.builtin import WordTokenizer
 from trainshort.errors import InputError
 from trainshort.interop.export.base import MAX_LENGTH_MULTIPLE, ExportSource, ExportTarget, MaxError, Runtime
 from trainshort.interop.export.transforms import (
@@ -32,7 +32,7 @@ from trainshort.interop.export.transforms import (
     fold_embedding_norm,
     fold_scales,
 )
-from trainshort.optional import require_package
+from trainshort.utils.optional import require_package
 
 FILE = "model.gguf"
 MAX_ERRORS = {

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainshort.data.tokenizer import END_OF_TEXT, Tokenizer
-from trainshort.data.tokenizer.built import ByteTokenizer, WordTokenizer
-from trainshort.evaluate.hugging_face import load_causal
-from trainshort.files import read_json_object, write_atomic
+from trainshort.data.tokenizers.base import END_OF_TEXT, Tokenizer
+from trainshort.data.tokenizers.builtin import ByteTokenizer, WordTokenizer
+from trainshort.evaluate.hf_target import load_causal
 from trainshort.interop import safetensors_io
 from trainshort.interop.export.base import (
     EXPORT_AGAIN_HINT,
@@ -22,7 +21,8 @@ from trainshort.interop.export.base import (
     identity,
     last_log_probabilities,
 )
-from trainshort.optional import require_package
+from trainshort.utils.io import read_json_object, write_atomic
+from trainshort.utils.optional import require_package
 
 
 def write(folder: Path, run: ExportSource) -> None:

@@ -7,7 +7,7 @@ needs such a setting is not exported.
 from pathlib import Path
 from typing import Any
 
-from trainshort.config import ModelConfig
+from trainshort.config.run_config import ModelConfig
 from trainshort.interop.export.base import MAX_LENGTH_MULTIPLE, ExportSource, ExportTarget
 from trainshort.interop.export.hf import MAX_ERRORS, Transformers, write_hugging_face_folder
 from trainshort.interop.export.transforms import (

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainshort.config import ModelConfig
+from trainshort.config.run_config import ModelConfig
 from trainshort.errors import InputError
 
 

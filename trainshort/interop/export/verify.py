@@ -13,16 +13,16 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from trainshort.checkpoint import find_checkpoint, load_model
-from trainshort.config import load_config
-from trainshort.data.tokenizer import Tokenizer
+from trainshort.config.registries import targets
+from trainshort.config.run_config import load_config
+from trainshort.data.mlm import require_causal
+from trainshort.data.tokenizers.base import Tokenizer
 from trainshort.errors import InputError
-from trainshort.files import read_json_object, write_atomic
 from trainshort.interop.export import RECORD, run_tokenizer
 from trainshort.interop.export.base import EXPORT_AGAIN_HINT, MaxError, Runtime
-from trainshort.masking import require_causal
-from trainshort.model import TransformerLM
-from trainshort.registries import targets
+from trainshort.model.transformer import TransformerLM
+from trainshort.train.checkpoint import find_checkpoint, load_model
+from trainshort.utils.io import read_json_object, write_atomic
 
 TIMES = (1, 2, 8)
 GREEDY = 32

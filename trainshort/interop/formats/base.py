@@ -19,11 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trainshort.config import ModelConfig
+from trainshort.config.registries import convertible, formats  # noqa: F401  (other modules take them from here)
+from trainshort.config.run_config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.model import TransformerLM
-from trainshort.registries import convertible, formats  # noqa: F401  (other modules take them from here)
-from trainshort.terminal import first_sentence
+from trainshort.model.transformer import TransformerLM
+from trainshort.utils.terminal import first_sentence
 
 Turn = Literal["same", "transposed", "by head", "first half", "second half", "unit rows"]
 Weights = Mapping[str, Tensor]

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from trainshort.config import AdaptiveConfig
-from trainshort.data.tokenizer.built import WordTokenizer
+from trainshort.config.run_config import AdaptiveConfig
+from trainshort.data.tokenizers.builtin import WordTokenizer
 from trainshort.errors import InputError
-from trainshort.files import read_text
 from trainshort.interop import safe_unpickle
 from trainshort.interop.formats.base import Format, ImportedModel, Weights, map_weight
 from trainshort.interop.formats.read_config import length_of, model_config, number, read_float, require_value
+from trainshort.utils.io import read_text
 
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 """What fairseq calls accurate is the approximation by tanh."""

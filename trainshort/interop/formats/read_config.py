@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trainshort.config import ModelConfig
+from trainshort.config.run_config import ModelConfig
 from trainshort.errors import InputError
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainshort.config import ModelConfig
+from trainshort.config.run_config import ModelConfig
 from trainshort.interop.formats.base import Format, ImportedModel, TensorSource, Weights, map_weight
 from trainshort.interop.formats.read_config import length_of, read_section
 

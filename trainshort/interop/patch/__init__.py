@@ -21,7 +21,7 @@ from trainshort.errors import InputError
 from trainshort.interop.patch.families import FAMILIES, Family, original_class, unwrap_module_class, wrap_module_class
 from trainshort.interop.patch.forward import ROWS
 from trainshort.interop.patch.masks import SETTINGS, PatchSettings
-from trainshort.vocabulary import is_onednn_faster
+from trainshort.model.embeddings import is_onednn_faster
 
 TOKENS = 10
 """Of the probe's longer text; the other has fewer, with padding in front."""

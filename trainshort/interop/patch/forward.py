@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainshort.alibi import distances
 from trainshort.attention import LinearBias, attend
 from trainshort.interop.patch.masks import MaskInfo, Method
-from trainshort.vocabulary import apply_linear, has_hooks
+from trainshort.model.embeddings import apply_linear, has_hooks
 
 ROWS = 512
 """Tokens that a feed-forward layer takes at once without gradients: its wide tensors then stay in the cache, and large

@@ -1,0 +1,1 @@
+"""The attention backends. Each backend is an implementation of `attend` that can be chosen by name."""

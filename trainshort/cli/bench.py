@@ -1,0 +1,52 @@
+"""`trainshort bench` and `trainshort tune`: run programs that are only part of a source checkout."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
+from trainshort.cli.parser import Parser
+from trainshort.errors import InputError
+from trainshort.utils.terminal import print_line
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measure speed and memory against other implementations. This command needs a source checkout of trainshort.
+
+    In the folder of the checkout, `trainshort bench --help` shows all options.
+
+    Example:
+      trainshort bench --quick
+    """
+
+    words: tuple[str, ...]
+    module: ClassVar[str] = "benchmarks"
+
+    @classmethod
+    def parse(cls, words: list[str]) -> Self:
+        return cls(tuple(words))
+
+    def run(self) -> int:
+        """Run the program in a subprocess and return its exit code."""
+        is_checkout = Path("benchmarks/__main__.py").is_file() and Path("trainshort/__init__.py").is_file()
+        if is_checkout:
+            return subprocess.run([sys.executable, "-m", self.module, *self.words]).returncode
+        name = f"trainshort {type(self).__name__.lower()}"
+        if {"-h", "--help"} & set(self.words):
+            print_line(Parser(name, [], self.__doc__ or "").help().rstrip())
+            return 0
+        raise InputError(f"{name} needs a source checkout of trainshort. Change into the folder of the checkout first.")
+
+
+class Tune(Bench):
+    """Search the training settings of the laptop scale. This command needs a source checkout of trainshort.
+
+    In the folder of the checkout, `trainshort tune --help` shows all options.
+
+    Example:
+      trainshort tune --methods alibi,t5
+    """
+
+    module: ClassVar[str] = "benchmarks.tune_laptop"

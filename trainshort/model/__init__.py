@@ -1,0 +1,1 @@
+"""The Transformer language model, its position methods and its key-value caches."""

@@ -1,0 +1,21 @@
+"""Position methods, chosen by one name."""
+
+from trainshort.model.positions.base import (
+    Gate,
+    LayerInput,
+    PositionMethod,
+    build_position,
+    positions,
+    zero_bias_for_nope_heads,
+)
+from trainshort.model.positions.length_scaling import LengthScaling
+
+__all__ = [
+    "Gate",
+    "LayerInput",
+    "LengthScaling",
+    "PositionMethod",
+    "build_position",
+    "positions",
+    "zero_bias_for_nope_heads",
+]

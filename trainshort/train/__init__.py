@@ -1,0 +1,1 @@
+"""Train a language model, write checkpoints and continue a run that was stopped."""

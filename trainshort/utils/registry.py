@@ -1,0 +1,153 @@
+"""Tables of everything that can be chosen by name: position methods, attention backends, corpora, tokenizers and more.
+
+A registry knows its built-in entries by name, module and description. The module is imported on first use, so that
+`trainshort list` is quick and does not import torch:
+
+    corpora = Registry("corpus", builtin={"sotu": ("trainshort.data.corpora:sotu", "US State of the Union addresses")})
+
+    corpora.get("sotu")    # imports trainshort.data.corpora
+    corpora.get("sotuu")   # InputError: Unknown corpus 'sotuu'. Did you mean 'sotu'? Known: sotu.
+
+A plug-in adds an entry with a decorator:
+
+    @corpora.register("mine")
+    def mine() -> Corpus: ...
+"""
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
+from typing import Any, Generic, TypeVar
+
+from trainshort.errors import InputError
+from trainshort.utils import plugins
+
+Entry = TypeVar("Entry")
+Given = TypeVar("Given")
+Builtin = Mapping[str, tuple[str, str]]
+"""Built-in entries by name: where the entry is defined ("package.module:object"), and a description of one line."""
+
+MAX_SUGGESTIONS = 12
+"""The largest number of names that an error message lists."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a sentence that suggests the most similar known name, or an empty string if no name is similar."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(name.lower(), known, n=1)
+    return f" Did you mean '{close[0]}'?" if close else ""
+
+
+class Registry(Generic[Entry]):
+    """A table of entries by name. Built-in entries are imported on first use.
+
+    Args:
+        kind: What one entry is called in messages, for example "corpus".
+        builtin: The built-in entries, in the order in which they are listed.
+        needs: Methods that every registered entry must have.
+        on_register: The place ("module:function") of a function that is called with the name and the entry before
+            `register` adds the entry. The function raises `InputError` to refuse the entry.
+    """
+
+    def __init__(
+        self, kind: str, *, builtin: Builtin | None = None, needs: tuple[str, ...] = (), on_register: str | None = None
+    ) -> None:
+        self.kind = kind
+        self.needs = needs
+        self.on_register = on_register
+        self._builtin = dict(builtin or {})
+        self._entries: dict[str, Entry] = {}
+        self.changes = 0
+        """How often an entry was added or removed. Caches of what a registry answered depend on this number."""
+
+    def register(self, name: str) -> Callable[[Given], Given]:
+        """Return a decorator that adds a class, function or object under `name`.
+
+        Raises:
+            InputError: If the name is taken, or the entry lacks a method of `needs`.
+        """
+
+        def add(entry: Given) -> Given:
+            if self.on_register is not None:
+                _import_object(self.on_register)(name, entry)
+            self.add(name, entry)  # pyright: ignore[reportArgumentType]
+            plugins.record_entry(self, name)
+            return entry
+
+        return add
+
+    def add(self, name: str, entry: Entry) -> None:
+        """Add an entry that belongs to this package. Plug-ins use `register` instead."""
+        if name in self._builtin or name in self._entries:
+            raise InputError(f"{self.kind} '{name}' is already registered; choose another name.")
+        missing = [method for method in self.needs if not callable(getattr(entry, method, None))]
+        if missing:
+            methods = " and ".join(f"{method}()" for method in missing)
+            raise InputError(f"{self.kind} '{name}' lacks {methods}.")
+        self._entries[name] = entry
+        self.changes += 1
+
+    def remove(self, name: str) -> None:
+        """Remove an entry of a plug-in that failed after it had registered the entry."""
+        del self._entries[name]
+        self.changes += 1
+
+    def get(self, name: str) -> Entry:
+        """Return the entry called `name`. The module of a built-in entry is imported on first use.
+
+        Raises:
+            InputError: If there is no such entry.
+        """
+        if name not in self:
+            names = self.names()
+            known = ", ".join(names[:MAX_SUGGESTIONS])
+            if len(names) > MAX_SUGGESTIONS:
+                known += f" and {len(names) - MAX_SUGGESTIONS} more"
+            raise InputError(f"Unknown {self.kind} '{name}'.{did_you_mean(name, names)} Known: {known}.")
+        if name not in self._entries:
+            place, _ = self._builtin[name]
+            self._entries[name] = _import_object(place)
+        return self._entries[name]
+
+    def describe(self, name: str) -> str:
+        """Return the description that `trainshort list` shows. No module is imported for a built-in entry."""
+        if name in self._builtin:
+            return self._builtin[name][1]
+        return _first_line(self.get(name))
+
+    def names(self) -> list[str]:
+        """Return all names: the built-in ones in the order of the table, then those that were added."""
+        added = [name for name in self._entries if name not in self._builtin]
+        return [*self._builtin, *added]
+
+    def items(self) -> Iterator[tuple[str, Entry]]:
+        """Return all names with their entries. The modules of all built-in entries are imported."""
+        return iter([(name, self.get(name)) for name in self.names()])
+
+    def load(self) -> None:
+        """Import the modules of all built-in entries."""
+        for name in self._builtin:
+            self.get(name)
+
+    def __contains__(self, name: object) -> bool:
+        if name in self._builtin or name in self._entries:
+            return True
+        plugins.load_plugins()
+        return name in self._entries
+
+
+def _import_object(place: str) -> Any:
+    """Import an object: `_import_object("math:pi")` returns 3.14159..."""
+    module_name, _, attribute = place.partition(":")
+    return getattr(import_module(module_name), attribute)
+
+
+def _first_line(entry: object) -> str:
+    """Return the description that an entry has as an attribute, or else the first line of its docstring."""
+    for attribute in ("summary", "question", "statement", "name"):
+        text = getattr(entry, attribute, None)
+        if isinstance(text, str):
+            break
+    else:
+        text = entry.__doc__ or ""
+    return text.strip().partition("\n")[0]
