@@ -190,6 +190,22 @@ class ModelConfig(StrictConfig):
     def ffn_width(self) -> int:
         return self.feedforward_width or 4 * self.width
 
+    def require_causal(self, feature: str) -> None:
+        """Raise an error if this model is an encoder (`causal=False`).
+
+        Args:
+            feature: The feature that requires a causal model, as the subject of a sentence. Error messages start
+                with this text.
+
+        Raises:
+            InputError: If `causal` is false.
+        """
+        if not self.causal:
+            raise InputError(
+                f"{feature} requires a causal model, but this model is an encoder (model.causal is false). "
+                "Encoders can only be trained and evaluated."
+            )
+
     def has_biases(self, place: Literal["attention", "feedforward", "norm"]) -> bool:
         """Whether the linear layers or norms at this place have biases."""
         own = getattr(self, f"{place}_biases")

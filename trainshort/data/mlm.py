@@ -9,13 +9,11 @@ and all lengths are asked the same questions.
 """
 
 from collections.abc import Sequence
-from typing import NoReturn
 
 import numpy as np
 from jaxtyping import Bool, Int64, Integer
 
 from trainshort.config.run_config import IGNORED, ModelConfig
-from trainshort.errors import InputError
 
 MASK_ROUNDS = 7
 """One token in so many is hidden."""
@@ -24,14 +22,6 @@ MASK_ROUNDS = 7
 def mask_token(model: ModelConfig) -> int:
     """What stands in place of a hidden token in an encoder: one more than the data has."""
     return model.vocab_size - 1
-
-
-def require_causal(what: str) -> NoReturn:
-    """One sentence for whatever needs the past alone."""
-    raise InputError(
-        f"{what} needs a causal model, and this one is an encoder (model.causal is false), where every token sees both "
-        "sides; it can be trained and evaluated."
-    )
 
 
 def mask_tokens(

@@ -25,11 +25,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from trainshort.config.run_config import RunConfig, load_config
-from trainshort.data.batches import open_run_data, run_tokenizer
+from trainshort.train.run_data import open_run_data, run_tokenizer
 from trainshort.data.corpora import find_corpus
 from trainshort.data.dataset import PreparedDataset, is_dataset_folder, open_dataset, token_type
-from trainshort.data.documents import make_splitter
-from trainshort.data.mlm import mask_token, require_causal
+from trainshort.data.splits import make_splitter
+from trainshort.data.mlm import mask_token
 from trainshort.errors import InputError
 from trainshort.evaluate.overrides import Override, apply_override
 from trainshort.model.transformer import TransformerLM
@@ -153,8 +153,8 @@ class RunTarget(ModelTarget):
     def __init__(self, path: Path, *, device: str = "cpu", precision: str = "float32", encoders: bool = False) -> None:
         self.checkpoint = find_checkpoint(path)
         self.config: RunConfig = load_config(self.checkpoint / "config.json")
-        if not encoders and not self.config.model.causal:
-            require_causal("This")
+        if not encoders:
+            self.config.model.require_causal("This command")
         self.step = read_state(self.checkpoint).step
         folder = self.checkpoint.parent.parent
         self.kind = "run" if path.resolve() == folder.resolve() else "checkpoint"

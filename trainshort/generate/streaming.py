@@ -19,7 +19,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trainshort.data.mlm import require_causal
 from trainshort.data.tokenizers.base import Tokenizer
 from trainshort.errors import InputError
 from trainshort.generate.config import GenerateConfig
@@ -35,8 +34,7 @@ class TokenStream:
     """Iterates over tokens of one or several samples, in turn; ends when all have ended."""
 
     def __init__(self, model: TransformerLM, config: GenerateConfig, tokenizer: Tokenizer | None = None) -> None:
-        if not model.config.causal:
-            require_causal("Generating text")
+        model.config.require_causal("Text generation")
         if config.stop and tokenizer is None:
             raise InputError("stop texts need a tokenizer, because they are looked for in the text; give one.")
         if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:

@@ -15,8 +15,7 @@ from rich.table import Table
 
 from trainshort.config.registries import convertible
 from trainshort.config.run_config import RunConfig, load_config
-from trainshort.data.batches import run_tokenizer
-from trainshort.data.mlm import require_causal
+from trainshort.train.run_data import run_tokenizer
 from trainshort.errors import InputError
 from trainshort.evaluate import results, significance
 from trainshort.evaluate.evaluation import new_evaluation
@@ -70,8 +69,7 @@ def _own(path: Path) -> ConversionSource:
     """A run of ours with other positions than ALiBi."""
     checkpoint = find_checkpoint(path)
     config = load_config(checkpoint / "config.json")
-    if not config.model.causal:
-        require_causal("Converting")
+    config.model.require_causal("The conversion to ALiBi")
     if config.model.position == TO:
         raise InputError(f"{path} has ALiBi already. Train it on as it is: trainshort train {path} --resume.")
     model = load_model(checkpoint)

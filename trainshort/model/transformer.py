@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from trainshort.attention import Bias, attend, attend_in_blocks
 from trainshort.config.registries import backends
 from trainshort.config.run_config import IGNORED, ModelConfig
-from trainshort.data.mlm import require_causal
 from trainshort.errors import InputError
 from trainshort.model.cache import Cache, LayerCache
 from trainshort.model.embeddings import apply_linear, build_vocabulary
@@ -160,8 +159,8 @@ class TransformerLM(nn.Module):
             raise InputError(
                 f"tokens must have shape (batch, length) with at least one token; got {tuple(tokens.shape)}."
             )
-        if cache is not None and not self.config.causal:
-            require_causal("A cache")
+        if cache is not None:
+            self.config.require_causal("A cache")
         if segment_ids is not None and (segment_ids.shape != tokens.shape or cache is not None):
             raise InputError(
                 "segment_ids must have the shape of tokens, (batch, length), and cannot be combined with a cache."

@@ -111,7 +111,7 @@ def test_verify_with_what_is_another_run_is_told(tmp_path):
     others = {
         "knows 256 token types, and .* has 300: they are not one model": {"vocab_size": 300},
         "says it was trained at 32 tokens, and .* has 64: they are not one model": {"length": 64},
-        "Verifying needs a causal model, and this one is an encoder": {"causal": False},
+        "requires a causal model": {"causal": False},
     }
     for number, (told, settings) in enumerate(others.items()):
         with pytest.raises(InputError, match=told):

@@ -13,8 +13,7 @@ from typing import Any
 import trainshort
 from trainshort.config.registries import targets
 from trainshort.config.run_config import load_config
-from trainshort.data import batches
-from trainshort.data.mlm import require_causal
+from trainshort.train import run_data
 from trainshort.data.tokenizers.base import TOKENIZER_FILE as TOKENIZER
 from trainshort.data.tokenizers.base import Tokenizer
 from trainshort.errors import InputError
@@ -29,8 +28,7 @@ from trainshort.utils.io import atomic_folder, write_atomic
 def open_run(path: Path, dtype: str = "f32") -> ExportSource:
     checkpoint = find_checkpoint(path)
     config = load_config(checkpoint / "config.json")
-    if not config.model.causal:
-        require_causal("Exporting")
+    config.model.require_causal("Export")
     model = load_model(checkpoint)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
     reach = significance.load_summary(checkpoint.parent.parent)
@@ -44,9 +42,9 @@ def open_run(path: Path, dtype: str = "f32") -> ExportSource:
 def run_tokenizer(path: Path) -> Tokenizer | None:
     """Load the tokenizer of a run or checkpoint. Return None for an imported model without a tokenizer."""
     run = path.parent.parent if path.parent.name == "checkpoints" else path
-    was_trained_here = (run / batches.RUN_DATA_FILE).exists()
+    was_trained_here = (run / run_data.RUN_DATA_FILE).exists()
     if was_trained_here or (run / TOKENIZER).exists():
-        return batches.run_tokenizer(run)
+        return run_data.run_tokenizer(run)
     return None
 
 

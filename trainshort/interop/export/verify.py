@@ -15,7 +15,6 @@ from torch import Tensor
 
 from trainshort.config.registries import targets
 from trainshort.config.run_config import load_config
-from trainshort.data.mlm import require_causal
 from trainshort.data.tokenizers.base import Tokenizer
 from trainshort.errors import InputError
 from trainshort.interop.export import RECORD, run_tokenizer
@@ -157,8 +156,7 @@ def _same_length(run: Path, folder: Path, length: int) -> Path:
     """The run's checkpoint, if it is of a causal model that was trained at this length."""
     checkpoint = find_checkpoint(run)
     config = load_config(checkpoint / "config.json")
-    if not config.model.causal:
-        require_causal("Verifying")
+    config.model.require_causal("Verification of an export")
     if config.train.length != length:
         raise InputError(
             _wrong_run_message(folder, f"says it was trained at {length:,} tokens", run, f"{config.train.length:,}")
