@@ -176,7 +176,7 @@ static real place_key(const Call *c, Bound *bound, int64_t key, const real *k, r
                       real *exponents) {
     const int padded = padded_dim(c), n = bound->nearest[key], count = bound->queries.count;
     const real error = rounding(c->dim), scale = (real)c->scale;
-    const real from_origin = (real)sqrt(2 * bound->centroids.halves[n]);
+    const real from_origin = (real)sqrt(2 * bound->centres.halves[n]);
     const real distance = (real)sqrt(squared_distance(k, bound->centres.rows + n * padded, padded)) * (1 + error);
     const real doubt = error * bound->longest * (3 * from_origin + distance) * scale;
     const real reach = (distance + 2 * error * from_origin) * scale, size = (from_origin + distance) * scale;

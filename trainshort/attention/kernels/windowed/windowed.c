@@ -35,7 +35,7 @@ static Bound *allocate_bounds(const Call *c) {
         bounds[i].tail = (real *)own;
         bounds[i].products = (real *)(own += tail);
         bounds[i].centres.rows = (real *)(own += products);
-        bounds[i].centroids.halves = (real *)(own + centres * row);
+        bounds[i].centres.halves = (real *)(own + centres * row);
         bounds[i].queries.rows = (real *)(own += keys);
         bounds[i].queries.halves = (real *)(own + QUERY_CENTRES * row);
         bounds[i].apart = (real *)(own += queries);
