@@ -19,13 +19,13 @@ from benchmarks.suites import TRAINED, DecodePlan
 from benchmarks.training import mpt_takes_part
 from trainshort.config.presets import presets
 from trainshort.config.run_config import ModelConfig
-from trainshort.data.batches import open_run_data
 from trainshort.errors import InputError
 from trainshort.evaluate.targets import RunTarget
 from trainshort.generate.fast_decode import FastDecoder
 from trainshort.generate.streaming import stream
 from trainshort.model.cache import BoundedCache, Cache
 from trainshort.model.transformer import TransformerLM
+from trainshort.train.run_data import open_run_data
 from trainshort.utils.bench_results import Case, Measure, Measurement, median_of, megabytes, percent, ratio
 from trainshort.utils.machine import PeakMemory, resident_memory
 from trainshort.utils.timing import time_interleaved

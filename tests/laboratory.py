@@ -6,13 +6,13 @@ import numpy as np
 import torch
 
 from trainshort.config.run_config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from trainshort.data.batches import copy_data_description
 from trainshort.data.preparation import prepare
 from trainshort.evaluate.results import Evaluation, find
 from trainshort.evaluate.targets import ModelTarget
 from trainshort.model.transformer import TransformerLM
 from trainshort.train.checkpoint import CheckpointData, TrainState, model_tensors, save
 from trainshort.train.parallel import init_distributed
+from trainshort.train.run_data import copy_data_description
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "while", "two", "dogs", "ran", "past", "every", "old", "house", "rain")
 

@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional as F
 
 from trainshort.config.run_config import DataConfig, RunConfig
-from trainshort.data.batches import BatchStream, open_or_prepare
-from trainshort.data.preparation import prepare
+from trainshort.data.batches import BatchStream
+from trainshort.data.preparation import open_or_prepare, prepare
 from trainshort.errors import InputError
 from trainshort.model.transformer import TransformerLM
 from trainshort.train import checkpoint, checkpoint_files, run_folder

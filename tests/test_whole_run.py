@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainshort.cli.main import main
-from trainshort.data.batches import RUN_DATA_FILE
+from trainshort.train.run_data import RUN_DATA_FILE
 
 TEXT = Path(__file__).parent / "text.txt"
 WORDS = (

@@ -16,9 +16,9 @@ from corpus_files import part, texts, verify, write_parquet
 from trainshort.config.run_config import DataConfig
 from trainshort.data.corpora import find_corpus
 from trainshort.data.dataset import open_dataset
-from trainshort.data.documents import make_splitter
 from trainshort.data.preparation import prepare
 from trainshort.data.prepare_state import PrepareState, write_prepare_state
+from trainshort.data.splits import make_splitter
 from trainshort.data.text_files import file_corpus
 from trainshort.errors import InputError
 

@@ -16,13 +16,13 @@ from corpus_files import content, settings, verify, write_jsonl
 from trainshort.cli.main import main
 from trainshort.config.run_config import DataConfig, RunConfig, load_config
 from trainshort.data import preparation as pipeline_module
-from trainshort.data.batches import open_or_prepare
 from trainshort.data.corpora import find_corpus
 from trainshort.data.dataset import CHECKSUM_CACHE_FILE as CHECKED_FILE
 from trainshort.data.dataset import open_dataset, token_type
 from trainshort.data.dataset_request import data_folder
-from trainshort.data.documents import SPLITS, make_splitter
-from trainshort.data.preparation import prepare
+from trainshort.data.documents import SPLITS
+from trainshort.data.preparation import open_or_prepare, prepare
+from trainshort.data.splits import make_splitter
 from trainshort.data.tokenizers.base import load_tokenizer
 from trainshort.errors import InputError
 from trainshort.train.loop import train

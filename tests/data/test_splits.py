@@ -7,7 +7,8 @@ import pytest
 from corpus_files import part, write_jsonl
 
 from trainshort.data.corpora import find_corpus
-from trainshort.data.documents import Document, Splitter, make_splitter, text_hash
+from trainshort.data.documents import Document
+from trainshort.data.splits import Splitter, make_splitter, text_hash
 
 
 @pytest.mark.parametrize(
@@ -55,13 +56,13 @@ def test_a_missing_split_is_taken_from_train_and_the_others_stay(tmp_path: Path)
 
 def test_large_corpora_hold_out_a_share_by_the_hash_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = part(tmp_path, "a", 1000)
-    monkeypatch.setattr("trainshort.data.documents.EXACT_SPLIT_MAX_BYTES", 10)
+    monkeypatch.setattr("trainshort.data.splits.EXACT_SPLIT_MAX_BYTES", 10)
     rule = make_splitter(corpus, "strict")
     assert rule == Splitter(("valid", "test"), int(0.05 * 2**64), int(0.1 * 2**64))
     counted = Counter(rule.split(document) for document in corpus.documents())
     assert 25 < counted["valid"] < 80
     assert 25 < counted["test"] < 80
-    monkeypatch.setattr("trainshort.data.documents.HELD_OUT_BYTES", 170)
+    monkeypatch.setattr("trainshort.data.splits.HELD_OUT_BYTES", 170)
     assert make_splitter(corpus, "strict").test == int(170 / corpus.size * 2**64)
 
 

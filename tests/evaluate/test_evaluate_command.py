@@ -8,12 +8,12 @@ import pytest
 from laboratory import evaluations, make_run, prose, save_hugging_face
 
 from trainshort.cli import main
-from trainshort.data.batches import open_run_data
 from trainshort.errors import InputError
 from trainshort.evaluate import evaluation, results, significance, targets
 from trainshort.evaluate.evaluation import result_path
 from trainshort.evaluate.sweep import Sweep
 from trainshort.train.checkpoint import load_model
+from trainshort.train.run_data import open_run_data
 from trainshort.utils.io import write_with_checksum
 
 

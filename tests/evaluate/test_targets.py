@@ -15,7 +15,6 @@ from laboratory import make_run, random_tokens, save_hugging_face
 from safetensors.torch import load_file, save_file
 
 from trainshort.config.run_config import load_config
-from trainshort.data.batches import open_run_data
 from trainshort.data.passes import Passes
 from trainshort.errors import InputError
 from trainshort.evaluate.hf_target import HuggingFaceTarget
@@ -24,6 +23,7 @@ from trainshort.evaluate.targets import RunTarget, looks_like_hub_name, open_tar
 from trainshort.interop.doctor import doctor
 from trainshort.interop.import_model import ImportRequest, import_model
 from trainshort.train.checkpoint import fingerprint
+from trainshort.train.run_data import open_run_data
 from trainshort.train.run_folder import append_line
 from trainshort.utils.machine import pick_device
 

@@ -123,10 +123,10 @@ class Generate:
         folder = self.run_folder
         if folder.exists():
             return
-        mend = "`ls runs` shows the runs made here"
+        hint = "`ls runs` shows the runs made here"
         if looks_like_hub_name(str(folder)):
-            mend = f"A model from elsewhere is brought in first: trainshort import {folder} --out runs/{folder.name}"
-        raise InputError(f"There is no run folder {folder}. {mend}.")
+            hint = f"A model from elsewhere is brought in first: trainshort import {folder} --out runs/{folder.name}"
+        raise InputError(f"There is no run folder {folder}. {hint}.")
 
     def _own(self) -> "Opened":
         """A run, or one of its checkpoints. How far it is known to be good: by its card, else no farther than its
@@ -164,7 +164,7 @@ class Generate:
 
     def _prompts(self) -> list[str]:
         if self.prompt_file is not None:
-            prompts = [io.read_text(self.prompt_file, mend="Give a text file in UTF-8.")]
+            prompts = [io.read_text(self.prompt_file, hint="Give a text file in UTF-8.")]
         else:
             prompts = [_read_stdin() if prompt == "-" else prompt for prompt in self.prompt]
         if any(not prompt for prompt in prompts) or not (prompts or self.interactive):
@@ -199,8 +199,8 @@ class Generate:
 
     def _tokenizer(self, run: Path) -> "Tokenizer":
         """Load the tokenizer that was given by --tokenizer, or the tokenizer of the run."""
-        from trainshort.data.batches import RUN_DATA_FILE, TOKENIZER, run_tokenizer
         from trainshort.data.tokenizers.base import load_tokenizer
+        from trainshort.train.run_data import RUN_DATA_FILE, TOKENIZER, run_tokenizer
 
         if self.tokenizer is not None:
             return load_tokenizer(self.tokenizer)

@@ -314,7 +314,8 @@ class Convert:
     def _refuse_unfit_text(self, config: RunConfig) -> None:
         """Prepare the text with the tokenizer that lies in the run folder by now. One that cannot be trained on is told
         before anything is measured, and takes the new folder away again."""
-        from trainshort.data.batches import BatchStream, open_or_prepare
+        from trainshort.data.batches import BatchStream
+        from trainshort.data.preparation import open_or_prepare
 
         try:
             tokens = open_or_prepare(config.data, progress=not self.quiet).split("train")

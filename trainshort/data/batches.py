@@ -1,128 +1,22 @@
-"""The data of a run: what it is trained on, in which batches, and what its folder keeps, to be whole wherever it is.
-
-runs/NAME/
-  tokenizer.json   the same bytes as in the data folder
-  data.json        the data folder's meta.json, and where that folder was
-"""
+"""Batches of a training run, as a pure function of seed, step, rank and number of processes."""
 
 import hashlib
 import logging
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int32, Int64, Integer
 
-from trainshort.config.run_config import IGNORED, DataConfig
-from trainshort.data.dataset import META_FILE, UNFINISHED_FILE, PreparedDataset, is_dataset_folder, open_dataset
+from trainshort.config.run_config import IGNORED
 from trainshort.data.mlm import mask_tokens, training_mask
-from trainshort.data.preparation import prepare
-from trainshort.data.tokenizers.base import TOKENIZER_FILE as TOKENIZER
-from trainshort.data.tokenizers.base import Tokenizer, load_tokenizer
 from trainshort.errors import InputError
-from trainshort.train.run_folder import RunFolder, read_lines
-from trainshort.utils.io import (
-    MissingFileError,
-    read_bytes,
-    read_with_checksum,
-    sha256,
-    write_atomic,
-    write_with_checksum,
-)
 from trainshort.utils.optional import require_package
 
-RUN_DATA_FILE = "data.json"
-
-
-def open_or_prepare(config: DataConfig, **options: Any) -> PreparedDataset:
-    """What training needs: a folder that was named as it is, else the one that the settings describe."""
-    if config.folder is None:
-        return prepare(config, **options)
-    if config.folder.is_file():
-        raise InputError(
-            f"data.folder {config.folder} is a file. Turn it into tokens by `trainshort prepare {config.folder}`, and "
-            "give the folder that this makes."
-        )
-    if not is_dataset_folder(config.folder) and not (config.folder / UNFINISHED_FILE).exists():
-        make = f"Make it by `trainshort prepare {config.corpus} --out {config.folder}`"
-        if config.folder.is_dir() and any(config.folder.iterdir()):  # where prepare would not write
-            make = "Name one that `trainshort prepare` made"
-        raise InputError(
-            f"data.folder {config.folder} is not a prepared data folder (it has no {META_FILE}). {make}, or "
-            "leave data.folder out."
-        )
-    return open_dataset(config.folder)
-
-
-def resolve_data_config(config: DataConfig, prepared: PreparedDataset) -> DataConfig:
-    """The settings with what a named folder really holds, whatever corpus and tokenizer the settings say."""
-    if config.folder is None:
-        return config
-    held = prepared.meta.request
-    return config.replace(corpus=held.corpus, tokenizer=held.tokenizer, vocab_size=held.vocab_size or config.vocab_size)
-
-
-def copy_data_description(run: Path, prepared: PreparedDataset) -> None:
-    """Copy what describes the data into the run folder, unless it is there."""
-    if not (run / TOKENIZER).exists():
-        write_atomic(run / TOKENIZER, read_bytes(prepared.folder / TOKENIZER))
-    if not (run / RUN_DATA_FILE).exists():
-        meta = prepared.meta.model_dump(mode="json")
-        write_with_checksum(run / RUN_DATA_FILE, {"folder": str(prepared.folder.resolve()), "meta": meta})
-
-
-def _read_data_description(run: Path) -> dict[str, Any]:
-    try:
-        return read_with_checksum(run / RUN_DATA_FILE, mend="Restore it from a copy of the run.")
-    except MissingFileError:
-        return {}
-
-
-def run_tokenizer(run: Path) -> Tokenizer:
-    """Load the tokenizer from a run folder.
-
-    Raises:
-        InputError: If the run folder has no tokenizer, or a tokenizer that the run was not trained with.
-    """
-    meta = _read_data_description(run).get("meta", {})
-    if not (run / TOKENIZER).exists():
-        if meta:
-            raise InputError(
-                f"{run} was copied without its {TOKENIZER}, and without it its tokens mean nothing. Copy that file too."
-            )
-        raise InputError(f"{run} has no {TOKENIZER}. Copy the tokenizer of the model into the run folder.")
-    if meta and sha256(run / TOKENIZER) != meta["tokenizer_sha256"]:
-        raise InputError(f"{run / TOKENIZER} is not the tokenizer that the run was trained with. Restore it.")
-    return load_tokenizer(run / TOKENIZER, name=meta.get("tokenizer"))
-
-
-def open_run_data(run: Path, config: DataConfig) -> PreparedDataset:
-    """The data that the run was trained on, from any working directory. If it was prepared anew from a text that has
-    changed since, its tokens have other meanings, and every number would be wrong."""
-    folder = Path(_read_data_description(run).get("folder", ""))
-    if folder.is_absolute() and is_dataset_folder(folder):
-        prepared = open_dataset(folder)
-    else:
-        try:
-            prepared = open_or_prepare(config)
-        except InputError as error:
-            raise InputError(f"The training data of {run} is not here: {error} Or give a text: --data FILE.") from None
-    sessions = read_lines(RunFolder(run).sessions)
-    trained_on = sessions[0].get("data") if sessions else None
-    if trained_on not in (None, prepared.meta.splits["train"].sha256):
-        raise InputError(
-            f"{prepared.folder} is not the data that {run} was trained on: its train.bin has another sha256 than "
-            "the one noted in sessions.jsonl. Restore that data, so that tokens mean what they meant."
-        )
-    return prepared
-
-
-# ---- batches: a pure function of (seed, step, rank, world)
-#
 # The text is cut into consecutive blocks; grain gives each epoch its own order of them, and can say which block is the
 # n-th of all epochs without going through the ones before. So the state of the data is one integer, the step, and the
 # share of a rank is exactly the slice of the batch that one process alone would get.
+
 
 
 @dataclass(frozen=True)

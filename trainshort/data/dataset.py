@@ -25,7 +25,7 @@ from typing import Literal
 
 import numpy as np
 
-from trainshort.config.run_config import StrictConfig
+from trainshort.config.base import StrictConfig
 from trainshort.data.tokenizers.base import TOKENIZER_FILE as TOKENIZER_FILE
 from trainshort.data.tokenizers.base import Tokenizer, load_tokenizer
 from trainshort.errors import InputError
@@ -232,7 +232,7 @@ def open_dataset(folder: Path | str) -> PreparedDataset:
 def _read_meta(folder: Path) -> DatasetMeta:
     path = folder / META_FILE
     try:
-        values = io.read_with_checksum(path, mend=PREPARE_AGAIN_HINT)
+        values = io.read_with_checksum(path, hint=PREPARE_AGAIN_HINT)
     except io.MissingFileError:
         if (folder / UNFINISHED_FILE).exists():
             raise InputError(

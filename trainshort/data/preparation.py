@@ -30,7 +30,7 @@ from trainshort.data.dataset import (
     open_dataset,
 )
 from trainshort.data.dataset_request import check_same_request, data_folder, make_request, short_name
-from trainshort.data.documents import SPLITS, Corpus, Errors, Splitter, make_splitter
+from trainshort.data.documents import SPLITS, Corpus, Errors
 from trainshort.data.encode_workers import Chunk, encode
 from trainshort.data.prepare_state import (
     DISK_FULL_HINT,
@@ -40,6 +40,7 @@ from trainshort.data.prepare_state import (
     read_prepare_state,
     write_prepare_state,
 )
+from trainshort.data.splits import Splitter, make_splitter
 from trainshort.data.tokenizers.base import TOKENIZER_FILE as TOKENIZER_FILE
 from trainshort.data.tokenizers.base import Tokenizer, load_tokenizer, tokenizers
 from trainshort.errors import InputError
@@ -106,6 +107,34 @@ def prepare(
     return prepared
 
 
+def open_or_prepare(config: DataConfig, **options: Any) -> PreparedDataset:
+    """What training needs: a folder that was named as it is, else the one that the settings describe."""
+    if config.folder is None:
+        return prepare(config, **options)
+    if config.folder.is_file():
+        raise InputError(
+            f"data.folder {config.folder} is a file. Turn it into tokens by `trainshort prepare {config.folder}`, and "
+            "give the folder that this makes."
+        )
+    if not is_dataset_folder(config.folder) and not (config.folder / layout.UNFINISHED_FILE).exists():
+        make = f"Make it by `trainshort prepare {config.corpus} --out {config.folder}`"
+        if config.folder.is_dir() and any(config.folder.iterdir()):  # where prepare would not write
+            make = "Name one that `trainshort prepare` made"
+        raise InputError(
+            f"data.folder {config.folder} is not a prepared data folder (it has no {layout.META_FILE}). {make}, or "
+            "leave data.folder out."
+        )
+    return open_dataset(config.folder)
+
+
+def resolve_data_config(config: DataConfig, prepared: PreparedDataset) -> DataConfig:
+    """The settings with what a named folder really holds, whatever corpus and tokenizer the settings say."""
+    if config.folder is None:
+        return config
+    held = prepared.meta.request
+    return config.replace(corpus=held.corpus, tokenizer=held.tokenizer, vocab_size=held.vocab_size or config.vocab_size)
+
+
 def _open_same(folder: Path, config: DataConfig) -> PreparedDataset:
     prepared = open_dataset(folder)
     check_same_request(folder, prepared.meta.request, config, "was prepared")
@@ -140,7 +169,7 @@ def _choose_splits_and_tokenizer(job: PrepareContext, note: PrepareState) -> Pre
             raise InputError(f"'{job.corpus.name}' holds nothing but white space. Give files with text in them.")
         rule = make_splitter(job.corpus, job.errors)
         tokenizer = _tokenizer(job, rule)
-        io.write_atomic(job.folder / TOKENIZER_FILE, tokenizer.to_json(), mend=DISK_FULL_HINT)
+        io.write_atomic(job.folder / TOKENIZER_FILE, tokenizer.to_json(), hint=DISK_FULL_HINT)
         decided = {"ready": True, "missing": rule.missing, "test_below": rule.test, "valid_below": rule.valid}
         return write_prepare_state(job.folder, note, **decided)
     except InputError:
@@ -233,7 +262,7 @@ def _finish(job: PrepareContext, note: PrepareState) -> PreparedDataset:
         errors=job.errors,
         splits=splits,
     )
-    io.write_with_checksum(job.folder / layout.META_FILE, meta.model_dump(mode="json"), mend=DISK_FULL_HINT)
+    io.write_with_checksum(job.folder / layout.META_FILE, meta.model_dump(mode="json"), hint=DISK_FULL_HINT)
     (job.folder / layout.UNFINISHED_FILE).unlink()
     return _open_same(job.folder, job.config)  # as it is found from now on; tells of a corpus that changed meanwhile
 

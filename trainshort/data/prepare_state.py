@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from pydantic import Field
 
-from trainshort.config.run_config import StrictConfig
+from trainshort.config.base import StrictConfig
 from trainshort.data.dataset import OFFSET_TYPE, UNFINISHED_FILE, DataRequest, SplitMeta, bin_path, offsets_path
 from trainshort.data.documents import Document
 from trainshort.data.encode_workers import EncodedChunk
@@ -44,14 +44,14 @@ def read_prepare_state(folder: Path) -> PrepareState | None:
     """The note of an unfinished preparation, if there is one."""
     path, again = folder / UNFINISHED_FILE, f"Delete the folder {folder} and prepare it again."
     try:
-        return PrepareState.parse(io.read_with_checksum(path, mend=again), origin=path)
+        return PrepareState.parse(io.read_with_checksum(path, hint=again), origin=path)
     except io.MissingFileError:
         return None
 
 
 def write_prepare_state(folder: Path, note: PrepareState, **changes: Any) -> PrepareState:
     note = note.model_copy(update=changes)
-    io.write_with_checksum(folder / UNFINISHED_FILE, note.model_dump(mode="json"), mend=DISK_FULL_HINT)
+    io.write_with_checksum(folder / UNFINISHED_FILE, note.model_dump(mode="json"), hint=DISK_FULL_HINT)
     return note
 
 

@@ -183,7 +183,7 @@ def parquet_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Rec
 
 
 def _open(path: Path, at: int = 0) -> BinaryIO:
-    file = io.open_file(path, mend="Give a file with text in it.")
+    file = io.open_file(path, hint="Give a file with text in it.")
     file.seek(at)
     return file
 

@@ -25,15 +25,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from trainshort.config.run_config import RunConfig, load_config
-from trainshort.train.run_data import open_run_data, run_tokenizer
 from trainshort.data.corpora import find_corpus
 from trainshort.data.dataset import PreparedDataset, is_dataset_folder, open_dataset, token_type
-from trainshort.data.splits import make_splitter
 from trainshort.data.mlm import mask_token
+from trainshort.data.splits import make_splitter
 from trainshort.errors import InputError
 from trainshort.evaluate.overrides import Override, apply_override
 from trainshort.model.transformer import TransformerLM
 from trainshort.train.checkpoint import find_checkpoint, fingerprint, is_hugging_face, load_model, read_state
+from trainshort.train.run_data import open_run_data, run_tokenizer
 from trainshort.utils.io import read_text
 
 EXPORTED = "trainshort.json"
@@ -289,7 +289,7 @@ def _whole_text(target: Target, data: Sequence[str], split: str) -> Text:
         _check_same_tokenizer(target, prepared)
         return _from_prepared(prepared, split)
     if all(path.is_file() and path.suffix not in TABLES for path in paths):
-        documents = [read_text(path, mend="Give a text file in UTF-8.", limit=2**36) for path in paths]
+        documents = [read_text(path, hint="Give a text file in UTF-8.", limit=2**36) for path in paths]
         return _encoded(" ".join(data), None, documents, target.tokenizer())
     if len(data) > 1:
         missing = next((path for path in paths if not path.is_file()), paths[0])

@@ -15,7 +15,6 @@ from rich.table import Table
 
 from trainshort.config.registries import convertible
 from trainshort.config.run_config import RunConfig, load_config
-from trainshort.train.run_data import run_tokenizer
 from trainshort.errors import InputError
 from trainshort.evaluate import results, significance
 from trainshort.evaluate.evaluation import new_evaluation
@@ -23,11 +22,12 @@ from trainshort.evaluate.plot import lengths_figure
 from trainshort.evaluate.results import Evaluation
 from trainshort.evaluate.sweep import Sweep, sweep
 from trainshort.evaluate.targets import Target, Text, open_target
-from trainshort.interop.formats.base import ImportedModel, TensorSource, WeightMap, shapes_of
+from trainshort.interop.formats.base import ImportedModel, TensorSource, WeightMap, parameter_shapes
 from trainshort.interop.import_model import ImportRequest, ImportSource, download_snapshot, open_folder, write_run
 from trainshort.model.positions import PositionMethod
 from trainshort.model.transformer import TransformerLM
 from trainshort.train.checkpoint import find_checkpoint, is_hugging_face, load_model
+from trainshort.train.run_data import run_tokenizer
 from trainshort.train.run_folder import RunFolder
 from trainshort.utils.figures import can_draw, draw
 from trainshort.utils.io import make_folder, read_json_object
@@ -75,7 +75,7 @@ def _own(path: Path) -> ConversionSource:
     model = load_model(checkpoint)
     changed = config.model.replace(position=TO)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    shapes = shapes_of(changed)
+    shapes = parameter_shapes(changed)
     mean = _mean_position(model, config.train.length)
     if mean is not None:
         weights["vocabulary.embedding.weight"] = weights["vocabulary.embedding.weight"] + mean

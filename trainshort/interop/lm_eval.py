@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from trainshort.data.batches import run_tokenizer
 from trainshort.data.tokenizers.base import Tokenizer, byte_alphabet
 from trainshort.data.tokenizers.builtin import ByteTokenizer
 from trainshort.errors import InputError
 from trainshort.evaluate.hf_target import HuggingFaceTarget
 from trainshort.evaluate.targets import RunTarget, Target
 from trainshort.interop.export.hf import tokenizer_config
+from trainshort.train.run_data import run_tokenizer
 from trainshort.utils.io import make_folder, write_with_checksum
 from trainshort.utils.machine import provenance
 from trainshort.utils.optional import import_optional

@@ -5,7 +5,7 @@
       metrics.jsonl    one line per logged step or validation; what happened
       sessions.jsonl   one line per start or resume: commit, versions, machine, threads, first step
       tokenizer.json   what its tokens mean, and
-      data.json        what it was trained on (trainshort.data.batches)
+      data.json        what it was trained on (trainshort.train.run_data)
       checkpoints/     what to go on from (trainshort.train.checkpoint)
 
 `metrics.jsonl` is the truth: on resume the lines past the checkpoint are cut, so that the file of a run that was
@@ -274,7 +274,7 @@ def read_verified_lines(path: Path) -> list[Line]:
     before = b""
     for number, line in enumerate(_complete_lines(path), start=1):
         name = f"{path}, line {number}"
-        record = io.parse_json(line, name, mend=RESTORE_HINT)
+        record = io.parse_json(line, name, hint=RESTORE_HINT)
         if not isinstance(record, dict):
             raise InputError(f"{name}, holds no JSON object. {RESTORE_HINT}")
         found = record.pop(io.CHECKSUM, None)
@@ -289,7 +289,7 @@ def read_verified_lines(path: Path) -> list[Line]:
 
 def _complete_lines(path: Path) -> list[bytes]:
     try:
-        return io.read_bytes(path, mend=RESTORE_HINT).split(b"\n")[
+        return io.read_bytes(path, hint=RESTORE_HINT).split(b"\n")[
             :-1
         ]  # what follows the last newline is empty, or torn
     except io.MissingFileError:
@@ -313,7 +313,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 def _last_line(path: Path) -> bytes:
     try:
-        with io.open_file(path, mend=RESTORE_HINT) as file:
+        with io.open_file(path, hint=RESTORE_HINT) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
             return file.read().removesuffix(b"\n").rpartition(b"\n")[2]
     except io.MissingFileError:
@@ -323,14 +323,14 @@ def _last_line(path: Path) -> bytes:
 def last_checksum(path: Path) -> str | None:
     """The checksum of the last line, by which lines that go missing at the end are noticed."""
     line = _last_line(path)
-    return io.parse_json(line, str(path), mend=RESTORE_HINT).get(io.CHECKSUM) if line else None
+    return io.parse_json(line, str(path), hint=RESTORE_HINT).get(io.CHECKSUM) if line else None
 
 
 def truncate_lines(path: Path, count: int) -> None:
     """Cut the file after its first `count` lines, and with them a torn last one."""
     content = b"".join(line + b"\n" for line in _complete_lines(path)[:count])
-    if path.exists() and content != io.read_bytes(path, mend=RESTORE_HINT):
-        io.write_atomic(path, content, mend=DISK_FULL_HINT)
+    if path.exists() and content != io.read_bytes(path, hint=RESTORE_HINT):
+        io.write_atomic(path, content, hint=DISK_FULL_HINT)
 
 
 def sync_lines(path: Path) -> None:

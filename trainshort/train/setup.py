@@ -13,15 +13,16 @@ import torch
 from trainshort.config.position_config import methods
 from trainshort.config.registries import backends
 from trainshort.config.run_config import ModelConfig, PluginRecord, RunConfig
-from trainshort.data import batches
-from trainshort.data.batches import BatchStream, open_or_prepare, resolve_data_config
+from trainshort.data.batches import BatchStream
 from trainshort.data.dataset import PreparedDataset
 from trainshort.data.mlm import mask_token
+from trainshort.data.preparation import open_or_prepare, resolve_data_config
 from trainshort.errors import InputError
 from trainshort.model.transformer import TransformerLM
 from trainshort.train import checkpoint, checkpoint_files, optim, parallel, run_folder
 from trainshort.train.checkpoint import Parts, TrainState
 from trainshort.train.parallel import DistributedModel, World
+from trainshort.train.run_data import copy_data_description
 from trainshort.train.run_folder import RunFolder
 from trainshort.utils import machine, plugins
 from trainshort.utils.optional import require_package
@@ -76,7 +77,7 @@ def setup_run(
     with ExitStack() as held:
         world.on_main(lambda: held.enter_context(opened))
         world.on_main(lambda: check_same_data(job, data))
-        world.on_main(lambda: batches.copy_data_description(run, prepared))
+        world.on_main(lambda: copy_data_description(run, prepared))
         state = restore_checkpoint(job)
         world.on_main(lambda: record_session(job, state, data))
         yield job, state

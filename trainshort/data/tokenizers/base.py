@@ -268,7 +268,7 @@ def load_tokenizer(path: Path | str, name: str | None = None) -> Tokenizer:
     path = Path(path)
     path = path / TOKENIZER_FILE if path.is_dir() else path
     try:
-        text = io.read_text(path, mend=_GIVE)
+        text = io.read_text(path, hint=_GIVE)
     except io.MissingFileError:
         raise InputError(f"There is no tokenizer at {path}. {_GIVE}") from None
     tokenizer = parse_tokenizer(text, path)
@@ -281,7 +281,7 @@ def parse_tokenizer(text: str, path: Path) -> Tokenizer:
     require_package("tokenizers", "Loading a tokenizer", "trainshort[train]")
     from tokenizers import Tokenizer as Library
 
-    layout = io.parse_json(text, str(path), mend=_GIVE)
+    layout = io.parse_json(text, str(path), hint=_GIVE)
     try:
         library = Library.from_str(text)
         library.encode("\u0378")  # no letter: a tokenizer that has no token for unknown text is told now

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from trainshort.config.run_config import RunConfig
-from trainshort.data.batches import open_run_data
 from trainshort.evaluate.analyses.base import AnalysisContext, analyze
 from trainshort.evaluate.step_cost import StepBenchmark
 from trainshort.evaluate.targets import RunTarget, open_text
 from trainshort.experiments.claims.collection import COST_FORMAT, SAMPLE_FORMAT, read_costs
 from trainshort.experiments.reproduce.local import cores
 from trainshort.generate.streaming import stream
+from trainshort.train.run_data import open_run_data
 from trainshort.utils.io import make_folder, write_with_checksum
 from trainshort.utils.machine import pick_device, provenance
 from trainshort.utils.terminal import new_console

@@ -39,7 +39,7 @@ from typing import Any
 
 from pydantic import Field
 
-from trainshort.config.run_config import StrictConfig
+from trainshort.config.base import StrictConfig
 from trainshort.errors import InputError
 from trainshort.experiments.reproduce.jobs import Job, evaluate_model, run_job, train_model
 from trainshort.utils.io import read_text
@@ -112,7 +112,7 @@ def _scheduling_key(waiting: tuple[Job, Work]) -> tuple[int, bool, int]:
 
 def prepare_data(tasks: list[Job]) -> None:
     """Before the workers begin: two of them would prepare the same text twice."""
-    from trainshort.data.batches import open_or_prepare
+    from trainshort.data.preparation import open_or_prepare
 
     for data in {task.config.data.model_dump_json(): task.config.data for task in tasks}.values():
         open_or_prepare(data)
@@ -193,7 +193,7 @@ def read_slurm_config(path: Path | None, gpus: int) -> SlurmConfig:
     if path is None:
         return SlurmConfig(gpus=gpus)
     try:
-        values = tomllib.loads(read_text(path, mend="Write one as docs/reproduce.md shows, or leave --site out."))
+        values = tomllib.loads(read_text(path, hint="Write one as docs/reproduce.md shows, or leave --site out."))
         return SlurmConfig.parse({"gpus": gpus, **values})
     except (tomllib.TOMLDecodeError, InputError) as error:
         raise InputError(f"The site file {path}: {error}{'' if str(error)[-1:] in '.?' else '.'}") from None

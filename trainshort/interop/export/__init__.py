@@ -13,7 +13,6 @@ from typing import Any
 import trainshort
 from trainshort.config.registries import targets
 from trainshort.config.run_config import load_config
-from trainshort.train import run_data
 from trainshort.data.tokenizers.base import TOKENIZER_FILE as TOKENIZER
 from trainshort.data.tokenizers.base import Tokenizer
 from trainshort.errors import InputError
@@ -21,6 +20,7 @@ from trainshort.evaluate import significance
 from trainshort.evaluate.targets import EXPORTED as RECORD
 from trainshort.interop.export.base import ExportSource
 from trainshort.interop.export.transforms import ExportModel, check_supported
+from trainshort.train import run_data
 from trainshort.train.checkpoint import find_checkpoint, load_model, sha256_of
 from trainshort.utils.io import atomic_folder, write_atomic
 
