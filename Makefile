@@ -34,15 +34,15 @@ CHECKED := trainshort.alibi,trainshort.attention,trainshort.model
 shapes: $(STAMP)  ## the tests of the tensor functions, with every annotated shape checked
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k 'not mistakes_are_explained and not nobody_knows' \
 	  --jaxtyping-packages=$(CHECKED),beartype.beartype \
-	  tests/test_alibi.py tests/attention/test_op.py tests/attention/test_windowed_torch.py tests/positions \
-	  tests/test_model.py tests/test_vocabulary.py tests/test_cache.py
+	  tests/test_alibi.py tests/attention/test_functional.py tests/attention/test_windowed_torch.py tests/model/positions \
+	  tests/model/test_transformer.py tests/model/test_embeddings.py tests/model/test_cache.py
 
 # No compiler and nothing built before: everything must work in plain PyTorch, and say so.
 test-bare: $(STAMP)  ## attention, caches, generation, model and evaluation without compiled code
 	empty=$$(mktemp -d) && CC=no-such-compiler TRAINSHORT_CACHE=$$empty OMP_NUM_THREADS=1 \
-	  $(BIN)/python -m pytest -n 2 --dist worksteal tests/attention/test_op.py tests/attention/test_windowed_torch.py \
-	  tests/attention/test_windowed_calls.py tests/kernels tests/test_cache.py tests/generate \
-	  tests/test_model.py tests/evaluate/test_sweep.py tests/evaluate/test_evaluate_command.py; \
+	  $(BIN)/python -m pytest -n 2 --dist worksteal tests/attention/test_functional.py tests/attention/test_windowed_torch.py \
+	  tests/attention/test_windowed_calls.py tests/attention/kernels tests/model/test_cache.py tests/generate \
+	  tests/model/test_transformer.py tests/evaluate/test_sweep.py tests/evaluate/test_evaluate_command.py; \
 	  status=$$?; rm -rf $$empty; exit $$status
 
 test-slow: $(STAMP)  ## the tests that take minutes

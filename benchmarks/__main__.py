@@ -57,13 +57,15 @@ class Bench:
 
     def run(self) -> None:
         from benchmarks.compare import compare, print_comparison, wide_console
-        from trainshort.utils.bench_results import load
+        from trainshort.utils.bench_results import load_bench_result
 
-        old = load(self.against) if self.against else None  # a wrong name should not wait for the measurements
+        old = (
+            load_bench_result(self.against) if self.against else None
+        )  # a wrong name should not wait for the measurements
         console = wide_console()
         if self.results is not None:
             self._refuse_measuring()
-            new = load(self.results)
+            new = load_bench_result(self.results)
         else:
             new = self._measure(console)
         if old is not None:

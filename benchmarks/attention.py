@@ -18,8 +18,8 @@ from benchmarks.suites import AttentionPlan, wants_memory
 from trainshort.attention import DecayBias, attend
 from trainshort.attention.backends.windowed_torch import QUERY_TILE
 from trainshort.attention.call import bias_kind_of
-from trainshort.utils.bench_results import Case, Measure, Measurement, megabytes, percent, ratio
-from trainshort.utils.timing import peak_during, time_interleaved
+from trainshort.utils.bench_results import Case, Measure, Measurement, to_megabytes, to_percent, to_ratio
+from trainshort.utils.timing import measure_peak_memory, time_interleaved
 
 CHECKED = 64
 """Last rows that are compared with float64, because the oracle writes scores out."""
@@ -66,13 +66,16 @@ def measure(plan: AttentionPlan, source: str, label: str, length: int, progress:
     for name in names:
         measured: dict[str, Measure] = {}
         for kind, short in (("forward", "to plain"), ("forward + backward", "both to plain")):
-            measured |= {kind: timings[kind][name].per(1), short: timings[kind][name].to(timings[kind][PLAIN])}
+            measured |= {
+                kind: timings[kind][name].milliseconds_per(1),
+                short: timings[kind][name].ratio_to(timings[kind][PLAIN]),
+            }
         if name in memory:
-            measured["peak"] = megabytes(memory[name]["peak"])
-            measured["peak to plain"] = ratio(memory[name]["peak"], memory[PLAIN]["peak"], "lower")
-            measured["own memory"] = megabytes(memory[name]["own"])
+            measured["peak"] = to_megabytes(memory[name]["peak"])
+            measured["peak to plain"] = to_ratio(memory[name]["peak"], memory[PLAIN]["peak"], "lower")
+            measured["own memory"] = to_megabytes(memory[name]["own"])
         measured |= work_left if name == "windowed" else {}
-        measured["of matmul rate"] = percent(1e3 * flops(inputs, causal) / measured["forward"].value, rate, "higher")
+        measured["of matmul rate"] = to_percent(1e3 * flops(inputs, causal) / measured["forward"].value, rate, "higher")
         measured["error"] = Measure(value=error(functions[name], given[name], name == PLAIN, causal), better="lower")
         case = {"inputs": label, "engine": name, "tokens": length} | ({} if causal else {"sides": "both"})
         seconds = {kind: by_name[name].seconds for kind, by_name in timings.items()}
@@ -124,9 +127,9 @@ def work(inputs: Inputs, tolerance: float) -> dict[str, Measure]:
     ours = (rows - first[0][:, rows // QUERY_TILE] + 1).double().sum() / _causal_pairs(inputs)
     theirs, (needed, in_blocks) = acp_work(inputs, tolerance, scale), needed_work(inputs, tolerance)
     shares = {"work": float(ours), "work by ACP": theirs, "work needed": needed, "work needed in blocks": in_blocks}
-    found = {name: percent(share, 1, "lower") for name, share in shares.items()}
+    found = {name: to_percent(share, 1, "lower") for name, share in shares.items()}
     for name, other in (("work to ACP", theirs), ("work to needed", needed), ("work to needed in blocks", in_blocks)):
-        found[name] = ratio(float(ours), other, "lower")
+        found[name] = to_ratio(float(ours), other, "lower")
     return found
 
 
@@ -176,4 +179,4 @@ def peak(source: str, length: int, name: str, tolerance: float, causal: bool) ->
         return passes(function, inputs.with_clock() if name == CLOCK else inputs, True)
 
     both(min(length, WARM))()  # builds and loads what is loaded once
-    return peak_during(both(length))
+    return measure_peak_memory(both(length))

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainshort.train.run_folder import flatten
-from trainshort.utils.bench_results import BenchResult, Measure, Measurement, by_kind, shown
+from trainshort.utils.bench_results import BenchResult, Measure, Measurement, format_measure, group_by_case_keys
 from trainshort.utils.terminal import new_console
 
 SINGLE_RUN_NOISE = 0.02
@@ -131,7 +131,7 @@ def wide_console() -> Console:
 
 def print_rows(rows: list[Measurement], title: str, console: Console) -> None:
     """Rows of one kind under one head; each kind gets a table of its own."""
-    for kind, heads in by_kind(rows):
+    for kind, heads in group_by_case_keys(rows):
         table = Table(title=title, title_justify="left")
         for key in kind[0].case:
             table.add_column(key, justify="left" if isinstance(kind[0].case[key], str) else "right", no_wrap=True)
@@ -139,7 +139,7 @@ def print_rows(rows: list[Measurement], title: str, console: Console) -> None:
             table.add_column(Text(f"{name}\n{unit}".rstrip()), justify="right", vertical="bottom")
         for row in kind:
             cells = [f"{value:,}" if isinstance(value, int) else value for value in row.case.values()]
-            cells += [shown(row.measured[name]) if name in row.measured else "" for name in heads]
+            cells += [format_measure(row.measured[name]) if name in row.measured else "" for name in heads]
             table.add_row(*(Text(cell) for cell in cells))
         console.print(table)
         for row in kind:
@@ -159,7 +159,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
             name = "" if one.case == last else one.case
             last = one.case
             change = "" if one.relative is None else f"{100 * one.relative:+.1f} %"
-            values = (shown(one.old), f"{shown(one.new)} {one.new.unit}".rstrip())
+            values = (format_measure(one.old), f"{format_measure(one.new)} {one.new.unit}".rstrip())
             table.add_row(*(Text(cell) for cell in (name, one.name, *values, change, one.verdict)))
         console.print(table)
     for word, names in (("old", comparison.only_old), ("new", comparison.only_new)):

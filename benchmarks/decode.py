@@ -26,7 +26,7 @@ from trainshort.generate.streaming import stream
 from trainshort.model.cache import BoundedCache, Cache
 from trainshort.model.transformer import TransformerLM
 from trainshort.train.run_data import open_run_data
-from trainshort.utils.bench_results import Case, Measure, Measurement, median_of, megabytes, percent, ratio
+from trainshort.utils.bench_results import Case, Measure, Measurement, median_of, to_megabytes, to_percent, to_ratio
 from trainshort.utils.machine import PeakMemory, resident_memory
 from trainshort.utils.timing import time_interleaved
 
@@ -136,13 +136,13 @@ def by_context(plan: DecodePlan, progress: Progress) -> list[Measurement]:
     for (kind, context), cache in caches.items():
         own, short, full = (timings[name] for name in (f"{kind} {context}", f"{kind} {shortest}", f"full {context}"))
         measured = {
-            "time per token": own.per(TOKENS_PER_ROUND),
+            "time per token": own.milliseconds_per(TOKENS_PER_ROUND),
             f"to {shortest:,}": own.ratio_to(short),
             "to full": own.ratio_to(full),
             "best": Measure(value=1e3 * own.best / TOKENS_PER_ROUND, unit="ms", better="lower"),
-            f"best to {shortest:,}": ratio(own.best, short.best, "lower"),
-            "cache": megabytes(size[kind, context]),
-            "cache to full": percent(size[kind, context], size["full", context], "lower"),
+            f"best to {shortest:,}": to_ratio(own.best, short.best, "lower"),
+            "cache": to_megabytes(size[kind, context]),
+            "cache to full": to_percent(size[kind, context], size["full", context], "lower"),
         }
         case: Case = {"part": "context", "cache": kind, "context": context, "preset": plan.preset}
         note = str(cache.certificate) if isinstance(cache, BoundedCache) else ""
@@ -171,10 +171,10 @@ def by_weights(plan: DecodePlan, progress: Progress) -> list[Measurement]:
         once, token = timings["read"], timings["token"]
         measured = {
             "weights": Measure(value=4 * numbers.numel() / 2**20, unit="MB"),
-            "read once": once.per(TOKENS_PER_ROUND),
-            "time per token": token.per(TOKENS_PER_ROUND),
-            "of the limit": token.speed_of(once),
-            "best of the limit": percent(once.best, token.best, "higher"),
+            "read once": once.milliseconds_per(TOKENS_PER_ROUND),
+            "time per token": token.milliseconds_per(TOKENS_PER_ROUND),
+            "of the limit": token.speed_percent_of(once),
+            "best of the limit": to_percent(once.best, token.best, "higher"),
         }
         case: Case = {"part": "weights", "cache": kind, "context": context, "preset": plan.preset}
         rows.append(Measurement(case=case, measured=measured, seconds={"turns": token.seconds}))
@@ -205,9 +205,9 @@ def against_mpt(plan: DecodePlan, progress: Progress) -> list[Measurement]:
     timings = time_interleaved(turns, plan.rounds, WARMUP, progress.round)
     for name, timing in timings.items():
         measured = {
-            "time per token": timing.per(peers.MPT_TOKENS_PER_ROUND),
-            "speed to mpt": timing.speed_to(timings["mpt"]),
-            "best to mpt": ratio(timings["mpt"].best, timing.best, "higher"),
+            "time per token": timing.milliseconds_per(peers.MPT_TOKENS_PER_ROUND),
+            "speed to mpt": timing.speed_ratio_to(timings["mpt"]),
+            "best to mpt": to_ratio(timings["mpt"].best, timing.best, "higher"),
         }
         case = {"part": "mpt", "decoder": name, "context": context, "preset": plan.preset}
         rows.append(Measurement(case=case, measured=measured, seconds={"turns": timing.seconds}))
@@ -234,10 +234,10 @@ def measure_cache_size(plan: DecodePlan, progress: Progress) -> list[Measurement
 def _kept_row(cache: BoundedCache, case: Case) -> Measurement:
     rings = [keys for layer in cache.windows for keys in layer]
     measured = {
-        "keys kept": percent(sum(rings), len(rings) * cache.length, "lower"),
+        "keys kept": to_percent(sum(rings), len(rings) * cache.length, "lower"),
         "longest ring": Measure(value=max(rings), unit="keys"),
         "shortest ring": Measure(value=min(rings), unit="keys"),
-        "cache": megabytes(cache.bytes),
+        "cache": to_megabytes(cache.bytes),
         "certificate": Measure(value=cache.certificate.mass, better="lower"),
         "rows above tolerance": Measure(value=cache.certificate.rows_above_tolerance, better="lower"),
     }
@@ -277,13 +277,13 @@ def _endless_row(plan: DecodePlan, progress: Progress) -> Measurement:
     certificate = cache.certificate
     measured = {
         "speed": median_of([stretch / one for one in seconds], "tokens/s of processor time", "higher"),
-        "last speed to first": ratio(warm, seconds[-1], "higher"),
-        "memory growth": percent(growth, early, "lower"),
+        "last speed to first": to_ratio(warm, seconds[-1], "higher"),
+        "memory growth": to_percent(growth, early, "lower"),
         "cache": Measure(value=cache.bytes / 1024, unit="KB", better="lower"),
         "certificate": Measure(value=certificate.mass, better="lower"),
         "rows above tolerance": Measure(value=certificate.rows_above_tolerance, better="lower"),
     }
     if most is not None:
-        measured["peak"] = megabytes(most)
+        measured["peak"] = to_megabytes(most)
     case: Case = {"part": "endless", "tokens": count}
     return Measurement(case=case, measured=measured, seconds={"turns": tuple(seconds)}, note=str(certificate))

@@ -21,8 +21,8 @@ from trainshort.evaluate.targets import ModelTarget
 from trainshort.model.positions import positions
 from trainshort.model.transformer import TransformerLM
 from trainshort.train.checkpoint import find_checkpoint, load_model
-from trainshort.utils.bench_results import Case, Measurement, megabytes
-from trainshort.utils.timing import peak_during, time_interleaved
+from trainshort.utils.bench_results import Case, Measurement, to_megabytes
+from trainshort.utils.timing import measure_peak_memory, time_interleaved
 
 
 def benchmarks(plan: EvaluatePlan) -> list[Benchmark]:
@@ -67,10 +67,10 @@ def measure(plan: EvaluatePlan, method: str, progress: Progress) -> list[Measure
     rows = []
     for length in plan.lengths:
         name = f"{length:,} tokens"
-        share = timings[name].speed_of(timings[f"{shortest:,} tokens"])
+        share = timings[name].speed_percent_of(timings[f"{shortest:,} tokens"])
         measured = {"speed": timings[name].rate(tokens, "tokens/s"), f"of {shortest:,}": share}
         if name in memory:
-            measured["extra memory"] = megabytes(memory[name]["own"])
+            measured["extra memory"] = to_megabytes(memory[name]["own"])
         case: Case = {"model": target.name, "tokens": length}
         if plan.run is None:
             case["preset"] = plan.preset
@@ -82,4 +82,4 @@ def peak(method: str, preset: str, run: str | None, length: int, tokens: int) ->
     """Extra memory of one length, in this process alone."""
     target = make_target(method, preset, run, tokens)
     read(target, min(64, tokens), tokens)  # libraries and thread pools are loaded, whatever the length
-    return peak_during(partial(read, target, length, tokens))
+    return measure_peak_memory(partial(read, target, length, tokens))

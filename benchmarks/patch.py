@@ -17,9 +17,9 @@ from benchmarks.run import Benchmark, Progress, peaks
 from benchmarks.suites import PatchPlan, wants_memory
 from trainshort.config.presets import presets
 from trainshort.interop.patch import apply_patch, patch
-from trainshort.model.embeddings import apply_linear
-from trainshort.utils.bench_results import Case, Measure, Measurement, megabytes, ratio
-from trainshort.utils.timing import peak_during, time_interleaved
+from trainshort.model.linear import apply_linear
+from trainshort.utils.bench_results import Case, Measure, Measurement, to_megabytes, to_ratio
+from trainshort.utils.timing import measure_peak_memory, time_interleaved
 
 WORK = ("forward", "step")
 
@@ -53,11 +53,11 @@ def measure(plan: PatchPlan, length: int, progress: Progress) -> list[Measuremen
     for name in models:
         measured = {}
         for work in WORK:
-            measured[work] = timings[work][name].per(1)
+            measured[work] = timings[work][name].milliseconds_per(1)
             measured[f"{work} speed to mpt"] = timings[work][name].speed_to(timings[work]["mpt"])
             if most := memory.get(f"{name}, {work}"):
-                measured[f"{work} peak"] = megabytes(most)
-                measured[f"{work} peak to mpt"] = ratio(most, memory[f"mpt, {work}"], "lower")
+                measured[f"{work} peak"] = to_megabytes(most)
+                measured[f"{work} peak to mpt"] = to_ratio(most, memory[f"mpt, {work}"], "lower")
         if name == "patched":
             measured["same greedy tokens"] = Measure(value=same, better="higher")
         case: Case = {"model": name, "preset": plan.preset, "tokens": length}
@@ -104,4 +104,4 @@ def peak(name: str, work: str, preset: str, length: int) -> dict[str, int]:
     if name == "patched":
         patch(model)
     run = work_of(work, model, length)
-    return peak_during(lambda: [run() for _ in range(2)])
+    return measure_peak_memory(lambda: [run() for _ in range(2)])

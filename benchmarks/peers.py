@@ -24,7 +24,7 @@ from trainshort.generate.streaming import stream
 from trainshort.interop.formats.base import map_weights
 from trainshort.interop.formats.mpt import MPT
 from trainshort.model.transformer import TransformerLM
-from trainshort.utils.machine import free_memory, version
+from trainshort.utils.machine import free_memory, package_version
 
 PLAIN = "plain"
 CLOCK = "clock"
@@ -53,7 +53,7 @@ def chosen(names: tuple[str, ...], inputs: Inputs, progress: Progress, causal: b
         package = {"mpt": "transformers", "x-transformers": "x-transformers"}.get(name)
         if name in WRITTEN and not causal:
             left_out[name] = "it is causal"
-        elif package and version(package) is None:
+        elif package and package_version(package) is None:
             left_out[name] = f"{package} is not installed"
         elif name in ("windowed", CLOCK) and (reason := kernel_unavailable_reason(False)):
             left_out[name] = reason

@@ -14,7 +14,7 @@ from trainshort.attention.backends.reference import materialize_bias
 from trainshort.config.run_config import ModelConfig
 from trainshort.model.positions import LayerInput, PositionMethod, build_position
 from trainshort.model.positions.relative_bias import Bam
-from trainshort.utils.figures import OTHERS, Figure, Series, color, draw
+from trainshort.utils.figures import OTHERS, Figure, Series, draw_figures, method_color
 
 FOLDER = Path(__file__).parents[1] / "docs"
 HEADS, SHOWN, FARTHEST, WIDTH = 8, (1, 4, 8), 1024, 512
@@ -67,7 +67,7 @@ def figure(title: str, settings: dict[str, Any]) -> Figure:
     if isinstance(method, Bam):  # which begins as ALiBi: what training can make of it
         method.power.data[[head - 1 for head in SHOWN]] = torch.tensor([0.5, 0.8, 1.0])
         method.scale.data.fill_(math.log(1 / 16))
-    rows, colors = by_distance(method), (color(config.position), *OTHERS)
+    rows, colors = by_distance(method), (method_color(config.position), *OTHERS)
     names = [f"head {head} of {HEADS}" for head in SHOWN] if len(rows) > 1 else ["equal vectors"]
     series = tuple(
         Series(name, PLACES, tuple(rows[head - 1, list(PLACES)].tolist()), colors[index])
@@ -80,5 +80,5 @@ def figure(title: str, settings: dict[str, Any]) -> Figure:
 if __name__ == "__main__":
     for picture, panels in PICTURES.items():
         path = FOLDER / picture
-        draw([figure(title, settings) for title, settings in panels.items()], path, size=(16.0, 3.6))
+        draw_figures([figure(title, settings) for title, settings in panels.items()], path, size=(16.0, 3.6))
         path.with_suffix(".svg").unlink()

@@ -16,7 +16,7 @@ from benchmarks.compare import print_rows
 from benchmarks.suites import AttentionPlan, Plan
 from trainshort.utils import bench_results
 from trainshort.utils.bench_results import BenchResult, Measurement
-from trainshort.utils.machine import provenance, total_memory, version
+from trainshort.utils.machine import collect_provenance, package_version, total_memory
 from trainshort.utils.terminal import new_console
 from trainshort.utils.timing import run_in_subprocess
 
@@ -82,8 +82,8 @@ NUMBERS = 64 * 2**20
 
 def describe() -> dict[str, Any]:
     """Origin as every result has it, with the peers' versions, the memory's size, and two measured rates."""
-    made = provenance(threads=torch.get_num_threads())
-    made["versions"] |= {name: version(name) for name in PEERS}
+    made = collect_provenance(threads=torch.get_num_threads())
+    made["versions"] |= {name: package_version(name) for name in PEERS}
     made["machine"] |= {"memory": total_memory(), "matmul_rate": matmul_rate(1.0), "read_rate": read_rate(1.0)}
     return made
 
@@ -124,17 +124,17 @@ def run(plans: Mapping[str, Plan], quick: bool, out: Path, console: Console) -> 
             name: _benchmarks(name, plan, Path(scratch), settings[name], progress) for name, plan in plans.items()
         }
         bench = BenchResult(made=describe(), settings=settings)
-        bench_results.save(bench, out)
+        bench_results.save_bench_result(bench, out)
         progress.line(f"measuring {', '.join(suites)}; results go to {out}")
         for name, benchmarks in suites.items():
             for number, benchmark in enumerate(benchmarks, start=1):
                 progress.line(f"{name} {number}/{len(benchmarks)}: {benchmark.title}")
                 rows = benchmark.run(progress)
                 bench = bench.with_rows(name, rows)
-                bench_results.save(bench, out)
+                bench_results.save_bench_result(bench, out)
                 print_rows(rows, benchmark.title[:1].upper() + benchmark.title[1:], console)
         bench = bench.replace(finished=True)
-        bench_results.save(bench, out)
+        bench_results.save_bench_result(bench, out)
     return bench
 
 

@@ -16,9 +16,9 @@ from trainshort.config.run_config import ModelConfig, OptimConfig, RunConfig, Tr
 from trainshort.evaluate.step_cost import StepBenchmark
 from trainshort.model.positions import positions
 from trainshort.model.transformer import TransformerLM
-from trainshort.utils.bench_results import Case, Measurement, megabytes, percent, ratio
-from trainshort.utils.machine import free_memory, version
-from trainshort.utils.timing import peak_during, time_interleaved
+from trainshort.utils.bench_results import Case, Measurement, to_megabytes, to_percent, to_ratio
+from trainshort.utils.machine import free_memory, package_version
+from trainshort.utils.timing import measure_peak_memory, time_interleaved
 
 MPT = "mpt"
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -58,11 +58,11 @@ def measure(plan: TrainingPlan, length: int, progress: Progress) -> list[Measure
     others, rows = [name for name in COMPARED if name in names], []
     for name in names:
         measured = {"speed": timings[name].rate(batch * length, "tokens/s")}
-        measured |= {f"speed to {one}": timings[name].speed_to(timings[one]) for one in others}
+        measured |= {f"speed to {one}": timings[name].speed_ratio_to(timings[one]) for one in others}
         if name in memory:
-            measured["peak"] = megabytes(memory[name])
-            measured |= {f"peak to {one}": ratio(memory[name], memory[one], "lower") for one in others}
-        measured["of matmul rate"] = percent(flops(config, length) * measured["speed"].value, rate, "higher")
+            measured["peak"] = to_megabytes(memory[name])
+            measured |= {f"peak to {one}": to_ratio(memory[name], memory[one], "lower") for one in others}
+        measured["of matmul rate"] = to_percent(flops(config, length) * measured["speed"].value, rate, "higher")
         case: Case = {"model": name, "preset": plan.preset, "tokens": length}
         rows.append(Measurement(case=case, measured=measured, seconds={"step": timings[name].seconds}))
     return rows
@@ -71,7 +71,7 @@ def measure(plan: TrainingPlan, length: int, progress: Progress) -> list[Measure
 def mpt_takes_part(config: ModelConfig, copies: float, length: int, progress: Progress) -> bool:
     """Whether there is an MPT of this shape here, and room for so many scores of all heads, which it writes out."""
     room, reason = free_memory(), None
-    if version("transformers") is None:
+    if package_version("transformers") is None:
         reason = "transformers is not installed"
     elif config.adaptive is not None or config.key_heads != config.heads:
         reason = "it has no model of this shape"
@@ -131,4 +131,4 @@ def flops(config: ModelConfig, length: int) -> float:
 def peak(**task: Any) -> dict[str, int]:
     """The most memory of a process that makes three training steps."""
     step = step_of(**task)
-    return peak_during(lambda: [step() for _ in range(3)])
+    return measure_peak_memory(lambda: [step() for _ in range(3)])

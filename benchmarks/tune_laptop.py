@@ -23,14 +23,14 @@ from trainshort.config.position_config import methods as known
 from trainshort.config.run_config import RunConfig
 from trainshort.errors import InputError
 from trainshort.experiments.experiments import Variant
-from trainshort.experiments.reproduce.jobs import Job, trained
-from trainshort.experiments.scales import LAPTOP_STEP, TrainingRecipe, laptop
+from trainshort.experiments.reproduce.jobs import Job, is_trained
+from trainshort.experiments.scales import LAPTOP_TOKENS_PER_STEP, TrainingRecipe, laptop_config
 from trainshort.train.run_folder import RunFolder, read_metrics, run_name
 from trainshort.utils.io import make_folder, read_with_checksum, write_with_checksum
 from trainshort.utils.terminal import perplexity, print_line
 
 METHODS = ("alibi", "rotary", "t5", "sinusoidal")
-TOKENS = 480 * LAPTOP_STEP
+TOKENS = 480 * LAPTOP_TOKENS_PER_STEP
 """Tokens of a trial: less than a third of the demo's, so that the whole grid takes less than an hour on one core."""
 FILE = "tune.json"
 FORMAT = 2
@@ -87,7 +87,7 @@ class Trial:
     def result(self, root: Path) -> dict[str, Any] | None:
         """Its validation loss as sum and count, and what it took; None when it was not trained to its end."""
         folder = root / self.name
-        if not trained(folder, Job(self.name, self.config)):
+        if not is_trained(folder, Job(self.name, self.config)):
             return None
         records = read_metrics(RunFolder(folder))
         last = next(record for record in reversed(records) if "valid_nll" in record)
@@ -102,7 +102,7 @@ def trials(methods: Iterable[str] = METHODS, tokens: int = TOKENS) -> list[Trial
     for way, settings in GRID.items():
         for method in methods:
             own = settings if method in WITH_TABLE else settings.replace(position_lr=1.0)
-            config = laptop(Variant("wikitext103", method, 512), own, tokens)
+            config = laptop_config(Variant("wikitext103", method, 512), own, tokens)
             made.append(
                 Trial(method, way, config.replace(train={"valid_every": 0, "save_every": 0, "keep_checkpoints": 1}))
             )
@@ -135,7 +135,7 @@ def failures(root: Path) -> dict[str, str]:
 
 
 def store(chosen: list[Trial], root: Path, failed: dict[str, str]) -> None:
-    from trainshort.utils.machine import provenance
+    from trainshort.utils.machine import collect_provenance
 
     found = [one for trial in chosen if (one := trial.result(root))]
     values = {
@@ -147,7 +147,7 @@ def store(chosen: list[Trial], root: Path, failed: dict[str, str]) -> None:
         "failed": failures(root) | failed,
         "best": best(found),
         "pilot": PILOT,
-        "provenance": provenance(),
+        "provenance": collect_provenance(),
     }
     write_with_checksum(root / FILE, values)
 

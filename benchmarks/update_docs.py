@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.evaluate.results import Evaluation, interval, perplexity
-from trainshort.experiments.experiments import method_name, published
-from trainshort.utils.bench_results import RATIO, BenchResult, Measurement, load
-from trainshort.utils.figures import Figure, Series, color, draw
+from trainshort.experiments.experiments import load_published_numbers, method_name
+from trainshort.utils.bench_results import RATIO, BenchResult, Measurement, load_bench_result
+from trainshort.utils.figures import Figure, Series, draw_figures, method_color
 from trainshort.utils.io import read_with_checksum
 
 ROOT = Path(__file__).parents[1]
@@ -302,7 +302,7 @@ def demo(values: dict[str, Any]) -> str:
     """The demo's four methods at their length and at the farthest, beside the paper's; then what was found."""
     length = values["length"]
     farthest = max(int(at) for line in values["lines"].values() for at in line["points"])
-    paper = {row["L_valid"]: row for row in published()["table2"]}
+    paper = {row["L_valid"]: row for row in load_published_numbers()["table2"]}
     rows = []
     for name, line in values["lines"].items():
         if str(length) in line["points"]:
@@ -355,7 +355,7 @@ def tune_picture(values: dict[str, Any]) -> Figure:
     for method, found in trials(values).items():
         tried = [way for way in places if way in found]
         x, y = tuple(places[way] for way in tried), tuple(found[way] for way in tried)
-        series.append(Series(method_name(method), x, y, color(method)))
+        series.append(Series(method_name(method), x, y, method_color(method)))
     return Figure(
         name="tune",
         title="The search: validation perplexity of every trial",
@@ -499,14 +499,14 @@ def report_table(name: str) -> str | None:
 
 
 def stored(name: str) -> BenchResult:
-    return load(RESULTS / f"{name}.json")
+    return load_bench_result(RESULTS / f"{name}.json")
 
 
 def main() -> None:
     for folder in sys.argv[1:]:
         store_report(Path(folder))
     if (RESULTS / "tune.json").exists():
-        draw([tune_picture(read_with_checksum(RESULTS / "tune.json"))], ROOT / "docs" / "tune")
+        draw_figures([tune_picture(read_with_checksum(RESULTS / "tune.json"))], ROOT / "docs" / "tune")
         (ROOT / "docs" / "tune.svg").unlink()
     for name in DOCUMENTS:
         path = ROOT / name

@@ -36,7 +36,8 @@ TINY_RUN = (
     "prepare text.txt --tokenizer bpe --vocab-size 280 --out data/tiny",
     "train demo-alibi --data.folder data/tiny "
     "--model.layers 1 --model.width 16 --model.heads 2 --train.length 16 --train.batch 4 --train.steps 8 "
-    "--train.save-every 4 --train.valid-every 4 --train.log-every 2 --train.keep-checkpoints 1 --train.valid-tokens 256 "
+    "--train.save-every 4 --train.valid-every 4 --train.log-every 2 --train.keep-checkpoints 1 "
+    "--train.valid-tokens 256 "
     "--quiet --out runs/tiny",
     "evaluate runs/tiny --lengths 1x 2x",
     "analyze runs/tiny --only early-tokens reach --samples 8 --lengths 1x 2x",

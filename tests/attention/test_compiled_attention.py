@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from compiled_code import needs_kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_helpers import needs_kernel
 
 from trainshort import alibi
 from trainshort.attention import BiasKind, DenseBias, DistanceBias, LinearBias, attend

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from compiled_code import Problem, both, needs_kernel, operate
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kernel_helpers import Problem, both, needs_kernel, operate
 
 from trainshort import alibi
 from trainshort.attention import DenseBias, DistanceBias, LinearBias, attend

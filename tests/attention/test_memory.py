@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from compiled_code import needs_kernel
+from kernel_helpers import needs_kernel
 
 SCRIPT = """
 import sys

@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
-from compiled_code import Problem, attend_windowed, both, needs_kernel, read_and_promised
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kernel_helpers import Problem, attend_windowed, both, needs_kernel, read_and_promised
 
 from trainshort import alibi
 from trainshort.attention import LinearBias, attend

@@ -5,9 +5,9 @@ import itertools
 
 import pytest
 import torch
-from compiled_code import Problem, attend_windowed, both, needs_kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_helpers import Problem, attend_windowed, both, needs_kernel
 
 from trainshort import alibi
 from trainshort.attention import BiasKind, LinearBias, attend

@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
-from compiled_code import Problem, needs_kernel, operate, read_and_promised
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kernel_helpers import Problem, needs_kernel, operate, read_and_promised
 
 ENOUGH_KEYS = 2048
 """As in centres.h."""

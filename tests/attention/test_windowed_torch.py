@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from compiled_code import Problem, operate
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_helpers import Problem, operate
 
 from trainshort import alibi
 from trainshort.attention import LinearBias, attend

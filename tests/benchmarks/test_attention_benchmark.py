@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from compiled_code import needs_kernel
+from kernel_helpers import needs_kernel
 from safetensors.torch import save_file
 
 from benchmarks.attention import acp_work, needed_work, passes, work

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from laboratory import make_run
+from helpers import make_run
 from safetensors.torch import load_file, save_file
 
 from benchmarks import inputs, peers
@@ -21,7 +21,7 @@ from trainshort.data.dataset import open_dataset
 from trainshort.errors import InputError
 from trainshort.train.checkpoint import load_model
 from trainshort.utils import plugins
-from trainshort.utils.bench_results import load, median_of
+from trainshort.utils.bench_results import load_bench_result, median_of
 from trainshort.utils.timing import run_in_subprocess, time_interleaved
 
 ATTENTION = ("attention", "--lengths", "64", "128", "--engines", "windowed", "windowed-torch", "--rounds", "2")
@@ -52,7 +52,7 @@ def test_attention_is_stored_with_its_origin(tmp_path, capsys):
     assert min(stored["made"]["machine"][rate] for rate in ("matmul_rate", "read_rate")) > 1e8
     assert stored["made"]["threads"] == torch.get_num_threads()
     assert {"trainshort", "torch", "python", "transformers", "x-transformers"} <= stored["made"]["versions"].keys()
-    rows = load(out).suites["attention"]
+    rows = load_bench_result(out).suites["attention"]
     assert [(row.case["engine"], row.case["tokens"]) for row in rows] == [
         (engine, tokens) for tokens in (64, 128) for engine in ("plain", "windowed", "windowed-torch")
     ]
@@ -81,7 +81,7 @@ def test_every_engine_can_be_named(tmp_path, capsys, monkeypatch):
     finally:
         for table, name in plugins._loaded[str(plugin)].entries:
             table.remove(name)
-    rows = load(out).suites["attention"]
+    rows = load_bench_result(out).suites["attention"]
     measured = [(row.case["engine"], row.case["tokens"]) for row in rows]
     assert measured == [
         *((name, 64) for name in ("plain", "sdpa", "echo", "compiled")),
@@ -103,7 +103,9 @@ def test_a_position_method_of_a_plugin_is_measured(tmp_path, monkeypatch):
     finally:
         for table, name in plugins._loaded[str(plugin)].entries:
             table.unregister(name)
-    measured_models = {suite: [row.case["model"] for row in rows] for suite, rows in load(out).suites.items()}
+    measured_models = {
+        suite: [row.case["model"] for row in rows] for suite, rows in load_bench_result(out).suites.items()
+    }
     assert "kerple-log" in measured_models["training"]
     assert "kerple-log" in measured_models["evaluate"]
 
@@ -111,7 +113,7 @@ def test_a_position_method_of_a_plugin_is_measured(tmp_path, monkeypatch):
 def test_work_is_counted_without_a_clock(tmp_path):
     out = tmp_path / "w.json"
     run("attention", "--lengths", "1024", "--measure", "work", "--out", str(out))
-    (row,) = load(out).suites["attention"]
+    (row,) = load_bench_result(out).suites["attention"]
     assert not row.seconds
     assert 0 < row.measured["work needed"].value <= row.measured["work"].value <= 100
 
@@ -124,7 +126,7 @@ def test_mpt_before_and_after_a_patch(memory, tmp_path):
         *["patch", "--quick", "--preset", "tiny", "--lengths", "64", "--rounds", "2", "--memory", memory, "--out"],
         str(out),
     )
-    before, after, _ = rows = load(out).suites["patch"]
+    before, after, _ = rows = load_bench_result(out).suites["patch"]
     names = ["mpt", "patched", "without attention"]
     assert [row.case["model"] for row in rows] == names
     assert all(len(row.seconds[work]) == 2 for row in rows for work in ("forward", "step"))
@@ -143,7 +145,7 @@ def test_training_and_evaluation_keep_their_ratios(tmp_path):
     out = tmp_path / "t.json"
     words = "training evaluate --quick --preset tiny --lengths 32 64 --rounds 1 --memory none --out"
     run(*words.split(), str(out))
-    suites = load(out).suites
+    suites = load_bench_result(out).suites
     trained = {(row.case["model"], row.case["tokens"]): row for row in suites["training"]}
     for length in (32, 64):
         ours, none = trained["alibi", length], trained["none", length]
@@ -159,7 +161,7 @@ def test_training_and_evaluation_keep_their_ratios(tmp_path):
 def test_decoding_by_context_weights_and_without_end(tmp_path):
     words = "decode --preset tiny --contexts 64 1024 --parts context weights endless --tokens 200 --rounds 2 --out"
     run(*words.split(), str(tmp_path / "d.json"))
-    rows = load(tmp_path / "d.json").suites["decode"]
+    rows = load_bench_result(tmp_path / "d.json").suites["decode"]
     context = {(row.case["cache"], row.case["context"]): row for row in rows if row.case["part"] == "context"}
     assert set(context) == {(kind, at) for kind in ("full", "bounded") for at in (64, 1024)}
     full = context["full", 1024]
@@ -187,7 +189,7 @@ def test_greedy_tokens_are_those_of_mpt():
 
 def test_prepare_is_measured(tmp_path):
     run("prepare", "--quick", "--rounds", "1", "--out", str(tmp_path / "p.json"))
-    rows = load(tmp_path / "p.json").suites["prepare"]
+    rows = load_bench_result(tmp_path / "p.json").suites["prepare"]
     assert {"bpe 2048", "words", "bytes"} == {row.case["tokenizer"] for row in rows}
     assert all(row.measured["speed"].value > 0 for row in rows)
 
@@ -211,7 +213,7 @@ def test_a_run_is_recorded_as_its_model_computes(tmp_path):
         torch.testing.assert_close(found[name], exact, atol=1e-5, rtol=1e-5)
     words = ("--inputs", str(folder), "--lengths", "64", "--engines", "windowed", "--rounds", "1", "--memory", "none")
     run("attention", *words, "--out", str(tmp_path / "a.json"))
-    stored = load(tmp_path / "a.json")
+    stored = load_bench_result(tmp_path / "a.json")
     assert stored.settings["attention"]["recorded"]["layer"] == 1  # the middle one of two
     assert {row.case["inputs"] for row in stored.suites["attention"]} == {"recorded"}
 
@@ -225,7 +227,7 @@ def test_what_a_trained_run_keeps_of_its_text(position, tmp_path):
         out = tmp_path / f"{tolerance}.json"
         words = ("--parts", "trained", "--run", str(folder), "--contexts", "512", "100000", "--tolerance", tolerance)
         run("decode", *words, "--out", str(out))
-        rows = load(out).suites["decode"]
+        rows = load_bench_result(out).suites["decode"]
         text = open_dataset(Path(load_config(folder / "config.json").data.folder or ""))
         counts = {name: len(text.split(name)) for name in text.meta.splits}
         assert {(row.case["split"], row.case["context"]) for row in rows} == {

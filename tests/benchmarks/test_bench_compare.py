@@ -6,7 +6,14 @@ import pytest
 
 from benchmarks.compare import compare
 from trainshort.cli.main import main
-from trainshort.utils.bench_results import BENCH_FORMAT, BenchResult, Measure, Measurement, load, save
+from trainshort.utils.bench_results import (
+    BENCH_FORMAT,
+    BenchResult,
+    Measure,
+    Measurement,
+    load_bench_result,
+    save_bench_result,
+)
 from trainshort.utils.io import write_with_checksum
 
 MADE = {
@@ -71,9 +78,9 @@ def test_another_machine_or_setting_warns():
 
 
 def test_stored_files_are_compared_without_measuring(tmp_path, capsys):
-    save(bench(row("windowed", 10.0)), tmp_path / "old.json")
-    save(bench(row("windowed", 15.0), made={**MADE, "threads": 1}), tmp_path / "new.json")
-    assert load(tmp_path / "old.json") == bench(row("windowed", 10.0))
+    save_bench_result(bench(row("windowed", 10.0)), tmp_path / "old.json")
+    save_bench_result(bench(row("windowed", 15.0), made={**MADE, "threads": 1}), tmp_path / "new.json")
+    assert load_bench_result(tmp_path / "old.json") == bench(row("windowed", 10.0))
     words = ["bench", "--against", str(tmp_path / "old.json"), "--results", str(tmp_path / "new.json")]
     with pytest.raises(SystemExit) as ended:
         main(words)
@@ -106,7 +113,7 @@ def test_stored_files_are_compared_without_measuring(tmp_path, capsys):
 )
 def test_a_file_that_is_none_is_told(tmp_path, capsys, change, message):
     path = tmp_path / "old.json"
-    save(bench(row("windowed", 10.0)), path)
+    save_bench_result(bench(row("windowed", 10.0)), path)
     text = path.read_text()
     assert json.loads(text)["format"] == BENCH_FORMAT
     path.write_text(change(text)) if change else path.unlink()

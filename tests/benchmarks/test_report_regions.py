@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from made_up import make_demo, make_run
+from synthetic_results import make_demo, make_run
 
 from benchmarks import update_docs
 from trainshort.experiments.claims.collection import collect

@@ -9,7 +9,7 @@ from benchmarks import tune_laptop as tune
 from benchmarks.update_docs import RESULTS
 from trainshort.cli.main import run_command
 from trainshort.errors import InputError
-from trainshort.experiments.scales import TUNED, Variant
+from trainshort.experiments.scales import TUNED_RECIPES, Variant
 from trainshort.train.run_folder import RunFolder
 from trainshort.utils.io import read_with_checksum
 
@@ -32,9 +32,9 @@ def small(tiny_run):
 
 @pytest.fixture
 def tiny_run(tmp_path):
-    from tiny_paper import tiny_scale
+    from tiny_experiments import tiny_scale
 
-    return tiny_scale(tmp_path).config(Variant("wikitext103", "alibi", 512))
+    return tiny_scale(tmp_path).make_config(Variant("wikitext103", "alibi", 512))
 
 
 def test_a_search_that_was_stopped_goes_on(small, tmp_path):
@@ -69,7 +69,7 @@ def test_the_recipe_is_what_the_stored_search_chose():
     assert stored["best"] == tune.best(stored["results"])
     chosen = {method: tune.GRID[way] for method, way in stored["best"].items()}
     own = {method: way if method in tune.WITH_TABLE else way.replace(position_lr=1.0) for method, way in chosen.items()}
-    assert own == TUNED
+    assert own == TUNED_RECIPES
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_a_changed_number_is_noticed():
 
 
 def test_an_unfinished_run_is_told():
-    bench = update_docs.load(update_docs.RESULTS / "evaluate.json")
+    bench = update_docs.load_bench_result(update_docs.RESULTS / "evaluate.json")
     assert ("stopped before its end" in update_docs.origin(bench, "evaluate")) == (not bench.finished)
 
 
@@ -47,7 +47,9 @@ def test_the_field_to_alibi():
             },
         ),
     )
-    bench = update_docs.load(update_docs.RESULTS / "training.json").model_copy(update={"suites": {"training": rows}})
+    bench = update_docs.load_bench_result(update_docs.RESULTS / "training.json").model_copy(
+        update={"suites": {"training": rows}}
+    )
     written = update_docs.field_training(bench).splitlines()
     assert written[2:] == [f"| FoX, gates start at ALiBi's slopes | 64 | 1.250 {RATIO} | 1.031 {RATIO} |"]
 
@@ -58,7 +60,7 @@ def test_a_clock_to_its_slopes():
         measured = {name: Measure(value=both, unit=unit, better="lower") for name, unit in units.items()}
         return Measurement(case={"engine": engine, "tokens": 64}, measured=measured)
 
-    bench = update_docs.load(update_docs.RESULTS / "attention.json")
+    bench = update_docs.load_bench_result(update_docs.RESULTS / "attention.json")
     even = bench.model_copy(update={"suites": {"attention": (row("windowed", 2.0), row("clock", 2.1))}})
     fox = bench.model_copy(update={"suites": {"attention": (row("plain", 9.0), row("windowed", 0.25))}})
     lines = [line.split(" | ") for line in update_docs.clocks(even, fox, fox).splitlines()[2:]]

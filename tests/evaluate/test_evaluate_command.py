@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from laboratory import evaluations, make_run, prose, save_hugging_face
+from helpers import evaluations, make_run, prose, save_hugging_face
 
-from trainshort.cli import main
+from trainshort.cli.main import main
 from trainshort.errors import InputError
 from trainshort.evaluate import evaluation, results, significance, targets
 from trainshort.evaluate.evaluation import result_path

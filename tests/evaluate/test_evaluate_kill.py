@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from laboratory import evaluations, make_run
+from helpers import evaluations, make_run
 
-from trainshort.cli import main
+from trainshort.cli.main import main
 
 
 def command(folder: Path, tokens: int) -> list[str]:

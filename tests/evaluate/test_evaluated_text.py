@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from laboratory import make_run, prose, save_hugging_face
+from helpers import make_run, prose, save_hugging_face
 
 from trainshort.config.run_config import DataConfig, ModelConfig
 from trainshort.data.preparation import prepare

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from laboratory import prose, save_hugging_face
+from helpers import prose, save_hugging_face
 
 from trainshort.data.passes import Passes
 from trainshort.evaluate.sweep import score

@@ -27,8 +27,8 @@ V2 = ("memory.max", "memory.current")
 
 @pytest.fixture
 def system(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "_GROUPS", tmp_path / "sys")
-    monkeypatch.setattr(machine, "_GROUPS_OF_THIS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "_CGROUP_ROOT", tmp_path / "sys")
+    monkeypatch.setattr(machine, "_CGROUPS_OF_PROCESS", tmp_path / "cgroup")
     return tmp_path
 
 

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from laboratory import evaluations
+from helpers import evaluations
 
 from trainshort.data.passes import Passes
 from trainshort.errors import InputError

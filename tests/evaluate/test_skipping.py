@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from laboratory import prose
+from helpers import prose
 
 from trainshort.attention import attend
 from trainshort.config.run_config import DataConfig, ModelConfig, RunConfig, TrainConfig

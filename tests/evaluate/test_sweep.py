@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from laboratory import random_tokens, tiny_model, tiny_target
+from helpers import random_tokens, tiny_model, tiny_target
 
 from trainshort.data.passes import Passes
 from trainshort.errors import InputError

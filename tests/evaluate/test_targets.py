@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from laboratory import make_run, random_tokens, save_hugging_face
+from helpers import make_run, random_tokens, save_hugging_face
 from safetensors.torch import load_file, save_file
 
 from trainshort.config.run_config import load_config

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from laboratory import tiny_target
+from helpers import tiny_target
 
 from trainshort.data.tokenizers.builtin import WordTokenizer
 from trainshort.evaluate.sweep import Sweep, measure

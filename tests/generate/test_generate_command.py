@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from laboratory import make_run
+from helpers import make_run
 
 from trainshort.cli.main import main
 from trainshort.evaluate.significance import CARD_FORMAT

@@ -18,8 +18,8 @@ def interrupt_in_the_second_layer(made, times):
     """Send SIGINT from inside the second layer when a token is read. Return the name of the replaced method."""
     layer = made.caches[0].layer(1)
     method = (
-        "next_call" if kernel_unavailable_reason() is None else "attend"
-    )  # compiled code calls `next_call`, PyTorch `attend`
+        "decode_args" if kernel_unavailable_reason() is None else "attend"
+    )  # compiled code calls `decode_args`, PyTorch `attend`
     original = getattr(layer, method)
 
     def interrupted(*arguments, **options):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from laboratory import byte_tokenizer, make_run, prose
+from helpers import byte_tokenizer, make_run, prose
 
 from trainshort import InputError
 from trainshort.cli.main import run as command
@@ -64,8 +64,8 @@ def saved(folder: Path, kind: str, steps: int = 0) -> torch.nn.Module:
 def surgery(source: Path, out: Path) -> TransformerLM:
     request = ImportRequest(str(source))
     patient = open_conversion_source(request)
-    model = patient.source.reading.model
-    convert(patient, request, RunConfig(model=model.config, train=TrainConfig(length=model.length)), out)
+    model = patient.source.weight_map.model
+    convert(patient, request, RunConfig(model=model.config, train=TrainConfig(length=model.training_length)), out)
     return load_model(out)
 
 
@@ -235,7 +235,7 @@ def test_a_text_that_cannot_be_trained_on_leaves_no_run_folder(tmp_path, monkeyp
 def test_stretched_rotation_is_told(tmp_path):
     saved(tmp_path / "theirs", "llama")
     setting(rope_scaling={"rope_type": "yarn", "factor": 4.0})(tmp_path / "theirs")
-    notes = open_conversion_source(ImportRequest(str(tmp_path / "theirs"))).source.reading.model.notes
+    notes = open_conversion_source(ImportRequest(str(tmp_path / "theirs"))).source.weight_map.model.notes
     assert notes == ("its rotary positions were stretched (yarn); that goes with them",)
 
 

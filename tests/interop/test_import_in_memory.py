@@ -46,7 +46,7 @@ def test_rotary_model_in_memory_equals_transformers(kind, tmp_path):
     model = make_rotary_model(kind)
     model.save_pretrained(tmp_path)
     ours, source = load_in_memory(ImportRequest(str(tmp_path)))
-    assert source.kind == kind
+    assert source.format_name == kind
     expected = model(tokens()).logits
     assert off(ours(tokens()), expected) < 1e-4
     cache = Cache()

@@ -8,7 +8,7 @@ from pathlib import Path
 import foreign
 import pytest
 import torch
-from laboratory import prose, save_hugging_face
+from helpers import prose, save_hugging_face
 
 from trainshort.cli.main import run as command
 from trainshort.data.tokenizers.builtin import ByteTokenizer

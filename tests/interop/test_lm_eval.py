@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from laboratory import prose
-from runs_here import make_run
+from helpers import prose
+from random_runs import make_run
 
 from trainshort import InputError
 from trainshort.cli.main import run as command

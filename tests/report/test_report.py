@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_up import make_demo, make_run
+from synthetic_results import make_demo, make_run
 
 from trainshort.cli.paper import Report
 from trainshort.config.run_config import load_config
@@ -403,7 +403,7 @@ def test_two_runs_of_one_method_are_told_apart(tmp_path):
     assert len(set(shades.values())) == 3
     reach = reach_figure(headline, collection)
     assert reach is not None
-    assert {one.name: one.color for one in reach.series if not one.faint} == shades
+    assert {one.name: one.color for one in reach.series if not one.is_reference} == shades
     assert introduction(headline).startswith(
         "3 small language models (longer, mine, Rotary), learned from pieces of 128"
     )

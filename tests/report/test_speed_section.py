@@ -3,12 +3,12 @@
 import re
 
 import pytest
-from made_up import make_demo
+from synthetic_results import make_demo
 
 from trainshort.errors import InputError
 from trainshort.experiments.claims.collection import collect
 from trainshort.report.write import write_report
-from trainshort.utils.bench_results import BenchResult, Measure, Measurement, load, save
+from trainshort.utils.bench_results import BenchResult, Measure, Measurement, load_bench_result, save_bench_result
 
 HOSTILE = "<img src=x onerror=alert(1)>|`"
 
@@ -48,14 +48,14 @@ def result(time: str, forward: float, engine: str = "windowed") -> BenchResult:
 def test_numbers_are_those_of_the_newest_result(tmp_path):
     runs = tmp_path / "runs"
     make_demo(runs)
-    save(result("2030-01-02", 0.125, HOSTILE), runs / "bench" / "b.json")
-    save(result("2030-01-01", 99.0), runs / "bench" / "c.json")
+    save_bench_result(result("2030-01-02", 0.125, HOSTILE), runs / "bench" / "b.json")
+    save_bench_result(result("2030-01-01", 99.0), runs / "bench" / "c.json")
     out = write_report(collect([runs]), tmp_path / "report").parent
     text, markdown = (out / "index.html").read_text(), (out / "report.md").read_text()
     section = text[text.index('id="speed"') : text.index('id="positions"')]
     cells = re.findall(r'<a href="(data/[^"]+)" title="([-0-9.e]+)">', section)
-    stored = load(out / cells[0][0])
-    assert stored == load(runs / "bench" / "b.json")
+    stored = load_bench_result(out / cells[0][0])
+    assert stored == load_bench_result(runs / "bench" / "b.json")
     values = [measure.value for rows in stored.suites.values() for row in rows for measure in row.measured.values()]
     assert [float(exact) for _, exact in cells] == values
     for name in ("time", "ratio", "memory", "decode", "training", "evaluate"):
@@ -79,7 +79,7 @@ def test_without_results_there_is_no_section(tmp_path):
 
 
 def test_results_alone_make_a_page(tmp_path):
-    save(result("2030-01-01", 1.0), tmp_path / "results" / "one.json")
+    save_bench_result(result("2030-01-01", 1.0), tmp_path / "results" / "one.json")
     (tmp_path / "results" / "else.json").write_text("{}")
     out = write_report(collect([tmp_path / "results"]), tmp_path / "report").parent
     assert 'id="speed"' in (out / "index.html").read_text()

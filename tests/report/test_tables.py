@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from made_up import LAPTOP, ORIGIN, make_run
+from synthetic_results import LAPTOP, ORIGIN, make_run
 
 from trainshort.experiments.claims.collection import collect
 from trainshort.experiments.claims.measured import ScaleView
@@ -24,7 +24,7 @@ def test_perplexity_is_drawn_against_training_speed_with_the_seeds_spread(tmp_pa
     ):
         for seed, value in enumerate(values, 1):
             make_run(tmp_path, position, {768: value}, length=length, seed=seed)
-        config = LAPTOP.config(Variant("wikitext103", position, length))
+        config = LAPTOP.make_config(Variant("wikitext103", position, length))
         common = {"position": position, "length": length, "tokens": 3000, "train_memory": 10**6, "provenance": ORIGIN}
         entries[run_name(config)] = {**common, "train_seconds": [seconds] * 3, "read_seconds": [seconds] * 3}
     (tmp_path / "cost.json").write_text(json.dumps({"format": 1, "entries": entries}))

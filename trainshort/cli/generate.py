@@ -158,7 +158,7 @@ class Generate:
         keep = f"; to keep it: trainshort import {self.run_folder} --out runs/{self.run_folder.resolve().name}"
         keep = "" if model.position.rotates() else keep  # which import does not take
         print_status(f"{self.run_folder} is a Hugging Face model, imported for this once{keep}")
-        length = source.reading.model.length
+        length = source.weight_map.model.training_length
         words = "the model was trained at that length, and what it is past it was not measured here."
         return Opened(model, source.tokenizer, length, EvaluatedLength(length, words) if length else None)
 

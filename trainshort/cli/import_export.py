@@ -296,10 +296,10 @@ class Convert:
         find_corpus(self.settings["data.corpus"])  # a text that is not there is told before anything is read
         if check_run_path_free(self.out, resume=self.resume) is not None:
             refuse_another(self.out, self.source)
-        request = ImportRequest(self.source, tokenizer=self.tokenizer, trained_at=self.length)
+        request = ImportRequest(self.source, tokenizer=self.tokenizer, training_length=self.length)
         patient = open_conversion_source(request)
-        model, tokenizer = patient.source.reading.model, str((self.out / TOKENIZER_FILE).resolve())
-        length = self.length or model.length
+        model, tokenizer = patient.source.weight_map.model, str((self.out / TOKENIZER_FILE).resolve())
+        length = self.length or model.training_length
         if length is None:
             raise InputError(f"{self.source} does not say at which length it was trained. Give --length.")
         base = BASE.replace(model=model.config, data={"tokenizer": tokenizer}, train={"length": length})

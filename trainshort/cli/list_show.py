@@ -48,7 +48,8 @@ class List:
         kind = self.kind
         if kind and kind not in LISTABLE_REGISTRIES:
             raise InputError(
-                f"Cannot list '{kind}'.{did_you_mean(kind, LISTABLE_REGISTRIES)} Choose: {', '.join(LISTABLE_REGISTRIES)}."
+                f"Cannot list '{kind}'.{did_you_mean(kind, LISTABLE_REGISTRIES)} "
+                f"Choose: {', '.join(LISTABLE_REGISTRIES)}."
             )
         load_plugins()
         if not kind:

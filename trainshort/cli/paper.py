@@ -52,16 +52,16 @@ class Reproduce:
     """Folder of the report. Default: report/<scale>."""
 
     def run(self) -> None:
-        from trainshort.experiments.experiments import choose, choose_methods
-        from trainshort.experiments.reproduce.local import cluster, read_slurm_config
+        from trainshort.experiments.experiments import select_experiments, select_methods
+        from trainshort.experiments.reproduce.local import make_executor, read_slurm_config
         from trainshort.experiments.scales import scales
 
         scale = scales.get(self.scale)
-        chosen = choose(self.only)
+        chosen = select_experiments(self.only)
         for name in self.methods:
             known.get(name)
         if self.methods:
-            chosen = choose_methods(chosen, list(self.methods), named=bool(self.only))
+            chosen = select_methods(chosen, list(self.methods), named=bool(self.only))
         if self.launcher not in LAUNCHERS:
             hint = did_you_mean(self.launcher, LAUNCHERS)
             raise InputError(f"Unknown launcher '{self.launcher}'.{hint} Known: {', '.join(LAUNCHERS)}.")
@@ -86,9 +86,9 @@ class Reproduce:
         if scale.name == "paper" and site is None:
             raise InputError("The paper's scale does not run on one machine. See --plan for the commands to start.")
         if site is not None:
-            cluster(root, site)  # that there is none is told before a folder is made
+            make_executor(root, site)  # that there is none is told before a folder is made
         check_folder_writable(root)  # both, before either is made
-        make_folder(page, mend="Choose another --report.")
+        make_folder(page, hint="Choose another --report.")
         make_folder(root)
         reproduce(assignment, root, jobs=self.jobs, site=site, console=new_console())
         finish(root, page)

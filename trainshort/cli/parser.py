@@ -17,9 +17,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from trainshort.config.position_config import StrictConfig
+from trainshort.config.base import StrictConfig
 from trainshort.errors import InputError
-from trainshort.utils.plugins import OPTION as PLUGIN
+from trainshort.utils.plugins import PLUGIN_OPTION as PLUGIN
 from trainshort.utils.registry import did_you_mean
 
 REQUIRED = MISSING

@@ -42,7 +42,7 @@ class RunParser(Parser):
             typed = word.removeprefix("--").partition("=")[0]
             head, _, tail = typed.replace("-", "_").rpartition(".")
             name = tail.removeprefix("no_")
-            owners = [owner for owner, method in methods.items() if name in method.settings.model_fields]
+            owners = [owner for owner, method in methods.items() if name in method.config_class.model_fields]
             of_a_method = head in ("", "model", "position_settings", "model.position_settings")
             if of_a_method and owners and self.position not in owners:
                 raise InputError(setting_of_other_method_message(name, self.position)) from None
@@ -188,8 +188,8 @@ def find_recipe(name: str) -> tuple[RunConfig, Path]:
         return load_config(path / "config.json"), path
     if path.suffix == ".json":
         return load_config(path), path.parent if path.name == "config.json" else Path("runs") / path.stem
-    mend = f"To train on a text: trainshort train demo-alibi --data.corpus {name}."
-    raise InputError(f"{name} is a file, and neither a recipe nor a run folder nor a config.json. {mend}")
+    hint = f"To train on a text: trainshort train demo-alibi --data.corpus {name}."
+    raise InputError(f"{name} is a file, and neither a recipe nor a run folder nor a config.json. {hint}")
 
 
 def _refuse_another_text(config: RunConfig, base: RunConfig) -> None:

@@ -10,13 +10,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
-from trainshort.config.position_config import (
-    FINITE_FLOAT,
-    EmptyPositionConfig,
-    PositionConfig,
-    StrictConfig,
-    parse_method_config,
-)
+from trainshort.config.base import StrictConfig
+from trainshort.config.position_config import FINITE_FLOAT, EmptyPositionConfig, PositionConfig, parse_method_config
 from trainshort.errors import HuggingFaceConfigError, InputError
 from trainshort.utils.io import MissingFileError, read_json_object, write_atomic
 
@@ -359,7 +354,7 @@ def save_config(config: StrictConfig, path: Path) -> None:
 def load_config(path: Path) -> RunConfig:
     """Read a `config.json`; a missing, damaged or foreign file is told apart in words."""
     try:
-        values = read_json_object(path, mend="Restore it, or start a new run.")
+        values = read_json_object(path, hint="Restore it, or start a new run.")
     except MissingFileError:
         raise InputError(f"No config at {path}. Is this a run folder? It should hold config.json.") from None
     if "model_type" in values:
@@ -367,4 +362,4 @@ def load_config(path: Path) -> RunConfig:
     if values.get("format", CONFIG_FORMAT) != CONFIG_FORMAT:
         # Checked before the fields: another format may well have other fields, and those would be blamed first.
         values = {"format": values["format"]}
-    return RunConfig.parse(values, origin=path)
+    return RunConfig.parse(values, origin_path=path)

@@ -1,1 +1,1 @@
-"""Text corpora, tokenizers, prepared datasets, and the batches that training reads. This package does not import torch."""
+"""Text corpora, tokenizers, prepared datasets and training batches. This package does not import torch."""

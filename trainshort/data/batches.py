@@ -18,7 +18,6 @@ from trainshort.utils.optional import require_package
 # share of a rank is exactly the slice of the batch that one process alone would get.
 
 
-
 @dataclass(frozen=True)
 class Batch:
     """One rank's share of a step. Targets are the inputs shifted by one, or what is hidden of them."""

@@ -246,7 +246,7 @@ def _read_meta(folder: Path) -> DatasetMeta:
             f"{path} has {'no format' if found is None else f'format {found}'}, and this version of trainshort reads "
             f"format {DATASET_FORMAT}. {PREPARE_AGAIN_HINT}"
         )
-    return DatasetMeta.parse(values, origin=path)
+    return DatasetMeta.parse(values, origin_path=path)
 
 
 def _check_size(path: Path, count: int, width: int, what: str) -> None:

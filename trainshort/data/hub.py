@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 from trainshort.data.documents import SPLITS, Corpus, Document, Errors, Kind, Record, group_into_documents
 from trainshort.errors import InputError
 from trainshort.utils.optional import require_package
-from trainshort.utils.terminal import first_sentence
+from trainshort.utils.terminal import first_sentence_of
 
 STRETCH = 1 << 16
 """Characters of a document that is gathered from rows which are single lines."""
@@ -89,7 +89,7 @@ class HubCorpus:
         try:
             loaded = datasets.load_dataset(self.path, self.config, streaming=True, **self.options)
         except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
-            reason = first_sentence(error)
+            reason = first_sentence_of(error)
             raise InputError(f"{nowhere} could not serve it: {reason}. Check the name, {download}") from None
         found = {_SPLITS[name]: stream for name, stream in loaded.items() if name in _SPLITS}
         if not found:
@@ -117,7 +117,7 @@ def _translate_network_errors(name: str, stream: Any) -> Iterator[Any]:
     try:
         yield from stream
     except Exception as error:  # of the network, of the files, of the libraries that read them
-        reason = first_sentence(error)
+        reason = first_sentence_of(error)
         raise InputError(f"'{name}' stopped coming from the hub ({reason}). The same command continues.") from None
 
 

@@ -289,7 +289,8 @@ def _group_by_reason(others: Sequence[tuple[str, str]]) -> str:
     for name, why in others:
         found.setdefault(why, []).append(name)
     return "; ".join(
-        f"{', '.join(names[:MAX_SKIPPED_NAMES])}{f' and {len(names) - MAX_SKIPPED_NAMES:,} more' * (len(names) > MAX_SKIPPED_NAMES)}"
+        f"{', '.join(names[:MAX_SKIPPED_NAMES])}"
+        f"{f' and {len(names) - MAX_SKIPPED_NAMES:,} more' * (len(names) > MAX_SKIPPED_NAMES)}"
         f" ({why})"
         for why, names in found.items()
     )
@@ -310,5 +311,6 @@ def _readable_disk_errors(folder: Path) -> Iterator[None]:
             raise InputError(f"The disk that holds {folder} is full. {DISK_FULL_HINT}") from None
         where = error.filename or folder
         raise InputError(
-            f"Preparing {folder} stopped at {where}: {io.describe_os_error(error)}. Mend that, and run the same command again."
+            f"Preparing {folder} stopped at {where}: {io.describe_os_error(error)}. "
+            "Fix the cause and run the same command again."
         ) from None

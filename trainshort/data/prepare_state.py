@@ -44,7 +44,7 @@ def read_prepare_state(folder: Path) -> PrepareState | None:
     """The note of an unfinished preparation, if there is one."""
     path, again = folder / UNFINISHED_FILE, f"Delete the folder {folder} and prepare it again."
     try:
-        return PrepareState.parse(io.read_with_checksum(path, hint=again), origin=path)
+        return PrepareState.parse(io.read_with_checksum(path, hint=again), origin_path=path)
     except io.MissingFileError:
         return None
 

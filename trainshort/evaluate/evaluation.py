@@ -18,8 +18,8 @@ from trainshort.evaluate.plot import draw
 from trainshort.evaluate.results import Evaluation, LengthScore, interval
 from trainshort.evaluate.sweep import Sweep, calibrate, sweep
 from trainshort.evaluate.targets import Target, Text
-from trainshort.utils.figures import can_draw
-from trainshort.utils.machine import provenance
+from trainshort.utils.figures import can_draw_figures
+from trainshort.utils.machine import collect_provenance
 from trainshort.utils.terminal import (
     ProgressMeter,
     escape_control_characters,
@@ -44,7 +44,7 @@ def new_evaluation(target: Target, text: Text, plan: Sweep, precision: str) -> E
             "device": target.device.type,
             **({} if target.mask is None else {"masked": f"1 in {MASK_ROUNDS}"}),
         },
-        provenance=provenance(threads=torch.get_num_threads()),
+        provenance=collect_provenance(threads=torch.get_num_threads()),
     )
 
 
@@ -117,15 +117,15 @@ def print_estimated_cost(target: Target, plan: Sweep, todo: list[Passes], consol
     at = f"length {todo[0].length:,}" if len(todo) == 1 else f"{len(todo)} lengths"
     passes, read = sum(len(passes) for passes in todo), sum(passes.read for passes in todo)
     console.print(
-        f"{escape_control_characters(target.name)}: {len(plan.tokens):,} targets at {at}, {passes:,} passes over {read:,} tokens, "
-        f"about {format_duration(sum(seconds(passes) for passes in todo))}."
+        f"{escape_control_characters(target.name)}: {len(plan.tokens):,} targets at {at}, {passes:,} passes "
+        f"over {read:,} tokens, about {format_duration(sum(seconds(passes) for passes in todo))}."
     )
 
 
 def finish(evaluation: Evaluation, target: Target, path: Path, console: Console, *, picture: bool) -> None:
     """The picture if it is wanted, and the card where this evaluation makes one."""
     written = [path]
-    if picture and can_draw():
+    if picture and can_draw_figures():
         written += draw([evaluation, *siblings(evaluation, path)], path.with_suffix(""))
     made = (
         significance.make_summary(evaluation, str(path.relative_to(target.folder)))

@@ -30,7 +30,7 @@ from trainshort.evaluate.targets import PRECISIONS, Target, TextTokenizer
 from trainshort.model.embeddings import SLICE_ELEMENTS
 from trainshort.utils.io import read_json_object
 from trainshort.utils.optional import require_package
-from trainshort.utils.terminal import first_sentence
+from trainshort.utils.terminal import first_sentence_of
 
 LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 """Where configurations tell the length a model was made for; the first that is there counts."""
@@ -144,7 +144,9 @@ class HuggingFaceTokenizer:
         try:
             ids = self.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
         except Exception as error:  # the tokenizers library raises nothing more exact
-            raise InputError(f"The tokenizer of {self.name} cannot read this text ({first_sentence(error)}).") from None
+            raise InputError(
+                f"The tokenizer of {self.name} cannot read this text ({first_sentence_of(error)})."
+            ) from None
         return np.array(ids, dtype=np.int64)
 
     def decode(self, ids: Any) -> str:
@@ -169,7 +171,7 @@ def _load(name: str, precision: str) -> Any:
     except Exception as error:  # of its many checks, each with an exception of its own
         if "trust_remote_code" in str(error):
             raise InputError(_CODE.format(name=name, part="model")) from None
-        reason = first_sentence(error)
+        reason = first_sentence_of(error)
         where = "the folder" if Path(name).is_dir() else f"there is no folder '{name}' here, and the hub"
         raise InputError(
             f"Cannot load '{name}': {where} did not give a causal language model ({reason}). "

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from trainshort.evaluate.results import Evaluation, interval, perplexity
 from trainshort.evaluate.significance import bounds, pool_bins
-from trainshort.utils.figures import OTHERS, Figure, Series, color, thin_ticks
-from trainshort.utils.figures import draw as draw_figures
+from trainshort.utils.figures import OTHERS, Figure, Series, method_color, thin_ticks
+from trainshort.utils.figures import draw_figures as draw_figures
 
 LENGTH_COLORS = ("#482475", "#414487", "#2f6c8e", "#1f988b", "#42be71", "#a2da37")
 """Of the lengths in the right panel, from short to long; as many are drawn at most."""
@@ -31,7 +31,7 @@ def label(evaluation: Evaluation) -> str:
 def lengths_figure(evaluations: Sequence[Evaluation]) -> Figure:
     """Perplexity against length with 95 % intervals, a line for each evaluation; where there is no number, why."""
     first = evaluations[0]
-    own = color(str(first.target.get("position") or first.target["name"]))
+    own = method_color(str(first.target.get("position") or first.target["name"]))
     series, absent = [], []
     for index, evaluation in enumerate(evaluations):
         shade = OTHERS[(index - 1) % len(OTHERS)] if index else own
@@ -52,9 +52,9 @@ def lengths_figure(evaluations: Sequence[Evaluation]) -> Figure:
         x_log=True,
         y_log=True,
         ticks=thin_ticks([row.length for one in evaluations for row in one.rows]),
-        marks=tuple((length, f"trained at {length:,}") for length in trained),
-        absent=tuple(absent),
-        named=True,
+        vertical_lines=tuple((length, f"trained at {length:,}") for length in trained),
+        missing_points=tuple(absent),
+        shows_single_name=True,
     )
 
 
@@ -75,6 +75,6 @@ def positions_figure(evaluation: Evaluation) -> Figure:
         x_label="position in the block (log scale)",
         y_label="mean loss, nats per token",
         x_log=True,
-        named=True,
-        marks=((evaluation.trained_at, ""),) if evaluation.trained_at and series else (),
+        shows_single_name=True,
+        vertical_lines=((evaluation.trained_at, ""),) if evaluation.trained_at and series else (),
     )

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trainshort.config.run_config import StrictConfig
+from trainshort.config.base import StrictConfig
 from trainshort.data.passes import Passes, position_edges
 from trainshort.errors import InputError
 from trainshort.train.run_folder import read_checkpoint_states
@@ -206,17 +206,17 @@ def load(path: Path) -> Evaluation:
     Raises:
         InputError: If there is no file, or the file is damaged or not an evaluation.
     """
-    mend = "Remove it and evaluate again."
+    hint = "Remove it and evaluate again."
     try:
-        values = read_with_checksum(path, mend=mend)
+        values = read_with_checksum(path, hint=hint)
     except MissingFileError:
         raise InputError(f"There is no evaluation at {path}. Make one by: trainshort evaluate RUN") from None
     if values.get("format") != EVALUATION_FORMAT:
-        raise InputError(f"{path} is not an evaluation of format {EVALUATION_FORMAT}. {mend}")
+        raise InputError(f"{path} is not an evaluation of format {EVALUATION_FORMAT}. {hint}")
     try:
         return Evaluation.parse(values)
     except InputError as error:
-        raise InputError(f"{path} is a damaged evaluation: {error} {mend}") from None
+        raise InputError(f"{path} is a damaged evaluation: {error} {hint}") from None
 
 
 @dataclass(frozen=True)

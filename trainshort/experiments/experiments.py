@@ -22,16 +22,16 @@ from trainshort.utils.registry import Registry
 
 Quantity = Literal["perplexity", "train speed", "read speed", "train memory", "learning curve"]
 
-NAMES = {"alibi": "ALiBi", "sinusoidal": "Sinusoidal", "rotary": "Rotary", "t5": "T5 bias", "none": "None"}
+METHOD_NAMES = {"alibi": "ALiBi", "sinusoidal": "Sinusoidal", "rotary": "Rotary", "t5": "T5 bias", "none": "None"}
 
 
 def method_name(position: str) -> str:
     """A position method as people read it; one that the paper does not have keeps the name it was registered by."""
-    return NAMES.get(position, position)
+    return METHOD_NAMES.get(position, position)
 
 
 @cache
-def published() -> dict[str, Any]:
+def load_published_numbers() -> dict[str, Any]:
     """Every number the paper prints, by table and figure, as data that ships with the package. Lengths that are keys
     are strings there, as JSON has them."""
     text = resources.files("trainshort.experiments").joinpath("published.json").read_text(encoding="utf-8")
@@ -54,10 +54,10 @@ class Scale:
 
     name: str
     summary: str
-    lengths: tuple[int, ...]
+    training_lengths: tuple[int, ...]
     """The paper's training lengths that are trained at this scale; the others are left out for time."""
     build: Callable[[Variant], RunConfig]
-    shrink: int = 1
+    length_divisor: int = 1
     """The paper's lengths are divided by this."""
     excluded_lengths: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Lengths left out in single experiments, by their names."""
@@ -67,9 +67,9 @@ class Scale:
     """Tokens of text scored by sliding windows; None: all."""
     eval_tokens: int | None = None
     """Tokens of text scored without overlap; None: all."""
-    longest: int = 16_384
+    max_eval_length: int = 16_384
     """Longest length that is evaluated at this scale."""
-    split: str = "valid"
+    default_split: str = "valid"
     """Split on which perplexities are reported, where a cell names none: validation's, as the paper has it, unless the
     recipe was chosen by that."""
     gpus: int = 0
@@ -77,16 +77,16 @@ class Scale:
     uses_single_corpus: bool = False
     """Whether one small corpus stands for all three test beds."""
 
-    def length(self, published: int) -> int:
+    def scale_length(self, published: int) -> int:
         """What a length of the paper is here: at the laptop, 512 is 128."""
-        return max(1, round(published / self.shrink))
+        return max(1, round(published / self.length_divisor))
 
-    def stride(self, published: int | None) -> int | None:
+    def scale_stride(self, published: int | None) -> int | None:
         if published is None:
             return None
-        return self.stride_one if published == 1 else self.length(published)
+        return self.stride_one if published == 1 else self.scale_length(published)
 
-    def config(self, variant: Variant) -> RunConfig:
+    def make_config(self, variant: Variant) -> RunConfig:
         return self.build(variant)
 
     def run_name(self, variant: Variant) -> str:
@@ -116,7 +116,7 @@ class Cell:
     quantity: Quantity = "perplexity"
     variant: Variant | None = None
     protocol: EvalProtocol | None = None
-    x: float | None = None
+    x_value: float | None = None
     """Place on a figure's horizontal axis."""
 
     @property
@@ -124,15 +124,15 @@ class Cell:
         """Whether it is a cost of the configuration and not of trained weights: a few steps tell it."""
         return self.quantity in ("train speed", "read speed", "train memory") and self.protocol is None
 
-    def possible(self, experiment: str, scale: Scale) -> bool:
+    def is_computable(self, experiment: str, scale: Scale) -> bool:
         """Whether this scale computes the cell."""
         if self.variant is None:
             return False
-        if self.protocol is not None and scale.length(self.protocol.length) > scale.longest:
+        if self.protocol is not None and scale.scale_length(self.protocol.length) > scale.max_eval_length:
             return False
         if self.is_cost:
             return True
-        return self.variant.length in scale.lengths and self.variant.length not in scale.excluded_lengths.get(
+        return self.variant.length in scale.training_lengths and self.variant.length not in scale.excluded_lengths.get(
             experiment, ()
         )
 
@@ -149,25 +149,25 @@ class Experiment:
     axes: tuple[str, str] = ("", "")
     """Labels of a figure's two axes."""
 
-    def variants(self, scale: Scale) -> list[Variant]:
+    def variants_to_train(self, scale: Scale) -> list[Variant]:
         """Models to train, each once, in the order of the cells."""
-        trained = (c for c in self.cells if c.possible(self.name, scale) and not c.is_cost)
+        trained = (c for c in self.cells if c.is_computable(self.name, scale) and not c.is_cost)
         return list(dict.fromkeys(cell.variant for cell in trained if cell.variant))
 
-    def cost_configs(self, scale: Scale) -> list[Variant]:
+    def variants_to_measure(self, scale: Scale) -> list[Variant]:
         """Configurations whose speed and memory are wanted, trained or not."""
-        cells = (c for c in self.cells if c.possible(self.name, scale) and c.is_cost)
+        cells = (c for c in self.cells if c.is_computable(self.name, scale) and c.is_cost)
         return list(dict.fromkeys(cell.variant for cell in cells if cell.variant))
 
-    def protocols(self, scale: Scale, variant: Variant) -> list[EvalProtocol]:
+    def eval_protocols(self, scale: Scale, variant: Variant) -> list[EvalProtocol]:
         """Evaluations of one model."""
-        cells = (c for c in self.cells if c.variant == variant and c.possible(self.name, scale))
+        cells = (c for c in self.cells if c.variant == variant and c.is_computable(self.name, scale))
         wanted = (c for c in cells if c.quantity in ("perplexity", "read speed"))
         return list(dict.fromkeys(cell.protocol for cell in wanted if cell.protocol))
 
-    def curves(self, scale: Scale, variant: Variant) -> list[EvalProtocol]:
+    def learning_curve_protocols(self, scale: Scale, variant: Variant) -> list[EvalProtocol]:
         """Readings of one model that are wanted at several moments of its training."""
-        cells = (c for c in self.cells if c.variant == variant and c.possible(self.name, scale))
+        cells = (c for c in self.cells if c.variant == variant and c.is_computable(self.name, scale))
         return list(dict.fromkeys(c.protocol for c in cells if c.quantity == "learning curve" and c.protocol))
 
     @property
@@ -181,7 +181,7 @@ experiments: Registry[Callable[[], Experiment]] = Registry("experiment")
 from trainshort.experiments import tables  # noqa: E402, F401  (fills the registry)
 
 
-def choose(names: Iterable[str]) -> list[Experiment]:
+def select_experiments(names: Iterable[str]) -> list[Experiment]:
     """Experiments by name, all of them when none is named; `table 5`, `Table5` and `figure 1` are understood."""
     chosen = [_plain(name) for name in names if name.strip()]
     return [experiments.get(name)() for name in chosen or experiments.names()]
@@ -194,18 +194,18 @@ def _plain(name: str) -> str:
     return plain
 
 
-def queries(scale: Scale, reading: EvalProtocol) -> list[Query]:
+def build_queries(scale: Scale, reading: EvalProtocol) -> list[Query]:
     """The evaluations that a reading wants at a scale, its own first. A sliding one has a companion without overlap on
     the same text: their difference is what the beginnings of blocks cost."""
-    stride, split = scale.stride(reading.stride), reading.split or scale.split
+    stride, split = scale.scale_stride(reading.stride), reading.split or scale.default_split
     if stride is None:
         return [Query(split, None, scale.eval_tokens)]
     return [Query(split, stride, scale.sliding_tokens), Query(split, None, scale.sliding_tokens)]
 
 
-def learning_curve_queries(scale: Scale, reading: EvalProtocol) -> Query:
+def build_learning_curve_query(scale: Scale, reading: EvalProtocol) -> Query:
     """The evaluation of a learning curve's checkpoints, without overlap on little text; the step is left open."""
-    return Query(reading.split or scale.split, None, scale.sliding_tokens)
+    return Query(reading.split or scale.default_split, None, scale.sliding_tokens)
 
 
 def with_methods(experiment: Experiment, methods: Iterable[str]) -> Experiment:
@@ -230,7 +230,7 @@ def _for_method(cell: Cell, method: str) -> Cell:
     return replace(cell, row=row, column=column, published=None, variant=replace(cell.variant, position=method))
 
 
-def choose_methods(chosen: list[Experiment], methods: list[str], *, named: bool) -> list[Experiment]:
+def select_methods(chosen: list[Experiment], methods: list[str], *, named: bool) -> list[Experiment]:
     """The experiments with these methods instead of the paper's. One about a single method is refused if it was named,
     else left out."""
     varied = [one for one in chosen if len(one.methods) > 1]

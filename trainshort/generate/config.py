@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainshort.config.run_config import StrictConfig
+from trainshort.config.base import StrictConfig
 
 Mode = Literal["full", "bounded", "window"]
 

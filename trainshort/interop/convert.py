@@ -29,7 +29,7 @@ from trainshort.model.transformer import TransformerLM
 from trainshort.train.checkpoint import find_checkpoint, is_hugging_face, load_model
 from trainshort.train.run_data import run_tokenizer
 from trainshort.train.run_folder import RunFolder
-from trainshort.utils.figures import can_draw, draw
+from trainshort.utils.figures import can_draw_figures, draw_figures
 from trainshort.utils.io import make_folder, read_json_object
 
 TO = "alibi"
@@ -62,7 +62,7 @@ def open_conversion_source(request: ImportRequest) -> ConversionSource:
     source = open_folder(folder, request, convertible)
     if source.tokenizer is None:
         raise InputError(f"{folder} has no tokenizer.json, which training on needs. Give --tokenizer FILE.")
-    return ConversionSource(source, convertible.get(source.kind).position, str(folder))
+    return ConversionSource(source, convertible.get(source.format_name).position, str(folder))
 
 
 def _own(path: Path) -> ConversionSource:
@@ -154,8 +154,8 @@ class Recovery:
         drawn = [
             one.model_copy(update={"target": one.target | {"name": STAGES[stage]}}) for stage, one in self.found.items()
         ]
-        if can_draw():
-            written += draw([lengths_figure(drawn)], self.run / FOLDER / "lengths")
+        if can_draw_figures():
+            written += draw_figures([lengths_figure(drawn)], self.run / FOLDER / "lengths")
         return written
 
     def table(self) -> Table:

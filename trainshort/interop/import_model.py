@@ -37,7 +37,7 @@ from trainshort.train.run_folder import RunFolder
 from trainshort.utils.io import atomic_folder, read_json_object, sha256, write_atomic
 from trainshort.utils.optional import has_package, require_package
 from trainshort.utils.registry import Registry
-from trainshort.utils.terminal import first_sentence
+from trainshort.utils.terminal import first_sentence_of
 
 NATIVE = ("mpt", "bloom", "falcon")
 """Formats that transformers can run without code from the hub."""
@@ -55,24 +55,24 @@ class ImportRequest:
     """A fairseq checkpoint file, a Hugging Face model's folder, or its name on the hub."""
     dictionary: Path | None = None
     tokenizer: Path | None = None
-    trained_at: int | None = None
+    training_length: int | None = None
 
 
 @dataclass(frozen=True)
 class ImportSource:
     """A model that was found, before any of it is copied."""
 
-    kind: str
-    files: list[Path]
-    reading: WeightMap
+    format_name: str
+    source_files: list[Path]
+    weight_map: WeightMap
     tokenizer: Tokenizer | None
 
 
 def import_model(request: ImportRequest, out: Path) -> Path:
     """Make a run folder of the model; returns it."""
     source = open_source(request)
-    model = source.reading.model
-    length = request.trained_at or model.length
+    model = source.weight_map.model
+    length = request.training_length or model.training_length
     if length is None:
         raise InputError(f"{request.source} does not say at which length it was trained. Give --trained-at.")
     data = DataConfig(tokenizer=str((out / TOKENIZER_FILE).resolve()))
@@ -81,14 +81,16 @@ def import_model(request: ImportRequest, out: Path) -> Path:
     return out
 
 
-def write_run(source: ImportSource, config: RunConfig, out: Path, more: Callable[[Path], dict[str, Any]]) -> None:
+def write_run(
+    source: ImportSource, config: RunConfig, out: Path, make_extra_record: Callable[[Path], dict[str, Any]]
+) -> None:
     """The run folder, which appears when it is whole; `more` is told of the model when its weights are written."""
     with atomic_folder(out) as folder:
         save_config(config, folder / "config.json")
         if source.tokenizer is not None:
             write_atomic(folder / TOKENIZER_FILE, source.tokenizer.to_json())
-        _write_checkpoint(folder, config, source.reading)
-        record = _import_record(source) | more(folder)
+        _write_checkpoint(folder, config, source.weight_map)
+        record = _import_record(source) | make_extra_record(folder)
         write_atomic(RunFolder(folder).imported, json.dumps(record, indent=2) + "\n")
 
 
@@ -97,13 +99,13 @@ def load_in_memory(request: ImportRequest) -> tuple[TransformerLM, ImportSource]
     positions."""
     turns = _rotary_config(Path(request.source).expanduser())
     source = open_source(request) if turns is None else open_folder(Path(request.source), request, convertible)
-    config = source.reading.model.config
+    config = source.weight_map.model.config
     if turns is not None:
         config = config.replace(position="rotary", position_settings=turns)
     model = TransformerLM(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            theirs = source.reading.tensor(name)
+            theirs = source.weight_map.tensor(name)
             if turns is not None and ".attention.qkv." in name:
                 theirs = _halves_to_pairs(theirs, config, turns.rotary_dims(config.head_width))
             weight.copy_(theirs)
@@ -153,7 +155,7 @@ def _words(request: ImportRequest, reading: WeightMap) -> Tokenizer | None:
     return None if request.tokenizer is None else _fitting(load_tokenizer(request.tokenizer), vocabulary)
 
 
-def type_of(settings: dict[str, Any], folder: Path) -> Any:
+def read_model_type(settings: dict[str, Any], folder: Path) -> Any:
     """The model_type in a config.json; None: it is of a run of ours."""
     kind = settings.get("model_type")
     if kind is None and "model" not in settings:
@@ -166,8 +168,8 @@ def open_folder(folder: Path, request: ImportRequest, known: Registry[Format] = 
     if request.dictionary is not None:
         raise InputError("--dictionary is for fairseq checkpoints; a Hugging Face model has its tokenizer.json.")
     reject_foreign_export(folder)
-    settings = read_json_object(folder / "config.json", mend="Give the folder of a saved Hugging Face model.")
-    kind = type_of(settings, folder)
+    settings = read_json_object(folder / "config.json", hint="Give the folder of a saved Hugging Face model.")
+    kind = read_model_type(settings, folder)
     if kind is None:
         raise InputError(f"{folder} is a run folder of trainshort already. Use it as it is.")
     if not isinstance(kind, str) or kind not in known or kind == "fairseq":
@@ -210,7 +212,7 @@ def download_snapshot(name: str, patterns: tuple[str, ...] = PATTERNS) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns), local_files_only=not answers))
     except (HfHubHTTPError, OSError, ValueError) as error:
-        first = first_sentence(error) if answers else "it does not answer"
+        first = first_sentence_of(error) if answers else "it does not answer"
         raise InputError(
             f"There is no file or folder {name}, and the hub did not give a model ({first}). "
             "Check the name and the network."
@@ -233,10 +235,10 @@ def _write_checkpoint(run: Path, config: RunConfig, reading: WeightMap) -> None:
 def _import_record(source: ImportSource) -> dict[str, Any]:
     """Where the model comes from, and what became of it."""
     return {
-        "format": source.kind,
-        "files": {path.name: sha256(path) for path in source.files},
-        "dropped": list(source.reading.dropped),
-        "notes": list(source.reading.model.notes),
+        "format": source.format_name,
+        "files": {path.name: sha256(path) for path in source.source_files},
+        "dropped": list(source.weight_map.dropped_names),
+        "notes": list(source.weight_map.model.notes),
         "tokenizer": None if source.tokenizer is None else source.tokenizer.name,
     }
 
@@ -245,20 +247,20 @@ def _import_record(source: ImportSource) -> dict[str, Any]:
 def _check_parity(source: ImportSource, run: Path) -> dict[str, Any] | str:
     """How far the logits of a few tokens are from those of transformers' own class, where it has one; a large model is
     not loaded a second time for it."""
-    model = source.reading.model
-    if source.kind == "trainshort":
+    model = source.weight_map.model
+    if source.format_name == "trainshort":
         return "not measured: it is a model of ours"
-    if source.kind not in NATIVE:
-        return f"not measured: transformers has no class for {source.kind}"
+    if source.format_name not in NATIVE:
+        return f"not measured: transformers has no class for {source.format_name}"
     if ignored := next((note for note in model.notes if "ignored by" in note), None):
         return f"not measured: {ignored}"
-    if sum(math.prod(shape) for shape in source.reading.shapes.values()) > LARGEST_MEASURED:
+    if sum(math.prod(shape) for shape in source.weight_map.shapes.values()) > LARGEST_MEASURED:
         return "not measured: the model is large; trainshort evaluate reads both"
     if not has_package("transformers"):
         return "not measured: transformers is not installed"
     try:
-        theirs = load_causal(source.files[0].parent, torch.float32).eval()
-        tokens = torch.arange(min(model.length or PROBE, PROBE))[None] % model.config.vocab_size
+        theirs = load_causal(source.source_files[0].parent, torch.float32).eval()
+        tokens = torch.arange(min(model.training_length or PROBE, PROBE))[None] % model.config.vocab_size
         expected = theirs(tokens).logits
     except Exception as error:  # of its many checks of a config, stricter than ours, each with an exception of its own
         return f"not measured: transformers refuses it ({type(error).__name__})"

@@ -21,9 +21,9 @@ from trainshort.evaluate.targets import RunTarget, Target
 from trainshort.interop.export.hf import tokenizer_config
 from trainshort.train.run_data import run_tokenizer
 from trainshort.utils.io import make_folder, write_with_checksum
-from trainshort.utils.machine import provenance
+from trainshort.utils.machine import collect_provenance
 from trainshort.utils.optional import import_optional
-from trainshort.utils.terminal import first_sentence
+from trainshort.utils.terminal import first_sentence_of
 
 FORMAT = 1
 STORED_KEYS = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
@@ -82,14 +82,14 @@ def evaluate_tasks(target: Target, asked: HarnessRequest) -> dict[str, Any]:
         )
     except Exception as error:  # A task definition can fail with any exception.
         tasks = ", ".join(asked.tasks)
-        message = f"lm-evaluation-harness cannot run {tasks}: {type(error).__name__}: {first_sentence(error)}."
+        message = f"lm-evaluation-harness cannot run {tasks}: {type(error).__name__}: {first_sentence_of(error)}."
         raise InputError(f"{message} `lm_eval ls tasks` lists all tasks; --include adds your own.") from error
     return {
         "format": FORMAT,
         "target": target.description(),
         "asked": {"tasks": list(asked.tasks), "length": model.max_length, "limit": asked.limit, "shots": asked.shots},
         **{key: harness_result[key] for key in STORED_KEYS if key in harness_result},
-        "provenance": provenance(threads=torch.get_num_threads()),
+        "provenance": collect_provenance(threads=torch.get_num_threads()),
     }
 
 

@@ -42,7 +42,7 @@ class UnpickleStub:
 
 def read(path: Path) -> dict[str, Any]:
     """A checkpoint's content: tensors, plain values, and stand-ins for the rest."""
-    with open_file(path, mend=MEND):  # a regular file, or a sentence
+    with open_file(path, hint=MEND):  # a regular file, or a sentence
         pass
     try:
         zipped = zipfile.is_zipfile(path)
@@ -72,7 +72,7 @@ def _names_in_zip(path: Path) -> list[str]:
 def _names_in_legacy(path: Path) -> list[str]:
     """Names in the pickles before the raw numbers."""
     found = set()
-    with open_file(path, mend=MEND) as file:
+    with open_file(path, hint=MEND) as file:
         for _ in range(LEGACY_PICKLES):
             for opcode, argument, _ in pickletools.genops(file):
                 if opcode.name == "GLOBAL":

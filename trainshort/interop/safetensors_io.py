@@ -29,7 +29,7 @@ class StoredWeights(Mapping[str, Tensor]):
         self.files = weight_files(folder)
         self._file: dict[str, Any] = {}
         for path in self.files:
-            with open_file(path, mend=MEND):  # a regular file, or a sentence
+            with open_file(path, hint=MEND):  # a regular file, or a sentence
                 pass
             try:
                 opened = safe_open(path, framework="pt")
@@ -65,7 +65,7 @@ def weight_files(folder: Path) -> list[Path]:
             else ""
         )
         raise InputError(f"{folder} has no {SINGLE} and no {INDEX}.{also}")
-    table = read_json_object(folder / INDEX, mend=MEND).get("weight_map")
+    table = read_json_object(folder / INDEX, hint=MEND).get("weight_map")
     if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
         raise InputError(f"{folder / INDEX} should say under weight_map which file each tensor is in. {MEND}")
     names = sorted(set(table.values()))

@@ -19,7 +19,8 @@ from trainshort.config.registries import backends
 from trainshort.config.run_config import IGNORED, ModelConfig
 from trainshort.errors import InputError
 from trainshort.model.cache import Cache, LayerCache
-from trainshort.model.embeddings import apply_linear, build_vocabulary
+from trainshort.model.embeddings import build_vocabulary
+from trainshort.model.linear import apply_linear
 from trainshort.model.positions import (
     LayerInput,
     LengthScaling,

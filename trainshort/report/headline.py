@@ -9,9 +9,9 @@ from pathlib import Path
 from trainshort.config.run_config import RunConfig
 from trainshort.evaluate.results import LengthScore, StoredEvaluation, interval, perplexity
 from trainshort.experiments.claims.collection import Collection, Run
-from trainshort.experiments.experiments import method_name, published
+from trainshort.experiments.experiments import load_published_numbers, method_name
 from trainshort.train.run_folder import run_name
-from trainshort.utils.figures import OTHERS, Figure, Series, color
+from trainshort.utils.figures import OTHERS, Figure, Series, method_color
 from trainshort.utils.terminal import join_words
 
 PAPER_LENGTH = 512
@@ -58,7 +58,12 @@ class Headline:
 
 def find_headline(collection: Collection) -> Headline | None:
     """The training length that most runs share, and their curves; None when no run was evaluated at two lengths."""
-    swept = [(run, stored) for run in collection.runs.values() for stored in run.sweeps if _goes_past(run, stored)]
+    swept = [
+        (run, stored)
+        for run in collection.runs.values()
+        for stored in run.standard_evaluations
+        if _goes_past(run, stored)
+    ]
     if not swept:
         return None
     length, text = _most_shared(swept)
@@ -97,7 +102,9 @@ def _longest_sinusoidal(collection: Collection, length: int, text: tuple[int, st
     for run in collection.runs.values():
         own = run.config.train.length
         same = [
-            one for one in run.sweeps if _text(one) == text and own in {row.length for row in one.evaluation.scored}
+            one
+            for one in run.standard_evaluations
+            if _text(one) == text and own in {row.length for row in one.evaluation.scored}
         ]
         if run.config.model.position == LONG and own > length and same:
             found.setdefault(own, []).append(same[-1])
@@ -139,7 +146,7 @@ def _line(name: str, position: str, group: list[StoredEvaluation], length: int) 
                 rows.setdefault(row.length, []).append(row)
     points = {at: statistics.fmean(row.perplexity for row in found) for at, found in rows.items()}
     bounds = {at: bound for at, found in rows.items() if (bound := _bound(found))}
-    return Curve(name, position, points, bounds, tuple(group), color(position))
+    return Curve(name, position, points, bounds, tuple(group), method_color(position))
 
 
 def _bound(rows: list[LengthScore]) -> tuple[float, float] | None:
@@ -184,14 +191,14 @@ def figure(headline: Headline, *, with_paper: bool) -> Figure:
 
 def _paper_series(headline: Headline) -> list[Series]:
     longest = headline.lengths[-1] / headline.length * 1.04
-    rows = [row for row in published()["table2"] if row["L_valid"] <= longest * PAPER_LENGTH]
+    rows = [row for row in load_published_numbers()["table2"] if row["L_valid"] <= longest * PAPER_LENGTH]
     found = []
     for line in headline.lines:
         kept = [row for row in rows if row.get(f"{line.position}_ppl")]
         if kept:
             x = tuple(row["L_valid"] / PAPER_LENGTH for row in kept)
             y = tuple(row[f"{line.position}_ppl"] for row in kept)
-            found.append(Series(f"{line.name}, paper", x, y, line.shade, faint=True, right=True))
+            found.append(Series(f"{line.name}, paper", x, y, line.shade, is_reference=True, uses_right_axis=True))
     return found
 
 

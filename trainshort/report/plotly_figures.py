@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from trainshort.utils.figures import MARK, Figure, Series, log_ticks
+from trainshort.utils.figures import MARK, Figure, Series, choose_log_ticks
 from trainshort.utils.optional import require_package
 
 
@@ -28,17 +28,17 @@ def specification(figure: Figure) -> dict[str, Any]:
         else:
             traces += _lines(series)
     layout: dict[str, Any] = {
-        "xaxis": _axis(figure.x_label, figure.x_log, log_ticks(figure, "x")),
-        "yaxis": _axis(figure.y_label, figure.y_log, log_ticks(figure, "y")),
+        "xaxis": _axis(figure.x_label, figure.x_log, choose_log_ticks(figure, "x")),
+        "yaxis": _axis(figure.y_label, figure.y_log, choose_log_ticks(figure, "y")),
         "showlegend": figure.kind != "bars" and len(figure.series) > 1,
     }
-    if figure.marks:
+    if figure.vertical_lines:
         line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"width": 1, "dash": "dash", "color": MARK}}
-        layout["shapes"] = [line | {"x0": at, "x1": at} for at, _ in figure.marks]
+        layout["shapes"] = [line | {"x0": at, "x1": at} for at, _ in figure.vertical_lines]
     if figure.ticks:
         layout["xaxis"] |= {"tickvals": [at for at, _ in figure.ticks], "ticktext": [text for _, text in figure.ticks]}
     if figure.right_label:
-        right = _axis(figure.right_label, figure.y_log, log_ticks(figure, "right"))
+        right = _axis(figure.right_label, figure.y_log, choose_log_ticks(figure, "right"))
         layout["yaxis2"] = right | {"overlaying": "y", "side": "right", "showgrid": False}
     return {"name": figure.name, "data": traces, "layout": layout}
 
@@ -66,13 +66,13 @@ def _bars(series: Series) -> dict[str, Any]:
 def _lines(series: Series) -> list[dict[str, Any]]:
     trace = {
         "type": "scatter",
-        "mode": "lines" if series.faint else "lines+markers",
+        "mode": "lines" if series.is_reference else "lines+markers",
         "name": _plain(series.name),
         "x": list(series.x),
         "y": [value if math.isfinite(value) else None for value in series.y],
-        "line": {"color": series.color} | ({"width": 1, "dash": "dot"} if series.faint else {"width": 2.5}),
-        "opacity": 0.75 if series.faint else 1,
-        "yaxis": "y2" if series.right else "y",
+        "line": {"color": series.color} | ({"width": 1, "dash": "dot"} if series.is_reference else {"width": 2.5}),
+        "opacity": 0.75 if series.is_reference else 1,
+        "yaxis": "y2" if series.uses_right_axis else "y",
         "legendgroup": series.name,
         "hovertemplate": "%{y:.2f}<extra>" + _plain(series.name) + "</extra>",
     }

@@ -94,5 +94,5 @@ def _markdown_code(text: str) -> str:
 
 def _why(claim: Claim, outcome: Outcome) -> str:
     """The reason, what could have been detected, and when the rule was fixed."""
-    least = f"These runs could tell {outcome.detectable}." if outcome.detectable else ""
+    least = f"These runs could tell {outcome.smallest_detectable}." if outcome.smallest_detectable else ""
     return " ".join(part for part in (outcome.reason, least, claim.rule.note) if part)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.evaluate.significance import MIN_PREDICTIONS_PER_BIN, bounds, describe_change_past_training, pool_bins
-from trainshort.experiments.claims.collection import SAMPLE_FORMAT, Collection, Run, stored
+from trainshort.experiments.claims.collection import SAMPLE_FORMAT, Collection, Run, read_stored_result
 from trainshort.experiments.claims.measured import ScaleView
-from trainshort.experiments.experiments import NAMES, EvalProtocol, method_name, queries
+from trainshort.experiments.experiments import METHOD_NAMES, EvalProtocol, build_queries, method_name
 from trainshort.report.headline import Curve, Headline
 from trainshort.utils.figures import Figure, Series
 
@@ -59,7 +59,7 @@ def early_figure(headline: Headline, collection: Collection, view: ScaleView | N
     if view is None or view.scale.sliding_tokens is None:
         return None
     stride, tokens = view.scale.stride_one, view.scale.sliding_tokens
-    sliding, plain = queries(view.scale, EvalProtocol(1, stride=1))
+    sliding, plain = build_queries(view.scale, EvalProtocol(1, stride=1))
     series, sources, lengths = [], [], set()
     for line, run in _headline_runs(headline, collection):
         for kind, query in (("", plain), (", sliding", sliding)):
@@ -68,7 +68,7 @@ def early_figure(headline: Headline, collection: Collection, view: ScaleView | N
             if len(found) < 2:
                 continue
             y = tuple(row.perplexity for row, _ in found.values())
-            series.append(Series(line.name + kind, tuple(found), y, line.shade, faint=not kind))
+            series.append(Series(line.name + kind, tuple(found), y, line.shade, is_reference=not kind))
             lengths |= found.keys()
             sources += dict.fromkeys(path for _, path in found.values())
     if not series:
@@ -106,14 +106,14 @@ def reach_figure(headline: Headline, collection: Collection) -> Figure | None:
     share, length = 0.99, 0
     for line, run in _headline_runs(headline, collection):
         path = run.path / "analysis" / "reach.json"
-        reach = stored(path, _read_reach_result, "Remove it and analyze again.")
+        reach = read_stored_result(path, _read_reach_result, "Remove it and analyze again.")
         if reach is None:
             continue
         windows, proven, share, length = reach
         heads = tuple(range(1, len(windows) + 1))
         series.append(Series(line.name, heads, tuple(windows), line.shade))
         if proven:
-            series.append(Series(f"{line.name}, proven", heads, tuple(proven), line.shade, faint=True))
+            series.append(Series(f"{line.name}, proven", heads, tuple(proven), line.shade, is_reference=True))
         sources.append(path)
         told.append(f"{line.name} from {windows[0]:,.0f} to {windows[-1]:,.0f} tokens")
     if not series:
@@ -209,10 +209,10 @@ def samples(collection: Collection) -> list[WrittenText]:
     found = []
     for run in collection.runs.values():
         path = run.path / "samples" / "sample.json"
-        written = stored(path, _written, "Remove it; trainshort demo and reproduce write it again.")
+        written = read_stored_result(path, _written, "Remove it; trainshort demo and reproduce write it again.")
         if written is not None:
             found.append(WrittenText(method_name(run.config.model.position), *written, path))
-    order = {name: rank for rank, name in enumerate(NAMES.values())}
+    order = {name: rank for rank, name in enumerate(METHOD_NAMES.values())}
     return sorted(found, key=lambda sample: (order.get(sample.name, 99), sample.trained_at))
 
 

@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.experiments.claims.collection import Collection
-from trainshort.experiments.claims.measured import RATES, median_with_interval
+from trainshort.experiments.claims.measured import COST_ENTRY_KEYS, median_with_interval
 from trainshort.experiments.experiments import method_name
-from trainshort.utils.bench_results import BenchResult, Measure, Measurement, by_kind, number
-from trainshort.utils.figures import OTHERS, Figure, Series, color
+from trainshort.utils.bench_results import BenchResult, Measure, Measurement, format_number, group_by_case_keys
+from trainshort.utils.figures import OTHERS, Figure, Series, method_color
 
-BACKEND_COLORS = {"windowed": color("alibi"), "bounded": color("alibi"), "plain": color("none"), "full": color("none")}
+BACKEND_COLORS = {
+    "windowed": method_color("alibi"),
+    "bounded": method_color("alibi"),
+    "plain": method_color("none"),
+    "full": method_color("none"),
+}
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ def speed(collection: Collection) -> Speed | None:
     used: dict[Path, dict[str, None]] = {}
 
     def add(suite: str, *wanted: FigureSpec, suffix: str = "", more: str = "", **case: str) -> None:
-        found = [(path, rows) for path, bench in collection.benches if (rows := _rows(bench, suite, case))]
+        found = [(path, rows) for path, bench in collection.benchmark_results if (rows := _rows(bench, suite, case))]
         if found:
             path, rows = found[-1]
             used.setdefault(path, {})[suite] = None
@@ -72,7 +77,7 @@ def speed(collection: Collection) -> Speed | None:
             made.tables.extend(_tables(f"{suite}{more}", rows, path))
 
     def values(suite: str, name: str) -> dict[str, None]:
-        rows = (row for _, bench in collection.benches for row in bench.suites.get(suite, ()))
+        rows = (row for _, bench in collection.benchmark_results for row in bench.suites.get(suite, ()))
         return dict.fromkeys(str(row.case.get(name, "")) for row in rows)
 
     for index, inputs in enumerate(values("attention", "inputs")):
@@ -84,7 +89,7 @@ def speed(collection: Collection) -> Speed | None:
         add("decode", *([DECODE] if part == "context" else []), part=part)
     add("patch")
     add("prepare")
-    benches = dict(collection.benches)
+    benches = dict(collection.benchmark_results)
     made.notes.extend(f"{', '.join(suites).capitalize()}: {_note(benches[path])}" for path, suites in used.items())
     return made if made.tables else None
 
@@ -120,9 +125,10 @@ def _lines(lines: Lines, shades: dict[str, str], name: str, title: str, x_label:
     series = []
     for line, points in lines.items():
         x, y, low, high = zip(*((at, *points[at]) for at in sorted(points)), strict=True)
-        series.append(Series(method_name(line), x, y, shades.get(line) or color(line), low, high))
+        series.append(Series(method_name(line), x, y, shades.get(line) or method_color(line), low, high))
     told = "; ".join(
-        f"{one.name} " + ", ".join(f"{number(y)} at {x:,}" for x, y in zip(one.x, one.y, strict=True)) for one in series
+        f"{one.name} " + ", ".join(f"{format_number(y)} at {x:,}" for x, y in zip(one.x, one.y, strict=True))
+        for one in series
     )
     return Figure(
         name=name,
@@ -139,7 +145,7 @@ def _lines(lines: Lines, shades: dict[str, str], name: str, title: str, x_label:
 def _tables(title: str, rows: list[Measurement], path: Path) -> list[SpeedTable]:
     """One for each kind of case."""
     made = []
-    for kind, heads in by_kind(rows):
+    for kind, heads in group_by_case_keys(rows):
         cells = [(row.name, [_cell(row.measured.get(name)) for name in heads]) for row in kind]
         columns = [f"{name}, {unit}" if unit else name for name, unit in heads.items()]
         made.append(SpeedTable(title, columns, cells, path))
@@ -147,7 +153,7 @@ def _tables(title: str, rows: list[Measurement], path: Path) -> list[SpeedTable]
 
 
 def _cell(measure: Measure | None) -> tuple[str, str]:
-    return (number(measure.value), repr(measure.value)) if measure else ("", "")
+    return (format_number(measure.value), repr(measure.value)) if measure else ("", "")
 
 
 def _note(bench: BenchResult) -> str:
@@ -178,7 +184,7 @@ def cost_figures(collection: Collection) -> list[Figure]:
         return []
     made = []
     for what, title in (("train", "Training speed"), ("read", "Evaluation speed")):
-        name, rounds = f"cost-{what}", RATES[f"{what} speed"]
+        name, rounds = f"cost-{what}", COST_ENTRY_KEYS[f"{what} speed"]
         if timed := [entry for entry in entries if entry[rounds]]:
             rates = [(entry, entry["tokens"] / statistics.median(entry[rounds])) for entry in timed]
             made.append(_speed(timed, name, title, rounds) or _bars(rates, name, title, "tokens/s"))
@@ -214,7 +220,9 @@ def _bars(found: list[tuple[dict[str, Any], float]], name: str, title: str, unit
         name=name,
         title=title,
         alt=f"{title} in {unit}: {told}.",
-        series=tuple(Series(method_name(one), (method_name(one),), (value,), color(one)) for one, value in alike),
+        series=tuple(
+            Series(method_name(one), (method_name(one),), (value,), method_color(one)) for one, value in alike
+        ),
         x_label="",
         y_label=unit,
         kind="bars",

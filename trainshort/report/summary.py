@@ -6,9 +6,9 @@ Every sentence is written from the same stored numbers as the figure below it. N
 from typing import Any
 
 from trainshort.experiments.claims.collection import Collection
-from trainshort.experiments.claims.extrapolation import LONG, SHORT
+from trainshort.experiments.claims.extrapolation import ALIBI_SHORT, SINUSOIDAL_LONG
 from trainshort.experiments.claims.measured import ScaleView
-from trainshort.experiments.claims.verdicts import Judged, count_verdicts
+from trainshort.experiments.claims.verdicts import JudgedClaims, count_verdicts
 from trainshort.experiments.experiments import EvalProtocol
 from trainshort.report.headline import Headline, sentences
 
@@ -35,13 +35,13 @@ def introduction(headline: Headline) -> str:
 def result_sentences(headline: Headline, view: ScaleView | None) -> list[str]:
     """The results, the most important first; last, ALiBi trained short and evaluated long against sinusoidal trained
     long on equally many tokens, and what that saves."""
-    far = EvalProtocol(LONG.length)
-    change = view.perplexities((SHORT, far), (LONG, far)) if view else None
+    far = EvalProtocol(SINUSOIDAL_LONG.length)
+    change = view.compare_perplexities((ALIBI_SHORT, far), (SINUSOIDAL_LONG, far)) if view else None
     if view is None or change is None:
         return sentences(headline)
     verdict = f"ALiBi is {'worse' if change.change > 0 else 'better'} by {abs(change.change):.0%}"
     verdict = verdict if change.is_significant else f"cannot tell ({change})"
-    near, at = view.scale.length(SHORT.length), view.scale.length(LONG.length)
+    near, at = view.scale.scale_length(ALIBI_SHORT.length), view.scale.scale_length(SINUSOIDAL_LONG.length)
     told = (
         f"Train short, test long: ALiBi trained at {near:,} and evaluated at {at:,} has {change.values[0]:.1f}, "
         f"sinusoidal trained at {at:,} on as many tokens {change.values[1]:.1f}: {verdict}."
@@ -52,11 +52,14 @@ def result_sentences(headline: Headline, view: ScaleView | None) -> list[str]:
 
 def _savings(view: ScaleView) -> str:
     """Speed and memory of the two, where both were measured."""
-    speed, parts = view.speeds(SHORT, LONG), []
+    speed, parts = view.compare_speeds(ALIBI_SHORT, SINUSOIDAL_LONG), []
     if speed is not None:
         within = speed.low <= 0 <= speed.high
         parts.append("no faster than this machine can tell" if within else f"{1 + speed.change:.2f} times as fast")
-    memory, more = [view.cost(one, "train memory") for one in (SHORT, LONG)], view.memories(SHORT, LONG)
+    memory, more = (
+        [view.find_cost(one, "train memory") for one in (ALIBI_SHORT, SINUSOIDAL_LONG)],
+        view.compare_memories(ALIBI_SHORT, SINUSOIDAL_LONG),
+    )
     if memory[0] and memory[1] and more:
         took = f"took {1e3 * memory[0].value:,.0f} MB instead of {1e3 * memory[1].value:,.0f}"
         within = len({more.low, more.high}) > 1 and more.low <= 0 <= more.high
@@ -64,7 +67,7 @@ def _savings(view: ScaleView) -> str:
     return " and ".join(parts)
 
 
-def limitations(headline: Headline, collection: Collection, judged: Judged) -> list[str]:
+def limitations(headline: Headline, collection: Collection, judged: JudgedClaims) -> list[str]:
     """What stands behind the numbers, and what does not."""
     corpus = headline.lines[0].stored[0].evaluation.corpus
     seeds = len({run.config.train.seed for run in collection.runs.values()})
@@ -87,7 +90,7 @@ def limitations(headline: Headline, collection: Collection, judged: Judged) -> l
     return told
 
 
-def verdicts(judged: Judged) -> str:
+def verdicts(judged: JudgedClaims) -> str:
     """How many claims hold, and how many do not."""
     counts = count_verdicts(judged)
     return (
@@ -96,7 +99,7 @@ def verdicts(judged: Judged) -> str:
     )
 
 
-def summary(headline: Headline, view: ScaleView | None, judged: Judged) -> dict[str, Any]:
+def summary(headline: Headline, view: ScaleView | None, judged: JudgedClaims) -> dict[str, Any]:
     """The same as data, for the tables of documents."""
     lines = {
         line.name: {

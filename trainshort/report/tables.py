@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainshort.experiments.claims.measured import MeasuredCell, ScaleView
 from trainshort.experiments.experiments import Cell, Experiment, experiments, with_methods
-from trainshort.utils.figures import OTHERS, Figure, Series, color, thin_ticks
+from trainshort.utils.figures import OTHERS, Figure, Series, method_color, thin_ticks
 from trainshort.utils.io import make_folder, read_bytes, write_atomic
 
 FOLDER = "data"
@@ -87,7 +87,9 @@ def _with_ours(experiment: Experiment, view: ScaleView) -> Experiment:
 
 
 def _table(experiment: Experiment, view: ScaleView, sources: Sources) -> Table:
-    found = {(cell.row, cell.column): _make_table_cell(cell, view.cell(cell), sources) for cell in experiment.cells}
+    found = {
+        (cell.row, cell.column): _make_table_cell(cell, view.find_cell(cell), sources) for cell in experiment.cells
+    }
     obtained = [place for place, one in found.items() if one.link]
     numbers = [place for place, one in found.items() if one.link or one.paper]
     rows = [row for row in dict.fromkeys(row for row, _ in found) if any(row == at for at, _ in numbers)]
@@ -114,7 +116,7 @@ def _differences(experiment: Experiment, view: ScaleView) -> Iterator[dict[str, 
     for (ours, model, far), (other, theirs, as_far) in itertools.product(read, read):
         alike = (ours.column, far) == (other.column, as_far)
         if alike and model.position == OURS != theirs.position:
-            change = view.perplexities((model, far), (theirs, as_far))
+            change = view.compare_perplexities((model, far), (theirs, as_far))
             if change is not None:
                 told = str(change) if change.is_significant else f"cannot tell, {change}"
                 yield {"row": ours.row, "column": ours.column, "other": other.row, "told": told}
@@ -122,9 +124,9 @@ def _differences(experiment: Experiment, view: ScaleView) -> Iterator[dict[str, 
 
 def _note(experiment: Experiment, view: ScaleView, *, drawn: bool = False) -> str:
     told = []
-    if view.scale.shrink != 1:
+    if view.scale.length_divisor != 1:
         which = "Lengths in titles and names" if drawn else "Lengths"  # a figure's axis has those of here
-        told.append(f"{which} are the paper's; here they are divided by {view.scale.shrink}.")
+        told.append(f"{which} are the paper's; here they are divided by {view.scale.length_divisor}.")
     if costs := dict.fromkeys(cell.quantity for cell in experiment.cells if cell.is_cost):
         told.append(f"Of random weights and tokens here: {', '.join(costs)}.")
     return " ".join(told)
@@ -145,7 +147,7 @@ def _make_table_cell(cell: Cell, measured: MeasuredCell | None, sources: Sources
     link = sources.link(measured.sources[0])
     if not measured.values:
         return TableCell(measured.status, paper, link)
-    spread = "" if measured.spread is None else f" ± {number(measured.spread, cell.quantity)}"
+    spread = "" if measured.std is None else f" ± {number(measured.std, cell.quantity)}"
     title = f"{measured.value!r} over {len(measured.values)} seed{'s' if len(measured.values) > 1 else ''}"
     return TableCell(number(measured.value, cell.quantity) + spread, paper, link, title, measured.values)
 
@@ -178,7 +180,7 @@ def _figure(experiment: Experiment, view: ScaleView) -> Figure | None:
         if not points:
             continue
         variant = cells[0].variant
-        own = color(variant.position if variant else "")
+        own = method_color(variant.position if variant else "")
         taken = own in {one.color for one in series}  # a method's second line needs another colour
         series.append(_series(row, points, OTHERS[index % len(OTHERS)] if taken else own))
         sources += [point.source for point in points]
@@ -224,20 +226,20 @@ def _enough(counts: list[int], kind: str) -> bool:
 def _by_length(cells: list[Cell], view: ScaleView) -> list[Point]:
     found = {}
     for cell in cells:
-        measured = view.cell(cell)
-        if measured and measured.values and cell.x is not None:
-            at = view.scale.length(round(cell.x))
-            found[at] = Point(at, measured.value, measured.spread or 0.0, measured.sources[0])
+        measured = view.find_cell(cell)
+        if measured and measured.values and cell.x_value is not None:
+            at = view.scale.scale_length(round(cell.x_value))
+            found[at] = Point(at, measured.value, measured.std or 0.0, measured.sources[0])
     return list(found.values())
 
 
 def _by_speed(cells: list[Cell], view: ScaleView) -> list[Point]:
     """A row's last perplexity against its training speed: what a model is worth, and what it takes to have it."""
-    speeds = [view.cell(cell) for cell in cells if cell.quantity == "train speed"]
-    scores = [view.cell(cell) for cell in cells if cell.quantity == "perplexity"]
+    speeds = [view.find_cell(cell) for cell in cells if cell.quantity == "train speed"]
+    scores = [view.find_cell(cell) for cell in cells if cell.quantity == "perplexity"]
     if not speeds or not scores or speeds[0] is None or scores[-1] is None or not scores[-1].values:
         return []
-    return [Point(speeds[0].value, scores[-1].value, scores[-1].spread or 0.0, scores[-1].sources[0])]
+    return [Point(speeds[0].value, scores[-1].value, scores[-1].std or 0.0, scores[-1].sources[0])]
 
 
 POINTS = {"lines": _by_length, "by speed": _by_speed}
@@ -247,8 +249,8 @@ POINTS = {"lines": _by_length, "by speed": _by_speed}
 def _curve(cells: list[Cell], view: ScaleView) -> list[Point]:
     """Training time in minutes, from tokens and measured speed; without a speed, millions of tokens would mislead."""
     variant, reading = cells[0].variant, cells[0].protocol
-    speed = view.cost(variant, "train speed") if variant else None
+    speed = view.find_cost(variant, "train speed") if variant else None
     if variant is None or reading is None or speed is None:
         return []
-    points = view.curve(variant, reading)
+    points = view.find_learning_curve(variant, reading)
     return [Point(tokens / speed.value / 60, value, 0.0, path) for tokens, value, path in points]

@@ -8,13 +8,13 @@ from rich.table import Table
 
 from trainshort.experiments.claims.collection import Collection
 from trainshort.experiments.claims.measured import ScaleView
-from trainshort.experiments.claims.verdicts import Claim, Judged, evaluate_claims
+from trainshort.experiments.claims.verdicts import Claim, JudgedClaims, evaluate_claims
 from trainshort.report import headline as first
 from trainshort.report import render, sections, summary
 from trainshort.report.speed import cost_figures, speed
 from trainshort.report.tables import Sources, TableCell, paper_figures, paper_tables
 from trainshort.report.tables import Table as PaperTable
-from trainshort.utils.figures import Figure, draw_all
+from trainshort.utils.figures import Figure, draw_changed_figures
 from trainshort.utils.io import make_folder, write_atomic, write_with_checksum
 
 
@@ -53,7 +53,7 @@ def write_report(collection: Collection, out: Path) -> Path:
         "link": sources.link,
     }
     drawn = [*([figure] if figure else []), *costs, *(measured.figures if measured else ()), *figures]
-    draw_all(drawn, out)
+    draw_changed_figures(drawn, out)
     write_atomic(out / "index.html", render.html(content, drawn))
     write_atomic(out / "report.md", render.markdown(content))
     if headline:
@@ -76,7 +76,7 @@ def _figures(collection: Collection, headline: first.Headline | None, view: Scal
 
 def _rules(claims: list[Claim]) -> str:
     """Which verdicts follow a rule that was there before the numbers, and which do not."""
-    later = [claim for claim in claims if claim.rule.seen]
+    later = [claim for claim in claims if claim.rule.results_were_known]
     first = f"{len(claims) - len(later)} of {len(claims)} rules were fixed before the first run was looked at"
     if not later:
         return f"{first}."
@@ -109,7 +109,7 @@ def _stored_cell(cell: TableCell) -> dict[str, Any]:
     return {"here": cell.here, "paper": cell.paper, "values": cell.values}
 
 
-def _write_claims(judged: Judged, path: Path, scale: str) -> None:
+def _write_claims(judged: JudgedClaims, path: Path, scale: str) -> None:
     rows = [
         {
             "name": claim.name,
@@ -119,8 +119,12 @@ def _write_claims(judged: Judged, path: Path, scale: str) -> None:
             "scale": scale,
             "verdict": outcome.verdict,
             "reason": outcome.reason,
-            "detectable": outcome.detectable,
-            "rule": {"commit": claim.rule.commit, "date": claim.rule.date, "numbers seen": claim.rule.seen},
+            "detectable": outcome.smallest_detectable,
+            "rule": {
+                "commit": claim.rule.commit,
+                "date": claim.rule.date,
+                "numbers seen": claim.rule.results_were_known,
+            },
             "sources": [str(source) for source in outcome.sources],
         }
         for claim, outcome in judged

@@ -84,8 +84,8 @@ def save(run: Path, snapshot: CheckpointData, world: World) -> Path:
     folder = run / "checkpoints" / checkpoint_files.name(snapshot.state.step)
     if world.broadcast_from_rank0(folder.exists):
         return folder  # the same step of the same run: the same content
-    mend = "The checkpoints before it are intact; make room there, then go on by --resume."
-    partial, guarded = checkpoint_files.partial_path(folder), translate_os_errors("save", folder, mend)
+    hint = "The checkpoints before it are intact; make room there, then go on by --resume."
+    partial, guarded = checkpoint_files.partial_path(folder), translate_os_errors("save", folder, hint)
     try:
         world.on_main(guarded(lambda: _begin(partial, snapshot)))
         world.run_on_all_ranks(guarded(lambda: _write(partial, snapshot, world)))

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from trainshort.config.run_config import StrictConfig, load_config
+from trainshort.config.base import StrictConfig
+from trainshort.config.run_config import load_config
 from trainshort.errors import InputError
 from trainshort.train.run_folder import RunFolder, list_checkpoints
 from trainshort.utils import io
@@ -165,7 +166,7 @@ def is_hugging_face(folder: Path) -> bool:
 
 
 def extrapolation_summary(run: Path) -> str | None:
-    """How far the model is good, in the words of the run's card (trainshort.evaluate.significance); None without one."""
+    """Return the extrapolation summary of the run's evaluation, or None if the run was not evaluated."""
     try:
         return io.read_with_checksum(run / "extrapolation.json").get("summary")
     except InputError:
@@ -247,7 +248,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 def digest_of(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": io.sha256(path, mend="")}
+    return {"bytes": path.stat().st_size, "sha256": io.sha256(path, hint="")}
 
 
 def write_manifest(folder: Path, digests: Digests) -> None:
@@ -298,11 +299,11 @@ def _damage(folder: Path, only: str | None) -> str | None:
 def _read_manifest(folder: Path) -> Digests:
     """The manifest's content; one that cannot be believed is refused."""
     try:
-        text = io.read_text(folder / MANIFEST, mend="")
+        text = io.read_text(folder / MANIFEST, hint="")
     except io.MissingFileError:
         raise InputError(f"{MANIFEST} is missing") from None
     try:
-        digests = io.parse_json(text, MANIFEST, mend="")["files"]
+        digests = io.parse_json(text, MANIFEST, hint="")["files"]
         believed = text == _manifest_text(digests) and all(
             entry.keys() == {"bytes", "sha256"} for entry in digests.values()
         )

@@ -38,7 +38,7 @@ def copy_data_description(run: Path, prepared: PreparedDataset) -> None:
 
 def _read_data_description(run: Path) -> dict[str, Any]:
     try:
-        return read_with_checksum(run / RUN_DATA_FILE, mend="Restore it from a copy of the run.")
+        return read_with_checksum(run / RUN_DATA_FILE, hint="Restore it from a copy of the run.")
     except MissingFileError:
         return {}
 

@@ -80,7 +80,7 @@ class RunFolder:
 
 
 def list_checkpoints(run: Path) -> list[Path]:
-    """The run's checkpoints by step, whole or not; not those that were set aside (trainshort.train.checkpoint_files)."""
+    """Return the checkpoint folders by step, complete or not, without those that were set aside."""
     checkpoints = RunFolder(run).checkpoints
     try:
         entries = list(checkpoints.iterdir()) if checkpoints.is_dir() else []

@@ -281,7 +281,7 @@ def record_session(job: TrainingContext, state: TrainState, data: str) -> None:
             f"This run used {used} threads and now uses {threads}; results will differ by rounding. "
             f"Set OMP_NUM_THREADS={used} for bit-identical ones."
         )
-    record = {"step": state.step, "ranks": job.world.size, "data": data} | machine.provenance(threads=threads)
+    record = {"step": state.step, "ranks": job.world.size, "data": data} | machine.collect_provenance(threads=threads)
     run_folder.truncate_lines(job.folder.sessions, len(before))  # the last line may be torn
     run_folder.append_line(job.folder.sessions, record)
     run_folder.sync_lines(job.folder.sessions)

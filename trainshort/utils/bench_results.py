@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat
 
-from trainshort.config.run_config import StrictConfig
+from trainshort.config.base import StrictConfig
 from trainshort.errors import InputError
 from trainshort.utils.io import MissingFileError, make_folder, read_json, read_with_checksum, write_with_checksum
 
@@ -101,31 +101,31 @@ def median_of(values: Sequence[float], unit: str, better: Literal["lower", "high
     return Measure(value=middle, unit=unit, better=better, spread=(high - low) / 2 / abs(middle))
 
 
-def megabytes(count: float) -> Measure:
+def to_megabytes(count: float) -> Measure:
     return Measure(value=count / 2**20, unit="MB", better="lower")
 
 
-def percent(part: float, whole: float, better: Literal["lower", "higher"]) -> Measure:
+def to_percent(part: float, whole: float, better: Literal["lower", "higher"]) -> Measure:
     return Measure(value=100 * part / whole, unit="%", better=better)
 
 
-def ratio(one: float, other: float, better: Literal["lower", "higher"]) -> Measure:
+def to_ratio(one: float, other: float, better: Literal["lower", "higher"]) -> Measure:
     return Measure(value=one / other, unit=RATIO, better=better)
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number for a table: `1,234`, `0.57` or `4.3e-08`."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def shown(measure: Measure) -> str:
+def format_measure(measure: Measure) -> str:
     """Format a measured value with its spread: `2.1 ±3%`."""
     if measure.spread is None:
-        return number(measure.value)
-    return f"{number(measure.value)} ±{100 * measure.spread:.0f}%"
+        return format_number(measure.value)
+    return f"{format_number(measure.value)} ±{100 * measure.spread:.0f}%"
 
 
-def by_kind(rows: Sequence[Measurement]) -> list[tuple[list[Measurement], dict[str, str]]]:
+def group_by_case_keys(rows: Sequence[Measurement]) -> list[tuple[list[Measurement], dict[str, str]]]:
     """Rows whose cases have the same parts, for a table of their own, and its columns: each measure with its unit."""
     kinds: dict[tuple[str, ...], list[Measurement]] = {}
     for row in rows:
@@ -133,24 +133,25 @@ def by_kind(rows: Sequence[Measurement]) -> list[tuple[list[Measurement], dict[s
     return [(kind, {name: one.unit for row in kind for name, one in row.measured.items()}) for kind in kinds.values()]
 
 
-def save(bench: BenchResult, path: Path) -> None:
+def save_bench_result(bench: BenchResult, path: Path) -> None:
     make_folder(path.parent)
     write_with_checksum(path, json.loads(bench.model_dump_json()))
 
 
-def load(path: Path) -> BenchResult:
+def load_bench_result(path: Path) -> BenchResult:
     """Read a stored result; anything else is told in words."""
     try:
-        values = read_with_checksum(path, mend="Measure again.")
+        values = read_with_checksum(path, hint="Measure again.")
     except MissingFileError:
         raise InputError(
             f"There is no benchmark result at {path}. Make one by: trainshort bench --out {path}."
         ) from None
-    if not is_bench(values):
+    if not is_bench_result(values):
         raise InputError(f"{path} is not a result of `trainshort bench`.")
     if values["format"] != BENCH_FORMAT:
         raise InputError(
-            f"{path} is a benchmark result of format {values['format']!r}; this version reads {BENCH_FORMAT}. Measure again."
+            f"{path} is a benchmark result of format {values['format']!r}; "
+            f"this version reads {BENCH_FORMAT}. Measure again."
         )
     try:
         return BenchResult.parse(values)
@@ -158,19 +159,19 @@ def load(path: Path) -> BenchResult:
         raise InputError(f"{path} is a damaged benchmark result: {error} Measure again.") from None
 
 
-def is_bench(values: Any) -> bool:
+def is_bench_result(values: Any) -> bool:
     """Whether some JSON is meant as a benchmark result."""
     return isinstance(values, dict) and {"format", "made", "suites"} <= values.keys()
 
 
-def find(folder: Path) -> list[tuple[Path, BenchResult]]:
+def find_bench_results(folder: Path) -> list[tuple[Path, BenchResult]]:
     """Results in a folder and in its `bench`, the newest last. Other JSON may lie beside them in the folder itself."""
     paths = sorted((folder / "bench").glob("*.json"))
     for path in sorted(folder.glob("*.json")):
         try:
-            if is_bench(read_json(path)):
+            if is_bench_result(read_json(path)):
                 paths.append(path)
         except InputError:
             continue  # not ours to judge
-    found = [(path, load(path)) for path in paths]
+    found = [(path, load_bench_result(path)) for path in paths]
     return sorted(found, key=lambda one: str(one[1].made.get("time", "")))

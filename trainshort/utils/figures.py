@@ -48,9 +48,9 @@ class Series:
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
     """A band around the line, such as a confidence interval; empty for none."""
-    faint: bool = False
+    is_reference: bool = False
     """Thin and dotted, for orientation: the paper's curve."""
-    right: bool = False
+    uses_right_axis: bool = False
     """Measured on the right axis."""
 
 
@@ -69,11 +69,11 @@ class Figure:
     x_log: bool = False
     y_log: bool = False
     ticks: tuple[tuple[float, str], ...] = ()
-    marks: tuple[tuple[float, str], ...] = ()
+    vertical_lines: tuple[tuple[float, str], ...] = ()
     """Upright lines with a word at them, such as the training length."""
-    named: bool = False
+    shows_single_name: bool = False
     """Whether a single line is named too."""
-    absent: tuple[tuple[float, str, str], ...] = ()
+    missing_points: tuple[tuple[float, str, str], ...] = ()
     """Places where a line has no point: where, which colour, why."""
     note: str = ""
     sources: tuple[Path, ...] = ()
@@ -94,9 +94,11 @@ def round_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in kept if 0.9 * low <= tick <= 1.1 * high]
 
 
-def log_ticks(figure: Figure, axis: Literal["x", "y", "right"]) -> list[float]:
+def choose_log_ticks(figure: Figure, axis: Literal["x", "y", "right"]) -> list[float]:
     """Round numbers for an axis of a figure; none where it would be one, or where bars have names."""
-    upright = (y for one in figure.series if one.right == (axis == "right") for y in (*one.y, *one.low, *one.high))
+    upright = (
+        y for one in figure.series if one.uses_right_axis == (axis == "right") for y in (*one.y, *one.low, *one.high)
+    )
     places = (x for one in figure.series for x in one.x if not isinstance(x, str))
     shown = [at for at in (places if axis == "x" else upright) if math.isfinite(at) and at > 0]
     ticks = round_ticks(min(shown), max(shown)) if shown else []
@@ -113,7 +115,7 @@ def thin_ticks(places: Sequence[float], most: int = 10) -> tuple[tuple[float, st
     return tuple((place, f"{place:,.10g}") for place in kept)
 
 
-def color(method: str) -> str:
+def method_color(method: str) -> str:
     """A position method's colour: the paper's have one each, any other one that follows from its name.
 
     A hue by the name's digest, as dark as the others, so that it is the same in every figure on every machine; by the
@@ -125,12 +127,12 @@ def color(method: str) -> str:
     while True:
         hue, lightness = int.from_bytes(digest[:2]) / 65_536, 0.40 + 0.15 * digest[2] / 255
         shade = "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, lightness, 0.55))
-        if all(math.dist(lab(shade), lab(named)) >= MIN_COLOR_DISTANCE for named in COLORS.values()):
+        if all(math.dist(to_lab(shade), to_lab(named)) >= MIN_COLOR_DISTANCE for named in COLORS.values()):
             return shade
         digest = hashlib.sha256(digest).digest()
 
 
-def lab(shade: str) -> tuple[float, float, float]:
+def to_lab(shade: str) -> tuple[float, float, float]:
     """A colour in CIE L*a*b*, where equal distances look equally different."""
     linear = [(int(shade[i : i + 2], 16) / 255) ** 2.2 for i in (1, 3, 5)]
     x, y, z = (sum(w * part for w, part in zip(row, linear, strict=True)) ** (1 / 3) for row in XYZ)
@@ -144,7 +146,7 @@ DIGESTS = "pictures.json"
 """What the pictures in a folder were drawn from, so that only changed ones are drawn again."""
 
 
-def draw_all(figures: list[Figure], folder: Path) -> None:
+def draw_changed_figures(figures: list[Figure], folder: Path) -> None:
     """Write <name>.png and <name>.svg of each figure that is not there yet as it should be."""
     path = folder / DIGESTS
     try:
@@ -156,11 +158,11 @@ def draw_all(figures: list[Figure], folder: Path) -> None:
     for figure in figures:
         there = all((folder / f"{figure.name}.{kind}").exists() for kind in IMAGE_FORMATS)
         if not there or known.get(figure.name) != wanted[figure.name]:
-            draw([figure], folder / figure.name, SIZES.get(figure.name, (7.0, 4.2)))
+            draw_figures([figure], folder / figure.name, SIZES.get(figure.name, (7.0, 4.2)))
     write_atomic(path, json.dumps(wanted, indent=1) + "\n")
 
 
-def can_draw() -> bool:
+def can_draw_figures() -> bool:
     """Return whether figures can be drawn. If matplotlib is missing, log that the figure is skipped."""
     if has_package("matplotlib"):
         return True
@@ -171,7 +173,7 @@ def can_draw() -> bool:
     return False
 
 
-def draw(figures: Sequence[Figure], path: Path, size: tuple[float, float] = (7.0, 4.2)) -> list[Path]:
+def draw_figures(figures: Sequence[Figure], path: Path, size: tuple[float, float] = (7.0, 4.2)) -> list[Path]:
     """Write `path`.png and `path`.svg, several figures beside one another."""
     require_package("matplotlib", "Drawing a figure", "trainshort[report]")
     import matplotlib
@@ -208,9 +210,11 @@ def _bars(axes: "Axes", figure: Figure) -> None:
 def _lines(axes: "Axes", figure: Figure) -> None:
     right = axes.twinx() if figure.right_label else None
     for series in figure.series:
-        at = right if series.right and right else axes
+        at = right if series.uses_right_axis and right else axes
         style = (
-            {"linewidth": 0.9, "linestyle": ":"} if series.faint else {"linewidth": 2, "marker": "o", "markersize": 4}
+            {"linewidth": 0.9, "linestyle": ":"}
+            if series.is_reference
+            else {"linewidth": 2, "marker": "o", "markersize": 4}
         )
         if len(series.x) == 1:
             style |= {"marker": "D", "markersize": 8, "linestyle": "none"}
@@ -224,7 +228,7 @@ def _lines(axes: "Axes", figure: Figure) -> None:
     for one in [axes, right] if right else [axes]:
         if figure.y_log:
             one.set_yscale("log")
-            _plain_log(one.yaxis, log_ticks(figure, "right" if one is right else "y"))
+            _plain_log(one.yaxis, choose_log_ticks(figure, "right" if one is right else "y"))
     axes.spines["right"].set_visible(right is not None)
     if right is not None:
         right.set_ylabel(figure.right_label, fontsize=9, color="#666666")
@@ -232,20 +236,20 @@ def _lines(axes: "Axes", figure: Figure) -> None:
         right.spines["top"].set_visible(False)
     if figure.x_log:
         axes.set_xscale("log", base=2)
-        _plain_log(axes.xaxis, log_ticks(figure, "x"))
+        _plain_log(axes.xaxis, choose_log_ticks(figure, "x"))
     if figure.ticks:
         axes.set_xticks([at for at, _ in figure.ticks], [text.replace("<br>", "\n") for _, text in figure.ticks])
         axes.set_xticks([], minor=True)
-    for at, word in figure.marks:
+    for at, word in figure.vertical_lines:
         axes.axvline(at, color=MARK, linestyle="--", linewidth=1)
         place = {"xycoords": ("data", "axes fraction"), "xytext": (4, -2), "textcoords": "offset points", "va": "top"}
         axes.annotate(word, (at, 1.0), fontsize=9, color=MARK, **place)
-    for at, shade, why in figure.absent:
+    for at, shade, why in figure.missing_points:
         axes.plot([at], [0.96], "x", color=shade, transform=axes.get_xaxis_transform())
         axes.annotate(why, (at, 0.92), xycoords=("data", "axes fraction"), ha="center", va="top", fontsize=8)
     axes.grid(True, which="major", linewidth=0.4, alpha=0.5)
     shown = axes.get_legend_handles_labels()[0]
-    if len(shown) > 1 or (shown and figure.named):
+    if len(shown) > 1 or (shown and figure.shows_single_name):
         axes.legend(handles=shown, frameon=False, fontsize=9)
 
 

@@ -1,15 +1,9 @@
-"""Every file of ours is read, written, locked and checked here, so that whatever lies in its place is told in words.
+"""Read, write, verify and lock files.
 
-    read_json(path)            a regular file, of a sensible size, UTF-8, JSON
-    read_sealed(path)          the same, and its numbers are the ones that were written (a checksum of its own)
-    write_whole(path, text)    the old content or the new, never a part, whatever stops it
-    with replacing(path) as p  the same, for what writes its file itself (a picture, safetensors)
-    with locked(path, busy)    one process at a time; a killed one holds nothing
-    with new_folder(path)      a folder that is whole or not there
-    make_folder(path)          an output folder that can be written to; try_folder, try_file: refused before the work
+All functions raise `InputError` with the path and the cause if the operating system reports an error. The argument
+`hint` of the functions is the last sentence of the error message. It tells the user what to do.
 
-`mend` is the second sentence of a message: what the user can do about this file. A file that is not there is told
-apart (`MissingFileError`), since some may be. No torch.
+This module does not import torch.
 """
 
 import errno
@@ -27,70 +21,94 @@ from typing import Any, NoReturn
 
 from trainshort.errors import InputError
 
+# Suffix of the temporary name of a file or a folder that is being written.
 PARTIAL = ".partial"
-"""Suffix of a file that is still being written; a leftover of it means nothing."""
 
+# The key in a JSON file that holds the SHA-256 of all other keys.
 CHECKSUM = "checksum"
-"""Fields of a stored result: the sha256 of all others, and that there is one, so that a damaged name is noticed too."""
 
+# Files that are read as a whole must not be larger. The largest tokenizer files have about 13 MB.
 MAX_FILE_BYTES = 256 * 2**20
-"""Bytes of the largest file that is read whole: twenty times the largest tokenizer.json of the hub."""
 
 RESTORE_HINT = "Restore it from a copy, or remove it."
 OTHER_PATH_HINT = "Choose another --out."
-CHOOSE_PATH_HINT = "Make room there, or choose another --out."
+CHOOSE_PATH_HINT = "Free some disk space, or choose another --out."
 
-_JSON = {list: "list", str: "string", bool: "boolean", type(None): "null"}
-_REASONS = {
+_JSON_TYPE_NAMES = {list: "list", str: "string", bool: "boolean", type(None): "null"}
+
+_OS_ERROR_TEXTS = {
     errno.ENOSPC: "the disk is full",
     errno.EROFS: "the file system is read-only",
-    errno.EMFILE: "too many files are open (raise the limit: ulimit -n)",
-    errno.ENOTDIR: "a file is in the way where a folder was expected",
+    errno.EMFILE: "too many files are open (raise the limit with ulimit -n)",
+    errno.ENOTDIR: "a part of the path is a file, not a folder",
     errno.EACCES: "permission denied",
 }
 
 
 class MissingFileError(InputError):
-    """There is nothing of that name, not even a broken link."""
+    """A file does not exist. Callers catch this error for files that are optional."""
 
 
 def describe_os_error(error: OSError | ValueError) -> str:
-    """Why the system refused, in words."""
+    """Return the cause of an operating system error in words, such as "the disk is full"."""
     if isinstance(error, OSError) and error.errno:
-        return _REASONS.get(error.errno) or os.strerror(error.errno).lower()
+        text = _OS_ERROR_TEXTS.get(error.errno)
+        return text or os.strerror(error.errno).lower()
     return str(error) or type(error).__name__
 
 
 def unwrap_os_error(error: Exception) -> OSError:
-    """What safetensors was told by the system, which it wraps in an error of its own: "… (os error 28)"."""
-    number = re.search(r"\((?:os error )?(\d+)\)", str(error))
-    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
+    """Return the operating system error inside an error of the safetensors library.
+
+    The safetensors library puts the number of the operating system error into its message: "... (os error 28)".
+    """
+    match = re.search(r"\((?:os error )?(\d+)\)", str(error))
+    if match is None:
+        return OSError(str(error))
+    error_number = int(match[1])
+    return OSError(error_number, os.strerror(error_number))
 
 
-def _raise_file_error(verb: str, path: Path, error: OSError | ValueError, mend: str) -> NoReturn:
-    if mend == CHOOSE_PATH_HINT and getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
-        mend = OTHER_PATH_HINT  # room would not help
-    raise InputError(f"Cannot {verb} {path}: {describe_os_error(error)}. {mend}".rstrip()) from None
+def _raise_file_error(action: str, path: Path, error: OSError | ValueError, hint: str) -> NoReturn:
+    """Raise an `InputError` such as "Cannot write model.bin: the disk is full."
+
+    Args:
+        action: What failed, as a verb: "read", "write" or "lock".
+        path: The file or folder.
+        error: The error of the operating system.
+        hint: The last sentence of the message.
+    """
+    is_disk_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    if hint == CHOOSE_PATH_HINT and not is_disk_full:
+        hint = OTHER_PATH_HINT  # Free disk space would not help.
+    message = f"Cannot {action} {path}: {describe_os_error(error)}. {hint}"
+    raise InputError(message.rstrip()) from None
 
 
 @contextmanager
-def translate_os_errors(verb: str, path: Path, mend: str) -> Iterator[None]:
-    """Around, or as a decorator of, what the system may refuse: that is told in words."""
+def translate_os_errors(action: str, path: Path, hint: str) -> Iterator[None]:
+    """Context manager: raise every `OSError` of the block as an `InputError`.
+
+    Args:
+        action: What the block does, as a verb: "read" or "write".
+        path: The file that the message names.
+        hint: The last sentence of the message.
+    """
     try:
         yield
     except OSError as error:
-        _raise_file_error(verb, path, error, mend)
+        _raise_file_error(action, path, error, hint)
 
 
 # ---- reading
 
 
-def open_file(path: Path, *, mend: str = RESTORE_HINT) -> BufferedReader:
+def open_file(path: Path, *, hint: str = RESTORE_HINT) -> BufferedReader:
     """Open a regular file for reading.
 
     Args:
-        path: The file. A folder, a named pipe, a socket or a device is refused.
-        mend: The end of the error message: what the user can do.
+        path: The file. Folders, named pipes, sockets and devices are rejected.
+        hint: The last sentence of error messages.
 
     Raises:
         MissingFileError: If nothing exists at `path`.
@@ -104,55 +122,91 @@ def open_file(path: Path, *, mend: str = RESTORE_HINT) -> BufferedReader:
     except FileNotFoundError:
         exists = False  # The file was removed after the check.
     except (OSError, ValueError) as error:
-        _raise_file_error("read", path, error, mend)
+        _raise_file_error("read", path, error, hint)
     if exists:
-        raise InputError(f"Cannot read {path}: it is not a regular file. {mend}")
-    raise MissingFileError(f"There is no file {path}. {mend.replace(', or remove it.', '.')}")
+        raise InputError(f"Cannot read {path}: not a regular file. {hint}")
+    # "Restore it from a copy, or remove it." becomes "Restore it from a copy." for a file that does not exist.
+    hint = hint.replace(", or remove it.", ".")
+    raise MissingFileError(f"File not found: {path}. {hint}")
 
 
-def read_bytes(path: Path, *, mend: str = RESTORE_HINT, limit: int = MAX_FILE_BYTES) -> bytes:
-    """The content of a regular file that is not larger than `limit`."""
-    with open_file(path, mend=mend) as file, translate_os_errors("read", path, mend):
-        if os.fstat(file.fileno()).st_size > limit:
-            raise InputError(f"Cannot read {path}: it has more than the {limit:,} bytes such a file can have. {mend}")
+def read_bytes(path: Path, *, hint: str = RESTORE_HINT, limit: int = MAX_FILE_BYTES) -> bytes:
+    """Return the content of a file.
+
+    Args:
+        path: The file.
+        hint: The last sentence of error messages.
+        limit: The largest accepted size in bytes.
+
+    Raises:
+        MissingFileError: If the file does not exist.
+        InputError: If the file cannot be read or is larger than `limit`.
+    """
+    with open_file(path, hint=hint) as file, translate_os_errors("read", path, hint):
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise InputError(f"Cannot read {path}: expected at most {limit:,} bytes, got {size:,}. {hint}")
         return file.read()
 
 
-def read_text(path: Path, *, mend: str = RESTORE_HINT, limit: int = MAX_FILE_BYTES) -> str:
+def read_text(path: Path, *, hint: str = RESTORE_HINT, limit: int = MAX_FILE_BYTES) -> str:
+    """Return the content of a UTF-8 text file. The arguments and errors are those of `read_bytes`."""
+    content = read_bytes(path, hint=hint, limit=limit)
     try:
-        return read_bytes(path, mend=mend, limit=limit).decode()
+        return content.decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"Cannot read {path}: it is not UTF-8 text (byte {error.start:,}). {mend}") from None
+        raise InputError(f"Cannot read {path}: invalid UTF-8 at byte {error.start:,}. {hint}") from None
 
 
-def read_json(path: Path, *, mend: str = RESTORE_HINT) -> Any:
-    return parse_json(read_text(path, mend=mend), str(path), mend=mend)
+def read_json(path: Path, *, hint: str = RESTORE_HINT) -> Any:
+    """Return the value that a JSON file holds."""
+    return parse_json(read_text(path, hint=hint), str(path), hint=hint)
 
 
-def read_json_object(path: Path, *, mend: str = RESTORE_HINT) -> dict[str, Any]:
-    """What a JSON file holds that must hold an object."""
-    values = read_json(path, mend=mend)
+def read_json_object(path: Path, *, hint: str = RESTORE_HINT) -> dict[str, Any]:
+    """Return the content of a JSON file that must hold an object.
+
+    Raises:
+        MissingFileError: If the file does not exist.
+        InputError: If the file cannot be read, is not valid JSON, or holds another JSON type.
+    """
+    values = read_json(path, hint=hint)
     if not isinstance(values, dict):
-        kind = _JSON.get(type(values), "number")
-        raise InputError(f"Cannot read {path}: it holds a JSON {kind}, and an object was expected. {mend}")
+        type_name = _JSON_TYPE_NAMES.get(type(values), "number")
+        raise InputError(f"Invalid file {path}: expected a JSON object, got a JSON {type_name}. {hint}")
     return values
 
 
-def parse_json(text: str | bytes, name: str, *, mend: str = RESTORE_HINT) -> Any:
-    """The values of JSON text; `name` says where it comes from ("runs/x/metrics.jsonl, line 3")."""
+def parse_json(text: str | bytes, name: str, *, hint: str = RESTORE_HINT) -> Any:
+    """Parse JSON text.
+
+    Args:
+        text: The JSON text.
+        name: The source of the text for error messages, such as "runs/x/metrics.jsonl, line 3".
+        hint: The last sentence of error messages.
+
+    Returns:
+        The parsed value.
+
+    Raises:
+        InputError: If the text is not valid JSON, is nested too deeply, or contains half of a surrogate pair.
+    """
     try:
         values = json.loads(text)
-        if "\\u" in (text if isinstance(text, str) else text.decode()):
-            json.dumps(values, ensure_ascii=False).encode()  # half of a character, as \ud800, cannot be written again
+        decoded_text = text if isinstance(text, str) else text.decode()
+        if "\\u" in decoded_text:
+            # Half of a surrogate pair, such as \ud800, can be parsed but not encoded. The encoding raises ValueError.
+            json.dumps(values, ensure_ascii=False).encode()
     except RecursionError:
-        raise InputError(f"Cannot read {name}: its JSON is nested too deeply. {mend}") from None
-    except ValueError as error:  # of the JSON, of a number, of UTF-8
-        raise InputError(f"Cannot read {name}: it is not readable JSON ({error}). {mend}") from None
+        raise InputError(f"Cannot read {name}: the JSON is nested too deeply. {hint}") from None
+    except ValueError as error:
+        raise InputError(f"Cannot read {name}: invalid JSON ({error}). {hint}") from None
     return values
 
 
-def sha256(path: Path, *, mend: str = RESTORE_HINT) -> str:
-    with open_file(path, mend=mend) as file, translate_os_errors("read", path, mend):
+def sha256(path: Path, *, hint: str = RESTORE_HINT) -> str:
+    """Return the SHA-256 of a file as a hexadecimal string."""
+    with open_file(path, hint=hint) as file, translate_os_errors("read", path, hint):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -160,10 +214,18 @@ def sha256(path: Path, *, mend: str = RESTORE_HINT) -> str:
 
 
 @contextmanager
-def atomic_replace(path: Path, *, mend: str = CHOOSE_PATH_HINT) -> Iterator[Path]:
-    """Where to write what will replace `path`: on leaving it is brought to the disk, then takes the name.
+def atomic_replace(path: Path, *, hint: str = CHOOSE_PATH_HINT) -> Iterator[Path]:
+    """Context manager: write a file such that readers never see an incomplete file.
 
-    A reader, or a power cut, finds the old content or the new, never a part; what fails leaves the old.
+    The block writes to the yielded temporary path. When the block ends, the temporary file is flushed to the disk and
+    renamed to `path`. If the block fails, the old file stays as it was.
+
+    Args:
+        path: The file that is created or replaced.
+        hint: The last sentence of error messages.
+
+    Yields:
+        The temporary path, in the same folder.
     """
     partial = path.with_name(path.name + PARTIAL)
     try:
@@ -176,96 +238,128 @@ def atomic_replace(path: Path, *, mend: str = CHOOSE_PATH_HINT) -> Iterator[Path
         with suppress(OSError, ValueError):
             partial.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            _raise_file_error("write", path, error, mend)
+            _raise_file_error("write", path, error, hint)
         raise
 
 
-def write_atomic(path: Path, content: str | bytes, *, mend: str = CHOOSE_PATH_HINT) -> None:
-    with atomic_replace(path, mend=mend) as partial:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+def write_atomic(path: Path, content: str | bytes, *, hint: str = CHOOSE_PATH_HINT) -> None:
+    """Write a file such that readers see either the old content or the complete new content."""
+    if isinstance(content, str):
+        content = content.encode()
+    with atomic_replace(path, hint=hint) as partial:
+        partial.write_bytes(content)
 
 
 def fsync(path: Path) -> None:
-    """Ask the kernel to bring a file's content, or a folder's entries, to the disk; only then is a rename durable."""
-    handle = os.open(path, os.O_RDONLY)
+    """Flush a file, or the entries of a folder, to the disk. A rename is durable only after its folder is flushed."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 
-def make_folder(path: Path, *, mend: str = OTHER_PATH_HINT) -> Path:
-    """A folder that can be written to, made if it is not there."""
+def make_folder(path: Path, *, hint: str = OTHER_PATH_HINT) -> Path:
+    """Create a folder and its parents if they do not exist, and check that the folder is writable.
+
+    Args:
+        path: The folder.
+        hint: The last sentence of error messages.
+
+    Returns:
+        `path`.
+
+    Raises:
+        InputError: If the folder cannot be created, is not writable, or if `path` is a file.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise OSError(errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES, "")
+        is_writable = os.access(path, os.W_OK | os.X_OK)
+        if not is_writable:
+            is_read_only_disk = bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+            raise OSError(errno.EROFS if is_read_only_disk else errno.EACCES, "")
     except FileExistsError as error:
-        what = "a link that leads nowhere" if path.is_symlink() and not path.exists() else "a file"
-        where = path if error.filename in (None, str(path)) else error.filename
-        raise InputError(f"{where} is {what}, and a folder was expected there. {mend}") from None
+        is_broken_link = path.is_symlink() and not path.exists()
+        kind = "broken symbolic link" if is_broken_link else "file"
+        file_path = path if error.filename in (None, str(path)) else error.filename
+        raise InputError(f"Expected a folder at {file_path}, found a {kind}. {hint}") from None
     except (OSError, ValueError) as error:
-        raise _raise_not_writable(path, error, mend) from None
+        raise _folder_error(path, error, hint) from None
     return path
 
 
 @contextmanager
 def remove_empty_folders(path: Path) -> Iterator[None]:
-    """Folders that were made for `path` inside, and hold nothing at the end, go again."""
-    missing = [one for one in (path, *path.parents) if not os.path.lexists(one)]
+    """Context manager: remove the folders that the block created at `path` or above, if they are still empty."""
+    missing_folders = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
     try:
         yield
     finally:
-        for one in missing:
+        for folder in missing_folders:
+            # rmdir fails for a folder that is not empty. Such a folder stays.
             with suppress(OSError, ValueError):
-                one.rmdir()
+                folder.rmdir()
 
 
-def check_folder_writable(path: Path, *, mend: str = OTHER_PATH_HINT) -> None:
-    """Stop if no folder can be made there, before any work is done for it; nothing is left behind."""
+def check_folder_writable(path: Path, *, hint: str = OTHER_PATH_HINT) -> None:
+    """Raise `InputError` if a folder cannot be created or written to. The check leaves no new folder behind."""
     with remove_empty_folders(path):
-        make_folder(path, mend=mend)
+        make_folder(path, hint=hint)
 
 
-def check_file_writable(path: Path, *, mend: str = OTHER_PATH_HINT) -> None:
-    """Stop if no file can be written there; nothing is left behind."""
+def check_file_writable(path: Path, *, hint: str = OTHER_PATH_HINT) -> None:
+    """Raise `InputError` if a file cannot be written. The check leaves no new file behind."""
     if not os.path.exists(path.parent):
-        return check_folder_writable(path.parent, mend=mend)
+        check_folder_writable(path.parent, hint=hint)
+        return
     partial = path.with_name(path.name + PARTIAL)
     try:
         partial.write_bytes(b"")
         partial.unlink()
     except (OSError, ValueError) as error:
-        _raise_file_error("write", path, error, mend)
+        _raise_file_error("write", path, error, hint)
 
 
-def _raise_not_writable(path: Path, error: OSError | ValueError, mend: str) -> InputError:
-    can = "written to" if os.path.isdir(path) else "made"
-    return InputError(f"The folder {path} cannot be {can}: {describe_os_error(error)}. {mend}")
+def _folder_error(path: Path, error: OSError | ValueError, hint: str) -> InputError:
+    """Return the error for a folder that cannot be created or written to."""
+    action = "write to" if os.path.isdir(path) else "create"
+    return InputError(f"Cannot {action} the folder {path}: {describe_os_error(error)}. {hint}")
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Where to write a folder that appears under its name when it is whole; what fails leaves nothing of it.
+    """Context manager: write a folder such that readers never see an incomplete folder.
 
-    A place that is taken is refused, an empty folder is not.
+    The block writes files into the yielded temporary folder. When the block ends, the files are flushed to the disk and
+    the folder is renamed to `path`. If the block fails, the temporary folder is removed.
+
+    Args:
+        path: The new folder. The path must not exist, or must be an empty folder.
+
+    Yields:
+        The temporary folder.
+
+    Raises:
+        InputError: If `path` is a file, a link or a folder with content, or if the files cannot be written.
     """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
-        what = "link" if path.is_symlink() else "file"
-        raise InputError(f"{path} is a {what}, and a new folder was expected there. {OTHER_PATH_HINT}")
+        kind = "link" if path.is_symlink() else "file"
+        raise InputError(f"Expected no file or link at {path}, found a {kind}. {OTHER_PATH_HINT}")
     if path.exists() and any(path.iterdir()):
         raise InputError(f"{path} already exists and is not empty. {OTHER_PATH_HINT}")
+
     partial = path.with_name(f".{path.name}{PARTIAL}")
     make_folder(path.parent)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()
     except OSError as error:
-        raise _raise_not_writable(path, error, OTHER_PATH_HINT) from None
+        raise _folder_error(path, error, OTHER_PATH_HINT) from None
+
     try:
         yield partial
-        for inside in (partial, *partial.rglob("*")):
-            fsync(inside)
+        for written_path in (partial, *partial.rglob("*")):
+            fsync(written_path)
         partial.rename(path)
         fsync(path.parent)
     except BaseException as error:
@@ -276,45 +370,62 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def file_lock(path: Path, busy: str | None = None) -> Iterator[None]:
-    """Hold `path` (a folder, or a file that is made) against other processes; the kernel lets go when this one ends.
+def file_lock(path: Path, busy_message: str | None = None) -> Iterator[None]:
+    """Context manager: hold an exclusive lock, so that only one process at a time runs the block.
 
-    With `busy`, a place that another process holds is refused in these words; without, it is waited for.
+    The operating system releases the lock when the process ends, also if the process is killed.
+
+    Args:
+        path: The file or folder that is locked. A file is created if `path` does not exist.
+        busy_message: The error message if another process holds the lock. None waits for the other process.
+
+    Raises:
+        InputError: If another process holds the lock and `busy_message` is given.
     """
-    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT | os.O_NONBLOCK
+    if path.is_dir():
+        flags = os.O_RDONLY
+    else:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     except (OSError, ValueError) as error:
         _raise_file_error("lock", path, error, CHOOSE_PATH_HINT)
+
+    lock_mode = fcntl.LOCK_EX
+    if busy_message is not None:
+        lock_mode |= fcntl.LOCK_NB  # Raise BlockingIOError instead of waiting.
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+            fcntl.flock(descriptor, lock_mode)
         except BlockingIOError:
-            raise InputError(busy or f"{path} is in use.") from None
+            raise InputError(busy_message or f"{path} is in use.") from None
         yield
     finally:
         os.close(descriptor)
 
 
-# ---- results that carry their own checksum
+# ---- JSON files with a checksum
 
 
-def _checksum(values: dict[str, Any]) -> str:  # in the one form in which JSON gives them back
+def _compute_checksum(values: dict[str, Any]) -> str:
+    """Return the SHA-256 of a dictionary in the JSON form with sorted keys."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def write_with_checksum(path: Path, values: dict[str, Any], *, mend: str = CHOOSE_PATH_HINT) -> None:
-    """Store a result: whole, and with its checksum."""
-    kept = {name: value for name, value in values.items() if name != CHECKSUM}
-    write_atomic(path, json.dumps(kept | {CHECKSUM: _checksum(kept)}, indent=1) + "\n", mend=mend)
+def write_with_checksum(path: Path, values: dict[str, Any], *, hint: str = CHOOSE_PATH_HINT) -> None:
+    """Write a JSON file that also holds a checksum of its values. The file is replaced atomically."""
+    values_without_checksum = {name: value for name, value in values.items() if name != CHECKSUM}
+    checksum = _compute_checksum(values_without_checksum)
+    stored_values = values_without_checksum | {CHECKSUM: checksum}
+    write_atomic(path, json.dumps(stored_values, indent=1) + "\n", hint=hint)
 
 
-def read_with_checksum(path: Path, *, mend: str = RESTORE_HINT) -> dict[str, Any]:
-    """Read a JSON file that was written by `write_sealed`, and verify its checksum.
+def read_with_checksum(path: Path, *, hint: str = RESTORE_HINT) -> dict[str, Any]:
+    """Read a JSON file that was written by `write_with_checksum`, and verify its checksum.
 
     Args:
         path: The file.
-        mend: A sentence for error messages that says what the user can do.
+        hint: The last sentence of error messages.
 
     Returns:
         The content of the file without the checksum.
@@ -322,8 +433,10 @@ def read_with_checksum(path: Path, *, mend: str = RESTORE_HINT) -> dict[str, Any
     Raises:
         InputError: If the file is missing, is not a JSON object, or its checksum is missing or wrong.
     """
-    values = read_json_object(path, mend=mend)
-    found = values.pop(CHECKSUM, None)
-    if found != _checksum(values):
-        raise InputError(f"{path} was changed after it was written: its checksum is another, or gone. {mend}")
+    values = read_json_object(path, hint=hint)
+    stored_checksum = values.pop(CHECKSUM, None)
+    if stored_checksum is None:
+        raise InputError(f"Missing checksum in {path}: the file was modified after it was written. {hint}")
+    if stored_checksum != _compute_checksum(values):
+        raise InputError(f"Checksum mismatch in {path}: the file was modified after it was written. {hint}")
     return values

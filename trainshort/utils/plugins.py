@@ -30,8 +30,8 @@ PLUGIN_ENV_VAR = "TRAINSHORT_PLUGINS"
 """Environment variable with the plug-in files of this command, as PATH has folders."""
 ENTRY_POINT_GROUP = "trainshort.plugins"
 """Entry point group of installed plug-ins."""
-OPTION = "--plugin"
-MEND = f"Give {OPTION} the path of a Python file."
+PLUGIN_OPTION = "--plugin"
+MEND = f"Give {PLUGIN_OPTION} the path of a Python file."
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Plugin:
 
     name: str
     sha256: str
-    place: str = ""
+    source_path: str = ""
     """Its file, or the folder of its package."""
     entries: list[tuple["Registry[Any]", str]] = field(default_factory=list)
 
@@ -49,7 +49,7 @@ _loaded: dict[str, Plugin] = {}  # by path or entry point; like sys.modules, one
 _loading: list[Plugin] = []
 
 
-def record_entry(registry: "Registry[Any]", name: str) -> None:
+def record_registration(registry: "Registry[Any]", name: str) -> None:
     """Note that the plug-in that is being loaded registered this entry. Without such a plug-in, do nothing."""
     if _loading:
         _loading[-1].entries.append((registry, name))
@@ -60,12 +60,12 @@ def load_plugin_arguments(words: Sequence[str]) -> list[str]:
     rest, paths, given = [], [], iter(words)
     for word in given:
         option, equals, value = word.partition("=")
-        if option != OPTION:
+        if option != PLUGIN_OPTION:
             rest.append(word)
             continue
         path = value if equals else next(given, "")
         if not path:
-            raise InputError(f"{OPTION} needs a path. {MEND}")
+            raise InputError(f"{PLUGIN_OPTION} needs a path. {MEND}")
         paths.append(str(Path(path).absolute()))
     if paths:
         for path in paths:
@@ -98,7 +98,7 @@ def load_plugin(path: Path) -> Plugin:
     key = os.path.realpath(path)
     if key in _loaded:
         return _loaded[key]
-    code = read_bytes(path, mend=MEND)
+    code = read_bytes(path, hint=MEND)
     digest = hashlib.sha256(code).hexdigest()
     name = f"trainshort_plugin_{path.stem}_{digest[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -147,9 +147,9 @@ def _load(key: str, plugin: Plugin, what: str, run: Callable[[], object]) -> Non
 
 def _line_of(error: BaseException, plugin: Plugin) -> str | None:
     """Where in a plug-in's own code an error came up; None if it was not there, or names its line itself."""
-    known = plugin.place and not isinstance(error, SyntaxError)
+    known = plugin.source_path and not isinstance(error, SyntaxError)
     frames = traceback.extract_tb(error.__traceback__) if known else []
-    own = (plugin.place, plugin.place + os.sep)
+    own = (plugin.source_path, plugin.source_path + os.sep)
     lines = [one.lineno for one in frames if one.filename == own[0] or one.filename.startswith(own[1])]
     return f" (line {lines[-1]})" if lines else None
 
@@ -191,7 +191,7 @@ def require_plugins(needed: "Iterable[PluginRecord]", who: str) -> None:
                 f"{other[0][:12]}.... Give the one it was trained with; if the change does not matter, write the "
                 "new sha256 into its config.json."
             )
-        give = f"Give {OPTION} path/to/{name}, or install" if name.endswith(".py") else "Install"
+        give = f"Give {PLUGIN_OPTION} path/to/{name}, or install" if name.endswith(".py") else "Install"
         raise InputError(
             f"{who} needs the plug-in {name} (sha256 {digest[:12]}...), which is not loaded. "
             f"{give} the package it came with."

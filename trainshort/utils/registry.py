@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 from trainshort.errors import InputError
 from trainshort.utils import plugins
 
-Entry = TypeVar("Entry")
+EntryT = TypeVar("EntryT")
 Given = TypeVar("Given")
 Builtin = Mapping[str, tuple[str, str]]
 """Built-in entries by name: where the entry is defined ("package.module:object"), and a description of one line."""
@@ -38,7 +38,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
-class Registry(Generic[Entry]):
+class Registry(Generic[EntryT]):
     """A table of entries by name. Built-in entries are imported on first use.
 
     Args:
@@ -56,7 +56,7 @@ class Registry(Generic[Entry]):
         self.needs = needs
         self.on_register = on_register
         self._builtin = dict(builtin or {})
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, EntryT] = {}
         self.changes = 0
         """How often an entry was added or removed. Caches of what a registry answered depend on this number."""
 
@@ -71,12 +71,12 @@ class Registry(Generic[Entry]):
             if self.on_register is not None:
                 _import_object(self.on_register)(name, entry)
             self.add(name, entry)  # pyright: ignore[reportArgumentType]
-            plugins.record_entry(self, name)
+            plugins.record_registration(self, name)
             return entry
 
         return add
 
-    def add(self, name: str, entry: Entry) -> None:
+    def add(self, name: str, entry: EntryT) -> None:
         """Add an entry that belongs to this package. Plug-ins use `register` instead."""
         if name in self._builtin or name in self._entries:
             raise InputError(f"{self.kind} '{name}' is already registered; choose another name.")
@@ -92,7 +92,7 @@ class Registry(Generic[Entry]):
         del self._entries[name]
         self.changes += 1
 
-    def get(self, name: str) -> Entry:
+    def get(self, name: str) -> EntryT:
         """Return the entry called `name`. The module of a built-in entry is imported on first use.
 
         Raises:
@@ -120,7 +120,7 @@ class Registry(Generic[Entry]):
         added = [name for name in self._entries if name not in self._builtin]
         return [*self._builtin, *added]
 
-    def items(self) -> Iterator[tuple[str, Entry]]:
+    def items(self) -> Iterator[tuple[str, EntryT]]:
         """Return all names with their entries. The modules of all built-in entries are imported."""
         return iter([(name, self.get(name)) for name in self.names()])
 

@@ -1,6 +1,7 @@
-"""The person at the terminal: what they are told, how far the work is, and how they stop it. No torch.
+"""Print messages, show progress, and react to Ctrl-C.
 
-Text that comes from anywhere can do nothing here but be read. rich is imported where it is used: --help needs none.
+Text from models, files and path names is escaped before it is printed on a terminal. This module does not import torch.
+The package rich is imported where it is used, because `trainshort --help` does not need it.
 """
 
 import logging
@@ -22,31 +23,42 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
 
+# All control characters except tab and newline, and surrogates. Surrogates stand for bytes of path
+# names that are not UTF-8.
 CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Control characters except tab and line end, and surrogates (bytes of path names that are not UTF-8)."""
 
 
 def escape_control_characters(text: str) -> str:
-    r"""Text from a model, a file or a path name with everything that a terminal would obey shown escaped.
+    r"""Replace control characters by escape sequences, so that text from outside cannot control the terminal.
 
-    A clear-screen of four bytes becomes the seven characters \x1b[2J; line ends, tabs and every script stay.
+    For example, the four bytes that clear the screen become the seven characters `\x1b[2J`. Newlines, tabs and all
+    printable characters stay.
     """
-    return CONTROL_CHARACTERS.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
+
+    def escape(match: re.Match[str]) -> str:
+        return match[0].encode("unicode_escape", "surrogatepass").decode()
+
+    return CONTROL_CHARACTERS.sub(escape, text)
 
 
-def first_sentence(error: Exception) -> str:
-    """What a library says of an error, as far as its first full stop, to stand in parentheses."""
-    line = re.sub(r"\s+", " ", str(error)).strip()
-    return re.split(r"\.(?: |$)", line, maxsplit=1)[0][:240] or type(error).__name__
+def first_sentence_of(error: Exception) -> str:
+    """Return the first sentence of an error message without its period, at most 240 characters.
+
+    The result fits into parentheses inside another message. If the error has no message, the result is the name of
+    the exception class.
+    """
+    text = re.sub(r"\s+", " ", str(error)).strip()
+    sentence = re.split(r"\.(?: |$)", text, maxsplit=1)[0]
+    return sentence[:240] or type(error).__name__
 
 
 def print_status(message: str) -> None:
-    """Tell the user something beside the result, on standard error."""
+    """Print a message on standard error. Standard output is reserved for results."""
     print(f"trainshort: {escape_control_characters(message)}", file=sys.stderr, flush=True)
 
 
 class _MessageHandler(logging.Handler):
-    """Print each log message as `say` does, on what is standard error at that moment."""
+    """Logging handler that prints each log message with `print_status`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print_status(record.getMessage())
@@ -72,30 +84,38 @@ def show_log_messages() -> Iterator[None]:
         logger.propagate = propagate
 
 
-def show_spinner(what: str | None) -> AbstractContextManager[object]:
-    """Show at a terminal what is waited for, if anything is, until it is over: nothing of it stays, so a refusal is one
-    sentence."""
-    return (
-        new_console(stderr=True).status(escape_control_characters(what))
-        if what and sys.stderr.isatty()
-        else nullcontext()
-    )
+def show_spinner(description: str | None) -> AbstractContextManager[object]:
+    """Return a context manager that shows a spinner while its block runs.
+
+    The spinner disappears when the block ends. No spinner is shown if standard error is not a terminal.
+
+    Args:
+        description: The text next to the spinner. None shows no spinner.
+    """
+    if description is None or not sys.stderr.isatty():
+        return nullcontext()
+    return new_console(stderr=True).status(escape_control_characters(description))
 
 
 def escape_for_output(text: str) -> str:
-    """Text as standard output gets it: as it is, but harmless at a terminal."""
-    return escape_control_characters(text) if sys.stdout.isatty() else text
+    """Escape control characters if standard output is a terminal. Otherwise return `text` unchanged."""
+    if sys.stdout.isatty():
+        return escape_control_characters(text)
+    return text
 
 
 def print_line(message: str) -> None:
-    """A line of a command's result, on standard output."""
+    """Print a line of a command's result on standard output."""
     print(escape_for_output(message), flush=True)
 
 
 def new_console(**options: Any) -> "Console":
-    """Create a rich console that prints square brackets as they are.
+    """Create a rich console that prints square brackets literally.
 
-    The console does not escape control characters. Pass names from outside through `shown` or `printable` first.
+    The console does not escape control characters. Escape text from outside with `escape_control_characters` first.
+
+    Args:
+        options: Arguments of `rich.console.Console`.
     """
     require_package("rich", "Showing progress and tables", "trainshort[train]")
     from rich.console import Console  # `trainshort --help` does not need rich.
@@ -103,121 +123,169 @@ def new_console(**options: Any) -> "Console":
     return Console(markup=False, **options)
 
 
-# ---- stopping: Ctrl-C and SIGTERM as a request that a loop answers between two steps
+# ---- stop on Ctrl-C and SIGTERM: a signal sets a flag, and loops read the flag between two steps
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(KeyboardInterrupt):
-    """Training was told to stop by a signal, and everything is saved. `code` is the exit code shells expect."""
+    """Raised when a signal stopped the work and everything was saved.
 
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.code = 128 + number
+    Attributes:
+        code: The exit code that shells expect for the signal.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
+        self.code = 128 + signal_number
 
 
 @contextmanager
 def preserve_signal_handlers() -> Iterator[None]:
-    """The handlers of both signals are afterwards what they were: for commands called by a program that goes on."""
+    """Context manager: restore the handlers of SIGINT and SIGTERM when the block ends.
+
+    A program that calls a command of trainshort and then goes on keeps its own signal handlers.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield  # Python does not allow other threads to set signal handlers.
         return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    original_handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in original_handlers.items():
             signal.signal(number, handler)
 
 
 class StopRequest:
-    """While entered, the first signal is remembered, the second ends the process at once.
+    """Context manager: record the first signal instead of stopping the process.
 
-    At once is safe: a checkpoint that is being written has no name yet. With `last`, nothing follows but the end of the
-    process: signals that come after leaving find everything saved, and change nothing any more.
+    A loop reads `number` after each step and saves its work if a signal has arrived. A second signal stops the process
+    immediately. This is safe, because a checkpoint gets its final name only when it is complete.
+
+    Args:
+        last: Whether the process ends after the block. If True, signals after the block are ignored, because
+            everything is saved.
+
+    Attributes:
+        number: The number of the first signal, or 0 if no signal has arrived.
     """
 
     def __init__(self, *, last: bool = False) -> None:
         self.number = 0
         self.last = last
-        self._before: dict[int, object] = {}
+        self._original_handlers: dict[int, object] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # python allows handlers nowhere else
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        # Python does not allow other threads to set signal handlers.
+        if threading.current_thread() is threading.main_thread():
+            self._original_handlers = {number: signal.signal(number, self._handle_signal) for number in SIGNALS}
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_IGN if self.last else handler)  # pyright: ignore[reportArgumentType]
+        for number, original_handler in self._original_handlers.items():
+            handler = signal.SIG_IGN if self.last else original_handler
+            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        """Record the first signal. Exit at the second signal."""
         if self.number:
             os._exit(128 + number)
         self.number = number
-        # Not print: the signal may have come in the middle of one.
-        text = f"\ntrainshort: {signal.Signals(number).name}: saving, then stopping; once more stops at once.\n"
-        os.write(2, text.encode())
+        # `print` is not allowed here, because the signal may have interrupted another call of `print`.
+        message = f"\ntrainshort: {signal.Signals(number).name}: saving, then stopping. Repeat to stop immediately.\n"
+        os.write(2, message.encode())
 
 
-# ---- numbers as people read them
+# ---- numbers and lists as text
 
 
 def join_words(words: list[str]) -> str:
-    """a, b and c"""
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    """Join words with commas and "and": ["a", "b", "c"] becomes "a, b and c"."""
+    if len(words) <= 1:
+        return "".join(words)
+    return ", ".join(words[:-1]) + " and " + words[-1]
 
 
 def perplexity(loss: float) -> float:
-    """e to the loss; infinity where that is larger than any float."""
+    """Return the perplexity, which is e to the power of the loss. The result is infinite if it exceeds a float."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 def format_duration(seconds: float) -> str:
-    """A time as people say it.
+    """Return a duration with a suitable unit.
 
-    40 → 40 s      400 → 7 min      40000 → 11.1 h      100000 → 27.8 h
+    Example:
+        >>> [format_duration(seconds) for seconds in (40, 400, 40_000)]
+        ['40 s', '7 min', '11.1 h']
     """
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
-    return f"{round(seconds / 60)} min" if seconds < 90 * 60 else f"{seconds / 3600:,.1f} h"
+    if seconds < 90 * 60:
+        return f"{round(seconds / 60)} min"
+    return f"{seconds / 3600:,.1f} h"
 
 
-# ---- progress: a live line at a terminal, an occasional plain line elsewhere. Nothing is read back from here
+# ---- progress: a progress bar on a terminal, and a line of text every few seconds elsewhere
 
+# Seconds between two lines if the output is not a terminal.
 LOG_INTERVAL_SECONDS = 10.0
-"""Time between two lines when the output is not a terminal."""
 
 
 class ProgressMeter:
-    """Counts work that is done against work that is expected, in any unit, and says so on `console`."""
+    """Show how much of a known amount of work is done.
 
-    margin, stays = "  ", False
-    """What plain lines begin with, and whether the live line is still seen when the work is done."""
+    The unit of the work is chosen by the caller, for example tokens or bytes. On a terminal the meter shows a progress
+    bar. Otherwise it prints a line every `LOG_INTERVAL_SECONDS` seconds.
+
+    Args:
+        console: The console for the output. None shows nothing.
+
+    Attributes:
+        line_prefix: Text at the start of each printed line.
+        keeps_bar: Whether the progress bar stays on the screen after the work is done.
+        total: The amount of work.
+        first: The amount of work that was done before the meter was started.
+        done: The amount of work that is done, including `first`.
+        description: The part of the work that is being done.
+    """
+
+    line_prefix = "  "
+    keeps_bar = False
 
     def __init__(self, console: "Console | None" = None) -> None:
         self.console = console or new_console(stderr=True, quiet=True)
-        self.total = self.first = self.done = 0.0
-        self.what = "starting"
-        self.began = self.told = time.monotonic()
+        self.total = 0.0
+        self.first = 0.0
+        self.done = 0.0
+        self.description = "starting"
+        self.start_time = time.monotonic()
+        self.last_line_time = self.start_time
         self._bar: Progress | None = None
 
     def columns(self) -> "tuple[ProgressColumn, ...]":
-        """What the live line is made of."""
-        from rich import progress as rich
+        """Return the columns of the progress bar."""
+        from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-        word = rich.TextColumn
-        work = (rich.SpinnerColumn(), word("{task.description}"), rich.BarColumn(bar_width=30))
-        gone = (word("{task.percentage:>3.0f} %"), rich.TimeElapsedColumn(), word("gone,"))
-        return (*work, *gone, rich.TimeRemainingColumn(compact=True), word("left"))
+        return (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TimeElapsedColumn(),
+            TextColumn("elapsed,"),
+            TimeRemainingColumn(compact=True),
+            TextColumn("left"),
+        )
 
     def __enter__(self) -> Self:
         if self.console.is_terminal and not self.console.quiet:
-            from rich import progress as rich
+            from rich.progress import Progress
 
-            self._bar = rich.Progress(*self.columns(), console=self.console, transient=not self.stays)
+            self._bar = Progress(*self.columns(), console=self.console, transient=not self.keeps_bar)
             self._bar.start()
-            self._bar.add_task(self.what, total=self.total or None, completed=self.done)  # pyright: ignore[reportArgumentType]
+            total = self.total or None
+            self._bar.add_task(self.description, total=total, completed=self.done)  # pyright: ignore[reportArgumentType]
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -226,65 +294,106 @@ class ProgressMeter:
             self._bar = None
 
     def start(self, total: float, done: float = 0) -> None:
-        """Forget what was counted; so much is to be done, of which some was done before."""
-        self.total, self.first, self.done, self.began = total, done, done, time.monotonic()
+        """Start to count a new amount of work.
+
+        Args:
+            total: The amount of work.
+            done: How much of `total` was done before.
+        """
+        self.total = total
+        self.first = done
+        self.done = done
+        self.start_time = time.monotonic()
         if self._bar is not None:
             self._bar.reset(self._bar.task_ids[0], total=total, completed=done)  # pyright: ignore[reportArgumentType]
 
-    def advance(self, amount: float, what: str | None = None) -> None:
-        """So much more is done; `what` names the part that it belonged to."""
-        self.done += amount
-        self.what = what or self.what
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=self.done, description=self.what)
-        elif self.is_due():
-            self.line(self.status_line())
-            self.told = time.monotonic()
+    def advance(self, amount: float, description: str | None = None) -> None:
+        """Report that more work is done.
 
-    def is_due(self) -> bool:
-        """Whether it is time for a plain line."""
-        return self.done < self.total and time.monotonic() - self.told >= LOG_INTERVAL_SECONDS
+        Args:
+            amount: The amount of work since the last call.
+            description: The part of the work that is being done. None keeps the last description.
+        """
+        self.done += amount
+        self.description = description or self.description
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=self.done, description=self.description)
+        elif self.is_line_due():
+            self.line(self.status_line())
+            self.last_line_time = time.monotonic()
+
+    def is_line_due(self) -> bool:
+        """Return whether enough time has passed to print the next line."""
+        is_unfinished = self.done < self.total
+        seconds_since_last_line = time.monotonic() - self.last_line_time
+        return is_unfinished and seconds_since_last_line >= LOG_INTERVAL_SECONDS
 
     def status_line(self) -> str:
-        """What a plain line says."""
-        left = self.time_remaining()
-        return f"{self.what}: {self.done / self.total:.0%} done{left and f', about {left}'}"
+        """Return a line such as "evaluating: 40% done, about 2 min left"."""
+        line = f"{self.description}: {self.done / self.total:.0%} done"
+        remaining = self.time_remaining()
+        if remaining:
+            line += f", about {remaining}"
+        return line
 
     def time_remaining(self) -> str:
-        """Time left, from the pace since `expect`; empty when there is none yet, or nothing is left."""
+        """Return the estimated remaining time, such as "2 min left".
+
+        The estimate is based on the speed since the meter was started. The result is an empty string if no work was
+        done since then, or if all work is done.
+        """
         if not self.first < self.done < self.total:
             return ""
-        pace = (time.monotonic() - self.began) / (self.done - self.first)
-        return f"{format_duration(pace * (self.total - self.done))} left"
+        elapsed = time.monotonic() - self.start_time
+        seconds_per_unit = elapsed / (self.done - self.first)
+        return f"{format_duration(seconds_per_unit * (self.total - self.done))} left"
 
     def line(self, text: str) -> None:
-        self.console.print(self.margin + text, highlight=False, markup=False, soft_wrap=True)
+        """Print a line. On a terminal the line appears above the progress bar."""
+        self.console.print(self.line_prefix + text, highlight=False, markup=False, soft_wrap=True)
 
 
 class TrainingDisplay(ProgressMeter):
-    """What a person sees of training: the records of metrics.jsonl as they come, on the console unless `quiet`, on a
-    TensorBoard writer if given."""
+    """Show the progress of training: the step, the loss and the speed.
 
-    margin, stays = "", True
+    Args:
+        step: The number of training steps that were done before.
+        steps: The number of training steps at the end of training.
+        quiet: Whether to print no numbers. Messages of `note` are printed in any case.
+        board: A TensorBoard writer that gets all numbers, or None.
+        console: The console for the output. The default is standard error.
+    """
+
+    line_prefix = ""
+    keeps_bar = True
 
     def __init__(
         self, step: int, steps: int, *, quiet: bool = False, board: Any = None, console: "Console | None" = None
     ) -> None:
         super().__init__(console or new_console(stderr=True))
         self.start(steps, step)
-        self.quiet, self.board = quiet, board
-        self.what, self.told = "", -math.inf  # the first numbers are told at once
+        self.quiet = quiet
+        self.board = board
+        self.description = ""
+        self.last_line_time = -math.inf  # Print the first numbers as soon as they are known.
 
     def columns(self) -> "tuple[ProgressColumn, ...]":
-        from rich import progress as rich
+        """Return the columns of the progress bar."""
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-        steps = (rich.TextColumn("step"), rich.MofNCompleteColumn(), rich.BarColumn(bar_width=20))
-        return (*steps, rich.TextColumn("{task.description}"), rich.TimeRemainingColumn(compact=True))
+        return (
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(compact=True),
+        )
 
     def __enter__(self) -> Self:
         if not self.quiet:
             super().__enter__()
-            if self._bar is None:  # the first line of numbers may be minutes away
+            if self._bar is None:
+                # The first line with a loss may take minutes, so print a line without a loss now.
                 self.line(f"step {self.done}/{self.total}  training")
         return self
 
@@ -294,28 +403,38 @@ class TrainingDisplay(ProgressMeter):
             self.board.close()
 
     def show(self, record: dict[str, float]) -> None:
-        """One record of metrics.jsonl."""
-        step, valid = int(record["step"]), "valid_loss" in record
+        """Show one record of the metrics log.
+
+        Args:
+            record: The numbers of a training step or of a validation, as in `metrics.jsonl`.
+        """
+        step = int(record["step"])
         if self.board:
             for name, value in record.items():
                 if name not in ("step", "seconds"):
                     self.board.add_scalar(name, value, step)
         if self.quiet:
             return
-        loss = record["valid_loss" if valid else "loss"]
-        told = f"loss {loss:.{4 if valid else 3}f}  ppl {perplexity(loss):.4g}"
-        if valid:
-            self.line(f"step {step}/{self.total}  valid {told}")
-        else:
-            pace = f"{record['tokens_per_second']:,.0f} tokens/s  lr {record['lr']:.2e}"
-            self.advance(step - self.done, f"{told}  {pace}")
 
-    def is_due(self) -> bool:
-        return super().is_due() or self.done == self.total
+        if "valid_loss" in record:
+            loss = record["valid_loss"]
+            self.line(f"step {step}/{self.total}  valid loss {loss:.4f}  ppl {perplexity(loss):.4g}")
+            return
+
+        loss = record["loss"]
+        loss_text = f"loss {loss:.3f}  ppl {perplexity(loss):.4g}"
+        speed_text = f"{record['tokens_per_second']:,.0f} tokens/s  lr {record['lr']:.2e}"
+        self.advance(step - self.done, f"{loss_text}  {speed_text}")
+
+    def is_line_due(self) -> bool:
+        """Return whether to print a line now. The last step is always printed."""
+        is_last_step = self.done == self.total
+        return super().is_line_due() or is_last_step
 
     def status_line(self) -> str:
-        return f"step {self.done}/{self.total}  {self.what}  {self.time_remaining()}".rstrip()
+        """Return a line such as "step 10/600  loss 5.120  ppl 167.3  9,000 tokens/s  lr 2.00e-03  2 min left"."""
+        return f"step {self.done}/{self.total}  {self.description}  {self.time_remaining()}".rstrip()
 
     def note(self, message: str) -> None:
-        """What is not a number; shown even when quiet."""
+        """Print a message. The message is also printed if `quiet` is True."""
         self.line(f"trainshort: {message}")

@@ -24,37 +24,49 @@ from trainshort.utils.machine import PeakMemory, resident_memory
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of repeated turns."""
+    """The times of a function that was measured in several rounds.
+
+    Attributes:
+        seconds: The time of each round in seconds.
+    """
 
     seconds: tuple[float, ...]
 
-    def per(self, count: int) -> Measure:
-        """Milliseconds of one of `count` equal parts of a turn."""
-        return median_of([1e3 * one / count for one in self.seconds], "ms", "lower")
+    def milliseconds_per(self, count: int) -> Measure:
+        """Return the median time of one item in milliseconds, if each round processed `count` items."""
+        return median_of([1e3 * seconds / count for seconds in self.seconds], "ms", "lower")
 
     def rate(self, count: int, unit: str) -> Measure:
-        """How many of something a second, with `count` of them in a turn."""
-        return median_of([count / one for one in self.seconds], unit, "higher")
+        """Return the median number of items per second, if each round processed `count` items."""
+        return median_of([count / seconds for seconds in self.seconds], unit, "higher")
 
-    def ratio_to(self, other: "Timing") -> Measure:
-        """Time as a multiple of another's in the same rounds."""
-        return median_of([a / b for a, b in zip(self.seconds, other.seconds, strict=True)], RATIO, "lower")
+    def ratio_to(self, baseline: "Timing") -> Measure:
+        """Return the median ratio of this time to the time of a baseline in the same round."""
+        ratios = [seconds / reference for seconds, reference in self._pair_with(baseline)]
+        return median_of(ratios, RATIO, "lower")
 
-    def speed_to(self, other: "Timing") -> Measure:
-        """Speed as a multiple of another's in the same rounds."""
-        return median_of([b / a for a, b in zip(self.seconds, other.seconds, strict=True)], RATIO, "higher")
+    def speed_ratio_to(self, baseline: "Timing") -> Measure:
+        """Return the median ratio of this speed to the speed of a baseline in the same round."""
+        ratios = [reference / seconds for seconds, reference in self._pair_with(baseline)]
+        return median_of(ratios, RATIO, "higher")
 
-    def speed_of(self, other: "Timing") -> Measure:
-        """Speed in percent of another's in the same rounds."""
-        return median_of([100 * b / a for a, b in zip(self.seconds, other.seconds, strict=True)], "%", "higher")
+    def speed_percent_of(self, baseline: "Timing") -> Measure:
+        """Return this speed in percent of the speed of a baseline in the same round (median over the rounds)."""
+        percentages = [100 * reference / seconds for seconds, reference in self._pair_with(baseline)]
+        return median_of(percentages, "%", "higher")
 
     @property
     def best(self) -> float:
+        """The shortest time in seconds."""
         return min(self.seconds)
+
+    def _pair_with(self, baseline: "Timing") -> list[tuple[float, float]]:
+        """Return pairs of this time and the time of the baseline, one pair for each round."""
+        return list(zip(self.seconds, baseline.seconds, strict=True))
 
 
 def time_interleaved(
-    contestants: Mapping[str, Callable[[], object]],
+    functions: Mapping[str, Callable[[], object]],
     rounds: int,
     warmup: int = 1,
     on_round: Callable[[int, int], None] | None = None,
@@ -62,7 +74,7 @@ def time_interleaved(
     """Time every function once per round.
 
     Args:
-        contestants: The functions by name.
+        functions: The functions by name.
         rounds: How often each function is timed.
         warmup: How often each function is called before the first round.
         on_round: Called before each round with the number of the round and the number of rounds.
@@ -70,28 +82,40 @@ def time_interleaved(
     Returns:
         The times of each function, in the order of the rounds.
     """
-    for contestant in contestants.values():
+    for function in functions.values():
         for _ in range(warmup):
-            contestant()
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+            function()
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(1, rounds + 1):
         if on_round is not None:
             on_round(number, rounds)
-        for name, contestant in contestants.items():
+        for name, function in functions.items():
             start = time.perf_counter()
-            contestant()
+            function()
             seconds[name].append(time.perf_counter() - start)
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
 
 
-def peak_during(work: Callable[[], object]) -> dict[str, int]:
-    """The most memory this process held while `work` ran, and how much of it came on top of what it had before."""
-    before, peak = resident_memory(), PeakMemory(torch.device("cpu"))
+def measure_peak_memory(work: Callable[[], object]) -> dict[str, int]:
+    """Measure the peak memory of this process while a function runs.
+
+    Args:
+        work: The function.
+
+    Returns:
+        `peak` is the peak memory in bytes. `own` is the part of the peak above the memory that was used
+        before the call.
+
+    Raises:
+        RuntimeError: If the operating system does not report the peak memory of a process.
+    """
+    memory_before = resident_memory()
+    peak_memory = PeakMemory(torch.device("cpu"))
     work()
-    most = peak.bytes()
-    if most is None:
-        raise RuntimeError("this system does not report a high-water mark of memory")
-    return {"peak": most, "own": max(0, most - before)}
+    peak = peak_memory.bytes()
+    if peak is None:
+        raise RuntimeError("The operating system does not report the peak memory of a process.")
+    return {"peak": peak, "own": max(0, peak - memory_before)}
 
 
 def run_in_subprocess(module: str, **task: Any) -> dict[str, Any]:
@@ -112,27 +136,30 @@ def run_in_subprocess(module: str, **task: Any) -> dict[str, Any]:
         RuntimeError: If `peak` raised any other error. The message contains the traceback.
     """
     request = json.dumps({"module": module, "task": task, "threads": torch.get_num_threads()})
-    command = [sys.executable, "-c", "from trainshort.utils.timing import answer; answer()"]
+    command = [sys.executable, "-c", "from trainshort.utils.timing import subprocess_main; subprocess_main()"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, input=request, capture_output=True, text=True, env=environment)
-    if done.returncode == -signal.SIGKILL:
-        raise MemoryError(f"the process that runs {module} was killed")
-    if done.returncode:
-        raise RuntimeError(f"measuring the memory of {module} {task} failed:\n{done.stderr}")
+    process = subprocess.run(command, input=request, capture_output=True, text=True, env=environment)
+    if process.returncode == -signal.SIGKILL:
+        raise MemoryError(f"The process that runs {module} was killed.")
+    if process.returncode:
+        raise RuntimeError(f"Measuring the memory of {module} {task} failed:\n{process.stderr}")
     # Libraries may print lines of their own. The result is the last line.
-    result = json.loads(done.stdout.splitlines()[-1])
-    if "refused" in result:
-        raise InputError(result["refused"])
+    result = json.loads(process.stdout.splitlines()[-1])
+    if "input_error" in result:
+        raise InputError(result["input_error"])
     return result
 
 
 def subprocess_main() -> None:
-    """Run one request of `alone`. The request is read from standard input, the result is printed as one JSON line."""
+    """Run one request of `run_in_subprocess`.
+
+    The request is read from standard input. The result is printed as one line of JSON.
+    """
     request = json.load(sys.stdin)
     torch.set_num_threads(request["threads"])
     module = importlib.import_module(request["module"])
     try:
         result = module.peak(**request["task"])
     except InputError as error:
-        result = {"refused": str(error)}
+        result = {"input_error": str(error)}
     print(json.dumps(result))

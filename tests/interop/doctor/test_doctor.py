@@ -8,7 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from hugging import make  # noqa: E402
-from runs_here import make_run  # noqa: E402
+from random_runs import make_run  # noqa: E402
 from transformers.models.bloom import modeling_bloom  # noqa: E402
 from transformers.models.falcon import modeling_falcon  # noqa: E402
 from transformers.models.mpt import modeling_mpt  # noqa: E402

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs_here import make_run
+from random_runs import make_run
 from safetensors.torch import load_file, save_file
 
 from trainshort import InputError

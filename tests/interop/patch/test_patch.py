@@ -13,9 +13,9 @@ transformers = pytest.importorskip("transformers")
 from hugging import LENGTH, WORDS, make, off, right, unrounded  # noqa: E402
 
 import trainshort  # noqa: E402
-from trainshort import InputError, patch, unpatch
+from trainshort import InputError, patch, unpatch  # noqa: E402
 from trainshort.interop.patch import families  # noqa: E402
-from trainshort.model import embeddings  # noqa: E402
+from trainshort.model import linear  # noqa: E402
 
 KINDS = {
     "mpt": {"kind": "mpt"},
@@ -176,7 +176,7 @@ def test_one_wide_tensor_a_layer_is_kept_for_the_backward_pass(kind):
     given = torch.randn(1, 50, narrow.out_features)
     other = {} if kind == "falcon" else {"residual": torch.zeros_like(given)}
     kept, gradients = [], []
-    for method in (None, families.FAMILIES[kind].narrow):
+    for method in (None, families.FAMILIES[kind].ffn_forward):
         alive: list[weakref.ref] = []
         handle = narrow.register_forward_hook(
             lambda module, inputs, out, alive=alive: alive.append(weakref.ref(inputs[0]))
@@ -216,7 +216,7 @@ def test_feed_forward_layers_go_in_slices_without_gradients(kind, monkeypatch):
         sliced = model(text).logits
     assert 0 < largest.numbers <= 512 * wide
     monkeypatch.setattr(
-        embeddings, "is_onednn_faster", lambda: False
+        linear, "is_onednn_faster", lambda: False
     )  # a layer with hooks is called, and would be rounded apart
     with torch.enable_grad():
         whole = model(text).logits

@@ -33,7 +33,7 @@ from trainshort.evaluate.sweep import BATCH_TOKENS, score
 from trainshort.evaluate.targets import ModelTarget, Target, Text
 from trainshort.model.transformer import TransformerLM
 from trainshort.utils.io import make_folder, read_json_object, read_with_checksum, write_atomic, write_with_checksum
-from trainshort.utils.machine import provenance
+from trainshort.utils.machine import collect_provenance
 from trainshort.utils.terminal import ProgressMeter, escape_for_output, new_console
 
 SCORED_TOKENS = 32
@@ -125,7 +125,7 @@ class AnalysisContext:
         then noted: for questions that take minutes."""
         known: dict[str, Any] = {}
         if self.notes is not None and self.notes.is_file():
-            known = read_json_object(self.notes, mend="Remove it and analyze again.")
+            known = read_json_object(self.notes, hint="Remove it and analyze again.")
         if key not in known:
             known[key] = measure()
             if self.notes is not None:
@@ -206,7 +206,7 @@ def analyze(
                 console.print(f"passed over: {escape_for_output(str(error))}", highlight=False, markup=False)
                 continue
             answer = {"format": ANALYSIS_FORMAT, "analysis": name, **origin, "result": result}
-            write_with_checksum(path, answer | {"provenance": provenance(threads=torch.get_num_threads())})
+            write_with_checksum(path, answer | {"provenance": collect_provenance(threads=torch.get_num_threads())})
             partial.unlink(missing_ok=True)
         written.append(path)
         console.print(chosen.table(result))
@@ -231,6 +231,6 @@ def _stored(path: Path, origin: dict[str, Any]) -> dict[str, Any] | None:
     """The answer that an earlier session found to this very question."""
     if not path.is_file():
         return None
-    content = read_with_checksum(path, mend="Remove it and analyze again.")
+    content = read_with_checksum(path, hint="Remove it and analyze again.")
     same = content.get("format") == ANALYSIS_FORMAT and content.get("digest") == origin["digest"]
     return content["result"] if same else None

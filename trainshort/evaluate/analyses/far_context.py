@@ -34,8 +34,9 @@ def scope(lab: AnalysisContext) -> tuple[int, list[int]]:
     distances = near_distances(lab.trained_at, length)
     if not distances:
         raise InputError(
-            f"far-context scores the last {SCORED_TOKENS} tokens and spoils what lies {first_distance(lab.trained_at):,} and "
-            f"more before them; at length {length:,} there is nothing to spoil. Give longer --lengths or a longer text."
+            f"far-context scores the last {SCORED_TOKENS} tokens and corrupts the text that is at least "
+            f"{first_distance(lab.trained_at):,} tokens earlier. No text is that far away at length {length:,}. "
+            "Use longer --lengths or a longer text."
         )
     return length, distances
 
@@ -113,7 +114,10 @@ def summary(rows: list[dict[str, Any]], length: int) -> str:
 
 
 def table(result: dict[str, Any]) -> Group:
-    title = f"Loss of the last {SCORED_TOKENS} of {result['length']:,} tokens (intact {result['loss']:.4f}), far part spoiled"
+    title = (
+        f"Loss of the last {SCORED_TOKENS} of {result['length']:,} tokens (intact {result['loss']:.4f}), "
+        "with corrupted far context"
+    )
     shown = new_table("farther than", "way", "loss", "rise", "95 %")
     for row in result["rows"]:
         numbers = (f"{row['loss']:.4f}", f"{row['rise']:+.4f}", interval_text(row["interval"]))

@@ -38,8 +38,8 @@ def scope(lab: AnalysisContext) -> list[int]:
     distances = [d for d in asked if d >= MIN_RECALL_DISTANCE and _length(lab, d) <= room]
     if not distances:
         raise InputError(
-            f"recall wants a distance of at least {MIN_RECALL_DISTANCE} tokens, and none of {', '.join(map(str, asked))} is one that "
-            "fits. Give longer --lengths or a longer text."
+            f"recall requires a distance of at least {MIN_RECALL_DISTANCE} tokens. None of "
+            f"{', '.join(map(str, asked))} fits. Use longer --lengths or a longer text."
         )
     return distances
 

@@ -51,7 +51,7 @@ class Run:
         return rows(self.evaluations, query)
 
     @property
-    def sweeps(self) -> list[StoredEvaluation]:
+    def standard_evaluations(self) -> list[StoredEvaluation]:
         """Evaluations of the best weights as trained, without overlap, on any text."""
         return [
             stored
@@ -69,7 +69,7 @@ class Collection:
     runs: dict[str, Run]
     costs: dict[str, dict[str, Any]]
     """As `read_costs` has them, each with the `path` of its file."""
-    benches: list[tuple[Path, BenchResult]]
+    benchmark_results: list[tuple[Path, BenchResult]]
     """Results of `trainshort bench`, the newest last."""
 
     @cached_property
@@ -88,7 +88,10 @@ def _made_at(scale: Scale, name: str, position: str, seed: int) -> bool:
     length = name.removeprefix(f"{position}-").partition("-")[0]
     setups = SETUPS[:1] if scale.uses_single_corpus else SETUPS
     wanted = [
-        Variant(setup, position, at, seed) for setup in setups for at in LENGTHS if str(scale.length(at)) == length
+        Variant(setup, position, at, seed)
+        for setup in setups
+        for at in LENGTHS
+        if str(scale.scale_length(at)) == length
     ]
     return any(name == scale.run_name(variant) for variant in wanted)
 
@@ -112,7 +115,7 @@ def collect(paths: Sequence[Path]) -> Collection:
                 if folder == path:  # it was named; one that lies beside the runs is none of them
                     raise
         costs |= {name: {**entry, "path": path / COST_FILE} for name, entry in read_costs(path).items()}
-        benches += bench_results.find(path)
+        benches += bench_results.find_bench_results(path)
     if not any(run.evaluations for run in runs.values()) and not costs and not benches:
         named = ", ".join("this folder" if path == Path() else str(path) for path in paths)
         where = f"no results in {named}" if paths else "no folder was given"
@@ -141,16 +144,16 @@ def read_costs(root: Path) -> dict[str, Any]:
     def entries(values: dict[str, Any]) -> dict[str, Any]:
         return dict(values["entries"]) if values["format"] == COST_FORMAT else {}
 
-    return stored(root / COST_FILE, entries, "Remove it, and the costs are measured again.") or {}
+    return read_stored_result(root / COST_FILE, entries, "Remove it, and the costs are measured again.") or {}
 
 
-def stored(path: Path, read: Callable[[dict[str, Any]], T], mend: str) -> T | None:
+def read_stored_result(path: Path, read: Callable[[dict[str, Any]], T], hint: str) -> T | None:
     """What `read` takes from a stored result; None where there is none. A damaged one is told, not left out."""
     try:
-        return read(read_with_checksum(path, mend=mend))
+        return read(read_with_checksum(path, hint=hint))
     except MissingFileError:
         return None
     except InputError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
-        raise InputError(f"{path} does not hold what such a file should. {mend}") from None
+        raise InputError(f"{path} does not hold what such a file should. {hint}") from None

@@ -11,9 +11,16 @@ from typing import TypeVar
 from trainshort.errors import InputError
 from trainshort.evaluate.results import LengthScore, interval
 from trainshort.experiments.claims.collection import SEEDS, Collection, Run
-from trainshort.experiments.experiments import Cell, EvalProtocol, Scale, Variant, learning_curve_queries, queries
+from trainshort.experiments.experiments import (
+    Cell,
+    EvalProtocol,
+    Scale,
+    Variant,
+    build_learning_curve_query,
+    build_queries,
+)
 
-RATES = {"train speed": "train_seconds", "read speed": "read_seconds"}
+COST_ENTRY_KEYS = {"train speed": "train_seconds", "read speed": "read_seconds"}
 T = TypeVar("T")
 
 
@@ -31,7 +38,7 @@ class MeasuredCell:
         return statistics.fmean(self.values) if self.values else float("nan")
 
     @property
-    def spread(self) -> float | None:
+    def std(self) -> float | None:
         """Standard deviation over the seeds; None with one."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
@@ -48,7 +55,7 @@ class RatioWithInterval:
     """The one and the other, where they are perplexities."""
 
     @property
-    def against(self) -> str:
+    def format_versus(self) -> str:
         return f"{self.values[0]:.2f} against {self.values[1]:.2f}"
 
     @property
@@ -57,7 +64,7 @@ class RatioWithInterval:
         return f"{self.values[1]:.2f}, then {self.values[0]:.2f}"
 
     @property
-    def noise(self) -> float:
+    def half_width(self) -> float:
         """Half the interval: a difference smaller than this could not have been told from none."""
         return (self.high - self.low) / 2
 
@@ -91,15 +98,15 @@ class ScaleView:
     run_names: dict[Variant, str] = field(default_factory=dict)
     """The run names that were computed so far. Computing a name is slow, and tables ask for the same names often."""
 
-    def cell(self, cell: Cell) -> MeasuredCell | None:
+    def find_cell(self, cell: Cell) -> MeasuredCell | None:
         """What was obtained for a cell; None when it was not run."""
         if cell.variant is None:
             return None
         if cell.is_cost:
-            return self.cost(cell.variant, cell.quantity)
+            return self.find_cost(cell.variant, cell.quantity)
         if cell.quantity == "learning curve" or cell.protocol is None:
             return None
-        return self.read(cell.variant, cell.protocol, speed=cell.quantity == "read speed")
+        return self.find_evaluation(cell.variant, cell.protocol, speed=cell.quantity == "read speed")
 
     def _own(self, variant: Variant, stored: dict[str, T]) -> T | None:
         """Return the value that is stored under the run name of a model, or None if there is no such value."""
@@ -107,29 +114,31 @@ class ScaleView:
             self.run_names[variant] = self.scale.run_name(variant)
         return stored.get(self.run_names[variant])
 
-    def runs(self, variant: Variant) -> list[Run]:
+    def find_runs(self, variant: Variant) -> list[Run]:
         found = (self._own(replace(variant, seed=seed), self.collection.runs) for seed in SEEDS)
         return [run for run in found if run]
 
-    def read(self, variant: Variant, reading: EvalProtocol, *, speed: bool = False) -> MeasuredCell | None:
+    def find_evaluation(self, variant: Variant, reading: EvalProtocol, *, speed: bool = False) -> MeasuredCell | None:
         """Perplexity (or evaluation speed) at a length, over the seeds."""
-        found = self.at(variant, reading)
+        found = self.find_rows_of_seeds(variant, reading)
         scored = [row.speed if speed else row.perplexity for row, _ in found if row.status == "scored"]
         values = tuple(value for value in scored if value is not None)
         failed = [row.status for row, _ in found if row.status != "scored"]
         status = failed[-1] if failed and not values else "scored"
         return MeasuredCell(values, tuple(path for _, path in found), status) if found else None
 
-    def rows(self, run: Run, reading: EvalProtocol) -> dict[int, tuple[LengthScore, Path]]:
+    def find_rows(self, run: Run, reading: EvalProtocol) -> dict[int, tuple[LengthScore, Path]]:
         """All rows of the evaluation that a reading wants, by length."""
-        return run.rows(queries(self.scale, reading)[0])
+        return run.rows(build_queries(self.scale, reading)[0])
 
-    def at(self, variant: Variant, reading: EvalProtocol) -> list[tuple[LengthScore, Path]]:
+    def find_rows_of_seeds(self, variant: Variant, reading: EvalProtocol) -> list[tuple[LengthScore, Path]]:
         """The row at a reading, of each seed that has one."""
-        found = (self.rows(run, reading).get(self.scale.length(reading.length)) for run in self.runs(variant))
+        found = (
+            self.find_rows(run, reading).get(self.scale.scale_length(reading.length)) for run in self.find_runs(variant)
+        )
         return [one for one in found if one]
 
-    def cost(self, variant: Variant, quantity: str) -> MeasuredCell | None:
+    def find_cost(self, variant: Variant, quantity: str) -> MeasuredCell | None:
         """Speed in tokens/s or memory in GB, as measured in rounds on this machine."""
         entry = self._own(variant, self.collection.costs)
         if entry is None:
@@ -137,23 +146,25 @@ class ScaleView:
         if quantity == "train memory":
             memory = entry["train_memory"]
             return None if memory is None else MeasuredCell((memory / 1e9,), (entry["path"],))
-        seconds = entry[RATES[quantity]]
+        seconds = entry[COST_ENTRY_KEYS[quantity]]
         return MeasuredCell((entry["tokens"] / statistics.median(seconds),), (entry["path"],)) if seconds else None
 
-    def speeds(self, one: Variant, other: Variant) -> RatioWithInterval | None:
+    def compare_speeds(self, one: Variant, other: Variant) -> RatioWithInterval | None:
         """How much faster the first trains than the second, round by round: whatever else the machine did fell on both.
         None when they were not measured in turns."""
         ours, theirs = (self._own(model, self.collection.costs) for model in (one, other))
         if ours is None or theirs is None or ours["session"] != theirs["session"]:
             return None
-        rounds = [[took / entry["tokens"] for took in entry[RATES["train speed"]] or ()] for entry in (ours, theirs)]
+        rounds = [
+            [took / entry["tokens"] for took in entry[COST_ENTRY_KEYS["train speed"]] or ()] for entry in (ours, theirs)
+        ]
         if not all(rounds):
             return None
         return RatioWithInterval(
             *median_with_interval([b / a - 1 for a, b in zip(*rounds, strict=True)]), (ours["path"], theirs["path"])
         )
 
-    def memories(self, one: Variant, other: Variant) -> RatioWithInterval | None:
+    def compare_memories(self, one: Variant, other: Variant) -> RatioWithInterval | None:
         """How much more memory the first takes to train. The interval goes from the least difference of two weighings
         to the greatest."""
         entries = [entry for model in (one, other) if (entry := self._own(model, self.collection.costs))]
@@ -164,12 +175,12 @@ class ScaleView:
         change = statistics.median(peaks[0]) / statistics.median(peaks[1]) - 1
         return RatioWithInterval(change, low, high, tuple(entry["path"] for entry in entries))
 
-    def perplexities(
+    def compare_perplexities(
         self, one: tuple[Variant, EvalProtocol], other: tuple[Variant, EvalProtocol]
     ) -> RatioWithInterval | None:
         """How much higher the first's perplexity is. The interval is the wider of two: over stretches of the text,
         where both were evaluated on the same one, and over the seeds, where there are some for both."""
-        first, second = self.read(*one), self.read(*other)
+        first, second = self.find_evaluation(*one), self.find_evaluation(*other)
         if first is None or second is None or not first.values or not second.values:
             return None
         change = math.log(first.value / second.value)
@@ -178,21 +189,21 @@ class ScaleView:
         return RatioWithInterval(change, low, high, first.sources + second.sources, (first.value, second.value))
 
     def _over_text(self, *both: tuple[Variant, EvalProtocol]) -> float:
-        (first, _), (second, _) = (self.at(*one)[0] for one in both)
+        (first, _), (second, _) = (self.find_rows_of_seeds(*one)[0] for one in both)
         try:
             bounds = interval(first, second)
         except InputError:  # not the same text
             return 0.0
         return (bounds[1] - bounds[0]) / 2 if bounds else 0.0
 
-    def curve(self, variant: Variant, reading: EvalProtocol) -> list[tuple[int, float, Path]]:
+    def find_learning_curve(self, variant: Variant, reading: EvalProtocol) -> list[tuple[int, float, Path]]:
         """Tokens trained on and perplexity at a reading, for each checkpoint that was kept and evaluated."""
         points = []
-        for run in self.runs(variant):
-            settings, length = run.config.train, self.scale.length(reading.length)
+        for run in self.find_runs(variant):
+            settings, length = run.config.train, self.scale.scale_length(reading.length)
             steps = {stored.evaluation.target.get("step") for stored in run.evaluations}
             for step in sorted(step for step in steps if step is not None):
-                row, path = run.rows(replace(learning_curve_queries(self.scale, reading), step=step)).get(
+                row, path = run.rows(replace(build_learning_curve_query(self.scale, reading), step=step)).get(
                     length, (None, None)
                 )
                 if row and path and row.status == "scored":

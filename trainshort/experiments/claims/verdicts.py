@@ -21,7 +21,7 @@ class Outcome:
     obtained: str
     reason: str
     sources: tuple[Path, ...] = ()
-    detectable: str = ""
+    smallest_detectable: str = ""
     """The smallest effect that these runs could have told from none."""
 
 
@@ -31,7 +31,7 @@ class Rule:
 
     commit: str
     date: str
-    seen: bool
+    results_were_known: bool
     """Whether numbers that it judges had been seen when it was fixed."""
     change: str = ""
     """What was changed then; empty for a rule that stands as it was first written."""
@@ -39,12 +39,18 @@ class Rule:
     @property
     def note(self) -> str:
         """In the words of a note; empty where the rule came before the numbers."""
-        return f"This rule was changed on {self.date}, after numbers had been seen: {self.change}." if self.seen else ""
+        return (
+            f"This rule was changed on {self.date}, after numbers had been seen: {self.change}."
+            if self.results_were_known
+            else ""
+        )
 
 
-AT_FIRST = Rule("93a8134", "2026-11-15", seen=False)
+ORIGINAL_RULE = Rule("93a8134", "2026-11-15", results_were_known=False)
 """All rules were written in one commit, before the one that stores the first numbers (1c4df6d)."""
-BY_CHANCE = Rule("36d23a9", "2026-11-16", seen=True, change="a difference within chance is not judged")
+INTERVAL_RULE = Rule(
+    "36d23a9", "2026-11-16", results_were_known=True, change="a difference within chance is not judged"
+)
 
 
 @dataclass(frozen=True)
@@ -55,15 +61,15 @@ class Claim:
     statement: str
     published: str
     check: Callable[[ScaleView], Outcome]
-    rule: Rule = AT_FIRST
+    rule: Rule = ORIGINAL_RULE
 
 
 claims: Registry[Claim] = Registry("claim")
-Judged = list[tuple[Claim, Outcome]]
+JudgedClaims = list[tuple[Claim, Outcome]]
 
 
-def claim(
-    name: str, published: str, *, rule: Rule = AT_FIRST
+def register_claim(
+    name: str, published: str, *, rule: Rule = ORIGINAL_RULE
 ) -> Callable[[Callable[[ScaleView], Outcome]], Callable[[ScaleView], Outcome]]:
     """Decorator: file a check under its claim, whose statement is the check's docstring."""
 
@@ -80,11 +86,11 @@ def missing_outcome(what: str) -> Outcome:
     return Outcome("not testable at this scale", "not run", f"It needs {what}.")
 
 
-def verdict(condition: bool) -> Verdict:
+def verdict_of_condition(condition: bool) -> Verdict:
     return "holds" if condition else "does not hold"
 
 
-def above(found: RatioWithInterval, bound: float) -> Verdict:
+def judge_above(found: RatioWithInterval, bound: float) -> Verdict:
     """Whether a difference is more than a bound: told only where its whole interval lies on one side. This is the one
     rule about noise, for perplexities and for times, for ALiBi and against it."""
     if found.low > bound:
@@ -92,19 +98,19 @@ def above(found: RatioWithInterval, bound: float) -> Verdict:
     return "does not hold" if found.high <= bound else "cannot tell"
 
 
-def below(found: RatioWithInterval, bound: float) -> Verdict:
+def judge_below(found: RatioWithInterval, bound: float) -> Verdict:
     """The same the other way."""
     if found.high < bound:
         return "holds"
     return "does not hold" if found.low >= bound else "cannot tell"
 
 
-def opposite(found: Verdict) -> Verdict:
+def negate_verdict(found: Verdict) -> Verdict:
     swapped: dict[Verdict, Verdict] = {"holds": "does not hold", "does not hold": "holds"}
     return swapped.get(found, found)
 
 
-def all_parts_hold(found: Iterable[Verdict]) -> Verdict:
+def combine_verdicts(found: Iterable[Verdict]) -> Verdict:
     """Of a claim with several parts: it holds when all do, and falls with one."""
     parts = list(found)
     if "does not hold" in parts:
@@ -116,17 +122,17 @@ def make_outcome(told: Verdict, obtained: str, reason: str, *found: MeasuredCell
     """What a check found, with the files of all that it rests on, and `differences of 0.8 %` as the least that its
     comparisons could tell."""
     sources = tuple(dict.fromkeys(path for one in found if one for path in one.sources))
-    least = max((one.noise for one in found if isinstance(one, RatioWithInterval)), default=0.0)
+    least = max((one.half_width for one in found if isinstance(one, RatioWithInterval)), default=0.0)
     return Outcome(told, obtained, reason, sources, f"differences of {least:.1%}" if least else "")
 
 
-def evaluate_claims(view: ScaleView) -> Judged:
+def evaluate_claims(view: ScaleView) -> JudgedClaims:
     """Every claim with its outcome."""
     from trainshort.experiments.claims import extrapolation, speed_and_memory  # noqa: F401  (each files its checks)
 
     return [(one, one.check(view)) for _, one in claims.items()]
 
 
-def count_verdicts(judged: Judged) -> Counter[Verdict]:
+def count_verdicts(judged: JudgedClaims) -> Counter[Verdict]:
     """Count how often each verdict was given."""
     return Counter(found.verdict for _, found in judged)

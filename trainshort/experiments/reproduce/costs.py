@@ -18,11 +18,11 @@ from trainshort.evaluate.analyses.base import AnalysisContext, analyze
 from trainshort.evaluate.step_cost import StepBenchmark
 from trainshort.evaluate.targets import RunTarget, open_text
 from trainshort.experiments.claims.collection import COST_FORMAT, SAMPLE_FORMAT, read_costs
-from trainshort.experiments.reproduce.local import cores
+from trainshort.experiments.reproduce.local import available_cores
 from trainshort.generate.streaming import stream
 from trainshort.train.run_data import open_run_data
 from trainshort.utils.io import make_folder, write_with_checksum
-from trainshort.utils.machine import pick_device, provenance
+from trainshort.utils.machine import collect_provenance, pick_device
 from trainshort.utils.terminal import new_console
 from trainshort.utils.timing import Timing, run_in_subprocess, time_interleaved
 
@@ -46,7 +46,7 @@ def measure_costs(
     entries = read_costs(path.parent)
     if not configs.keys() - entries.keys():
         return
-    origin, device = provenance(threads=torch.get_num_threads()), pick_device(None)
+    origin, device = collect_provenance(threads=torch.get_num_threads()), pick_device(None)
     groups: dict[int, dict[str, RunConfig]] = {}
     for name, config in configs.items():
         length = config.train.length
@@ -89,7 +89,7 @@ def _memories(configs: dict[str, RunConfig], device: str) -> dict[str, list[int]
         )
         return measured["training"].get("above")
 
-    with ThreadPoolExecutor(cores() if device == "cpu" else 1) as several:
+    with ThreadPoolExecutor(available_cores() if device == "cpu" else 1) as several:
         begun = {name: several.map(weigh, [config] * MEMORY_MEASUREMENTS) for name, config in configs.items()}
         return {name: [peak for peak in peaks if peak is not None] for name, peaks in begun.items()}
 
@@ -124,7 +124,7 @@ def write_sample(run: Path, path: Path) -> None:
         "trained_at": length,
         "settings": settings,
         "passages": passages,
-        "provenance": provenance(threads=torch.get_num_threads()),
+        "provenance": collect_provenance(threads=torch.get_num_threads()),
     }
     make_folder(path.parent)
     write_with_checksum(path, record)

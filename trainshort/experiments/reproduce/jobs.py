@@ -19,7 +19,7 @@ from rich.console import Console
 from trainshort.config.run_config import RunConfig
 from trainshort.evaluate.results import Query, best_step, find, rows
 from trainshort.experiments.claims.collection import COST_FILE, read_costs
-from trainshort.experiments.experiments import Experiment, Scale, learning_curve_queries, queries, with_seed
+from trainshort.experiments.experiments import Experiment, Scale, build_learning_curve_query, build_queries, with_seed
 from trainshort.train.run_folder import RunFolder, list_checkpoints, read_metrics, run_name
 from trainshort.utils.io import make_folder
 from trainshort.utils.terminal import ProgressMeter, escape_for_output
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainshort.experiments.reproduce.local import SlurmConfig
 
 STEP_WEIGHT = 3
-SAMPLE = Path("samples") / "sample.json"
+SAMPLE_PATH = Path("samples") / "sample.json"
 REACH_RESULT_PATH = Path("analysis") / "reach.json"
 SAMPLED = "demo"
 """The experiment whose models also write a text; those of its shortest length, which are read far beyond it."""
@@ -40,11 +40,11 @@ class Job:
 
     name: str
     config: RunConfig
-    lengths: dict[Query, set[int]] = field(default_factory=dict)
+    eval_lengths: dict[Query, set[int]] = field(default_factory=dict)
     """Lengths at which it is evaluated, by what those evaluations have in common."""
-    curves: dict[Query, set[int]] = field(default_factory=dict)
+    curve_lengths: dict[Query, set[int]] = field(default_factory=dict)
     """The same for the checkpoints that were kept on the way."""
-    sample: bool = False
+    needs_sample: bool = False
     """Whether a text is generated past the training length, and the reach of attention measured."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,8 +59,8 @@ class Job:
 class JobPlan:
     """All that a set of experiments needs at one scale."""
 
-    tasks: list[Job]
-    costs: dict[str, RunConfig]
+    jobs: list[Job]
+    cost_configs: dict[str, RunConfig]
     """Configurations whose speed is measured, by run name."""
     memory_measured: frozenset[str] = frozenset()
     """Those of them whose memory is measured too."""
@@ -76,8 +76,8 @@ def plan_jobs(chosen: Sequence[Experiment], scale: Scale, seeds: Iterable[int] =
         for experiment in (with_seed(one, seed) for one in chosen):
             _add(experiment, scale, tasks)
     for experiment in chosen:
-        for variant in experiment.cost_configs(scale):
-            config = scale.config(variant)
+        for variant in experiment.variants_to_measure(scale):
+            config = scale.make_config(variant)
             costs[run_name(config)] = config
     weighed, read = (_configs_for_cost(chosen, scale, quantity) for quantity in ("train memory", "read speed"))
     return JobPlan(list(tasks.values()), costs, weighed, read)
@@ -86,41 +86,43 @@ def plan_jobs(chosen: Sequence[Experiment], scale: Scale, seeds: Iterable[int] =
 def _configs_for_cost(chosen: Sequence[Experiment], scale: Scale, quantity: str) -> frozenset[str]:
     """The configurations of which a cell wants this cost."""
     cells = (cell for one in chosen for cell in one.cells if cell.is_cost and cell.quantity == quantity)
-    return frozenset(run_name(scale.config(cell.variant)) for cell in cells if cell.variant)
+    return frozenset(run_name(scale.make_config(cell.variant)) for cell in cells if cell.variant)
 
 
 def _add(experiment: Experiment, scale: Scale, tasks: dict[str, Job]) -> None:
-    variants = experiment.variants(scale)
+    variants = experiment.variants_to_train(scale)
     for variant in variants:
-        config = scale.config(variant)
+        config = scale.make_config(variant)
         task = tasks.setdefault(run_name(config), Job(run_name(config), config))
-        task.sample |= experiment.name == SAMPLED and variant.length == min(one.length for one in variants)
-        for reading in experiment.protocols(scale, variant):
-            for query in queries(scale, reading):
-                task.lengths.setdefault(query, set()).add(scale.length(reading.length))
-        for reading in experiment.curves(scale, variant):
-            task.curves.setdefault(learning_curve_queries(scale, reading), set()).add(scale.length(reading.length))
+        task.needs_sample |= experiment.name == SAMPLED and variant.length == min(one.length for one in variants)
+        for reading in experiment.eval_protocols(scale, variant):
+            for query in build_queries(scale, reading):
+                task.eval_lengths.setdefault(query, set()).add(scale.scale_length(reading.length))
+        for reading in experiment.learning_curve_protocols(scale, variant):
+            task.curve_lengths.setdefault(build_learning_curve_query(scale, reading), set()).add(
+                scale.scale_length(reading.length)
+            )
 
 
-def trained(folder: Path, task: Job) -> bool:
-    return task.config.train.steps in map(step_of, checkpoints(folder))
+def is_trained(folder: Path, task: Job) -> bool:
+    return task.config.train.steps in map(checkpoint_step, complete_checkpoints(folder))
 
 
-def checkpoints(folder: Path) -> list[Path]:
+def complete_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints that are whole, oldest first."""
     return [path for path in list_checkpoints(folder) if (path / "manifest.json").exists()]
 
 
-def missing_evaluations(folder: Path, task: Job) -> list[tuple[Path, Query, list[int]]]:
+def find_missing_evaluations(folder: Path, task: Job) -> list[tuple[Path, Query, list[int]]]:
     """Evaluations that a model lacks: of the run or one of its checkpoints, by which query, at which lengths. They
     have no number: never tried, or tried and failed (out of memory, cannot), which is tried again."""
     found, best = find(folder), best_step(folder)
-    wanted = [(folder, query, lengths) for query, lengths in task.lengths.items()]
-    for checkpoint in checkpoints(folder) if task.curves else ():
-        step = step_of(checkpoint)
+    wanted = [(folder, query, lengths) for query, lengths in task.eval_lengths.items()]
+    for checkpoint in complete_checkpoints(folder) if task.curve_lengths else ():
+        step = checkpoint_step(checkpoint)
         # The best one is the run itself: its evaluations lie in one file, and must go on being the run's.
         path = folder if step == best else checkpoint
-        wanted += [(path, replace(query, step=step), lengths) for query, lengths in task.curves.items()]
+        wanted += [(path, replace(query, step=step), lengths) for query, lengths in task.curve_lengths.items()]
     lacking = []
     for path, query, lengths in wanted:
         have = {length for length, (row, _) in rows(found, query).items() if row.status == "scored"}
@@ -129,16 +131,16 @@ def missing_evaluations(folder: Path, task: Job) -> list[tuple[Path, Query, list
     return lacking
 
 
-def step_of(checkpoint: Path) -> int:
+def checkpoint_step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def finished(root: Path, task: Job) -> bool:
+def is_finished(root: Path, task: Job) -> bool:
     """Whether nothing is left to do."""
     folder = root / task.name
-    extras = (SAMPLE, REACH_RESULT_PATH) if task.sample else ()
-    there = trained(folder, task) and all((folder / file).exists() for file in extras)
-    return there and not missing_evaluations(folder, task)
+    extras = (SAMPLE_PATH, REACH_RESULT_PATH) if task.needs_sample else ()
+    there = is_trained(folder, task) and all((folder / file).exists() for file in extras)
+    return there and not find_missing_evaluations(folder, task)
 
 
 def fraction_done(tasks: Sequence[Job], root: Path) -> float:
@@ -148,11 +150,11 @@ def fraction_done(tasks: Sequence[Job], root: Path) -> float:
         folder, settings = root / task.name, task.config.train
         step, steps = STEP_WEIGHT * settings.batch * settings.length, [settings.steps]
         total += step * settings.steps
-        if not trained(folder, task):
+        if not is_trained(folder, task):
             steps = [record["step"] for record in read_metrics(RunFolder(folder))]
         done += step * max(steps, default=0)
-        left = {(query, length) for _, query, lengths in missing_evaluations(folder, task) for length in lengths}
-        for query, length in ((query, length) for query, lengths in task.lengths.items() for length in lengths):
+        left = {(query, length) for _, query, lengths in find_missing_evaluations(folder, task) for length in lengths}
+        for query, length in ((query, length) for query, lengths in task.eval_lengths.items() for length in lengths):
             reads = (query.tokens or 100_000) * (length / (query.stride or length))
             total += reads
             done += reads * ((query, length) not in left)
@@ -169,7 +171,7 @@ def run_job(task: Job, root: Path) -> str:
 def train_model(task: Job, root: Path) -> None:
     from trainshort.train.loop import train
 
-    if not trained(root / task.name, task):
+    if not is_trained(root / task.name, task):
         train(task.config, root / task.name, resume=True, quiet=True)
 
 
@@ -181,15 +183,15 @@ def evaluate_model(task: Job, root: Path) -> None:
     from trainshort.utils.machine import pick_device
 
     folder = root / task.name
-    for path, query, lengths in missing_evaluations(folder, task):
+    for path, query, lengths in find_missing_evaluations(folder, task):
         target = RunTarget(path, device=pick_device(None))
         text = open_text(target, (), query.split, query.tokens)
         evaluate(target, text, Sweep(text.tokens, lengths, query.stride), picture=False)  # the report draws them all
-    if task.sample:
+    if task.needs_sample:
         from trainshort.experiments.reproduce.costs import measure_reach, write_sample
 
-        if not (folder / SAMPLE).exists():
-            write_sample(folder, folder / SAMPLE)
+        if not (folder / SAMPLE_PATH).exists():
+            write_sample(folder, folder / SAMPLE_PATH)
         if not (folder / REACH_RESULT_PATH).exists():
             measure_reach(folder)
 
@@ -203,11 +205,11 @@ def reproduce(
     console: Console,
 ) -> None:
     """Compute what is missing under `root`: here, or on a cluster if its site is given."""
-    todo = [task for task in assignment.tasks if not finished(root, task)]
-    kept = len(assignment.tasks) - len(todo)
+    todo = [task for task in assignment.jobs if not is_finished(root, task)]
+    kept = len(assignment.jobs) - len(todo)
     if kept:
         console.print(
-            f"{kept} of {len(assignment.tasks)} models are done already, in {escape_for_output(str(root))}.",
+            f"{kept} of {len(assignment.jobs)} models are done already, in {escape_for_output(str(root))}.",
             highlight=False,
         )
     if todo:
@@ -218,12 +220,14 @@ def reproduce(
                 from trainshort.experiments.reproduce.local import run_on_cluster
 
                 run_on_cluster(todo, root, done, site)
-    if assignment.costs.keys() - read_costs(root).keys():  # asked here, since what measures them takes torch
+    if assignment.cost_configs.keys() - read_costs(root).keys():  # asked here, since what measures them takes torch
         from trainshort.experiments.reproduce.costs import measure_costs
 
         console.print("Measuring speed and memory ...", highlight=False)
         make_folder(root)
-        measure_costs(assignment.costs, root / COST_FILE, assignment.memory_measured, assignment.eval_speed_measured)
+        measure_costs(
+            assignment.cost_configs, root / COST_FILE, assignment.memory_measured, assignment.eval_speed_measured
+        )
 
 
 def run_locally(todo: list[Job], root: Path, done: Callable[[str], None], jobs: int | None = None) -> None:

@@ -56,10 +56,10 @@ def default_parallelism() -> int:
     """How many models to run at a time: with a GPU one, else one for each core."""
     import torch
 
-    return 1 if torch.cuda.is_available() else min(cores(), MAX_PARALLEL_JOBS)
+    return 1 if torch.cuda.is_available() else min(available_cores(), MAX_PARALLEL_JOBS)
 
 
-def cores() -> int:
+def available_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -73,7 +73,7 @@ def run_parallel(tasks: list[Job], root: Path, done: Callable[[str], None], jobs
     """
     prepare_data(tasks)
     context = multiprocessing.get_context("spawn")
-    threads = max(1, cores() // jobs)
+    threads = max(1, available_cores() // jobs)
     waiting: list[tuple[Job, Work]] = [(task, train_model) for task in tasks]
     failed: list[str] = []
     running: dict[Connection, tuple[Job, Work, BaseProcess]] = {}
@@ -172,7 +172,7 @@ class SlurmConfig(StrictConfig):
     options: dict[str, str | int] = Field(default_factory=dict)
     """Other options of sbatch, by their long names."""
 
-    def parameters(self) -> dict[str, Any]:
+    def to_submitit(self) -> dict[str, Any]:
         """In submitit's words."""
         wanted = {
             "timeout_min": self.minutes,
@@ -219,7 +219,7 @@ class ClusterJob:
         return DelayedSubmission(self, task, root)
 
 
-def cluster(root: Path, site: SlurmConfig, kind: str = "slurm") -> Any:
+def make_executor(root: Path, site: SlurmConfig, kind: str = "slurm") -> Any:
     """What takes jobs; nothing is written before the first. `kind` is submitit's name of it: slurm, or local for
     processes on this machine."""
     require_package("submitit", "Starting Slurm jobs", "trainshort[report]")
@@ -229,7 +229,7 @@ def cluster(root: Path, site: SlurmConfig, kind: str = "slurm") -> Any:
     logging.getLogger("submitit").setLevel(logging.ERROR)
     try:
         executor = submitit.AutoExecutor(folder=root / "jobs", cluster=kind)
-        executor.update_parameters(name="trainshort", **site.parameters())
+        executor.update_parameters(name="trainshort", **site.to_submitit())
     except (RuntimeError, ValueError) as error:
         raise InputError(f"submitit cannot start jobs here ({error}). Use --launcher local.") from None
     if kind == "slurm" and _queued() is None:
@@ -241,7 +241,7 @@ def run_on_cluster(
     tasks: list[Job], root: Path, done: Callable[[str], None], site: SlurmConfig, kind: str = "slurm"
 ) -> None:
     """One job per task."""
-    executor = cluster(root, site, kind)
+    executor = make_executor(root, site, kind)
     from submitit.core.utils import FailedJobError
 
     prepare_data(tasks)  # two jobs would prepare the same text twice

@@ -14,7 +14,7 @@ from typing import Any
 
 from trainshort.config.run_config import RunConfig
 from trainshort.experiments.claims.collection import read_costs
-from trainshort.experiments.experiments import Experiment, Scale, Variant, published, with_seed
+from trainshort.experiments.experiments import Experiment, Scale, Variant, load_published_numbers, with_seed
 from trainshort.experiments.recipes import recipe_name, recipes
 from trainshort.experiments.scales import PAPER_GPUS
 from trainshort.train.run_folder import flatten, run_name
@@ -25,7 +25,7 @@ GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
-class Entry:
+class PlanEntry:
     """One model of a plan."""
 
     variant: Variant
@@ -39,34 +39,34 @@ class Entry:
     parameters: int
 
 
-def make_plan(chosen: Sequence[Experiment], scale: Scale, root: Path, seeds: int = 1) -> list[Entry]:
+def make_plan(chosen: Sequence[Experiment], scale: Scale, root: Path, seeds: int = 1) -> list[PlanEntry]:
     """Every model of the experiments once."""
-    found: dict[str, Entry] = {}
+    found: dict[str, PlanEntry] = {}
     costs = read_costs(root)
     for seed in range(1, seeds + 1):
         for experiment in (with_seed(one, seed) for one in chosen):
-            for variant in experiment.variants(scale):
-                config = scale.config(variant)
+            for variant in experiment.variants_to_train(scale):
+                config = scale.make_config(variant)
                 name = run_name(config)
                 if name not in found:
                     found[name] = _entry(scale, variant, config, root / name, costs)
     return list(found.values())
 
 
-def _entry(scale: Scale, variant: Variant, config: RunConfig, run: Path, costs: dict[str, Any]) -> Entry:
+def _entry(scale: Scale, variant: Variant, config: RunConfig, run: Path, costs: dict[str, Any]) -> PlanEntry:
     tokens = config.train.steps * config.train.batch * config.train.length
     gpus, memory, hours = scale.gpus, None, None
     if scale.name == "paper":
         row = _paper_row(variant)
         gpus, memory = PAPER_GPUS[variant.setup], row.get("mem_gb", row.get("train_mem_gb"))
-        hours = paper_hours(variant, tokens)
+        hours = estimate_paper_hours(variant, tokens)
     elif entry := costs.get(run.name):
         hours = tokens / (entry["tokens"] / statistics.median(entry["train_seconds"])) / 3600
-    line = command(*nearest_recipe(config, recipe_name(scale, variant)), run, gpus)
-    return Entry(variant, run.name, line, gpus, memory, tokens, hours, parameters(config))
+    line = training_command(*find_nearest_recipe(config, recipe_name(scale, variant)), run, gpus)
+    return PlanEntry(variant, run.name, line, gpus, memory, tokens, hours, count_parameters(config))
 
 
-def nearest_recipe(config: RunConfig, own: str) -> tuple[str, list[str]]:
+def find_nearest_recipe(config: RunConfig, own: str) -> tuple[str, list[str]]:
     """The recipe that a run has of its own, or else the one with the fewest settings to change, ALiBi's first; and the
     options that make it this run: --train.seed 2, or --model.position mine --plugin mine.py."""
     made = {name: recipes.get(name)() for name in ([own] if own in recipes else recipes.names())}
@@ -95,7 +95,7 @@ def _plugins(position: str) -> list[str]:
     return [word for path in named if load_plugin(Path(path)) in needed for word in ("--plugin", path)]
 
 
-def command(recipe: str, options: Sequence[str], run: Path, gpus: int) -> str:
+def training_command(recipe: str, options: Sequence[str], run: Path, gpus: int) -> str:
     """The command that trains one model, resumable by itself."""
     what = shlex.join(["train", recipe, "--out", str(run), "--resume", *options])
     if gpus <= 1:
@@ -105,12 +105,12 @@ def command(recipe: str, options: Sequence[str], run: Path, gpus: int) -> str:
     return f"torchrun --nnodes={nodes} --nproc_per_node={min(gpus, GPUS_PER_NODE)} {where} -m trainshort {what}"
 
 
-def paper_hours(variant: Variant, tokens: int) -> float | None:
+def estimate_paper_hours(variant: Variant, tokens: int) -> float | None:
     """Wall-clock hours on the paper's GPUs: ALiBi at 512 on 8 V100, 21.1 billion tokens at 28,300 each: 25.9."""
     row, gpus = _paper_row(variant), PAPER_GPUS[variant.setup]
     if variant.setup == "cc100":
         return row["gpu_hours_k"] * 1e3 / gpus if row else None
-    speed = dict(published()["fig7"].get(variant.position, [])).get(variant.length)
+    speed = dict(load_published_numbers()["fig7"].get(variant.position, [])).get(variant.length)
     speed = row["train_wps_k"] * 1e3 if row else speed
     return tokens / gpus / speed / 3600 if speed else None
 
@@ -118,12 +118,12 @@ def paper_hours(variant: Variant, tokens: int) -> float | None:
 def _paper_row(variant: Variant) -> dict[str, Any]:
     """What the paper measured of this training: a row of Table 12 or Table 1; empty where it has none."""
     if variant.setup == "cc100":
-        rows = published()["table12"]
+        rows = load_published_numbers()["table12"]
         return next((row for row in rows if (row["model"], row["L"]) == (variant.position, variant.length)), {})
-    return published()["table1"].get(variant.position, {}).get(str(variant.length), {})
+    return load_published_numbers()["table1"].get(variant.position, {}).get(str(variant.length), {})
 
 
-def parameters(config: RunConfig) -> int:
+def count_parameters(config: RunConfig) -> int:
     """Number of weights, counted on a model that takes no memory."""
     import torch
 
@@ -135,7 +135,7 @@ def parameters(config: RunConfig) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-def format_plan(entries: Sequence[Entry], scale: Scale) -> str:
+def format_plan(entries: Sequence[PlanEntry], scale: Scale) -> str:
     """The plan as text."""
     lines = [f"{scale.name}: {scale.summary}", f"{len(entries)} models", ""]
     for one in entries:

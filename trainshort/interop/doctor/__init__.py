@@ -19,13 +19,13 @@ from trainshort.errors import InputError
 from trainshort.evaluate.hf_target import check_settings
 from trainshort.interop.doctor.probes import PROBES, Finding
 from trainshort.interop.doctor.tiny_model import TinyModel
-from trainshort.interop.import_model import download_snapshot, type_of
+from trainshort.interop.import_model import download_snapshot, read_model_type
 from trainshort.interop.patch import get_patch_report
 from trainshort.interop.patch.families import FAMILIES, original_class
 from trainshort.interop.safetensors_io import StoredWeights
 from trainshort.utils.io import read_json_object
 from trainshort.utils.optional import require_package
-from trainshort.utils.terminal import first_sentence
+from trainshort.utils.terminal import first_sentence_of
 
 SETTINGS = ("config.json", "*.index.json")
 """What is fetched of a model on the hub."""
@@ -66,7 +66,7 @@ def doctor(model: nn.Module | str | Path) -> Diagnosis:
         except InputError:
             raise
         except (TypeError, ValueError, AttributeError, LookupError, ImportError, OSError, RuntimeError) as error:
-            why = f"{type(error).__name__}: {first_sentence(error)}"
+            why = f"{type(error).__name__}: {first_sentence_of(error)}"
             raise InputError(f"No copy of this {case.model_class.__name__} could be examined ({why}).") from error
     name = str(case.dtype).removeprefix("torch.")
     return Diagnosis(case.model_class.__name__, name, metadata.version("transformers"), findings, _notes(case))
@@ -117,8 +117,8 @@ def _stored(name: str) -> TinyModel:
     if path.is_file():
         raise InputError(f"{name} is a file; give the folder of a saved Hugging Face model, or its name on the hub.")
     folder = path if path.is_dir() else download_snapshot(name, SETTINGS)
-    settings = read_json_object(folder / "config.json", mend="Give the folder of a saved Hugging Face model.")
-    kind = type_of(settings, folder)
+    settings = read_json_object(folder / "config.json", hint="Give the folder of a saved Hugging Face model.")
+    kind = read_model_type(settings, folder)
     if kind is None:
         raise InputError(f"{folder} is a run folder of trainshort; doctor examines models of Hugging Face.")
     check_settings(name, settings)
@@ -129,11 +129,12 @@ def _stored(name: str) -> TinyModel:
     except Exception as error:  # of its many checks of a config, each with an exception of its own
         if kind in CONFIG_MAPPING:
             raise InputError(
-                f"transformers cannot read {folder / 'config.json'} ({first_sentence(error)}). Mend it or save it anew."
+                f"transformers cannot read {folder / 'config.json'} ({first_sentence_of(error)}). "
+                "Fix the file or save it again."
             ) from None
         raise InputError(
             f"{name} is a model of type {kind!r}, for which transformers gives no class of its own "
-            f"({first_sentence(error)}). `trainshort import` may know it."
+            f"({first_sentence_of(error)}). `trainshort import` may know it."
         ) from None
     known: Any = AutoModelForCausalLM._model_mapping
     if type(config) not in known:

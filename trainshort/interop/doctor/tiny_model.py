@@ -125,7 +125,7 @@ def _small_of_ours(config: Any) -> Any:
     model = ModelConfig.parse(config.model)
     width = model.heads * 16
     shape = {"layers": LAYERS, "width": width, "vocab_size": WORDS, "adaptive": None, "feedforward_width": 4 * width}
-    return type(config).of(model.replace(**shape))
+    return type(config).from_model_config(model.replace(**shape))
 
 
 @contextmanager

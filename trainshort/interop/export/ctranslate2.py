@@ -128,7 +128,7 @@ class CTranslate2(Runtime):
         import ctranslate2
 
         self.generator = ctranslate2.Generator(str(folder), device="cpu", compute_type="float32")
-        self.words = read_json(folder / "vocabulary.json", mend=EXPORT_AGAIN_HINT)
+        self.words = read_json(folder / "vocabulary.json", hint=EXPORT_AGAIN_HINT)
         for length in range(1, longest + 1, GROWTH - 1):
             self.generator.forward_batch([[0] * length])  # its table grows by so much a call, and no more
 

@@ -91,7 +91,7 @@ class Transformers(Runtime):
     def __init__(self, folder: Path, longest: int) -> None:
         from transformers import AutoTokenizer
 
-        if read_json_object(folder / "config.json", mend=EXPORT_AGAIN_HINT).get("model_type") == "trainshort":
+        if read_json_object(folder / "config.json", hint=EXPORT_AGAIN_HINT).get("model_type") == "trainshort":
             import trainshort.hf  # noqa: F401  (registers the class)
         self.model: Any = load_causal(folder, torch.float32).eval()
         if hasattr(self.model.config, "max_seq_len"):

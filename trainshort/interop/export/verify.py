@@ -74,7 +74,7 @@ class Verification:
 
 def verify(folder: Path, run: Path | None = None) -> Verification:
     """Load an export in its own program and compare it with the run it was made of."""
-    record = read_json_object(folder / RECORD, mend="Give a folder that trainshort export made.")
+    record = read_json_object(folder / RECORD, hint="Give a folder that trainshort export made.")
     to, length = str(record.get("to")), record.get("trained_at")
     max_error = _find_max_error(to, str(record.get("dtype")))
     if max_error is None or type(length) is not int or length < 1:

@@ -23,7 +23,7 @@ from trainshort.config.registries import convertible, formats  # noqa: F401  (ot
 from trainshort.config.run_config import ModelConfig
 from trainshort.errors import InputError
 from trainshort.model.transformer import TransformerLM
-from trainshort.utils.terminal import first_sentence
+from trainshort.utils.terminal import first_sentence_of
 
 Turn = Literal["same", "transposed", "by head", "first half", "second half", "unit rows"]
 Weights = Mapping[str, Tensor]
@@ -47,7 +47,7 @@ class ImportedModel:
     """What a source says of its model, in our words."""
 
     config: ModelConfig
-    length: int | None
+    training_length: int | None
     """The length it was trained at, if it tells."""
     notes: tuple[str, ...] = ()
     """What was left out or folded, and what a user should know."""
@@ -110,12 +110,12 @@ class WeightMap:
     weights: Weights
     shapes: dict[str, tuple[int, ...]]
     """Our tensors and their shapes."""
-    origin: dict[str, TensorSource]
-    dropped: tuple[str, ...]
+    sources: dict[str, TensorSource]
+    dropped_names: tuple[str, ...]
 
     def tensor(self, name: str) -> Tensor:
         """One tensor of ours, in float32."""
-        origin = self.origin[name]
+        origin = self.sources[name]
         if not origin.names:
             return torch.zeros(self.shapes[name])
         parts = [self.weights[source] for source in origin.names]
@@ -147,15 +147,15 @@ def map_weights(kind: Format, settings: dict[str, Any], weights: Weights) -> Wei
             f"The config tells of {model.config.layers:,} layers, and the model has {len(weights):,} tensors in all. "
             "Is a file of it missing, or its config of another?"
         )
-    shapes, origin = shapes_of(model.config), {}
+    shapes, origin = parameter_shapes(model.config), {}
     for name in shapes:
         origin[name] = _origin(kind, model, name)
-        for source in origin[name].theirs:
+        for source in origin[name].names:
             if source not in weights:
                 raise InputError(
                     f"The model has no tensor {source}. Is a file of it missing, or its config of another?"
                 )
-    used = {source for one in origin.values() for source in one.theirs}
+    used = {source for one in origin.values() for source in one.names}
     dropped = []
     for name in sorted(weights.keys() - used):
         if name in kind.copies and kind.copies[name] in weights:
@@ -167,13 +167,13 @@ def map_weights(kind: Format, settings: dict[str, Any], weights: Weights) -> Wei
     return WeightMap(model, weights, shapes, origin, tuple(dropped))
 
 
-def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a model's tensors, without making them."""
     try:
         with torch.device("meta"):
             return {name: tuple(weight.shape) for name, weight in TransformerLM(config).named_parameters()}
     except (RuntimeError, TypeError, OverflowError) as error:  # of numbers that no machine counts to
-        raise InputError(f"No model is as large as these settings say ({first_sentence(error)}).") from None
+        raise InputError(f"No model is as large as these settings say ({first_sentence_of(error)}).") from None
 
 
 def _origin(kind: Format, model: ImportedModel, name: str) -> TensorSource:

@@ -86,7 +86,7 @@ def read_settings(theirs: dict[str, Any], weights: Weights) -> ImportedModel:
     tied = bool(theirs.get("share_decoder_input_output_embed"))
     adaptive = _adaptive(theirs)
     config = model_config(
-        vocab_size=number(theirs, "vocabulary"),
+        vocab_size=number(theirs, "vocab_size"),
         layers=number(theirs, "decoder_layers"),
         width=width,
         heads=number(theirs, "decoder_attention_heads"),
@@ -130,7 +130,7 @@ def read_dictionary(path: Path, vocab_size: int) -> WordTokenizer:
     """fairseq's dict.txt, one `word count` a line after four words of its own, as a tokenizer."""
     words: list[str] = list(WordTokenizer.SPECIAL)
     known = {*words, "</s>"}
-    for place, row in enumerate(read_text(path, mend="Give the dict.txt of the model's data.").split("\n"), start=1):
+    for place, row in enumerate(read_text(path, hint="Give the dict.txt of the model's data.").split("\n"), start=1):
         row = row.removesuffix("\r")
         overwrites = row.endswith(" #fairseq:overwrite")
         word, space, count = row.removesuffix(" #fairseq:overwrite").rpartition(" ")

@@ -18,10 +18,17 @@ from torch import Tensor, nn
 
 from trainshort.attention.call import TOLERANCE
 from trainshort.errors import InputError
-from trainshort.interop.patch.families import FAMILIES, Family, original_class, unwrap_module_class, wrap_module_class
-from trainshort.interop.patch.forward import ROWS
+from trainshort.interop.patch.families import (
+    FAMILIES,
+    Family,
+    Part,
+    original_class,
+    unwrap_module_class,
+    wrap_module_class,
+)
+from trainshort.interop.patch.forward import FFN_CHUNK
 from trainshort.interop.patch.masks import SETTINGS, PatchSettings
-from trainshort.model.embeddings import is_onednn_faster
+from trainshort.model.linear import is_onednn_faster
 
 TOKENS = 10
 """Of the probe's longer text; the other has fewer, with padding in front."""
@@ -76,10 +83,12 @@ def apply_patch(model: nn.Module, tolerance: float = TOLERANCE) -> PatchReport:
     """The same without a probe."""
     name, body = _find(model)
     family = FAMILIES[name]
-    parts = [(module, part) for module in model.modules() if (part := family.part(module)) is not None]
+    parts: list[tuple[nn.Module, Part]] = [
+        (module, part) for module in model.modules() if (part := family.find_part(module)) is not None
+    ]
     slopes = family.slopes(body.config)
     report = PatchReport(
-        model=next(original_class(module).__name__ for module, part in parts if part in ("outer", "body")),
+        model=next(original_class(module).__name__ for module, part in parts if part in ("head_model", "body")),
         changes=_changes(name, body, parts, tolerance),
         slopes=tuple(slopes.tolist()),
         tolerance=tolerance,
@@ -91,7 +100,7 @@ def apply_patch(model: nn.Module, tolerance: float = TOLERANCE) -> PatchReport:
         for module, _ in parts:
             unwrap_module_class(module)
         raise
-    vars(body)[SETTINGS] = PatchSettings(slopes, tolerance, family.counts_tokens, report)
+    vars(body)[SETTINGS] = PatchSettings(slopes, tolerance, family.skips_padding_in_distances, report)
     return report
 
 
@@ -112,7 +121,7 @@ def _find(model: nn.Module) -> tuple[str, Any]:
     """The family of a model, and its body."""
     for module in model.modules():
         for name, family in FAMILIES.items():
-            if family.part(module) == "body":
+            if family.find_part(module) == "body":
                 if not family.has_alibi(module.config):
                     raise InputError(f"The config of this {original_class(module).__name__} says that it has no ALiBi.")
                 return name, module
@@ -121,7 +130,7 @@ def _find(model: nn.Module) -> tuple[str, Any]:
     )
 
 
-def _changes(name: str, body: Any, parts: list[tuple[nn.Module, str]], tolerance: float) -> tuple[str, ...]:
+def _changes(name: str, body: Any, parts: list[tuple[nn.Module, Part]], tolerance: float) -> tuple[str, ...]:
     def called(part: str) -> str:
         found = [original_class(module).__name__ for module, one in parts if one == part]
         return f"{len(found)} {found[0]}" if len(found) > 1 else found[0]
@@ -136,11 +145,11 @@ def _changes(name: str, body: Any, parts: list[tuple[nn.Module, str]], tolerance
         f"{called('block')}: hands on what may be seen",
         f"{called('body')}: any length; no mask and no biases of length times length",
     ]
-    if any(part == "outer" for _, part in parts):
-        changes.append(f"{called('outer')}: packed documents (position_ids, cu_seq_lens_q) are kept apart")
+    if any(part == "head_model" for _, part in parts):
+        changes.append(f"{called('head_model')}: packed documents (position_ids, cu_seq_lens_q) are kept apart")
     changes.append(
-        f"{called('ffn')}: in training the activation's output is made again and not kept; without gradients {ROWS} "
-        "tokens at a time"
+        f"{called('ffn')}: in training the activation's output is made again and not kept; without gradients "
+        f"{FFN_CHUNK} tokens at a time"
     )
     if is_onednn_faster():
         changes.append("linear layers of these: oneDNN's products, which are quicker than MKL's on this processor")
@@ -154,7 +163,11 @@ class _SelfCheck:
     """Two short texts through the model: beside each other, packed, and from a cache."""
 
     def __init__(self, model: nn.Module, family: Family, body: Any) -> None:
-        whole = [module for module in model.modules() if family.part(module) == "outer" and hasattr(module, "lm_head")]
+        whole = [
+            module
+            for module in model.modules()
+            if family.find_part(module) == "head_model" and hasattr(module, "lm_head")
+        ]
         self.model = whole[0] if whole else body  # a classifier has no numbers for every token
         self.body = body
         table = body.get_input_embeddings().weight

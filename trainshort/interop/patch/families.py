@@ -1,6 +1,7 @@
-"""The classes that are patched, and how: a module gets a class that is its own with a few methods around the old ones.
+"""Describe the transformers classes that `patch` supports, and replace the classes of modules.
 
-Modules, weights and names stay what they are, and giving back the old class undoes it.
+A patched module gets a subclass of its own class, in which a few methods are replaced. The module object, its weights
+and its attribute names do not change. Restoring the original class undoes the patch.
 """
 
 import functools
@@ -8,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -16,150 +17,235 @@ from torch import Tensor, nn
 from trainshort import alibi
 from trainshort.errors import InputError
 from trainshort.interop.patch import forward, masks
-from trainshort.interop.patch.masks import Method
+from trainshort.interop.patch.masks import ReplacementMethod
 
-ORIGINAL = "_trainshort_original"
-"""On a class made here: the one it was made of."""
+Part = Literal["attention", "ffn", "block", "body", "head_model"]
+"""A kind of module that is patched. A head model is a complete model such as `MptForCausalLM`."""
+
+ORIGINAL_CLASS = "_trainshort_original"
+"""The attribute of a patched class that holds the original class."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One file of transformers: what its parts are called, and what is put around their methods."""
+    """The classes of one transformers model family, and the methods that replace their methods.
+
+    Attributes:
+        body: The class name of the model without a head.
+        block: The class name of a transformer block.
+        attention: The class name of the attention module.
+        ffn: The class name of the feed-forward module.
+        base_class: The class name from which all models of the family are derived.
+        attention_forward: The replacement for `forward` of the attention module.
+        ffn_forward: The replacement for `forward` of the feed-forward module.
+        slopes: A function that computes the ALiBi slopes from a model config.
+        skips_padding_in_distances: Whether padding between two tokens does not count for their distance.
+        disabled_members: Replacements for members of the body that would build a bias table. The patched attention does
+            not need the bias table.
+        has_alibi: A function that returns whether a model config uses ALiBi.
+    """
 
     body: str
     block: str
     attention: str
     ffn: str
-    root: str
-    """What all its whole models are derived from."""
-    attend: Method
-    narrow: Method
+    base_class: str
+    attention_forward: ReplacementMethod
+    ffn_forward: ReplacementMethod
     slopes: Callable[[Any], Float[Tensor, " heads"]]
-    counts_tokens: bool
-    quiet: Mapping[str, Any]
-    """Of the body: parts that would build a bias nobody reads."""
+    skips_padding_in_distances: bool
+    disabled_members: Mapping[str, Any]
     has_alibi: Callable[[Any], bool]
 
     @property
-    def module(self) -> str:
+    def module_path(self) -> str:
+        """The import path of the transformers module that defines the classes of the family."""
         name = self.body.removesuffix("Model").lower()
         return f"transformers.models.{name}.modeling_{name}"
 
-    def part(self, module: nn.Module) -> str | None:
-        """Which part of the family a module is."""
-        names = {one.__name__ for one in type(module).__mro__ if one.__module__ == self.module}
-        for name in ("attention", "ffn", "block", "body"):
-            if getattr(self, name) in names:
-                return name
-        return "outer" if self.root in names else None
+    def find_part(self, module: nn.Module) -> Part | None:
+        """Return which part of the family a module is, or None if the module does not belong to the family.
 
-    def methods(self, part: str) -> dict[str, Any]:
+        A module of a subclass (such as a patched class) counts as the same part as its base class.
+        """
+        class_names = {base.__name__ for base in type(module).__mro__ if base.__module__ == self.module_path}
+        if self.attention in class_names:
+            return "attention"
+        if self.ffn in class_names:
+            return "ffn"
+        if self.block in class_names:
+            return "block"
+        if self.body in class_names:
+            return "body"
+        if self.base_class in class_names:
+            return "head_model"
+        return None
+
+    def replaced_members(self, part: Part) -> dict[str, Any]:
+        """Return the members of a class that are replaced, by name.
+
+        A value is a `ReplacementMethod`, or an object such as a property that replaces the member directly.
+        """
         match part:
             case "attention":
-                return {"forward": self.attend}
+                return {"forward": self.attention_forward}
             case "ffn":
-                return {"forward": self.narrow}
+                return {"forward": self.ffn_forward}
             case "block":
                 return {"__call__": masks.block_call}
             case "body":
-                return {"forward": masks.body_forward, **self.quiet}
-        return {"forward": masks.outer_forward, "create_masks_for_generate": masks.masks_for_generate}
+                return {"forward": masks.body_forward, **self.disabled_members}
+            case "head_model":
+                return {
+                    "forward": masks.head_model_forward,
+                    "create_masks_for_generate": masks.create_masks_for_generate,
+                }
 
 
 def _falcon_slopes(config: Any) -> Tensor:
-    heads = config.num_attention_heads
-    return alibi.slopes(heads) / math.sqrt(config.hidden_size // heads)
+    """Return Falcon's slopes. Falcon divides the sum of scores and ALiBi bias by the square root of the head width."""
+    num_heads = config.num_attention_heads
+    head_dim = config.hidden_size // num_heads
+    return alibi.slopes(num_heads) / math.sqrt(head_dim)
 
 
-def _nothing(original: Method, self: nn.Module, *args: Any, **kwargs: Any) -> None:
+def _return_none(original: ReplacementMethod, self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Replace a method that builds the ALiBi bias table."""
     return None
 
 
 FAMILIES = {
     "mpt": Family(
-        *("MptModel", "MptBlock", "MptAttention", "MptMLP", "MptPreTrainedModel"),
-        attend=forward.mpt_attention,
-        narrow=forward.mpt_ffn,
+        body="MptModel",
+        block="MptBlock",
+        attention="MptAttention",
+        ffn="MptMLP",
+        base_class="MptPreTrainedModel",
+        attention_forward=forward.mpt_attention,
+        ffn_forward=forward.mpt_ffn,
         slopes=lambda config: alibi.slopes(config.n_heads, config.attn_config.alibi_bias_max),
-        counts_tokens=False,
-        quiet={"build_mpt_alibi_tensor": _nothing},
+        skips_padding_in_distances=False,
+        disabled_members={"build_mpt_alibi_tensor": _return_none},
         has_alibi=lambda config: bool(config.attn_config.alibi),
     ),
     "bloom": Family(
-        *("BloomModel", "BloomBlock", "BloomAttention", "BloomMLP", "BloomPreTrainedModel"),
-        attend=forward.bloom_attention,
-        narrow=forward.bloom_ffn,
+        body="BloomModel",
+        block="BloomBlock",
+        attention="BloomAttention",
+        ffn="BloomMLP",
+        base_class="BloomPreTrainedModel",
+        attention_forward=forward.bloom_attention,
+        ffn_forward=forward.bloom_ffn,
         slopes=lambda config: alibi.slopes(config.n_head),
-        counts_tokens=True,
-        quiet={"build_alibi_tensor": _nothing},
+        skips_padding_in_distances=True,
+        disabled_members={"build_alibi_tensor": _return_none},
         has_alibi=lambda config: True,
     ),
     "falcon": Family(
-        *("FalconModel", "FalconDecoderLayer", "FalconAttention", "FalconMLP", "FalconPreTrainedModel"),
-        attend=forward.falcon_attention,
-        narrow=forward.falcon_ffn,
+        body="FalconModel",
+        block="FalconDecoderLayer",
+        attention="FalconAttention",
+        ffn="FalconMLP",
+        base_class="FalconPreTrainedModel",
+        attention_forward=forward.falcon_attention,
+        ffn_forward=forward.falcon_ffn,
         slopes=_falcon_slopes,
-        counts_tokens=True,
-        quiet={"use_alibi": property(lambda self: False)},
+        skips_padding_in_distances=True,
+        disabled_members={"use_alibi": property(lambda self: False)},
         has_alibi=lambda config: bool(config.alibi),
     ),
 }
-"""By transformers' model_type."""
+"""The supported families by the `model_type` of their Hugging Face config."""
 
 
-# ---- putting a class in a module's place
+# ---- replacing the class of a module
 
 
-def wrap_module_class(module: nn.Module, family: str, part: str) -> None:
-    """Give a module a class that is its own with the part's methods around the old ones."""
-    old = vars(module).get("_old_forward")  # accelerate's hooks keep it there
-    if "forward" in vars(module) and not (isinstance(old, MethodType) and old.__func__ is type(module).forward):
+def wrap_module_class(module: nn.Module, family: str, part: Part) -> None:
+    """Replace the class of a module by a subclass with the patched methods.
+
+    Args:
+        module: The module to patch.
+        family: The key of the module's family in `FAMILIES`.
+        part: Which part of the family the module is.
+
+    Raises:
+        InputError: If another tool has already replaced the module's `forward`. Hooks of accelerate are allowed.
+    """
+    # The hooks of accelerate replace `forward` on the instance and store the original method in `_old_forward`.
+    accelerate_forward = vars(module).get("_old_forward")
+    has_accelerate_hook = (
+        isinstance(accelerate_forward, MethodType) and accelerate_forward.__func__ is type(module).forward
+    )
+    if "forward" in vars(module) and not has_accelerate_hook:
         raise InputError(
-            f"Something else has already put its own forward into this {type(module).__name__}. Patch the model first, "
-            "then wrap it."
+            f"Cannot patch this {type(module).__name__}: another tool has already replaced its forward method. "
+            "Patch the model first, then apply the other tool."
         )
     module.__class__ = _make_patched_class(type(module), family, part)
-    if old is not None:
+    if accelerate_forward is not None:
         module._old_forward = MethodType(type(module).forward, module)  # pyright: ignore[reportArgumentType]
 
 
 def unwrap_module_class(module: nn.Module) -> bool:
-    """Undo it; whether there was anything to undo."""
-    original = vars(type(module)).get(ORIGINAL)
+    """Restore the original class of a patched module.
+
+    Returns:
+        True if the module was patched. False if it was not patched. An unpatched module is not changed.
+    """
+    original = vars(type(module)).get(ORIGINAL_CLASS)
     if original is None:
         return False
     module.__class__ = original
     vars(module).pop(masks.SETTINGS, None)
-    if "_old_forward" in vars(module):
+    if "_old_forward" in vars(module):  # An accelerate hook calls this method.
         module._old_forward = MethodType(original.forward, module)  # pyright: ignore[reportArgumentType]
     return True
 
 
 def original_class(module: nn.Module) -> type:
-    """A module's class without what was put around it."""
-    return vars(type(module)).get(ORIGINAL, type(module))
+    """Return the class that a module had before it was patched, or its class if it is not patched."""
+    return vars(type(module)).get(ORIGINAL_CLASS, type(module))
 
 
 @functools.cache
-def _make_patched_class(base: type, family: str, part: str) -> type:
-    namespace: dict[str, Any] = {
-        name: _around(getattr(base, name, None), method) if callable(method) else method
-        for name, method in FAMILIES[family].methods(part).items()
-    }
-    namespace |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    namespace |= {ORIGINAL: base, "_can_compile_fullgraph": False}
-    namespace["__reduce_ex__"] = lambda self, protocol: (_blank, (base, family, part), self.__dict__)
-    return type(base)(base.__name__, (base,), namespace)
+def _make_patched_class(base: type, family: str, part: Part) -> type:
+    """Create a subclass of `base` with the patched methods. The subclass has the same name and docstring as `base`."""
+    namespace: dict[str, Any] = {}
+    for name, replacement in FAMILIES[family].replaced_members(part).items():
+        if callable(replacement):
+            namespace[name] = _bind_replacement(getattr(base, name, None), replacement)
+        else:
+            namespace[name] = replacement  # for example a property
+
+    namespace["__module__"] = base.__module__
+    namespace["__qualname__"] = base.__qualname__
+    namespace["__doc__"] = base.__doc__
+    namespace[ORIGINAL_CLASS] = base
+    namespace["_can_compile_fullgraph"] = False  # transformers then does not compile the model in `generate`.
+
+    def reduce_module(self: Any, protocol: int) -> tuple[Any, ...]:
+        """Support copy and pickle. The patched class cannot be imported by its name, so it is created again."""
+        return _create_empty_module, (base, family, part), self.__dict__
+
+    namespace["__reduce_ex__"] = reduce_module
+    metaclass = type(base)
+    return metaclass(base.__name__, (base,), namespace)
 
 
-def _around(original: Method | None, method: Method) -> Method:
-    @functools.wraps(original or method)  # generate and Trainer read the signature
-    def around(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(original, self, *args, **kwargs)
+def _bind_replacement(original: ReplacementMethod | None, replacement: ReplacementMethod) -> ReplacementMethod:
+    """Return a method that calls `replacement` with the original method as its first argument.
 
-    return around
+    The returned method has the signature of the original method, because `generate` and `Trainer` inspect signatures.
+    """
+
+    @functools.wraps(original or replacement)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(original, self, *args, **kwargs)
+
+    return method
 
 
-def _blank(base: type, family: str, part: str) -> Any:
-    """An empty module of a made class, which a copy or a pickle fills."""
+def _create_empty_module(base: type, family: str, part: Part) -> Any:
+    """Create a module of a patched class without calling `__init__`. Copy and pickle then restore its attributes."""
     return object.__new__(_make_patched_class(base, family, part))

@@ -1,6 +1,9 @@
-"""Attention of the three families, by `attend`: each projects, splits and caches as its class does. And their
-feed-forward layers, which keep one wide tensor for the backward pass where the classes keep two, and make none as long
-as the text where there is no backward pass."""
+"""Replacements for `forward` of the attention and feed-forward modules of MPT, BLOOM and Falcon.
+
+- The attention replacements compute attention with `attend`, which builds no tensor of size length x length.
+- The feed-forward replacements use less memory. In training, the output of the activation function is recomputed in the
+  backward pass. Without gradients, long inputs are processed in chunks of tokens.
+"""
 
 from typing import Any
 
@@ -10,16 +13,18 @@ from torch import Tensor, nn
 
 from trainshort.alibi import distances
 from trainshort.attention import LinearBias, attend
-from trainshort.interop.patch.masks import MaskInfo, Method
-from trainshort.model.embeddings import apply_linear, has_hooks
+from trainshort.interop.patch.masks import MaskInfo, ReplacementMethod
+from trainshort.model.linear import apply_linear, has_hooks
 
-ROWS = 512
-"""Tokens that a feed-forward layer takes at once without gradients: its wide tensors then stay in the cache, and large
-models still read their weights seldom."""
+FFN_CHUNK = 512
+"""The number of tokens that a feed-forward module processes at once without gradients.
+
+The wide intermediate tensors of 512 tokens fit into the processor cache. Large models still read their weights rarely.
+"""
 
 
 def mpt_attention(
-    original: Method,
+    original: ReplacementMethod,
     self: Any,
     hidden_states: Tensor,
     position_bias: Tensor | None = None,
@@ -27,12 +32,21 @@ def mpt_attention(
     attention_mask: MaskInfo | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if not isinstance(attention_mask, MaskInfo):  # a block that is called by itself is what it was
+    """Replace `MptAttention.forward`.
+
+    The original method runs instead if `attention_mask` is not a `MaskInfo`, for example if a caller runs one block
+    without its model.
+
+    Returns:
+        The output of the attention module, and the attention weights if the caller asked for them (otherwise None).
+    """
+    if not isinstance(attention_mask, MaskInfo):
         return original(self, hidden_states, position_bias, past_key_values, attention_mask, **kwargs)
-    mixed = apply_linear(self.Wqkv, hidden_states)
+    qkv = apply_linear(self.Wqkv, hidden_states)
     if self.clip_qkv:
-        mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
-    q, k, v = (part.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=2))
+        qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+    # Split into q, k and v of shape (batch, heads, length, head width).
+    q, k, v = (tensor.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for tensor in qkv.chunk(3, dim=2))
     k, v = update_cache(past_key_values, k, v, self.layer_idx, attention_mask)
     dropout = self.attn_dropout_p if self.training else 0.0
     out, weights = run_attention(q, k, v, attention_mask, self.softmax_scale, dropout)
@@ -40,7 +54,7 @@ def mpt_attention(
 
 
 def bloom_attention(
-    original: Method,
+    original: ReplacementMethod,
     self: Any,
     hidden_states: Tensor,
     residual: Tensor,
@@ -49,6 +63,15 @@ def bloom_attention(
     layer_past: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
+    """Replace `BloomAttention.forward`.
+
+    The original method runs instead if `attention_mask` is not a `MaskInfo`, for example if a caller runs one block
+    without its model.
+
+    Returns:
+        The residual plus the output of the attention module, and the attention weights if the caller asked for them
+        (otherwise None).
+    """
     if not isinstance(attention_mask, MaskInfo):
         return original(self, hidden_states, residual, alibi, attention_mask, layer_past, **kwargs)
     q, k, v = self._reshape(apply_linear(self.query_key_value, hidden_states))
@@ -60,7 +83,7 @@ def bloom_attention(
 
 
 def falcon_attention(
-    original: Method,
+    original: ReplacementMethod,
     self: Any,
     hidden_states: Tensor,
     alibi: Tensor | None,
@@ -69,114 +92,223 @@ def falcon_attention(
     layer_past: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
+    """Replace `FalconAttention.forward`.
+
+    The original method runs instead if `attention_mask` is not a `MaskInfo`, for example if a caller runs one block
+    without its model.
+
+    Returns:
+        The output of the attention module, and the attention weights if the caller asked for them (otherwise None).
+    """
     if not isinstance(attention_mask, MaskInfo):
         return original(self, hidden_states, alibi, attention_mask, position_ids, layer_past, **kwargs)
-    q, k, v = (part.transpose(1, 2) for part in self._split_heads(apply_linear(self.query_key_value, hidden_states)))
+    qkv = apply_linear(self.query_key_value, hidden_states)
+    q, k, v = (tensor.transpose(1, 2) for tensor in self._split_heads(qkv))
     k, v = update_cache(layer_past, k, v, self.layer_idx, attention_mask)
     dropout = self.attention_dropout.p if self.training else 0.0
     out, weights = run_attention(q, k, v, attention_mask, self.inv_norm_factor, dropout)
     return apply_linear(self.dense, out), weights
 
 
-def mpt_ffn(original: Method, self: Any, hidden_states: Tensor, residual: Tensor) -> Tensor:
+def mpt_ffn(original: ReplacementMethod, self: Any, hidden_states: Tensor, residual: Tensor) -> Tensor:
+    """Replace `MptMLP.forward`."""
     out = run_ffn(hidden_states, self.up_proj, self.act, self.down_proj)
     return nn.functional.dropout(out, self.hidden_dropout, self.training) + residual
 
 
-def bloom_ffn(original: Method, self: Any, hidden_states: Tensor, residual: Tensor) -> Tensor:
+def bloom_ffn(original: ReplacementMethod, self: Any, hidden_states: Tensor, residual: Tensor) -> Tensor:
+    """Replace `BloomMLP.forward`."""
     if self.pretraining_tp > 1 and self.slow_but_exact:
+        # This mode sums partial products in the order of the original tensor-parallel training.
         return original(self, hidden_states, residual)
     out = run_ffn(hidden_states, self.dense_h_to_4h, self.gelu_impl, self.dense_4h_to_h)
     return residual + nn.functional.dropout(out, self.hidden_dropout, self.training)
 
 
-def falcon_ffn(original: Method, self: Any, x: Tensor) -> Tensor:
+def falcon_ffn(original: ReplacementMethod, self: Any, x: Tensor) -> Tensor:
+    """Replace `FalconMLP.forward`."""
     return run_ffn(x, self.dense_h_to_4h, self.act, self.dense_4h_to_h)
 
 
 def run_ffn(
-    x: Float[Tensor, "batch length width"], widen: nn.Module, activate: nn.Module, narrow: nn.Module
+    x: Float[Tensor, "batch length width"],
+    up_projection: nn.Module,
+    activation: nn.Module,
+    down_projection: nn.Module,
 ) -> Float[Tensor, "batch length width"]:
-    """A feed-forward layer: whole where gradients are wanted, or somebody watches its parts, else a slice of the tokens
-    after the other, which computes the same of each token."""
-    rows = x.flatten(0, -2)
-    if torch.is_grad_enabled() or x.device.type != "cpu" or len(rows) <= ROWS or has_hooks(widen, activate, narrow):
-        return recompute_activation_ffn(apply_linear(widen, x), activate, narrow)
-    return torch.cat([apply_linear(narrow, activate(apply_linear(widen, part))) for part in rows.split(ROWS)]).view_as(
-        x
-    )
+    """Compute `down_projection(activation(up_projection(x)))` with little memory.
+
+    Without gradients, a long input on the CPU is processed in chunks of `FFN_CHUNK` tokens. This does not change the
+    result of any token, because a feed-forward module processes each token separately. Modules with hooks receive the
+    complete input.
+    """
+    tokens = x.flatten(0, -2)
+    is_short = len(tokens) <= FFN_CHUNK
+    needs_full_input = torch.is_grad_enabled() or has_hooks(up_projection, activation, down_projection)
+    if needs_full_input or is_short or x.device.type != "cpu":
+        wide = apply_linear(up_projection, x)
+        return recompute_activation_ffn(wide, activation, down_projection)
+
+    outputs = []
+    for chunk in tokens.split(FFN_CHUNK):
+        wide_chunk = apply_linear(up_projection, chunk)
+        outputs.append(apply_linear(down_projection, activation(wide_chunk)))
+    return torch.cat(outputs).view_as(x)
 
 
-def recompute_activation_ffn(wide: Tensor, activate: nn.Module, narrow: nn.Module) -> Tensor:
-    """`narrow(activate(wide))`, of which the backward pass finds `wide` and makes the activation's output again. Where
-    somebody else says what is kept (gradient checkpointing, offloading), it is his affair."""
-    active = activate(wide)
-    others = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
-    if not active.requires_grad or others(False) is not None:
-        return apply_linear(narrow, active)
-    before, place = wide.detach(), active.untyped_storage().data_ptr()
+def recompute_activation_ffn(wide: Tensor, activation: nn.Module, down_projection: nn.Module) -> Tensor:
+    """Compute `down_projection(activation(wide))`, and recompute the activation in the backward pass.
 
-    def pack(kept: Tensor) -> Tensor | tuple[int, ...]:
-        whole = kept.untyped_storage().data_ptr() == place and kept.numel() == before.numel() and kept.is_contiguous()
-        return tuple(kept.shape) if whole else kept
+    Autograd normally saves both `wide` and `activation(wide)`. This function saves only `wide` and recomputes
+    `activation(wide)` in the backward pass. If other saved-tensor hooks are active (gradient checkpointing,
+    offloading), this function saves both tensors as usual.
 
-    def unpack(kept: Tensor | tuple[int, ...]) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
+    Args:
+        wide: The output of the up projection.
+        activation: The activation function. It must compute each element separately and without randomness.
+        down_projection: The linear layer after the activation.
+    """
+    activated = activation(wide)
+    get_active_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
+    has_other_hooks = get_active_hooks(False) is not None
+    if not activated.requires_grad or has_other_hooks:
+        return apply_linear(down_projection, activated)
+
+    activation_input = wide.detach()
+    activated_address = activated.untyped_storage().data_ptr()
+
+    def pack(saved: Tensor) -> Tensor | tuple[int, ...]:
+        """Replace the complete activation output by its shape. Return other tensors unchanged."""
+        has_same_storage = saved.untyped_storage().data_ptr() == activated_address
+        is_complete = saved.numel() == activation_input.numel() and saved.is_contiguous()
+        return tuple(saved.shape) if has_same_storage and is_complete else saved
+
+    def unpack(packed: Tensor | tuple[int, ...]) -> Tensor:
+        """Recompute the activation output if only its shape was saved."""
+        if isinstance(packed, Tensor):
+            return packed
         with torch.no_grad():
-            return activate(before).view(kept)
+            return activation(activation_input).view(packed)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        return apply_linear(narrow, active)
+        return apply_linear(down_projection, activated)
 
 
-def update_cache(cache: Any, k: Tensor, v: Tensor, layer: int, seen: MaskInfo) -> tuple[Tensor, Tensor]:
-    """The keys and values up to here, these put into the cache. Where nothing came before, they are these themselves:
-    the cache's are copies, and a training step, which asks for a cache by default, would keep them to its end."""
-    kept = (k, v) if cache is None else cache.update(k, v, layer)
-    return (k, v) if seen.total == k.shape[2] else kept
+def update_cache(cache: Any, k: Tensor, v: Tensor, layer_index: int, mask_info: MaskInfo) -> tuple[Tensor, Tensor]:
+    """Store new keys and values in the KV cache. Return all keys and values of the layer.
+
+    Args:
+        cache: The KV cache of the model, or None if the model runs without a cache.
+        k: The keys of the new tokens.
+        v: The values of the new tokens.
+        layer_index: The index of the attention layer.
+        mask_info: Its `num_keys` is the number of keys after the update.
+    """
+    if cache is None:
+        return k, v
+    cached_k, cached_v = cache.update(k, v, layer_index)
+    if mask_info.num_keys == k.shape[2]:
+        # The cache was empty. Return the new tensors, because autograd would keep the copies of the cache in memory.
+        return k, v
+    return cached_k, cached_v
 
 
 def run_attention(
     q: Float[Tensor, "batch heads q_len dim"],
     k: Float[Tensor, "batch kv_heads k_len dim"],
     v: Float[Tensor, "batch kv_heads k_len dim"],
-    seen: MaskInfo,
+    mask_info: MaskInfo,
     scale: float,
     dropout: float,
 ) -> tuple[Float[Tensor, "batch q_len width"], Tensor | None]:
-    """What attention gives, heads side by side, and the weights where they are asked for."""
-    k, v = (x[:, :, : seen.total].to(q.dtype) for x in (k, v))  # static caches give back all their room
-    slopes = seen.settings.slopes.to(q.device)
-    if seen.weights or seen.mask is not None or seen.places is not None:
-        out, weights = _materialized_attention(q, k, v, seen, scale, dropout)
-        return out.transpose(1, 2).flatten(2), weights if seen.weights else None
-    segment_ids = None if seen.segment_ids is None else seen.segment_ids.to(q.device)
-    settings: dict[str, Any] = {"scale": scale, "dropout_p": dropout, "tolerance": seen.settings.tolerance}
-    out = attend(q, k, v, bias=LinearBias(slopes), segment_ids=segment_ids, **settings)
+    """Compute ALiBi attention.
+
+    Attention weights are built as a tensor only if that is necessary: if the caller asked for the weights, passed a
+    mask of four dimensions, or if padding between tokens must not count for distances.
+
+    Args:
+        q: The queries of the new tokens.
+        k: The keys. A static cache returns unused slots after the last key.
+        v: The values.
+        mask_info: The keys that each query may attend to, and the ALiBi slopes.
+        scale: The factor by which the products of queries and keys are multiplied.
+        dropout: The dropout probability of the attention weights.
+
+    Returns:
+        The outputs of all heads, concatenated, and the attention weights if the caller asked for them (otherwise None).
+    """
+    # Drop unused slots of a static cache.
+    k = k[:, :, : mask_info.num_keys].to(q.dtype)
+    v = v[:, :, : mask_info.num_keys].to(q.dtype)
+
+    has_special_mask = mask_info.explicit_mask is not None or mask_info.token_positions is not None
+    if mask_info.needs_weights or has_special_mask:
+        out, weights = _materialized_attention(q, k, v, mask_info, scale, dropout)
+        returned_weights = weights if mask_info.needs_weights else None
+        return out.transpose(1, 2).flatten(2), returned_weights
+
+    segment_ids = None
+    if mask_info.segment_ids is not None:
+        segment_ids = mask_info.segment_ids.to(q.device)
+    out = attend(
+        q,
+        k,
+        v,
+        bias=LinearBias(mask_info.settings.slopes.to(q.device)),
+        segment_ids=segment_ids,
+        scale=scale,
+        dropout_p=dropout,
+        tolerance=mask_info.settings.tolerance,
+    )
     assert isinstance(out, Tensor)
     return out.transpose(1, 2).flatten(2), None
 
 
 def _materialized_attention(
-    q: Tensor, k: Tensor, v: Tensor, seen: MaskInfo, scale: float, dropout: float
+    q: Tensor, k: Tensor, v: Tensor, mask_info: MaskInfo, scale: float, dropout: float
 ) -> tuple[Tensor, Float[Tensor, "batch heads q_len k_len"]]:
-    """The formula itself, for what has to be written out: the weights, a mask of the caller's, padding in between."""
-    new, total = q.shape[2], k.shape[2]
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    places = torch.arange(total, device=q.device)[None] if seen.places is None else seen.places.to(q.device)
-    distance = places[:, None, -new:, None] - places[:, None, None, :]
-    slopes = seen.settings.slopes.to(q.device)[:, None, None]
-    scores = q.float() @ k.float().mT * scale - slopes * distance
-    least = torch.finfo(torch.float32).min / 2
-    if seen.mask is None:
-        hidden = distances(new, total, q.device) < 0
-        if seen.segment_ids is not None:
-            numbers = seen.segment_ids.to(q.device)[:, None]
-            hidden = hidden | (numbers[..., -new:, None] != numbers[..., None, :])
-        scores = scores.masked_fill(hidden, least)
+    """Compute ALiBi attention with the formula, and return the output and the attention weights.
+
+    Args:
+        q: The queries of the new tokens.
+        k: The keys.
+        v: The values.
+        mask_info: The keys that each query may attend to, and the ALiBi slopes.
+        scale: The factor by which the products of queries and keys are multiplied.
+        dropout: The dropout probability of the attention weights.
+    """
+    num_queries = q.shape[2]
+    num_keys = k.shape[2]
+    queries_per_key_head = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(queries_per_key_head, dim=1)
+    v = v.repeat_interleave(queries_per_key_head, dim=1)
+
+    if mask_info.token_positions is None:
+        key_positions = torch.arange(num_keys, device=q.device)[None]
     else:
-        mask = seen.mask[..., :total].to(q.device)
-        scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask.float().clamp(least)
+        key_positions = mask_info.token_positions.to(q.device)
+    # The queries are the last `num_queries` tokens.
+    query_positions = key_positions[:, -num_queries:]
+    distance = query_positions[:, None, :, None] - key_positions[:, None, None, :]
+    slopes = mask_info.settings.slopes.to(q.device)[:, None, None]
+    scores = q.float() @ k.float().mT * scale - slopes * distance
+
+    # A finite value instead of -inf: a query that may attend to no key then gets no NaN.
+    masked_score = torch.finfo(torch.float32).min / 2
+    if mask_info.explicit_mask is not None:
+        mask = mask_info.explicit_mask[..., :num_keys].to(q.device)
+        if mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, masked_score)
+        else:
+            scores = scores + mask.float().clamp(masked_score)
+    else:
+        is_hidden = distances(num_queries, num_keys, q.device) < 0  # keys after the query
+        if mask_info.segment_ids is not None:
+            segment_ids = mask_info.segment_ids.to(q.device)[:, None]
+            query_segments = segment_ids[..., -num_queries:, None]
+            key_segments = segment_ids[..., None, :]
+            is_hidden = is_hidden | (query_segments != key_segments)
+        scores = scores.masked_fill(is_hidden, masked_score)
+
     weights = nn.functional.dropout(scores.softmax(-1).to(v.dtype), dropout)
     return weights @ v, weights

@@ -1,8 +1,10 @@
-"""What the queries of a patched Hugging Face model may see, worked out once a call and handed down to each layer.
+"""Tell the attention layers of a patched Hugging Face model which keys each query may attend to.
 
-outermost model   remembers which documents were packed, since two of the three classes drop it on the way
-body              works out what may be seen, and builds no mask and no table of biases
-block             hands that on as an argument, so that gradient checkpointing finds it again in the backward pass
+Three modules of the model take part in each forward pass:
+
+- The outermost model (such as `MptForCausalLM`) stores the arguments that describe packed documents.
+- The body (such as `MptModel`) builds one `MaskInfo`. It builds no attention mask and no bias table.
+- Each block receives the `MaskInfo` in place of `attention_mask`, also if gradient checkpointing runs the block again.
 """
 
 import inspect
@@ -18,133 +20,271 @@ from torch import Tensor, nn
 from trainshort.errors import InputError
 
 SETTINGS = "_trainshort"
-"""On a body: what its attention needs to know."""
+"""The attribute of a patched body that holds its `PatchSettings`."""
 
-Method = Callable[..., Any]
-"""Called with the method that it stands for, and then as that."""
+ReplacementMethod = Callable[..., Any]
+"""A function that replaces a method. Its arguments are the original method, the module, and the call's arguments."""
 
 
 @dataclass(frozen=True)
 class PatchSettings:
-    """What the attention of one model needs to know beside its inputs."""
+    """The settings of the patched attention of one model.
+
+    Attributes:
+        slopes: The ALiBi slope of each attention head.
+        tolerance: The softmax mass that `attend` may skip for each query where an upper bound is proven.
+        skips_padding_in_distances: Whether padding tokens between two tokens do not count for their distance. This is
+            True for BLOOM and Falcon, and False for MPT.
+        report: The `PatchReport` that `patch` returned for this model.
+    """
 
     slopes: Float[Tensor, " heads"]
     tolerance: float
-    counts_tokens: bool
-    """Distances are counted in tokens also where padding stands between them (BLOOM, Falcon), not in places (MPT)."""
+    skips_padding_in_distances: bool
     report: Any = None
-    """What `patch` gave back."""
 
 
 @dataclass(frozen=True)
 class MaskInfo:
-    """What the queries of one call may see; takes the place of the written mask."""
+    """The keys that the queries of one forward pass may attend to. It replaces the attention mask tensor.
+
+    Attributes:
+        settings: The settings of the patched attention.
+        num_keys: The number of keys, including the keys in the KV cache.
+        segment_ids: The document of each key. A query attends only to keys with its own id. Padding has its own id.
+            None means that all keys belong to one document.
+        token_positions: The position of each key, not counting padding. None means that keys are numbered in order.
+        explicit_mask: A mask of four dimensions that the caller passed. None if the caller did not pass such a mask.
+        needs_weights: Whether the caller asked for the attention weights.
+    """
 
     settings: PatchSettings
-    total: int
-    """Keys, with those of the past."""
+    num_keys: int
     segment_ids: Int[Tensor, "batch keys"] | None
-    places: Int[Tensor, "batch keys"] | None
-    """Tokens before each key, where padding stands between them and is not to be counted."""
-    mask: Tensor | None
-    """A mask that the caller wrote out himself."""
-    weights: bool
-    """The weights are asked for, so they have to be written out."""
+    token_positions: Int[Tensor, "batch keys"] | None
+    explicit_mask: Tensor | None
+    needs_weights: bool
 
 
-_packing_kwargs: ContextVar[dict[str, Tensor]] = ContextVar("packed", default={})  # noqa: B039  (never changed in place)
-_seen: ContextVar[MaskInfo | None] = ContextVar("seen", default=None)
+# The default dictionary is never changed in place.
+_packing_kwargs: ContextVar[dict[str, Tensor]] = ContextVar("packing_kwargs", default={})  # noqa: B039
+_mask_info: ContextVar[MaskInfo | None] = ContextVar("mask_info", default=None)
 
 
-def outer_forward(original: Method, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    token = _packing_kwargs.set(_packing(inspect.signature(original).bind(self, *args, **kwargs).arguments))
+def head_model_forward(original: ReplacementMethod, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Replace `forward` of a model with a head, such as `MptForCausalLM`.
+
+    The arguments that describe packed documents are stored until the call ends, because MPT and BLOOM do not pass
+    these arguments on to their body.
+    """
+    bound_arguments = inspect.signature(original).bind(self, *args, **kwargs)
+    packing = _packing_arguments(bound_arguments.arguments)
+    reset_token = _packing_kwargs.set(packing)
     try:
         return original(self, *args, **kwargs)
     finally:
-        _packing_kwargs.reset(token)
+        _packing_kwargs.reset(reset_token)
 
 
-def masks_for_generate(original: Method, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A static cache's length times length mask is not wanted either."""
+def create_masks_for_generate(original: ReplacementMethod, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Replace `create_masks_for_generate`: return the caller's `attention_mask`, also for a static cache."""
     return kwargs.get("attention_mask")
 
 
-def body_forward(original: Method, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    bound = inspect.signature(original).bind(self, *args, **kwargs)
-    given = bound.arguments
-    first = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
-    if first is None:
-        return original(self, *args, **kwargs)  # which says what is missing
-    packing = _packing(given) or _packing_kwargs.get()
-    cache, mask = given.get("past_key_values"), given.get("attention_mask")
-    past = 0 if cache is None else int(cache.get_seq_length())
-    asked = given.get("output_attentions")
-    asked = self.config.output_attentions if asked is None else asked  # pyright: ignore[reportAttributeAccessIssue]
-    seen = build_mask_info(vars(self)[SETTINGS], first, past, mask, packing, bool(asked))
-    given["attention_mask"] = torch.zeros(1, 1, 1, 1, device=first.device)  # four dimensions: it is taken as it is
-    token = _seen.set(seen)
+def body_forward(original: ReplacementMethod, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Replace `forward` of a body such as `MptModel`.
+
+    The replacement builds a `MaskInfo` from the arguments. `block_call` passes the `MaskInfo` to each block. The
+    original method is then called with a small placeholder as its attention mask.
+    """
+    bound_arguments = inspect.signature(original).bind(self, *args, **kwargs)
+    arguments = bound_arguments.arguments
+
+    inputs = arguments.get("inputs_embeds")
+    if inputs is None:
+        inputs = arguments.get("input_ids")
+    if inputs is None:
+        # The original method raises an error that names the missing argument.
+        return original(self, *args, **kwargs)
+
+    packing = _packing_arguments(arguments) or _packing_kwargs.get()
+
+    past_length = 0
+    cache = arguments.get("past_key_values")
+    if cache is not None:
+        past_length = int(cache.get_seq_length())
+
+    needs_weights = arguments.get("output_attentions")
+    if needs_weights is None:
+        needs_weights = self.config.output_attentions  # pyright: ignore[reportAttributeAccessIssue]
+
+    mask_info = build_mask_info(
+        vars(self)[SETTINGS],
+        inputs,
+        past_length=past_length,
+        attention_mask=arguments.get("attention_mask"),
+        packing=packing,
+        needs_weights=bool(needs_weights),
+    )
+    # transformers uses a mask of four dimensions unchanged and builds no mask of its own.
+    arguments["attention_mask"] = torch.zeros(1, 1, 1, 1, device=inputs.device)
+
+    reset_token = _mask_info.set(mask_info)
     try:
-        return original(*bound.args, **bound.kwargs)
+        return original(*bound_arguments.args, **bound_arguments.kwargs)
     finally:
-        _seen.reset(token)
+        _mask_info.reset(reset_token)
 
 
-def block_call(original: Method, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    seen = _seen.get()
-    return original(self, *args, **(kwargs if seen is None else kwargs | {"attention_mask": seen}))
+def block_call(original: ReplacementMethod, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Replace `__call__` of a block: pass the `MaskInfo` of the current forward pass as `attention_mask`.
+
+    The `MaskInfo` is an argument of the block. Gradient checkpointing therefore stores it and uses it again when it
+    recomputes the block in the backward pass.
+    """
+    mask_info = _mask_info.get()
+    if mask_info is not None:
+        kwargs = kwargs | {"attention_mask": mask_info}
+    return original(self, *args, **kwargs)
 
 
-def _packing(given: dict[str, Any]) -> dict[str, Tensor]:
-    """Those arguments of a call by which transformers tells packed documents."""
-    given = given | given.get("kwargs", {})
-    return {name: given[name] for name in ("position_ids", "cu_seq_lens_q") if given.get(name) is not None}
+def _packing_arguments(arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the arguments of a call that describe packed documents: `position_ids` and `cu_seq_lens_q`.
+
+    Args:
+        arguments: All arguments of the call by name. The entry `kwargs` holds the arguments that the method takes
+            as `**kwargs`.
+
+    Returns:
+        The arguments that were passed and are not None.
+    """
+    all_arguments = arguments | arguments.get("kwargs", {})
+    packing = {}
+    for name in ("position_ids", "cu_seq_lens_q"):
+        value = all_arguments.get(name)
+        if value is not None:
+            packing[name] = value
+    return packing
 
 
 def build_mask_info(
-    settings: PatchSettings, first: Tensor, past: int, mask: Tensor | None, packing: Mapping[str, Tensor], weights: bool
+    settings: PatchSettings,
+    inputs: Tensor,
+    *,
+    past_length: int,
+    attention_mask: Tensor | None,
+    packing: Mapping[str, Tensor],
+    needs_weights: bool,
 ) -> MaskInfo:
-    """From what transformers is told to what `attend` is."""
-    batch, new = first.shape[:2]
-    total = past + new
-    if mask is not None and mask.dim() == 4:
-        return MaskInfo(settings, total, None, None, mask, weights)
-    text = None if mask is None else _text(mask, total)
-    segment_ids = _segment_ids(packing, batch, new) if past == 0 else None
-    if text is not None:
-        segment_ids = text.long() if segment_ids is None else torch.where(text, segment_ids, -1)
-    places = None
-    if text is not None and settings.counts_tokens and _has_holes(text):
-        places = text.long().cumsum(1) - 1
-    return MaskInfo(settings, total, segment_ids, places, None, weights)
+    """Convert the mask arguments of a transformers model to a `MaskInfo`.
 
+    Args:
+        settings: The settings of the patched attention.
+        inputs: The token ids or the input embeddings. Their first two dimensions are batch and sequence length.
+        past_length: The number of tokens in the KV cache.
+        attention_mask: The mask that the caller passed: two dimensions for padding, or four dimensions for a complete
+            mask.
+        packing: The arguments that describe packed documents, as `_packing_arguments` returns them.
+        needs_weights: Whether the caller asked for the attention weights.
 
-def _text(mask: Tensor, total: int) -> Bool[Tensor, "batch keys"] | None:
-    """Where there is text and not padding; none where all is text."""
-    if mask.dim() != 2 or mask.shape[1] < total:
-        raise InputError(
-            f"attention_mask should have a column for each of the {total} keys (those in the cache too); its shape is "
-            f"{tuple(mask.shape)}."
-        )
-    text = mask[:, :total].bool()
-    return None if bool(text.all()) else text
-
-
-def _has_holes(text: Bool[Tensor, "batch keys"]) -> bool:
-    """Whether padding stands between tokens: text begins more than once in a row."""
-    begins = text[:, 1:] & ~text[:, :-1]
-    return bool((begins.sum(1) + text[:, 0] > 1).any())
-
-
-def _segment_ids(packing: Mapping[str, Tensor], batch: int, new: int) -> Int[Tensor, "batch keys"] | None:
-    """Numbers of packed documents, which begin where positions do not go on.
-
-    positions  0 1 2 0 1 0   ->   0 0 0 1 1 2
+    Raises:
+        InputError: If `attention_mask` has a wrong shape.
     """
-    if (where := packing.get("position_ids")) is not None and where.dim() == 2 and where.shape[1] == new:
-        numbers = (where[:, 1:] != where[:, :-1] + 1).cumsum(1)
-        numbers = nn.functional.pad(numbers, (1, 0))
-    elif (ends := packing.get("cu_seq_lens_q")) is not None:
-        numbers = torch.bucketize(torch.arange(new, device=ends.device), ends[1:].long(), right=True)[None]
+    batch_size, new_length = inputs.shape[:2]
+    num_keys = past_length + new_length
+    if attention_mask is not None and attention_mask.dim() == 4:
+        return MaskInfo(
+            settings,
+            num_keys,
+            segment_ids=None,
+            token_positions=None,
+            explicit_mask=attention_mask,
+            needs_weights=needs_weights,
+        )
+
+    is_token = None
+    if attention_mask is not None:
+        is_token = _padding_mask(attention_mask, num_keys)
+
+    segment_ids = None
+    if past_length == 0:
+        segment_ids = _packed_segment_ids(packing, batch_size, new_length)
+    if is_token is not None:
+        # Padding gets a segment id of its own, so that tokens do not attend to padding.
+        segment_ids = is_token.long() if segment_ids is None else torch.where(is_token, segment_ids, -1)
+
+    token_positions = None
+    if is_token is not None and settings.skips_padding_in_distances and _has_padding_between_tokens(is_token):
+        token_positions = is_token.long().cumsum(1) - 1
+
+    return MaskInfo(
+        settings,
+        num_keys,
+        segment_ids=segment_ids,
+        token_positions=token_positions,
+        explicit_mask=None,
+        needs_weights=needs_weights,
+    )
+
+
+def _padding_mask(attention_mask: Tensor, num_keys: int) -> Bool[Tensor, "batch keys"] | None:
+    """Return a mask that is True for tokens and False for padding, or None if there is no padding.
+
+    Raises:
+        InputError: If `attention_mask` is not a matrix with at least one column for each key.
+    """
+    if attention_mask.dim() != 2 or attention_mask.shape[1] < num_keys:
+        raise InputError(
+            f"Expected an attention_mask with one column for each of the {num_keys} keys (including the KV cache), "
+            f"got shape {tuple(attention_mask.shape)}."
+        )
+    is_token = attention_mask[:, :num_keys].bool()
+    if bool(is_token.all()):
+        return None
+    return is_token
+
+
+def _has_padding_between_tokens(is_token: Bool[Tensor, "batch keys"]) -> bool:
+    """Return whether padding stands between two tokens of a sequence, not only before or after all tokens."""
+    # A sequence without such padding has exactly one run of consecutive tokens.
+    starts_after_padding = is_token[:, 1:] & ~is_token[:, :-1]
+    num_token_runs = starts_after_padding.sum(1) + is_token[:, 0]
+    return bool((num_token_runs > 1).any())
+
+
+def _packed_segment_ids(
+    packing: Mapping[str, Tensor], batch_size: int, length: int
+) -> Int[Tensor, "batch keys"] | None:
+    """Return the document number of each token in packed sequences.
+
+    A new document starts where a position id is not the previous position id plus 1:
+
+        position_ids  0 1 2 0 1 0
+        segment ids   0 0 0 1 1 2
+
+    If there are no matching position ids, the documents are read from `cu_seq_lens_q`. Its values are the cumulative
+    lengths of the documents.
+
+    Args:
+        packing: The arguments `position_ids` and `cu_seq_lens_q` that the caller passed.
+        batch_size: The number of sequences.
+        length: The number of tokens of each sequence.
+
+    Returns:
+        The segment ids, or None if the arguments describe only one document.
+    """
+    position_ids = packing.get("position_ids")
+    cumulative_lengths = packing.get("cu_seq_lens_q")
+    if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == length:
+        is_document_start = position_ids[:, 1:] != position_ids[:, :-1] + 1
+        segment_ids = is_document_start.cumsum(1)
+        segment_ids = nn.functional.pad(segment_ids, (1, 0))  # The first token belongs to document 0.
+    elif cumulative_lengths is not None:
+        token_indices = torch.arange(length, device=cumulative_lengths.device)
+        document_ends = cumulative_lengths[1:].long()
+        segment_ids = torch.bucketize(token_indices, document_ends, right=True)[None]
     else:
         return None
-    return numbers.expand(batch, new) if bool(numbers.any()) else None
+
+    has_several_documents = bool(segment_ids.any())
+    return segment_ids.expand(batch_size, length) if has_several_documents else None

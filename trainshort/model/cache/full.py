@@ -100,7 +100,7 @@ class LayerCache:
         return self._call
 
     def commit_token(self, k: Float[Tensor, "1 kv_heads 1 dim"], v: Float[Tensor, "1 kv_heads 1 dim"]) -> None:
-        """The token of `next_call` was read, with this key and value."""
+        """The token of `decode_args` was read, with this key and value."""
         self.length += 1
         if self._readings is not None:
             self._readings.commit_token(self.place, self._decay_span)

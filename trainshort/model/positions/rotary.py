@@ -75,8 +75,8 @@ class XPos(Rotary):
     def check_length(self, length: int) -> None:
         if self.max_length is not None and length > self.max_length:
             raise InputError(
-                f"xpos leaves the range of float32 past {self.max_length:,} positions, but this input reaches {length:,}. "
-                "Use position='alibi', or train with a larger scale_base."
+                f"xpos leaves the range of float32 past {self.max_length:,} positions, but this input "
+                f"reaches {length:,}. Use position='alibi', or train with a larger scale_base."
             )
 
 

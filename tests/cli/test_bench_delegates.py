@@ -1,0 +1,33 @@
+"""`trainshort bench` and `trainshort tune` run programs of a source checkout."""
+
+from pathlib import Path
+
+import pytest
+
+from trainshort.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def exit_code(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_a_checkout_is_needed(command, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(command, "--quick") == 2
+    assert f"trainshort {command} needs a source checkout" in capfd.readouterr().err
+    assert exit_code(command, "--help") == 0
+    assert capfd.readouterr().out.startswith(f"usage: trainshort {command}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("command", "option"), [("bench", "--engines"), ("tune", "--tokens")])
+def test_the_program_of_the_checkout_runs(command, option, monkeypatch, capfd):
+    monkeypatch.chdir(ROOT)
+    assert exit_code(command, "--help") == 0
+    assert option in capfd.readouterr().out
+    assert exit_code(command, "--no-such-option") == 2
