@@ -265,14 +265,14 @@ class Convert:
 
     def run(self) -> None:
         from trainshort.evaluate.targets import RunTarget, open_text
-        from trainshort.interop.convert import STAGES, Recovery
+        from trainshort.interop.convert import STAGES, ConversionEvaluator
         from trainshort.train.loop import train
         from trainshort.utils.terminal import StopRequest
 
         before, config = self._begun()
         stop = StopRequest(last=True)
         first = RunTarget(self.out)
-        stages = Recovery(self.out, open_text(first, (), "valid", self.max_tokens), config.train.length)
+        stages = ConversionEvaluator(self.out, open_text(first, (), "valid", self.max_tokens), config.train.length)
         for stage, name in (("before", before), ("surgery", str(self.out)), ("trained", str(self.out))):
             if stage == "trained":
                 train(config, self.out, resume=True, quiet=self.quiet, stop=stop)
@@ -287,15 +287,15 @@ class Convert:
         """The run folder with the converted model in it: where the model can be read as it was, and the settings."""
         from trainshort.data.corpora import find_corpus
         from trainshort.data.tokenizers.base import TOKENIZER_FILE
-        from trainshort.interop.convert import convert, open_conversion_source, refuse_another, refuse_target
+        from trainshort.interop.convert import convert, open_conversion_source, check_same_conversion, check_target_position
         from trainshort.interop.import_model import ImportRequest
         from trainshort.train.run_folder import RunFolder, check_run_path_free
 
-        refuse_target(self.to)
+        check_target_position(self.to)
         at_least(1, length=self.length, max_tokens=self.max_tokens)
         find_corpus(self.settings["data.corpus"])  # a text that is not there is told before anything is read
         if check_run_path_free(self.out, resume=self.resume) is not None:
-            refuse_another(self.out, self.source)
+            check_same_conversion(self.out, self.source)
         request = ImportRequest(self.source, tokenizer=self.tokenizer, training_length=self.length)
         patient = open_conversion_source(request)
         model, tokenizer = patient.source.weight_map.model, str((self.out / TOKENIZER_FILE).resolve())

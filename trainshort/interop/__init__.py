@@ -10,5 +10,5 @@
     safe_unpickle.py    read PyTorch pickles without executing code
     safetensors_io.py   read and write safetensors one tensor at a time
 
-No code that comes with a model is executed. Optional packages are imported where they are used.
+No code that comes with a model is executed.
 """

@@ -1,17 +1,17 @@
-"""Surgery: a model with learned, sinusoidal, rotary or other positions becomes one with ALiBi.
+"""Convert a model with learned, sinusoidal, rotary or other positions to ALiBi.
 
-Its positions are dropped and slopes set; every other weight stays what it is. What it had learned to do with the old
-positions is wrong then, which a short training mends (commands/interop.py); `Recovery` measures what was lost and won.
-
-Positions that were added to the embeddings leave their mean there: the layers were trained with it, and a vector that
-is added to every row of the embeddings moves all logits alike, also where the output is the same matrix.
+The positions are dropped, and the ALiBi slopes are added. All other weights stay the same. The model was trained with
+the old positions, so a short training must follow (see `trainshort.cli.import_export`). `ConversionEvaluator` measures
+the perplexity before the conversion, after the conversion and after the training.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from jaxtyping import Float
 from rich.table import Table
+from torch import Tensor
 
 from trainshort.config.registries import convertible
 from trainshort.config.run_config import RunConfig, load_config
@@ -32,148 +32,257 @@ from trainshort.train.run_folder import RunFolder
 from trainshort.utils.figures import can_draw_figures, draw_figures
 from trainshort.utils.io import make_folder, read_json_object
 
-TO = "alibi"
-TIMES = (1, 2, 4, 8)
-FOLDER = "conversion"
-"""In the run folder: one evaluation for each stage, and the picture of all."""
-STAGES = {"before": "before surgery", "surgery": "right after", "trained": "trained on"}
+TARGET_POSITION = "alibi"
+"""The position method of a converted model."""
+
+LENGTH_MULTIPLES = (1, 2, 4, 8)
+"""The input lengths of the evaluation, as multiples of the training length."""
+
+EVALUATION_FOLDER = "conversion"
+"""The folder in the run folder that holds one evaluation for each stage, and the figure."""
+
+STAGES = {"before": "before the conversion", "surgery": "after the conversion", "trained": "after the training"}
+"""The stages of a conversion: the name of the evaluation file, and the description in tables and figures."""
 
 
 @dataclass(frozen=True)
 class ConversionSource:
-    """A model to be converted, and where it can be run as it was."""
+    """A model that is converted.
+
+    Attributes:
+        source: The converted model, which is not copied yet.
+        position: The position method of the original model.
+        before: The path of the original model, for its evaluation.
+    """
 
     source: ImportSource
     position: str
     before: str
-    """The name or folder that opens it for evaluation."""
 
 
 def open_conversion_source(request: ImportRequest) -> ConversionSource:
-    """The model that was asked for; one that has ALiBi, or that nobody knows, is refused in a sentence."""
+    """Open a model that will be converted to ALiBi.
+
+    Args:
+        request: The model: a run folder, the folder of a Hugging Face model, or the name of a model on the hub.
+
+    Raises:
+        InputError: If the model already has ALiBi, is not supported, or has no tokenizer.
+    """
     path = Path(request.source).expanduser()
-    if path.is_dir() and not is_hugging_face(path):
-        if request.tokenizer is not None:
-            raise InputError(f"--tokenizer is for a Hugging Face model; the run {path} has its own. Leave it out.")
-        return _own(path)
     if path.is_file():
-        raise InputError(f"{path} is a file. Give a run folder, a Hugging Face model's folder, or its name on the hub.")
+        raise InputError(f"{path} is a file. Give a run folder, or the folder or hub name of a Hugging Face model.")
+    is_run = path.is_dir() and not is_hugging_face(path)
+    if is_run:
+        if request.tokenizer is not None:
+            raise InputError(
+                f"--tokenizer requires a Hugging Face model. The run {path} has a tokenizer. Omit --tokenizer."
+            )
+        return _open_run(path)
+
     folder = path if path.is_dir() else download_snapshot(request.source)
     source = open_folder(folder, request, convertible)
     if source.tokenizer is None:
-        raise InputError(f"{folder} has no tokenizer.json, which training on needs. Give --tokenizer FILE.")
-    return ConversionSource(source, convertible.get(source.format_name).position, str(folder))
+        raise InputError(f"{folder} has no tokenizer.json, which the training requires. Give --tokenizer FILE.")
+    position = convertible.get(source.format_name).position
+    return ConversionSource(source, position, str(folder))
 
 
-def _own(path: Path) -> ConversionSource:
-    """A run of ours with other positions than ALiBi."""
+def _open_run(path: Path) -> ConversionSource:
+    """Open a run of trainshort that will be converted to ALiBi.
+
+    Args:
+        path: The run folder or one of its checkpoints.
+
+    Raises:
+        InputError: If the model of the run already has ALiBi, or is an encoder.
+    """
     checkpoint = find_checkpoint(path)
     config = load_config(checkpoint / "config.json")
     config.model.require_causal("The conversion to ALiBi")
-    if config.model.position == TO:
-        raise InputError(f"{path} has ALiBi already. Train it on as it is: trainshort train {path} --resume.")
+    if config.model.position == TARGET_POSITION:
+        raise InputError(f"{path} already has ALiBi. To train it further, use: trainshort train {path} --resume.")
     model = load_model(checkpoint)
-    changed = config.model.replace(position=TO)
+    alibi_config = config.model.replace(position=TARGET_POSITION)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    shapes = parameter_shapes(changed)
-    mean = _mean_position(model, config.train.length)
-    if mean is not None:
-        weights["vocabulary.embedding.weight"] = weights["vocabulary.embedding.weight"] + mean
-    notes = () if mean is None else ("the mean of its positions goes into the embeddings",)
-    dropped = tuple(sorted(weights.keys() - shapes.keys()))
-    reading = WeightMap(
-        ImportedModel(changed, config.train.length, notes),
-        weights,
-        shapes,
-        {name: TensorSource((name,)) for name in shapes},
-        dropped,
+    shapes = parameter_shapes(alibi_config)
+
+    notes: tuple[str, ...] = ()
+    mean_position = _mean_position(model, config.train.length)
+    if mean_position is not None:
+        # The layers were trained on embeddings plus positions. Adding the same vector to all rows of the embedding
+        # matrix changes all logits equally, so the matrix may also be the output matrix.
+        weights["vocabulary.embedding.weight"] = weights["vocabulary.embedding.weight"] + mean_position
+        notes = ("the mean of the positions was added to the embeddings",)
+
+    weight_map = WeightMap(
+        model=ImportedModel(alibi_config, config.train.length, notes),
+        weights=weights,
+        shapes=shapes,
+        sources={name: TensorSource((name,)) for name in shapes},
+        dropped_names=tuple(sorted(weights.keys() - shapes.keys())),
     )
-    tokenizer = run_tokenizer(checkpoint.parent.parent)
-    files = [checkpoint / "config.json", *sorted((checkpoint / "model").iterdir())]
-    return ConversionSource(ImportSource("trainshort", files, reading, tokenizer), config.model.position, str(path))
+    run_folder = checkpoint.parent.parent
+    source_files = [checkpoint / "config.json", *sorted((checkpoint / "model").iterdir())]
+    source = ImportSource("trainshort", source_files, weight_map, run_tokenizer(run_folder))
+    return ConversionSource(source, config.model.position, str(path))
 
 
 @torch.no_grad()
-def _mean_position(model: TransformerLM, length: int) -> torch.Tensor | None:
-    """What the positions add to an embedding on average; None where they add nothing, or it cannot be put there."""
-    config, method = model.config, model.position
-    if type(method).embed is PositionMethod.embed or config.adaptive is not None or config.embedding_norm:
+def _mean_position(model: TransformerLM, length: int) -> Float[Tensor, " width"] | None:
+    """Return the mean of the position vectors that a model adds to its embeddings.
+
+    Args:
+        model: The original model.
+        length: The number of positions to average, which is the training length.
+
+    Returns:
+        The mean, divided by the factors that the model applies to its embeddings. None if the position method adds
+        nothing to the embeddings, or if the mean cannot be stored in the embedding matrix.
+    """
+    config = model.config
+    method = model.position
+    adds_to_embeddings = type(method).embed is not PositionMethod.embed
+    # A norm after the embeddings, or narrower embeddings of rare words, cannot pass on an added vector.
+    can_store_mean = config.adaptive is None and not config.embedding_norm
+    if not adds_to_embeddings or not can_store_mean:
         return None
-    added = method.embed(torch.zeros(1, length, config.width), torch.arange(length)[None])[0].mean(0)
-    return added / (config.embedding_factor * (config.width**0.5 if config.embedding_scale else 1))
+    zero_embeddings = torch.zeros(1, length, config.width)
+    positions = torch.arange(length)[None]
+    position_vectors = method.embed(zero_embeddings, positions)[0]
+    width_factor = config.width**0.5 if config.embedding_scale else 1
+    return position_vectors.mean(0) / (config.embedding_factor * width_factor)
 
 
-def convert(patient: ConversionSource, request: ImportRequest, config: RunConfig, out: Path) -> None:
-    """Write the run folder of the converted model, before any training."""
-    record = {"source": request.source, "converted": {"from": patient.position, "to": config.model.position}}
-    write_run(patient.source, config, out, lambda _: record)
+def convert(conversion: ConversionSource, request: ImportRequest, config: RunConfig, out: Path) -> None:
+    """Write the run folder of a converted model. The model is not trained yet.
+
+    Args:
+        conversion: The model that is converted.
+        request: The model as the user gave it, for `import.json`.
+        config: The config of the run.
+        out: The run folder. It must not exist, or must be empty.
+    """
+    record = {"source": request.source, "converted": {"from": conversion.position, "to": config.model.position}}
+    write_run(conversion.source, config, out, lambda _: record)
 
 
-def refuse_another(out: Path, source: str) -> None:
-    """Stop if the run folder that is to be gone on with is no conversion of this model."""
-    imported = RunFolder(out).imported
-    record = read_json_object(imported) if imported.exists() else {}
+def check_same_conversion(out: Path, source: str) -> None:
+    """Check that an existing run folder is a conversion of a model, before the conversion is resumed.
+
+    Args:
+        out: The run folder.
+        source: The model that the user wants to convert.
+
+    Raises:
+        InputError: If the run folder holds another run.
+    """
+    record_path = RunFolder(out).imported
+    record = read_json_object(record_path) if record_path.exists() else {}
     if "converted" not in record:
-        raise InputError(f"{out} is a run, and no conversion that was stopped. Choose another --out.")
+        raise InputError(f"{out} is a run, but not a conversion that can be resumed. Choose another --out.")
     if record.get("source") != source:
         raise InputError(f"{out} is a conversion of {record.get('source')}, not of {source}. Choose another --out.")
 
 
-class Recovery:
-    """Perplexity by length at each stage of a conversion, stored in the run folder as it is found."""
+def check_target_position(position: str) -> None:
+    """Raise `InputError` if models cannot be converted to a position method."""
+    if position != TARGET_POSITION:
+        raise InputError(f"Invalid --to: expected '{TARGET_POSITION}', got '{position}'.")
+
+
+class ConversionEvaluator:
+    """Measure the perplexity of a model at each stage of a conversion, at several input lengths.
+
+    The evaluations are stored in the run folder. A resumed conversion does not repeat finished evaluations.
+
+    Args:
+        run: The run folder of the converted model.
+        text: The text of the evaluation.
+        length: The training length.
+
+    Attributes:
+        plan: The input lengths. Lengths that exceed the text are left out.
+        evaluations: The finished evaluations by stage.
+    """
 
     def __init__(self, run: Path, text: Text, length: int) -> None:
-        self.run, self.text, self.length = run, text, length
-        lengths = [times * length for times in TIMES if times * length <= len(text.tokens)] or [length]
-        self.plan = Sweep(text.tokens, lengths)
-        self.found: dict[str, Evaluation] = {}
+        self.run = run
+        self.text = text
+        self.length = length
+        lengths = [multiple * length for multiple in LENGTH_MULTIPLES if multiple * length <= len(text.tokens)]
+        self.plan = Sweep(text.tokens, lengths or [length])
+        self.evaluations: dict[str, Evaluation] = {}
 
     def path(self, stage: str) -> Path:
-        return self.run / FOLDER / f"{stage}.json"
+        """Return the path of the evaluation of a stage."""
+        return self.run / EVALUATION_FOLDER / f"{stage}.json"
 
     def measure(self, stage: str, name: str, bos: int) -> None:
-        """Evaluate a model at all lengths, unless an earlier session did; `bos` is read before the first token."""
+        """Evaluate a model at all lengths, unless the stored evaluation of the stage is complete.
+
+        Args:
+            stage: The stage of the conversion, a key of `STAGES`.
+            name: The path or the hub name of the model.
+            bos: The token that the model reads before the first token of the text.
+        """
         path = self.path(stage)
         if path.exists():
-            self.found[stage] = results.load(path)
-            if len(self.found[stage].rows) == len(self.plan.lengths):
+            stored = results.load(path)
+            self.evaluations[stage] = stored
+            is_complete = len(stored.rows) == len(self.plan.lengths)
+            if is_complete:
                 return
         make_folder(path.parent)
         target: Target = open_target(name, trained_at=self.length)
         target.bos = bos
         evaluation = new_evaluation(target, self.text, self.plan, "float32")
-        self.found[stage] = sweep(target, self.plan, evaluation, path)
+        self.evaluations[stage] = sweep(target, self.plan, evaluation, path)
 
     def finish(self) -> list[Path]:
-        """The picture, and the extrapolation card of what the model is now; returns the files."""
-        last = self.found["trained"]
-        made = significance.make_summary(last, str(self.path("trained").relative_to(self.run)))
-        written = [self.path(stage) for stage in self.found]
-        if made and significance.save_summary(made, self.run):
-            written.append(self.run / significance.CARD)
-        drawn = [
-            one.model_copy(update={"target": one.target | {"name": STAGES[stage]}}) for stage, one in self.found.items()
-        ]
+        """Write the extrapolation card of the trained model, and a figure of all stages.
+
+        The extrapolation card states up to which input length the model is as good as at the training length.
+
+        Returns:
+            The paths of all files of the conversion, including the evaluations.
+        """
+        paths = [self.path(stage) for stage in self.evaluations]
+        source_name = str(self.path("trained").relative_to(self.run))
+        summary = significance.make_summary(self.evaluations["trained"], source_name)
+        if summary and significance.save_summary(summary, self.run):
+            paths.append(self.run / significance.CARD)
         if can_draw_figures():
-            written += draw_figures([lengths_figure(drawn)], self.run / FOLDER / "lengths")
-        return written
+            figure = lengths_figure(self._evaluations_with_stage_names())
+            paths += draw_figures([figure], self.run / EVALUATION_FOLDER / "lengths")
+        return paths
+
+    def _evaluations_with_stage_names(self) -> list[Evaluation]:
+        """Return the evaluations with the description of the stage as the name of the model, for a figure's legend."""
+        evaluations = []
+        for stage, evaluation in self.evaluations.items():
+            target = evaluation.target | {"name": STAGES[stage]}
+            evaluations.append(evaluation.model_copy(update={"target": target}))
+        return evaluations
 
     def table(self) -> Table:
-        """Perplexities, a row for each length."""
-        table = Table("tokens", *(STAGES[stage] for stage in self.found), title="perplexity")
+        """Return a table of the perplexities, with one row for each length and one column for each stage."""
+        stage_names = [STAGES[stage] for stage in self.evaluations]
+        table = Table("tokens", *stage_names, title="perplexity")
         for length in self.plan.lengths:
-            mark = " = L" if length == self.length else ""
-            table.add_row(f"{length:,}{mark}", *(_shown(one, length) for one in self.found.values()))
+            label = f"{length:,}"
+            if length == self.length:
+                label += " = L"
+            perplexities = [_format_perplexity(evaluation, length) for evaluation in self.evaluations.values()]
+            table.add_row(label, *perplexities)
         return table
 
 
-def _shown(evaluation: Evaluation, length: int) -> str:
+def _format_perplexity(evaluation: Evaluation, length: int) -> str:
+    """Return the perplexity at a length as text. Without a perplexity, return the status, or an empty string."""
     row = evaluation.row(length)
     if row is None:
         return ""
-    return f"{row.perplexity:.4g}" if row.status == "scored" else row.status
-
-
-def refuse_target(to: str) -> None:
-    if to != TO:
-        raise InputError(f"--to is {TO}, got '{to}': other positions are not put in here.")
+    if row.status == "scored":
+        return f"{row.perplexity:.4g}"
+    return row.status

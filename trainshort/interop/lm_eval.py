@@ -1,8 +1,8 @@
 """Run tasks of lm-evaluation-harness on a trainshort run or on a Hugging Face model.
 
 A run is loaded as a Hugging Face model (see `trainshort.hf`), so that the harness computes all metrics itself.
-A task definition may name Python functions, and the harness executes these functions.
-Use task folders from people you trust only.
+A task definition may name Python functions, and the harness executes these functions. Use only task folders from people
+whom you trust.
 """
 
 import importlib
@@ -25,33 +25,48 @@ from trainshort.utils.machine import collect_provenance
 from trainshort.utils.optional import import_optional
 from trainshort.utils.terminal import first_sentence_of
 
-FORMAT = 1
+# The version of the result file.
+HARNESS_FORMAT = 1
+
 STORED_KEYS = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
 """The keys of the harness's result that are written to the result file."""
+
+INSTALL = "lm-eval[hf]"
+"""The package that `pip install` needs."""
+
+# The harness estimates the standard error of some metrics by bootstrapping with this number of samples.
+BOOTSTRAP_SAMPLES = 1000
+
+MAX_FILE_NAME_LENGTH = 80
 
 
 @dataclass(frozen=True)
 class HarnessRequest:
-    """The tasks to run and their settings."""
+    """The tasks to run and their settings.
+
+    Attributes:
+        tasks: The names of the tasks.
+        include_path: A folder with additional task definitions.
+        length: The maximum number of tokens in one forward pass. None means the training length.
+        limit: The number of samples per task. None means all samples.
+        num_fewshot: The number of few-shot examples. None means the default of each task.
+        batch_size: The number of sequences in one forward pass.
+    """
 
     tasks: tuple[str, ...]
-    include: Path | None = None
-    """A folder with additional task definitions."""
+    include_path: Path | None = None
     length: int | None = None
-    """The maximum number of tokens in one forward pass. None means the training length."""
     limit: int | None = None
-    """The number of samples per task. None means all samples."""
-    shots: int | None = None
-    """The number of few-shot examples. None means the default of each task."""
-    batch: int = 8
+    num_fewshot: int | None = None
+    batch_size: int = 8
 
 
-def evaluate_tasks(target: Target, asked: HarnessRequest) -> dict[str, Any]:
+def evaluate_tasks(target: Target, request: HarnessRequest) -> dict[str, Any]:
     """Run the tasks and return the results together with a description of the model.
 
     Args:
         target: A run or a Hugging Face model.
-        asked: The tasks and their settings.
+        request: The tasks and their settings.
 
     Returns:
         A dictionary that can be written as JSON.
@@ -59,54 +74,77 @@ def evaluate_tasks(target: Target, asked: HarnessRequest) -> dict[str, Any]:
     Raises:
         InputError: If lm-evaluation-harness is not installed, or if the harness cannot run the tasks.
     """
-    feature = "Running lm-evaluation-harness tasks"
-    simple_evaluate = import_optional("lm_eval", feature, "lm-eval[hf]").simple_evaluate
-    task_manager_class = import_optional("lm_eval.tasks", feature, "lm-eval[hf]").TaskManager
+    simple_evaluate = import_optional("lm_eval", "Running lm-evaluation-harness tasks", INSTALL).simple_evaluate
     # The harness warns about every model that is passed as an object.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    model = load_harness_model(target, asked)
-    include_path = None if asked.include is None else str(asked.include)
-    # Reading the harness's own task definitions takes half a minute. Try the user's folder alone first.
-    task_manager = task_manager_class(include_path=include_path, include_defaults=False)
-    if not all(task in task_manager.all_tasks for task in asked.tasks):
-        task_manager = task_manager_class(include_path=include_path)
+    model = load_harness_model(target, request)
+    task_manager = _make_task_manager(request)
     try:
         harness_result = simple_evaluate(
             model=model,
-            tasks=list(asked.tasks),
+            tasks=list(request.tasks),
             task_manager=task_manager,
-            num_fewshot=asked.shots,
-            limit=asked.limit,
+            num_fewshot=request.num_fewshot,
+            limit=request.limit,
             log_samples=False,
-            bootstrap_iters=1000,
+            bootstrap_iters=BOOTSTRAP_SAMPLES,
         )
     except Exception as error:  # A task definition can fail with any exception.
-        tasks = ", ".join(asked.tasks)
-        message = f"lm-evaluation-harness cannot run {tasks}: {type(error).__name__}: {first_sentence_of(error)}."
-        raise InputError(f"{message} `lm_eval ls tasks` lists all tasks; --include adds your own.") from error
+        task_names = ", ".join(request.tasks)
+        raise InputError(
+            f"lm-evaluation-harness cannot run {task_names}: {type(error).__name__}: {first_sentence_of(error)}. "
+            "`lm_eval ls tasks` lists all tasks; --include adds your own."
+        ) from error
+
+    settings = {
+        "tasks": list(request.tasks),
+        "length": model.max_length,
+        "limit": request.limit,
+        "shots": request.num_fewshot,
+    }
+    stored_results = {key: harness_result[key] for key in STORED_KEYS if key in harness_result}
     return {
-        "format": FORMAT,
+        "format": HARNESS_FORMAT,
         "target": target.description(),
-        "asked": {"tasks": list(asked.tasks), "length": model.max_length, "limit": asked.limit, "shots": asked.shots},
-        **{key: harness_result[key] for key in STORED_KEYS if key in harness_result},
+        "asked": settings,
+        **stored_results,
         "provenance": collect_provenance(threads=torch.get_num_threads()),
     }
 
 
+def _make_task_manager(request: HarnessRequest) -> Any:
+    """Return a `TaskManager` of the harness that knows the tasks of a request."""
+    task_manager_class = import_optional("lm_eval.tasks", "Running lm-evaluation-harness tasks", INSTALL).TaskManager
+    include_path = None if request.include_path is None else str(request.include_path)
+    # Reading the harness's own task definitions takes half a minute. Try the user's folder alone first.
+    task_manager = task_manager_class(include_path=include_path, include_defaults=False)
+    if all(task in task_manager.all_tasks for task in request.tasks):
+        return task_manager
+    return task_manager_class(include_path=include_path)
+
+
 def save(result: dict[str, Any], target: Target) -> Path:
     """Write a result to the folder `harness` of the run. Return the path of the file."""
-    tasks = "-".join(result["asked"]["tasks"])
-    name = tasks[:80].replace("/", "-").replace("*", "all")
-    path = make_folder(target.folder / "harness") / f"{name}.json"
+    task_names = "-".join(result["asked"]["tasks"])
+    file_name = task_names[:MAX_FILE_NAME_LENGTH].replace("/", "-").replace("*", "all")
+    path = make_folder(target.folder / "harness") / f"{file_name}.json"
     write_with_checksum(path, result)
     return path
 
 
-def load_harness_model(target: Target, asked: HarnessRequest) -> Any:
-    """Return the model as an `lm_eval.models.huggingface.HFLM`."""
-    length = asked.length or target.trained_at
+def load_harness_model(target: Target, request: HarnessRequest) -> Any:
+    """Return a model as an `lm_eval.models.huggingface.HFLM`, which the harness can evaluate.
+
+    Args:
+        target: A run or a Hugging Face model.
+        request: The input length and the batch size.
+
+    Raises:
+        InputError: If neither the model nor the request states an input length.
+    """
+    length = request.length or target.trained_at
     if length is None:
-        raise InputError(f"{target.name} does not say at which length it was trained. Give --length.")
+        raise InputError(f"{target.name} does not state its training length. Give --length.")
     if isinstance(target, RunTarget):
         from trainshort.hf import TrainshortForCausalLM
 
@@ -114,8 +152,9 @@ def load_harness_model(target: Target, asked: HarnessRequest) -> Any:
         tokenizer = _to_transformers_tokenizer(run_tokenizer(target.run), length)
     else:
         assert isinstance(target, HuggingFaceTarget)
+        model = target.model
         wrapped_tokenizer: Any = target.tokenizer()
-        model, tokenizer = target.model, wrapped_tokenizer.tokenizer
+        tokenizer = wrapped_tokenizer.tokenizer
         # MPT builds its bias table for `max_seq_len` tokens.
         if hasattr(model.config, "max_seq_len"):
             model.config.max_seq_len = max(model.config.max_seq_len, length)
@@ -125,20 +164,29 @@ def load_harness_model(target: Target, asked: HarnessRequest) -> Any:
         backend="causal",
         tokenizer=tokenizer,
         max_length=length,
-        batch_size=asked.batch,
+        batch_size=request.batch_size,
         prefix_token_id=target.bos,
     )
 
 
 def _to_transformers_tokenizer(tokenizer: Tokenizer, length: int) -> Any:
-    """Return a transformers tokenizer. The text of a special token stays text and does not become that token."""
+    """Convert a tokenizer of trainshort to a tokenizer of transformers.
+
+    The text of a special token inside a document stays text and does not become that token.
+
+    Args:
+        tokenizer: The tokenizer of a run.
+        length: The maximum input length of the model.
+    """
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
     settings = tokenizer_config(tokenizer, length)
     if isinstance(tokenizer, ByteTokenizer):
         # The byte tokenizer has no special tokens, and the harness needs an end token and a padding token.
-        settings |= dict.fromkeys(("bos_token", "eos_token"), byte_alphabet()[0])
+        zero_byte = byte_alphabet()[0]
+        settings["bos_token"] = zero_byte
+        settings["eos_token"] = zero_byte
     settings["pad_token"] = settings.get("eos_token")
-    settings.pop("tokenizer_class")
+    del settings["tokenizer_class"]
     return PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(tokenizer.to_json()), **settings)

@@ -1,9 +1,9 @@
-"""PyTorch's pickled checkpoints, read without executing anything that is in them.
+"""Read pickled PyTorch checkpoints without executing code from the file.
 
-A pickle is a program: it names functions and calls them. torch's `weights_only` reader calls nothing but what rebuilds
-tensors, and fairseq's checkpoints name a few classes more (their settings are an `argparse.Namespace`, their meters
-hold numpy numbers). Those names, and no others, are given stand-ins of ours that only keep what they are called with;
-the classes they mean are never imported. A file that names anything else is refused, by that name.
+A pickle can name any Python function, and loading the pickle calls the function. PyTorch's `weights_only` loader calls
+only functions that rebuild tensors. Checkpoints of fairseq contain a few other classes, for example an
+`argparse.Namespace` with the settings. These classes are replaced by stubs, which store their arguments and do nothing
+else. The real classes are never imported. A file that names any other class is rejected.
 """
 
 import pickle
@@ -18,19 +18,24 @@ import torch
 from trainshort.errors import InputError
 from trainshort.utils.io import open_file
 
-MEND = "Give the checkpoint as it was saved."
+PICKLE_HINT = "Give the original checkpoint file."
 
-STAND_INS = re.compile(
+STUB_CLASS_NAMES = re.compile(
     r"argparse\.Namespace|numpy\.dtype|numpy\.(_core|core)\.multiarray\.scalar|(omegaconf|fairseq)\.[\w.]+"
 )
-"""Names that a checkpoint of fairseq can hold, in any of its versions."""
+"""The classes that checkpoints of all fairseq versions contain. They are replaced by stubs."""
 
-LEGACY_PICKLES = 5
-"""Pickles at the beginning of a file of torch before 1.6; raw numbers follow."""
+# A file of PyTorch before 1.6 begins with five pickles. The numbers of the tensors follow without a pickle.
+NUM_LEGACY_PICKLES = 5
 
 
 class UnpickleStub:
-    """Takes the place of a class that a checkpoint names; it keeps what it is given and does nothing."""
+    """Replaces a class that a checkpoint names. The stub stores what the pickle passes to the class.
+
+    Attributes:
+        arguments: The arguments of the constructor.
+        state: The attributes of the object, or None if the pickle sets no attributes.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -41,57 +46,103 @@ class UnpickleStub:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A checkpoint's content: tensors, plain values, and stand-ins for the rest."""
-    with open_file(path, hint=MEND):  # a regular file, or a sentence
+    """Read a PyTorch checkpoint without executing code from the file.
+
+    Args:
+        path: The checkpoint file, in the current or the legacy format of PyTorch.
+
+    Returns:
+        The content of the checkpoint. Objects of the classes in `STUB_CLASS_NAMES` are `UnpickleStub` objects.
+
+    Raises:
+        InputError: If the file is not a PyTorch checkpoint, or if it names a class that is not allowed.
+    """
+    # Rejects folders, named pipes and missing files with a clear message.
+    with open_file(path, hint=PICKLE_HINT):
         pass
     try:
-        zipped = zipfile.is_zipfile(path)
-        names = filter(STAND_INS.fullmatch, _names_in_zip(path) if zipped else _names_in_legacy(path))
-        stand_ins: list[Any] = [(type(name.rpartition(".")[2], (UnpickleStub,), {}), name) for name in names]
-        with torch.serialization.safe_globals(stand_ins):
-            values = torch.load(path, weights_only=True, map_location="cpu", mmap=zipped or None)
+        checkpoint = _load_with_stubs(path)
     except MemoryError:
-        raise InputError(f"{path} asks for more memory than there is. {MEND}") from None
-    except Exception as error:  # a damaged or hostile file can make the reader fail in any way it likes
-        if name := re.search(r"GLOBAL (\S+)", str(error)):
-            raise InputError(f"{path} names {name[1]}, and no fairseq checkpoint does. Nothing was executed.") from None
-        first = re.sub(r"\s+", " ", str(error)).strip()[:160]
-        raise InputError(f"{path} is not a checkpoint of torch ({first or type(error).__name__}). {MEND}") from None
-    if not isinstance(values, dict):
-        raise InputError(f"{path} holds a {type(values).__name__}, and a checkpoint is a dictionary. {MEND}")
-    return values
+        raise InputError(f"Not enough memory to read {path}. {PICKLE_HINT}") from None
+    except Exception as error:  # A corrupted or malicious file can make the loader fail with any exception.
+        raise _read_error(path, error) from None
+    if not isinstance(checkpoint, dict):
+        type_name = type(checkpoint).__name__
+        raise InputError(f"Invalid checkpoint {path}: expected a dictionary, got {type_name}. {PICKLE_HINT}")
+    return checkpoint
 
 
-def _names_in_zip(path: Path) -> list[str]:
+def _load_with_stubs(path: Path) -> Any:
+    """Load a checkpoint with PyTorch's `weights_only` loader, and replace the classes of fairseq by stubs."""
+    is_zip = zipfile.is_zipfile(path)
+    class_names = _class_names_in_zip(path) if is_zip else _class_names_in_legacy_file(path)
+    stubs: list[Any] = []
+    for class_name in class_names:
+        if STUB_CLASS_NAMES.fullmatch(class_name):
+            short_name = class_name.rpartition(".")[2]
+            stub_class = type(short_name, (UnpickleStub,), {})
+            stubs.append((stub_class, class_name))
+    with torch.serialization.safe_globals(stubs):
+        # Only zip files can be memory-mapped.
+        return torch.load(path, weights_only=True, map_location="cpu", mmap=is_zip or None)
+
+
+def _read_error(path: Path, error: Exception) -> InputError:
+    """Return the error message for a file that PyTorch's loader rejected."""
+    # The loader names a class that is not allowed as "GLOBAL os.system".
+    forbidden_class = re.search(r"GLOBAL (\S+)", str(error))
+    if forbidden_class is not None:
+        return InputError(
+            f"Unsafe checkpoint: {path} names {forbidden_class[1]}, and no fairseq checkpoint does. "
+            "Nothing was executed."
+        )
+    cause = re.sub(r"\s+", " ", str(error)).strip()[:160] or type(error).__name__
+    return InputError(f"{path} is not a PyTorch checkpoint ({cause}). {PICKLE_HINT}")
+
+
+def _class_names_in_zip(path: Path) -> list[str]:
+    """Return the classes and functions that a checkpoint of PyTorch 1.6 or later names, without loading the file."""
     with zipfile.ZipFile(path) as archive:
-        if any(entry.file_size > entry.compress_size for entry in archive.infolist()):
-            raise ValueError("its parts are compressed, which torch never does")
+        # PyTorch never compresses. A compressed file could be a zip bomb, which expands to an enormous size.
+        for entry in archive.infolist():
+            if entry.file_size > entry.compress_size:
+                raise ValueError("the zip file is compressed, but PyTorch never compresses checkpoints")
     return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
 
 
-def _names_in_legacy(path: Path) -> list[str]:
-    """Names in the pickles before the raw numbers."""
-    found = set()
-    with open_file(path, hint=MEND) as file:
-        for _ in range(LEGACY_PICKLES):
+def _class_names_in_legacy_file(path: Path) -> list[str]:
+    """Return the classes and functions that a checkpoint of PyTorch before 1.6 names, without loading the file."""
+    class_names = set()
+    with open_file(path, hint=PICKLE_HINT) as file:
+        for _ in range(NUM_LEGACY_PICKLES):
             for opcode, argument, _ in pickletools.genops(file):
                 if opcode.name == "GLOBAL":
-                    found.add(str(argument).replace(" ", ".", 1))
+                    # The argument is the module and the class, separated by a space.
+                    class_names.add(str(argument).replace(" ", ".", 1))
                 elif opcode.name in ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"):
-                    raise pickle.UnpicklingError(f"it uses {opcode.name}, which torch never writes")
-    return sorted(found)
+                    # These opcodes name classes in other ways.
+                    raise pickle.UnpicklingError(f"the file uses the opcode {opcode.name}, which PyTorch never writes")
+    return sorted(class_names)
 
 
 def is_stored(tensor: torch.Tensor) -> bool:
-    """Whether a file holds all numbers of a tensor: not of one without any (meta), and not of one whose few numbers
-    stand for many (strides of 0), by which a kilobyte can claim to be a gigabyte."""
+    """Return whether a file contains all numbers of a tensor.
+
+    A small file can claim to contain a huge tensor: a meta tensor has no numbers, and a tensor with stride 0 repeats
+    the same numbers. Both are rejected.
+    """
     if tensor.is_meta or tensor.layout != torch.strided:
         return False
     return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
 
 
-def plain(value: Any) -> Any:
-    """A stand-in's content: a Namespace is its settings, anything else what it was made of."""
+def unwrap_stub(value: Any) -> Any:
+    """Return the content of an `UnpickleStub`, or `value` itself if it is not a stub.
+
+    For example, the content of the stub of an `argparse.Namespace` is the dictionary of its settings.
+    """
     if not isinstance(value, UnpickleStub):
         return value
-    return value.state if value.state is not None else value.arguments
+    if value.state is not None:
+        return value.state
+    return value.arguments

@@ -1,7 +1,7 @@
-"""Safetensors read and written a tensor at a time, so that a model larger than memory can pass through.
+"""Read and write safetensors files one tensor at a time, for models that are larger than the memory.
 
-Reading is the safetensors library's, which checks headers before it believes them. Writing is ours, because the library
-wants all tensors at once: eight bytes of length, a JSON header, then the numbers in the header's order.
+Files are read with the safetensors library. The library can only write all tensors at once, so this module writes the
+file format itself: the length of the header in eight bytes, the header in JSON, then the numbers of all tensors.
 """
 
 import json
@@ -16,90 +16,149 @@ from torch import Tensor
 from trainshort.errors import InputError
 from trainshort.utils.io import atomic_replace, open_file, read_json_object
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-MEND = "Copy the model's folder again, with all its files."
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+COPY_AGAIN_HINT = "Copy the model folder again, with all its files."
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+# The numbers of the first tensor start at a multiple of this number of bytes.
+HEADER_ALIGNMENT = 8
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """The tensors of a folder of safetensors, in one file or in several; each is read when it is asked for."""
+    """The tensors in the safetensors files of a folder. Each tensor is read when it is requested.
+
+    Args:
+        folder: The folder of a Hugging Face model, with one safetensors file, or with several files and an index.
+
+    Raises:
+        InputError: If a file is missing or invalid, or if two files contain a tensor of the same name.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.files = weight_files(folder)
-        self._file: dict[str, Any] = {}
+        self.files = find_weight_files(folder)
+        self._file_of_tensor: dict[str, Any] = {}
         for path in self.files:
-            with open_file(path, hint=MEND):  # a regular file, or a sentence
-                pass
-            try:
-                opened = safe_open(path, framework="pt")
-                names = list(opened.keys())
-            except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-                raise InputError(f"{path} cannot be read as safetensors ({error}). {MEND}") from None
-            if twice := self._file.keys() & names:
-                raise InputError(f"The tensor {sorted(twice)[0]} is in more than one file of {folder}. {MEND}")
-            self._file |= dict.fromkeys(names, opened)
+            opened_file, names = _open_safetensors(path)
+            duplicates = sorted(self._file_of_tensor.keys() & names)
+            if duplicates:
+                raise InputError(f"Several files of {folder} contain the tensor {duplicates[0]}. {COPY_AGAIN_HINT}")
+            for name in names:
+                self._file_of_tensor[name] = opened_file
 
     def __getitem__(self, name: str) -> Tensor:
         try:
-            return self._file[name].get_tensor(name)
+            return self._file_of_tensor[name].get_tensor(name)
         except (SafetensorError, RuntimeError, ValueError) as error:
-            raise InputError(f"The tensor {name} cannot be read ({error}). {MEND}") from None
+            raise InputError(f"Cannot read the tensor {name} ({error}). {COPY_AGAIN_HINT}") from None
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file)
+        return iter(self._file_of_tensor)
 
     def __len__(self) -> int:
-        return len(self._file)
+        return len(self._file_of_tensor)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model's folder: all that its index names, or the only one."""
-    if not (folder / INDEX).exists():
-        if (folder / SINGLE).exists():
-            return [folder / SINGLE]
-        pickled = sorted(path.name for path in folder.glob("*.bin"))
-        also = (
-            f" It has {pickled[0]}, a pickle, which can execute code and is not opened; save it as safetensors."
-            if pickled
-            else ""
+def _open_safetensors(path: Path) -> tuple[Any, list[str]]:
+    """Open a safetensors file, and return the opened file and the names of its tensors."""
+    # Rejects folders, named pipes and missing files with a clear message.
+    with open_file(path, hint=COPY_AGAIN_HINT):
+        pass
+    try:
+        opened_file: Any = safe_open(path, framework="pt")
+        return opened_file, list(opened_file.keys())
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as safetensors ({error}). {COPY_AGAIN_HINT}") from None
+
+
+def find_weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model folder: the files that its index lists, or the only file.
+
+    Raises:
+        InputError: If a file is missing, if the index is invalid, or if the index lists a file outside the folder.
+    """
+    index_path = folder / INDEX_FILE
+    single_path = folder / SINGLE_FILE
+    if not index_path.exists():
+        if not single_path.exists():
+            raise _no_weights_error(folder)
+        return [single_path]
+
+    weight_map = read_json_object(index_path, hint=COPY_AGAIN_HINT).get("weight_map")
+    is_valid = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
+    if not is_valid or not weight_map:
+        raise InputError(
+            f"Invalid file {index_path}: weight_map must give the file name of each tensor. {COPY_AGAIN_HINT}"
         )
-        raise InputError(f"{folder} has no {SINGLE} and no {INDEX}.{also}")
-    table = read_json_object(folder / INDEX, hint=MEND).get("weight_map")
-    if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
-        raise InputError(f"{folder / INDEX} should say under weight_map which file each tensor is in. {MEND}")
-    names = sorted(set(table.values()))
-    for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise InputError(f"{folder / INDEX} names the file {name!r}; only safetensors beside it are read.")
-        if not (folder / name).exists():
-            raise InputError(f"{folder} lacks {name}, one of the {len(names)} files its index names. {MEND}")
-    return [folder / name for name in names]
+    file_names = sorted(set(weight_map.values()))
+    for file_name in file_names:
+        is_in_folder = Path(file_name).name == file_name
+        if not is_in_folder or not file_name.endswith(".safetensors"):
+            raise InputError(
+                f"{index_path} lists the file {file_name!r}. Only safetensors files in the same folder are read."
+            )
+        if not (folder / file_name).exists():
+            raise InputError(
+                f"{folder} lacks {file_name}, one of the {len(file_names)} files that its index lists. "
+                f"{COPY_AGAIN_HINT}"
+            )
+    return [folder / file_name for file_name in file_names]
+
+
+def _no_weights_error(folder: Path) -> InputError:
+    """Return the error for a folder without safetensors files. The message mentions pickled weights in the folder."""
+    message = f"{folder} has no {SINGLE_FILE} and no {INDEX_FILE}."
+    pickle_names = sorted(path.name for path in folder.glob("*.bin"))
+    if pickle_names:
+        message += (
+            f" The file {pickle_names[0]} is a pickle, which can execute code and is not opened. "
+            "Save the model as safetensors."
+        )
+    return InputError(message)
 
 
 def write(
     path: Path,
     shapes: Mapping[str, tuple[int, ...]],
-    make: Callable[[str], Tensor],
+    make_tensor: Callable[[str], Tensor],
     *,
     dtype: str = "F32",
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """A safetensors file of tensors that are made one after the other."""
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
-    size, end = DTYPES[dtype].itemsize, 0
-    for name, shape in shapes.items():
-        begin, end = end, end + torch.Size(shape).numel() * size
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    """Write a safetensors file. The tensors are created and written one at a time.
+
+    Args:
+        path: The file to write.
+        shapes: The name and the shape of each tensor, in the order of the file.
+        make_tensor: A function that returns the tensor of a name.
+        dtype: The dtype of all tensors in the file, a key of `DTYPES`.
+        metadata: Entries for the header of the file.
+
+    Raises:
+        InputError: If the file cannot be written.
+    """
+    header_bytes = _make_header(shapes, dtype, metadata)
     with atomic_replace(path) as partial, partial.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(len(header_bytes).to_bytes(8, "little"))
+        file.write(header_bytes)
         for name, shape in shapes.items():
-            tensor = make(name).to(DTYPES[dtype]).contiguous()
+            tensor = make_tensor(name).to(DTYPES[dtype]).contiguous()
             assert tensor.shape == shape, name
-            file.write(
-                tensor.view(torch.uint8).numpy().data
-                if tensor.dim()
-                else tensor.reshape(1).view(torch.uint8).numpy().data
-            )
+            # A tensor without dimensions cannot be viewed as bytes.
+            vector = tensor.reshape(1) if tensor.dim() == 0 else tensor
+            file.write(vector.view(torch.uint8).numpy().data)
+
+
+def _make_header(shapes: Mapping[str, tuple[int, ...]], dtype: str, metadata: dict[str, str] | None) -> bytes:
+    """Return the JSON header of a safetensors file, which lists the dtype, the shape and the place of each tensor."""
+    header: dict[str, Any] = {}
+    if metadata is not None:
+        header["__metadata__"] = metadata
+    start = 0
+    for name, shape in shapes.items():
+        end = start + torch.Size(shape).numel() * DTYPES[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    header_bytes = json.dumps(header, separators=(",", ":")).encode()
+    padding = -len(header_bytes) % HEADER_ALIGNMENT
+    return header_bytes + b" " * padding

@@ -13,11 +13,10 @@ from typing import Any
 import trainshort
 from trainshort.config.registries import targets
 from trainshort.config.run_config import load_config
-from trainshort.data.tokenizers.base import TOKENIZER_FILE as TOKENIZER
-from trainshort.data.tokenizers.base import Tokenizer
+from trainshort.data.tokenizers.base import TOKENIZER_FILE, Tokenizer
 from trainshort.errors import InputError
 from trainshort.evaluate import significance
-from trainshort.evaluate.targets import EXPORTED as RECORD
+from trainshort.evaluate.targets import EXPORTED
 from trainshort.interop.export.base import ExportSource
 from trainshort.interop.export.transforms import ExportModel, check_supported
 from trainshort.train import run_data
@@ -26,81 +25,158 @@ from trainshort.utils.io import atomic_folder, write_atomic
 
 
 def open_run(path: Path, dtype: str = "f32") -> ExportSource:
+    """Load the checkpoint of a run that will be exported.
+
+    Args:
+        path: The run folder, whose best checkpoint is loaded, or one of its checkpoints.
+        dtype: The dtype of the exported weights.
+
+    Raises:
+        InputError: If there is no valid checkpoint, or if the model is an encoder.
+    """
     checkpoint = find_checkpoint(path)
     config = load_config(checkpoint / "config.json")
     config.model.require_causal("Export")
     model = load_model(checkpoint)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    reach = significance.load_summary(checkpoint.parent.parent)
-    if reach is not None and reach["target"]["weights"] != sha256_of(weights):
-        reach = None
+
+    run_folder = checkpoint.parent.parent
+    extrapolation_card = significance.load_summary(run_folder)
+    # The card may describe the weights of another checkpoint.
+    if extrapolation_card is not None and extrapolation_card["target"]["weights"] != sha256_of(weights):
+        extrapolation_card = None
     return ExportSource(
-        path, ExportModel(model.config, weights), config.train.length, run_tokenizer(path), dtype, reach
+        path=path,
+        model=ExportModel(model.config, weights),
+        training_length=config.train.length,
+        tokenizer=run_tokenizer(path),
+        dtype=dtype,
+        card=extrapolation_card,
     )
 
 
 def run_tokenizer(path: Path) -> Tokenizer | None:
     """Load the tokenizer of a run or checkpoint. Return None for an imported model without a tokenizer."""
-    run = path.parent.parent if path.parent.name == "checkpoints" else path
-    was_trained_here = (run / run_data.RUN_DATA_FILE).exists()
-    if was_trained_here or (run / TOKENIZER).exists():
-        return run_data.run_tokenizer(run)
+    is_checkpoint = path.parent.name == "checkpoints"
+    run_folder = path.parent.parent if is_checkpoint else path
+    was_trained_here = (run_folder / run_data.RUN_DATA_FILE).exists()
+    if was_trained_here or (run_folder / TOKENIZER_FILE).exists():
+        return run_data.run_tokenizer(run_folder)
     return None
 
 
 def export(path: Path, to: str, out: Path, dtype: str | None = None) -> tuple[str, ...]:
-    """Write a run for another program; returns what had to be rewritten, in words."""
+    """Export a run for another program.
+
+    Args:
+        path: The run folder or one of its checkpoints.
+        to: The name of the export target, such as "gguf".
+        out: The folder to write. It must not exist, or must be empty.
+        dtype: The dtype of the exported weights. None means the default of the target.
+
+    Returns:
+        A clause for each transform that changed the weights, for users. Transforms do not change the logits.
+
+    Raises:
+        InputError: If the target does not support the model or the tokenizer, or if the folder cannot be written.
+    """
     target = targets.get(to)
     dtype = dtype or target.dtypes[0]
     if dtype not in target.dtypes:
-        raise InputError(f"--to {to} writes {', '.join(target.dtypes)}, not '{dtype}'.")
+        raise InputError(f"Export to {to} supports the dtypes {', '.join(target.dtypes)}, got '{dtype}'.")
     run = open_run(path, dtype)
     check_supported(to, run.model.config, target.requirements)
-    if problem := target.tokenizer_unsupported_reason(run.tokenizer):
-        raise InputError(f"{to} cannot carry {problem}")
+    tokenizer_problem = target.tokenizer_unsupported_reason(run.tokenizer)
+    if tokenizer_problem is not None:
+        raise InputError(f"Export to {to} does not support {tokenizer_problem}")
+
     run = replace(run, model=target.transform(run.model))
+    record = {
+        "to": to,
+        "run": str(path.resolve()),
+        "dtype": dtype,
+        "rewritten": list(run.model.applied_transforms),
+        "trained_at": run.training_length,
+        "trainshort": trainshort.__version__,
+    }
     with atomic_folder(out) as folder:
         target.write(folder, run)
         if run.tokenizer is not None:
-            write_atomic(folder / TOKENIZER, run.tokenizer.to_json())
-        record = {"to": to, "run": str(path.resolve()), "dtype": dtype, "rewritten": list(run.model.applied_transforms)}
-        record |= {"trained_at": run.length, "trainshort": trainshort.__version__}
-        write_atomic(folder / RECORD, json.dumps(record, indent=2) + "\n")
-        write_atomic(folder / "README.md", _card(run, to))
+            write_atomic(folder / TOKENIZER_FILE, run.tokenizer.to_json())
+        write_atomic(folder / EXPORTED, json.dumps(record, indent=2) + "\n")
+        write_atomic(folder / "README.md", _make_model_card(run, to))
     return run.model.applied_transforms
 
 
-def _card(run: ExportSource, to: str) -> str:
-    """What a reader of the folder should know."""
-    config, reach = run.model.config, run.card
-    count = sum(weight.numel() for weight in run.model.weights.values())
-    lines = [
+def _make_model_card(run: ExportSource, to: str) -> str:
+    """Return the text of the model card (README.md) of an export.
+
+    Args:
+        run: The exported model.
+        to: The name of the export target.
+    """
+    config = run.model.config
+    num_parameters = sum(weight.numel() for weight in run.model.weights.values())
+    paragraphs = [
         "---\nlibrary_name: trainshort\ntags: [alibi, length-extrapolation]\n---",
         f"# {run.name}",
-        f"A language model trained with trainshort {trainshort.__version__}: {config.layers} layers, width "
-        f"{config.width}, {config.heads} heads, {count:,} parameters, positions: {config.position}.",
-        f"Trained at {run.length:,} tokens. " + ("" if reach else "Longer inputs: not measured."),
-        *([] if reach is None else _extrapolation(reach)),
-        f"Load with: {targets.get(to).loading}.",
-        *(f"Rewritten for this format: {note}." for note in run.model.applied_transforms),
+        f"A language model that was trained with trainshort {trainshort.__version__}. The model has {config.layers} "
+        f"layers, width {config.width}, {config.heads} attention heads and {num_parameters:,} parameters. Its position "
+        f"method is {config.position}.",
+        f"The model was trained on sequences of {run.training_length:,} tokens.",
     ]
-    return "\n\n".join(lines) + "\n"
+    if run.card is None:
+        paragraphs.append("Longer inputs were not evaluated.")
+    else:
+        paragraphs += _describe_extrapolation(run.card)
+    paragraphs.append(f"Load with: {targets.get(to).loading}.")
+    for note in run.model.applied_transforms:
+        paragraphs.append(f"Change for this format: {note}.")
+    return "\n\n".join(paragraphs) + "\n"
 
 
-def _extrapolation(reach: dict[str, Any]) -> list[str]:
-    """The extrapolation card: what was measured, on which text, length by length."""
-    text, base = reach["corpus"], reach["base"]["length"]
+def _describe_extrapolation(card: dict[str, Any]) -> list[str]:
+    """Return the paragraphs of a model card that describe the evaluation of longer inputs.
+
+    Args:
+        card: The extrapolation card of the run: the perplexity at each evaluated input length.
+    """
+    text = card["corpus"]
     split = f", split {text['split']}" if text.get("split") else ""
-    rows = ["| tokens read at once | perplexity | |", "|--:|--:|---|"]
-    for one in reach["lengths"]:
-        found = f"{one['perplexity']:.2f}" if one["status"] == "scored" else one["status"]
-        rows.append(f"| {one['length']:,} | {found} | {'training length' if one['length'] == base else ''} |")
-    marks = (("no worse than at the training length", "no_worse"), ("within 2 % of it", "within_2_percent"))
-    far = [f"{words} to {reach[mark]['length']:,}{'+' if reach[mark]['open'] else ''}" for words, mark in marks]
-    return [
-        "## How far it is good",
-        f"Measured: {reach['summary']}; {', '.join(far)}.",
-        f"On {text['name']}{split}: {reach['base']['tokens']:,} tokens, each scored once at every length, passes "
-        f"without overlap. Weights sha256 {str(reach['target']['weights'])[:16]}.",
-        "\n".join(rows),
+    weights_hash = str(card["target"]["weights"])[:16]
+    limits = [
+        _describe_limit(card["no_worse"], "The perplexity is no worse than at the training length"),
+        _describe_limit(card["within_2_percent"], "The perplexity is at most 2 % above that of the training length"),
     ]
+    return [
+        "## Evaluation of longer inputs",
+        f"Summary: {card['summary']}.",
+        "\n".join(f"- {limit}" for limit in limits),
+        f"The model was evaluated on {card['base']['tokens']:,} tokens of {text['name']}{split}. Each token was scored "
+        f"once at each length, in windows without overlap. The SHA-256 of the weights begins with {weights_hash}.",
+        _make_perplexity_table(card),
+    ]
+
+
+def _describe_limit(limit: dict[str, Any], statement: str) -> str:
+    """Return a sentence that says up to which input length a statement is true.
+
+    Args:
+        limit: The largest length for which the statement is true. `open` says that no longer input was evaluated.
+        statement: The statement without a period.
+    """
+    sentence = f"{statement} up to {limit['length']:,} tokens"
+    if limit["open"]:
+        sentence += ", the longest evaluated length"
+    return sentence + "."
+
+
+def _make_perplexity_table(card: dict[str, Any]) -> str:
+    """Return a Markdown table of the perplexity at each input length."""
+    training_length = card["base"]["length"]
+    rows = ["| input length in tokens | perplexity | |", "|--:|--:|---|"]
+    for entry in card["lengths"]:
+        value = f"{entry['perplexity']:.2f}" if entry["status"] == "scored" else entry["status"]
+        remark = "training length" if entry["length"] == training_length else ""
+        rows.append(f"| {entry['length']:,} | {value} | {remark} |")
+    return "\n".join(rows)

@@ -1,4 +1,4 @@
-"""Types that all export targets share: what a target is, what it exports, and the program that loads the export."""
+"""Types that all export targets share: the target, the exported model, and the program that loads the export."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -8,33 +8,45 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from trainshort.data.tokenizers.base import Tokenizer
 from trainshort.interop.export.transforms import ExportModel, Requirement
 
+# If a target needs a maximum input length, an export gets this multiple of the training length.
 MAX_LENGTH_MULTIPLE = 16
-"""An export supports inputs of this many times the training length, if the target needs a maximum length."""
+
 EXPORT_AGAIN_HINT = "Export the run again."
-MAX_LOGITS = 1 << 24
-"""`last_log_probabilities` returns at most this many numbers."""
+
+# The largest number of values that `last_log_probabilities` returns.
+MAX_LOG_PROBABILITIES = 1 << 24
 
 
 @dataclass(frozen=True)
 class ExportSource:
-    """The best checkpoint of a run, and what describes it."""
+    """The best checkpoint of a run, which is exported.
+
+    Attributes:
+        path: The run folder or the checkpoint.
+        model: The config and the weights.
+        training_length: The training length.
+        tokenizer: The tokenizer, or None if the run has no tokenizer.
+        dtype: The dtype of the exported weights, such as "f32" or "q8_0".
+        card: The extrapolation card, which says how the perplexity changes with the input length. None if these
+            weights were not evaluated.
+    """
 
     path: Path
     model: ExportModel
-    length: int
-    """The training length."""
+    training_length: int
     tokenizer: Tokenizer | None
     dtype: str = "f32"
     card: dict[str, Any] | None = None
-    """The extrapolation card of these weights. None if the weights were not evaluated."""
 
     @property
     def name(self) -> str:
+        """The name of the run folder."""
         return self.path.resolve().name
 
 
@@ -42,19 +54,22 @@ class Runtime(ABC):
     """An export that is loaded in the program it was made for.
 
     A subclass is created with the folder of the export and the length of the longest input.
+
+    Attributes:
+        package: The Python package that runs the export.
+        allows_end_token: Whether `generate_greedy` may generate the end token and continue after it. Programs that
+            always stop at the end token must choose another token instead.
     """
 
     package: str
-    """The Python package that runs the export."""
-    ends = False
-    """Whether greedy text can contain the end token. Programs that stop at this token must choose another token."""
+    allows_end_token = False
 
     @abstractmethod
-    def __init__(self, folder: Path, longest: int) -> None: ...
+    def __init__(self, folder: Path, max_length: int) -> None: ...
 
     @abstractmethod
-    def log_probabilities(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities of the token after each position.
+    def log_probabilities(self, tokens: list[int]) -> tuple[Int64[Tensor, " positions"], Float[Tensor, "positions V"]]:
+        """Return the log-probabilities of the next token at some or all positions of an input.
 
         A program that is slow may return some positions only.
 
@@ -62,11 +77,11 @@ class Runtime(ABC):
             tokens: The input.
 
         Returns:
-            The positions, of shape (positions,), and the log-probabilities, of shape (positions, vocabulary).
+            The positions, and the log-probabilities of all tokens of the vocabulary at these positions.
         """
 
     @abstractmethod
-    def greedy(self, tokens: list[int], count: int) -> list[int]:
+    def generate_greedy(self, tokens: list[int], count: int) -> list[int]:
         """Return `count` tokens that the program generates after `tokens` without sampling."""
 
     def encode(self, text: str) -> list[int] | None:
@@ -75,42 +90,52 @@ class Runtime(ABC):
 
     @property
     def version(self) -> str:
+        """The name and the version of the package."""
         return f"{self.package} {metadata.version(self.package)}"
 
 
 @dataclass(frozen=True)
 class MaxError:
-    """The largest differences between an export and its run that `verify` accepts."""
+    """The largest differences between an export and its run that `verify` accepts.
+
+    Attributes:
+        logits: The largest difference of two logits, in standard deviations of the logits.
+        kl: The largest Kullback-Leibler divergence at one position.
+    """
 
     logits: float
-    """Largest difference of two logits, in standard deviations of the logits."""
     kl: float
-    """Largest Kullback-Leibler divergence at one position."""
 
 
 @dataclass(frozen=True)
 class ExportTarget:
-    """An export target."""
+    """A program or file format that runs can be exported to.
+
+    Attributes:
+        summary: A description of one line for `trainshort list`.
+        requirements: What the target requires of a model.
+        transform: Changes the weights, so that the target supports the model and the logits stay the same.
+        write: Writes the files of an export into a folder.
+        runtime: The program that loads the export: a subclass of `Runtime`.
+        max_errors: The supported dtypes, and the differences that `verify` accepts for each dtype. The first dtype is
+            the default.
+        loading: How to load the export, for the model card.
+        tokenizer_unsupported_reason: Returns why the target does not support a tokenizer and what to do, or None. The
+            text continues the sentence "Export to this target does not support".
+    """
 
     summary: str
-    """One line for `trainshort list`."""
     requirements: tuple[Requirement, ...]
-    """What the target requires of a model."""
     transform: Callable[[ExportModel], ExportModel]
-    """Transforms the weights into an equal model that the target supports."""
     write: Callable[[Path, ExportSource], None]
-    """Writes the files of the export into a folder."""
     runtime: Callable[[Path, int], Runtime]
-    """The program that loads the export: a subclass of `Runtime`."""
     max_errors: Mapping[str, MaxError]
-    """The supported dtypes, and the errors that `verify` accepts for each. The first dtype is the default."""
     loading: str
-    """How to load the export, for the model card."""
     tokenizer_unsupported_reason: Callable[[Tokenizer | None], str | None] = lambda _: None
-    """Returns why the target does not support a tokenizer and what to do, or None."""
 
     @property
     def dtypes(self) -> tuple[str, ...]:
+        """The supported dtypes. The first dtype is the default."""
         return tuple(self.max_errors)
 
 
@@ -119,9 +144,21 @@ def identity(model: ExportModel) -> ExportModel:
     return model
 
 
-def last_log_probabilities(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positions and the log-probabilities of all positions, or of the last positions of a long input."""
-    vocabulary = logits.shape[1]
-    count = max(1, MAX_LOGITS // vocabulary)
-    first = max(0, len(logits) - count)
-    return torch.arange(first, len(logits)), logits[first:].float().log_softmax(-1)
+def last_log_probabilities(
+    logits: Float[Tensor, "length V"],
+) -> tuple[Int64[Tensor, " positions"], Float[Tensor, "positions V"]]:
+    """Return the log-probabilities at all positions of an input, or at the last positions of a long input.
+
+    The log-probabilities of a long input with a large vocabulary would need too much memory.
+
+    Args:
+        logits: The logits at all positions.
+
+    Returns:
+        The positions, and the log-probabilities at these positions.
+    """
+    length, vocab_size = logits.shape
+    num_positions = max(1, MAX_LOG_PROBABILITIES // vocab_size)
+    first_position = max(0, length - num_positions)
+    positions = torch.arange(first_position, length)
+    return positions, logits[first_position:].float().log_softmax(-1)

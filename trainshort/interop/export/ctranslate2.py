@@ -1,14 +1,16 @@
-"""CTranslate2: every plain configuration exactly, and the sharpest independent check of an export.
+"""Export target `ctranslate2`: the format of CTranslate2.
 
-Its ALiBi table grows by 2,048 a call and no more, so that a first prompt longer than that is read past its end;
-whoever runs long prompts calls it once with a short one (`warm`).
+CTranslate2 extends its ALiBi table by at most 2,048 tokens per call, and reads past the end of the table if the first
+input is longer. Call CTranslate2 with a short input before a long input.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from trainshort.data.tokenizers.base import Tokenizer
@@ -20,40 +22,66 @@ from trainshort.interop.export.base import (
     Runtime,
     last_log_probabilities,
 )
-from trainshort.interop.export.transforms import PLAIN_ALIBI, ExportModel, Requirement, fold_scales
+from trainshort.interop.export.transforms import ALIBI_REQUIREMENTS, Requirement, fold_scales
 from trainshort.utils.io import read_json
 from trainshort.utils.optional import require_package
 
-NEEDS = (
-    *PLAIN_ALIBI,
-    Requirement(lambda c: c.activation != "silu", "activation silu", "train with relu, gelu or gelu_tanh"),
+REQUIREMENTS = (
+    *ALIBI_REQUIREMENTS,
+    Requirement(lambda c: c.activation != "silu", "activation silu", "Train with relu, gelu or gelu_tanh."),
     Requirement(
         lambda c: c.position_settings.max_bias == 8,
         "max_bias {config.position_settings.max_bias}",
-        "it follows 8 alone",
+        "Only 8 is supported.",
     ),
-    Requirement(lambda c: c.clip_qkv is None, "clip_qkv {config.clip_qkv}", "train without clip_qkv"),
+    Requirement(lambda c: c.clip_qkv is None, "clip_qkv {config.clip_qkv}", "Train without clip_qkv."),
 )
-GROWTH = 2048
-"""Keys by which its table grows in a call."""
 
-
-def rewritten(model: ExportModel) -> ExportModel:
-    return fold_scales(model)
+# CTranslate2 extends its ALiBi table by at most this number of tokens in one call.
+ALIBI_TABLE_GROWTH = 2048
 
 
 def write(folder: Path, run: ExportSource) -> None:
-    """Write the model and its vocabulary in the format of CTranslate2."""
+    """Write the model and its vocabulary in the format of CTranslate2.
+
+    Args:
+        folder: The folder to write to.
+        run: The model to export.
+
+    Raises:
+        InputError: If CTranslate2 is not installed.
+    """
     require_package("ctranslate2", "Writing a CTranslate2 model", "trainshort[interop]")
+    config = run.model.config
+    spec = _make_model_spec(run)
+    _fill_decoder(spec.decoder, run)
+
+    tokens = list_tokens(run.tokenizer, config.vocab_size)
+    end_token_id = 0
+    if run.tokenizer is not None and run.tokenizer.end is not None:
+        end_token_id = run.tokenizer.end
+    end_token = tokens[end_token_id]
+    spec.config.layer_norm_epsilon = config.norm_eps
+    spec.config.bos_token = end_token
+    spec.config.eos_token = end_token
+    spec.config.unk_token = end_token
+    spec.register_vocabulary(tokens)
+    spec.validate()
+    spec.save(str(folder))
+
+
+def _make_model_spec(run: ExportSource) -> Any:
+    """Create a CTranslate2 model specification without weights."""
     from ctranslate2 import specs
 
-    config, weights, tokenizer = run.model.config, run.model.weights, run.tokenizer
+    config = run.model.config
     activations = {
         "relu": specs.Activation.RELU,
         "gelu": specs.Activation.GELU,
         "gelu_tanh": specs.Activation.GELUTanh,
     }
-    spec: Any = specs.TransformerDecoderModelSpec.from_config(
+    uses_grouped_query_attention = config.key_heads != config.heads
+    return specs.TransformerDecoderModelSpec.from_config(
         config.layers,
         config.heads,
         pre_norm=True,
@@ -61,93 +89,107 @@ def write(folder: Path, run: ExportSource) -> None:
         layernorm_embedding=config.embedding_norm,
         no_final_norm=not config.final_norm,
         alibi=True,
-        num_heads_kv=None if config.key_heads == config.heads else config.key_heads,
+        num_heads_kv=config.key_heads if uses_grouped_query_attention else None,
     )
-    decoder: Any = spec.decoder
+
+
+def _fill_decoder(decoder: Any, run: ExportSource) -> None:
+    """Copy the weights of a model into the decoder of a CTranslate2 specification."""
+    weights = run.model.weights
+    embedding = weights["vocabulary.embedding.weight"]
+    output = weights.get("vocabulary.output.weight", embedding)
     decoder.scale_embeddings = False
-    decoder.embeddings.weight = _array(weights["vocabulary.embedding.weight"])
-    output = weights.get("vocabulary.output.weight", weights["vocabulary.embedding.weight"])
-    decoder.projection.weight = _array(output)
-    norms = {"final_norm": "layer_norm", "embedding_norm": "layernorm_embedding"}
-    for ours, theirs in norms.items():
-        if f"{ours}.weight" in weights:
-            _norm(getattr(decoder, theirs), weights, ours)
+    decoder.embeddings.weight = _to_numpy(embedding)
+    decoder.projection.weight = _to_numpy(output)
+    if "final_norm.weight" in weights:
+        _fill_norm(decoder.layer_norm, weights, "final_norm")
+    if "embedding_norm.weight" in weights:
+        _fill_norm(decoder.layernorm_embedding, weights, "embedding_norm")
     for index, layer in enumerate(decoder.layer):
-        at = f"layers.{index}."
-        _norm(layer.self_attention.layer_norm, weights, at + "attention_norm")
-        _linear(layer.self_attention.linear[0], weights, at + "attention.qkv")
-        _linear(layer.self_attention.linear[1], weights, at + "attention.out")
-        _norm(layer.ffn.layer_norm, weights, at + "ffn_norm")
-        _linear(layer.ffn.linear_0, weights, at + "ffn.wide")
-        _linear(layer.ffn.linear_1, weights, at + "ffn.narrow")
-    words = vocabulary(tokenizer, config.vocab_size)
-    end = words[tokenizer.end if tokenizer is not None and tokenizer.end is not None else 0]
-    spec.config.layer_norm_epsilon = config.norm_eps
-    spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = end
-    spec.register_vocabulary(words)
-    spec.validate()
-    spec.save(str(folder))
+        prefix = f"layers.{index}."
+        _fill_norm(layer.self_attention.layer_norm, weights, prefix + "attention_norm")
+        _fill_linear(layer.self_attention.linear[0], weights, prefix + "attention.qkv")
+        _fill_linear(layer.self_attention.linear[1], weights, prefix + "attention.out")
+        _fill_norm(layer.ffn.layer_norm, weights, prefix + "ffn_norm")
+        _fill_linear(layer.ffn.linear_0, weights, prefix + "ffn.wide")
+        _fill_linear(layer.ffn.linear_1, weights, prefix + "ffn.narrow")
 
 
-def vocabulary(tokenizer: Tokenizer | None, size: int) -> list[str]:
-    """A string for every token, as the engine wants; those of our tokenizer where it is a saved one."""
-    import json
+def list_tokens(tokenizer: Tokenizer | None, vocab_size: int) -> list[str]:
+    """Return a text for each token id, which CTranslate2 requires.
 
-    words = [f"<token{number}>" for number in range(size)]
+    Args:
+        tokenizer: The tokenizer, or None.
+        vocab_size: The number of tokens of the model.
+
+    Returns:
+        The texts of the tokenizer. Tokens without a text are called `<token0>`, `<token1>` and so on.
+    """
+    tokens = [f"<token{token_id}>" for token_id in range(vocab_size)]
     if tokenizer is None:
-        return words
+        return tokens
     layout = json.loads(tokenizer.to_json())
-    known = layout["model"].get("vocab")
-    ids = dict(known) if isinstance(known, dict) else {}
-    ids |= {one["content"]: one["id"] for one in layout.get("added_tokens") or ()}
-    for word, number in ids.items():
-        words[number] = word
-    return words
+    vocabulary = layout["model"].get("vocab")
+    token_ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    for added_token in layout.get("added_tokens") or ():
+        token_ids[added_token["content"]] = added_token["id"]
+    for token, token_id in token_ids.items():
+        tokens[token_id] = token
+    return tokens
 
 
-def _array(weight: torch.Tensor) -> np.ndarray:
+def _to_numpy(weight: Tensor) -> np.ndarray:
     return weight.detach().float().contiguous().numpy()
 
 
-def _linear(spec: Any, weights: dict[str, torch.Tensor], name: str) -> None:
-    spec.weight = _array(weights[f"{name}.weight"])
+def _fill_linear(spec: Any, weights: dict[str, Tensor], name: str) -> None:
+    """Copy the weight and the bias of a linear layer into its CTranslate2 specification."""
+    spec.weight = _to_numpy(weights[f"{name}.weight"])
     if f"{name}.bias" in weights:
-        spec.bias = _array(weights[f"{name}.bias"])
+        spec.bias = _to_numpy(weights[f"{name}.bias"])
 
 
-def _norm(spec: Any, weights: dict[str, torch.Tensor], name: str) -> None:
+def _fill_norm(spec: Any, weights: dict[str, Tensor], name: str) -> None:
+    """Copy a LayerNorm into its CTranslate2 specification. A missing bias becomes zero."""
     weight = weights[f"{name}.weight"]
-    spec.gamma = _array(weight)
-    spec.beta = _array(weights.get(f"{name}.bias", torch.zeros_like(weight)))
+    bias = weights.get(f"{name}.bias", torch.zeros_like(weight))
+    spec.gamma = _to_numpy(weight)
+    spec.beta = _to_numpy(bias)
 
 
 class CTranslate2(Runtime):
+    """An export that is loaded in CTranslate2, on the CPU and in float32."""
+
     package = "ctranslate2"
 
-    def __init__(self, folder: Path, longest: int) -> None:
+    def __init__(self, folder: Path, max_length: int) -> None:
         import ctranslate2
 
         self.generator = ctranslate2.Generator(str(folder), device="cpu", compute_type="float32")
-        self.words = read_json(folder / "vocabulary.json", hint=EXPORT_AGAIN_HINT)
-        for length in range(1, longest + 1, GROWTH - 1):
-            self.generator.forward_batch([[0] * length])  # its table grows by so much a call, and no more
+        self.tokens = read_json(folder / "vocabulary.json", hint=EXPORT_AGAIN_HINT)
+        # Extend the ALiBi table step by step, so that it covers inputs of `max_length` tokens.
+        for length in range(1, max_length + 1, ALIBI_TABLE_GROWTH - 1):
+            self.generator.forward_batch([[0] * length])
 
-    def log_probabilities(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
-        return last_log_probabilities(torch.from_numpy(np.array(self.generator.forward_batch([tokens])))[0])
+    def log_probabilities(self, tokens: list[int]) -> tuple[Int64[Tensor, " positions"], Float[Tensor, "positions V"]]:
+        output = self.generator.forward_batch([tokens])
+        logits = torch.from_numpy(np.array(output))[0]
+        return last_log_probabilities(logits)
 
-    def greedy(self, tokens: list[int], count: int) -> list[int]:
-        prompt = [[self.words[token] for token in tokens]]
-        limits = {"max_length": count, "min_length": count, "sampling_topk": 1}
-        made = self.generator.generate_batch(prompt, include_prompt_in_result=False, **limits)
-        return made[0].sequences_ids[0]
+    def generate_greedy(self, tokens: list[int], count: int) -> list[int]:
+        prompt = [self.tokens[token] for token in tokens]
+        results = self.generator.generate_batch(
+            [prompt], max_length=count, min_length=count, sampling_topk=1, include_prompt_in_result=False
+        )
+        return results[0].sequences_ids[0]
 
 
 CTRANSLATE2 = ExportTarget(
     summary="CTranslate2, as its own decoder",
-    requirements=NEEDS,
-    transform=rewritten,
+    requirements=REQUIREMENTS,
+    transform=fold_scales,
     write=write,
     runtime=CTranslate2,
     max_errors={"f32": MaxError(logits=1e-4, kl=1e-6)},
-    loading="ctranslate2.Generator; call it once with a short prompt before a long one",
+    loading="ctranslate2.Generator; call it once with a short prompt before a long prompt",
 )

@@ -1,8 +1,7 @@
-"""GGUF, the file of llama.cpp, written directly: its own converter takes no tokenizer that was trained here.
+"""Export target `gguf`: the file format of llama.cpp.
 
-Architecture `mpt`, or `bloom` for models with a norm after the embeddings. Its layers take q, k and v in our order, and
-its slopes come from the number of heads inside its kernels. GELU is computed there by tanh from a table of
-half-precision numbers, whichever GELU a model has; verify measures what that costs.
+A model is written with llama.cpp's architecture `mpt`, or `bloom` if it has a norm after the embeddings. llama.cpp
+computes both kinds of GELU with a table of half-precision numbers. `verify` measures the resulting error.
 """
 
 import errno
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from trainshort.data.tokenizers.base import Tokenizer, byte_alphabet
@@ -24,8 +24,8 @@ from trainshort.data.tokenizers.builtin import WordTokenizer
 from trainshort.errors import InputError
 from trainshort.interop.export.base import MAX_LENGTH_MULTIPLE, ExportSource, ExportTarget, MaxError, Runtime
 from trainshort.interop.export.transforms import (
-    NO_CLIPPED_SCALE,
-    PLAIN_ALIBI,
+    ALIBI_REQUIREMENTS,
+    NO_SCALE_WITH_CLIPPING,
     ExportModel,
     Requirement,
     add_zero_biases,
@@ -34,24 +34,28 @@ from trainshort.interop.export.transforms import (
 )
 from trainshort.utils.optional import require_package
 
-FILE = "model.gguf"
+GGUF_FILE = "model.gguf"
+
 MAX_ERRORS = {
     "f32": MaxError(logits=1e-2, kl=1e-5),
     "f16": MaxError(logits=3e-2, kl=1e-4),
     "q8_0": MaxError(logits=3e-1, kl=1e-2),
 }
 """llama.cpp computes GELU with a table of half-precision numbers, so even `f32` has a large error."""
-ASKED = 64
+
+NUM_COMPARED_POSITIONS = 64
 """The number of positions that `verify` compares, evenly spaced over an input. llama.cpp's server returns the
 probabilities of the next token only, so each position needs one request."""
-NEEDS = (
-    *PLAIN_ALIBI,
-    NO_CLIPPED_SCALE,
-    Requirement(lambda c: c.activation != "relu", "activation relu", "train with gelu or gelu_tanh"),
-    Requirement(lambda c: c.activation != "silu", "activation silu", "train with gelu or gelu_tanh"),
-    Requirement(lambda c: c.final_norm, "final_norm=False", "train with final_norm=True"),
+
+REQUIREMENTS = (
+    *ALIBI_REQUIREMENTS,
+    NO_SCALE_WITH_CLIPPING,
+    Requirement(lambda c: c.activation != "relu", "activation relu", "Train with gelu or gelu_tanh."),
+    Requirement(lambda c: c.activation != "silu", "activation silu", "Train with gelu or gelu_tanh."),
+    Requirement(lambda c: c.final_norm, "final_norm=False", "Train with final_norm=True."),
 )
-NAMES = {
+
+MODULE_NAMES = {
     "vocabulary.embedding": "token_embd",
     "vocabulary.output": "output",
     "embedding_norm": "token_embd_norm",
@@ -63,193 +67,306 @@ NAMES = {
     "ffn.wide": "ffn_up",
     "ffn.narrow": "ffn_down",
 }
+"""The names of the modules in trainshort and in GGUF files. The prefix of a layer is left out."""
+
+# Rows of a matrix can be quantized to 8 bits (q8_0) in blocks of this size only.
+QUANTIZATION_BLOCK = 32
+
+# The token types of a GGUF file.
+NORMAL_TOKEN = 1
+CONTROL_TOKEN = 3
+UNUSED_TOKEN = 5
+
+# llama.cpp needs a few more positions than the longest input, for the generated tokens.
+EXTRA_CONTEXT = 64
+
+SERVER_TIMEOUT = 60
+"""Seconds to wait for a response of llama.cpp's server."""
 
 
-def rewritten(model: ExportModel) -> ExportModel:
-    """llama.cpp's bloom has a norm after the embeddings, but the usual slopes alone and no clipping; its mpt has those,
-    and no such norm."""
+def transform(model: ExportModel) -> ExportModel:
+    """Change the weights, so that llama.cpp supports the model with one of its two architectures.
+
+    llama.cpp's `bloom` has a norm after the embeddings, but neither clipping nor a `max_bias` other than 8. `mpt` has
+    clipping and any `max_bias`, but no norm after the embeddings.
+    """
     model = fold_scales(model)
-    if model.max_bias != 8 or model.config.clip_qkv is not None:
+    requires_mpt = model.max_bias != 8 or model.config.clip_qkv is not None
+    if requires_mpt:
         return fold_embedding_norm(model)
-    return add_zero_biases(model) if model.config.embedding_norm else model
+    if model.config.embedding_norm:
+        return add_zero_biases(model)  # llama.cpp's `bloom` requires all biases.
+    return model
 
 
 def write(folder: Path, run: ExportSource) -> None:
-    """Write the model and its tokenizer to one file."""
+    """Write the model and its tokenizer to one GGUF file.
+
+    Args:
+        folder: The folder to write to.
+        run: The model to export.
+
+    Raises:
+        InputError: If the package `gguf` is not installed.
+    """
     require_package("gguf", "Writing a GGUF file", "trainshort[interop]")
     import gguf
 
-    assert run.tokenizer is not None, "checked by tokenizer_misfit"
-    model, kind = run.model, run.dtype
-    config = model.config
-    arch = "bloom" if config.embedding_norm else "mpt"
-    writer = gguf.GGUFWriter(folder / FILE, arch)
+    assert run.tokenizer is not None, "checked by tokenizer_unsupported_reason"
+    config = run.model.config
+    architecture = "bloom" if config.embedding_norm else "mpt"
+    writer = gguf.GGUFWriter(folder / GGUF_FILE, architecture)
     writer.add_name(run.name)
-    types = {"f32": gguf.LlamaFileType.ALL_F32, "f16": gguf.LlamaFileType.MOSTLY_F16}
-    writer.add_file_type(types.get(kind, gguf.LlamaFileType.MOSTLY_Q8_0))
-    writer.add_context_length(MAX_LENGTH_MULTIPLE * run.length)
+    file_types = {
+        "f32": gguf.LlamaFileType.ALL_F32,
+        "f16": gguf.LlamaFileType.MOSTLY_F16,
+        "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+    }
+    writer.add_file_type(file_types[run.dtype])
+    writer.add_context_length(MAX_LENGTH_MULTIPLE * run.training_length)
     writer.add_embedding_length(config.width)
     writer.add_block_count(config.layers)
     writer.add_feed_forward_length(config.ffn_width)
     writer.add_head_count(config.heads)
     writer.add_head_count_kv(config.key_heads)
     writer.add_layer_norm_eps(config.norm_eps)
-    if arch == "mpt":
-        writer.add_max_alibi_bias(model.max_bias)
+    if architecture == "mpt":
+        writer.add_max_alibi_bias(run.model.max_bias)
         if config.clip_qkv is not None:
             writer.add_clamp_kqv(config.clip_qkv)
     _add_tokenizer(writer, run.tokenizer, config.vocab_size)
-    for ours, weight in model.weights.items():
-        data, stored = _stored(gguf, weight.detach().float().contiguous(), kind)
-        writer.add_tensor(_name(ours), data, raw_dtype=stored)
-    with _raise_on_write_error(writer):
+    for name, weight in run.model.weights.items():
+        data, data_type = _encode_tensor(gguf, weight.detach().float().contiguous(), run.dtype)
+        writer.add_tensor(_gguf_name(name), data, raw_dtype=data_type)
+    with _close_writer(writer):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
 
 
 @contextmanager
-def _raise_on_write_error(writer: Any) -> Iterator[None]:
-    """Numpy, by which it writes, tells a full disk by two numbers and no errno; and a file that is left open keeps its
-    disk busy."""
+def _close_writer(writer: Any) -> Iterator[None]:
+    """Context manager: close a GGUF writer, and raise an `OSError` with an error number if the disk is full.
+
+    NumPy writes the tensors. If the disk is full, NumPy raises an `OSError` without an error number.
+    """
     try:
         yield
     except OSError as error:
+        # An open file would keep its disk space after it is deleted.
         with suppress(OSError):
             writer.close()
-        raise error if error.errno else OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
+        if error.errno:
+            raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
     writer.close()
 
 
-def _name(ours: str) -> str:
-    module, _, ending = ours.rpartition(".")
-    parts = module.split(".", 2)
-    if parts[0] == "layers":
-        return f"blk.{parts[1]}.{NAMES[parts[2]]}.{ending}"
-    return f"{NAMES[module]}.{ending}"
+def _gguf_name(name: str) -> str:
+    """Return the GGUF name of a trainshort tensor: `layers.3.ffn.wide.weight` becomes `blk.3.ffn_up.weight`."""
+    module, _, parameter = name.rpartition(".")
+    if not module.startswith("layers."):
+        return f"{MODULE_NAMES[module]}.{parameter}"
+    _, layer_index, layer_module = module.split(".", 2)
+    return f"blk.{layer_index}.{MODULE_NAMES[layer_module]}.{parameter}"
 
 
-def _stored(gguf: Any, weight: torch.Tensor, kind: str) -> tuple[np.ndarray, Any]:
-    """Matrices in the type that was asked for, where their rows allow it; vectors stay as they are."""
-    numbers = weight.numpy()
-    if weight.dim() == 2 and kind == "q8_0" and weight.shape[1] % 32 == 0:
-        quantized = gguf.GGMLQuantizationType.Q8_0
-        return gguf.quants.quantize(numbers, quantized), quantized
-    if weight.dim() == 2 and kind != "f32":
-        return numbers.astype(np.float16), gguf.GGMLQuantizationType.F16
-    return numbers, gguf.GGMLQuantizationType.F32
+def _encode_tensor(gguf: Any, weight: Tensor, dtype: str) -> tuple[np.ndarray, Any]:
+    """Convert a tensor to the numbers that a GGUF file stores.
+
+    Vectors are always stored in float32. A matrix whose rows cannot be quantized in complete blocks is stored in
+    float16 instead of q8_0.
+
+    Args:
+        gguf: The package `gguf`.
+        weight: The tensor in float32.
+        dtype: The dtype of the export: "f32", "f16" or "q8_0".
+
+    Returns:
+        The numbers, and their type as a `gguf.GGMLQuantizationType`.
+    """
+    values = weight.numpy()
+    is_matrix = weight.dim() == 2
+    if not is_matrix or dtype == "f32":
+        return values, gguf.GGMLQuantizationType.F32
+    if dtype == "q8_0" and weight.shape[1] % QUANTIZATION_BLOCK == 0:
+        quantized_type = gguf.GGMLQuantizationType.Q8_0
+        return gguf.quants.quantize(values, quantized_type), quantized_type
+    return values.astype(np.float16), gguf.GGMLQuantizationType.F16
 
 
-def tokenizer_misfit(tokenizer: Tokenizer | None) -> str | None:
-    """llama.cpp's server, and most that is built on it, wants text and not token numbers."""
+def tokenizer_unsupported_reason(tokenizer: Tokenizer | None) -> str | None:
+    """Return why llama.cpp does not support a tokenizer and what to do, or None.
+
+    Most programs that use llama.cpp pass text to it, and not token ids. An export therefore requires a tokenizer.
+
+    Args:
+        tokenizer: The tokenizer of the run, or None if the run has no tokenizer.
+
+    Returns:
+        A text that continues the sentence "Export to gguf does not support".
+    """
     if tokenizer is None:
-        return "a run without a tokenizer; put its tokenizer.json into the run folder, or export --to hf."
-    if isinstance(tokenizer, WordTokenizer) or not _byte_level(json.loads(tokenizer.to_json())):
+        return "a run without a tokenizer. Put its tokenizer.json into the run folder, or use --to hf."
+    is_supported = not isinstance(tokenizer, WordTokenizer) and _is_byte_level_bpe(json.loads(tokenizer.to_json()))
+    if not is_supported:
         return (
-            f"the tokenizer '{tokenizer.name}', which is no byte-level BPE; train with --data.tokenizer bpe or bytes, "
-            "or export --to hf or ctranslate2."
+            f"the tokenizer '{tokenizer.name}'. Only byte-level BPE is supported. "
+            "Train with --data.tokenizer bpe or bytes, or use --to hf or --to ctranslate2."
         )
     return None
 
 
+def _is_byte_level_bpe(layout: dict[str, Any]) -> bool:
+    """Return whether a `tokenizer.json` describes a byte-level BPE as GPT-2 has it, without text normalization."""
+    pre_tokenizer = layout.get("pre_tokenizer") or {}
+    if pre_tokenizer.get("type") != "ByteLevel":
+        return False
+    splits_like_gpt2 = pre_tokenizer.get("use_regex", True) and not pre_tokenizer["add_prefix_space"]
+    is_bpe = layout["model"]["type"] == "BPE"
+    has_normalizer = layout.get("normalizer") is not None
+    return splits_like_gpt2 and is_bpe and not has_normalizer
+
+
 def _add_tokenizer(writer: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Byte-level BPE as llama.cpp's `gpt2`."""
+    """Write a byte-level BPE tokenizer to a GGUF file, as llama.cpp's tokenizer `gpt2`.
+
+    Args:
+        writer: The `gguf.GGUFWriter`.
+        tokenizer: The tokenizer.
+        vocab_size: The number of tokens of the model. It may be larger than the number of tokens of the tokenizer.
+    """
     layout = json.loads(tokenizer.to_json())
-    ids = dict(layout["model"]["vocab"]) | {one["content"]: one["id"] for one in layout.get("added_tokens") or ()}
-    special = {one["content"] for one in layout.get("added_tokens") or () if one.get("special")}
-    words = [f"<unused{number}>" for number in range(vocab_size)]
-    for word, number in ids.items():
-        words[number] = word
+    token_ids = dict(layout["model"]["vocab"])
+    special_tokens = set()
+    for added_token in layout.get("added_tokens") or ():
+        token_ids[added_token["content"]] = added_token["id"]
+        if added_token.get("special"):
+            special_tokens.add(added_token["content"])
+
+    tokens = [f"<unused{token_id}>" for token_id in range(vocab_size)]
+    for token, token_id in token_ids.items():
+        tokens[token_id] = token
+    token_types = []
+    for token in tokens:
+        if token in special_tokens:
+            token_types.append(CONTROL_TOKEN)
+        elif token in token_ids:
+            token_types.append(NORMAL_TOKEN)
+        else:
+            token_types.append(UNUSED_TOKEN)
+
+    # A merge is a pair of tokens, or a text with a space between the tokens.
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in layout["model"]["merges"]]
     if not merges:
-        # An empty list is not written at all, and llama.cpp refuses a file without: one pair that no text has.
-        merges = [f"{byte_alphabet()[0]} {byte_alphabet()[0]}"]
+        # llama.cpp requires a list of merges, and an empty list is not written. Add a merge of two zero bytes.
+        zero_byte = byte_alphabet()[0]
+        merges = [f"{zero_byte} {zero_byte}"]
+
+    end_token = tokenizer.end if tokenizer.end is not None else 0
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(words)
-    normal, control, unused = 1, 3, 5
-    known = ids.keys()
-    writer.add_token_types([control if w in special else normal if w in known else unused for w in words])
+    writer.add_token_list(tokens)
+    writer.add_token_types(token_types)
     writer.add_token_merges(merges)
-    end = tokenizer.end if tokenizer.end is not None else 0
-    writer.add_bos_token_id(end)
-    writer.add_eos_token_id(end)
+    writer.add_bos_token_id(end_token)
+    writer.add_eos_token_id(end_token)
     writer.add_add_bos_token(False)
 
 
-def _byte_level(layout: dict[str, Any]) -> bool:
-    before = layout.get("pre_tokenizer") or {}
-    plain = before.get("type") == "ByteLevel" and before.get("use_regex", True) and not before["add_prefix_space"]
-    return bool(plain) and layout["model"]["type"] == "BPE" and layout.get("normalizer") is None
-
-
 class LlamaCpp(Runtime):
-    """llama.cpp by the wheel xllamacpp, asked as a server is: all log-probabilities of the token after a prompt."""
+    """An export that is loaded in llama.cpp, through the server of the package xllamacpp."""
 
     package = "xllamacpp"
-    ends = True
+    allows_end_token = True
 
-    def __init__(self, folder: Path, longest: int) -> None:
-        llama: Any = importlib.import_module("xllamacpp")  # which tells a type checker nothing of itself
-        self.vocabulary = _read_vocabulary_size(folder / FILE)
-        asked = llama.CommonParams()
-        asked.model.path = str(folder / FILE)
-        asked.n_ctx, asked.n_parallel, asked.verbosity, asked.warmup = longest + 64, 1, 0, False
-        asked.n_batch = asked.n_ubatch = 512
-        asked.cpuparams.n_threads = asked.cpuparams_batch.n_threads = torch.get_num_threads()
-        asked.cache_type_k = asked.cache_type_v = llama.ggml_type.GGML_TYPE_F32
-        self.server = llama.Server(asked)
-        self._whole = (self.encode("a") or [0])[0]
+    def __init__(self, folder: Path, max_length: int) -> None:
+        llama: Any = importlib.import_module("xllamacpp")
+        path = folder / GGUF_FILE
+        self.vocab_size = _read_vocab_size(path)
+        params = llama.CommonParams()
+        params.model.path = str(path)
+        params.n_ctx = max_length + EXTRA_CONTEXT
+        params.n_parallel = 1
+        params.verbosity = 0
+        params.warmup = False
+        params.n_batch = 512
+        params.n_ubatch = 512
+        params.cpuparams.n_threads = torch.get_num_threads()
+        params.cpuparams_batch.n_threads = torch.get_num_threads()
+        params.cache_type_k = llama.ggml_type.GGML_TYPE_F32
+        params.cache_type_v = llama.ggml_type.GGML_TYPE_F32
+        self.server = llama.Server(params)
+        tokens_of_a = self.encode("a")
+        # A token whose text is a complete character.
+        self._complete_token = tokens_of_a[0] if tokens_of_a else 0
 
-    def log_probabilities(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
-        """Each prompt is the one before and some tokens more, so that the server reads every token once."""
-        count = min(ASKED, len(tokens))
-        where = (torch.arange(1, count + 1) * len(tokens) / count).long() - 1  # the last one always
-        return where, torch.stack([self._next(tokens[: at + 1]) for at in where.tolist()])
+    def log_probabilities(self, tokens: list[int]) -> tuple[Int64[Tensor, " positions"], Float[Tensor, "positions V"]]:
+        """Return the log-probabilities of the next token at evenly spaced positions, including the last position.
 
-    def _next(self, tokens: list[int]) -> Tensor:
-        """The server shows probabilities only beside a token whose text is whole, so that it is made to choose one; the
-        probabilities are the model's all the same."""
-        asked = {"prompt": tokens, "n_predict": 1, "temperature": 0.0, "n_probs": self.vocabulary}
-        answer = self.server.handle_completions({**asked, "cache_prompt": True, "logit_bias": [[self._whole, 1e4]]})
-        answer = json.loads(answer) if isinstance(answer, str | bytes) else answer
-        shown = (answer.get("choices") or [{}])[0].get("logprobs")
-        if not shown:
-            raise InputError(f"llama.cpp did not answer with probabilities: {str(answer)[:200]}")
-        row = torch.full((self.vocabulary,), -torch.inf)
-        for one in shown["content"][0]["top_logprobs"]:
-            row[one["id"]] = one["logprob"]
+        Each request extends the previous request, so the server reads each token once.
+        """
+        count = min(NUM_COMPARED_POSITIONS, len(tokens))
+        positions = (torch.arange(1, count + 1) * len(tokens) / count).long() - 1
+        rows = [self._next_log_probabilities(tokens[: position + 1]) for position in positions.tolist()]
+        return positions, torch.stack(rows)
+
+    def _next_log_probabilities(self, tokens: list[int]) -> Float[Tensor, " V"]:
+        """Return the log-probabilities of the token after an input."""
+        request = {
+            "prompt": tokens,
+            "n_predict": 1,
+            "temperature": 0.0,
+            "n_probs": self.vocab_size,
+            "cache_prompt": True,
+            # The server returns probabilities only if the text of the generated token is a complete character. The bias
+            # makes the server generate such a token, and does not change the returned probabilities.
+            "logit_bias": [[self._complete_token, 1e4]],
+        }
+        response = self.server.handle_completions(request)
+        if isinstance(response, str | bytes):
+            response = json.loads(response)
+        choices = response.get("choices") or [{}]
+        log_probabilities = choices[0].get("logprobs")
+        if not log_probabilities:
+            raise InputError(f"llama.cpp did not return probabilities: {str(response)[:200]}")
+        row = torch.full((self.vocab_size,), -torch.inf)
+        for entry in log_probabilities["content"][0]["top_logprobs"]:
+            row[entry["id"]] = entry["logprob"]
         return row
 
-    def greedy(self, tokens: list[int], count: int) -> list[int]:
-        """Token by token, each after what the server remembers of those before."""
-        made: list[int] = []
+    def generate_greedy(self, tokens: list[int], count: int) -> list[int]:
+        generated: list[int] = []
         for _ in range(count):
-            made.append(int(self._next([*tokens, *made]).argmax()))
-        return made
+            log_probabilities = self._next_log_probabilities([*tokens, *generated])
+            generated.append(int(log_probabilities.argmax()))
+        return generated
 
     def encode(self, text: str) -> list[int] | None:
         body = json.dumps({"content": text, "add_special": False, "parse_special": False}).encode()
-        address = f"{self.server.listening_address}/tokenize"
-        request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)["tokens"]
+        url = f"{self.server.listening_address}/tokenize"
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=SERVER_TIMEOUT) as response:
+            return json.load(response)["tokens"]
 
 
-def _read_vocabulary_size(path: Path) -> int:
-    """Return the number of token types in a GGUF file."""
+def _read_vocab_size(path: Path) -> int:
+    """Return the number of tokens of the model in a GGUF file."""
     import gguf
 
-    return next(int(tensor.shape[1]) for tensor in gguf.GGUFReader(path).tensors if tensor.name == "token_embd.weight")
+    for tensor in gguf.GGUFReader(path).tensors:
+        if tensor.name == "token_embd.weight":
+            return int(tensor.shape[1])
+    raise InputError(f"Invalid file {path}: it has no embedding matrix.")
 
 
 GGUF = ExportTarget(
     summary="llama.cpp, as an MPT or a BLOOM (GGUF)",
-    requirements=NEEDS,
-    transform=rewritten,
+    requirements=REQUIREMENTS,
+    transform=transform,
     write=write,
     runtime=LlamaCpp,
     max_errors=MAX_ERRORS,
     loading="llama.cpp",
-    tokenizer_unsupported_reason=tokenizer_misfit,
+    tokenizer_unsupported_reason=tokenizer_unsupported_reason,
 )

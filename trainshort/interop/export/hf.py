@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from trainshort.data.tokenizers.base import END_OF_TEXT, Tokenizer
@@ -24,21 +25,38 @@ from trainshort.interop.export.base import (
 from trainshort.utils.io import read_json_object, write_atomic
 from trainshort.utils.optional import require_package
 
+# With `trust_remote_code=True`, transformers loads the model class from this file in the exported folder.
+MODELING_FILE = "modeling_trainshort.py"
+MODELING_CODE = """\
+from trainshort.hf import TrainshortConfig, TrainshortForCausalLM
+
+__all__ = ['TrainshortConfig', 'TrainshortForCausalLM']
+"""
+
 
 def write(folder: Path, run: ExportSource) -> None:
-    """Write the Hugging Face folder and a Python file that registers the model class."""
+    """Write a Hugging Face folder for trainshort's own model class.
+
+    Args:
+        folder: The folder to write to.
+        run: The model to export.
+
+    Raises:
+        InputError: If transformers is not installed.
+    """
     require_package("transformers", "Exporting to Hugging Face", "trainshort[hf]")
     from trainshort.hf import TrainshortConfig
 
-    config = TrainshortConfig.from_model_config(run.model.config, run.length).to_dict()
-    names = ("TrainshortConfig", "TrainshortForCausalLM")
-    auto = zip(("AutoConfig", "AutoModelForCausalLM"), names, strict=True)
-    config |= {"architectures": [names[1]], "auto_map": {kind: f"modeling_trainshort.{name}" for kind, name in auto}}
+    config = TrainshortConfig.from_model_config(run.model.config, run.training_length).to_dict()
+    config["architectures"] = ["TrainshortForCausalLM"]
+    config["auto_map"] = {
+        "AutoConfig": "modeling_trainshort.TrainshortConfig",
+        "AutoModelForCausalLM": "modeling_trainshort.TrainshortForCausalLM",
+    }
     config["dtype"] = "float32"
     tensors = {f"model.{name}": weight for name, weight in run.model.weights.items()}
     write_hugging_face_folder(folder, run, config, tensors)
-    text = f"from trainshort.hf import {', '.join(names)}\n\n__all__ = {list(names)!r}\n"
-    write_atomic(folder / "modeling_trainshort.py", text)
+    write_atomic(folder / MODELING_FILE, MODELING_CODE)
 
 
 def write_hugging_face_folder(
@@ -52,66 +70,94 @@ def write_hugging_face_folder(
         config: The content of `config.json`. The ids of the special tokens are added.
         tensors: The weights under the names of the Hugging Face class.
     """
-    end = None if run.tokenizer is None else run.tokenizer.end
-    ends = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
-    write_atomic(folder / "config.json", json.dumps(config | ends, indent=2) + "\n")
-    write_atomic(folder / "generation_config.json", json.dumps({**ends, "use_cache": True}, indent=2) + "\n")
+    special_tokens = {}
+    if run.tokenizer is not None and run.tokenizer.end is not None:
+        special_tokens["bos_token_id"] = run.tokenizer.end
+        special_tokens["eos_token_id"] = run.tokenizer.end
+    _write_json(folder / "config.json", config | special_tokens)
+    _write_json(folder / "generation_config.json", {**special_tokens, "use_cache": True})
     shapes = {name: tuple(weight.shape) for name, weight in tensors.items()}
-    safetensors_io.write(folder / safetensors_io.SINGLE, shapes, tensors.__getitem__, metadata={"format": "pt"})
+    safetensors_io.write(
+        folder / safetensors_io.SINGLE_FILE, shapes, lambda name: tensors[name], metadata={"format": "pt"}
+    )
     if run.tokenizer is not None:
-        text = json.dumps(tokenizer_config(run.tokenizer, run.length), indent=2) + "\n"
-        write_atomic(folder / "tokenizer_config.json", text)
+        _write_json(folder / "tokenizer_config.json", tokenizer_config(run.tokenizer, run.training_length))
 
 
-def tokenizer_config(tokenizer: Tokenizer, length: int) -> dict[str, Any]:
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    write_atomic(path, json.dumps(values, indent=2) + "\n")
+
+
+def tokenizer_config(tokenizer: Tokenizer, training_length: int) -> dict[str, Any]:
     """Return the content of `tokenizer_config.json`.
 
     The text of a special token inside a document stays text and does not become that token.
+
+    Args:
+        tokenizer: The tokenizer.
+        training_length: The training length of the model.
     """
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": MAX_LENGTH_MULTIPLE * length,
+        "model_max_length": MAX_LENGTH_MULTIPLE * training_length,
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,
     }
     if isinstance(tokenizer, WordTokenizer):
-        word = WordTokenizer.SPECIAL[WordTokenizer.LINE_END]
-        config |= {"bos_token": word, "eos_token": word, "unk_token": WordTokenizer.SPECIAL[WordTokenizer.UNKNOWN]}
+        line_end = WordTokenizer.SPECIAL[WordTokenizer.LINE_END]
+        config["bos_token"] = line_end
+        config["eos_token"] = line_end
+        config["unk_token"] = WordTokenizer.SPECIAL[WordTokenizer.UNKNOWN]
     elif not isinstance(tokenizer, ByteTokenizer) and END_OF_TEXT in tokenizer.to_json():
-        config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+        config["bos_token"] = END_OF_TEXT
+        config["eos_token"] = END_OF_TEXT
+        config["unk_token"] = END_OF_TEXT
     return config
 
 
 class Transformers(Runtime):
-    """The model class of transformers, also for the targets `hf-mpt` and `hf-bloom`."""
+    """An export that is loaded in transformers, for the targets `hf`, `hf-mpt` and `hf-bloom`."""
 
     package = "transformers"
-    ends = True
+    allows_end_token = True
 
-    def __init__(self, folder: Path, longest: int) -> None:
+    def __init__(self, folder: Path, max_length: int) -> None:
         from transformers import AutoTokenizer
 
-        if read_json_object(folder / "config.json", hint=EXPORT_AGAIN_HINT).get("model_type") == "trainshort":
-            import trainshort.hf  # noqa: F401  (registers the class)
+        config = read_json_object(folder / "config.json", hint=EXPORT_AGAIN_HINT)
+        if config.get("model_type") == "trainshort":
+            import trainshort.hf  # noqa: F401  (The import registers trainshort's model class in transformers.)
         self.model: Any = load_causal(folder, torch.float32).eval()
+        # MPT builds its bias table for `max_seq_len` tokens.
         if hasattr(self.model.config, "max_seq_len"):
-            self.model.config.max_seq_len = max(self.model.config.max_seq_len, longest)
-        has = (folder / "tokenizer_config.json").exists()
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False) if has else None
+            self.model.config.max_seq_len = max(self.model.config.max_seq_len, max_length)
+        self.tokenizer: Any = None
+        if (folder / "tokenizer_config.json").exists():
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
     @torch.no_grad()
-    def log_probabilities(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
-        return last_log_probabilities(self.model(torch.tensor([tokens]), use_cache=False).logits[0])
+    def log_probabilities(self, tokens: list[int]) -> tuple[Int64[Tensor, " positions"], Float[Tensor, "positions V"]]:
+        output = self.model(torch.tensor([tokens]), use_cache=False)
+        return last_log_probabilities(output.logits[0])
 
     @torch.no_grad()
-    def greedy(self, tokens: list[int], count: int) -> list[int]:
-        asked = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+    def generate_greedy(self, tokens: list[int], count: int) -> list[int]:
         prompt = torch.tensor([tokens])
-        made = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), eos_token_id=None, **asked)
-        return made[0, len(tokens) :].tolist()
+        output = self.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return output[0, len(tokens) :].tolist()
 
     def encode(self, text: str) -> list[int] | None:
-        return None if self.tokenizer is None else self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 MAX_ERRORS = {"f32": MaxError(logits=1e-4, kl=1e-6)}

@@ -7,11 +7,13 @@ needs such a setting is not exported.
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from trainshort.config.run_config import ModelConfig
 from trainshort.interop.export.base import MAX_LENGTH_MULTIPLE, ExportSource, ExportTarget
 from trainshort.interop.export.hf import MAX_ERRORS, Transformers, write_hugging_face_folder
 from trainshort.interop.export.transforms import (
-    PLAIN_ALIBI,
+    ALIBI_REQUIREMENTS,
     ExportModel,
     Requirement,
     add_zero_biases,
@@ -25,46 +27,65 @@ from trainshort.interop.formats.bloom import BLOOM
 from trainshort.interop.formats.mpt import MPT
 
 
-def _no_biases(config: ModelConfig) -> bool:
-    return not any(config.has_biases(place) for place in ("attention", "feedforward", "norm"))
+def _has_no_biases(config: ModelConfig) -> bool:
+    """Return whether no linear layer and no norm of a model has a bias."""
+    has_any_bias = config.has_biases("attention") or config.has_biases("feedforward") or config.has_biases("norm")
+    return not has_any_bias
 
 
-_COMMON = (
-    Requirement(lambda c: c.final_norm, "final_norm=False", "train with final_norm=True"),
+_COMMON_REQUIREMENTS = (
+    Requirement(lambda c: c.final_norm, "final_norm=False", "Train with final_norm=True."),
     Requirement(
-        lambda c: c.ffn_width <= 4 * c.width, "ffn {config.ffn_width}", "train with ffn at most four times width"
+        lambda c: c.ffn_width <= 4 * c.width,
+        "feedforward_width {config.ffn_width}",
+        "Train with a feedforward_width of at most four times the width.",
     ),
     Requirement(
         lambda c: c.position_settings.max_bias == 8,
         "max_bias {config.position_settings.max_bias}",
-        "that class follows 8 alone",
+        "Only 8 is supported.",
     ),
 )
-MPT_NEEDS = (
-    *PLAIN_ALIBI,
-    Requirement(_no_biases, "biases", "train with biases=False, as the recipe portable-128 does"),
-    Requirement(lambda c: c.activation == "gelu", "activation {config.activation}", "train with gelu"),
-    *_COMMON,
+MPT_REQUIREMENTS = (
+    *ALIBI_REQUIREMENTS,
+    Requirement(_has_no_biases, "biases", "Train with biases=False, for example with the recipe portable-128."),
+    Requirement(lambda c: c.activation == "gelu", "activation {config.activation}", "Train with gelu."),
+    *_COMMON_REQUIREMENTS,
 )
-BLOOM_NEEDS = (
-    *PLAIN_ALIBI,
-    Requirement(lambda c: c.embedding_norm, "embedding_norm=False", "train with embedding_norm=True"),
-    Requirement(lambda c: c.activation == "gelu_tanh", "activation {config.activation}", "train with gelu_tanh"),
-    Requirement(lambda c: c.clip_qkv is None, "clip_qkv {config.clip_qkv}", "train without clip_qkv"),
-    *_COMMON,
+BLOOM_REQUIREMENTS = (
+    *ALIBI_REQUIREMENTS,
+    Requirement(lambda c: c.embedding_norm, "embedding_norm=False", "Train with embedding_norm=True."),
+    Requirement(lambda c: c.activation == "gelu_tanh", "activation {config.activation}", "Train with gelu_tanh."),
+    Requirement(lambda c: c.clip_qkv is None, "clip_qkv {config.clip_qkv}", "Train without clip_qkv."),
+    *_COMMON_REQUIREMENTS,
 )
 
 
-def as_mpt(model: ExportModel) -> ExportModel:
-    return fold_embedding_norm(fold_scales(pad_ffn(repeat_kv_heads(model), 4 * model.config.width), scores=False))
+def transform_for_mpt(model: ExportModel) -> ExportModel:
+    """Change the weights of a model, so that the MPT class of transformers supports the model."""
+    model = repeat_kv_heads(model)
+    model = pad_ffn(model, 4 * model.config.width)
+    model = fold_scales(model, fold_softmax_scale=False)  # MPT has the setting softmax_scale.
+    return fold_embedding_norm(model)
 
 
-def as_bloom(model: ExportModel) -> ExportModel:
-    return add_zero_biases(fold_scales(pad_ffn(repeat_kv_heads(model), 4 * model.config.width)))
+def transform_for_bloom(model: ExportModel) -> ExportModel:
+    """Change the weights of a model, so that the BLOOM class of transformers supports the model."""
+    model = repeat_kv_heads(model)
+    model = pad_ffn(model, 4 * model.config.width)
+    model = fold_scales(model)
+    return add_zero_biases(model)
 
 
-def mpt_config(config: ModelConfig, length: int) -> dict[str, Any]:
-    """Types matter: the class refuses 8.0 where it wants 8."""
+def make_mpt_config(config: ModelConfig, training_length: int) -> dict[str, Any]:
+    """Return the `config.json` of an MPT model.
+
+    transformers checks the types of the values: the integer 8 must not be the float 8.0.
+
+    Args:
+        config: The config of the trainshort model.
+        training_length: The training length.
+    """
     return {
         "architectures": ["MptForCausalLM"],
         "model_type": "mpt",
@@ -73,8 +94,8 @@ def mpt_config(config: ModelConfig, length: int) -> dict[str, Any]:
         "n_layers": config.layers,
         "expansion_ratio": 4,
         "vocab_size": config.vocab_size,
-        "max_seq_len": MAX_LENGTH_MULTIPLE * length,
-        "trained_at": length,
+        "max_seq_len": MAX_LENGTH_MULTIPLE * training_length,
+        "trained_at": training_length,
         "no_bias": True,
         "learned_pos_emb": False,
         "norm_type": "low_precision_layernorm",
@@ -97,7 +118,13 @@ def mpt_config(config: ModelConfig, length: int) -> dict[str, Any]:
     }
 
 
-def bloom_config(config: ModelConfig, length: int) -> dict[str, Any]:
+def make_bloom_config(config: ModelConfig, training_length: int) -> dict[str, Any]:
+    """Return the `config.json` of a BLOOM model.
+
+    Args:
+        config: The config of the trainshort model.
+        training_length: The training length.
+    """
     return {
         "architectures": ["BloomForCausalLM"],
         "model_type": "bloom",
@@ -110,48 +137,53 @@ def bloom_config(config: ModelConfig, length: int) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tie_word_embeddings": config.tie_embeddings,
-        "seq_length": length,
+        "seq_length": training_length,
         "use_cache": True,
         "dtype": "float32",
     }
 
 
-def renamed(kind: Format, model: ExportModel) -> dict[str, Any]:
-    """The tensors under their names, turned their way."""
-    made = {}
+def to_source_tensors(model_format: Format, model: ExportModel) -> dict[str, Tensor]:
+    """Return the weights of a model under the names and in the layout of another program.
+
+    This is the inverse of the import of a model (`map_weights`).
+
+    Args:
+        model_format: The format of the other program. Each trainshort module must have exactly one source module.
+        model: The model to export.
+    """
+    tensors = {}
     for name, weight in model.weights.items():
-        module, _, ending = name.rpartition(".")
-        parts = module.split(".")
-        index = parts[1] if parts[0] == "layers" else ""
-        line = kind.lines[module.replace(f"layers.{index}.", "layers.{}.", 1) if index else module]
-        made[f"{line.names[0].format(index)}.{ending}"] = from_trainshort(weight, line.transform, model.config)
-    return made
-
-
-def mpt_tensors(model: ExportModel) -> dict[str, Any]:
-    return renamed(MPT, model)
-
-
-def bloom_tensors(model: ExportModel) -> dict[str, Any]:
-    return renamed(BLOOM, model)
+        module, _, parameter = name.rpartition(".")  # for example "layers.3.ffn.wide" and "weight"
+        layer_index = ""
+        pattern = module
+        if module.startswith("layers."):
+            _, layer_index, layer_module = module.split(".", 2)
+            pattern = "layers.{}." + layer_module
+        source = model_format.module_map[pattern]
+        source_module = source.names[0].format(layer_index)
+        tensors[f"{source_module}.{parameter}"] = from_trainshort(weight, source.transform, model.config)
+    return tensors
 
 
 def write_mpt(folder: Path, run: ExportSource) -> None:
-    config = mpt_config(run.model.config, run.length)
-    write_hugging_face_folder(folder, run, config, mpt_tensors(run.model))
+    """Write a Hugging Face folder for the MPT class of transformers."""
+    config = make_mpt_config(run.model.config, run.training_length)
+    write_hugging_face_folder(folder, run, config, to_source_tensors(MPT, run.model))
 
 
 def write_bloom(folder: Path, run: ExportSource) -> None:
-    config = bloom_config(run.model.config, run.length)
-    write_hugging_face_folder(folder, run, config, bloom_tensors(run.model))
+    """Write a Hugging Face folder for the BLOOM class of transformers."""
+    config = make_bloom_config(run.model.config, run.training_length)
+    write_hugging_face_folder(folder, run, config, to_source_tensors(BLOOM, run.model))
 
 
 _LOADING = "AutoModelForCausalLM.from_pretrained, in float32"
 
 HF_MPT = ExportTarget(
     summary="transformers, as an MPT",
-    requirements=MPT_NEEDS,
-    transform=as_mpt,
+    requirements=MPT_REQUIREMENTS,
+    transform=transform_for_mpt,
     write=write_mpt,
     runtime=Transformers,
     max_errors=MAX_ERRORS,
@@ -159,8 +191,8 @@ HF_MPT = ExportTarget(
 )
 HF_BLOOM = ExportTarget(
     summary="transformers, as a BLOOM",
-    requirements=BLOOM_NEEDS,
-    transform=as_bloom,
+    requirements=BLOOM_REQUIREMENTS,
+    transform=transform_for_bloom,
     write=write_bloom,
     runtime=Transformers,
     max_errors=MAX_ERRORS,

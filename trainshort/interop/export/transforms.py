@@ -1,10 +1,10 @@
-"""The same model in fewer words: what a target has no setting for is written into the weights, where that is exact.
+"""Change the weights of a model so that another program supports the model. The logits stay the same.
 
-grouped heads       each key and value head repeated for the query heads that share it
-a narrow ffn        filled up with rows and columns of zeros, since every activation here maps 0 to 0
-factors             of embeddings into the table, of logits into an output matrix of its own, of scores into q
-an embedding norm   its output, which depends on the token alone, as the table; the output matrix is one of its own
-missing biases      zeros
+repeat_kv_heads         repeat each key-value head for all query heads that share it
+pad_ffn                 widen the feed-forward layers with zeros
+fold_scales             multiply the weights by the scale factors of embeddings, logits and attention scores
+fold_embedding_norm     apply the norm after the embeddings to the embedding matrix
+add_zero_biases         add biases of zero
 """
 
 from collections.abc import Callable
@@ -20,159 +20,276 @@ from trainshort.errors import InputError
 
 @dataclass(frozen=True)
 class ExportModel:
-    """A model's settings and tensors while they are rewritten."""
+    """A model that is prepared for an export.
+
+    Attributes:
+        config: The config of the model.
+        weights: The tensors by name.
+        applied_transforms: A clause for each transform that changed the model, for users.
+    """
 
     config: ModelConfig
     weights: dict[str, Tensor]
     applied_transforms: tuple[str, ...] = ()
-    """What was rewritten, in words."""
 
     @property
     def max_bias(self) -> float:
+        """The exponent of the smallest ALiBi slope. The model must use ALiBi."""
         settings: Any = self.config.position_settings
         return settings.max_bias
 
-    def changed(self, note: str, weights: dict[str, Tensor], **settings: object) -> "ExportModel":
-        return ExportModel(self.config.replace(**settings), self.weights | weights, (*self.applied_transforms, note))
+    def with_changes(self, note: str, new_weights: dict[str, Tensor], **settings: object) -> "ExportModel":
+        """Return a model with changed weights and settings.
+
+        Args:
+            note: A clause that describes the change, for users.
+            new_weights: The tensors that are replaced or added.
+            settings: The settings that are changed.
+        """
+        return ExportModel(
+            config=self.config.replace(**settings),
+            weights=self.weights | new_weights,
+            applied_transforms=(*self.applied_transforms, note),
+        )
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """One thing that a target asks of a model."""
+    """A condition that an export target requires of a model config.
 
-    fits: Callable[[Any], bool]
-    setting: str
-    """The first setting to blame, and its value that does not fit, as a format string over the config."""
+    Attributes:
+        is_met: Returns whether a config meets the requirement.
+        unsupported: What a config has that does not meet the requirement, such as "window {config.window}".
+        hint: A sentence that says what is supported, or how to train a supported model.
+    """
+
+    is_met: Callable[[Any], bool]
+    unsupported: str
     hint: str
 
 
-def check_supported(target: str, config: ModelConfig, needs: tuple[Requirement, ...]) -> None:
-    """Name the first setting that a target cannot carry, and what would have made it fit."""
-    for need in needs:
-        if not need.fits(config):
-            has = need.setting.format(config=config)
-            raise InputError(f"{target} cannot carry a model with {has}; {need.hint}. --to hf carries every model.")
+def check_supported(target: str, config: ModelConfig, requirements: tuple[Requirement, ...]) -> None:
+    """Check that an export target supports a model.
+
+    Args:
+        target: The name of the export target, for the error message.
+        config: The config of the model.
+        requirements: The requirements of the target.
+
+    Raises:
+        InputError: If the config does not meet a requirement. The message names the setting.
+    """
+    for requirement in requirements:
+        if not requirement.is_met(config):
+            unsupported = requirement.unsupported.format(config=config)
+            raise InputError(
+                f"Export to {target} does not support {unsupported}. {requirement.hint} `--to hf` supports every model."
+            )
 
 
-PLAIN_ALIBI = (
-    Requirement(lambda c: c.position == "alibi", "position {config.position}", "it knows ALiBi alone"),
-    Requirement(lambda c: c.adaptive is None, "an adaptive vocabulary", "train with one plain matrix"),
-    Requirement(lambda c: c.norm == "layer", "norm {config.norm}", "it has LayerNorm"),
-    Requirement(lambda c: not c.gated_feedforward, "gated feed-forward layers", "train with gated_feedforward=False"),
-    Requirement(lambda c: not c.parallel_blocks, "parallel_blocks", "train with parallel_blocks=False"),
+ALIBI_REQUIREMENTS = (
+    Requirement(lambda c: c.position == "alibi", "position {config.position}", "Only alibi is supported."),
+    Requirement(lambda c: c.adaptive is None, "adaptive embeddings", "Train without model.adaptive."),
+    Requirement(lambda c: c.norm == "layer", "norm {config.norm}", "Only layer is supported."),
+    Requirement(lambda c: not c.gated_feedforward, "gated_feedforward", "Train with gated_feedforward=False."),
+    Requirement(lambda c: not c.parallel_blocks, "parallel_blocks", "Train with parallel_blocks=False."),
     Requirement(
-        lambda c: not c.position_settings.learned_slopes, "learned_slopes", "its slopes follow from the number of heads"
+        lambda c: not c.position_settings.learned_slopes,
+        "learned_slopes",
+        "The slopes must follow from the number of heads.",
     ),
     Requirement(
-        lambda c: c.position_settings.slopes is None, "slopes of its own", "its slopes follow from the number of heads"
+        lambda c: c.position_settings.slopes is None,
+        "custom slopes",
+        "The slopes must follow from the number of heads.",
     ),
-    Requirement(lambda c: c.window is None, "window {config.window}", "train without a window"),
+    Requirement(lambda c: c.window is None, "window {config.window}", "Train without a window."),
     Requirement(
-        lambda c: not c.nope_heads and c.nope_every is None, "heads or layers without positions", "it has none"
+        lambda c: not c.nope_heads and c.nope_every is None,
+        "nope_heads or nope_every",
+        "Train with positions in all heads and layers.",
     ),
     Requirement(
-        lambda c: c.length_scaling == "none", "length_scaling {config.length_scaling}", "its scores do not grow"
+        lambda c: c.length_scaling == "none",
+        "length_scaling {config.length_scaling}",
+        "Train with length_scaling=none.",
     ),
 )
-"""What every target but our own asks."""
+"""What every target except `hf` requires: a plain Transformer with ALiBi."""
 
-
-NO_CLIPPED_SCALE = Requirement(
+NO_SCALE_WITH_CLIPPING = Requirement(
     lambda c: c.clip_qkv is None or c.softmax_scale is None,
     "softmax_scale together with clip_qkv",
-    "the scale cannot be folded into what is clipped after it",
+    "The scale cannot be folded into the queries, because they are clipped afterwards.",
 )
 
 
-def layers(config: ModelConfig) -> list[str]:
+def layer_prefixes(config: ModelConfig) -> list[str]:
+    """Return the beginning of the tensor names of each layer: `layers.0.`, `layers.1.` and so on."""
     return [f"layers.{index}." for index in range(config.layers)]
 
 
 def repeat_kv_heads(model: ExportModel) -> ExportModel:
-    """As many key heads as query heads."""
+    """Repeat the key-value heads, so that each query head has its own key-value head.
+
+    A model without grouped-query attention is returned unchanged.
+    """
     config = model.config
-    group, dim = config.heads // config.key_heads, config.head_width
-    if group == 1:
+    num_kv_heads = config.key_heads
+    queries_per_kv_head = config.heads // num_kv_heads
+    if queries_per_kv_head == 1:
         return model
-    made = {}
-    for at in layers(config):
-        for name in (f"{at}attention.qkv.weight", f"{at}attention.qkv.bias"):
+
+    def repeat_heads(rows: Tensor) -> Tensor:
+        heads = rows.unflatten(0, (-1, config.head_width))
+        return heads.repeat_interleave(queries_per_kv_head, 0).flatten(0, 1)
+
+    new_weights = {}
+    for prefix in layer_prefixes(config):
+        for name in (f"{prefix}attention.qkv.weight", f"{prefix}attention.qkv.bias"):
             if name in model.weights:
-                q, k, v = model.weights[name].split([config.width, *[config.key_heads * dim] * 2])
-                k, v = (x.unflatten(0, (-1, dim)).repeat_interleave(group, 0).flatten(0, 1) for x in (k, v))
-                made[name] = torch.cat([q, k, v])
-    return model.changed(f"{config.key_heads} key heads repeated to {config.heads}", made, kv_heads=None)
+                kv_width = num_kv_heads * config.head_width
+                q, k, v = model.weights[name].split([config.width, kv_width, kv_width])
+                new_weights[name] = torch.cat([q, repeat_heads(k), repeat_heads(v)])
+    note = f"the {num_kv_heads} key-value heads were repeated to {config.heads}"
+    return model.with_changes(note, new_weights, kv_heads=None)
 
 
-def pad_ffn(model: ExportModel, size: int) -> ExportModel:
-    """Feed-forward layers of at least this width."""
-    extra = size - model.config.ffn_width
-    if extra <= 0:
+def pad_ffn(model: ExportModel, width: int) -> ExportModel:
+    """Widen the feed-forward layers with zeros. Wider feed-forward layers are returned unchanged.
+
+    The added units output zero, because all activation functions map zero to zero.
+
+    Args:
+        model: The model.
+        width: The new hidden size of the feed-forward layers.
+    """
+    old_width = model.config.ffn_width
+    num_added = width - old_width
+    if num_added <= 0:
         return model
-    made = {}
-    for at in layers(model.config):
-        for name, pad in ((f"{at}ffn.wide.weight", (0, 0, 0, extra)), (f"{at}ffn.wide.bias", (0, extra))):
-            if name in model.weights:
-                made[name] = torch.nn.functional.pad(model.weights[name], pad)
-        made[f"{at}ffn.narrow.weight"] = torch.nn.functional.pad(model.weights[f"{at}ffn.narrow.weight"], (0, extra))
-    return model.changed(f"ffn {model.config.ffn_width} filled up with zeros to {size}", made, feedforward_width=size)
+    pad = torch.nn.functional.pad
+    new_weights = {}
+    for prefix in layer_prefixes(model.config):
+        wide_weight = model.weights[f"{prefix}ffn.wide.weight"]
+        new_weights[f"{prefix}ffn.wide.weight"] = pad(wide_weight, (0, 0, 0, num_added))  # adds rows
+        wide_bias = model.weights.get(f"{prefix}ffn.wide.bias")
+        if wide_bias is not None:
+            new_weights[f"{prefix}ffn.wide.bias"] = pad(wide_bias, (0, num_added))
+        narrow_weight = model.weights[f"{prefix}ffn.narrow.weight"]
+        new_weights[f"{prefix}ffn.narrow.weight"] = pad(narrow_weight, (0, num_added))  # adds columns
+    note = f"the feed-forward layers were padded with zeros from {old_width} to {width}"
+    return model.with_changes(note, new_weights, feedforward_width=width)
 
 
-def fold_scales(model: ExportModel, *, scores: bool = True) -> ExportModel:
-    """No factors: of embeddings, of logits, and, if asked for, of scores."""
-    config = model.config
-    embedding = model.weights["vocabulary.embedding.weight"]
-    output = model.weights.get("vocabulary.output.weight", embedding)
-    factor = config.embedding_factor * (config.width**0.5 if config.embedding_scale else 1)
-    if factor != 1 or config.logit_scale != 1:
-        made = {"vocabulary.embedding.weight": embedding * factor}
-        made["vocabulary.output.weight"] = output * config.logit_scale
-        plain = {"embedding_scale": False, "embedding_factor": 1.0, "logit_scale": 1.0, "tie_embeddings": False}
-        model = model.changed("factors of embeddings and logits folded into two matrices", made, **plain)
-    if scores and config.softmax_scale is not None:
-        assert config.clip_qkv is None, "clipping comes after the projection"
-        factor, made = config.softmax_scale * config.head_width**0.5, {}
-        for at in layers(config):
-            for name in (f"{at}attention.qkv.weight", f"{at}attention.qkv.bias"):
-                if name in model.weights:
-                    rows = model.weights[name].clone()
-                    rows[: config.width] *= factor
-                    made[name] = rows
-        model = model.changed("softmax_scale folded into the queries", made, softmax_scale=None)
+def fold_scales(model: ExportModel, *, fold_softmax_scale: bool = True) -> ExportModel:
+    """Multiply the weights by the scale factors of the model, and set the factors to 1.
+
+    Args:
+        model: The model.
+        fold_softmax_scale: Whether to fold the factor of the attention scores into the queries. The factors of the
+            embeddings and of the logits are always folded.
+    """
+    model = _fold_embedding_and_logit_scale(model)
+    if fold_softmax_scale:
+        model = _fold_softmax_scale(model)
     return model
 
 
+def _fold_embedding_and_logit_scale(model: ExportModel) -> ExportModel:
+    """Multiply the embedding and output matrices by their scale factors. Tied matrices become two matrices."""
+    config = model.config
+    width_factor = config.width**0.5 if config.embedding_scale else 1
+    embedding_factor = config.embedding_factor * width_factor
+    if embedding_factor == 1 and config.logit_scale == 1:
+        return model
+    embedding = model.weights["vocabulary.embedding.weight"]
+    output = model.weights.get("vocabulary.output.weight", embedding)
+    new_weights = {
+        "vocabulary.embedding.weight": embedding * embedding_factor,
+        "vocabulary.output.weight": output * config.logit_scale,
+    }
+    return model.with_changes(
+        "the scale factors of embeddings and logits were multiplied into two matrices",
+        new_weights,
+        embedding_scale=False,
+        embedding_factor=1.0,
+        logit_scale=1.0,
+        tie_embeddings=False,
+    )
+
+
+def _fold_softmax_scale(model: ExportModel) -> ExportModel:
+    """Multiply the query projections, so that the attention scores have the usual factor 1 / sqrt(head width)."""
+    config = model.config
+    if config.softmax_scale is None:
+        return model
+    assert config.clip_qkv is None, "queries are clipped after the projection"
+    query_factor = config.softmax_scale * config.head_width**0.5
+    new_weights = {}
+    for prefix in layer_prefixes(config):
+        for name in (f"{prefix}attention.qkv.weight", f"{prefix}attention.qkv.bias"):
+            if name in model.weights:
+                qkv = model.weights[name].clone()
+                qkv[: config.width] *= query_factor  # the rows of the queries
+                new_weights[name] = qkv
+    return model.with_changes("softmax_scale was multiplied into the queries", new_weights, softmax_scale=None)
+
+
 def fold_embedding_norm(model: ExportModel) -> ExportModel:
-    """No norm after the embeddings: a token's row is always the same, so the table can hold what the norm makes of it.
-    The matrix that gives the logits stays what it was. Factors of embeddings come before the norm (`unscaled`)."""
+    """Apply the norm after the embeddings to each row of the embedding matrix, and remove the norm.
+
+    The output matrix stays the same, so tied matrices become two matrices. A model without this norm is returned
+    unchanged. The scale factors of the embeddings must be folded before (`fold_scales`), because they are applied
+    before the norm.
+    """
     config = model.config
     if not config.embedding_norm:
         return model
-    assert (config.embedding_factor, config.embedding_scale) == (1, False)
+    assert config.embedding_factor == 1
+    assert not config.embedding_scale
     weights = dict(model.weights)
-    weight, bias = weights.pop("embedding_norm.weight"), weights.pop("embedding_norm.bias", None)
-    table = weights["vocabulary.embedding.weight"]
-    made = {"vocabulary.output.weight": weights.get("vocabulary.output.weight", table)}
-    made["vocabulary.embedding.weight"] = torch.layer_norm(table, weight.shape, weight, bias, config.norm_eps)
-    plain = {"embedding_norm": False, "tie_embeddings": False}
-    return replace(model, weights=weights).changed("the embedding norm folded into a table of its own", made, **plain)
+    norm_weight = weights.pop("embedding_norm.weight")
+    norm_bias = weights.pop("embedding_norm.bias", None)
+    embedding = weights["vocabulary.embedding.weight"]
+    normalized = torch.layer_norm(embedding, norm_weight.shape, norm_weight, norm_bias, config.norm_eps)
+    new_weights = {
+        "vocabulary.embedding.weight": normalized,
+        "vocabulary.output.weight": weights.get("vocabulary.output.weight", embedding),
+    }
+    return replace(model, weights=weights).with_changes(
+        "the norm after the embeddings was applied to the embedding matrix",
+        new_weights,
+        embedding_norm=False,
+        tie_embeddings=False,
+    )
 
 
 def add_zero_biases(model: ExportModel) -> ExportModel:
-    """Biases everywhere, zero where there were none."""
-    made, config = {}, model.config
-    places = {
-        "attention.qkv": "attention",
-        "attention.out": "attention",
-        "ffn.wide": "feedforward",
-        "ffn.narrow": "feedforward",
-    }
-    names = [f"{at}{place}" for at in layers(config) for place in (*places, "attention_norm", "ffn_norm")]
-    for name in (*names, "final_norm", "embedding_norm"):
-        weight = model.weights.get(f"{name}.weight")
-        if weight is not None and f"{name}.bias" not in model.weights:
-            made[f"{name}.bias"] = torch.zeros(len(weight))
-    if not made:
+    """Add biases of zero to all linear layers and norms that have no bias."""
+    module_names = []
+    for prefix in layer_prefixes(model.config):
+        module_names += [
+            f"{prefix}attention.qkv",
+            f"{prefix}attention.out",
+            f"{prefix}ffn.wide",
+            f"{prefix}ffn.narrow",
+            f"{prefix}attention_norm",
+            f"{prefix}ffn_norm",
+        ]
+    module_names += ["final_norm", "embedding_norm"]
+    new_weights = {}
+    for module_name in module_names:
+        weight = model.weights.get(f"{module_name}.weight")
+        if weight is not None and f"{module_name}.bias" not in model.weights:
+            new_weights[f"{module_name}.bias"] = torch.zeros(len(weight))
+    if not new_weights:
         return model
-    every = {"biases": True, "attention_biases": None, "feedforward_biases": None, "norm_biases": None}
-    return model.changed("zeros for missing biases", made, **every)
+    return model.with_changes(
+        "missing biases were set to zero",
+        new_weights,
+        biases=True,
+        attention_biases=None,
+        feedforward_biases=None,
+        norm_biases=None,
+    )

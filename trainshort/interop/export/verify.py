@@ -1,7 +1,7 @@
-"""Does an export compute, in the program it was made for, what our model computes?
+"""Verify an export: load it in the program it was made for, and compare the results with the run.
 
-Logits at 1, 2 and 8 times the training length, greedy text, and the tokens of awkward strings. Differences are given in
-units of the logits' deviation.
+Three things are compared: the logits at 1, 2 and 8 times the training length, greedy text, and the tokens of unusual
+texts. The differences of logits are measured in standard deviations of the logits.
 """
 
 import json
@@ -17,15 +17,22 @@ from trainshort.config.registries import targets
 from trainshort.config.run_config import load_config
 from trainshort.data.tokenizers.base import Tokenizer
 from trainshort.errors import InputError
-from trainshort.interop.export import RECORD, run_tokenizer
+from trainshort.evaluate.targets import EXPORTED
+from trainshort.interop.export import run_tokenizer
 from trainshort.interop.export.base import EXPORT_AGAIN_HINT, MaxError, Runtime
 from trainshort.model.transformer import TransformerLM
 from trainshort.train.checkpoint import find_checkpoint, load_model
 from trainshort.utils.io import read_json_object, write_atomic
 
-TIMES = (1, 2, 8)
-GREEDY = 32
-RESULT = "verify.json"
+LENGTH_MULTIPLES = (1, 2, 8)
+"""The input lengths at which logits are compared, as multiples of the training length."""
+
+# The number of tokens that are generated without sampling.
+GREEDY_TOKENS = 32
+
+RESULT_FILE = "verify.json"
+
+RUN_FOLDER_HINT = "Give the run with --run-folder RUN."
 
 EDGE_CASE_STRINGS = (
     "The state of the Union",
@@ -37,18 +44,28 @@ EDGE_CASE_STRINGS = (
     "a" * 100,
     "",
 )
+"""Texts that tokenizers often split differently: white space, scripts, special tokens, control characters."""
 
+# Other programs add slope * key position, where trainshort adds slope * distance. The difference is the same for all
+# keys, so the attention weights are equal. But large positions lose accuracy: the relative rounding error of float32 is
+# 2^-24 per operation.
 SLOPE_ROUNDING = 4 * 2.0**-24
-"""Of slope times index, which other programs add where we add slope times distance."""
 
 
 @dataclass(frozen=True)
 class LogitError:
-    """One length."""
+    """The comparison of logits at one input length.
+
+    Attributes:
+        length: The input length.
+        compared: The number of positions that were compared.
+        difference: The largest difference of two logits, in standard deviations of the logits.
+        kl: The largest Kullback-Leibler divergence at one position.
+        limit: The largest accepted value of `difference`.
+    """
 
     length: int
     compared: int
-    """Positions at which the two were compared."""
     difference: float
     kl: float
     limit: float
@@ -56,7 +73,15 @@ class LogitError:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found."""
+    """The result of `verify`. It is stored in the file `verify.json` of the export.
+
+    Attributes:
+        engine: The name and the version of the program that ran the export.
+        rows: The comparison of logits at each input length.
+        greedy: Whether the program generates the same greedy text.
+        tokenization: Whether the program splits texts into the same tokens. None if the program has no tokenizer.
+        problems: A clause for each difference that is larger than accepted.
+    """
 
     engine: str
     rows: list[LogitError]
@@ -65,62 +90,106 @@ class Verification:
     problems: list[str] = field(default_factory=list)
 
     def table(self) -> Table:
+        """Return a table of the comparison of logits, with one row for each input length."""
         table = Table("tokens", "compared at", "largest difference", "allowed", "KL", title=self.engine)
         for row in self.rows:
-            difference, limit = f"{row.difference:.1e}", f"{row.limit:.0e}"
-            table.add_row(f"{row.length:,}", f"{row.compared:,}", difference, limit, f"{row.kl:.1e}")
+            table.add_row(
+                f"{row.length:,}",
+                f"{row.compared:,}",
+                f"{row.difference:.1e}",
+                f"{row.limit:.0e}",
+                f"{row.kl:.1e}",
+            )
         return table
 
 
 def verify(folder: Path, run: Path | None = None) -> Verification:
-    """Load an export in its own program and compare it with the run it was made of."""
-    record = read_json_object(folder / RECORD, hint="Give a folder that trainshort export made.")
-    to, length = str(record.get("to")), record.get("trained_at")
-    max_error = _find_max_error(to, str(record.get("dtype")))
-    if max_error is None or type(length) is not int or length < 1:
-        raise InputError(f"{folder / RECORD} does not say what was exported. Export the run again.")
-    run = run or _origin(folder, record.get("run"))
-    ours = load_model(_same_length(run, folder, length))
-    engine = open_engine(to, folder, max(TIMES) * length)
-    known = engine.log_probabilities([0])[1].shape[-1]
-    if known != ours.config.vocab_size:
-        raise InputError(_wrong_run_message(folder, f"knows {known:,} token types", run, f"{ours.config.vocab_size:,}"))
-    rows, problems = [], []
-    for times in TIMES:
-        row = _compare(ours, engine, times * length, max_error.logits)
+    """Load an export in the program it was made for, and compare the results with its run.
+
+    The result is also written to `verify.json` in the folder of the export.
+
+    Args:
+        folder: The folder of the export.
+        run: The run that was exported. None means the run that the export names.
+
+    Raises:
+        InputError: If the export or the run cannot be loaded, or if the export was made from another run.
+    """
+    target_name, training_length, max_error = _read_export_record(folder)
+    if run is None:
+        run = _find_run(folder)
+    model = load_model(_find_matching_checkpoint(run, folder, training_length))
+    runtime = open_runtime(target_name, folder, max(LENGTH_MULTIPLES) * training_length)
+    _, first_log_probabilities = runtime.log_probabilities([0])
+    vocab_size = first_log_probabilities.shape[-1]
+    if vocab_size != model.config.vocab_size:
+        raise _wrong_run_error(folder, run, f"{vocab_size:,} tokens in the vocabulary", f"{model.config.vocab_size:,}")
+
+    rows = []
+    problems = []
+    for multiple in LENGTH_MULTIPLES:
+        row = _compare_logits(model, runtime, multiple * training_length, max_error.logits)
         rows.append(row)
-        if not row.difference <= row.limit or not row.kl <= max_error.kl:
+        # The comparisons are False for NaN.
+        is_accepted = row.difference <= row.limit and row.kl <= max_error.kl
+        if not is_accepted:
             problems.append(
-                f"at {row.length:,} tokens the logits differ by {row.difference:.1e} of their deviation "
-                f"(allowed {row.limit:.0e}), KL {row.kl:.1e} (allowed {max_error.kl:.0e})"
+                f"at {row.length:,} tokens the logits differ by {row.difference:.1e} standard deviations "
+                f"(allowed {row.limit:.0e}), KL divergence {row.kl:.1e} (allowed {max_error.kl:.0e})"
             )
+
     tokenizer = run_tokenizer(run)
-    end = None if tokenizer is None or engine.ends else tokenizer.end
-    same = _same_greedy(ours, engine, length, max_error.logits, end)
-    if not same:
-        problems.append(f"greedy text after {length} tokens is another")
-    tokens = None if tokenizer is None else _same_tokens(tokenizer, engine)
-    if tokens is False:
-        problems.append("a text becomes other tokens")
-    report = Verification(engine.version, rows, same, tokens, problems)
-    write_atomic(folder / RESULT, json.dumps(asdict(report), indent=2) + "\n")
-    return report
+    forbidden_token = None
+    if tokenizer is not None and not runtime.allows_end_token:
+        forbidden_token = tokenizer.end
+    has_same_greedy_text = _is_greedy_text_equal(model, runtime, training_length, max_error.logits, forbidden_token)
+    if not has_same_greedy_text:
+        problems.append(f"the greedy text after {training_length} tokens is different")
+
+    has_same_tokens = None
+    if tokenizer is not None:
+        has_same_tokens = _is_tokenization_equal(tokenizer, runtime)
+    if has_same_tokens is False:
+        problems.append("the tokens of a text are different")
+
+    verification = Verification(runtime.version, rows, has_same_greedy_text, has_same_tokens, problems)
+    write_atomic(folder / RESULT_FILE, json.dumps(asdict(verification), indent=2) + "\n")
+    return verification
 
 
-def _find_max_error(to: str, dtype: str) -> MaxError | None:
-    """Return the errors that are accepted for a target and a dtype, or None if one of them is unknown."""
-    if to not in targets:
-        return None
-    return targets.get(to).max_errors.get(dtype)
+def _read_export_record(folder: Path) -> tuple[str, int, MaxError]:
+    """Read the file `trainshort.json` of an export.
+
+    Returns:
+        The name of the export target, the training length, and the errors that are accepted for the export's dtype.
+
+    Raises:
+        InputError: If the file is missing or invalid.
+    """
+    record = read_json_object(folder / EXPORTED, hint="Give a folder that trainshort export made.")
+    target_name = str(record.get("to"))
+    dtype = str(record.get("dtype"))
+    training_length: Any = record.get("trained_at")
+
+    max_error = None
+    if target_name in targets:
+        max_error = targets.get(target_name).max_errors.get(dtype)
+    has_valid_length = type(training_length) is int and training_length >= 1  # True is not a length.
+    if max_error is None or not has_valid_length:
+        raise InputError(
+            f"Invalid file {folder / EXPORTED}: it does not state a valid target, dtype and training length. "
+            f"{EXPORT_AGAIN_HINT}"
+        )
+    return target_name, training_length, max_error
 
 
-def open_engine(to: str, folder: Path, longest: int) -> Runtime:
+def open_runtime(target_name: str, folder: Path, max_length: int) -> Runtime:
     """Load an export in the program it was made for.
 
     Args:
-        to: The name of the export target.
+        target_name: The name of the export target.
         folder: The folder of the export.
-        longest: The length of the longest input that will be read.
+        max_length: The length of the longest input that will be read.
 
     Returns:
         The loaded export.
@@ -128,82 +197,142 @@ def open_engine(to: str, folder: Path, longest: int) -> Runtime:
     Raises:
         InputError: If the program is not installed, or if it cannot open the export.
     """
-    runtime: Any = targets.get(to).runtime
+    runtime_class: Any = targets.get(target_name).runtime
     try:
-        return runtime(folder, longest)
+        return runtime_class(folder, max_length)
     except ImportError as error:
         raise InputError(
-            f"{runtime.package} is not installed ({error}), so that {folder} cannot be verified: "
-            "pip install 'trainshort[interop,hf]'."
+            f"Verifying {folder} requires {runtime_class.package}. Install it with: pip install 'trainshort[interop]'. "
+            f"The import failed with: {error}."
         ) from None
     except InputError:
         raise
     except Exception as error:  # A damaged export can make its program fail with any exception.
-        first = " ".join(str(error).split())[:160] or type(error).__name__
-        raise InputError(f"{runtime.package} cannot open {folder} ({first}). {EXPORT_AGAIN_HINT}") from None
+        cause = " ".join(str(error).split())[:160] or type(error).__name__
+        raise InputError(f"{runtime_class.package} cannot open {folder} ({cause}). {EXPORT_AGAIN_HINT}") from None
 
 
-def _origin(folder: Path, run: object) -> Path:
-    """The run that an export was made of, by its record."""
+def _find_run(folder: Path) -> Path:
+    """Return the run that an export names in its file `trainshort.json`.
+
+    Raises:
+        InputError: If the export names no run, or if the run does not exist at the recorded path.
+    """
+    run = read_json_object(folder / EXPORTED).get("run")
     if not isinstance(run, str) or not run:
-        raise InputError(f"{folder / RECORD} does not say of which run it was made. Say it: --run-folder RUN.")
+        raise InputError(f"{folder / EXPORTED} does not name the run that was exported. {RUN_FOLDER_HINT}")
     if not Path(run).exists():
-        raise InputError(f"{folder} was made of {run}, which is not there. Say where it is: --run-folder RUN.")
+        raise InputError(f"{folder} was exported from {run}, which does not exist. {RUN_FOLDER_HINT}")
     return Path(run)
 
 
-def _same_length(run: Path, folder: Path, length: int) -> Path:
-    """The run's checkpoint, if it is of a causal model that was trained at this length."""
+def _find_matching_checkpoint(run: Path, folder: Path, training_length: int) -> Path:
+    """Return the checkpoint of a run, and check that the export can be from this run.
+
+    Args:
+        run: The run.
+        folder: The folder of the export, for error messages.
+        training_length: The training length that the export states.
+
+    Raises:
+        InputError: If the model of the run is an encoder, or was trained at another length.
+    """
     checkpoint = find_checkpoint(run)
     config = load_config(checkpoint / "config.json")
     config.model.require_causal("Verification of an export")
-    if config.train.length != length:
-        raise InputError(
-            _wrong_run_message(folder, f"says it was trained at {length:,} tokens", run, f"{config.train.length:,}")
-        )
+    if config.train.length != training_length:
+        raise _wrong_run_error(folder, run, f"training length {training_length:,}", f"{config.train.length:,}")
     return checkpoint
 
 
-def _wrong_run_message(folder: Path, says: str, run: Path, own: str) -> str:
-    return (
-        f"{folder} {says}, and {run} has {own}: they are not one model. Say of which run it was made: --run-folder RUN."
+def _wrong_run_error(folder: Path, run: Path, export_property: str, run_value: str) -> InputError:
+    """Return the error for an export that was made from another run.
+
+    Args:
+        folder: The folder of the export.
+        run: The run.
+        export_property: A property of the export, such as "training length 32".
+        run_value: The value of this property in the run.
+    """
+    return InputError(
+        f"{folder} was not exported from {run}: the export has {export_property}, the run has {run_value}. "
+        f"{RUN_FOLDER_HINT}"
     )
 
 
-def _tokens(vocab_size: int, length: int) -> list[int]:
-    return torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+def _random_tokens(vocab_size: int, length: int) -> list[int]:
+    """Return random tokens. The same length always gives the same tokens."""
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(vocab_size, (length,), generator=generator).tolist()
 
 
 @torch.no_grad()
-def _compare(ours: TransformerLM, engine: Runtime, length: int, limit: float) -> LogitError:
-    tokens = _tokens(ours.config.vocab_size, length)
-    where, theirs = engine.log_probabilities(tokens)
-    hidden = ours.hidden(torch.tensor([tokens]))[0, where]
-    logits = ours.vocabulary.log_scores(hidden).float()
-    mine, deviation = logits.log_softmax(-1), float(logits.std())
-    kl = (mine.exp() * (mine - theirs)).sum(-1).max()
-    slopes = ours.position.linear_slopes()
-    rounding = 0.0 if slopes is None else SLOPE_ROUNDING * length * float(slopes.abs().max()) / deviation
-    off = mine - theirs
-    off = (off - off.mean(-1, keepdim=True)).abs().max()  # of logits, which may all be shifted
-    return LogitError(length, len(where), float(off) / deviation, max(0.0, float(kl)), limit + rounding)
+def _compare_logits(model: TransformerLM, runtime: Runtime, length: int, max_difference: float) -> LogitError:
+    """Compare the logits of a run and of its export on random tokens.
+
+    Args:
+        model: The model of the run.
+        runtime: The loaded export.
+        length: The input length.
+        max_difference: The largest accepted difference, without the rounding of ALiBi slopes.
+    """
+    tokens = _random_tokens(model.config.vocab_size, length)
+    positions, export_log_probabilities = runtime.log_probabilities(tokens)
+    hidden = model.hidden(torch.tensor([tokens]))[0, positions]
+    logits = model.vocabulary.log_scores(hidden).float()
+    log_probabilities = logits.log_softmax(-1)
+    deviation = float(logits.std())
+    kl = (log_probabilities.exp() * (log_probabilities - export_log_probabilities)).sum(-1).max()
+
+    # Two logits can differ by a constant that does not change the probabilities. Subtract the mean difference.
+    difference = log_probabilities - export_log_probabilities
+    max_found = (difference - difference.mean(-1, keepdim=True)).abs().max()
+
+    rounding = 0.0
+    slopes = model.position.linear_slopes()
+    if slopes is not None:
+        rounding = SLOPE_ROUNDING * length * float(slopes.abs().max()) / deviation
+    return LogitError(
+        length=length,
+        compared=len(positions),
+        difference=float(max_found) / deviation,
+        kl=max(0.0, float(kl)),
+        limit=max_difference + rounding,
+    )
 
 
 @torch.no_grad()
-def _same_greedy(ours: TransformerLM, engine: Runtime, length: int, limit: float, end: int | None) -> bool:
-    """Whether each token is our model's best, or so near to it that the allowed difference explains the choice."""
-    tokens = _tokens(ours.config.vocab_size, length)
-    made = engine.greedy(tokens, GREEDY)
-    if not made:
+def _is_greedy_text_equal(
+    model: TransformerLM, runtime: Runtime, length: int, max_difference: float, forbidden_token: int | None
+) -> bool:
+    """Return whether an export generates the same greedy text as its run.
+
+    A token may differ from the most likely token of the run, if the accepted difference of logits explains the choice.
+
+    Args:
+        model: The model of the run.
+        runtime: The loaded export.
+        length: The length of the prompt, which consists of random tokens.
+        max_difference: The largest accepted difference of logits, in standard deviations.
+        forbidden_token: A token that the export cannot generate, or None.
+    """
+    prompt = _random_tokens(model.config.vocab_size, length)
+    generated = runtime.generate_greedy(prompt, GREEDY_TOKENS)
+    if not generated:
         return False
-    scores: Tensor = ours(torch.tensor([tokens + made]))[0, length - 1 : -1].float()  # pyright: ignore
-    if end is not None:
-        scores[:, end] = scores.amin()
-    chosen = scores.gather(1, torch.tensor(made)[:, None])[:, 0]
-    return bool((scores.amax(-1) - chosen <= 2 * limit * scores.std()).all())
+    logits: Tensor = model(torch.tensor([prompt + generated]))  # pyright: ignore[reportAssignmentType]
+    next_token_logits = logits[0, length - 1 : -1].float()
+    if forbidden_token is not None:
+        next_token_logits[:, forbidden_token] = next_token_logits.amin()
+    chosen_logits = next_token_logits.gather(1, torch.tensor(generated)[:, None])[:, 0]
+    best_logits = next_token_logits.amax(-1)
+    # Both the best and the chosen logit can be off by the accepted difference.
+    max_gap = 2 * max_difference * next_token_logits.std()
+    return bool((best_logits - chosen_logits <= max_gap).all())
 
 
-def _same_tokens(tokenizer: Tokenizer, engine: Runtime) -> bool | None:
-    if engine.encode("a") is None:
+def _is_tokenization_equal(tokenizer: Tokenizer, runtime: Runtime) -> bool | None:
+    """Return whether an export splits unusual texts into the same tokens. None if the export has no tokenizer."""
+    if runtime.encode("a") is None:
         return None
-    return all(engine.encode(text) == tokenizer.encode(text).tolist() for text in EDGE_CASE_STRINGS)
+    return all(runtime.encode(text) == tokenizer.encode(text).tolist() for text in EDGE_CASE_STRINGS)

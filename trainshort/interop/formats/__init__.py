@@ -1,1 +1,1 @@
-"""Model formats that can be imported or converted: one module per format."""
+"""Model formats of other programs that trainshort can import or convert. Each format is one module."""

@@ -1,38 +1,56 @@
-"""Baichuan-13B, 1 and 2: a Llama with ALiBi. Nothing in its config says so; the 7B models, which are rotary, have
-max_position_embeddings, and these do not."""
+"""Baichuan-13B and Baichuan2-13B: a Llama architecture with ALiBi.
+
+The config does not say whether a model uses ALiBi. The 7B models use rotary embeddings. Their config has the setting
+`max_position_embeddings`, and the config of the 13B models does not have this setting.
+"""
 
 from typing import Any
 
 from trainshort.errors import InputError
-from trainshort.interop.formats.base import Format, ImportedModel, Turn, Weights, map_weight
-from trainshort.interop.formats.read_config import model_config, number, read_float, require_value
+from trainshort.interop.formats.base import Format, ImportedModel, Transform, Weights, map_weight
+from trainshort.interop.formats.read_config import make_alibi_config, read_float, read_int, require_value
 
-SECOND = 125_696
-"""Vocabulary of Baichuan 2, which divides each row of its output matrix by its length whenever it is used."""
+# The vocabulary size of Baichuan 2. Baichuan 2 normalizes the rows of the output matrix in each forward pass.
+BAICHUAN2_VOCAB_SIZE = 125_696
 
 
-def read(theirs: dict[str, Any], weights: Weights) -> ImportedModel:
-    if "max_position_embeddings" in theirs or "model_max_length" not in theirs:
-        raise InputError("The model is a Baichuan with rotary positions (7B), and only ALiBi models can be imported.")
-    require_value(theirs, "hidden_act", "silu", default="silu", why="silu is known")
-    config = model_config(
-        vocab_size=number(theirs, "vocab_size"),
-        layers=number(theirs, "num_hidden_layers"),
-        width=number(theirs, "hidden_size"),
-        heads=number(theirs, "num_attention_heads"),
-        feedforward_width=number(theirs, "intermediate_size"),
+def read_baichuan_config(source_config: dict[str, Any], weights: Weights) -> ImportedModel:
+    """Translate the config of a Baichuan model to trainshort.
+
+    Args:
+        source_config: The content of the model's `config.json`.
+        weights: The tensors of the model.
+
+    Raises:
+        InputError: If the model has rotary embeddings, or another setting that is not supported.
+    """
+    has_rotary_embeddings = "max_position_embeddings" in source_config or "model_max_length" not in source_config
+    if has_rotary_embeddings:
+        raise InputError(
+            "This Baichuan model has rotary positions, as the 7B models have. Only ALiBi models can be imported."
+        )
+    require_value(source_config, "hidden_act", "silu", default="silu", reason="only silu is supported")
+    config = make_alibi_config(
+        vocab_size=read_int(source_config, "vocab_size"),
+        layers=read_int(source_config, "num_hidden_layers"),
+        width=read_int(source_config, "hidden_size"),
+        heads=read_int(source_config, "num_attention_heads"),
+        feedforward_width=read_int(source_config, "intermediate_size"),
         activation="silu",
         gated_feedforward=True,
         norm="rms",
         biases=False,
-        tie_embeddings=bool(theirs.get("tie_word_embeddings", False)),
-        norm_eps=read_float(theirs, "rms_norm_eps", default=1e-6),
+        tie_embeddings=bool(source_config.get("tie_word_embeddings", False)),
+        norm_eps=read_float(source_config, "rms_norm_eps", default=1e-6),
     )
-    turned: dict[str, Turn] = {}
-    if config.vocab_size == SECOND or "z_loss_weight" in theirs:
-        turned["vocabulary.output"] = "unit rows"
-    notes = ("lm_head: rows divided by their length, once",) if turned else ()
-    return ImportedModel(config, number(theirs, "model_max_length"), notes, turned)
+
+    transforms: dict[str, Transform] = {}
+    notes: tuple[str, ...] = ()
+    is_baichuan2 = config.vocab_size == BAICHUAN2_VOCAB_SIZE or "z_loss_weight" in source_config
+    if is_baichuan2:
+        transforms["vocabulary.output"] = "normalize_rows"
+        notes = ("the rows of lm_head were normalized once, instead of in each forward pass",)
+    return ImportedModel(config, read_int(source_config, "model_max_length"), notes, transforms)
 
 
 _BLOCK = "model.layers.{}."
@@ -40,8 +58,8 @@ _BLOCK = "model.layers.{}."
 BAICHUAN = Format(
     name="baichuan",
     summary="Baichuan-13B and Baichuan2-13B, a Llama with ALiBi",
-    read=read,
-    lines={
+    read_config=read_baichuan_config,
+    module_map={
         "vocabulary.embedding": map_weight("model.embed_tokens"),
         "vocabulary.output": map_weight("lm_head"),
         "layers.{}.attention_norm": map_weight(_BLOCK + "input_layernorm"),
@@ -53,6 +71,6 @@ BAICHUAN = Format(
         "layers.{}.ffn.narrow": map_weight(_BLOCK + "mlp.down_proj"),
         "final_norm": map_weight("model.norm"),
     },
-    superfluous=("model.alibi_mask", "model.future_mask"),
-    copies={"lm_head.weight": "model.embed_tokens.weight"},
+    ignored_tensors=("model.alibi_mask", "model.future_mask"),
+    tied_tensors={"lm_head.weight": "model.embed_tokens.weight"},
 )

@@ -1,6 +1,7 @@
-"""Checkpoints of the authors' own code (fairseq with ALiBi), as released for WikiText-103 and as others trained them.
+"""Fairseq checkpoints of language models with ALiBi, as the authors of the ALiBi paper released them.
 
-ALiBi is in fairseq's code and nowhere in the file, so that every model of the fork has it and no other says so.
+A fairseq checkpoint does not say whether a model uses ALiBi, because ALiBi is in the authors' copy of fairseq. Every
+checkpoint is therefore read as a model with ALiBi.
 """
 
 import re
@@ -14,171 +15,296 @@ from trainshort.data.tokenizers.builtin import WordTokenizer
 from trainshort.errors import InputError
 from trainshort.interop import safe_unpickle
 from trainshort.interop.formats.base import Format, ImportedModel, Weights, map_weight
-from trainshort.interop.formats.read_config import length_of, model_config, number, read_float, require_value
+from trainshort.interop.formats.read_config import (
+    make_alibi_config,
+    parse_length,
+    read_float,
+    read_int,
+    require_value,
+    translate_activation,
+)
 from trainshort.utils.io import read_text
 
-ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
-"""What fairseq calls accurate is the approximation by tanh."""
-OLDEST_VERSION = 3
-"""Of the decoder's layout; before it there was no final norm and other names."""
+FAIRSEQ_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+"""The activation functions of fairseq, and their names in trainshort. `gelu_accurate` is the tanh approximation."""
+
+# The decoder layout since 2019. Older decoders have other tensor names and no final norm.
+MIN_DECODER_VERSION = 3
+
+DICTIONARY_HINT = "Give the dict.txt of the model's data."
+
+# The largest number of tails of an adaptive softmax. Released models have two.
+MAX_TAILS = 16
+
+# fairseq appends this mark to a word that is intentionally listed a second time.
+OVERWRITE_MARK = " #fairseq:overwrite"
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], Weights]:
-    """A checkpoint's settings, flat, and its tensors."""
-    saved = safe_unpickle.read(path)
-    weights = saved.get("model")
-    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
-        raise InputError(f"{path} holds no model: a fairseq checkpoint has its tensors under 'model'.")
-    weights = {name: weight for name, weight in weights.items() if isinstance(weight, Tensor)}
+    """Read the settings and the tensors of a fairseq checkpoint. No code in the file is executed.
+
+    Args:
+        path: The checkpoint file.
+
+    Returns:
+        The settings, including `vocab_size`, which is taken from the embeddings. The second value holds the tensors.
+
+    Raises:
+        InputError: If the file is not a fairseq checkpoint of a language model.
+    """
+    checkpoint = safe_unpickle.read(path)
+    saved_model = checkpoint.get("model")
+    if not isinstance(saved_model, dict) or not all(isinstance(name, str) for name in saved_model):
+        raise InputError(f"{path} contains no model: a fairseq checkpoint has its tensors under the key 'model'.")
+
+    weights = {name: value for name, value in saved_model.items() if isinstance(value, Tensor)}
     for name, weight in weights.items():
         if not safe_unpickle.is_stored(weight):
-            raise InputError(f"{path} does not hold the numbers of {name!r}, only what they would look like.")
-    settings = _settings(saved, path)
-    if wrong := next((name for name, value in settings.items() if isinstance(value, Tensor)), None):
-        raise InputError(f"{path} has a tensor for the setting {wrong!r}, and no fairseq checkpoint does.")
-    version = weights.get("decoder.version")
-    if version is not None and (version.numel() != 1 or not version.is_floating_point()):
-        raise InputError(f"{path} has a decoder.version of shape {tuple(version.shape)}, and it should be one number.")
-    if version is not None and float(version) < OLDEST_VERSION:
-        raise InputError(f"{path} has the decoder layout of before 2019, which nobody's ALiBi model has.")
-    settings["vocab_size"] = _vocabulary(weights, path)
+            raise InputError(f"{path} does not contain all numbers of the tensor {name!r}.")
+
+    settings = _read_settings(checkpoint, path)
+    for name, value in settings.items():
+        if isinstance(value, Tensor):
+            raise InputError(f"{path} has a tensor for the setting {name!r}. Expected a number, a string or a boolean.")
+    _check_decoder_version(weights, path)
+    settings["vocab_size"] = _count_token_types(weights, path)
     return settings, weights
 
 
-def _settings(saved: dict[str, Any], path: Path) -> dict[str, Any]:
-    """`args` of older versions, flat; `cfg` of later ones, in sections."""
-    args, cfg = safe_unpickle.plain(saved.get("args")), safe_unpickle.plain(saved.get("cfg"))
+def _check_decoder_version(weights: Weights, path: Path) -> None:
+    """Raise `InputError` if a checkpoint has a decoder layout that is too old. A missing version is accepted."""
+    version = weights.get("decoder.version")
+    if version is None:
+        return
+    if version.numel() != 1 or not version.is_floating_point():
+        raise InputError(f"{path}: decoder.version must be one number, got a tensor of shape {tuple(version.shape)}.")
+    if float(version) < MIN_DECODER_VERSION:
+        raise InputError(
+            f"{path} has decoder version {float(version):g}. "
+            f"Only version {MIN_DECODER_VERSION} and later are supported, which fairseq has written since 2019."
+        )
+
+
+def _read_settings(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the model settings of a checkpoint.
+
+    Newer versions of fairseq store the settings under `cfg`, in sections. The model section is returned, and the task
+    section is added under the key `task`. Older versions store all settings under `args`.
+    """
+    cfg = safe_unpickle.unwrap_stub(checkpoint.get("cfg"))
     if isinstance(cfg, dict) and cfg.get("model") is not None:
-        model, task = safe_unpickle.plain(cfg["model"]), safe_unpickle.plain(cfg.get("task"))
-        if isinstance(model, dict):
-            return {**model, **({} if not isinstance(task, dict) else {"task": task})}
+        model_section = safe_unpickle.unwrap_stub(cfg["model"])
+        task_section = safe_unpickle.unwrap_stub(cfg.get("task"))
+        if isinstance(model_section, dict):
+            settings = dict(model_section)
+            if isinstance(task_section, dict):
+                settings["task"] = task_section
+            return settings
+
+    args = safe_unpickle.unwrap_stub(checkpoint.get("args"))
     if isinstance(args, dict):
         return dict(args)
-    raise InputError(f"{path} has neither args nor cfg, which say how many heads the model has.")
+    raise InputError(f"{path} has no settings: a fairseq checkpoint has them under the key 'cfg' or 'args'.")
 
 
-def _vocabulary(weights: Weights, path: Path) -> int:
-    """Token types, over all bands of words."""
-    plain, bands = "decoder.embed_tokens.weight", re.compile(r"decoder\.embed_tokens\.embeddings\.\d+\.0\.weight")
-    tables = [weights[name] for name in weights if name == plain or bands.fullmatch(name)]
+def _count_token_types(weights: Weights, path: Path) -> int:
+    """Return the vocabulary size. Adaptive embeddings have one table for each frequency band of the words."""
+    band_pattern = re.compile(r"decoder\.embed_tokens\.embeddings\.\d+\.0\.weight")
+    tables = []
+    for name, weight in weights.items():
+        if name == "decoder.embed_tokens.weight" or band_pattern.fullmatch(name):
+            tables.append(weight)
     if not tables or any(table.dim() != 2 for table in tables):
-        raise InputError(f"{path} has no embeddings under decoder.embed_tokens, so it is no language model of fairseq.")
-    return sum(map(len, tables))
+        raise InputError(f"{path} is not a fairseq language model: it has no embedding matrix decoder.embed_tokens.")
+    return sum(len(table) for table in tables)
 
 
-def read_settings(theirs: dict[str, Any], weights: Weights) -> ImportedModel:
-    for name, allowed, default, why in (
-        ("decoder_normalize_before", (True,), True, "ours normalises before each layer"),
-        ("cross_self_attention", (False, None), False, "ours is a decoder alone"),
-        ("base_layers", (0, None), 0, "ours has no expert layers"),
-        ("character_embeddings", (False, None), False, "ours reads whole tokens"),
-        ("quant_noise_pq", (0, 0.0, None), 0, "ours is not quantised"),
-    ):
-        require_value(theirs, name, *allowed, default=default, why=why)
-    width = number(theirs, "decoder_embed_dim")
+def read_fairseq_config(source_config: dict[str, Any], weights: Weights) -> ImportedModel:
+    """Translate the settings of a fairseq checkpoint to trainshort.
+
+    Args:
+        source_config: The settings that `read_checkpoint` returned.
+        weights: The tensors of the model. fairseq models are described by the settings alone.
+
+    Raises:
+        InputError: If a setting is not supported.
+    """
+    _check_fairseq_supported(source_config)
+    width = read_int(source_config, "decoder_embed_dim")
     for name in ("decoder_input_dim", "decoder_output_dim"):
-        require_value(
-            theirs, name, width, None, default=width, why=f"ours has embeddings as wide as the model, {width}"
-        )
-    activation = theirs.get("activation_fn", "relu")
-    if activation not in ACTIVATIONS:
-        raise InputError(f"The model has activation_fn {activation!r}; known here: {', '.join(ACTIVATIONS)}.")
-    tied = bool(theirs.get("share_decoder_input_output_embed"))
-    adaptive = _adaptive(theirs)
-    config = model_config(
-        vocab_size=number(theirs, "vocab_size"),
-        layers=number(theirs, "decoder_layers"),
+        reason = f"only decoder_embed_dim, {width}, is supported"
+        require_value(source_config, name, width, None, default=width, reason=reason)
+    activation = translate_activation("activation_fn", source_config.get("activation_fn", "relu"), FAIRSEQ_ACTIVATIONS)
+
+    adaptive = _read_adaptive_config(source_config)
+    has_tied_embeddings = bool(source_config.get("share_decoder_input_output_embed"))
+    head_dropout = 0.0
+    if adaptive is not None:
+        head_dropout = read_float(source_config, "adaptive_softmax_dropout", default=0)
+    activation_dropout = read_float(source_config, "activation_dropout", default=0)
+    if activation_dropout == 0:
+        activation_dropout = read_float(source_config, "relu_dropout", default=0)  # the name in older versions
+
+    config = make_alibi_config(
+        vocab_size=read_int(source_config, "vocab_size"),
+        layers=read_int(source_config, "decoder_layers"),
         width=width,
-        heads=number(theirs, "decoder_attention_heads"),
-        feedforward_width=number(theirs, "decoder_ffn_embed_dim"),
-        activation=ACTIVATIONS[activation],
-        final_norm=not theirs.get("no_decoder_final_norm"),
-        tie_embeddings=tied or adaptive is not None,
-        embedding_scale=not theirs.get("no_scale_embedding"),
-        embedding_norm=bool(theirs.get("layernorm_embedding")),
+        heads=read_int(source_config, "decoder_attention_heads"),
+        feedforward_width=read_int(source_config, "decoder_ffn_embed_dim"),
+        activation=activation,
+        final_norm=not source_config.get("no_decoder_final_norm"),
+        tie_embeddings=has_tied_embeddings or adaptive is not None,
+        embedding_scale=not source_config.get("no_scale_embedding"),
+        embedding_norm=bool(source_config.get("layernorm_embedding")),
         init="fairseq",
         adaptive=adaptive,
-        dropout=read_float(theirs, "dropout", default=0),
-        attention_dropout=read_float(theirs, "attention_dropout", default=0),
-        activation_dropout=read_float(theirs, "activation_dropout", default=0)
-        or read_float(theirs, "relu_dropout", default=0),
-        head_dropout=0 if adaptive is None else read_float(theirs, "adaptive_softmax_dropout", default=0),
+        dropout=read_float(source_config, "dropout", default=0),
+        attention_dropout=read_float(source_config, "attention_dropout", default=0),
+        activation_dropout=activation_dropout,
+        head_dropout=head_dropout,
     )
-    task = theirs.get("task")
-    length = (task if isinstance(task, dict) else theirs).get("tokens_per_sample", theirs.get("tokens_per_sample"))
-    return ImportedModel(config, length_of(length))
+    return ImportedModel(config, _read_training_length(source_config))
 
 
-def _adaptive(theirs: dict[str, Any]) -> AdaptiveConfig | None:
-    inputs, outputs = bool(theirs.get("adaptive_input")), theirs.get("adaptive_softmax_cutoff")
-    if not inputs and not outputs:
+def _check_fairseq_supported(source_config: dict[str, Any]) -> None:
+    """Raise `InputError` if a fairseq model has parts that a trainshort model cannot have."""
+    require_value(
+        source_config,
+        "decoder_normalize_before",
+        True,
+        default=True,
+        reason="only models that normalize before each layer are supported",
+    )
+    for name in ("cross_self_attention", "character_embeddings"):
+        reason = "only decoders that read tokens are supported"
+        require_value(source_config, name, False, None, default=False, reason=reason)
+    require_value(source_config, "base_layers", 0, None, default=0, reason="expert layers are not supported")
+    require_value(source_config, "quant_noise_pq", 0, None, default=0, reason="quantization is not supported")
+
+
+def _read_training_length(source_config: dict[str, Any]) -> int | None:
+    """Return the training length. Newer versions of fairseq store `tokens_per_sample` in the task section."""
+    length = source_config.get("tokens_per_sample")
+    task_section = source_config.get("task")
+    if isinstance(task_section, dict):
+        length = task_section.get("tokens_per_sample", length)
+    return parse_length(length)
+
+
+def _read_adaptive_config(source_config: dict[str, Any]) -> AdaptiveConfig | None:
+    """Return the settings of adaptive embeddings and adaptive softmax, or None if a model has plain embeddings.
+
+    Adaptive embeddings are narrower for rare words. The words are split into frequency bands at the cutoffs.
+    trainshort requires that embeddings and softmax have the same bands and share their weights.
+
+    Raises:
+        InputError: If the embeddings and the softmax have different settings, or if the cutoffs are invalid.
+    """
+    has_adaptive_input = bool(source_config.get("adaptive_input"))
+    softmax_cutoffs = source_config.get("adaptive_softmax_cutoff")
+    if not has_adaptive_input and not softmax_cutoffs:
         return None
-    why = "ours has the same bands on both sides"
-    require_value({"adaptive_input": inputs}, "adaptive_input", bool(outputs), default=inputs, why=why)
-    require_value(theirs, "adaptive_softmax_cutoff", theirs.get("adaptive_input_cutoff"), default=None, why=why)
-    require_value(theirs, "adaptive_softmax_factor", theirs.get("adaptive_input_factor"), default=4, why=why)
+
+    reason = "the embeddings and the softmax must have the same frequency bands and share their weights"
+    if has_adaptive_input != bool(softmax_cutoffs):
+        raise InputError(f"Unsupported setting adaptive_input={has_adaptive_input}: {reason}.")
+    input_cutoffs = source_config.get("adaptive_input_cutoff")
+    require_value(source_config, "adaptive_softmax_cutoff", input_cutoffs, default=None, reason=reason)
+    input_factor = source_config.get("adaptive_input_factor")
+    require_value(source_config, "adaptive_softmax_factor", input_factor, default=4, reason=reason)
     for name in ("tie_adaptive_weights", "tie_adaptive_proj"):
-        require_value(theirs, name, True, default=False, why=why)
+        require_value(source_config, name, True, default=False, reason=reason)
+
+    # The cutoffs are stored as text, such as "20000,60000" or "[20000, 60000]".
+    cutoff_texts = str(softmax_cutoffs).strip("[]()").split(",")
     try:
-        cutoffs = tuple(int(rank) for rank in str(outputs).strip("[]()").split(","))
+        cutoffs = tuple(int(text) for text in cutoff_texts)
     except ValueError:
-        raise InputError(f"The model has adaptive_softmax_cutoff {outputs!r}, and word ranks were expected.") from None
-    return AdaptiveConfig.parse({"cutoffs": cutoffs, "factor": theirs.get("adaptive_softmax_factor", 4)})
+        raise InputError(
+            f"Invalid config: adaptive_softmax_cutoff must be a list of word ranks, got {softmax_cutoffs!r}."
+        ) from None
+    return AdaptiveConfig.parse({"cutoffs": cutoffs, "factor": source_config.get("adaptive_softmax_factor", 4)})
 
 
 def read_dictionary(path: Path, vocab_size: int) -> WordTokenizer:
-    """fairseq's dict.txt, one `word count` a line after four words of its own, as a tokenizer."""
+    """Read the `dict.txt` of a fairseq model as a tokenizer.
+
+    Each line has a word and its count. fairseq puts four special words before the words of the file.
+
+    Args:
+        path: The file.
+        vocab_size: The vocabulary size of the model.
+
+    Raises:
+        InputError: If a line is invalid, if a word is listed twice, or if the number of words does not fit the model.
+    """
     words: list[str] = list(WordTokenizer.SPECIAL)
-    known = {*words, "</s>"}
-    for place, row in enumerate(read_text(path, hint="Give the dict.txt of the model's data.").split("\n"), start=1):
-        row = row.removesuffix("\r")
-        overwrites = row.endswith(" #fairseq:overwrite")
-        word, space, count = row.removesuffix(" #fairseq:overwrite").rpartition(" ")
-        if not row:
+    known_words = {*words, "</s>"}
+    lines = read_text(path, hint=DICTIONARY_HINT).split("\n")
+    for line_number, line in enumerate(lines, start=1):
+        line = line.removesuffix("\r")
+        if not line:
             continue
-        if not space or not count.isascii() or not count.isdigit():
-            raise InputError(f"{path}, line {place}, should be a word and its count; it is {row[:60]!r}.")
-        if word in known and not overwrites:
-            raise InputError(f"{path}, line {place}: the word {word!r} is there twice.")
-        known.add(word)
+        may_repeat = line.endswith(OVERWRITE_MARK)
+        word, space, count = line.removesuffix(OVERWRITE_MARK).rpartition(" ")
+        is_count = count.isascii() and count.isdigit()
+        if not space or not is_count:
+            raise InputError(f"{path}, line {line_number}: expected a word and its count, got {line[:60]!r}.")
+        if word in known_words and not may_repeat:
+            raise InputError(f"{path}, line {line_number}: the word {word!r} is listed twice.")
+        known_words.add(word)
         words.append(word)
+
     if len(words) != vocab_size:
         raise InputError(
-            f"{path} does not match the model: it makes {len(words):,} tokens, four of them fairseq's own, and the "
-            f"model has {vocab_size:,}. Give the dict.txt of the model's data."
+            f"{path} does not match the model: the file and fairseq's four special words make {len(words):,} tokens, "
+            f"but the model has {vocab_size:,}. {DICTIONARY_HINT}"
         )
     return WordTokenizer(words)
 
 
+def _list_tied_tensors() -> dict[str, str]:
+    """Return the tensors that fairseq stores twice, and their counterparts in the embeddings.
+
+    The adaptive softmax shares its weights with the adaptive embeddings. The first frequency band is in the head of
+    the softmax, and each later band has a tail of its own.
+    """
+    tied_tensors = {
+        "decoder.output_projection.weight": "decoder.embed_tokens.weight",
+        "decoder.adaptive_softmax.head.word_proj.weight": "decoder.embed_tokens.embeddings.0.0.weight",
+    }
+    for tail_index in range(MAX_TAILS):
+        tail = f"decoder.adaptive_softmax.tail.{tail_index}"
+        band = f"decoder.embed_tokens.embeddings.{tail_index + 1}"
+        tied_tensors[f"{tail}.0.weight"] = f"{band}.1.weight"  # the projection
+        tied_tensors[f"{tail}.2.weight"] = f"{band}.0.weight"  # the embeddings
+    return tied_tensors
+
+
 _LAYER = "decoder.layers.{}."
-_TAIL = "decoder.adaptive_softmax.tail."
-_BAND = "decoder.embed_tokens.embeddings."
-MOST_BANDS = 16
+_BAND = "decoder.embed_tokens.embeddings.{}."
 
 FAIRSEQ = Format(
     name="fairseq",
     summary="ALiBi checkpoints of the paper's authors (fairseq)",
-    read=read_settings,
-    lines={
+    read_config=read_fairseq_config,
+    module_map={
         "vocabulary.embedding": map_weight("decoder.embed_tokens"),
         "vocabulary.output": map_weight("decoder.output_projection"),
-        "vocabulary.embeddings.{}": map_weight(_BAND + "{}.0"),
-        "vocabulary.projections.{}": map_weight(_BAND + "{}.1"),
+        "vocabulary.embeddings.{}": map_weight(_BAND + "0"),
+        "vocabulary.projections.{}": map_weight(_BAND + "1"),
         "vocabulary.clusters": map_weight("decoder.adaptive_softmax.head.class_proj"),
         "embedding_norm": map_weight("decoder.layernorm_embedding"),
         "layers.{}.attention_norm": map_weight(_LAYER + "self_attn_layer_norm"),
-        "layers.{}.attention.qkv": map_weight(*(f"{_LAYER}self_attn.{part}_proj" for part in "qkv")),
+        "layers.{}.attention.qkv": map_weight(
+            _LAYER + "self_attn.q_proj", _LAYER + "self_attn.k_proj", _LAYER + "self_attn.v_proj"
+        ),
         "layers.{}.attention.out": map_weight(_LAYER + "self_attn.out_proj"),
         "layers.{}.ffn_norm": map_weight(_LAYER + "final_layer_norm"),
         "layers.{}.ffn.wide": map_weight(_LAYER + "fc1"),
         "layers.{}.ffn.narrow": map_weight(_LAYER + "fc2"),
         "final_norm": map_weight("decoder.layer_norm"),
     },
-    superfluous=("decoder.version", "*._float_tensor", "decoder.adaptive_softmax.version"),
-    copies={
-        "decoder.output_projection.weight": "decoder.embed_tokens.weight",
-        "decoder.adaptive_softmax.head.word_proj.weight": _BAND + "0.0.weight",
-        **{f"{_TAIL}{i}.0.weight": f"{_BAND}{i + 1}.1.weight" for i in range(MOST_BANDS)},
-        **{f"{_TAIL}{i}.2.weight": f"{_BAND}{i + 1}.0.weight" for i in range(MOST_BANDS)},
-    },
+    ignored_tensors=("decoder.version", "*._float_tensor", "decoder.adaptive_softmax.version"),
+    tied_tensors=_list_tied_tensors(),
 )

@@ -1,64 +1,98 @@
-"""Falcon with ALiBi (falcon-rw). Its bias is added before the division by the root of the heads' width, so that the
-slopes that count are ALiBi's divided by that root."""
+"""Falcon with ALiBi (Falcon-RW).
+
+Falcon adds the ALiBi bias to the attention scores before the scores are divided by the square root of the head width.
+The slopes of the imported model are therefore the ALiBi slopes divided by this square root.
+"""
 
 from typing import Any
 
 from trainshort import alibi
-from trainshort.errors import InputError
-from trainshort.interop.formats.base import Format, ImportedModel, Weights
-from trainshort.interop.formats.bloom import BLOCKS
-from trainshort.interop.formats.read_config import length_of, model_config, number, read_float, require_value
+from trainshort.interop.formats.base import Format, ImportedModel, Transform, Weights
+from trainshort.interop.formats.bloom import BLOOM_MODULE_MAP
+from trainshort.interop.formats.read_config import (
+    make_alibi_config,
+    parse_length,
+    read_float,
+    read_int,
+    require_value,
+    translate_activation,
+)
 
-ACTIVATIONS = {
+FALCON_ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
     "silu": "silu",
 }
-NOTE = (
-    "Hugging Face's Falcon rounds slope times position to bfloat16, whatever the model's dtype, so that it differs "
-    "from about 260 tokens on; here nothing is rounded"
+"""The activation functions of Falcon configs, and their names in trainshort."""
+
+ROUNDING_NOTE = (
+    "the Falcon class of transformers rounds the ALiBi bias to bfloat16, so its logits differ for inputs of more than "
+    "about 260 tokens; trainshort does not round the bias"
 )
 
 
-def read(theirs: dict[str, Any], weights: Weights) -> ImportedModel:
-    require_value(theirs, "alibi", True, default=False, why="only ALiBi models can be imported")
-    for name, default in (("parallel_attn", True), ("new_decoder_architecture", False)):
-        require_value(
-            theirs, name, False, default=default, why="ours runs attention and feed-forward one after the other"
-        )
-    name = "apply_residual_connection_post_layernorm"
-    require_value(theirs, name, False, default=False, why="ours adds to what came before the norm")
-    activation = theirs.get("activation", "gelu")
-    if activation not in ACTIVATIONS:
-        raise InputError(f"The model has activation {activation!r}; known here: {', '.join(ACTIVATIONS)}.")
-    width, heads = number(theirs, "hidden_size"), number(theirs, "num_attention_heads", "n_head")
-    config = model_config(
-        slopes=tuple((alibi.slopes(heads) / (width / heads) ** 0.5).tolist()),
-        vocab_size=number(theirs, "vocab_size"),
-        layers=number(theirs, "num_hidden_layers", "n_layer"),
+def read_falcon_config(source_config: dict[str, Any], weights: Weights) -> ImportedModel:
+    """Translate the config of a Falcon model to trainshort.
+
+    Args:
+        source_config: The content of the model's `config.json`.
+        weights: The tensors of the model. Falcon models are described by the config alone.
+
+    Raises:
+        InputError: If a setting is not supported.
+    """
+    _check_falcon_supported(source_config)
+    activation = translate_activation("activation", source_config.get("activation", "gelu"), FALCON_ACTIVATIONS)
+    width = read_int(source_config, "hidden_size")
+    heads = read_int(source_config, "num_attention_heads", "n_head")
+    slopes = alibi.slopes(heads) / (width / heads) ** 0.5
+    is_multi_query = source_config.get("multi_query", True)
+    config = make_alibi_config(
+        slopes=tuple(slopes.tolist()),
+        vocab_size=read_int(source_config, "vocab_size"),
+        layers=read_int(source_config, "num_hidden_layers", "n_layer"),
         width=width,
         heads=heads,
-        kv_heads=1 if theirs.get("multi_query", True) else None,
-        feedforward_width=number(theirs, "ffn_hidden_size", default=4 * width),
-        activation=ACTIVATIONS[activation],
-        biases=bool(theirs.get("bias", False)),
+        kv_heads=1 if is_multi_query else None,
+        feedforward_width=read_int(source_config, "ffn_hidden_size", default=4 * width),
+        activation=activation,
+        biases=bool(source_config.get("bias", False)),
         norm_biases=True,
-        tie_embeddings=bool(theirs.get("tie_word_embeddings", True)),
-        norm_eps=read_float(theirs, "layer_norm_epsilon", default=1e-5),
-        dropout=read_float(theirs, "hidden_dropout", default=0),
-        attention_dropout=read_float(theirs, "attention_dropout", default=0),
+        tie_embeddings=bool(source_config.get("tie_word_embeddings", True)),
+        norm_eps=read_float(source_config, "layer_norm_epsilon", default=1e-5),
+        dropout=read_float(source_config, "hidden_dropout", default=0),
+        attention_dropout=read_float(source_config, "attention_dropout", default=0),
     )
-    length = theirs.get("max_position_embeddings", 2048)
-    packed = {} if config.key_heads == heads else {"layers.{}.attention.qkv": "same"}
-    return ImportedModel(config, length_of(length), (NOTE,), packed)  # pyright: ignore[reportArgumentType]
+
+    training_length = parse_length(source_config.get("max_position_embeddings", 2048))
+    transforms: dict[str, Transform] = {}
+    if config.key_heads != heads:
+        # A multi-query model stores q of all heads, then k, then v. This is the order of trainshort.
+        transforms["layers.{}.attention.qkv"] = "identity"
+    return ImportedModel(config, training_length, (ROUNDING_NOTE,), transforms)
+
+
+def _check_falcon_supported(source_config: dict[str, Any]) -> None:
+    """Raise `InputError` if a Falcon model has no ALiBi, or blocks of another structure than trainshort's blocks."""
+    require_value(source_config, "alibi", True, default=False, reason="only ALiBi models can be imported")
+    block_reason = "only blocks that run attention before the feed-forward layer are supported"
+    require_value(source_config, "parallel_attn", False, default=True, reason=block_reason)
+    require_value(source_config, "new_decoder_architecture", False, default=False, reason=block_reason)
+    require_value(
+        source_config,
+        "apply_residual_connection_post_layernorm",
+        False,
+        default=False,
+        reason="trainshort adds the residual before the norm",
+    )
 
 
 FALCON = Format(
     name="falcon",
     summary="Falcon-RW, Falcon with ALiBi",
-    read=read,
-    lines=BLOCKS,
-    copies={"lm_head.weight": "transformer.word_embeddings.weight"},
+    read_config=read_falcon_config,
+    module_map=BLOOM_MODULE_MAP,
+    tied_tensors={"lm_head.weight": "transformer.word_embeddings.weight"},
 )

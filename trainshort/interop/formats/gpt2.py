@@ -1,44 +1,80 @@
-"""GPT-2: learned positions, matrices kept the other way round. Converted, not imported."""
+"""GPT-2: learned positions. GPT-2 models can be converted to ALiBi, but not imported."""
 
 from typing import Any
 
 from trainshort.interop.formats.base import Format, ImportedModel, Weights
 from trainshort.interop.formats.btlm import BTLM
-from trainshort.interop.formats.read_config import activation as known
-from trainshort.interop.formats.read_config import model_config, number, read_float, require_value
+from trainshort.interop.formats.read_config import (
+    make_alibi_config,
+    read_activation,
+    read_float,
+    read_int,
+    require_value,
+)
 
-POSITIONS = "transformer.wpe.weight"
+POSITIONS_TENSOR = "transformer.wpe.weight"
 
 
-def read(theirs: dict[str, Any], weights: Weights) -> ImportedModel:
-    require_value(theirs, "scale_attn_by_inverse_layer_idx", False, default=False, why="ours scales all layers alike")
-    require_value(theirs, "add_cross_attention", False, default=False, why="our model is a decoder alone")
-    width = number(theirs, "n_embd", "hidden_size")
-    config = model_config(
-        vocab_size=number(theirs, "vocab_size"),
-        layers=number(theirs, "n_layer", "num_hidden_layers"),
+def read_gpt2_config(source_config: dict[str, Any], weights: Weights) -> ImportedModel:
+    """Translate the config of a GPT-2 model to a trainshort model with ALiBi.
+
+    The learned positions are dropped. Their mean is added to the embeddings, because the layers were trained on
+    embeddings plus positions.
+
+    Args:
+        source_config: The content of the model's `config.json`.
+        weights: The tensors of the model. GPT-2 models are described by the config alone.
+
+    Raises:
+        InputError: If a setting is not supported.
+    """
+    require_value(
+        source_config,
+        "scale_attn_by_inverse_layer_idx",
+        False,
+        default=False,
+        reason="trainshort scales the attention scores of all layers equally",
+    )
+    require_value(
+        source_config,
+        "add_cross_attention",
+        False,
+        default=False,
+        reason="only decoders without cross-attention are supported",
+    )
+    width = read_int(source_config, "n_embd", "hidden_size")
+    scales_scores = source_config.get("scale_attn_weights", True)
+    config = make_alibi_config(
+        vocab_size=read_int(source_config, "vocab_size"),
+        layers=read_int(source_config, "n_layer", "num_hidden_layers"),
         width=width,
-        heads=number(theirs, "n_head", "num_attention_heads"),
-        feedforward_width=number(theirs, "n_inner", default=4 * width),
-        activation=known(theirs, "activation_function", default="gelu_new"),
-        softmax_scale=None if theirs.get("scale_attn_weights", True) else 1.0,
-        tie_embeddings=bool(theirs.get("tie_word_embeddings", True)),
-        norm_eps=read_float(theirs, "layer_norm_epsilon", default=1e-5),
+        heads=read_int(source_config, "n_head", "num_attention_heads"),
+        feedforward_width=read_int(source_config, "n_inner", default=4 * width),
+        activation=read_activation(source_config, "activation_function", default="gelu_new"),
+        softmax_scale=None if scales_scores else 1.0,
+        tie_embeddings=bool(source_config.get("tie_word_embeddings", True)),
+        norm_eps=read_float(source_config, "layer_norm_epsilon", default=1e-5),
     )
-    notes = ("its learned positions are dropped; their mean goes into the embeddings",)
-    means = {"vocabulary.embedding.weight": POSITIONS}
     return ImportedModel(
-        config, number(theirs, "n_positions", "max_position_embeddings", default=1024), notes, means=means
+        config,
+        training_length=read_int(source_config, "n_positions", "max_position_embeddings", default=1024),
+        notes=("the learned positions were dropped, and their mean was added to the embeddings",),
+        added_means={"vocabulary.embedding.weight": POSITIONS_TENSOR},
     )
 
+
+# BTLM has the modules of GPT-2 and a gate in each feed-forward layer.
+_GPT2_MODULE_MAP = dict(BTLM.module_map)
+del _GPT2_MODULE_MAP["layers.{}.ffn.gate"]
 
 GPT2 = Format(
     name="gpt2",
     summary="GPT-2, learned positions",
-    read=read,
-    lines={name: one for name, one in BTLM.lines.items() if name != "layers.{}.ffn.gate"},  # BTLM took over GPT-2's
-    superfluous=(POSITIONS, "*.attn.bias", "*.attn.masked_bias"),
-    copies={"lm_head.weight": "transformer.wte.weight"},
-    renamed=((r"^(?=wte\.|wpe\.|h\.|ln_f\.)", "transformer."),),  # of the body alone, as GPT-2 itself was saved
+    read_config=read_gpt2_config,
+    module_map=_GPT2_MODULE_MAP,
+    ignored_tensors=(POSITIONS_TENSOR, "*.attn.bias", "*.attn.masked_bias"),
+    tied_tensors={"lm_head.weight": "transformer.wte.weight"},
+    # The released GPT-2 models were saved without the output head. Their tensor names lack the prefix "transformer.".
+    name_replacements=((r"^(?=wte\.|wpe\.|h\.|ln_f\.)", "transformer."),),
     position="learned",
 )

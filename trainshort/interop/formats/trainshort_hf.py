@@ -1,15 +1,18 @@
-"""Our own Hugging Face folders (export --to hf), so that they come back: every name is ours after `model.`."""
+"""Hugging Face folders that `trainshort export --to hf` wrote. The name of each tensor starts with `model.`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainshort.config.run_config import ModelConfig
 from trainshort.interop.formats.base import Format, ImportedModel, TensorSource, Weights, map_weight
-from trainshort.interop.formats.read_config import length_of, read_section
+from trainshort.interop.formats.read_config import parse_length, read_section
 
 
-class _Prefixed(Mapping[str, TensorSource]):
-    """Any module of ours."""
+class _PrefixedModuleMap(Mapping[str, TensorSource]):
+    """A module map that accepts every trainshort module. The source has the same name after the prefix `model.`.
+
+    The map cannot be listed, because the modules depend on the config of the model.
+    """
 
     def __getitem__(self, module: str) -> TensorSource:
         return map_weight(f"model.{module}")
@@ -24,10 +27,24 @@ class _Prefixed(Mapping[str, TensorSource]):
         return True
 
 
-def read(theirs: dict[str, Any], weights: Weights) -> ImportedModel:
-    length = theirs.get("trained_at")
-    config = ModelConfig.parse(read_section(theirs, "model"))
-    return ImportedModel(config, length_of(length))
+def read_exported_config(source_config: dict[str, Any], weights: Weights) -> ImportedModel:
+    """Read the `config.json` of an export. Its section `model` is the config of the trainshort model.
+
+    Args:
+        source_config: The content of `config.json`.
+        weights: The tensors of the model. The model is described by the config alone.
+
+    Raises:
+        InputError: If the section is invalid.
+    """
+    config = ModelConfig.parse(read_section(source_config, "model"))
+    training_length = parse_length(source_config.get("trained_at"))
+    return ImportedModel(config, training_length)
 
 
-OWN = Format(name="trainshort", summary="Folder that `trainshort export --to hf` wrote", read=read, lines=_Prefixed())
+OWN = Format(
+    name="trainshort",
+    summary="Folder that `trainshort export --to hf` wrote",
+    read_config=read_exported_config,
+    module_map=_PrefixedModuleMap(),
+)
