@@ -136,9 +136,9 @@ def test_a_run_without_tokenizer_says_so(place):
 PEAK = """
 import sys, torch
 from trainshort.interop.import_model import ImportRequest, import_model
-from trainshort.machine import Peak
+from trainshort.utils.machine import PeakMemory
 from pathlib import Path
-peak = Peak(torch.device("cpu"))
+peak = PeakMemory(torch.device("cpu"))
 import_model(ImportRequest(sys.argv[1]), Path(sys.argv[2]))
 print(peak.bytes())
 """

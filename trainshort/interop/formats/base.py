@@ -294,7 +294,9 @@ def _check_may_drop(model_format: Format, weights: Weights, name: str) -> None:
         return
     is_ignored = any(fnmatchcase(name, pattern) for pattern in model_format.ignored_tensors)
     if not is_ignored:
-        raise InputError(f"Unexpected tensor {name}: a {model_format.name} model with this config does not have it.")
+        raise InputError(
+            f"Unexpected tensor {name}: models of the format {model_format.name} with this config do not have this tensor."
+        )
 
 
 def to_trainshort(source_tensor: Tensor, transform: Transform, config: ModelConfig) -> Tensor:
