@@ -287,7 +287,12 @@ class Convert:
         """The run folder with the converted model in it: where the model can be read as it was, and the settings."""
         from trainshort.data.corpora import find_corpus
         from trainshort.data.tokenizers.base import TOKENIZER_FILE
-        from trainshort.interop.convert import convert, open_conversion_source, check_same_conversion, check_target_position
+        from trainshort.interop.convert import (
+            convert,
+            open_conversion_source,
+            check_same_conversion,
+            check_target_position,
+        )
         from trainshort.interop.import_model import ImportRequest
         from trainshort.train.run_folder import RunFolder, check_run_path_free
 

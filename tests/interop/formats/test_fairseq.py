@@ -210,8 +210,8 @@ def save_full_size_checkpoint(path: Path) -> None:
     torch.save({"args": None, "cfg": cfg, "model": weights, "last_optimizer_state": optimizer_state}, path)
 
 
-# Prints the peak memory of an import in MB. The peak of a subprocess is measured with `PeakMemory`, because `ru_maxrss` of a
-# subprocess includes the memory of its parent process.
+# Prints the peak memory of an import in MB. `ru_maxrss` would include the memory of the parent process, so the peak is
+# measured with `PeakMemory`.
 MEASURE_IMPORT = """
 import sys
 from pathlib import Path
