@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hugging import make_model  # noqa: E402
+from hugging import make_model as make  # noqa: E402
 from random_runs import make_run  # noqa: E402
 from transformers.models.bloom import modeling_bloom  # noqa: E402
 from transformers.models.falcon import modeling_falcon  # noqa: E402
@@ -30,7 +30,7 @@ def found(model) -> dict[str, list]:
 
 
 def test_an_mpt():
-    findings = found(make_model("mpt"))
+    findings = found(make("mpt"))
     assert findings.keys() == {"MPT-LENGTH", *EVERYWHERE}
     assert findings["MPT-LENGTH"][0].measured == 32
     assert str(findings["MPT-LENGTH"][0]) == (
@@ -42,13 +42,13 @@ def test_an_mpt():
 
 
 def test_settings_that_an_mpt_ignores():
-    findings = found(make_model("mpt", **ODD, attn_config=dict(ODD_ATTENTION)))
+    findings = found(make("mpt", **ODD, attn_config=dict(ODD_ATTENTION)))
     assert findings.keys() == {"MPT-LENGTH", "MPT-BIASMAX", "MPT-IGNORED", *EVERYWHERE}
     assert findings["MPT-BIASMAX"][0].measured > 0.1
     told = " ".join(finding.sentence for finding in findings["MPT-IGNORED"])
     for name in ("logit_scale", "no_bias", "expansion_ratio", "qk_ln", "prefix_lm", "kv_n_heads"):
         assert name in told
-    diagnosis = doctor(make_model("mpt", attn_config={"alibi": False, "sliding_window_size": 8}))
+    diagnosis = doctor(make("mpt", attn_config={"alibi": False, "sliding_window_size": 8}))
     assert diagnosis.notes == ("what concerns ALiBi was not examined: its settings have none",)
     told = " ".join(finding.sentence for finding in diagnosis.findings if finding.id == "MPT-IGNORED")
     assert "sliding_window_size = 8" in told
@@ -57,16 +57,16 @@ def test_settings_that_an_mpt_ignores():
 
 
 def test_a_bloom_in_whole_and_half_precision():
-    assert found(make_model("bloom")).keys() == EVERYWHERE
-    half = found(make_model("bloom").bfloat16())
+    assert found(make("bloom")).keys() == EVERYWHERE
+    half = found(make("bloom").bfloat16())
     assert half.keys() == {"BLOOM-HALF", *EVERYWHERE}
     assert half["BLOOM-HALF"][0].measured > 1e-4
-    assert "BLOOM-HALF" in found(make_model("bloom").half())
+    assert "BLOOM-HALF" in found(make("bloom").half())
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_falcon(implementation):
-    findings = found(make_model("falcon", implementation))
+    findings = found(make("falcon", implementation))
     assert findings.keys() == {"FALCON-DOUBLE", "FALCON-BF16", "FALCON-STATIC", *EVERYWHERE}
     assert ("output_attentions" in findings["FALCON-DOUBLE"][0].sentence) == (implementation == "sdpa")
     assert findings["FALCON-DOUBLE"][0].measured > 0.1
@@ -75,7 +75,7 @@ def test_a_falcon(implementation):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["mpt", "bloom", "falcon"])
 def test_a_patched_model_is_healthy(kind, dtype):
-    model = make_model(kind, **({"alibi_bias_max": 16} if kind == "mpt" else {"implementation": "eager"})).to(dtype)
+    model = make(kind, **({"alibi_bias_max": 16} if kind == "mpt" else {"implementation": "eager"})).to(dtype)
     patch(model)
     diagnosis = doctor(model)
     assert diagnosis.ok, str(diagnosis)
@@ -121,22 +121,22 @@ def test_slopes_that_loading_loses(tmp_path, monkeypatch):
 def test_a_repaired_library_is_healthy(monkeypatch):
     """What is probed is what a class does: with transformers' own functions repaired, the findings are gone."""
     monkeypatch.setattr(modeling_falcon, "build_alibi_tensor", modeling_bloom.build_alibi_tensor)
-    assert "FALCON-BF16" not in found(make_model("falcon"))
+    assert "FALCON-BF16" not in found(make("falcon"))
     build = modeling_mpt.build_mpt_alibi_tensor
     monkeypatch.setattr(modeling_mpt, "build_mpt_alibi_tensor", lambda h, n, most, device: build(h, n, 16, device))
-    assert "MPT-BIASMAX" not in found(make_model("mpt", alibi_bias_max=16))
+    assert "MPT-BIASMAX" not in found(make("mpt", alibi_bias_max=16))
 
 
 def test_slopes_that_are_gone_are_lost(monkeypatch):
     build = modeling_mpt.build_mpt_alibi_tensor
     monkeypatch.setattr(modeling_mpt, "build_mpt_alibi_tensor", lambda *given: 0 * build(*given))
-    assert "MPT-LOST" in found(make_model("mpt"))
+    assert "MPT-LOST" in found(make("mpt"))
     with pytest.raises(InputError, match="differs by"):  # and no such model is patched
-        patch(make_model("mpt"))
+        patch(make("mpt"))
 
 
 def test_stored_biases_without_a_place(tmp_path):
-    model = make_model("mpt")
+    model = make("mpt")
     state = model.state_dict()
     state["transformer.blocks.0.attn.Wqkv.bias"] = torch.zeros(144)
     model.save_pretrained(tmp_path, state_dict=state)
@@ -146,7 +146,7 @@ def test_stored_biases_without_a_place(tmp_path):
 
 
 def test_the_command(tmp_path, capsys):
-    make_model("mpt").save_pretrained(tmp_path / "mpt")
+    make("mpt").save_pretrained(tmp_path / "mpt")
     with pytest.raises(SystemExit) as ended:
         main(["doctor", str(tmp_path / "mpt"), "--json"])
     assert ended.value.code == 1
@@ -162,7 +162,7 @@ def test_the_command(tmp_path, capsys):
 
 
 def test_nobody_elses_randomness_and_model_are_touched():
-    model, state = make_model("bloom"), torch.get_rng_state()
+    model, state = make("bloom"), torch.get_rng_state()
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     doctor(model)
     assert torch.equal(torch.get_rng_state(), state)
@@ -175,7 +175,7 @@ def test_wrong_inputs(tmp_path):
     ):
         doctor(torch.nn.Linear(2, 2))
     with pytest.raises(InputError, match=r"^MptModel has no logits for every token; give the causal language model\.$"):
-        doctor(make_model("mpt").transformer)
+        doctor(make("mpt").transformer)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "baichuan", "auto_map": {"AutoConfig": "a.B"}}))
     (tmp_path / "a.py").write_text("raise SystemExit('executed')")
     with pytest.raises(

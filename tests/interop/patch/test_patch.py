@@ -10,7 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
-from hugging import LENGTH, WORDS, disable_bias_rounding, make_model, make_reference_model, max_logit_difference  # noqa: E402
+from hugging import LENGTH, WORDS  # noqa: E402
+from hugging import disable_bias_rounding as unrounded  # noqa: E402
+from hugging import make_model as make  # noqa: E402
+from hugging import make_reference_model as right  # noqa: E402
+from hugging import max_logit_difference as off  # noqa: E402
 
 import trainshort  # noqa: E402
 from trainshort import InputError, patch, unpatch  # noqa: E402
@@ -32,9 +36,9 @@ RIGHT = ("mpt", "bloom", "falcon", "falcon-shared")
 
 @pytest.fixture(params=KINDS)
 def pair(request, monkeypatch):
-    disable_bias_rounding(monkeypatch)
-    model = make_model(**copy.deepcopy(KINDS[request.param]))
-    reference = make_reference_model(model)
+    unrounded(monkeypatch)
+    model = make(**copy.deepcopy(KINDS[request.param]))
+    reference = right(model)
     assert patch(model).parity < 1e-5
     return model, reference
 
@@ -53,7 +57,7 @@ def test_any_length_equals_a_correct_reference(pair):
     model, reference = pair
     for times in (1, 2, 8):
         text = tokens(1, times * LENGTH)
-        assert max_logit_difference(model(text).logits, reference(text).logits) < 1e-4
+        assert off(model(text).logits, reference(text).logits) < 1e-4
 
 
 @torch.no_grad()
@@ -69,7 +73,7 @@ def test_padding_in_front_and_behind(pair):
         )
         rows, mask = torch.cat([tokens(1, row.shape[1]), row]), torch.ones(2, row.shape[1], dtype=torch.long)
         mask[1, :front], mask[1, front + 40 :] = 0, 0
-        assert max_logit_difference(model(rows, attention_mask=mask).logits[1, front : front + 40], alone) < 1e-4
+        assert off(model(rows, attention_mask=mask).logits[1, front : front + 40], alone) < 1e-4
 
 
 @torch.no_grad()
@@ -79,14 +83,12 @@ def test_packed_documents_do_not_see_each_other(pair):
     expected = torch.cat([reference(text).logits for text in (one, two)], 1)
     packed, where = torch.cat([one, two], 1), torch.cat([torch.arange(30), torch.arange(50)])[None]
     for asked in ({}, {"use_cache": False}, {"attention_mask": torch.ones(1, 80)}):
-        assert max_logit_difference(model(packed, position_ids=where, **asked).logits, expected) < 1e-4
+        assert off(model(packed, position_ids=where, **asked).logits, expected) < 1e-4
     ends = torch.tensor([0, 30, 80], dtype=torch.int32)
-    assert max_logit_difference(model(packed, cu_seq_lens_q=ends, cu_seq_lens_k=ends).logits, expected) < 1e-4
+    assert off(model(packed, cu_seq_lens_q=ends, cu_seq_lens_k=ends).logits, expected) < 1e-4
     behind = torch.cat([torch.ones(1, 80), torch.zeros(1, 5)], 1)
     more, counted = torch.cat([packed, tokens(1, 5)], 1), torch.cat([where, torch.zeros(1, 5).long()], 1)
-    assert (
-        max_logit_difference(model(more, position_ids=counted, attention_mask=behind).logits[:, :80], expected) < 1e-4
-    )
+    assert off(model(more, position_ids=counted, attention_mask=behind).logits[:, :80], expected) < 1e-4
 
 
 @torch.no_grad()
@@ -99,19 +101,19 @@ def test_from_a_cache_in_pieces(pair):
         for size in (40, 1, 28, 1):
             found.append(model(text[:, at : at + size], past_key_values=cache, use_cache=True).logits)
             at += size
-        assert max_logit_difference(torch.cat(found, 1), expected) < 1e-4
+        assert off(torch.cat(found, 1), expected) < 1e-4
 
 
 @torch.no_grad()
 def test_padding_between_tokens_counts_as_it_did(kind, monkeypatch):
     """A prompt with padding behind it, decoded on: BLOOM and Falcon count tokens, MPT counts places."""
-    disable_bias_rounding(monkeypatch)
-    model, mask = make_model(kind, **({"max_position_embeddings": 64} if kind == "falcon" else {})), torch.ones(2, 26)
+    unrounded(monkeypatch)
+    model, mask = make(kind, **({"max_position_embeddings": 64} if kind == "falcon" else {})), torch.ones(2, 26)
     text = tokens(2, 26)
     mask[1, 15:24] = 0
     expected = model(text, attention_mask=mask).logits
     patch(model)
-    assert max_logit_difference(model(text, attention_mask=mask).logits[mask.bool()], expected[mask.bool()]) < 1e-4
+    assert off(model(text, attention_mask=mask).logits[mask.bool()], expected[mask.bool()]) < 1e-4
 
 
 @torch.no_grad()
@@ -120,21 +122,21 @@ def test_written_masks_and_weights(pair):
     text = tokens(2, 20)
     asked = reference(text, output_attentions=False).logits
     found = model(text, output_attentions=True)
-    assert max_logit_difference(found.logits, asked) < 1e-4
+    assert off(found.logits, asked) < 1e-4
     assert len(found.attentions) == 2
     assert found.attentions[0].shape == (2, 6, 20, 20)
     assert torch.allclose(found.attentions[0].sum(-1), torch.ones(2, 6, 20))
     seen = torch.ones(20, 20).tril().bool()[None, None].repeat(2, 1, 1, 1)
     seen[:, :, 12:, :12] = False
     apart = torch.cat([reference(text[:, :12]).logits, reference(text[:, 12:]).logits], 1)
-    assert max_logit_difference(model(text, attention_mask=seen).logits, apart) < 1e-4
+    assert off(model(text, attention_mask=seen).logits, apart) < 1e-4
     added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-    assert max_logit_difference(model(text, attention_mask=added).logits, apart) < 1e-4
+    assert off(model(text, attention_mask=added).logits, apart) < 1e-4
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_generated_text_is_the_same(name):
-    model = make_model(**KINDS[name])
+    model = make(**KINDS[name])
     rows, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
     mask[1, :7] = 0
     ways = [{}, {"num_beams": 3}, {"cache_implementation": "static"}, {"use_cache": False}]
@@ -173,7 +175,7 @@ def test_gradients(pair, checkpointing):
 def test_one_wide_tensor_a_layer_is_kept_for_the_backward_pass(kind):
     """Against the class, which keeps the activation's input and output; the gradients are the same to the bit."""
     torch.manual_seed(0)
-    block = next(module for module in make_model(kind).modules() if type(module).__name__.endswith("MLP")).train()
+    block = next(module for module in make(kind).modules() if type(module).__name__.endswith("MLP")).train()
     narrow = block.down_proj if kind == "mpt" else block.dense_4h_to_h
     given = torch.randn(1, 50, narrow.out_features)
     other = {} if kind == "falcon" else {"residual": torch.zeros_like(given)}
@@ -211,7 +213,7 @@ class Largest(TorchDispatchMode):
 @torch.no_grad()
 def test_feed_forward_layers_go_in_slices_without_gradients(kind, monkeypatch):
     """Two rows of unlike texts, a length that is no whole number of slices; and whoever watches a layer sees all."""
-    model = make_model(kind)
+    model = make(kind)
     text, wide = tokens(2, 700), 4 * model.config.hidden_size
     patch(model)
     with Largest(wide) as largest:
@@ -222,7 +224,7 @@ def test_feed_forward_layers_go_in_slices_without_gradients(kind, monkeypatch):
     )  # a layer with hooks is called, and would be rounded apart
     with torch.enable_grad():
         whole = model(text).logits
-    assert max_logit_difference(sliced, whole) < 1e-5
+    assert off(sliced, whole) < 1e-5
     sizes = []
     name = {"mpt": "up_proj"}.get(kind, "dense_h_to_4h")
     layers = [part for at, part in model.named_modules() if at.endswith(name)]
@@ -233,22 +235,22 @@ def test_feed_forward_layers_go_in_slices_without_gradients(kind, monkeypatch):
 
 def test_peft_on_top_and_below(kind):
     peft = pytest.importorskip("peft")
-    model, text = make_model(kind), tokens(2, 30)
+    model, text = make(kind), tokens(2, 30)
     names = {"mpt": "Wqkv", "bloom": "query_key_value", "falcon": "query_key_value"}
     settings = peft.LoraConfig(r=4, target_modules=[names[kind]], task_type="CAUSAL_LM", init_lora_weights=False)
     below = peft.get_peft_model(copy.deepcopy(model), settings)
     expected = below(text).logits
     state = below.state_dict()
     patch(below)
-    assert max_logit_difference(below(text).logits, expected) < 1e-4
+    assert off(below(text).logits, expected) < 1e-4
     patch(model)
     above = peft.get_peft_model(model, settings)
     above.load_state_dict(state)
-    assert max_logit_difference(above(text).logits, expected) < 1e-4
+    assert off(above(text).logits, expected) < 1e-4
     packed = torch.cat([text[:1], text[:1]], 1)
     where = torch.arange(30).repeat(2)[None]
     found = above(packed, position_ids=where).logits
-    assert max_logit_difference(found[:, 30:], expected[:1]) < 1e-4
+    assert off(found[:, 30:], expected[:1]) < 1e-4
     above(text, labels=text).loss.backward()
     trained = [weight for name, weight in above.named_parameters() if "lora" in name]
     assert all(weight.grad is not None and bool(weight.grad.any()) for weight in trained)
@@ -260,14 +262,14 @@ def test_peft_on_top_and_below(kind):
 def test_hooks_of_accelerate(kind):
     """Every module has a forward of the hook's own, which calls the one that is patched."""
     accelerate = pytest.importorskip("accelerate")
-    model, text = make_model(kind), tokens(2, 30)
+    model, text = make(kind), tokens(2, 30)
     expected = model(text).logits
     hooked = accelerate.dispatch_model(model, device_map={"": "cpu"}, force_hooks=True)
     assert "_old_forward" in vars(hooked)
     patch(hooked)
-    assert max_logit_difference(hooked(text).logits, expected) < 1e-4
+    assert off(hooked(text).logits, expected) < 1e-4
     packed = hooked(text, position_ids=torch.arange(15).repeat(2)[None]).logits
-    assert max_logit_difference(packed[:, 15:], hooked(text[:, 15:]).logits) < 1e-4
+    assert off(packed[:, 15:], hooked(text[:, 15:]).logits) < 1e-4
     unpatch(hooked)
     assert torch.equal(hooked(text).logits, expected)
 
@@ -275,7 +277,7 @@ def test_hooks_of_accelerate(kind):
 def test_a_trainer_steps_as_before(kind, tmp_path):
     losses = []
     for patched in (False, True):
-        model = make_model(kind)
+        model = make(kind)
         if patched:
             patch(model)
         arguments = transformers.TrainingArguments(
@@ -288,7 +290,7 @@ def test_a_trainer_steps_as_before(kind, tmp_path):
 
 @torch.no_grad()
 def test_half_precision_keeps_the_bias(kind):
-    model, text = make_model(kind), tokens(1, 1000)
+    model, text = make(kind), tokens(1, 1000)
     patch(model)
     half = copy.deepcopy(model).bfloat16()
     expected = model(text).logits.double().log_softmax(-1)
@@ -302,7 +304,7 @@ def state_of(model):
 
 
 def test_unpatch_restores_everything(kind):
-    model, text = make_model(kind), tokens(2, 30)
+    model, text = make(kind), tokens(2, 30)
     before, expected = state_of(model), model(text).logits
     settings = model.config.to_dict()
     first = patch(model)
@@ -321,7 +323,7 @@ def test_unpatch_restores_everything(kind):
 
 
 def test_copied_pickled_and_saved(kind, tmp_path):
-    model, text = make_model(kind), tokens(1, 2 * LENGTH)
+    model, text = make(kind), tokens(1, 2 * LENGTH)
     patch(model)
     expected = model(text).logits
     for patched in (copy.deepcopy(model), _pickled(model)):
@@ -341,7 +343,7 @@ def _pickled(model):
 
 
 def test_modes_and_randomness_are_left_alone(kind):
-    model = make_model(kind).train()
+    model = make(kind).train()
     model.transformer.eval()
     state, modes = torch.get_rng_state(), [module.training for module in model.modules()]
     patch(model)
@@ -350,10 +352,10 @@ def test_modes_and_randomness_are_left_alone(kind):
 
 
 def test_the_body_alone(kind):
-    model, text = make_model(kind).transformer, tokens(1, 30)
+    model, text = make(kind).transformer, tokens(1, 30)
     expected = model(text).last_hidden_state
     report = patch(model)
-    assert max_logit_difference(model(text).last_hidden_state, expected) < 1e-4
+    assert off(model(text).last_hidden_state, expected) < 1e-4
     assert report.model == type(model).__name__
     with pytest.raises(ValueError, match="input_ids"):
         model()
@@ -361,7 +363,7 @@ def test_the_body_alone(kind):
 
 def test_the_report_says_what_was_changed(monkeypatch):
     monkeypatch.setattr("trainshort.interop.patch.is_onednn_faster", lambda: True)
-    report = patch(make_model("mpt", alibi_bias_max=16), tolerance=0)
+    report = patch(make("mpt", alibi_bias_max=16), tolerance=0)
     assert str(report).startswith(
         "MptForCausalLM, patched:\n"
         "  2 MptAttention: attend with slopes of alibi_bias_max 16, in float32; tolerance 0\n"
@@ -376,7 +378,7 @@ def test_the_report_says_what_was_changed(monkeypatch):
 
 
 def test_the_probe_refuses_and_leaves_no_trace(kind, monkeypatch):
-    model, text = make_model(kind), tokens(2, 20)
+    model, text = make(kind), tokens(2, 20)
     before, expected = state_of(model), model(text).logits
     family = families.FAMILIES[kind]
     wrong = copy.copy(family)
@@ -398,12 +400,12 @@ def test_wrong_inputs():
         patch("mosaicml/mpt-7b")
     for kind, settings in (("falcon", {"alibi": False}), ("mpt", {"attn_config": {"alibi": False}})):
         with pytest.raises(InputError, match=r"^The config of this \w+Model says that it has no ALiBi\.$"):
-            patch(make_model(kind, **settings))
+            patch(make(kind, **settings))
     with pytest.raises(
         InputError, match=r"^tolerance is a share of softmax mass, at least 0 and less than 1; got 2\.$"
     ):
-        patch(make_model("mpt"), tolerance=2)
-    model = make_model("mpt")
+        patch(make("mpt"), tolerance=2)
+    model = make("mpt")
     with pytest.raises(InputError, match=r"^This model is not patched, so there is nothing to undo\.$"):
         unpatch(model)
     patch(model)
@@ -413,7 +415,7 @@ def test_wrong_inputs():
         model(tokens(1, 9), attention_mask=torch.ones(1, 4))
     with torch.device("meta"), pytest.raises(InputError, match=r"^The model's weights are not loaded \(device meta\)"):
         patch(transformers.MptForCausalLM(model.config))
-    wrapped = make_model("bloom")
+    wrapped = make("bloom")
     inner = wrapped.forward
     wrapped.forward = lambda *args, **kwargs: inner(*args, **kwargs)
     with pytest.raises(InputError, match=r"^Something else has already put its own forward into this BloomForCausalLM"):

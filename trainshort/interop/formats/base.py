@@ -295,7 +295,8 @@ def _check_may_drop(model_format: Format, weights: Weights, name: str) -> None:
     is_ignored = any(fnmatchcase(name, pattern) for pattern in model_format.ignored_tensors)
     if not is_ignored:
         raise InputError(
-            f"Unexpected tensor {name}: models of the format {model_format.name} with this config do not have this tensor."
+            f"Unexpected tensor {name}: "
+            f"models of the format {model_format.name} with this config do not have this tensor."
         )
 
 
