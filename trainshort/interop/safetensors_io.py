@@ -160,5 +160,6 @@ def _make_header(shapes: Mapping[str, tuple[int, ...]], dtype: str, metadata: di
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
         start = end
     header_bytes = json.dumps(header, separators=(",", ":")).encode()
+    # The format allows spaces at the end of the header.
     padding = -len(header_bytes) % HEADER_ALIGNMENT
     return header_bytes + b" " * padding

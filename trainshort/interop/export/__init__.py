@@ -162,7 +162,8 @@ def _describe_limit(limit: dict[str, Any], statement: str) -> str:
     """Return a sentence that says up to which input length a statement is true.
 
     Args:
-        limit: The largest length for which the statement is true. `open` says that no longer input was evaluated.
+        limit: `length` is the largest input length for which the statement is true. `open` is true if this length is
+            also the largest length that was evaluated.
         statement: The statement without a period.
     """
     sentence = f"{statement} up to {limit['length']:,} tokens"

@@ -125,20 +125,13 @@ def verify(folder: Path, run: Path | None = None) -> Verification:
     if vocab_size != model.config.vocab_size:
         raise _wrong_run_error(folder, run, f"{vocab_size:,} tokens in the vocabulary", f"{model.config.vocab_size:,}")
 
-    rows = []
-    problems = []
-    for multiple in LENGTH_MULTIPLES:
-        row = _compare_logits(model, runtime, multiple * training_length, max_error.logits)
-        rows.append(row)
-        # The comparisons are False for NaN.
-        is_accepted = row.difference <= row.limit and row.kl <= max_error.kl
-        if not is_accepted:
-            problems.append(
-                f"at {row.length:,} tokens the logits differ by {row.difference:.1e} standard deviations "
-                f"(allowed {row.limit:.0e}), KL divergence {row.kl:.1e} (allowed {max_error.kl:.0e})"
-            )
+    rows = [
+        _compare_logits(model, runtime, multiple * training_length, max_error.logits) for multiple in LENGTH_MULTIPLES
+    ]
+    problems = _find_logit_problems(rows, max_error)
 
     tokenizer = run_tokenizer(run)
+    # Some programs stop at the end token, so `generate_greedy` must not choose this token.
     forbidden_token = None
     if tokenizer is not None and not runtime.allows_end_token:
         forbidden_token = tokenizer.end
@@ -155,6 +148,20 @@ def verify(folder: Path, run: Path | None = None) -> Verification:
     verification = Verification(runtime.version, rows, has_same_greedy_text, has_same_tokens, problems)
     write_atomic(folder / RESULT_FILE, json.dumps(asdict(verification), indent=2) + "\n")
     return verification
+
+
+def _find_logit_problems(rows: list[LogitError], max_error: MaxError) -> list[str]:
+    """Return a clause for each input length at which the logits differ by more than is accepted."""
+    problems = []
+    for row in rows:
+        # The comparisons are False for NaN.
+        is_accepted = row.difference <= row.limit and row.kl <= max_error.kl
+        if not is_accepted:
+            problems.append(
+                f"at {row.length:,} tokens the logits differ by {row.difference:.1e} standard deviations "
+                f"(allowed {row.limit:.0e}), KL divergence {row.kl:.1e} (allowed {max_error.kl:.0e})"
+            )
+    return problems
 
 
 def _read_export_record(folder: Path) -> tuple[str, int, MaxError]:
@@ -321,6 +328,7 @@ def _is_greedy_text_equal(
     if not generated:
         return False
     logits: Tensor = model(torch.tensor([prompt + generated]))  # pyright: ignore[reportAssignmentType]
+    # The logits at each position predict the next token, so the first generated token follows position `length - 1`.
     next_token_logits = logits[0, length - 1 : -1].float()
     if forbidden_token is not None:
         next_token_logits[:, forbidden_token] = next_token_logits.amin()

@@ -29,7 +29,7 @@ def read_baichuan_config(source_config: dict[str, Any], weights: Weights) -> Imp
         raise InputError(
             "This Baichuan model has rotary positions, as the 7B models have. Only ALiBi models can be imported."
         )
-    require_value(source_config, "hidden_act", "silu", default="silu", reason="only silu is supported")
+    require_value(source_config, "hidden_act", allowed=("silu",), default="silu", reason="only silu is supported")
     config = make_alibi_config(
         vocab_size=read_int(source_config, "vocab_size"),
         layers=read_int(source_config, "num_hidden_layers"),

@@ -17,7 +17,7 @@ def read_bloom_config(source_config: dict[str, Any], weights: Weights) -> Import
 
     Args:
         source_config: The content of the model's `config.json`.
-        weights: The tensors of the model. BLOOM models are described by the config alone.
+        weights: Not used. All formats have this parameter.
 
     Raises:
         InputError: If a setting is not supported.
@@ -25,7 +25,7 @@ def read_bloom_config(source_config: dict[str, Any], weights: Weights) -> Import
     require_value(
         source_config,
         "apply_residual_connection_post_layernorm",
-        False,
+        allowed=(False,),
         default=False,
         reason="trainshort adds the residual before the norm",
     )

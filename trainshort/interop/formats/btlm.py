@@ -32,15 +32,17 @@ def read_btlm_config(source_config: dict[str, Any], weights: Weights) -> Importe
     require_value(
         source_config,
         "position_embedding_type",
-        "alibi",
+        allowed=("alibi",),
         default="learned",
         reason="only ALiBi models can be imported",
     )
-    require_value(source_config, "activation_function", "swiglu", default=None, reason="only swiglu is supported")
+    require_value(
+        source_config, "activation_function", allowed=("swiglu",), default=None, reason="only swiglu is supported"
+    )
     require_value(
         source_config,
         "scale_attn_by_inverse_layer_idx",
-        False,
+        allowed=(False,),
         default=False,
         reason="trainshort scales the attention scores of all layers equally",
     )

@@ -124,7 +124,7 @@ def read_fairseq_config(source_config: dict[str, Any], weights: Weights) -> Impo
 
     Args:
         source_config: The settings that `read_checkpoint` returned.
-        weights: The tensors of the model. fairseq models are described by the settings alone.
+        weights: Not used. All formats have this parameter.
 
     Raises:
         InputError: If a setting is not supported.
@@ -133,7 +133,7 @@ def read_fairseq_config(source_config: dict[str, Any], weights: Weights) -> Impo
     width = read_int(source_config, "decoder_embed_dim")
     for name in ("decoder_input_dim", "decoder_output_dim"):
         reason = f"only decoder_embed_dim, {width}, is supported"
-        require_value(source_config, name, width, None, default=width, reason=reason)
+        require_value(source_config, name, allowed=(width, None), default=width, reason=reason)
     activation = translate_activation("activation_fn", source_config.get("activation_fn", "relu"), FAIRSEQ_ACTIVATIONS)
 
     adaptive = _read_adaptive_config(source_config)
@@ -171,15 +171,15 @@ def _check_fairseq_supported(source_config: dict[str, Any]) -> None:
     require_value(
         source_config,
         "decoder_normalize_before",
-        True,
+        allowed=(True,),
         default=True,
         reason="only models that normalize before each layer are supported",
     )
     for name in ("cross_self_attention", "character_embeddings"):
         reason = "only decoders that read tokens are supported"
-        require_value(source_config, name, False, None, default=False, reason=reason)
-    require_value(source_config, "base_layers", 0, None, default=0, reason="expert layers are not supported")
-    require_value(source_config, "quant_noise_pq", 0, None, default=0, reason="quantization is not supported")
+        require_value(source_config, name, allowed=(False, None), default=False, reason=reason)
+    require_value(source_config, "base_layers", allowed=(0, None), default=0, reason="expert layers are not supported")
+    require_value(source_config, "quant_noise_pq", allowed=(0, None), default=0, reason="quantization is not supported")
 
 
 def _read_training_length(source_config: dict[str, Any]) -> int | None:
@@ -209,11 +209,11 @@ def _read_adaptive_config(source_config: dict[str, Any]) -> AdaptiveConfig | Non
     if has_adaptive_input != bool(softmax_cutoffs):
         raise InputError(f"Unsupported setting adaptive_input={has_adaptive_input}: {reason}.")
     input_cutoffs = source_config.get("adaptive_input_cutoff")
-    require_value(source_config, "adaptive_softmax_cutoff", input_cutoffs, default=None, reason=reason)
+    require_value(source_config, "adaptive_softmax_cutoff", allowed=(input_cutoffs,), default=None, reason=reason)
     input_factor = source_config.get("adaptive_input_factor")
-    require_value(source_config, "adaptive_softmax_factor", input_factor, default=4, reason=reason)
+    require_value(source_config, "adaptive_softmax_factor", allowed=(input_factor,), default=4, reason=reason)
     for name in ("tie_adaptive_weights", "tie_adaptive_proj"):
-        require_value(source_config, name, True, default=False, reason=reason)
+        require_value(source_config, name, allowed=(True,), default=False, reason=reason)
 
     # The cutoffs are stored as text, such as "20000,60000" or "[20000, 60000]".
     cutoff_texts = str(softmax_cutoffs).strip("[]()").split(",")

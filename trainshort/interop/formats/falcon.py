@@ -38,7 +38,7 @@ def read_falcon_config(source_config: dict[str, Any], weights: Weights) -> Impor
 
     Args:
         source_config: The content of the model's `config.json`.
-        weights: The tensors of the model. Falcon models are described by the config alone.
+        weights: Not used. All formats have this parameter.
 
     Raises:
         InputError: If a setting is not supported.
@@ -76,14 +76,14 @@ def read_falcon_config(source_config: dict[str, Any], weights: Weights) -> Impor
 
 def _check_falcon_supported(source_config: dict[str, Any]) -> None:
     """Raise `InputError` if a Falcon model has no ALiBi, or blocks of another structure than trainshort's blocks."""
-    require_value(source_config, "alibi", True, default=False, reason="only ALiBi models can be imported")
+    require_value(source_config, "alibi", allowed=(True,), default=False, reason="only ALiBi models can be imported")
     block_reason = "only blocks that run attention before the feed-forward layer are supported"
-    require_value(source_config, "parallel_attn", False, default=True, reason=block_reason)
-    require_value(source_config, "new_decoder_architecture", False, default=False, reason=block_reason)
+    require_value(source_config, "parallel_attn", allowed=(False,), default=True, reason=block_reason)
+    require_value(source_config, "new_decoder_architecture", allowed=(False,), default=False, reason=block_reason)
     require_value(
         source_config,
         "apply_residual_connection_post_layernorm",
-        False,
+        allowed=(False,),
         default=False,
         reason="trainshort adds the residual before the norm",
     )

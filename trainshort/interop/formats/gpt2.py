@@ -23,7 +23,7 @@ def read_gpt2_config(source_config: dict[str, Any], weights: Weights) -> Importe
 
     Args:
         source_config: The content of the model's `config.json`.
-        weights: The tensors of the model. GPT-2 models are described by the config alone.
+        weights: Not used. All formats have this parameter.
 
     Raises:
         InputError: If a setting is not supported.
@@ -31,14 +31,14 @@ def read_gpt2_config(source_config: dict[str, Any], weights: Weights) -> Importe
     require_value(
         source_config,
         "scale_attn_by_inverse_layer_idx",
-        False,
+        allowed=(False,),
         default=False,
         reason="trainshort scales the attention scores of all layers equally",
     )
     require_value(
         source_config,
         "add_cross_attention",
-        False,
+        allowed=(False,),
         default=False,
         reason="only decoders without cross-attention are supported",
     )

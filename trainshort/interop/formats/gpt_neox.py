@@ -20,7 +20,7 @@ def read_gpt_neox_config(source_config: dict[str, Any], weights: Weights) -> Imp
 
     Args:
         source_config: The content of the model's `config.json`.
-        weights: The tensors of the model. GPT-NeoX models are described by the config alone.
+        weights: Not used. All formats have this parameter.
 
     Raises:
         InputError: If a setting is not supported.

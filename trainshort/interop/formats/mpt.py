@@ -39,7 +39,7 @@ def read_mpt_config(source_config: dict[str, Any], weights: Weights) -> Imported
 
     Args:
         source_config: The content of the model's `config.json`.
-        weights: The tensors of the model. MPT models are described by the config alone.
+        weights: Not used. All formats have this parameter.
 
     Raises:
         InputError: If a setting is not supported.
@@ -88,11 +88,11 @@ def _read_attention_config(source_config: dict[str, Any]) -> dict[str, Any]:
 
 def _check_mpt_supported(source_config: dict[str, Any], attention_config: dict[str, Any]) -> None:
     """Raise `InputError` if an MPT model has a setting that trainshort does not support."""
-    require_value(attention_config, "alibi", True, default=False, reason="only ALiBi models can be imported")
+    require_value(attention_config, "alibi", allowed=(True,), default=False, reason="only ALiBi models can be imported")
     require_value(
         attention_config,
         "attn_type",
-        *ATTENTION_TYPES,
+        allowed=ATTENTION_TYPES,
         default="multihead_attention",
         reason=f"supported values are {', '.join(ATTENTION_TYPES)}",
     )
@@ -100,21 +100,19 @@ def _check_mpt_supported(source_config: dict[str, Any], attention_config: dict[s
         require_value(
             attention_config,
             name,
-            False,
-            None,
+            allowed=(False, None),
             default=False,
             reason="trainshort does not support this attention setting",
         )
     require_value(
         source_config,
         "norm_type",
-        "low_precision_layernorm",
-        "layernorm",
+        allowed=("low_precision_layernorm", "layernorm"),
         default="layernorm",
         reason="only LayerNorm is supported",
     )
     ffn_config = read_section(source_config, "ffn_config")
-    require_value(ffn_config, "ffn_type", "mptmlp", default="mptmlp", reason="only mptmlp is supported")
+    require_value(ffn_config, "ffn_type", allowed=("mptmlp",), default="mptmlp", reason="only mptmlp is supported")
 
 
 def _settings_ignored_by_transformers(

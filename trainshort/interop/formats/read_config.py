@@ -153,13 +153,15 @@ def rope_scaling_notes(source_config: dict[str, Any]) -> tuple[str, ...]:
     return (f"the rotary positions were scaled ({scaling_type}), and this scaling is dropped with the positions",)
 
 
-def require_value(source_config: dict[str, Any], name: str, *allowed_values: Any, default: Any, reason: str) -> None:
+def require_value(
+    source_config: dict[str, Any], name: str, *, allowed: tuple[Any, ...], default: Any, reason: str
+) -> None:
     """Check that a setting has a value that trainshort supports.
 
     Args:
         source_config: The config of the source model.
         name: The name of the setting.
-        allowed_values: The supported values.
+        allowed: The supported values.
         default: The value if the setting is missing.
         reason: Why other values are not supported. The error message ends with this clause.
 
@@ -167,5 +169,5 @@ def require_value(source_config: dict[str, Any], name: str, *allowed_values: Any
         InputError: If the setting has another value.
     """
     value = source_config.get(name, default)
-    if value not in allowed_values:
+    if value not in allowed:
         raise InputError(f"Unsupported setting {name}={value!r}: {reason}.")

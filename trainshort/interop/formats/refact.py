@@ -25,7 +25,11 @@ def read_refact_config(source_config: dict[str, Any], weights: Weights) -> Impor
         InputError: If a setting is not supported.
     """
     require_value(
-        source_config, "multi_query", True, default=True, reason="only models with multi-query attention are supported"
+        source_config,
+        "multi_query",
+        allowed=(True,),
+        default=True,
+        reason="only models with multi-query attention are supported",
     )
     width = read_int(source_config, "n_embd", "hidden_size")
     n_inner = read_int(source_config, "n_inner", default=4 * width)

@@ -32,7 +32,7 @@ def read_exported_config(source_config: dict[str, Any], weights: Weights) -> Imp
 
     Args:
         source_config: The content of `config.json`.
-        weights: The tensors of the model. The model is described by the config alone.
+        weights: Not used. All formats have this parameter.
 
     Raises:
         InputError: If the section is invalid.
