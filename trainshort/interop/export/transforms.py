@@ -156,9 +156,10 @@ def repeat_kv_heads(model: ExportModel) -> ExportModel:
 
 
 def pad_ffn(model: ExportModel, width: int) -> ExportModel:
-    """Widen the feed-forward layers with zeros. Wider feed-forward layers are returned unchanged.
+    """Widen the feed-forward layers with zeros.
 
-    The added units output zero, because all activation functions map zero to zero.
+    The added units output zero, because all activation functions map zero to zero. A model whose feed-forward layers
+    already have this width or more is returned unchanged.
 
     Args:
         model: The model.

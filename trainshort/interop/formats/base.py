@@ -189,6 +189,7 @@ class WeightMap:
             )
         if not torch.isfinite(tensor).all():
             raise InputError(f"Invalid weights: {source_names} contains NaN or infinity.")
+        # For example, the mean of GPT-2's learned positions is added to the embeddings.
         if name in self.model.added_means:
             added_tensor = self.weights[self.model.added_means[name]]
             tensor = tensor + added_tensor.float().mean(0)

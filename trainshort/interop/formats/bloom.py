@@ -27,7 +27,7 @@ def read_bloom_config(source_config: dict[str, Any], weights: Weights) -> Import
         "apply_residual_connection_post_layernorm",
         allowed=(False,),
         default=False,
-        reason="trainshort adds the residual before the norm",
+        reason="only residual connections from before the norm are supported",
     )
     config = make_alibi_config(
         vocab_size=read_int(source_config, "vocab_size"),

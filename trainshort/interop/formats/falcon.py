@@ -85,7 +85,7 @@ def _check_falcon_supported(source_config: dict[str, Any]) -> None:
         "apply_residual_connection_post_layernorm",
         allowed=(False,),
         default=False,
-        reason="trainshort adds the residual before the norm",
+        reason="only residual connections from before the norm are supported",
     )
 
 
