@@ -1,4 +1,4 @@
-"""Hugging Face's three ALiBi classes, small, with loud random weights; and copies of them that are right."""
+"""Small random models of the three ALiBi classes of Hugging Face, and correct float64 references of them."""
 
 import copy
 
@@ -36,8 +36,10 @@ def make(kind: str, implementation: str | None = None, **settings):
 
 
 def right(model):
-    """The same model in float64, without what its class does wrong: MPT's limit and forgotten setting, Falcon's bias
-    that is rounded and counted twice."""
+    """Return a copy of the model in float64 with the known bugs of its class corrected.
+
+    MPT limits the length and ignores `alibi_bias_max`. Falcon rounds the bias and adds it twice in eager attention.
+    """
     model = copy.deepcopy(model).double()
     body = model.transformer
     if hasattr(body, "build_mpt_alibi_tensor"):
@@ -50,11 +52,11 @@ def right(model):
 
 
 def unrounded(monkeypatch):
-    """Falcon's biases as BLOOM's class makes them, without bfloat16."""
+    """Let Falcon build its bias with the function of BLOOM, which does not round to bfloat16."""
     monkeypatch.setattr(modeling_falcon, "build_alibi_tensor", modeling_bloom.build_alibi_tensor)
 
 
 def off(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference in deviations."""
+    """Return the largest difference in standard deviations of `b`."""
     a, b = a.detach().double(), b.detach().double()
     return float((a - b).abs().max() / b.std())
