@@ -370,6 +370,24 @@ def test_report_lists_the_changed_modules(monkeypatch):
     assert report.slopes == tuple(trainshort.alibi.slopes(6, 16).tolist())
 
 
+@pytest.mark.parametrize("heads", [8, 12, 16, 32, 64, 71])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_falcon_with_any_number_of_heads_is_patched(heads, implementation, monkeypatch):
+    """Falcon rounds its slopes to bfloat16. Most numbers of heads have slopes that bfloat16 cannot represent."""
+    config = transformers.FalconConfig(
+        hidden_size=8 * heads, num_attention_heads=heads, num_hidden_layers=2, vocab_size=WORDS, alibi=True
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    assert patch(model).parity < 1e-5
+    text = tokens(1, 200)
+    with torch.no_grad():
+        patched_logits = model(text).logits
+        unpatch(model)
+        unrounded(monkeypatch)
+        reference_logits = right(model)(text).logits
+    assert off(patched_logits, reference_logits) < 1e-4
+
+
 def test_failed_self_check_leaves_the_model_unchanged(kind, monkeypatch):
     model, text = make(kind), tokens(2, 20)
     before, expected = state_of(model), model(text).logits

@@ -1,7 +1,9 @@
 """Compare the logits of a Hugging Face model before and after it is patched."""
 
+import functools
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from trainshort import alibi
 from trainshort.errors import InputError
 from trainshort.interop.patch.families import Family, original_class
 
@@ -158,13 +161,17 @@ def _nan_to_infinity(value: float) -> float:
 
 @contextmanager
 def _fix_known_bugs(body: Any) -> Iterator[None]:
-    """Correct two known bugs of transformers while the unpatched model runs.
+    """Correct three known bugs of transformers while the unpatched model runs.
 
     - MPT ignores the setting `alibi_bias_max`.
     - Falcon adds the ALiBi bias twice with the attention implementation `eager`.
+    - Falcon rounds the slopes and the ALiBi bias to bfloat16.
     """
     config = body.config
     implementation = config._attn_implementation
+    modeling = sys.modules[original_class(body).__module__]
+    is_falcon = hasattr(body, "use_alibi")
+    falcon_build = getattr(modeling, "build_alibi_tensor", None)
     try:
         if hasattr(body, "build_mpt_alibi_tensor"):
             max_bias = config.attn_config.alibi_bias_max
@@ -174,10 +181,40 @@ def _fix_known_bugs(body: Any) -> Iterator[None]:
                 return original_build(body, heads, length, max_bias, device)
 
             vars(body)["build_mpt_alibi_tensor"] = build_mpt_alibi_tensor
-        if hasattr(body, "use_alibi") and implementation == "eager":
+        if is_falcon and implementation == "eager":
             config._attn_implementation = "sdpa"
+        if is_falcon and falcon_build is not None:
+            vars(modeling)["build_alibi_tensor"] = functools.partial(_build_unrounded_alibi, falcon_build)
         yield
     finally:
         vars(body).pop("build_mpt_alibi_tensor", None)
         if config._attn_implementation != implementation:
             config._attn_implementation = implementation
+        if is_falcon and falcon_build is not None:
+            vars(modeling)["build_alibi_tensor"] = falcon_build
+
+
+def _build_unrounded_alibi(
+    original_build: Callable[..., Tensor], attention_mask: Tensor, num_heads: int, dtype: torch.dtype
+) -> Tensor:
+    """Build Falcon's ALiBi bias without rounding to bfloat16.
+
+    Args:
+        original_build: The function of transformers. It rounds the slopes, and then the product of slope and position.
+        attention_mask: 1 for tokens and 0 for padding, shape (batch, length).
+        num_heads: The number of attention heads.
+        dtype: The data type of the result.
+
+    Returns:
+        The bias without rounding, shape (batch * num_heads, 1, length). The result of `original_build` is returned
+        instead if it differs by more than rounding can explain. The self-check then reports the difference.
+    """
+    rounded_bias = original_build(attention_mask, num_heads, dtype)
+    slopes = alibi.slopes(num_heads).to(attention_mask.device)
+    positions = (attention_mask.cumsum(dim=-1) - 1) * attention_mask
+    exact_bias = slopes[None, :, None] * positions[:, None, :]
+    exact_bias = exact_bias.reshape(rounded_bias.shape).to(dtype)
+
+    max_rounding_error = 2 * torch.finfo(torch.bfloat16).eps * exact_bias.abs()
+    is_rounded_alibi = (rounded_bias - exact_bias).abs() <= max_rounding_error
+    return exact_bias if bool(is_rounded_alibi.all()) else rounded_bias
