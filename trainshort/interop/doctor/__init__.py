@@ -1,7 +1,7 @@
-"""`doctor(model)`: what a Hugging Face model of ALiBi's gets wrong, found by running a tiny copy of it.
+"""Find bugs of Hugging Face model classes with ALiBi by running small copies of them.
 
-Takes a loaded model, a folder, or a name on the hub; of the latter two only the settings and the names of the tensors
-are read. Nothing that comes with a model is executed.
+`doctor` accepts a loaded model, a folder, or a name on the Hugging Face hub. For a folder or a name, it reads only the
+config and the names of the tensors. It never executes code that comes with a model.
 """
 
 import json
@@ -27,149 +27,220 @@ from trainshort.utils.io import read_json_object
 from trainshort.utils.optional import require_package
 from trainshort.utils.terminal import first_sentence_of
 
-SETTINGS = ("config.json", "*.index.json")
-"""What is fetched of a model on the hub."""
+DOWNLOADED_FILES = ("config.json", "*.index.json")
+"""The files that are downloaded for a model on the Hugging Face hub."""
+
+EXAMINATION_ERRORS = (TypeError, ValueError, AttributeError, LookupError, ImportError, OSError, RuntimeError)
+"""The exceptions that a model class may raise for a config that it does not support."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found."""
+    """The result of `doctor`.
+
+    Attributes:
+        model: The class name of the model.
+        dtype: The data type of the weights.
+        transformers: The installed version of transformers.
+        findings: The bugs that were found.
+        notes: Remarks that do not report a bug.
+    """
 
     model: str
     dtype: str
     transformers: str
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()
-    """What is worth knowing and not wrong."""
 
     @property
     def ok(self) -> bool:
+        """Whether no bug was found."""
         return not self.findings
 
     def to_json(self) -> str:
+        """Return the diagnosis as a JSON object."""
         return json.dumps({"healthy": self.ok, **asdict(self)}, indent=2, ensure_ascii=False)
 
     def __str__(self) -> str:
-        count = len(self.findings)
-        verdict = "healthy" if self.ok else f"{count} finding{'s' if count > 1 else ''}"
-        head = f"{self.model} in {self.dtype}, transformers {self.transformers}: {verdict}."
-        return "\n".join([head, *map(str, self.findings), *(f"Note: {note}." for note in self.notes)])
+        if self.ok:
+            result = "no problems found"
+        elif len(self.findings) == 1:
+            result = "1 problem found"
+        else:
+            result = f"{len(self.findings)} problems found"
+        title = f"{self.model} in {self.dtype}, transformers {self.transformers}: {result}."
+        findings = [str(finding) for finding in self.findings]
+        notes = [f"Note: {note}." for note in self.notes]
+        return "\n".join([title, *findings, *notes])
 
 
 def doctor(model: nn.Module | str | Path) -> Diagnosis:
-    """Examine a model: a loaded one, the folder of a saved one, or a name on the hub."""
+    """Examine whether a Hugging Face model class computes ALiBi correctly.
+
+    A small copy of the model with random weights is run. The model itself is not run and not changed.
+
+    Args:
+        model: A loaded model of transformers, the folder of a saved model, or the name of a model on the hub.
+
+    Returns:
+        The bugs that were found, each with a fix. `print(diagnosis)` shows one line for each.
+
+    Raises:
+        InputError: If the model is not a causal language model of transformers, or if no copy of it can be run.
+
+    Example:
+        >>> print(trainshort.doctor("bigscience/bloom-560m"))
+    """
     require_package("transformers", "Examining Hugging Face models", "trainshort[hf]")
-    with _quiet():
-        case = _loaded(model) if isinstance(model, nn.Module) else _stored(str(model))
-        try:
-            findings = tuple(finding for probe in PROBES for finding in probe(case))
-        except InputError:
-            raise
-        except (TypeError, ValueError, AttributeError, LookupError, ImportError, OSError, RuntimeError) as error:
-            why = f"{type(error).__name__}: {first_sentence_of(error)}"
-            raise InputError(f"No copy of this {case.model_class.__name__} could be examined ({why}).") from error
-    name = str(case.dtype).removeprefix("torch.")
-    return Diagnosis(case.model_class.__name__, name, metadata.version("transformers"), findings, _notes(case))
+    with _quiet_transformers():
+        if isinstance(model, nn.Module):
+            case = _describe_loaded_model(model)
+        else:
+            case = _describe_stored_model(str(model))
+        findings = _run_probes(case)
+    dtype_name = str(case.dtype).removeprefix("torch.")
+    version = metadata.version("transformers")
+    return Diagnosis(case.model_class.__name__, dtype_name, version, findings, _make_notes(case))
 
 
-def _notes(case: TinyModel) -> tuple[str, ...]:
+def _run_probes(case: TinyModel) -> tuple[Finding, ...]:
+    """Run all checks on a model and return their findings."""
+    findings: list[Finding] = []
+    try:
+        for probe in PROBES:
+            findings.extend(probe(case))
+    except InputError:
+        raise
+    except EXAMINATION_ERRORS as error:
+        reason = f"{type(error).__name__}: {first_sentence_of(error)}"
+        raise InputError(f"Cannot run a small copy of this {case.model_class.__name__} ({reason}).") from error
+    return tuple(findings)
+
+
+def _make_notes(case: TinyModel) -> tuple[str, ...]:
+    """Return remarks about a model that do not report a bug."""
     notes = []
-    if case.patched is not None:
+    if case.patch_report is not None:
         notes.append("the model is patched")
-    if case.kind == "falcon" and case.config.alibi:
-        notes.append("Falcon's slopes are ALiBi's divided by the root of the heads' width, as it was trained")
-    elif case.kind in FAMILIES and not FAMILIES[case.kind].has_alibi(case.config):
-        notes.append("what concerns ALiBi was not examined: its settings have none")
-    elif case.kind not in FAMILIES and case.kind != "trainshort":
-        notes.append("what concerns ALiBi was not examined: transformers' class has none")
+    if case.model_type == "falcon" and case.config.alibi:
+        notes.append("Falcon divides the ALiBi slopes by the square root of the head width, in training as well")
+    elif case.model_type in FAMILIES and not case.has_known_alibi:
+        notes.append("the checks of ALiBi were skipped, because the config disables ALiBi")
+    elif case.model_type not in FAMILIES and case.model_type != "trainshort":
+        notes.append("the checks of ALiBi were skipped, because this class of transformers has no ALiBi")
     return tuple(notes)
 
 
-def _loaded(model: nn.Module) -> TinyModel:
-    """A model in memory; a wrapper such as peft's is looked through."""
+def _describe_loaded_model(model: nn.Module) -> TinyModel:
+    """Describe a model in memory. The model may be inside a wrapper such as a peft model."""
     from transformers import PreTrainedModel
 
-    whole = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    if whole is None:
-        raise InputError(
-            f"doctor takes a model of transformers, its folder or its name; this is a {type(model).__name__}."
-        )
-    kind = original_class(whole)
-    if not whole.can_generate():
-        raise InputError(f"{kind.__name__} has no logits for every token; give the causal language model.")
-    slopes = {name: value.detach().cpu() for name, value in whole.named_buffers() if name.endswith("slopes")}
+    pretrained_model = None
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            pretrained_model = module
+            break
+    if pretrained_model is None:
+        raise InputError(f"Expected a model of transformers, its folder or its name, got {type(model).__name__}.")
+    model_class = original_class(pretrained_model)
+    if not pretrained_model.can_generate():
+        raise InputError(f"{model_class.__name__} is not a causal language model. Pass the model with its head.")
+    slope_buffers = {
+        name: buffer.detach().cpu() for name, buffer in pretrained_model.named_buffers() if name.endswith("slopes")
+    }
     return TinyModel(
-        whole.config.model_type,
-        kind,
-        whole.config,
-        dtype=whole.dtype,
-        implementation=whole.config._attn_implementation,
-        patched=get_patch_report(whole),
-        slopes=slopes,
+        pretrained_model.config.model_type,
+        model_class,
+        pretrained_model.config,
+        dtype=pretrained_model.dtype,
+        implementation=pretrained_model.config._attn_implementation,
+        patch_report=get_patch_report(pretrained_model),
+        slope_buffers=slope_buffers,
     )
 
 
-def _stored(name: str) -> TinyModel:
-    """A folder, or a name on the hub: its settings and the names of its tensors."""
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+def _describe_stored_model(name: str) -> TinyModel:
+    """Describe a model in a folder or on the hub by its config and the names of its tensors."""
+    from transformers import AutoModelForCausalLM
 
     path = Path(name).expanduser()
     if path.is_file():
-        raise InputError(f"{name} is a file; give the folder of a saved Hugging Face model, or its name on the hub.")
-    folder = path if path.is_dir() else download_snapshot(name, SETTINGS)
+        raise InputError(f"Expected the folder of a Hugging Face model or its name on the hub, got the file {name}.")
+    folder = path if path.is_dir() else download_snapshot(name, DOWNLOADED_FILES)
     settings = read_json_object(folder / "config.json", hint="Give the folder of a saved Hugging Face model.")
-    kind = read_model_type(settings, folder)
-    if kind is None:
-        raise InputError(f"{folder} is a run folder of trainshort; doctor examines models of Hugging Face.")
+    model_type = read_model_type(settings, folder)
+    if model_type is None:
+        raise InputError(f"{folder} is a run folder of trainshort. doctor examines Hugging Face models.")
     check_settings(name, settings)
-    if kind == "trainshort":
-        import trainshort.hf  # noqa: F401  (registers the class)
+    if model_type == "trainshort":
+        import trainshort.hf  # noqa: F401  (registers the class with transformers)
+
+    config = _load_config(name, folder, model_type)
+    model_classes: Any = AutoModelForCausalLM._model_mapping
+    if type(config) not in model_classes:
+        raise InputError(f"transformers has no causal language model of type {model_type!r}. doctor requires one.")
+    _check_sizes(folder / "config.json", config)
+
+    weight_names: frozenset[str] = frozenset()
+    if any(folder.glob("*.safetensors")):
+        weight_names = frozenset(StoredWeights(folder))
+    return TinyModel(
+        model_type=str(model_type),
+        model_class=model_classes[type(config)],
+        config=config,
+        dtype=config.dtype or torch.float32,
+        weight_names=weight_names,
+    )
+
+
+def _load_config(name: str, folder: Path, model_type: str) -> Any:
+    """Load the config of a model with transformers, without executing code from the folder.
+
+    Raises:
+        InputError: If transformers does not support the model type or the config is invalid.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
     try:
-        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # of its many checks of a config, each with an exception of its own
-        if kind in CONFIG_MAPPING:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # The checks of transformers raise many kinds of exceptions.
+        reason = first_sentence_of(error)
+        if model_type in CONFIG_MAPPING:
             raise InputError(
-                f"transformers cannot read {folder / 'config.json'} ({first_sentence_of(error)}). "
-                "Fix the file or save it again."
+                f"transformers cannot read {folder / 'config.json'} ({reason}). Fix the file or save it again."
             ) from None
         raise InputError(
-            f"{name} is a model of type {kind!r}, for which transformers gives no class of its own "
-            f"({first_sentence_of(error)}). `trainshort import` may know it."
+            f"transformers does not support {name}, a model of type {model_type!r} ({reason}). "
+            "`trainshort import` may support it."
         ) from None
-    known: Any = AutoModelForCausalLM._model_mapping
-    if type(config) not in known:
-        raise InputError(
-            f"{name} is a model of type {kind!r}, of which transformers has no causal language model; doctor examines "
-            "those alone."
-        )
-    _refuse_impossible(folder / "config.json", config)
-    model_class: Any = known[type(config)]
-    weights = frozenset(StoredWeights(folder)) if any(folder.glob("*.safetensors")) else frozenset()
-    return TinyModel(str(kind), model_class, config, dtype=config.dtype or torch.float32, weights=weights)
 
 
-def _refuse_impossible(path: Path, config: Any) -> None:
-    """Sizes that no model has; the tiny copy would not have them either, and look healthy."""
-    sizes = {name: getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")}
-    for name, size in sizes.items():
+def _check_sizes(path: Path, config: Any) -> None:
+    """Raise `InputError` if a size in a config is invalid. A small copy would hide such an error."""
+    layers = getattr(config, "num_hidden_layers", None)
+    heads = getattr(config, "num_attention_heads", None)
+    width = getattr(config, "hidden_size", None)
+    hint = "Fix the file or save the model again."
+    for name, size in (("num_hidden_layers", layers), ("num_attention_heads", heads), ("hidden_size", width)):
         if isinstance(size, int) and size < 1:
-            raise InputError(f"{path} says that {name} is {size}. Mend it, or save the model anew.")
-    _, heads, width = sizes.values()
-    if heads and width and getattr(config, "head_dim", None) is None and width % heads:
-        raise InputError(f"{path} says that {heads} heads share a width of {width}. Mend it, or save the model anew.")
+            raise InputError(f"Invalid config {path}: {name} must be positive, got {size}. {hint}")
+    has_own_head_dim = getattr(config, "head_dim", None) is not None
+    if heads and width and not has_own_head_dim and width % heads:
+        raise InputError(f"Invalid config {path}: {heads} heads do not divide the width {width}. {hint}")
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what transformers tells of the copies."""
+def _quiet_transformers() -> Iterator[None]:
+    """Disable the warnings and progress bars of transformers while the copies are built."""
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
+    has_progress_bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
-        if bars:
+        logging.set_verbosity(verbosity)
+        if has_progress_bars:
             logging.enable_progress_bar()

@@ -1,7 +1,7 @@
-"""A tiny copy of a Hugging Face model: the same class, settings, heads and number format, with loud random weights.
+"""Build a small random copy of a Hugging Face model: the same class, the same settings and the same number of heads.
 
-What is wrong with a class shows on its copy in a second; the model itself, which may have billions of weights, is never
-run. Where the copy's family is one that `patch` knows, a patched copy in float64 is the reference.
+A bug of a model class also appears in a small copy, and the copy runs in about a second. The real model is never run.
+For families that `patch` supports, a patched copy in float64 is the reference that the copy is compared with.
 """
 
 import copy
@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort.errors import InputError
@@ -19,122 +20,181 @@ from trainshort.interop.patch import PatchReport, apply_patch
 from trainshort.interop.patch.families import FAMILIES
 from trainshort.interop.patch.masks import SETTINGS
 
-WORDS, LAYERS, LONGEST = 128, 2, 1024
-MOST_HEADS = 512
-MAX_ERROR = ("max_seq_len", "max_position_embeddings", "n_positions")
-"""What configs call the longest input."""
+VOCAB_SIZE = 128
+NUM_LAYERS = 2
+MAX_LENGTH = 1024
+MAX_HEADS = 512
+"""The largest number of heads for which a copy is built. A model with more heads would not be small."""
+
+MAX_LENGTH_SETTINGS = ("max_seq_len", "max_position_embeddings", "n_positions")
+"""The settings of Hugging Face configs that limit the input length."""
 
 
 @dataclass(frozen=True)
 class TinyModel:
-    """What is examined."""
+    """A Hugging Face model to examine, and methods that build small copies of it.
 
-    kind: str
-    """transformers' model_type."""
+    Attributes:
+        model_type: The `model_type` of the Hugging Face config.
+        model_class: The class of the model, such as `MptForCausalLM`.
+        config: The config of the full-size model.
+        dtype: The data type of the weights.
+        implementation: The attention implementation with which the model was loaded. None means the default.
+        patch_report: The report of `patch`, if the model is patched.
+        weight_names: The names of the tensors in the weight files. Empty if the model was passed as a loaded module.
+        slope_buffers: The buffers of a loaded model that hold ALiBi slopes, by name.
+    """
+
+    model_type: str
     model_class: type
     config: Any
-    """Of the model itself."""
     dtype: torch.dtype = torch.float32
     implementation: str | None = None
-    """Of attention, as the model was loaded."""
-    patched: PatchReport | None = None
-    weights: frozenset[str] = frozenset()
-    """Names of the stored tensors, where it is a folder."""
-    slopes: dict[str, Tensor] = field(default_factory=dict)
-    """Buffers of a loaded model that hold slopes."""
+    patch_report: PatchReport | None = None
+    weight_names: frozenset[str] = frozenset()
+    slope_buffers: dict[str, Tensor] = field(default_factory=dict)
 
     @property
-    def limit(self) -> int | None:
-        return next((value for name in MAX_ERROR if isinstance(value := getattr(self.config, name, None), int)), None)
+    def max_length_setting(self) -> str | None:
+        """The name of the setting that limits the input length, or None if the config has no such setting."""
+        for name in MAX_LENGTH_SETTINGS:
+            if isinstance(getattr(self.config, name, None), int):
+                return name
+        return None
 
     @property
-    def loading(self) -> dict[str, str]:
-        return {} if self.implementation is None else {"attn_implementation": self.implementation}
+    def load_options(self) -> dict[str, str]:
+        """The keyword arguments for the function that creates the model."""
+        if self.implementation is None:
+            return {}
+        return {"attn_implementation": self.implementation}
 
-    def tiny(self, *, longest: int = LONGEST, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
-        """The copy; settings change its config, `attn_config.x` the one inside."""
-        config = small(self.config, longest)
+    @property
+    def has_known_alibi(self) -> bool:
+        """Whether the model uses ALiBi and belongs to a family that `patch` supports."""
+        return self.model_type in FAMILIES and FAMILIES[self.model_type].has_alibi(self.config)
+
+    def without_patch(self) -> "TinyModel":
+        """Return the same model as if it were not patched."""
+        return replace(self, patch_report=None)
+
+    def build(self, *, max_length: int = MAX_LENGTH, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+        """Build a small copy with random weights. The weights are the same in every call.
+
+        Args:
+            max_length: The longest input of the copy.
+            dtype: The data type of the copy.
+            **settings: Settings of the config to change. A name with a dot, such as `attn_config.alibi`, is a setting
+                of a nested config.
+
+        Returns:
+            The model in evaluation mode. It is patched if the original model is patched.
+        """
+        config = make_small_config(self.config, max_length)
         for name, value in settings.items():
-            place, _, last = name.rpartition(".")
-            setattr(getattr(config, place) if place else config, last, value)
-        with seeded():
-            made = self.model_class._from_config(config, **self.loading).eval()  # pyright: ignore[reportAttributeAccessIssue]
-            for weight in made.parameters():
+            nested_name, _, setting = name.rpartition(".")
+            target = getattr(config, nested_name) if nested_name else config
+            setattr(target, setting, value)
+
+        with fixed_seed():
+            create_from_config: Any = getattr(self.model_class, "_from_config")  # noqa: B009
+            model = create_from_config(config, **self.load_options).eval()
+            for weight in model.parameters():
+                # Larger weights than those of a new model, so that errors in the attention change the logits clearly.
                 if weight.dim() == 2:
-                    torch.nn.init.normal_(weight, 0, weight.shape[1] ** -0.5)
-        made = made.to(dtype)
-        if self.patched is not None:
-            apply_patch(made, self.patched.tolerance)
-        return made
+                    torch.nn.init.normal_(weight, mean=0, std=weight.shape[1] ** -0.5)
+        model = model.to(dtype)
+        if self.patch_report is not None:
+            apply_patch(model, self.patch_report.tolerance)
+        return model
 
     @cached_property
     def reference(self) -> Any:
-        """What the settings describe; None for a family that has no ALiBi or is not known."""
-        if self.kind not in FAMILIES or not FAMILIES[self.kind].has_alibi(self.config):
-            return None
-        made = replace(self, patched=None).tiny(dtype=torch.float64)
-        apply_patch(made, 0)
-        return made
+        """A patched copy in float64, which computes ALiBi correctly. Use it only if `has_known_alibi` is True."""
+        model = self.without_patch().build(dtype=torch.float64)
+        apply_patch(model, tolerance=0)
+        return model
 
     @contextmanager
-    def with_slopes(self, slopes: Tensor) -> Iterator[Any]:
-        """The reference with other slopes."""
+    def reference_with_slopes(self, slopes: Float[Tensor, " heads"]) -> Iterator[Any]:
+        """Change the slopes of the reference while the context is active."""
         body = next(module for module in self.reference.modules() if SETTINGS in vars(module))
-        kept = vars(body)[SETTINGS]
-        vars(body)[SETTINGS] = replace(kept, slopes=slopes)
+        original_settings = vars(body)[SETTINGS]
+        vars(body)[SETTINGS] = replace(original_settings, slopes=slopes)
         try:
             yield self.reference
         finally:
-            vars(body)[SETTINGS] = kept
+            vars(body)[SETTINGS] = original_settings
 
 
-def small(config: Any, longest: int) -> Any:
-    """A config of the same settings and heads, with little of everything else."""
+def make_small_config(config: Any, max_length: int) -> Any:
+    """Return a copy of a Hugging Face config with the same number of heads, but few layers and a small width.
+
+    Args:
+        config: The config of the full-size model.
+        max_length: The value for the settings that limit the input length.
+
+    Raises:
+        InputError: If the config has no valid number of heads, or more than `MAX_HEADS`.
+    """
     if config.model_type == "trainshort":
-        return _small_of_ours(config)
-    made = copy.deepcopy(config)
-    heads = getattr(made, "num_attention_heads", None)
+        return _make_small_trainshort_config(config)
+
+    heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int) or heads < 1:
-        raise InputError(f"A model of type '{made.model_type}' does not say how many heads it has.")
-    if heads > MOST_HEADS:
-        raise InputError(f"The config says {heads:,} heads; a copy with more than {MOST_HEADS} would not be small.")
-    width = heads * (16 if heads <= 32 else 8)
-    changed = {"hidden_size": width, "num_hidden_layers": LAYERS, "vocab_size": WORDS}
-    for name, value in {
-        "intermediate_size": 2 * width,
-        "ffn_hidden_size": 4 * width,
-        "head_dim": width // heads,
-    }.items():
-        if isinstance(getattr(made, name, None), int):
-            changed[name] = value
-    changed |= {name: longest for name in MAX_ERROR if isinstance(getattr(made, name, None), int)}
-    changed |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "quantization_config"))
-    if isinstance(kinds := getattr(made, "layer_types", None), list):
-        changed["layer_types"] = kinds[:LAYERS]
-    for name, value in changed.items():
+        raise InputError(f"Cannot examine a model of type '{config.model_type}': its config has no number of heads.")
+    if heads > MAX_HEADS:
+        raise InputError(f"Cannot examine a model with {heads:,} attention heads. At most {MAX_HEADS} are supported.")
+
+    head_dim = 16 if heads <= 32 else 8
+    width = heads * head_dim
+    small_sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": NUM_LAYERS, "vocab_size": VOCAB_SIZE}
+    optional_sizes = {"intermediate_size": 2 * width, "ffn_hidden_size": 4 * width, "head_dim": head_dim}
+    optional_sizes |= dict.fromkeys(MAX_LENGTH_SETTINGS, max_length)
+    for name, size in optional_sizes.items():
+        if isinstance(getattr(config, name, None), int):
+            small_sizes[name] = size
+
+    # Special tokens can be outside the small vocabulary.
+    small_sizes |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "quantization_config"))
+    layer_types = getattr(config, "layer_types", None)
+    if isinstance(layer_types, list):
+        small_sizes["layer_types"] = layer_types[:NUM_LAYERS]
+
+    small_config = copy.deepcopy(config)
+    for name, size in small_sizes.items():
         try:
-            setattr(made, name, value)
-        except AttributeError:  # computed from the others
+            setattr(small_config, name, size)
+        except AttributeError:  # A property without a setter. It is computed from other settings.
             continue
-    return made
+    return small_config
 
 
-def _small_of_ours(config: Any) -> Any:
+def _make_small_trainshort_config(config: Any) -> Any:
+    """Return a copy of the Hugging Face config of a trainshort model, with few layers and a small width."""
     from trainshort.config.run_config import ModelConfig
 
-    model = ModelConfig.parse(config.model)
-    width = model.heads * 16
-    shape = {"layers": LAYERS, "width": width, "vocab_size": WORDS, "adaptive": None, "feedforward_width": 4 * width}
-    return type(config).from_model_config(model.replace(**shape))
+    model_config = ModelConfig.parse(config.model)
+    width = model_config.heads * 16
+    small_model_config = model_config.replace(
+        layers=NUM_LAYERS,
+        width=width,
+        vocab_size=VOCAB_SIZE,
+        adaptive=None,
+        feedforward_width=4 * width,
+    )
+    return type(config).from_model_config(small_model_config)
 
 
 @contextmanager
-def seeded() -> Iterator[None]:
-    """The same weights each time, and nobody else's randomness touched."""
+def fixed_seed() -> Iterator[None]:
+    """Seed the random number generator. At the end, restore its state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
 
 
-def text(length: int) -> Tensor:
-    return torch.randint(1, WORDS, (1, length), generator=torch.Generator().manual_seed(length))
+def random_tokens(length: int) -> Int[Tensor, "1 length"]:
+    """Return random token ids. They are always the same for the same length."""
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(1, VOCAB_SIZE, (1, length), generator=generator)
