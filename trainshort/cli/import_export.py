@@ -288,10 +288,10 @@ class Convert:
         from trainshort.data.corpora import find_corpus
         from trainshort.data.tokenizers.base import TOKENIZER_FILE
         from trainshort.interop.convert import (
-            convert,
-            open_conversion_source,
             check_same_conversion,
             check_target_position,
+            convert,
+            open_conversion_source,
         )
         from trainshort.interop.import_model import ImportRequest
         from trainshort.train.run_folder import RunFolder, check_run_path_free
