@@ -110,7 +110,7 @@ def test_loss_is_the_sum_over_scored_targets(position, adaptive):
     assert count == 35
     expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
-    nll = model.token_nll(tokens, targets, first=3)
+    nll = model.token_nll(tokens, targets, start=3)
     assert nll.shape == (2, 17)
     torch.testing.assert_close(nll.sum() + model.token_nll(tokens, targets)[:, :3].sum(), total, rtol=1e-5, atol=0)
 

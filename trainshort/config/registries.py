@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 _POSITION_CLASSES = {
     "alibi": "trainshort.model.positions.alibi:Alibi",
-    "t5": "trainshort.model.positions.alibi:T5",
+    "t5": "trainshort.model.positions.t5:T5",
     "none": "trainshort.model.positions.absolute:NoPosition",
     "sinusoidal": "trainshort.model.positions.absolute:Sinusoidal",
     "learned": "trainshort.model.positions.absolute:Learned",
     "rotary": "trainshort.model.positions.rotary:Rotary",
     "xpos": "trainshort.model.positions.rotary:XPos",
     "fox": "trainshort.model.positions.fox:Fox",
-    "kerple": "trainshort.model.positions.relative_bias:Kerple",
-    "log-alibi": "trainshort.model.positions.relative_bias:LogAlibi",
-    "bam": "trainshort.model.positions.relative_bias:Bam",
-    "sandwich": "trainshort.model.positions.relative_bias:Sandwich",
-    "fire": "trainshort.model.positions.relative_bias:Fire",
+    "kerple": "trainshort.model.positions.kerple:Kerple",
+    "log-alibi": "trainshort.model.positions.alibi:LogAlibi",
+    "bam": "trainshort.model.positions.bam:Bam",
+    "sandwich": "trainshort.model.positions.sandwich:Sandwich",
+    "fire": "trainshort.model.positions.fire:Fire",
 }
 
 

@@ -12,7 +12,7 @@ from trainshort.attention import DenseBias, DistanceBias
 from trainshort.config.run_config import ModelConfig
 from trainshort.errors import InputError
 from trainshort.model.positions import LayerInput, PositionMethod, build_position, positions
-from trainshort.model.positions.relative_bias import log_window
+from trainshort.model.positions.kerple import log_bias_window
 
 LENGTH = 5000
 
@@ -153,15 +153,15 @@ def test_wrong_settings_are_told():
 def test_the_window_of_a_logarithm_is_long_enough_and_not_much_longer():
     """Against the sum itself, to a million keys and the integral beyond; and as docs/positions.md has it."""
     p, a, excess, tolerance = 3.0, 0.5, 5.0, 1e-6
-    window = math.ceil(log_window(p, a, excess, tolerance))
+    window = math.ceil(log_bias_window(p, a, excess, tolerance))
     distance = torch.arange(window, 2_000_000, dtype=torch.float64)
     beyond = (1 + a * 2_000_000) ** (1 - p) / (a * (p - 1))
     mass = math.exp(excess) * (float((1 + a * distance).pow(-p).sum()) + beyond)
     assert 0.99 * tolerance < mass <= tolerance
-    assert log_window(1.0, a, excess, tolerance) == math.inf
+    assert log_bias_window(1.0, a, excess, tolerance) == math.inf
     page = (Path(__file__).parents[3] / "docs" / "positions.md").read_text(encoding="utf-8")
     for power in (1.5, 2.0, 3.0, 4.0):
-        numbers = " | ".join(f"{log_window(power, a, excess, share):.1e}" for share in (1e-6, 1e-2))
+        numbers = " | ".join(f"{log_bias_window(power, a, excess, share):.1e}" for share in (1e-6, 1e-2))
         assert f"| {power:g} | {numbers} |" in page
 
 

@@ -11,7 +11,7 @@ from trainshort.config.position_config import methods
 from trainshort.config.run_config import ModelConfig
 from trainshort.errors import InputError
 from trainshort.model.positions import build_position, positions
-from trainshort.model.positions.alibi import buckets
+from trainshort.model.positions.t5 import bucket_ids
 from trainshort.model.transformer import TransformerLM
 
 
@@ -118,14 +118,14 @@ def test_xpos_ends_where_float32_does():
 
 def test_t5_buckets_in_small_integers():
     distance = torch.tensor([0, 1, 2, 3, 4, 5, 6, 8, 11, 12, 16, 20, 32, 99])
-    assert buckets(distance, 8, 32).tolist() == [0, 1, 2, 3, 4, 4, 4, 5, 5, 6, 6, 7, 7, 7]
+    assert bucket_ids(distance, 8, 32).tolist() == [0, 1, 2, 3, 4, 4, 4, 5, 5, 6, 6, 7, 7, 7]
 
 
 def test_t5_buckets_are_hugging_faces():
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
     distance = torch.arange(300)
     theirs = t5.T5Attention._relative_position_bucket(-distance, bidirectional=False, num_buckets=32, max_distance=128)
-    assert torch.equal(buckets(distance, 32, 128), theirs)
+    assert torch.equal(bucket_ids(distance, 32, 128), theirs)
 
 
 def test_t5_bias_past_its_maximum_is_the_last_bucket():
@@ -133,7 +133,7 @@ def test_t5_bias_past_its_maximum_is_the_last_bucket():
     table = method.score_bias(9).table
     assert torch.equal(table[:, 0], method.table[:, 0])
     assert torch.equal(table[:, -1], method.table[:, -1])
-    assert buckets(torch.tensor([128, 10_000]), 32, 128).tolist() == [31, 31]
+    assert bucket_ids(torch.tensor([128, 10_000]), 32, 128).tolist() == [31, 31]
 
 
 def test_learned_stops_at_its_table_and_says_so():
