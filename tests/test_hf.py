@@ -19,7 +19,7 @@ KINDS = {name: {"position": name} for name in positions.names()} | {
     "adaptive": {"adaptive": {"cutoffs": (50, 120), "factor": 2}},
     "rotary with key heads": {"position": "rotary", "kv_heads": 2},
     "fox with key heads and plain ones": {"position": "fox", "kv_heads": 2, "nope_heads": 2},
-    "learned slopes": {"learned_slopes": True},
+    "learned slopes": {"position_settings": {"learned_slopes": True}},
     "learned": {"position": "learned", "position_settings": {"max_length": 80}},
 }
 
@@ -77,7 +77,7 @@ def test_chunks_and_packed_documents(pair):
             packed = theirs(tokens, position_ids=where, **asked)
             torch.testing.assert_close(packed.logits[:, 25:], ours(tokens[:, 25:]), rtol=0, atol=1e-5)
             assert packed.past_key_values is None
-        with pytest.raises(InputError, match=r"^Documents packed into one row have no one past\."):
+        with pytest.raises(InputError, match=r"^Packed documents cannot be combined with a cache\."):
             theirs(tokens, position_ids=where, past_key_values=transformers.DynamicCache())
 
 
