@@ -36,7 +36,7 @@ class PositionConfig(StrictConfig):
     def with_max_length(self, length: int) -> Self:
         """Return settings for a model that accepts inputs of at least `length` tokens.
 
-        Only learned positions have a maximum length. The settings of other methods are returned unchanged.
+        Most position methods have no maximum length. The base class therefore returns the settings unchanged.
         """
         return self
 

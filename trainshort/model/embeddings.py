@@ -121,7 +121,11 @@ class AdaptiveVocabulary(nn.Module):
         return out
 
     def log_scores(self, hidden: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows vocabulary"]:
-        """Compute the log-probabilities of all tokens of the vocabulary. They can be used as logits."""
+        """Compute the log-probabilities of all tokens of the vocabulary. They can be used as logits.
+
+        The head gives the log-probabilities of the tokens of the first band and of the other bands as a whole. The tail
+        of a band gives the log-probabilities of the tokens inside this band.
+        """
         head_log_probs = linear(hidden, self._head_weight()).float().log_softmax(-1)
         shortlist_size = self.bands[0][1]
         log_probs = [head_log_probs[..., :shortlist_size]]
@@ -133,7 +137,11 @@ class AdaptiveVocabulary(nn.Module):
         return torch.cat(log_probs, dim=-1)
 
     def total_nll(self, hidden: Float[Tensor, "rows width"], targets: Int[Tensor, " rows"]) -> Float[Tensor, ""]:
-        """Compute the sum of the negative log-likelihoods of the targets, for training."""
+        """Compute the sum of the negative log-likelihoods of the targets, for training.
+
+        A target outside of the first band adds two losses: the loss of its band in the head, and the loss of the token
+        in the tail (the softmax over the tokens of that band).
+        """
         hidden = self.dropout(hidden)
         total = linear_nll(hidden, self._head_weight(), self._head_targets(targets))
         for band in range(1, len(self.bands)):
@@ -144,7 +152,11 @@ class AdaptiveVocabulary(nn.Module):
         return total
 
     def token_nll(self, hidden: Float[Tensor, "rows width"], targets: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-        """Compute the negative log-likelihood of each target, for evaluation."""
+        """Compute the negative log-likelihood of each target, for evaluation.
+
+        The value of a target outside of the first band is the sum of two losses: the loss of its band in the head, and
+        the loss of the token in the tail (the softmax over the tokens of that band).
+        """
         nll = _sliced_nll(hidden, self._head_weight(), self._head_targets(targets))
         for band in range(1, len(self.bands)):
             band_start = self.bands[band][0]
@@ -164,7 +176,7 @@ class AdaptiveVocabulary(nn.Module):
         return torch.cat([self._embedding_weight(0), self.clusters.weight])
 
     def _head_targets(self, targets: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-        """Return the targets of the head.
+        """Return the targets of the head, the softmax over the tokens of the first band and one entry per further band.
 
         A token of the first band is its own target. The target of any other token is the head's entry for its band.
         """

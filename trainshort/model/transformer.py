@@ -265,6 +265,14 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, position: PositionMethod, context: ForwardContext, cache: LayerCache | None = None
     ) -> Tensor:
+        """Compute the output of the block.
+
+        Args:
+            x: The input of the block, of shape (batch, length, width).
+            position: The position method of the model.
+            context: The position ids, bias and segment ids that all layers share.
+            cache: The KV cache of this layer, or None.
+        """
         attention_out = self.attention(self.attention_norm(x), position, context, cache)
         after_attention = x + self.dropout(attention_out)
         ffn_input = x if self.parallel else after_attention
@@ -342,6 +350,7 @@ class Attention(nn.Module):
             # The queries are scaled here and not inside `attend`, because caches and analyses also read the queries.
             q = q * self.score_factor
         if self.growth is not None:
+            # The factor grows with the number of tokens that a query sees (`config.length_scaling`).
             q = self.growth(q, position_ids)
         q, k = self._rotate(q, k, position, position_ids)
         return q, k, v
@@ -397,6 +406,14 @@ class Attention(nn.Module):
         return cache.content_bias(compute_bias)
 
     def forward(self, x: Tensor, position: PositionMethod, context: ForwardContext, cache: LayerCache | None) -> Tensor:
+        """Compute the output of the attention.
+
+        Args:
+            x: The normalized input of the layer, of shape (batch, length, width).
+            position: The position method of the model.
+            context: The position ids, bias and segment ids that all layers share.
+            cache: The KV cache of this layer, or None. The new keys and values are added to the cache.
+        """
         config = self.config
         q, k, v = self.project(x, position, context.position_ids)
 

@@ -90,13 +90,16 @@ def test_bias_equals_data_dependent_alibi_of_x_transformers():
 
 
 def test_initial_gates():
+    """`shift` contains the gate biases of all heads of layer 0, then those of layer 1."""
     log_gate = torch.nn.functional.logsigmoid
-    assert make_fox().shift.tolist() == [0] * 8  # gates of 0.5
+    assert make_fox().shift.tolist() == [0] * 8  # The gates are sigmoid(0) = 0.5.
 
+    # A log gate of -slope is the same as ALiBi with this slope.
     torch.testing.assert_close(log_gate(make_fox(init="alibi").shift[:4]), -alibi.slopes(4))
     negated = make_fox(init="alibi", negate_gate=True)
     torch.testing.assert_close(log_gate(-negated.shift[4:]), -alibi.slopes(4))
 
+    # With a decay time of n tokens, the scores fall by 1 over n tokens.
     decay_times = make_fox(gate="bias_only", min_decay_time=2, max_decay_time=16)
     torch.testing.assert_close(log_gate(decay_times.shift[:4]), -1 / torch.tensor([2.0, 4, 8, 16]))
 
@@ -142,7 +145,8 @@ def test_recording_attention_calls_in_parts_does_not_change_them():
     model = make_model()
     tokens = torch.randint(64, (1, 50))
     calls = attention_calls(model, tokens)
-    calls_in_parts = attention_calls(model, tokens, 20)
+    part_length = 20
+    calls_in_parts = attention_calls(model, tokens, part_length)
     for call, call_in_parts in zip(calls, calls_in_parts, strict=True):
         torch.testing.assert_close(call_in_parts.bias.cumulative, call.bias.cumulative, rtol=0, atol=1e-4)
         torch.testing.assert_close(call_in_parts.q, call.q, rtol=0, atol=1e-4)

@@ -33,6 +33,7 @@ class Sinusoidal(PositionMethod):
     def embed(
         self, x: Float[Tensor, "batch length width"], position_ids: Int[Tensor, "batch length"]
     ) -> Float[Tensor, "batch length width"]:
+        """Add the sinusoidal vectors to the token embeddings."""
         half_width = self.width // 2
         log_step = math.log(10_000) / max(half_width - 1, 1)
         frequencies = torch.exp(torch.arange(half_width, dtype=torch.float32, device=x.device) * -log_step)
@@ -60,4 +61,5 @@ class Learned(PositionMethod):
     def embed(
         self, x: Float[Tensor, "batch length width"], position_ids: Int[Tensor, "batch length"]
     ) -> Float[Tensor, "batch length width"]:
+        """Add the trained vectors to the token embeddings."""
         return x + self.table(position_ids)

@@ -44,6 +44,7 @@ class Alibi(PositionMethod):
         self.slopes.data[:num_position_heads].copy_(slopes)
 
     def score_bias(self, length: int) -> Bias:
+        """Return the linear bias. The bias is the same for every `length`."""
         return LinearBias(self.slopes)
 
 
@@ -78,5 +79,6 @@ class LogAlibi(PositionMethod):
         self.slopes.data.copy_(alibi.slopes(len(self.slopes)))
 
     def score_bias(self, length: int) -> DistanceBias:
+        """Return the bias of each head at the distances 0 to `length - 1`."""
         distances = distance_range(length, self.slopes.device)
         return DistanceBias(-self.slopes[:, None] * torch.log1p(distances))

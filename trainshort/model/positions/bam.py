@@ -36,6 +36,7 @@ class Bam(PositionMethod):
         self.power.data.fill_(1)
 
     def score_bias(self, length: int) -> DistanceBias:
+        """Return the bias of each head at the distances 0 to `length - 1`."""
         distances = distance_range(length, self.scale.device)
         distances_to_centre = (distances - self.centre[:, None]).abs() + DISTANCE_EPSILON
         return DistanceBias(-self.scale.exp()[:, None] * distances_to_centre ** self.power[:, None])

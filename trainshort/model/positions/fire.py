@@ -34,6 +34,7 @@ class Fire(PositionMethod):
         self.narrow = nn.Linear(settings.hidden, config.heads, bias=False)
 
     def content_bias(self, layer_input: LayerInput) -> DenseBias:
+        """Return the bias of each head, new query and key."""
         position_ids = collapse_equal_rows(layer_input.position_ids)
         num_queries = position_ids.shape[1]
         key_indices = torch.arange(layer_input.length, device=position_ids.device)

@@ -36,7 +36,8 @@ class Fox(PositionMethod):
         self.settings = settings
         self.heads = config.heads
         self.nope_heads = config.nope_heads
-        # One dimension for all layers and heads, because the optimizer applies weight decay to matrices.
+        # The gate biases of all layers and heads. The tensor has one dimension, because the optimizer applies weight
+        # decay to matrices.
         shift = torch.empty(config.layers * config.heads)
         if settings.gate == "fixed":
             self.register_buffer("shift", shift, persistent=False)
@@ -55,11 +56,11 @@ class Fox(PositionMethod):
         biases[:, :num_gates].copy_(self._initial_gate_biases(num_gates))
 
     def _initial_gate_biases(self, num_gates: int) -> Float[Tensor, " heads"]:
-        """Return the initial gate bias of each head, for the initialization that the settings select.
+        """Return the initial bias b of the gate sigmoid(b) of each head. The settings select one of three methods.
 
         - "half": All gates are 0.5.
-        - "alibi": The bias on the scores is ALiBi's.
-        - "decay_times": Attention to a token decays to 1/e after a time that differs between the heads.
+        - "alibi": The scores fall with the distance as with ALiBi's slopes.
+        - "decay_times": The scores fall by 1 over a number of tokens that differs between the heads.
         """
         init = self.settings.init
         if init is None:
@@ -75,7 +76,7 @@ class Fox(PositionMethod):
                 log_max_time = math.log(self.settings.max_decay_time)
                 log_times = torch.linspace(log_min_time, log_max_time, num_gates, dtype=torch.float64)
                 slopes = log_times.neg().exp()  # 1 / time
-        # The solution b of sigmoid(b) = exp(-slope).
+        # The log of the gate must be -slope. The solution of sigmoid(b) = exp(-slope) is b = -log(exp(slope) - 1).
         biases = -torch.log(torch.expm1(slopes)).float()
         return -biases if self.settings.negate_gate else biases
 
@@ -88,6 +89,7 @@ class Fox(PositionMethod):
         return Gate(weight, bias, sign)
 
     def content_bias(self, layer_input: LayerInput) -> DecayBias:
+        """Compute the gates of the new tokens, and return the cumulative log gates of all tokens as a bias."""
         x = layer_input.x
         weight, bias, sign = self.gate(layer_input.layer)
         gate_logits = bias.expand(*x.shape[:2], -1)

@@ -42,6 +42,7 @@ class Kerple(PositionMethod):
         self.p.data.uniform_(0, 2)
 
     def score_bias(self, length: int) -> DistanceBias:
+        """Return the bias of each head at the distances 0 to `length - 1`."""
         max_p = math.inf if self.form == "log" else MAX_POWER
         a = _clamp_keep_grad(self.a, MIN_PARAMETER, math.inf)[:, None]
         p = _clamp_keep_grad(self.p, MIN_PARAMETER, max_p)[:, None]

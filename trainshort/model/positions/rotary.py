@@ -53,6 +53,7 @@ class Rotary(PositionMethod):
         k: Float[Tensor, "batch kv_heads length dim"],
         position_ids: Int[Tensor, "batch length"],
     ) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys by angles that are proportional to their positions."""
         cos, sin = self.cos_sin(q, collapse_equal_rows(position_ids))
         compute_dtype = torch.promote_types(q.dtype, torch.float32)
         cos = cos.to(compute_dtype)
@@ -103,6 +104,7 @@ class XPos(Rotary):
         k: Float[Tensor, "batch kv_heads length dim"],
         position_ids: Int[Tensor, "batch length"],
     ) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys, and multiply each pair of dimensions by its factor."""
         position_ids = collapse_equal_rows(position_ids)
         cos, sin = self.cos_sin(q, position_ids)
         zeta = (_even_indices(self.dim, q.device) / self.dim + 0.4) / 1.4
@@ -114,6 +116,7 @@ class XPos(Rotary):
         return rotated_q, rotated_k
 
     def check_length(self, length: int) -> None:
+        """Raise `InputError` if the factors at the last position would leave the range of float32."""
         if self.max_length is not None and length > self.max_length:
             raise InputError(
                 f"xpos leaves the range of float32 past {self.max_length:,} positions, but this input "

@@ -33,6 +33,7 @@ class Sandwich(PositionMethod):
         self.ratios.data.copy_(heads / (8 * torch.arange(1.0, heads + 1)))
 
     def score_bias(self, length: int) -> DistanceBias:
+        """Return the bias of each head at the distances 0 to `length - 1`."""
         device = self.ratios.device
         # At large distances, angles in float32 would be inaccurate.
         dtype = exact_float_dtype(device)

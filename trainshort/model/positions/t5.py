@@ -24,7 +24,7 @@ class T5(PositionMethod):
 
     def __init__(self, config: ModelConfig, settings: T5Config) -> None:
         super().__init__(config, settings)
-        self.table = nn.Parameter(torch.zeros(config.heads, settings.buckets))
+        self.table = nn.Parameter(torch.zeros(config.heads, settings.buckets))  # the bias of each head and bucket
         self.buckets = settings.buckets
         self.max_distance = settings.max_distance
         self.causal = config.causal
@@ -36,8 +36,9 @@ class T5(PositionMethod):
         nn.init.normal_(self.table, std=0.02)
 
     def score_bias(self, length: int) -> Bias:
-        # All distances from max_distance on are in the last bucket. DistanceBias also uses the last column of its table
-        # for larger distances. So the table does not depend on `length`.
+        """Return the bias of each head and distance. The bias is the same for every `length`."""
+        # All distances from max_distance on are in the last bucket. For larger distances, DistanceBias uses the last
+        # column of its table.
         distances = torch.arange(self.max_distance + 1, device=self.table.device)
         if self.causal:
             return DistanceBias(self.table[:, bucket_ids(distances, self.buckets, self.max_distance)])
@@ -49,7 +50,7 @@ class T5(PositionMethod):
 def bucket_ids(distances: Int[Tensor, " n"], num_buckets: int, max_distance: int) -> Int[Tensor, " n"]:
     """Return the bucket of each distance, as in the causal attention of T5.
 
-    Each bucket of the first half contains one distance. The sizes of the other buckets grow logarithmically.
+    Each bucket of the first half contains one distance. The boundaries of the other buckets are spaced logarithmically.
 
     Args:
         distances: The distances between query and key.
@@ -63,7 +64,7 @@ def bucket_ids(distances: Int[Tensor, " n"], num_buckets: int, max_distance: int
             bucket      0 1 2 3 4 4 4 5  5  6  6  7  7  7
     """
     num_exact = num_buckets // 2
-    # 0 at distance `num_exact`, and 1 at distance `max_distance`
+    # The fraction is 0 at distance `num_exact` and 1 at distance `max_distance`.
     log_fraction = torch.log(distances.clamp(min=num_exact).float() / num_exact) / math.log(max_distance / num_exact)
     log_buckets = num_exact + (log_fraction * (num_buckets - num_exact)).long()
     return torch.where(distances < num_exact, distances, log_buckets.clamp(max=num_buckets - 1))
