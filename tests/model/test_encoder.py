@@ -82,6 +82,7 @@ def test_filler_of_last_block_is_a_separate_segment_without_targets():
 
 
 def test_evaluation_masks_each_token_in_one_round_at_every_length():
+    """An encoder reads each block in several rounds. The length of the blocks does not change a token's round."""
     rounds_of_short_blocks = mlm.evaluation_rounds(range(0, 960, 10), 10).flatten()
     rounds_of_one_block = mlm.evaluation_rounds([0], 960)[0]
     assert np.array_equal(rounds_of_short_blocks, rounds_of_one_block)
@@ -96,6 +97,7 @@ def test_mask_tokens():
 
 
 def test_evaluation_scores_each_token_in_its_round():
+    """An encoder reads each block in several rounds. Each token is masked and scored in one of the rounds."""
     target = tiny_target(causal=False)
     tokens = random_tokens(50, vocab_size=31)
     mask_token = 31

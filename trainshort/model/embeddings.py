@@ -111,7 +111,10 @@ class AdaptiveVocabulary(nn.Module):
             nn.init.xavier_uniform_(projection.weight)  # pyright: ignore[reportArgumentType]
 
     def embed(self, tokens: Int[Tensor, "batch length"]) -> Float[Tensor, "batch length width"]:
-        """Return the embedding vector of each token, projected to the width of the model."""
+        """Return the embedding vector of each token, projected to the width of the model.
+
+        The vocabulary is split into bands by frequency. Each band has its own embedding and projection matrices.
+        """
         out = self._projection_weight(0).new_zeros((*tokens.shape, self.width))
         for band, (band_start, _) in enumerate(self.bands):
             in_band = self._is_in_band(tokens, band)
@@ -139,8 +142,8 @@ class AdaptiveVocabulary(nn.Module):
     def total_nll(self, hidden: Float[Tensor, "rows width"], targets: Int[Tensor, " rows"]) -> Float[Tensor, ""]:
         """Compute the sum of the negative log-likelihoods of the targets, for training.
 
-        A target outside of the first band adds two losses: the loss of its band in the head, and the loss of the token
-        in the tail (the softmax over the tokens of that band).
+        The vocabulary is split into bands by frequency. A target outside of the first band adds two losses: the loss of
+        its band in the head, and the loss of the token in the tail (the softmax over the tokens of that band).
         """
         hidden = self.dropout(hidden)
         total = linear_nll(hidden, self._head_weight(), self._head_targets(targets))
@@ -154,8 +157,9 @@ class AdaptiveVocabulary(nn.Module):
     def token_nll(self, hidden: Float[Tensor, "rows width"], targets: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:
         """Compute the negative log-likelihood of each target, for evaluation.
 
-        The value of a target outside of the first band is the sum of two losses: the loss of its band in the head, and
-        the loss of the token in the tail (the softmax over the tokens of that band).
+        The vocabulary is split into bands by frequency. The value of a target outside of the first band is the sum of
+        two losses: the loss of its band in the head, and the loss of the token in the tail (the softmax over the tokens
+        of that band).
         """
         nll = _sliced_nll(hidden, self._head_weight(), self._head_targets(targets))
         for band in range(1, len(self.bands)):

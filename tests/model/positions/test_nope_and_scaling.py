@@ -43,6 +43,7 @@ def copy_with_settings(model: TransformerLM, **changes) -> TransformerLM:
 
 
 def test_queries_of_nope_heads_are_not_rotated():
+    """The last two of the four heads are NoPE heads (heads without positions)."""
     model = make_model("rotary", nope_heads=2)
     tokens = torch.randint(64, (1, 20))
     first_call = attention_calls(model, tokens)[0]
