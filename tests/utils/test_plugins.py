@@ -106,7 +106,7 @@ def test_it_generates(trained):
 
 def test_its_settings_are_in_the_help_and_in_the_list(trained):
     told = command(trained, "train", "demo-alibi", "--position", "kerple-log", "--help")
-    assert "how much a distance costs" in " ".join(told.split())
+    assert "Initial factor on the logarithm" in " ".join(told.split())
     assert "A penalty that grows with the logarithm of the distance" in command(trained, "list", "positions")
 
 
