@@ -13,7 +13,7 @@ from trainshort.attention import AttentionCall
 from trainshort.attention.backends.reference import materialize_bias
 from trainshort.config.run_config import ModelConfig
 from trainshort.model.positions import LayerInput, PositionMethod, build_position
-from trainshort.model.positions.relative_bias import Bam
+from trainshort.model.positions.bam import Bam
 from trainshort.utils.figures import OTHERS, Figure, Series, draw_figures, method_color
 
 FOLDER = Path(__file__).parents[1] / "docs"

@@ -62,7 +62,7 @@ __all__ = [
     "unpatch",
 ]
 
-# The module of each public name. A name is imported when it is first used.
+# The module of each public name, except for modules and decorators.
 _MODULES = {
     "Cache": "trainshort.model.cache",
     "DecayBias": "trainshort.attention",
@@ -86,7 +86,7 @@ _MODULES = {
     "unpatch": "trainshort.interop.patch",
 }
 
-# The registry that each public decorator adds to.
+# The registry in trainshort.config.registries to which each public decorator adds entries.
 _DECORATORS = {
     "register_analysis": "analyses",
     "register_backend": "backends",
@@ -98,7 +98,7 @@ _DECORATORS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that `trainshort --help` does not import torch."""
+    """Import a public name when it is first used. `import trainshort` alone therefore does not import torch."""
     from importlib import import_module
 
     if name == "alibi":

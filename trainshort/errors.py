@@ -1,14 +1,13 @@
-"""The one exception a user can cause.
+"""The exceptions for invalid user input.
 
-Everything that is the caller's to hint (a wrong shape, an unknown name, a damaged file) raises `InputError` with a
-sentence that says what was expected, what came and what to do. The command line prints that sentence and exits with 2;
-any other exception is a fault of ours and keeps its traceback.
+An error message states what is wrong, what was expected and how to fix it. The command line prints the message and
+exits with code 2. All other exceptions are bugs of trainshort and keep their traceback.
 """
 
 
 class InputError(ValueError):
-    """A mistake in what was asked for, told in words the user can act on."""
+    """Invalid user input, such as a wrong shape, an unknown name or a corrupted file."""
 
 
 class HuggingFaceConfigError(InputError):
-    """A config.json of a Hugging Face model, where one of ours was expected."""
+    """A `config.json` belongs to a Hugging Face model instead of a trainshort run."""

@@ -1,16 +1,19 @@
-"""Our models as Hugging Face models: one import, and AutoModelForCausalLM, generate, pipeline, Trainer take them.
+"""trainshort models as Hugging Face models.
+
+Import this module, and the `Auto` classes of Transformers load the folders that `trainshort export --to hf` writes:
 
     import trainshort.hf
     model = AutoModelForCausalLM.from_pretrained("exported")
 
-The class carries every model there is here: adaptive vocabularies, all position methods, all settings. It holds a
-`TransformerLM` and adds what transformers asks of a model: its kinds of caches, padding, packed documents.
+`TrainshortForCausalLM` wraps a `TransformerLM` of any configuration. It adds what Transformers expects of a model:
+the cache classes of Transformers, attention masks for padding, and position ids for packed documents.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
@@ -19,17 +22,31 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from trainshort.attention import Bias, attend, attend_in_blocks
 from trainshort.config.run_config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.model.cache.full import Ask
 from trainshort.model.positions import PositionMethod
+from trainshort.model.positions.base import CUMULATIVE_DECAY_KEY
 from trainshort.model.transformer import TransformerLM
 
-KIND = "trainshort"
+MODEL_TYPE = "trainshort"
+"""The `model_type` in the `config.json` of a Hugging Face folder."""
+
+ComputeBias = Callable[[slice, int, dict[str, Tensor]], Bias | None]
+"""A function that computes a bias. The arguments are rows of the batch, the number of cached keys, and a dictionary.
+
+The position method stores tensors in the dictionary that it needs in the next call.
+"""
 
 
 class TrainshortConfig(PreTrainedConfig):
-    """Our settings under `model`; the rest is what transformers sizes its caches by."""
+    """The Hugging Face config of a trainshort model.
 
-    model_type = KIND
+    Attributes:
+        model: The settings of the model (`ModelConfig`) as a dictionary.
+        trained_at: The training length in tokens, or None if it is unknown.
+
+    The other attributes repeat settings under the names that Transformers uses, for example to allocate caches.
+    """
+
+    model_type = MODEL_TYPE
     model: dict[str, Any] | None = None
     vocab_size: int = 0
     hidden_size: int = 0
@@ -38,10 +55,18 @@ class TrainshortConfig(PreTrainedConfig):
     num_key_value_heads: int = 0
     trained_at: int | None = None
     use_cache: bool = True
-    tie_word_embeddings: bool = False  # our one matrix has one name, so there is nothing to tie
+    # A tied matrix is stored once under one name, so Transformers must not tie two parameters.
+    tie_word_embeddings: bool = False
 
     @classmethod
-    def from_model_config(cls, config: ModelConfig, trained_at: int | None = None, **others: Any) -> "TrainshortConfig":
+    def from_model_config(cls, config: ModelConfig, trained_at: int | None = None, **kwargs: Any) -> "TrainshortConfig":
+        """Create the Hugging Face config of a model.
+
+        Args:
+            config: The settings of the model.
+            trained_at: The training length in tokens.
+            **kwargs: Further attributes, which are passed to `PreTrainedConfig`.
+        """
         return cls(
             model=config.model_dump(mode="json"),
             vocab_size=config.vocab_size,
@@ -50,12 +75,12 @@ class TrainshortConfig(PreTrainedConfig):
             num_attention_heads=config.heads,
             num_key_value_heads=config.key_heads,
             trained_at=trained_at,
-            **others,
+            **kwargs,
         )
 
 
 class TrainshortForCausalLM(PreTrainedModel, GenerationMixin):
-    """A `TransformerLM` in transformers' clothes."""
+    """A `TransformerLM` with the interface of a Hugging Face causal language model."""
 
     config_class = TrainshortConfig
     base_model_prefix = "model"
@@ -64,152 +89,299 @@ class TrainshortForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: TrainshortConfig) -> None:
         super().__init__(config)
         if not isinstance(config.model, dict):
-            raise InputError("A trainshort model's config.json should hold its settings under 'model'.")
+            raise InputError(
+                "Invalid config.json of a trainshort model: expected the model settings under the key 'model'."
+            )
         self.model = TransformerLM(ModelConfig.parse(config.model))
         self.post_init()
 
     @classmethod
     def from_trainshort(cls, model: TransformerLM, trained_at: int | None = None) -> "TrainshortForCausalLM":
-        """A model that is in memory; the weights are the same tensors."""
+        """Wrap a model. The wrapper uses the weights of the model without copying them.
+
+        Args:
+            model: The model.
+            trained_at: The training length in tokens.
+
+        Returns:
+            The Hugging Face model in evaluation mode.
+        """
         with torch.device("meta"):
-            made = cls(TrainshortConfig.from_model_config(model.config, trained_at))
-        made.model = model
-        return made.eval()
+            hf_model = cls(TrainshortConfig.from_model_config(model.config, trained_at))
+        hf_model.model = model
+        return hf_model.eval()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Weights come from a file. What is in none (ALiBi's slopes follow from the settings) is computed again, since
-        transformers gives such buffers memory without content."""
+        """Initialize the buffers of a position method, such as ALiBi's slopes.
+
+        Transformers calls this function for every module after the weights are loaded. The buffers are not stored in
+        the file, and Transformers allocates them without values. Loaded parameters keep their values.
+        """
         if isinstance(module, PositionMethod):
-            stored = [weight.detach().clone() for weight in module.parameters()]
+            loaded_values = [parameter.detach().clone() for parameter in module.parameters()]
             module.init_float32_tensors()
-            for weight, value in zip(module.parameters(), stored, strict=True):
-                weight.data.copy_(value)
+            for parameter, value in zip(module.parameters(), loaded_values, strict=True):
+                parameter.data.copy_(value)
 
     def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding matrix, or the whole vocabulary module if the embeddings are adaptive."""
         return getattr(self.model.vocabulary, "embedding", self.model.vocabulary)  # pyright: ignore[reportReturnType]
 
     def get_output_embeddings(self) -> None:
+        """Return None. The output matrix may be the embedding matrix or consist of several matrices."""
         return None
 
-    def resize_token_embeddings(self, *_: Any, **__: Any) -> Any:
-        raise InputError("The vocabulary of a trained model is fixed; train another with more tokens.")
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise `InputError`, because the vocabulary of a trained model cannot be resized."""
+        raise InputError("The vocabulary of a trained model is fixed. Train a new model with a larger vocabulary.")
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Int[Tensor, "batch length"],
         attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
+        position_ids: Int[Tensor, "batch length"] | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
-        labels: Tensor | None = None,
+        labels: Int[Tensor, "batch length"] | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
-        segment_ids = _segment_ids(attention_mask, position_ids, input_ids.shape[1]) if past == 0 else None
-        packed = segment_ids is not None and _several(segment_ids)
-        use_cache = self.config.use_cache if use_cache is None else use_cache
-        if use_cache and past_key_values is None and not self.training and not packed:
+        """Compute the logits, and the loss if labels are given.
+
+        Args:
+            input_ids: The token ids.
+            attention_mask: 1 for text and 0 for padding. The cached tokens are included.
+            position_ids: The position of each token in its document. Several documents can be packed into one row.
+            past_key_values: The cache of previous tokens.
+            use_cache: Whether a cache is created and returned if `past_key_values` is None.
+            labels: The token ids from which the loss is computed.
+            logits_to_keep: The number of positions at the end for which logits are computed, or the indices of the
+                positions. 0 stands for all positions.
+            **kwargs: Options of the loss function.
+
+        Returns:
+            The loss, the logits and the cache.
+
+        Raises:
+            InputError: If packed documents are combined with a cache.
+        """
+        length = input_ids.shape[1]
+        past_length = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        segment_ids = _make_segment_ids(attention_mask, position_ids, length) if past_length == 0 else None
+        is_packed = segment_ids is not None and _has_several_segments(segment_ids)
+
+        if use_cache is None:
+            use_cache = self.config.use_cache
+        if use_cache and past_key_values is None and not self.training and not is_packed:
             past_key_values = DynamicCache(config=self.config)
+
         if past_key_values is None:
             hidden = self.model.hidden(input_ids, segment_ids=segment_ids)
-        elif packed:
-            raise InputError("Documents packed into one row have no one past. Read them without past_key_values.")
+        elif is_packed:
+            raise InputError("Packed documents cannot be combined with a cache. Do not pass past_key_values.")
         else:
-            cache = _Borrowed(past_key_values, attention_mask, past, input_ids.shape[1])
+            cache = _TransformersCache(past_key_values, attention_mask, past_length, length)
             hidden = self.model.hidden(input_ids, cache=cache)  # pyright: ignore[reportArgumentType]
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.model.vocabulary.log_scores(hidden[:, kept])
-        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+
+        # A slice that starts at -0 selects all positions.
+        kept_positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.model.vocabulary.log_scores(hidden[:, kept_positions])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)  # pyright: ignore
 
 
-def _segment_ids(mask: Tensor | None, where: Tensor | None, length: int) -> Tensor | None:
-    """Numbers of documents, which begin where positions do not go on; 0 is padding. None where all is one text."""
-    text = _text(mask, length)
-    if where is None or where.shape[1] < 2:
-        return text
-    numbers = nn.functional.pad((where[:, 1:] != where[:, :-1] + 1).cumsum(1), (1, 0)) + 1
-    if text is not None:
-        return numbers * text
-    return numbers if bool((numbers > 1).any()) else None
+def _make_segment_ids(
+    attention_mask: Tensor | None, position_ids: Tensor | None, length: int
+) -> Int[Tensor, "batch length"] | None:
+    """Return a segment id for each token, or None if all rows are one text without padding.
+
+    A new segment starts at every token whose position does not continue the position of the token before. Text has
+    segment ids from 1 on, and padding has segment id 0.
+
+    Args:
+        attention_mask: The attention mask of Transformers, or None.
+        position_ids: The position of each token in its document, or None.
+        length: The number of tokens in each row.
+    """
+    text_mask = _make_text_mask(attention_mask, length)
+    if position_ids is None or position_ids.shape[1] < 2:
+        return text_mask
+    starts_segment = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    segment_ids = nn.functional.pad(starts_segment.cumsum(1), (1, 0)) + 1
+    if text_mask is not None:
+        return segment_ids * text_mask
+    has_several_segments = bool((segment_ids > 1).any())
+    return segment_ids if has_several_segments else None
 
 
-def _several(segment_ids: Tensor) -> bool:
-    """Whether a row holds more than one, beside padding."""
-    least = segment_ids.where(segment_ids > 0, segment_ids.max()).amin(1)
-    return bool((segment_ids.amax(1) > least).any())
+def _has_several_segments(segment_ids: Int[Tensor, "batch length"]) -> bool:
+    """Return whether a row contains more than one segment. Padding (segment id 0) does not count."""
+    largest_ids = segment_ids.amax(1)
+    smallest_ids = segment_ids.where(segment_ids > 0, segment_ids.max()).amin(1)
+    return bool((largest_ids > smallest_ids).any())
 
 
-def _text(mask: Tensor | None, total: int) -> Tensor | None:
-    """1 for text and 0 for padding, (batch, keys); none where all is text. A mask that is written out for every query
-    (static caches bring one) says it in its last row."""
-    if mask is None:
+def _make_text_mask(attention_mask: Tensor | None, num_keys: int) -> Int[Tensor, "batch num_keys"] | None:
+    """Return 1 for each key that is text and 0 for each key that is padding, or None if there is no padding.
+
+    Args:
+        attention_mask: The attention mask of Transformers. A mask of shape (batch, keys) contains 1 for text. A mask of
+            shape (batch, 1, queries, keys), which belongs to a static cache, is boolean or contains large negative
+            numbers for hidden keys.
+        num_keys: The number of keys, including cached keys. A static cache has further unused keys.
+    """
+    if attention_mask is None:
         return None
-    if mask.dim() == 4:
-        mask = mask[:, 0, -1] if mask.dtype == torch.bool else mask[:, 0, -1] > -1
-    mask = mask[:, :total].long()
-    return None if bool(mask.all()) else mask
+    if attention_mask.dim() == 4:
+        # The last query sees all keys that are not padding.
+        attention_mask = attention_mask[:, 0, -1]
+        if attention_mask.dtype != torch.bool:
+            attention_mask = attention_mask > -1
+    text_mask = attention_mask[:, :num_keys].long()
+    has_padding = not bool(text_mask.all())
+    return text_mask if has_padding else None
 
 
-class _Borrowed:
-    """A cache of transformers, in the three words in which our model asks for one."""
+class _TransformersCache:
+    """Give a cache of Transformers the interface of `trainshort.Cache`, for one forward pass.
 
-    def __init__(self, cache: Cache, mask: Tensor | None, past: int, new: int) -> None:
-        self.cache, self.length, self.total = cache, past, past + new
-        self.segment_ids = _text(mask, self.total)
+    Args:
+        cache: The cache of Transformers.
+        attention_mask: The attention mask of Transformers, or None.
+        past_length: The number of cached tokens.
+        new_length: The number of new tokens.
+    """
+
+    def __init__(self, cache: Cache, attention_mask: Tensor | None, past_length: int, new_length: int) -> None:
+        self.cache = cache
+        self.length = past_length
+        self.total_length = past_length + new_length
+        # Padding has segment id 0, so that no text attends to padding.
+        self.segment_ids = _make_text_mask(attention_mask, self.total_length)
 
     def offset(self, batch: int) -> int | Tensor:
-        """What to add to each new token's index to have its place in its own text, padding not counted."""
+        """Return what must be added to the index of each new token to get its position.
+
+        Without padding, this is the number of cached tokens. With padding, the number differs for each token, because
+        padding does not count.
+        """
         if self.segment_ids is None:
             return self.length
-        places = self.segment_ids.cumsum(1)[:, self.length :] - 1
-        return places - torch.arange(places.shape[1], device=places.device)
+        position_ids = self.segment_ids.cumsum(1)[:, self.length :] - 1
+        token_indices = torch.arange(position_ids.shape[1], device=position_ids.device)
+        return position_ids - token_indices
 
-    def layer(self, index: int) -> "_BorrowedLayer":
-        return _BorrowedLayer(self, index)
+    def layer(self, index: int) -> "_TransformersLayerCache":
+        """Return the cache of one layer."""
+        return _TransformersLayerCache(self, index)
 
 
-class _BorrowedLayer:
-    """One layer of it. A clock (FoX) lies behind each key, in further channels and to the bit: so it goes wherever beam
-    search, cropping or a static cache put the key."""
+class _TransformersLayerCache:
+    """Give one layer of a cache of Transformers the interface of `trainshort.model.cache.LayerCache`.
 
-    def __init__(self, whole: _Borrowed, index: int) -> None:
-        self.whole, self.index = whole, index
-        self.clock: Tensor | None = None
+    The Forgetting Transformer also needs the cumulative log decay of each key. The decays (float64) are appended to
+    each cached key as additional dimensions, with their bits unchanged. They therefore stay with their key when
+    Transformers reorders the cache for beam search or crops the cache.
 
-    def content_bias(self, ask: Ask) -> Bias | None:
-        """The bias of a method that looks at the text."""
-        place, past = {}, self.whole.length
-        kept: Any = self.whole.cache.layers[self.index]
-        if past and kept.keys.shape[3] > (dim := kept.values.shape[3]):
-            place["clock"] = _laid_out(kept.keys[:, :, :past, dim:]).view(torch.float64).transpose(2, 3).flatten(1, 2)
-        bias = ask(slice(None), past, place)
-        self.clock = place.pop("clock", None)
-        if place:
-            raise InputError("Caches of transformers keep clocks and nothing else of a method. Set use_cache=False.")
+    Args:
+        model_cache: The cache of all layers.
+        index: The index of the layer.
+    """
+
+    def __init__(self, model_cache: _TransformersCache, index: int) -> None:
+        self.model_cache = model_cache
+        self.index = index
+        self.cumulative_decay: Float[Tensor, "batch heads total"] | None = None
+
+    def content_bias(self, compute_bias: ComputeBias) -> Bias | None:
+        """Return the bias of a position method that depends on the text.
+
+        `attend` is called next and stores the cumulative decay of the new keys.
+        """
+        past_length = self.model_cache.length
+        method_cache: dict[str, Tensor] = {}
+        cached_decay = self._read_cumulative_decay()
+        if cached_decay is not None:
+            method_cache[CUMULATIVE_DECAY_KEY] = cached_decay
+
+        all_rows = slice(None)
+        bias = compute_bias(all_rows, past_length, method_cache)
+        self.cumulative_decay = method_cache.pop(CUMULATIVE_DECAY_KEY, None)
+        if method_cache:
+            raise InputError(
+                "This position method stores values that the caches of Transformers cannot hold. Set use_cache=False."
+            )
         return bias
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, blocks: int | None = None, **settings: Any) -> Tensor:
-        kept_k, kept_v = self.whole.cache.update(self._with_clock(k), v, self.index)
-        if self.whole.length:  # else there is nothing but these, and the cache's are copies
-            k, v = kept_k[:, :, : self.whole.total, : k.shape[3]], kept_v[:, :, : self.whole.total]
-        settings["segment_ids"] = self.whole.segment_ids
-        out = attend(q, k, v, **settings) if blocks is None else attend_in_blocks(q, k, v, blocks=blocks, **settings)
+    def attend(
+        self,
+        q: Float[Tensor, "batch heads new dim"],
+        k: Float[Tensor, "batch kv_heads new dim"],
+        v: Float[Tensor, "batch kv_heads new dim"],
+        *,
+        blocks: int | None = None,
+        **options: Any,
+    ) -> Float[Tensor, "batch heads new dim"]:
+        """Add the new keys and values to the cache, and compute attention over all keys.
+
+        Args:
+            q: The queries of the new tokens.
+            k: The keys of the new tokens.
+            v: The values of the new tokens.
+            blocks: The block size for `attend_in_blocks`, or None for normal attention.
+            **options: The options of `attend`.
+        """
+        cached_k, cached_v = self.model_cache.cache.update(self._append_cumulative_decay(k), v, self.index)
+        # Without cached tokens, the new keys and values are used directly. The cache holds copies of them.
+        if self.model_cache.length > 0:
+            total_length = self.model_cache.total_length
+            head_width = k.shape[3]
+            k = cached_k[:, :, :total_length, :head_width]
+            v = cached_v[:, :, :total_length]
+        options["segment_ids"] = self.model_cache.segment_ids
+        if blocks is None:
+            out = attend(q, k, v, **options)
+        else:
+            out = attend_in_blocks(q, k, v, blocks=blocks, **options)
         assert isinstance(out, Tensor)
         return out
 
-    def _with_clock(self, k: Float[Tensor, "batch kv_heads new dim"]) -> Float[Tensor, "batch kv_heads new more"]:
-        if self.clock is None:
+    def _append_cumulative_decay(
+        self, k: Float[Tensor, "batch kv_heads new dim"]
+    ) -> Float[Tensor, "batch kv_heads new extended_dim"]:
+        """Append the cumulative decays of all query heads that share a key to the key, as additional dimensions."""
+        if self.cumulative_decay is None:
             return k
-        clock = self.clock[..., -k.shape[2] :].detach().unflatten(1, (k.shape[1], -1)).transpose(2, 3)
-        return torch.cat([k, _laid_out(clock).view(k.dtype)], dim=3)
+        num_kv_heads, num_new = k.shape[1], k.shape[2]
+        new_decay = self.cumulative_decay[..., -num_new:].detach()
+        # (batch, heads, new) becomes (batch, kv_heads, new, heads per kv_head).
+        decay_per_key = new_decay.unflatten(1, (num_kv_heads, -1)).transpose(2, 3)
+        return torch.cat([k, _contiguous_copy(decay_per_key).view(k.dtype)], dim=3)
+
+    def _read_cumulative_decay(self) -> Float[Tensor, "batch heads past"] | None:
+        """Return the cumulative decays of the cached keys, or None if the keys have no additional dimensions."""
+        past_length = self.model_cache.length
+        if past_length == 0:
+            return None
+        layer_cache: Any = self.model_cache.cache.layers[self.index]
+        head_width = layer_cache.values.shape[3]
+        if layer_cache.keys.shape[3] == head_width:
+            return None
+        decay_bits = layer_cache.keys[:, :, :past_length, head_width:]
+        decay_per_key = _contiguous_copy(decay_bits).view(torch.float64)
+        # (batch, kv_heads, past, heads per kv_head) becomes (batch, heads, past).
+        return decay_per_key.transpose(2, 3).flatten(1, 2)
 
 
-def _laid_out(x: Tensor) -> Tensor:
-    """A copy whose last dimension lies in one piece, also where it is 1 long, which `contiguous` passes over."""
+def _contiguous_copy(x: Tensor) -> Tensor:
+    """Return a contiguous copy, whose last dimension can be viewed as another dtype.
+
+    `x.contiguous()` would not copy a tensor whose last dimension has size 1, even if its stride is not 1.
+    """
     return x.clone(memory_format=torch.contiguous_format)
 
 
-AutoConfig.register(KIND, TrainshortConfig, exist_ok=True)
+AutoConfig.register(MODEL_TYPE, TrainshortConfig, exist_ok=True)
 AutoModelForCausalLM.register(TrainshortConfig, TrainshortForCausalLM, exist_ok=True)

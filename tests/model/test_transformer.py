@@ -1,4 +1,4 @@
-"""The transformer: sizes, equalities that must hold for every position method, and refusals."""
+"""Tests of the Transformer: sizes, properties that hold for every position method, and error messages."""
 
 import pytest
 import torch
@@ -12,131 +12,166 @@ from trainshort.config.run_config import IGNORED, AdaptiveConfig
 from trainshort.model.positions import positions
 
 METHODS = positions.names()
+
+# FlexAttention compiles each call, which takes too long here.
 QUICK_BACKENDS = [name for name in backends.names() if name != "flex"]
 
 
-def tiny(**settings):
+def make_tiny_model(**settings) -> TransformerLM:
+    """Create the preset "tiny" with some settings changed, in evaluation mode."""
     torch.manual_seed(0)
     return TransformerLM(presets.get("tiny")().replace(**settings)).eval()
 
 
+# ---- sizes
+
+
+def count_parameters(config: ModelConfig) -> int:
+    with torch.device("meta"):
+        model = TransformerLM(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize(
-    ("preset", "parameters"),
+    ("preset", "num_parameters"),
     [("wikitext103", 246_933_504), ("books", 231_292_928), ("cc100", 1_363_818_496), ("small", 23_109_632)],
 )
 @pytest.mark.parametrize("position", ["alibi", "sinusoidal", "rotary"])
-def test_presets_have_their_size(preset, parameters, position):
-    """WikiText-103's is the paper's number to the last parameter; none of these methods adds any."""
-    with torch.device("meta"):
-        model = TransformerLM(presets.get(preset)().replace(position=position))
-    assert sum(p.numel() for p in model.parameters()) == parameters
+def test_number_of_parameters_of_presets(preset, num_parameters, position):
+    """The number for WikiText-103 is given in the paper. The three position methods have no parameters."""
+    config = presets.get(preset)().replace(position=position)
+    assert count_parameters(config) == num_parameters
 
 
-def test_cc100_is_the_papers_shape():
+def test_shape_of_cc100_preset():
     config = presets.get("cc100")()
-    assert (config.layers, config.width, config.heads, config.ffn_width) == (25, 2048, 16, 8192)
+    assert config.layers == 25
+    assert config.width == 2048
+    assert config.heads == 16
+    assert config.ffn_width == 8192
 
 
 def test_t5_adds_one_table_for_all_layers():
-    with torch.device("meta"):
-        model = TransformerLM(presets.get("wikitext103")().replace(position="t5"))
-    assert sum(p.numel() for p in model.parameters()) == 246_933_504 + 8 * 32
+    config = presets.get("wikitext103")().replace(position="t5")
+    num_heads = 8
+    num_buckets = 32
+    assert count_parameters(config) == 246_933_504 + num_heads * num_buckets
+
+
+# ---- properties of all position methods
 
 
 @pytest.mark.parametrize("position", METHODS)
 @pytest.mark.parametrize("backend", ["auto", *QUICK_BACKENDS])
-def test_token_by_token_equals_one_pass(position, backend):
-    """Prefill, chunked prefill and decoding, to four times the length a model of this kind is usually trained at."""
+def test_reading_in_parts_with_cache_equals_one_pass(position, backend):
+    """A text is read as prompt, single token, second prompt and single tokens."""
     if position not in ("alibi", "fox") and backend.startswith("windowed"):
-        pytest.skip(f"{backend} computes linear biases and clocks only")
+        pytest.skip(f"{backend} supports linear biases and decay biases only")
     if position == "fire" and backend == "compiled":
-        pytest.skip("compiled computes no bias that depends on more than the distance")
+        pytest.skip("compiled does not support biases that depend on more than the distance")
     if backend == "compiled" and (reason := kernel_unavailable_reason()):
         pytest.skip(reason)
-    model = tiny(position=position, backend=backend)
+    model = make_tiny_model(position=position, backend=backend)
     tokens = torch.randint(256, (2, 400))
-    cache, pieces = Cache(), []
+    cache = Cache()
+    parts = [tokens[:, :130], tokens[:, 130:131], tokens[:, 131:380], *tokens[:, 380:].split(1, dim=1)]
     with torch.no_grad():
-        whole = model(tokens)
-        for piece in (tokens[:, :130], tokens[:, 130:131], tokens[:, 131:380], *tokens[:, 380:].split(1, dim=1)):
-            pieces.append(model(piece, cache=cache))
+        expected_logits = model(tokens)
+        logits = torch.cat([model(part, cache=cache) for part in parts], dim=1)
     assert cache.length == 400
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("position", METHODS)
-def test_the_future_is_invisible(position):
-    model = tiny(position=position)
+def test_later_tokens_do_not_change_earlier_logits(position):
+    model = make_tiny_model(position=position)
     tokens = torch.randint(256, (1, 30))
-    changed = tokens.clone()
-    changed[:, 20:] = (changed[:, 20:] + 1) % 256
-    before, after = model(tokens), model(changed)
-    torch.testing.assert_close(after[:, :20], before[:, :20], rtol=0, atol=1e-6)
-    assert (after[:, 20:] - before[:, 20:]).abs().max() > 1e-3
+    changed_tokens = tokens.clone()
+    changed_tokens[:, 20:] = (changed_tokens[:, 20:] + 1) % 256
+    logits = model(tokens)
+    changed_logits = model(changed_tokens)
+    torch.testing.assert_close(changed_logits[:, :20], logits[:, :20], rtol=0, atol=1e-6)
+    assert (changed_logits[:, 20:] - logits[:, 20:]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("position", METHODS)
-def test_a_document_packed_second_equals_itself_alone(position):
-    model = tiny(position=position)
+def test_packed_documents_equal_separate_documents(position):
+    model = make_tiny_model(position=position)
     tokens = torch.randint(256, (1, 30))
     segment_ids = torch.tensor([[4] * 11 + [9] * 19])
-    packed = model(tokens, segment_ids=segment_ids)
-    torch.testing.assert_close(packed[:, 11:], model(tokens[:, 11:]), rtol=0, atol=1e-5)
-    torch.testing.assert_close(packed[:, :11], model(tokens[:, :11]), rtol=0, atol=1e-5)
+    packed_logits = model(tokens, segment_ids=segment_ids)
+    torch.testing.assert_close(packed_logits[:, :11], model(tokens[:, :11]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(packed_logits[:, 11:], model(tokens[:, 11:]), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("position", METHODS)
-def test_order_matters_except_without_positions_to_a_bag(position):
-    """One layer without positions sees its past as a bag; every method but none tells two orders of it apart."""
-    model = tiny(position=position, layers=1)
-    with torch.no_grad():  # first weights are small: make scores large enough to see
-        # KERPLE's first values are drawn, and with the weights that come after them larger ones saturate the softmax.
+def test_order_of_earlier_tokens_matters_except_without_positions(position):
+    """With one layer and no positions, a token sees its past as a set without order."""
+    model = make_tiny_model(position=position, layers=1)
+    with torch.no_grad():
+        # The initial scores are too small for a visible difference. The initial parameters of KERPLE are random, and
+        # larger query and key weights would saturate its softmax.
         model.layers[0].attention.qkv.weight.mul_(3 if position == "kerple" else 20)
         if position == "t5":
             model.position.table.mul_(50)
     tokens = torch.tensor([[1, 2, 3, 4, 5]])
-    swapped = torch.tensor([[2, 1, 3, 4, 5]])
-    difference = (model(tokens) - model(swapped))[:, -1].abs().max()
-    assert difference < 1e-5 if position == "none" else difference > 1e-4
+    swapped_tokens = torch.tensor([[2, 1, 3, 4, 5]])
+    difference = (model(tokens) - model(swapped_tokens))[:, -1].abs().max()
+    if position == "none":
+        assert difference < 1e-5
+    else:
+        assert difference > 1e-4
 
 
 @pytest.mark.parametrize("position", METHODS)
 @pytest.mark.parametrize("adaptive", [None, {"cutoffs": (20, 100)}])
 def test_loss_is_the_sum_over_scored_targets(position, adaptive):
-    model = tiny(position=position, adaptive=adaptive)
+    model = make_tiny_model(position=position, adaptive=adaptive)
     tokens, targets = torch.randint(256, (2, 2, 20))
     targets[0, :5] = IGNORED
     total, count = model(tokens, targets)
     assert count == 35
-    expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    logits = model(tokens)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
-    nll = model.token_nll(tokens, targets, first=3)
-    assert nll.shape == (2, 17)
-    torch.testing.assert_close(nll.sum() + model.token_nll(tokens, targets)[:, :3].sum(), total, rtol=1e-5, atol=0)
+
+    nll_from_start = model.token_nll(tokens, targets, start=3)
+    nll_before_start = model.token_nll(tokens, targets)[:, :3]
+    assert nll_from_start.shape == (2, 17)
+    torch.testing.assert_close(nll_from_start.sum() + nll_before_start.sum(), total, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("position", METHODS)
-def test_every_parameter_is_trained(position):
-    trained = {"position_settings": {"learned_slopes": True}} if position == "alibi" else {}
-    model = tiny(position=position, **trained, embedding_norm=True, tie_embeddings=False)
+def test_every_parameter_gets_a_gradient(position):
+    position_settings = {"learned_slopes": True} if position == "alibi" else {}
+    model = make_tiny_model(
+        position=position, position_settings=position_settings, embedding_norm=True, tie_embeddings=False
+    )
     total, _ = model(*torch.randint(256, (2, 2, 64)))
     total.backward()
-    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
 
 
-def test_recomputed_activations_give_the_same_gradients():
-    model = tiny().train()
+# ---- options
+
+
+def test_activation_checkpointing_does_not_change_gradients():
+    model = make_tiny_model().train()
     tokens, targets = torch.randint(256, (2, 2, 40))
-    grads = []
-    for model.checkpoint_activations in (False, True):
+
+    def compute_gradients(checkpoint_activations: bool) -> tuple[torch.Tensor, ...]:
+        model.checkpoint_activations = checkpoint_activations
         total, _ = model(tokens, targets)
-        grads.append(torch.autograd.grad(total, list(model.parameters())))
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+        return torch.autograd.grad(total, list(model.parameters()))
+
+    for grad, expected in zip(compute_gradients(True), compute_gradients(False), strict=True):
+        torch.testing.assert_close(grad, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("heads", [6, 12, 20, 40])
-def test_head_counts_of_released_models(heads):
+def test_numbers_of_heads_that_are_not_powers_of_two(heads):
     model = TransformerLM(ModelConfig(vocab_size=64, width=heads * 4, heads=heads, kv_heads=heads // 2, layers=1))
     assert model(torch.randint(64, (1, 50))).isfinite().all()
 
@@ -160,133 +195,179 @@ def test_head_counts_of_released_models(heads):
     ],
     ids=str,
 )
-def test_every_option_changes_the_model(settings):
+def test_every_option_changes_the_logits(settings):
     tokens = torch.randint(256, (1, 40))
-    assert not torch.equal(tiny(**settings)(tokens), tiny()(tokens))
+    assert not torch.equal(make_tiny_model(**settings)(tokens), make_tiny_model()(tokens))
 
 
-@pytest.mark.parametrize("where", ["dropout", "attention_dropout", "activation_dropout"])
-def test_dropout_acts_in_training_only(where):
-    model = tiny(**{where: 0.5})
+@pytest.mark.parametrize("option", ["dropout", "attention_dropout", "activation_dropout"])
+def test_dropout_is_used_in_training_only(option):
+    model = make_tiny_model(**{option: 0.5})
     tokens = torch.randint(256, (1, 40))
     assert torch.equal(model(tokens), model(tokens))
     model.train()
     assert not torch.equal(model(tokens), model(tokens))
 
 
-def test_bfloat16_model_stays_close_to_float32():
+def test_bfloat16_model_is_close_to_float32_model():
     tokens = torch.randint(256, (1, 500))
-    exact = tiny()(tokens).log_softmax(-1)
-    half = tiny().to(torch.bfloat16)(tokens).float().log_softmax(-1)
-    assert half.isfinite().all()
-    assert (half - exact).abs().max() < 0.05
+    float32_log_probs = make_tiny_model()(tokens).log_softmax(-1)
+    bfloat16_log_probs = make_tiny_model().to(torch.bfloat16)(tokens).float().log_softmax(-1)
+    assert bfloat16_log_probs.isfinite().all()
+    assert (bfloat16_log_probs - float32_log_probs).abs().max() < 0.05
+
+
+# ---- error messages
+#
+# The Makefile deselects tests whose names end in "mistakes_are_explained" when it checks the shapes in all signatures.
+# The shape checks would raise their own errors.
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("settings", "message"),
     [
-        (lambda: tiny()(torch.tensor([1, 2])), r"tokens must have shape \(batch, length\).*got \(2,\)"),
-        (lambda: tiny()(torch.zeros(1, 0, dtype=torch.long)), "at least one token"),
-        (lambda: tiny()(torch.tensor([[256]])), "token id 256 is outside the model's vocabulary of 256"),
-        (lambda: tiny()(torch.tensor([[-1]])), "token id -1 is outside"),
-        (lambda: tiny(position="alibbi"), "Unknown position method 'alibbi'. Did you mean 'alibi'"),
-        (lambda: tiny(backend="sdpaa"), "Unknown attention backend 'sdpaa'. Did you mean 'sdpa'"),
-        (lambda: tiny(width=100, heads=8), "width 100 is not a multiple of heads 8; choose width 96"),
-        (lambda: tiny(width=12, heads=4, position="rotary"), "rotary turns pairs"),
-        (lambda: tiny(kv_heads=3), "kv_heads 3 must divide heads 4"),
-        (lambda: tiny(widht=3), "Unknown setting 'widht'. Did you mean 'width'"),
-        (lambda: presets.get("wikitext-103"), "Unknown preset 'wikitext-103'. Did you mean 'wikitext103'"),
-        (lambda: TransformerLM(ModelConfig()), "a model needs a vocabulary"),
+        ({"position": "alibbi"}, "Unknown position method 'alibbi'. Did you mean 'alibi'"),
+        ({"backend": "sdpaa"}, "Unknown attention backend 'sdpaa'. Did you mean 'sdpa'"),
+        ({"width": 100, "heads": 8}, "width 100 is not a multiple of heads 8; choose width 96"),
+        ({"width": 12, "heads": 4, "position": "rotary"}, "width / heads must be even; got 12 / 4"),
         (
-            lambda: tiny(position="learned", position_settings={"max_length": 8})(torch.ones(1, 9, dtype=torch.long)),
-            "stop at 8",
+            {"width": 16, "heads": 4, "position": "rotary", "position_settings": {"rotary_fraction": 0.25}},
+            "rotary_fraction",
         ),
-        (lambda: tiny(adaptive={"cutoffs": (5, 3)}), "cutoffs must be ascending"),
-        (
-            lambda: tiny()(torch.ones(1, 4, dtype=torch.long), segment_ids=torch.ones(1, 3)),
-            "segment_ids must have the shape of tokens",
-        ),
+        ({"kv_heads": 3}, "kv_heads 3 must divide heads 4"),
+        ({"widht": 3}, "Unknown setting 'widht'. Did you mean 'width'"),
+        ({"vocab_size": 0}, "model.vocab_size"),
+        ({"adaptive": {"cutoffs": (5, 3)}}, "cutoffs must be ascending"),
+        ({"position_settings": {"slopes": (0.5, 0.25)}}, "slopes must contain one number per head, 4 in total; got 2"),
     ],
 )
-def test_mistakes_are_explained(call, message):
+def test_settings_mistakes_are_explained(settings, message):
     with pytest.raises(InputError, match=message):
-        call()
+        make_tiny_model(**settings)
 
 
-def test_learned_positions_past_the_table_through_a_cache():
-    model, cache = tiny(position="learned", position_settings={"max_length": 8}), Cache()
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.tensor([1, 2]), r"tokens must have shape \(batch, length\).*got \(2,\)"),
+        (torch.zeros(1, 0, dtype=torch.long), "at least one token"),
+        (torch.tensor([[256]]), "token id 256 is outside the model's vocabulary of 256"),
+        (torch.tensor([[-1]]), "token id -1 is outside"),
+    ],
+)
+def test_token_mistakes_are_explained(tokens, message):
+    with pytest.raises(InputError, match=message):
+        make_tiny_model()(tokens)
+
+
+def test_segment_id_mistakes_are_explained():
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(InputError, match="segment_ids must have the shape of tokens"):
+        make_tiny_model()(tokens, segment_ids=torch.ones(1, 3))
+
+
+def test_unknown_preset_gets_a_suggestion():
+    with pytest.raises(InputError, match=r"Unknown preset 'wikitext-103'\. Did you mean 'wikitext103'"):
+        presets.get("wikitext-103")
+
+
+def test_learned_positions_reject_longer_inputs():
+    model = make_tiny_model(position="learned", position_settings={"max_length": 8})
+    with pytest.raises(InputError, match="stop at 8, but this input reaches 9"):
+        model(torch.ones(1, 9, dtype=torch.long))
+
+    cache = Cache()
     with torch.no_grad():
         model(torch.ones(1, 8, dtype=torch.long), cache=cache)
         with pytest.raises(InputError, match="stop at 8, but this input reaches 9"):
             model(torch.ones(1, 1, dtype=torch.long), cache=cache)
 
 
-def test_adaptive_cutoffs_past_the_vocabulary_are_left_out():
-    model = tiny(adaptive=AdaptiveConfig(cutoffs=(100, 300)).model_dump())
+def test_adaptive_cutoffs_beyond_the_vocabulary_are_ignored():
+    model = make_tiny_model(adaptive=AdaptiveConfig(cutoffs=(100, 300)).model_dump())
     assert model.vocabulary.bands == [(0, 100), (100, 256)]
 
 
-FOREIGN = {
-    "rms": {"norm": "rms"},
-    "swiglu": {"gated_feedforward": True, "activation": "silu", "biases": False},
-    "clipped": {"clip_qkv": 0.3},
-    "scale 1/d": {"softmax_scale": 1 / 16},
-    "logits": {"logit_scale": 0.25},
-    "factor": {"embedding_factor": 3.0, "embedding_norm": False},
-    "slopes": {"position_settings": {"slopes": (0.5, 0.2, 0.03, 0.001)}},
-    "biases of norms alone": {"biases": False, "norm_biases": True},
-    "parallel": {"parallel_blocks": True},
+# ---- settings of imported models
+
+
+# Settings that only models of other libraries need.
+IMPORTED_MODEL_SETTINGS = {
+    "RMSNorm": {"norm": "rms"},
+    "SwiGLU": {"gated_feedforward": True, "activation": "silu", "biases": False},
+    "clipped queries, keys and values": {"clip_qkv": 0.3},
+    "softmax scale": {"softmax_scale": 1 / 16},
+    "logit scale": {"logit_scale": 0.25},
+    "embedding factor": {"embedding_factor": 3.0, "embedding_norm": False},
+    "own slopes": {"position_settings": {"slopes": (0.5, 0.2, 0.03, 0.001)}},
+    "biases in norms only": {"biases": False, "norm_biases": True},
+    "parallel blocks": {"parallel_blocks": True},
 }
-"""Settings that models from elsewhere need."""
 
 
-def by_hand(model, tokens):
-    """The model once more, in the fewest words."""
-    c, weights = model.config, dict(model.named_parameters())
-    slopes = torch.tensor(c.position_settings.slopes or (2**-2, 2**-4, 2**-6, 2**-8))
+def compute_reference_logits(model: TransformerLM, tokens: torch.Tensor) -> torch.Tensor:
+    """Compute the logits of the preset "tiny" with the weights of a model, in plain PyTorch operations."""
+    config = model.config
+    weights = dict(model.named_parameters())
+    slopes = torch.tensor(config.position_settings.slopes or (2**-2, 2**-4, 2**-6, 2**-8))
+    activation = F.silu if config.activation == "silu" else F.gelu
 
-    def linear(x, name):
-        return F.linear(x, weights[name + ".weight"], weights.get(name + ".bias"))
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
-    def norm(x, name):
-        centred = x if c.norm == "rms" else x - x.mean(-1, keepdim=True)
-        x = centred / (centred.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt()
-        return x * weights[name + ".weight"] + weights.get(name + ".bias", 0)
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        centered = x if config.norm == "rms" else x - x.mean(-1, keepdim=True)
+        normalized = centered / (centered.pow(2).mean(-1, keepdim=True) + config.norm_eps).sqrt()
+        return normalized * weights[f"{name}.weight"] + weights.get(f"{name}.bias", 0)
 
-    x = weights["vocabulary.embedding.weight"][tokens] * c.embedding_factor
-    where = torch.arange(tokens.shape[1])
-    bias = -slopes[:, None, None] * (where[:, None] - where)
-    bias = bias.masked_fill(where[:, None] < where, -torch.inf)
-    for i in range(c.layers):
-        qkv = linear(norm(x, f"layers.{i}.attention_norm"), f"layers.{i}.attention.qkv")
-        qkv = qkv if c.clip_qkv is None else qkv.clamp(-c.clip_qkv, c.clip_qkv)
+    def attention(x: torch.Tensor, name: str) -> torch.Tensor:
+        qkv = linear(x, f"{name}.qkv")
+        if config.clip_qkv is not None:
+            qkv = qkv.clamp(-config.clip_qkv, config.clip_qkv)
         q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in qkv.chunk(3, -1))
-        weight = (q @ k.mT * (c.softmax_scale or 16**-0.5) + bias).softmax(-1)
-        before, x = x, x + linear((weight @ v).transpose(1, 2).flatten(2), f"layers.{i}.attention.out")
-        inside = norm(before if c.parallel_blocks else x, f"layers.{i}.ffn_norm")
-        wide, activate = linear(inside, f"layers.{i}.ffn.wide"), F.silu if c.activation == "silu" else F.gelu
-        wide = activate(linear(inside, f"layers.{i}.ffn.gate")) * wide if c.gated_feedforward else activate(wide)
-        x = x + linear(wide, f"layers.{i}.ffn.narrow")
-    return norm(x, "final_norm") @ weights["vocabulary.embedding.weight"].T * c.logit_scale
+        scores = q @ k.mT * (config.softmax_scale or 16**-0.5) + bias
+        return linear((scores.softmax(-1) @ v).transpose(1, 2).flatten(2), f"{name}.out")
+
+    def feed_forward(x: torch.Tensor, name: str) -> torch.Tensor:
+        hidden = linear(x, f"{name}.wide")
+        if config.gated_feedforward:
+            hidden = activation(linear(x, f"{name}.gate")) * hidden
+        else:
+            hidden = activation(hidden)
+        return linear(hidden, f"{name}.narrow")
+
+    positions_of_tokens = torch.arange(tokens.shape[1])
+    distances = positions_of_tokens[:, None] - positions_of_tokens
+    bias = (-slopes[:, None, None] * distances).masked_fill(distances < 0, -torch.inf)
+
+    embedding = weights["vocabulary.embedding.weight"]
+    x = embedding[tokens] * config.embedding_factor
+    for layer in range(config.layers):
+        after_attention = x + attention(norm(x, f"layers.{layer}.attention_norm"), f"layers.{layer}.attention")
+        ffn_input = x if config.parallel_blocks else after_attention
+        x = after_attention + feed_forward(norm(ffn_input, f"layers.{layer}.ffn_norm"), f"layers.{layer}.ffn")
+    return norm(x, "final_norm") @ embedding.T * config.logit_scale
 
 
-@pytest.mark.parametrize("settings", FOREIGN.values(), ids=FOREIGN)
-def test_settings_of_models_from_elsewhere(settings):
-    model = tiny(**settings)
-    with torch.no_grad():
-        for parameter in model.parameters():  # loud, and no bias or gain where it would not show
-            parameter += 0.1 * torch.randn_like(parameter)
-        tokens = torch.randint(256, (2, 90))
-        logits = model(tokens)
-        torch.testing.assert_close(logits, by_hand(model, tokens), rtol=0, atol=2e-5 * float(logits.std()) + 2e-5)
-        assert not torch.allclose(logits, tiny()(tokens), atol=0.1 * float(logits.std()))
-        nll = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-        torch.testing.assert_close(model.loss(tokens[:, :-1], tokens[:, 1:]).total, nll, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("settings", IMPORTED_MODEL_SETTINGS.values(), ids=IMPORTED_MODEL_SETTINGS)
+@torch.no_grad()
+def test_settings_of_imported_models_equal_reference(settings):
+    model = make_tiny_model(**settings)
+    for parameter in model.parameters():
+        # Random changes make the effect of every weight visible. Biases are 0 and gains are 1 at first.
+        parameter += 0.1 * torch.randn_like(parameter)
+    tokens = torch.randint(256, (2, 90))
+    logits = model(tokens)
+    std = float(logits.std())
+    torch.testing.assert_close(logits, compute_reference_logits(model, tokens), rtol=0, atol=2e-5 * std + 2e-5)
+    assert not torch.allclose(logits, make_tiny_model()(tokens), atol=0.1 * std)
+
+    expected_loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    loss = model.loss(tokens[:, :-1], tokens[:, 1:]).total
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-4, atol=1e-4)
 
 
-def test_given_slopes_are_one_per_head_and_come_to_life_from_meta():
-    with pytest.raises(InputError, match="slopes must be one per head, 4; got 2"):
-        tiny(position_settings={"slopes": (0.5, 0.25)})
+def test_slopes_of_the_settings_are_set_when_a_meta_model_gets_memory():
     with torch.device("meta"):
-        model = tiny(position_settings={"slopes": (0.5, 0.2, 0.03, 0.001)})
+        model = make_tiny_model(position_settings={"slopes": (0.5, 0.2, 0.03, 0.001)})
     assert model.to_empty(device="cpu").position.slopes.tolist() == pytest.approx([0.5, 0.2, 0.03, 0.001])

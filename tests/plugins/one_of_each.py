@@ -1,4 +1,4 @@
-"""One of each thing that a plug-in can bring: a backend, a corpus, a tokenizer, an analysis."""
+"""A plug-in for tests that registers a backend, a corpus, a tokenizer and an analysis."""
 
 from rich.console import Group
 
@@ -11,11 +11,12 @@ from trainshort.evaluate.analyses.base import Analysis, AnalysisContext, analyse
 
 @backends.register("echo")
 class Echo:
-    """The reference under another name."""
+    """The reference backend under another name."""
 
     @staticmethod
     def unsupported_reason(call: AttentionCall) -> str | None:
-        return "is for tests with at most 99 keys" if call.k.shape[2] > 99 else None
+        num_keys = call.k.shape[2]
+        return "is for tests with at most 99 keys" if num_keys > 99 else None
 
     @staticmethod
     def run(call: AttentionCall):
@@ -24,27 +25,40 @@ class Echo:
 
 @corpora.register("owl")
 def owl():
-    """The text of a file named owl.txt here."""
+    """The text of the file owl.txt in the current folder."""
     return find_corpus("owl.txt")
 
 
 @tokenizers.register("letters")
 class Letters(SavedTokenizer):
-    summary = "a token is a letter"
+    """A tokenizer whose tokens are the letters of the text. The token 0 stands for unknown letters."""
+
+    summary = "each letter is a token"
     sized = True
 
     @classmethod
     def build(cls, texts, vocab_size, size):
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-        found = sorted({letter for text in texts for letter in text})[: vocab_size - 1]
-        saved = Tokenizer(models.WordLevel({"?": 0} | {x: i + 1 for i, x in enumerate(found)}, unk_token="?"))
-        saved.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-        return cls(saved, "letters")
+        letters = {letter for text in texts for letter in text}
+        known_letters = sorted(letters)[: vocab_size - 1]
+        vocabulary = {"?": 0}
+        for token_id, letter in enumerate(known_letters, start=1):
+            vocabulary[letter] = token_id
+
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+        return cls(tokenizer, "letters")
 
 
-def count(lab: AnalysisContext) -> dict:
-    return {"summary": f"there are {len(lab.tokens)} tokens"}
+def count_tokens(context: AnalysisContext) -> dict:
+    """Return the result of the analysis "count"."""
+    return {"summary": f"there are {len(context.tokens)} tokens"}
 
 
-analyses.register("count")(Analysis("how many tokens are there?", count, lambda result: Group(result["summary"])))
+def show_count(result: dict) -> Group:
+    """Return what the command `analyze` prints for a result of the analysis "count"."""
+    return Group(result["summary"])
+
+
+analyses.register("count")(Analysis("How many tokens does the text have?", count_tokens, show_count))

@@ -114,8 +114,8 @@ WRONG = [
     ("train odd.json", "In odd.json: Setting 'model' cannot be 5: it is a group of settings."),
     ("train runs/cut --resume --train.steps 20", "(step-000000008: model/whole.safetensors has 1000 bytes instead of"),
     (f"train {RUN} --resume --train.steps 3", "runs/tiny has done 8 steps already, and train.steps=3 asks for fewer."),
-    ("train hf", "hf/config.json is of a Hugging Face model"),
-    ("train hf/config.json", "hf/config.json is of a Hugging Face model"),
+    ("train hf", "hf/config.json belongs to a Hugging Face model"),
+    ("train hf/config.json", "hf/config.json belongs to a Hugging Face model"),
     # evaluate
     ("evaluate", "RUN is missing: A run folder, one of its checkpoints, a Hugging Face"),
     ("evaluate ''", "RUN is empty: A run folder, one of its checkpoints, a Hugging Face"),

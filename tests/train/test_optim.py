@@ -123,7 +123,7 @@ def test_a_position_table_is_not_decayed_and_has_a_rate_of_its_own(name):
 
 
 def test_muon_is_not_for_shared_out_matrices():
-    with pytest.raises(InputError, match=r"optim.name muon needs whole matrices, and train.parallel fsdp shares them"):
+    with pytest.raises(InputError, match=r"optim.name muon cannot be combined with train.parallel fsdp"):
         RunConfig().replace(optim={"name": "muon"}, train={"parallel": "fsdp"})
 
 

@@ -106,7 +106,7 @@ def test_it_generates(trained):
 
 def test_its_settings_are_in_the_help_and_in_the_list(trained):
     told = command(trained, "train", "demo-alibi", "--position", "kerple-log", "--help")
-    assert "how much a distance costs" in " ".join(told.split())
+    assert "Initial factor on the logarithm" in " ".join(told.split())
     assert "A penalty that grows with the logarithm of the distance" in command(trained, "list", "positions")
 
 
@@ -138,7 +138,7 @@ BAD = {
     "from trainshort.model.positions import *\n@positions.register('alibi')\nclass A(PositionMethod):\n"
     "    def score_bias(self, length): return None\n": "cannot be used: position method 'alibi' is already registered",
     "from trainshort.model.positions import *\n@positions.register('new')\nclass A(PositionMethod): ...\n": "position "
-    "method 'new' does nothing: it lacks embed, rotate, score_bias alike.",
+    "method 'new' must define at least one of embed, rotate, score_bias, content_bias.",
     "from trainshort.model.positions import *\n@positions.register('new')\nclass A: ...\n": "position method 'new' "
     "must be a class that extends PositionMethod.",
     "from trainshort.attention import backends\n@backends.register('new')\nclass A: ...\n": "attention backend 'new' "

@@ -1,1 +1,1 @@
-"""Settings of runs and models, presets, and the tables of everything that can be chosen by name."""
+"""The settings of runs and models, the presets, and the registries of everything that is selected by name."""

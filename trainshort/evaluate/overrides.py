@@ -152,7 +152,7 @@ def _stretch(held: ExitStack, model: TransformerLM, change: Override, trained_at
         )
     if change.kind != "blocks":
         how: Any = change.kind  # one of Stretch's, as `read` has it
-        set_attribute_temporarily(held, model.position, "stretch", RotaryScaling(how, change.value, trained_at, length))
+        set_attribute_temporarily(held, model.position, "scaling", RotaryScaling(how, change.value, trained_at, length))
 
 
 def set_attribute_temporarily(held: ExitStack, owner: Any, name: str, value: Any) -> None:

@@ -84,11 +84,11 @@ class _AttentionOfRow(NamedTuple):
     def of(cls, model: TransformerLM, index: int) -> "_AttentionOfRow":
         config, attention = model.config, model.layers[index].attention
         assert isinstance(attention, Attention)
-        slopes, gate = model.position.linear_slopes(), None if attention.plain else model.position.gate(index)
+        slopes, gate = model.position.linear_slopes(), None if attention.is_nope_layer else model.position.gate(index)
         none = torch.zeros(config.heads, dtype=torch.float32)
         if slopes is not None:  # the method's own tensor: what changes it changes this
             bias = zero_bias_for_nope_heads(LinearBias(slopes), config)
-            slopes = none if attention.plain or bias is None else bias.values
+            slopes = none if attention.is_nope_layer or bias is None else bias.values
         open_ = torch.full_like(none, math.inf * (1 if gate is None else gate.sign))
         return cls(attention, none if slopes is None else slopes, gate, open_, torch.empty_like(none))
 

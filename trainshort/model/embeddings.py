@@ -1,10 +1,10 @@
-"""From token numbers to vectors, and from vectors to probabilities of the next token.
+"""Token embeddings, and the output layer that turns hidden states into a loss or into scores of the next token.
 
-Two kinds: one plain matrix, tied or not, and the adaptive input and softmax of Baevski & Auli, where rare words have
-narrow vectors. Both turn hidden states into negative log-likelihoods a slice at a time: the full logits of 16,384
-tokens over 267,744 words would be 17 GB, and nobody needs them at once.
+There are two kinds: `Vocabulary` uses one embedding matrix, and `AdaptiveVocabulary` uses the adaptive input and
+softmax of Baevski & Auli (2019), in which rare words have short vectors.
 
-Nearly all of that is one matrix product, and so is nearly all of a layer: how those are made stands here for both.
+Losses are computed for a slice of tokens at a time. The logits of all tokens may not fit into memory: for 16,384
+tokens and 267,744 words they would take 17 GB.
 """
 
 from itertools import pairwise
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -20,172 +20,268 @@ from trainshort.config.run_config import IGNORED, AdaptiveConfig, ModelConfig
 from trainshort.model.linear import linear
 
 PADDING = 1
-"""fairseq's number for padding. Its adaptive input takes it for padding in every band, and begins that row at zero."""
+"""The id of the padding token in fairseq. fairseq's adaptive input initializes this row of every band with zeros."""
 
 SLICE_ELEMENTS = 1 << 22
-"""Logits computed at once: 16 MB in float32 stays near the cache and keeps the matrix products large."""
+"""The number of logits that are computed at once. They take 16 MB in float32.
+
+Larger slices do not fit into the processor's cache. Smaller slices make the matrix products less efficient.
+"""
 
 
 class Vocabulary(nn.Module):
-    """One embedding matrix and one output matrix, which may be the same."""
+    """Token embeddings with one embedding matrix and one output matrix.
+
+    With `config.tie_embeddings`, the embedding matrix is also the output matrix.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.output = None if config.tie_embeddings else nn.Linear(config.width, config.vocab_size, bias=False)
+        self.output = None
+        if not config.tie_embeddings:
+            self.output = nn.Linear(config.width, config.vocab_size, bias=False)
+        std = 0.02 if config.init == "gpt2" else config.width**-0.5
         for weight in self.parameters():
-            nn.init.normal_(weight, std=0.02 if config.init == "gpt2" else config.width**-0.5)
+            nn.init.normal_(weight, std=std)
 
     @property
     def output_weight(self) -> Float[Tensor, "vocabulary width"]:
+        """The matrix that turns hidden states into logits."""
         return self.embedding.weight if self.output is None else self.output.weight
 
     def embed(self, tokens: Int[Tensor, "batch length"]) -> Float[Tensor, "batch length width"]:
+        """Return the embedding vector of each token."""
         return self.embedding(tokens)
 
     def log_scores(self, hidden: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows vocabulary"]:
-        """Scores whose softmax is the prediction."""
+        """Compute the logits of all tokens of the vocabulary."""
         return linear(hidden, self.output_weight)
 
     def total_nll(self, hidden: Float[Tensor, "rows width"], targets: Int[Tensor, " rows"]) -> Float[Tensor, ""]:
+        """Compute the sum of the negative log-likelihoods of the targets, for training."""
         return linear_nll(hidden, self.output_weight, targets)
 
     def token_nll(self, hidden: Float[Tensor, "rows width"], targets: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:
+        """Compute the negative log-likelihood of each target, for evaluation."""
         return _sliced_nll(hidden, self.output_weight, targets)
 
 
 class AdaptiveVocabulary(nn.Module):
-    """Bands of words by rank, each narrower than the one before; the first is scored together with one entry per
-    further band, and a word of such a band gets the product of both probabilities.
+    """The adaptive input and softmax of Baevski & Auli (2019).
 
-    Input and output share the bands' matrices and, turned round, their projections. The first band's projection serves
-    the input alone.
+    Token ids are sorted by frequency and split into bands. The embedding vectors of a band are shorter than the vectors
+    of the band before. A projection matrix per band maps them to the width of the model.
+
+    The output layer has two steps. The head is a softmax over the tokens of the first band (the shortlist) and one
+    additional entry for each further band. The tail of a further band is a softmax over the tokens of that band. The
+    probability of such a token is the product of the probability of the band and its probability in the tail.
+
+    Input and output share the embedding matrices and the projection matrices. The output does not use the projection
+    matrix of the first band.
+
+    Attributes:
+        bands: The first token id of each band, and the id after the last token of the band.
+        embeddings: The embedding matrix of each band.
+        projections: The projection matrix of each band.
+        clusters: The rows of the head for the bands after the first band.
     """
 
     def __init__(self, config: ModelConfig, adaptive: AdaptiveConfig) -> None:
         super().__init__()
-        edges = [0, *(c for c in adaptive.cutoffs if c < config.vocab_size), config.vocab_size]
-        self.bands = list(pairwise(edges))
-        widths = [max(1, config.width // adaptive.factor**i) for i in range(len(self.bands))]
-        self.embeddings = nn.ModuleList(nn.Embedding(b - a, w) for (a, b), w in zip(self.bands, widths, strict=True))
-        self.projections = nn.ModuleList(nn.Linear(w, config.width, bias=False) for w in widths)
+        cutoffs = [cutoff for cutoff in adaptive.cutoffs if cutoff < config.vocab_size]
+        self.bands = list(pairwise([0, *cutoffs, config.vocab_size]))
+        band_widths = [max(1, config.width // adaptive.factor**band) for band in range(len(self.bands))]
+
+        self.embeddings = nn.ModuleList()
+        for (band_start, band_stop), band_width in zip(self.bands, band_widths, strict=True):
+            self.embeddings.append(nn.Embedding(band_stop - band_start, band_width))
+        self.projections = nn.ModuleList(nn.Linear(band_width, config.width, bias=False) for band_width in band_widths)
         self.clusters = nn.Linear(config.width, len(self.bands) - 1, bias=False)
         self.dropout = nn.Dropout(config.head_dropout)
         self.width = config.width
-        for embedding, width in zip(self.embeddings, widths, strict=True):
-            nn.init.normal_(embedding.weight, std=width**-0.5)  # pyright: ignore[reportArgumentType]
+
+        for band, band_width in enumerate(band_widths):
+            embedding_weight = self._embedding_weight(band)
+            nn.init.normal_(embedding_weight, std=band_width**-0.5)
             with torch.no_grad():
-                embedding.weight[PADDING : PADDING + 1] = 0  # pyright: ignore[reportIndexIssue]
+                # A slice instead of an index, because a band may have one token only.
+                embedding_weight[PADDING : PADDING + 1] = 0
         for projection in (*self.projections, self.clusters):
             nn.init.xavier_uniform_(projection.weight)  # pyright: ignore[reportArgumentType]
 
     def embed(self, tokens: Int[Tensor, "batch length"]) -> Float[Tensor, "batch length width"]:
-        out = self._weight(self.projections, 0).new_zeros((*tokens.shape, self.width))
-        for i, (start, stop) in enumerate(self.bands):
-            here = (tokens >= start) & (tokens < stop)
-            vectors = self.projections[i](self.embeddings[i](tokens[here] - start))
-            out = out.to(vectors.dtype).index_put((here,), vectors)
+        """Return the embedding vector of each token, projected to the width of the model.
+
+        The vocabulary is split into bands by frequency. Each band has its own embedding and projection matrices.
+        """
+        out = self._projection_weight(0).new_zeros((*tokens.shape, self.width))
+        for band, (band_start, _) in enumerate(self.bands):
+            in_band = self._is_in_band(tokens, band)
+            vectors = self.projections[band](self.embeddings[band](tokens[in_band] - band_start))
+            # Under autocast, the vectors have another dtype than the weights.
+            out = out.to(vectors.dtype).index_put((in_band,), vectors)
         return out
 
     def log_scores(self, hidden: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows vocabulary"]:
-        """Log-probabilities of every word."""
-        head = linear(hidden, self._head_weight()).float().log_softmax(-1)
-        shortlist = self.bands[0][1]
-        pieces = [head[..., :shortlist]]
-        for i in range(1, len(self.bands)):
-            tail = linear(self._tail_hidden(hidden, i), self._weight(self.embeddings, i)).float().log_softmax(-1)
-            pieces.append(head[..., shortlist + i - 1, None] + tail)
-        return torch.cat(pieces, dim=-1)
+        """Compute the log-probabilities of all tokens of the vocabulary. They can be used as logits.
+
+        The head gives the log-probabilities of the tokens of the first band and of the other bands as a whole. The tail
+        of a band gives the log-probabilities of the tokens inside this band.
+        """
+        head_log_probs = linear(hidden, self._head_weight()).float().log_softmax(-1)
+        shortlist_size = self.bands[0][1]
+        log_probs = [head_log_probs[..., :shortlist_size]]
+        for band in range(1, len(self.bands)):
+            tail_logits = linear(self._tail_hidden(hidden, band), self._embedding_weight(band))
+            tail_log_probs = tail_logits.float().log_softmax(-1)
+            band_log_prob = head_log_probs[..., shortlist_size + band - 1, None]
+            log_probs.append(band_log_prob + tail_log_probs)
+        return torch.cat(log_probs, dim=-1)
 
     def total_nll(self, hidden: Float[Tensor, "rows width"], targets: Int[Tensor, " rows"]) -> Float[Tensor, ""]:
+        """Compute the sum of the negative log-likelihoods of the targets, for training.
+
+        The vocabulary is split into bands by frequency. A target outside of the first band adds two losses: the loss of
+        its band in the head, and the loss of the token in the tail (the softmax over the tokens of that band).
+        """
         hidden = self.dropout(hidden)
         total = linear_nll(hidden, self._head_weight(), self._head_targets(targets))
-        for i, (start, stop) in enumerate(self.bands[1:], 1):
-            here = (targets >= start) & (targets < stop)
-            inside = self.dropout(self._tail_hidden(hidden[here], i))
-            total = total + linear_nll(inside, self._weight(self.embeddings, i), targets[here] - start)
+        for band in range(1, len(self.bands)):
+            band_start = self.bands[band][0]
+            in_band = self._is_in_band(targets, band)
+            tail_hidden = self.dropout(self._tail_hidden(hidden[in_band], band))
+            total = total + linear_nll(tail_hidden, self._embedding_weight(band), targets[in_band] - band_start)
         return total
 
     def token_nll(self, hidden: Float[Tensor, "rows width"], targets: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:
+        """Compute the negative log-likelihood of each target, for evaluation.
+
+        The vocabulary is split into bands by frequency. The value of a target outside of the first band is the sum of
+        two losses: the loss of its band in the head, and the loss of the token in the tail (the softmax over the tokens
+        of that band).
+        """
         nll = _sliced_nll(hidden, self._head_weight(), self._head_targets(targets))
-        for i, (start, stop) in enumerate(self.bands[1:], 1):
-            here = (targets >= start) & (targets < stop)
-            inside = self._tail_hidden(hidden[here], i)
-            nll[here] += _sliced_nll(inside, self._weight(self.embeddings, i), targets[here] - start)
+        for band in range(1, len(self.bands)):
+            band_start = self.bands[band][0]
+            in_band = self._is_in_band(targets, band)
+            tail_hidden = self._tail_hidden(hidden[in_band], band)
+            nll[in_band] += _sliced_nll(tail_hidden, self._embedding_weight(band), targets[in_band] - band_start)
         return nll
 
-    def _weight(self, modules: nn.ModuleList, i: int) -> Tensor:
-        return modules[i].weight  # pyright: ignore[reportReturnType]
+    def _embedding_weight(self, band: int) -> Float[Tensor, "band_size band_width"]:
+        return self.embeddings[band].weight  # pyright: ignore[reportReturnType]
 
-    def _head_weight(self) -> Float[Tensor, "shortlist_and_clusters width"]:
-        return torch.cat([self._weight(self.embeddings, 0), self.clusters.weight])
+    def _projection_weight(self, band: int) -> Float[Tensor, "width band_width"]:
+        return self.projections[band].weight  # pyright: ignore[reportReturnType]
 
-    def _head_targets(self, targets: Tensor) -> Tensor:
-        """Words of the first band stay; a word of band i becomes that band's cluster entry."""
-        shortlist = self.bands[0][1]
-        head = targets.clone()
-        for i, (start, stop) in enumerate(self.bands[1:], 1):
-            head[(targets >= start) & (targets < stop)] = shortlist + i - 1
-        return head
+    def _head_weight(self) -> Float[Tensor, "head_size width"]:
+        """Return the output matrix of the head: one row per shortlist token, then one row per further band."""
+        return torch.cat([self._embedding_weight(0), self.clusters.weight])
 
-    def _tail_hidden(self, hidden: Tensor, i: int) -> Tensor:
-        return hidden @ self._weight(self.projections, i)
+    def _head_targets(self, targets: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:
+        """Return the targets of the head, the softmax over the tokens of the first band and one entry per further band.
+
+        A token of the first band is its own target. The target of any other token is the head's entry for its band.
+        """
+        shortlist_size = self.bands[0][1]
+        head_targets = targets.clone()
+        for band in range(1, len(self.bands)):
+            head_targets[self._is_in_band(targets, band)] = shortlist_size + band - 1
+        return head_targets
+
+    def _is_in_band(self, tokens: Int[Tensor, "*shape"], band: int) -> Bool[Tensor, "*shape"]:
+        """Return for each token whether it belongs to the band."""
+        band_start, band_stop = self.bands[band]
+        return (tokens >= band_start) & (tokens < band_stop)
+
+    def _tail_hidden(self, hidden: Float[Tensor, "*rows width"], band: int) -> Float[Tensor, "*rows band_width"]:
+        """Map hidden states to the vector width of a band with the transposed projection matrix."""
+        return hidden @ self._projection_weight(band)
 
 
 def build_vocabulary(config: ModelConfig) -> Vocabulary | AdaptiveVocabulary:
-    return Vocabulary(config) if config.adaptive is None else AdaptiveVocabulary(config, config.adaptive)
+    """Create the token embeddings and the output layer that the settings of a model describe."""
+    if config.adaptive is None:
+        return Vocabulary(config)
+    return AdaptiveVocabulary(config, config.adaptive)
 
 
 def linear_nll(
     hidden: Float[Tensor, "rows width"], weight: Float[Tensor, "vocabulary width"], targets: Int[Tensor, " rows"]
 ) -> Float[Tensor, ""]:
-    """Sum of −log softmax(hidden · weightᵀ)[target] over the targets that are not IGNORED.
+    """Compute the summed cross entropy of a linear output layer: `-log_softmax(hidden @ weight.T)[target]`.
 
-    While training, the gradients are computed together with the loss, slice by slice, so that the logits are never
-    all in memory and never computed twice.
+    In training, each slice of logits is computed once, and its gradients are computed at the same time. The logits of
+    all rows are never in memory together.
+
+    Args:
+        hidden: The hidden states.
+        weight: The output matrix.
+        targets: The target of each row. Rows with the target `IGNORED` do not count.
+
+    Returns:
+        The sum over all rows in float32.
     """
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearNll.apply(hidden, weight, targets)  # pyright: ignore[reportReturnType]
     return _sliced_nll(hidden, weight, targets).sum()
 
 
-def _row_slices(rows: int, vocab_size: int) -> list[slice]:
-    size = max(1, SLICE_ELEMENTS // vocab_size)
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+def _row_slices(num_rows: int, vocab_size: int) -> list[slice]:
+    """Split rows into slices whose logits have at most `SLICE_ELEMENTS` elements, with at least one row per slice."""
+    rows_per_slice = max(1, SLICE_ELEMENTS // vocab_size)
+    starts = range(0, num_rows, rows_per_slice)
+    return [slice(start, min(start + rows_per_slice, num_rows)) for start in starts]
 
 
-def _sliced_nll(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    pieces = [
-        F.cross_entropy(linear(hidden[rows], weight).float(), targets[rows], ignore_index=IGNORED, reduction="none")
-        for rows in _row_slices(len(targets), len(weight))
-    ]
-    return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.float32)
+def _sliced_nll(
+    hidden: Float[Tensor, "rows width"], weight: Float[Tensor, "vocabulary width"], targets: Int[Tensor, " rows"]
+) -> Float[Tensor, " rows"]:
+    """Compute the cross entropy of each row of a linear output layer, one slice of rows at a time."""
+    losses = []
+    for rows in _row_slices(len(targets), len(weight)):
+        logits = linear(hidden[rows], weight).float()
+        losses.append(F.cross_entropy(logits, targets[rows], ignore_index=IGNORED, reduction="none"))
+    if not losses:
+        return hidden.new_zeros(0, dtype=torch.float32)
+    return torch.cat(losses)
 
 
 class _LinearNll(torch.autograd.Function):
+    """The summed cross entropy of a linear output layer, with gradients that are computed in the forward pass."""
+
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         for rows in _row_slices(len(targets), len(weight)):
-            inside, wanted = hidden[rows], targets[rows, None]
-            scored = wanted != IGNORED
-            wanted = wanted.where(scored, 0)
-            # In place from here on, one exponential a logit: logits, e^(logit − largest), probabilities minus truth.
-            logits = linear(inside, weight).float()
-            largest = logits.amax(-1, keepdim=True)
-            picked = logits.gather(1, wanted) - largest
-            mass = logits.sub_(largest).exp_().sum(-1, keepdim=True)
-            total += ((mass.log() - picked) * scored).sum()
-            error = logits.mul_(scored / mass).scatter_add_(1, wanted, -scored.to(logits.dtype)).to(inside.dtype)
-            grad_hidden[rows] = linear(error, weight.T)
-            grad_weight += linear(error.T, inside.T)
+            slice_hidden = hidden[rows]
+            slice_targets = targets[rows, None]
+            is_scored = slice_targets != IGNORED
+            slice_targets = slice_targets.where(is_scored, 0)
+
+            logits = linear(slice_hidden, weight).float()
+            max_logit = logits.amax(-1, keepdim=True)
+            target_logit = logits.gather(1, slice_targets) - max_logit
+            # From here on, the memory of the logits is reused.
+            exp_logits = logits.sub_(max_logit).exp_()
+            sum_exp = exp_logits.sum(-1, keepdim=True)
+            total += ((sum_exp.log() - target_logit) * is_scored).sum()
+
+            # The gradient of the loss with respect to the logits is softmax(logits) - one_hot(target).
+            probabilities = exp_logits.mul_(is_scored / sum_exp)
+            grad_logits = probabilities.scatter_add_(1, slice_targets, -is_scored.to(logits.dtype))
+            grad_logits = grad_logits.to(slice_hidden.dtype)
+            grad_hidden[rows] = linear(grad_logits, weight.T)
+            grad_weight += linear(grad_logits.T, slice_hidden.T)
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Multiply the stored gradients by the gradient of the loss."""
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad.to(grad_weight.dtype), None

@@ -1,4 +1,4 @@
-"""Position methods, chosen by one name."""
+"""Position methods. The setting `ModelConfig.position` selects a method by its name."""
 
 from trainshort.model.positions.base import (
     Gate,

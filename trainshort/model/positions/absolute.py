@@ -1,8 +1,9 @@
-"""Methods at the first door: nothing, or vectors added to the embeddings."""
+"""Position methods that add a vector to each token embedding, and the method without positions."""
 
 import math
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from trainshort.config.position_config import EmptyPositionConfig, LearnedConfig
@@ -11,35 +12,43 @@ from trainshort.model.positions.base import PositionMethod
 
 
 class NoPosition(PositionMethod):
-    """No positions at all; the causal mask is the only hint of order."""
+    """No positions (NoPE). The model can infer the order of tokens from the causal mask only."""
 
 
 class Sinusoidal(PositionMethod):
-    """Fixed sines and cosines added to the embeddings, as fairseq computes them; any length.
+    """Sinusoidal positions: fixed sines and cosines that are added to the token embeddings.
 
-    First half sines, second half cosines, frequencies exp(−i·ln 10000 / (width/2 − 1)), counting from 2 (fairseq's
-    padding index + 1), amplitude 1. Computed for the positions at hand: there is no table to outgrow.
+    The vectors are those of fairseq, the code of the ALiBi paper. The first half of each vector contains sines, and
+    the second half contains cosines. The frequency of dimension i of each half is
+    exp(-i * ln(10000) / (width / 2 - 1)). The vectors are computed for the given positions, so any length is possible.
     """
 
-    FIRST = 2
+    FIRST_POSITION = 2
+    """The number of the first position. fairseq counts from its padding id + 1."""
 
     def __init__(self, config: ModelConfig, settings: EmptyPositionConfig) -> None:
         super().__init__(config, settings)
         self.width = config.width
 
-    def embed(self, x: Tensor, where: Tensor) -> Tensor:
-        half = self.width // 2
-        step = math.log(10_000) / max(half - 1, 1)
-        frequency = torch.exp(torch.arange(half, dtype=torch.float32, device=x.device) * -step)
-        angle = (where + self.FIRST).float()[..., None] * frequency
-        wave = torch.cat([angle.sin(), angle.cos()], dim=-1)
-        if self.width % 2:
-            wave = nn.functional.pad(wave, (0, 1))  # as fairseq: an odd width ends in a zero
-        return x + wave.to(x.dtype)
+    def embed(
+        self, x: Float[Tensor, "batch length width"], position_ids: Int[Tensor, "batch length"]
+    ) -> Float[Tensor, "batch length width"]:
+        """Add the sinusoidal vectors to the token embeddings."""
+        half_width = self.width // 2
+        log_step = math.log(10_000) / max(half_width - 1, 1)
+        frequencies = torch.exp(torch.arange(half_width, dtype=torch.float32, device=x.device) * -log_step)
+        angles = (position_ids + self.FIRST_POSITION).float()[..., None] * frequencies
+        vectors = torch.cat([angles.sin(), angles.cos()], dim=-1)
+        if self.width % 2 == 1:
+            vectors = nn.functional.pad(vectors, (0, 1))  # As in fairseq, the last dimension is zero.
+        return x + vectors.to(x.dtype)
 
 
 class Learned(PositionMethod):
-    """One trained vector per position added to the embeddings; cannot read past its table."""
+    """Learned positions: one trained vector per position that is added to the token embeddings.
+
+    Inputs must not be longer than the table of vectors.
+    """
 
     Config = LearnedConfig
 
@@ -49,5 +58,8 @@ class Learned(PositionMethod):
         self.table = nn.Embedding(settings.max_length, config.width)
         nn.init.normal_(self.table.weight, std=0.02)
 
-    def embed(self, x: Tensor, where: Tensor) -> Tensor:
-        return x + self.table(where)
+    def embed(
+        self, x: Float[Tensor, "batch length width"], position_ids: Int[Tensor, "batch length"]
+    ) -> Float[Tensor, "batch length width"]:
+        """Add the trained vectors to the token embeddings."""
+        return x + self.table(position_ids)

@@ -1,21 +1,21 @@
-"""Methods at the third door: a number added to each score that depends on the distance alone."""
-
-import math
+"""ALiBi (attention with linear biases), and a variant that uses the logarithm of the distance."""
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from trainshort import alibi
 from trainshort.attention import Bias, DistanceBias, LinearBias
-from trainshort.config.position_config import AlibiConfig, T5Config
+from trainshort.config.position_config import AlibiConfig, EmptyPositionConfig
 from trainshort.config.run_config import ModelConfig
-from trainshort.errors import InputError
-from trainshort.model.positions.base import PositionMethod
+from trainshort.model.positions.base import PositionMethod, distance_range
 
 
 class Alibi(PositionMethod):
-    """Attention with Linear Biases: a penalty that grows linearly with distance, one fixed slope per head."""
+    """ALiBi: subtracts `slope * distance` from the attention scores, with one slope per head.
+
+    The slopes are fixed. With `settings.learned_slopes`, the slopes are trained.
+    """
 
     Config = AlibiConfig
     float32 = ("slopes",)
@@ -23,61 +23,62 @@ class Alibi(PositionMethod):
 
     def __init__(self, config: ModelConfig, settings: AlibiConfig) -> None:
         super().__init__(config, settings)
-        self.settings, self.nope_heads = settings, config.nope_heads
+        self.settings = settings
+        self.nope_heads = config.nope_heads
         slopes = torch.empty(config.heads, dtype=torch.float32)
         if settings.learned_slopes:
             self.slopes = nn.Parameter(slopes)
         else:
-            # Not persistent: slopes follow from the number of heads and have no place in a checkpoint.
+            # Fixed slopes follow from the settings, so they are not stored in checkpoints.
             self.register_buffer("slopes", slopes, persistent=False)
         self.init_float32_tensors()
 
     def init_float32_tensors(self) -> None:
-        given, sloped = self.settings.slopes, len(self.slopes) - self.nope_heads
-        first = alibi.slopes(sloped, self.settings.max_bias) if given is None else torch.tensor(given)[:sloped]
-        self.slopes.data.zero_()[:sloped].copy_(first)
+        """Set the slopes of the settings or of the ALiBi paper. The slopes of NoPE heads, the last heads, are 0."""
+        num_position_heads = len(self.slopes) - self.nope_heads
+        if self.settings.slopes is None:
+            slopes = alibi.slopes(num_position_heads, self.settings.max_bias)
+        else:
+            slopes = torch.tensor(self.settings.slopes)[:num_position_heads]
+        self.slopes.data.zero_()
+        self.slopes.data[:num_position_heads].copy_(slopes)
 
     def score_bias(self, length: int) -> Bias:
+        """Return the linear bias. The bias is the same for every `length`."""
         return LinearBias(self.slopes)
 
 
-def alibi_bias(slopes: Float[Tensor, " heads"], farthest: int | None, length: int) -> LinearBias | DistanceBias:
-    """ALiBi's bias; with `farthest`, what is farther than that counts as that far."""
-    if farthest is None:
-        return LinearBias(slopes)
-    distance = torch.arange(min(length, farthest + 1), device=slopes.device)
-    return DistanceBias(-slopes[:, None] * distance)  # whose last column holds for all that is farther
+def alibi_bias(slopes: Float[Tensor, " heads"], max_distance: int | None, length: int) -> LinearBias | DistanceBias:
+    """Return ALiBi's bias, optionally with a maximum distance.
 
-
-class T5(PositionMethod):
-    """T5's bias: one trained number per head and bucket of distances, one table shared by all layers."""
-
-    Config = T5Config
-
-    def __init__(self, config: ModelConfig, settings: T5Config) -> None:
-        super().__init__(config, settings)
-        self.table = nn.Parameter(torch.zeros(config.heads, settings.buckets))
-        self.buckets, self.max_distance, self.causal = settings.buckets, settings.max_distance, config.causal
-        if not config.causal and settings.buckets % 2:
-            raise InputError(f"an encoder's T5 has half of its buckets on each side; {settings.buckets} is odd.")
-        nn.init.normal_(self.table, std=0.02)
-
-    def score_bias(self, length: int) -> Bias:
-        # Every distance from max_distance on shares the last bucket, which is what DistanceBias does past its table.
-        distance = torch.arange(self.max_distance + 1, device=self.table.device)
-        if self.causal:
-            return DistanceBias(self.table[:, buckets(distance, self.buckets, self.max_distance)])
-        each = buckets(distance, self.buckets // 2, self.max_distance)
-        return DistanceBias(self.table[:, each], self.table[:, self.buckets // 2 + each])
-
-
-def buckets(distance: Int[Tensor, " n"], count: int, max_distance: int) -> Int[Tensor, " n"]:
-    """T5's causal buckets: the first half one distance each, the other half logarithmic up to max_distance.
-
-    count 8, max_distance 32:   distance  0 1 2 3 4 5 6 8 11 12 16 20 32 99
-                                bucket    0 1 2 3 4 4 4 5  5  6  6  7  7  7
+    Args:
+        slopes: One slope per head.
+        max_distance: Larger distances get the bias of this distance. None means no maximum.
+        length: The number of keys.
     """
-    exact = count // 2
-    ratio = torch.log(distance.clamp(min=exact).float() / exact) / math.log(max_distance / exact)
-    far = exact + (ratio * (count - exact)).long()
-    return torch.where(distance < exact, distance, far.clamp(max=count - 1))
+    if max_distance is None:
+        return LinearBias(slopes)
+    # A distance beyond the end of the table uses the last column of the table.
+    distances = torch.arange(min(length, max_distance + 1), device=slopes.device)
+    return DistanceBias(-slopes[:, None] * distances)
+
+
+class LogAlibi(PositionMethod):
+    """Logarithmic ALiBi: subtracts `slope * ln(1 + distance)` from the attention scores, with ALiBi's fixed slopes."""
+
+    float32 = ("slopes",)
+    slopes: Tensor
+
+    def __init__(self, config: ModelConfig, settings: EmptyPositionConfig) -> None:
+        super().__init__(config, settings)
+        self.register_buffer("slopes", torch.empty(config.heads), persistent=False)
+        self.init_float32_tensors()
+
+    def init_float32_tensors(self) -> None:
+        """Set the slopes of the ALiBi paper."""
+        self.slopes.data.copy_(alibi.slopes(len(self.slopes)))
+
+    def score_bias(self, length: int) -> DistanceBias:
+        """Return the bias of each head at the distances 0 to `length - 1`."""
+        distances = distance_range(length, self.slopes.device)
+        return DistanceBias(-self.slopes[:, None] * torch.log1p(distances))

@@ -1,28 +1,30 @@
-"""What a position method is: a module with three doors, of which it opens one.
+"""The base class of position methods, and the registry that plug-ins add their methods to.
 
-The transformer calls all of them for every method and so has no branches. A method is one class, in this package or in
-a file of the user's own (registry.py):
+A position method overrides one of three hooks. The Transformer calls all hooks for every method:
 
-    class Settings(MethodSettings):
+- `embed` adds vectors to the token embeddings.
+- `rotate` rotates queries and keys in every layer.
+- `score_bias` (or `content_bias`, if the bias depends on the text) adds a bias to the attention scores.
+
+A plug-in defines a position method in one file:
+
+    class MyConfig(PositionConfig):
         steepness: float = Field(default=1.0, gt=0)
-        \"\"\"The line that `trainshort train --help` shows.\"\"\"
+        \"\"\"The help text of the command-line option.\"\"\"
 
     @positions.register("mine")
-    class Mine(PositionMethod):
-        \"\"\"The line that `trainshort list positions` shows.\"\"\"
+    class MyPosition(PositionMethod):
+        \"\"\"The description that `trainshort list positions` shows.\"\"\"
 
-        Settings = Settings
+        Config = MyConfig
 
-        def __init__(self, config: ModelConfig, settings: Settings) -> None: ...
+        def __init__(self, config: ModelConfig, settings: MyConfig) -> None:
+            super().__init__(config, settings)
+            self.heads = config.heads
+            self.steepness = settings.steepness
 
-        def score_bias(self, length):
+        def score_bias(self, length: int) -> DistanceBias:
             return DistanceBias(-self.steepness * torch.arange(length).sqrt().expand(self.heads, -1))
-
-Nobody asks a method for its name. What others want to know are its abilities: `rotates`, `reads_text`,
-`linear_slopes`, `longest`; all follow from the doors it opens.
-
-Positions are given as a tensor rather than as a starting number, so that packed documents count from their own
-beginning and the rows of a batch can stand at different places.
 """
 
 from collections.abc import Callable
@@ -48,31 +50,41 @@ from trainshort.errors import InputError
 from trainshort.utils.plugins import plugin_errors
 
 PROBE_LENGTHS = (4099, 2**24 + 1)
-"""Lengths at which a bias is looked at beside that of one token, to see whether its slopes depend on them."""
+"""`PositionMethod.linear_slopes` compares the slopes at these lengths with the slopes at length 1."""
+
+CUMULATIVE_DECAY_KEY = "clock"
+"""The key in `LayerInput.method_cache` under which a method with a `DecayBias` stores its cumulative log decays."""
 
 
 class LayerInput(NamedTuple):
-    """What a layer reads: all that a bias may depend on which depends on the text."""
+    """The input of one attention layer, from which `PositionMethod.content_bias` computes a bias.
+
+    Attributes:
+        layer: The index of the layer.
+        x: The input of the attention for the new tokens, after the norm.
+        length: The number of keys: the keys in the KV cache and the new keys.
+        position_ids: The position of each new token in its own document.
+        method_cache: Tensors that the method keeps for the next call with the same layer and text. The dictionary is
+            empty at the start of a text. Without a KV cache, it is empty in every call.
+    """
 
     layer: int
     x: Float[Tensor, "batch new width"]
-    """The attention's input, after its norm: of the tokens that are new."""
     length: int
-    """Keys in all: those a cache holds, and the new ones."""
     position_ids: Int[Tensor, "batch new"]
-    """Position of each new token in its own document."""
     method_cache: dict[str, Tensor]
-    """The method's place in this layer's cache: what it leaves there is there next time. Empty at the beginning of a
-    text; without a cache, of no effect."""
-
-
-def collapse_equal_rows(where: Int[Tensor, "batch length"]) -> Int[Tensor, "rows length"]:
-    """One row where all rows of a batch stand at the same places: what follows from places is computed once."""
-    return where[:1] if where.stride(0) == 0 else where
 
 
 class Gate(NamedTuple):
-    """A clock goes on by log σ(sign · (weight · x + shift)) at each token; those of plain heads, the last, stand."""
+    """A forget gate: `sigmoid(sign * (weight @ x + bias))` for each head and token.
+
+    NoPE heads (heads without positions) have no gate and are not in the tensors.
+
+    Attributes:
+        weight: The weight of the gate, or None if the gate does not depend on the text.
+        bias: The bias of the gate.
+        sign: 1 or -1.
+    """
 
     weight: Float[Tensor, "heads width"] | None
     bias: Float[Tensor, " heads"]
@@ -80,92 +92,137 @@ class Gate(NamedTuple):
 
 
 class PositionMethod(nn.Module):
-    """Does nothing at each door; methods override the one they use."""
+    """Base class of position methods. A subclass overrides the hook that it uses.
+
+    Args:
+        config: The settings of the model.
+        settings: The settings of the position method, an instance of `Config`.
+    """
 
     Config: ClassVar[type[PositionConfig]] = EmptyPositionConfig
-    """Type of the method's settings: typed, frozen, in config.json, on the command line and in its help."""
+    """The class of the method's settings."""
     float32: ClassVar[tuple[str, ...]] = ()
-    """Names of parameters and buffers that stay float32 whatever the model becomes: half precision has no room for
-    fine slopes."""
+    """The names of parameters and buffers that stay in float32 when the model is converted to another dtype."""
     uses_cumulative_decay: ClassVar[bool] = False
-    """Whether the bias is a DecayBias whose readings lie in the cache's place under "clock". A bounded
-    cache drops those of keys that it forgot."""
+    """Whether the bias is a `DecayBias` whose cumulative log decays are stored in `LayerInput.method_cache`.
+
+    The decays are stored under `CUMULATIVE_DECAY_KEY`. A bounded cache removes the decays of keys that it evicts.
+    """
     causal_only: ClassVar[bool] = False
-    """Whether it means something only where a token sees nothing after it."""
+    """Whether the method requires a causal model."""
     max_length: int | None = None
-    """Longest input the method can read; None: any."""
+    """The maximum number of input tokens, or None if there is no maximum."""
 
     def __init__(self, config: ModelConfig, settings: Any) -> None:
         super().__init__()
         self.name = config.position
 
     def embed(
-        self, x: Float[Tensor, "batch length width"], where: Int[Tensor, "batch length"]
+        self, x: Float[Tensor, "batch length width"], position_ids: Int[Tensor, "batch length"]
     ) -> Float[Tensor, "batch length width"]:
-        """Door 1: added to the embeddings, once."""
+        """Hook: add positions to the token embeddings.
+
+        Args:
+            x: The token embeddings.
+            position_ids: The position of each token in its own document.
+
+        Returns:
+            The input of the first layer. The default returns `x` unchanged.
+        """
         return x
 
     def rotate(
         self,
         q: Float[Tensor, "batch heads length dim"],
         k: Float[Tensor, "batch kv_heads length dim"],
-        where: Int[Tensor, "batch length"],
+        position_ids: Int[Tensor, "batch length"],
     ) -> tuple[Tensor, Tensor]:
-        """Door 2: turns queries and keys, in every layer."""
+        """Hook: rotate queries and keys. Every layer calls this hook.
+
+        Args:
+            q: The queries.
+            k: The keys.
+            position_ids: The position of each token in its own document.
+
+        Returns:
+            The rotated queries and keys. The default returns `q` and `k` unchanged.
+        """
         return q, k
 
     def score_bias(self, length: int) -> Bias | None:
-        """Door 3: a bias on the scores over `length` keys, once for all layers."""
+        """Hook: return the bias of the attention scores over `length` keys. All layers share this bias."""
         return None
 
-    def content_bias(self, given: LayerInput) -> Bias | None:
-        """Door 3, for a bias that looks at the text: asked in every layer, in place of `score_bias`."""
-        return self.score_bias(given.length)
+    def content_bias(self, layer_input: LayerInput) -> Bias | None:
+        """Hook: return the bias of the attention scores of one layer.
+
+        Override this hook instead of `score_bias` if the bias depends on the text.
+        """
+        return self.score_bias(layer_input.length)
 
     def gate(self, layer: int) -> "Gate | None":
-        """Of a clock: what moves it on in a layer, where that is a gate; compiled layers know no other clocks."""
+        """Return the forget gate of a layer.
+
+        Methods with a `DecayBias` implement this function so that text generation can use compiled layers. None means
+        that the bias is not computed by a gate.
+        """
         return None
 
     def init_float32_tensors(self) -> None:
-        """Give the tensors of `float32` their first values; asked again when a model built on the meta device gets its
-        memory."""
+        """Set the initial values of the tensors named in `float32`.
+
+        The function is called again if a model was built on the meta device and then receives its memory.
+        """
 
     @classmethod
     def rotates(cls) -> bool:
+        """Return whether the method rotates queries and keys."""
         return cls.rotate is not PositionMethod.rotate
 
     @classmethod
     def is_content_dependent(cls) -> bool:
+        """Return whether the bias of the method depends on the text."""
         return cls.content_bias is not PositionMethod.content_bias
 
     @classmethod
     def adds_bias(cls) -> bool:
-        """Whether it opens the third door without looking at the text."""
+        """Return whether the method adds a bias that does not depend on the text."""
         return cls.score_bias is not PositionMethod.score_bias and not cls.is_content_dependent()
 
     def has_error_bound(self) -> bool:
-        """Whether its bias bounds what far tokens can weigh, so that they can be forgotten with a promise."""
-        return self.uses_cumulative_decay or (self.linear_slopes() is not None and not self.rotates())
+        """Return whether the bias limits the attention to distant tokens.
+
+        If so, a bounded KV cache can evict distant keys and prove an upper bound on the error.
+        """
+        if self.uses_cumulative_decay:
+            return True
+        return self.linear_slopes() is not None and not self.rotates()
 
     def linear_slopes(self) -> Float[Tensor, " heads"] | None:
-        """The slopes of a bias that falls linearly with distance, by the same slopes however long the text is; None for
-        any other, and for no bias.
+        """Return the slopes of a bias that falls linearly with the distance.
 
-        They are the method's own tensor where it keeps one, so that changing it changes the bias.
+        Returns:
+            One slope per head. If the method stores its slopes, the result is the stored tensor and not a copy.
+            None if the method adds no bias or another bias, or if the slopes depend on the length of the text.
         """
-        bias = self.score_bias(1) if self.adds_bias() else None
+        if not self.adds_bias():
+            return None
+        bias = self.score_bias(1)
         if not isinstance(bias, LinearBias):
             return None
-        for length in PROBE_LENGTHS if self.max_length is None else (self.max_length,):
-            far = self.score_bias(length)
-            if not isinstance(far, LinearBias) or not (
-                far.slopes is bias.slopes or torch.equal(far.slopes, bias.slopes)
-            ):
+
+        probe_lengths = PROBE_LENGTHS if self.max_length is None else (self.max_length,)
+        for length in probe_lengths:
+            bias_at_length = self.score_bias(length)
+            if not isinstance(bias_at_length, LinearBias):
+                return None
+            is_same_tensor = bias_at_length.slopes is bias.slopes
+            if not is_same_tensor and not torch.equal(bias_at_length.slopes, bias.slopes):
                 return None
         return bias.slopes
 
     def check_length(self, length: int) -> None:
-        """Refuse an input past the longest; a method with no limit has nothing to check."""
+        """Raise `InputError` if an input of `length` tokens is longer than `max_length`."""
         if self.max_length is not None and length > self.max_length:
             raise InputError(
                 f"{self.name} positions stop at {self.max_length}, but this input reaches {length}. "
@@ -173,34 +230,93 @@ class PositionMethod(nn.Module):
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PositionMethod":
-        before = {name: getattr(self, name).detach() for name in self.float32}
+        """Apply a conversion such as `.to(torch.bfloat16)`, but keep the tensors named in `float32` in float32.
+
+        PyTorch calls this function for every change of dtype or device.
+        """
+        tensors_before = {name: getattr(self, name).detach() for name in self.float32}
         super()._apply(fn, recurse)
-        for name, old in before.items():
-            now = getattr(self, name)
-            if old.is_meta and not now.is_meta:
-                now.data = torch.empty_like(now, dtype=torch.float32)
+        for name, tensor_before in tensors_before.items():
+            tensor = getattr(self, name)
+            if tensor_before.is_meta and not tensor.is_meta:
+                # The model was built on the meta device, so there are no old values to keep.
+                tensor.data = torch.empty_like(tensor, dtype=torch.float32)
                 self.init_float32_tensors()
-            elif now.dtype != torch.float32:
-                now.data = old.to(now.device)
+            elif tensor.dtype != torch.float32:
+                tensor.data = tensor_before.to(tensor.device)
         return self
 
 
+# ---- helpers for position methods
+
+
+def collapse_equal_rows(position_ids: Int[Tensor, "batch length"]) -> Int[Tensor, "rows length"]:
+    """Return one row if all rows of a batch are known to be equal, so that values are computed for one row only.
+
+    The rows are known to be equal if the tensor was expanded from one row. The values are not compared.
+    """
+    is_expanded = position_ids.stride(0) == 0
+    return position_ids[:1] if is_expanded else position_ids
+
+
+def distance_range(length: int, device: torch.device) -> Float[Tensor, " length"]:
+    """Return the distances 0, 1, ..., length - 1 in float32."""
+    return torch.arange(length, device=device, dtype=torch.float32)
+
+
+def exact_float_dtype(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 on MPS devices, which have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def zero_bias_for_nope_heads(bias: Bias | None, config: ModelConfig) -> Bias | None:
-    """A bias with nothing in it for the heads that shall know no positions, the last ones."""
-    if bias is None or not config.nope_heads:
+    """Set the bias of the NoPE heads (heads without positions) to zero.
+
+    Args:
+        bias: The bias of all heads, or None.
+        config: The settings of the model. The last `config.nope_heads` heads are NoPE heads.
+
+    Returns:
+        The changed bias, or `bias` itself if there are no NoPE heads.
+
+    Raises:
+        InputError: If the type of the bias is unknown.
+    """
+    if bias is None or config.nope_heads == 0:
         return bias
     if not isinstance(bias, Bias):
         raise unknown_bias_error(bias)
-    # How many dimensions lie behind that of the heads.
-    after = 0 if isinstance(bias, LinearBias) else 2 if isinstance(bias, DenseBias) else 1
-    knows = torch.arange(config.heads, device=bias.values.device) < config.heads - config.nope_heads
-    knows = knows.view(-1, *[1] * after)
-    sides = {field.name: getattr(bias, field.name) for field in fields(bias)}
-    return replace(bias, **{name: torch.where(knows, x, 0) for name, x in sides.items() if isinstance(x, Tensor)})
+
+    # The number of dimensions of the bias tensor that follow the dimension of the heads.
+    if isinstance(bias, LinearBias):
+        trailing_dims = 0
+    elif isinstance(bias, DenseBias):
+        trailing_dims = 2
+    else:
+        trailing_dims = 1
+    num_position_heads = config.heads - config.nope_heads
+    uses_positions = torch.arange(config.heads, device=bias.values.device) < num_position_heads
+    # With trailing dimensions of size 1, the mask can be broadcast to the bias tensor.
+    uses_positions = uses_positions.view(-1, *[1] * trailing_dims)
+
+    # The fields are the tensors of the bias, such as `slopes` and `right` of a `LinearBias`. `right` may be None.
+    changed_tensors = {}
+    for field in fields(bias):
+        value = getattr(bias, field.name)
+        if isinstance(value, Tensor):
+            changed_tensors[field.name] = torch.where(uses_positions, value, 0)
+    return replace(bias, **changed_tensors)
+
+
+# ---- registration and construction
 
 
 def register_settings(name: str, method: Any) -> None:
-    """Check a position method from outside this package, and register its settings under `name`.
+    """Check the position method of a plug-in, and register its settings under `name`.
+
+    Args:
+        name: The name of the position method.
+        method: The object that the plug-in registered.
 
     Raises:
         InputError: If `method` is not a usable subclass of `PositionMethod`, or the name is taken.
@@ -208,26 +324,41 @@ def register_settings(name: str, method: Any) -> None:
     if not (isinstance(method, type) and issubclass(method, PositionMethod)):
         raise InputError(f"position method '{name}' must be a class that extends PositionMethod.")
     hooks = ("embed", "rotate", "score_bias", "content_bias")
-    if all(getattr(method, hook) is getattr(PositionMethod, hook) for hook in hooks):
-        raise InputError(f"position method '{name}' does nothing: it lacks {', '.join(hooks[:-1])} alike.")
+    overrides_a_hook = any(getattr(method, hook) is not getattr(PositionMethod, hook) for hook in hooks)
+    if not overrides_a_hook:
+        raise InputError(f"position method '{name}' must define at least one of {', '.join(hooks)}.")
     if not (isinstance(method.Config, type) and issubclass(method.Config, PositionConfig)):
-        raise InputError(f"position method '{name}': its Settings must extend MethodSettings.")
-    required = [field for field, info in method.Config.model_fields.items() if info.is_required()]
-    if required:
-        raise InputError(f"position method '{name}': its setting '{required[0]}' needs a default.")
-    summary = (method.__doc__ or "").strip().partition("\n")[0]
-    methods.register(name)(MethodInfo(summary, method.Config))
+        raise InputError(f"position method '{name}': its Config must extend PositionConfig.")
+    for setting, field in method.Config.model_fields.items():
+        if field.is_required():
+            raise InputError(f"position method '{name}': its setting '{setting}' needs a default.")
+    description = (method.__doc__ or "").strip().partition("\n")[0]
+    methods.register(name)(MethodInfo(description, method.Config))
 
 
 def build_position(config: ModelConfig) -> PositionMethod:
-    """The method that a model's settings name, with its own settings."""
+    """Create the position method that a model config names.
+
+    Args:
+        config: The settings of the model, including the settings of the position method.
+
+    Returns:
+        The position method with newly initialized parameters.
+
+    Raises:
+        InputError: If the position method is unknown, or cannot be combined with other settings of the model.
+    """
     method = positions.get(config.position)
-    if method.embed is not PositionMethod.embed and (config.nope_heads or config.nope_every is not None):
+    adds_to_embeddings = method.embed is not PositionMethod.embed
+    has_nope_parts = config.nope_heads > 0 or config.nope_every is not None
+    if adds_to_embeddings and has_nope_parts:
         raise InputError(
-            f"{config.position} adds its positions to the embeddings, before any head or layer; nope_heads and "
-            "nope_every need a method that works inside the layers, such as alibi or rotary."
+            f"{config.position} adds its positions to the embeddings, which all heads and layers share. "
+            "nope_heads and nope_every require a method that works inside the layers, such as alibi or rotary."
         )
     if method.causal_only and not config.causal:
-        raise InputError(f"{config.position} is defined for causal models; an encoder can use alibi, t5 or rotary.")
+        raise InputError(f"{config.position} requires a causal model. An encoder can use alibi, t5 or rotary.")
+    # If the code of a plug-in fails, the error message names the plug-in.
     with plugin_errors((positions.kind, config.position)):
-        return method(config, parse_method_config(config.position, config.position_settings))
+        settings = parse_method_config(config.position, config.position_settings)
+        return method(config, settings)

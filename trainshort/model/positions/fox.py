@@ -1,4 +1,4 @@
-"""Methods whose bias is a clock that runs as the text says: the Forgetting Transformer, and its relative CABLE."""
+"""The Forgetting Transformer (FoX): forget gates that are computed from the text."""
 
 import math
 
@@ -11,14 +11,19 @@ from trainshort import alibi
 from trainshort.attention import DecayBias
 from trainshort.config.position_config import FoxConfig
 from trainshort.config.run_config import ModelConfig
-from trainshort.model.positions.base import Gate, LayerInput, PositionMethod
+from trainshort.model.positions.base import CUMULATIVE_DECAY_KEY, Gate, LayerInput, PositionMethod
 
 
 class Fox(PositionMethod):
-    """Forgetting Transformer: a gate at each token says how much of all that came before is kept.
+    """Forgetting Transformer (FoX): a forget gate at each token reduces the attention to all earlier tokens.
 
-    score(i, j) += log f(j+1) + … + log f(i), f(t) = σ(w·x(t) + b) for each layer and head: a clock that falls by
-    −log f(t) at token t. A gate that does not look at the text is ALiBi, with slope −log σ(b).
+    The gate of token t is `f(t) = sigmoid(w @ x(t) + b)`, with a weight w and a bias b for each layer and head. The
+    score of query i and key j changes by `log f(j + 1) + ... + log f(i)`. A gate that does not depend on the text
+    (w = 0) is the same as ALiBi with the slope -log sigmoid(b).
+
+    Attributes:
+        shift: The biases b of all layers and heads.
+        weight: The weights w, or None if the gates do not depend on the text.
     """
 
     Config = FoxConfig
@@ -29,8 +34,11 @@ class Fox(PositionMethod):
     def __init__(self, config: ModelConfig, settings: FoxConfig) -> None:
         super().__init__(config, settings)
         self.settings = settings
-        self.heads, self.nope_heads = config.heads, config.nope_heads
-        shift = torch.empty(config.layers * config.heads)  # not a matrix, which would be decayed
+        self.heads = config.heads
+        self.nope_heads = config.nope_heads
+        # The gate biases of all layers and heads. The tensor has one dimension, because the optimizer applies weight
+        # decay to matrices.
+        shift = torch.empty(config.layers * config.heads)
         if settings.gate == "fixed":
             self.register_buffer("shift", shift, persistent=False)
         else:
@@ -42,35 +50,59 @@ class Fox(PositionMethod):
         self.init_float32_tensors()
 
     def init_float32_tensors(self) -> None:
-        gated = self.heads - self.nope_heads
-        self.shift.data.zero_().view(-1, self.heads)[:, :gated].copy_(self._first_shifts(gated))
+        """Set the initial gate biases. The biases of NoPE heads, the last heads of each layer, are not used."""
+        num_gates = self.heads - self.nope_heads
+        biases = self.shift.data.zero_().view(-1, self.heads)
+        biases[:, :num_gates].copy_(self._initial_gate_biases(num_gates))
 
-    def _first_shifts(self, heads: int) -> Float[Tensor, " heads"]:
-        """Where σ(b) = e^(−slope): b = −log(e^slope − 1)."""
-        match self.settings.init or ("half" if self.settings.gate == "full" else "decay_times"):
+    def _initial_gate_biases(self, num_gates: int) -> Float[Tensor, " heads"]:
+        """Return the initial bias b of the gate sigmoid(b) of each head. The settings select one of three methods.
+
+        - "half": All gates are 0.5.
+        - "alibi": The scores fall with the distance as with ALiBi's slopes.
+        - "decay_times": The scores fall by 1 over a number of tokens that differs between the heads.
+        """
+        init = self.settings.init
+        if init is None:
+            init = "half" if self.settings.gate == "full" else "decay_times"
+
+        match init:
             case "half":
-                return torch.zeros(heads)
+                return torch.zeros(num_gates)
             case "alibi":
-                slopes = alibi.slopes(heads).double()
+                slopes = alibi.slopes(num_gates).double()
             case "decay_times":
-                first, last = math.log(self.settings.min_decay_time), math.log(self.settings.max_decay_time)
-                slopes = torch.linspace(first, last, heads, dtype=torch.float64).neg().exp()
-        shifts = -torch.log(torch.expm1(slopes)).float()
-        return -shifts if self.settings.negate_gate else shifts
+                log_min_time = math.log(self.settings.min_decay_time)
+                log_max_time = math.log(self.settings.max_decay_time)
+                log_times = torch.linspace(log_min_time, log_max_time, num_gates, dtype=torch.float64)
+                slopes = log_times.neg().exp()  # 1 / time
+        # The log of the gate must be -slope. The solution of sigmoid(b) = exp(-slope) is b = -log(exp(slope) - 1).
+        biases = -torch.log(torch.expm1(slopes)).float()
+        return -biases if self.settings.negate_gate else biases
 
     def gate(self, layer: int) -> Gate:
-        gated = self.heads - self.nope_heads
-        weight = None if self.weight is None else self.weight[layer, :gated]
-        return Gate(weight, self.shift.view(-1, self.heads)[layer, :gated], -1.0 if self.settings.negate_gate else 1.0)
+        """Return the forget gate of a layer, without the NoPE heads."""
+        num_gates = self.heads - self.nope_heads
+        weight = None if self.weight is None else self.weight[layer, :num_gates]
+        bias = self.shift.view(-1, self.heads)[layer, :num_gates]
+        sign = -1.0 if self.settings.negate_gate else 1.0
+        return Gate(weight, bias, sign)
 
-    def content_bias(self, given: LayerInput) -> DecayBias:
-        weight, shift, sign = self.gate(given.layer)
-        gate = shift.expand(*given.x.shape[:2], -1)
+    def content_bias(self, layer_input: LayerInput) -> DecayBias:
+        """Compute the gates of the new tokens, and return the cumulative log gates of all tokens as a bias."""
+        x = layer_input.x
+        weight, bias, sign = self.gate(layer_input.layer)
+        gate_logits = bias.expand(*x.shape[:2], -1)
         if weight is not None:
-            gate = gate + F.linear(given.x, weight.to(given.x.dtype)).float()
-        ticks = F.logsigmoid(sign * gate).transpose(1, 2).double()  # batch heads new
-        clock = F.pad(ticks.cumsum(-1), (0, 0, 0, self.nope_heads))
-        if (before := given.method_cache.get("clock")) is not None:
-            clock = torch.cat([before, before[..., -1:] + clock], dim=-1)
-        given.method_cache["clock"] = clock
-        return DecayBias(clock)
+            gate_logits = gate_logits + F.linear(x, weight.to(x.dtype)).float()
+
+        log_gates = F.logsigmoid(sign * gate_logits).transpose(1, 2).double()  # (batch, heads, new tokens)
+        # The padding adds zeros for the NoPE heads.
+        cumulative = F.pad(log_gates.cumsum(-1), (0, 0, 0, self.nope_heads))
+
+        # With a KV cache, the cumulative sums continue after the last cached token.
+        cached = layer_input.method_cache.get(CUMULATIVE_DECAY_KEY)
+        if cached is not None:
+            cumulative = torch.cat([cached, cached[..., -1:] + cumulative], dim=-1)
+        layer_input.method_cache[CUMULATIVE_DECAY_KEY] = cumulative
+        return DecayBias(cumulative)

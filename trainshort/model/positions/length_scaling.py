@@ -1,10 +1,13 @@
-"""Scores that grow with what there is to see: a softmax over more keys spreads thinner, and this sharpens it again.
+"""Scaling of the attention scores with the number of visible tokens.
 
-    ssmax     score · s_h · ln n                               s_h trained for each head and layer (Nakanishi, 2025)
-    llama4    score · (1 + 0.1 · ln(1 + ⌊n / 8192⌋))           fixed (Llama 4)
+The softmax over more keys gives each key less attention. Larger scores compensate for this. With n, the number of
+tokens that a query sees in its document (the query itself included), there are two formulas:
 
-n is how many tokens of its document a query sees, itself included. It is one number a row, so it multiplies the query,
-and the bias is left as it is. What reads queries (kernels, bounds, caches) then needs to know nothing of it.
+    ssmax     score * s * ln(n), with a trained s for each head and layer (Nakanishi, 2025)
+    llama4    score * (1 + 0.1 * ln(1 + floor(n / 8192))), without trained parameters (Llama 4)
+
+The queries are multiplied instead of the scores, so that attention backends and caches need no special case. The
+attention bias is not scaled.
 """
 
 import torch
@@ -15,26 +18,39 @@ from trainshort.config.run_config import ModelConfig
 from trainshort.model.positions.base import collapse_equal_rows
 
 INITIAL_SCALE = 0.1686
-"""SSMax's first s: one over the mean of ln n up to 1,024 tokens, so that scores begin at their usual size."""
+"""The initial s of ssmax. It is 1 / mean of ln(n) for n up to 1,024, so that the mean factor is 1 at first."""
 
 
 class LengthScaling(nn.Module):
-    """Multiplies queries by a factor that grows with the number of tokens they see."""
+    """Multiply queries by a factor that grows with the number of tokens that they see.
+
+    Args:
+        config: The settings of the model. `config.length_scaling` selects the formula ("ssmax" or "llama4").
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.length = config.length_scaling_length
-        self.s = nn.Parameter(torch.full((config.heads,), INITIAL_SCALE)) if config.length_scaling == "ssmax" else None
+        self.s = None
+        if config.length_scaling == "ssmax":
+            self.s = nn.Parameter(torch.full((config.heads,), INITIAL_SCALE))
 
     def forward(
-        self, q: Float[Tensor, "batch heads length dim"], where: Int[Tensor, "batch length"]
+        self, q: Float[Tensor, "batch heads length dim"], position_ids: Int[Tensor, "batch length"]
     ) -> Float[Tensor, "batch heads length dim"]:
-        factor = self.factor(collapse_equal_rows(where))[..., None]
-        return (q.to(torch.promote_types(q.dtype, torch.float32)) * factor).to(q.dtype)
+        """Return the scaled queries.
 
-    def factor(self, where: Int[Tensor, "batch length"]) -> Float[Tensor, "batch one_or_heads length"]:
-        """Of tokens at these places of their documents."""
-        seen = where.float() + 1
+        Args:
+            q: The queries.
+            position_ids: The position of each query in its own document.
+        """
+        factor = self.factor(collapse_equal_rows(position_ids))[..., None]
+        compute_dtype = torch.promote_types(q.dtype, torch.float32)
+        return (q.to(compute_dtype) * factor).to(q.dtype)
+
+    def factor(self, position_ids: Int[Tensor, "batch length"]) -> Float[Tensor, "batch one_or_heads length"]:
+        """Return the factor for queries at these positions of their documents."""
+        num_visible = position_ids.float() + 1
         if self.s is not None:
-            return self.s.float()[:, None] * seen.log()[:, None]
-        return (1 + 0.1 * torch.log1p(torch.floor(seen / self.length)))[:, None]
+            return self.s.float()[:, None] * num_visible.log()[:, None]
+        return (1 + 0.1 * torch.log1p(torch.floor(num_visible / self.length)))[:, None]

@@ -1,4 +1,4 @@
-"""Methods at the second door: queries and keys are turned by an angle that grows with their position."""
+"""Position methods that rotate queries and keys by angles that are proportional to the position."""
 
 import math
 from dataclasses import dataclass
@@ -11,14 +11,32 @@ from torch import Tensor
 from trainshort.config.position_config import RotaryConfig, XposConfig
 from trainshort.config.run_config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.model.positions.base import PositionMethod, collapse_equal_rows
+from trainshort.model.positions.base import PositionMethod, collapse_equal_rows, exact_float_dtype
+
+MAX_XPOS_DECAYS = 64
+"""xPos supports `MAX_XPOS_DECAYS * scale_base` positions.
+
+The smallest factor of xPos is (0.4 / 1.4)^64 = 1e-35 at the last position. The smallest normal number of float32 is
+1e-38.
+"""
+
+YARN_FAST_ROTATIONS = 32
+"""YaRN does not change pairs that rotate more often than this over the training length."""
+
+YARN_SLOW_ROTATIONS = 1
+"""YaRN fully interpolates pairs that rotate less often than this over the training length."""
 
 
 class Rotary(PositionMethod):
-    """Pairs of each query and key turn with their position, so that scores see only distances; values stay.
+    """Rotary position embeddings (RoPE): rotates queries and keys, so that scores depend on distances only.
 
-    Interleaved pairs (x0, x1), (x2, x3), …; pair i turns by position / base^(2i/dim), over the whole head or the first
-    share of it.
+    The dimensions of a head are grouped into interleaved pairs (x0, x1), (x2, x3), ... Pair i is rotated by the angle
+    `position / base**(2 * i / dim)`. If `settings.rotary_fraction` is less than 1, only the first dimensions of each
+    head are rotated.
+
+    Attributes:
+        dim: The number of dimensions of each head that are rotated.
+        scaling: A change of the frequencies for long inputs, or None. Evaluations set this attribute.
     """
 
     Config = RotaryConfig
@@ -27,33 +45,49 @@ class Rotary(PositionMethod):
         super().__init__(config, settings)
         self.base = settings.base
         self.dim = settings.rotary_dims(config.head_width)
-        self.stretch: RotaryScaling | None = None
+        self.scaling: RotaryScaling | None = None
 
-    def rotate(self, q: Tensor, k: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self.angles(q, collapse_equal_rows(where))
-        wide = torch.promote_types(q.dtype, torch.float32)
-        cos, sin = cos.to(wide), sin.to(wide)
+    def rotate(
+        self,
+        q: Float[Tensor, "batch heads length dim"],
+        k: Float[Tensor, "batch kv_heads length dim"],
+        position_ids: Int[Tensor, "batch length"],
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys by angles that are proportional to their positions."""
+        cos, sin = self.cos_sin(q, collapse_equal_rows(position_ids))
+        compute_dtype = torch.promote_types(q.dtype, torch.float32)
+        cos = cos.to(compute_dtype)
+        sin = sin.to(compute_dtype)
         return _apply_rotation(q, cos, sin), _apply_rotation(k, cos, sin)
 
-    def angles(
-        self, q: Tensor, where: Int[Tensor, "batch length"]
+    def cos_sin(
+        self, q: Tensor, position_ids: Int[Tensor, "batch length"]
     ) -> tuple[Float[Tensor, "batch 1 length pairs"], Float[Tensor, "batch 1 length pairs"]]:
-        """Cosines and sines of all places and pairs, in float64 whatever the model's dtype: at position 16,384 a
-        float32 angle is 1e-3 off."""
-        pair = _pairs(self.dim, q)
-        speed, size = self.base ** (-pair / self.dim), 1.0
-        if self.stretch is not None:
-            speed, size = scaled_frequencies(self.stretch, self.base, self.dim)
-            speed = speed.to(pair)
-        angle = where.to(pair.dtype)[:, None, :, None] * speed
-        return size * angle.cos(), size * angle.sin()
+        """Return the cosine and the sine of the rotation angle of each position and pair.
+
+        The angles are computed in float64. In float32, an angle at position 16,384 would have an error of 1e-3.
+
+        Args:
+            q: The queries. Only their device matters.
+            position_ids: The position of each token in its own document.
+        """
+        even_indices = _even_indices(self.dim, q.device)
+        if self.scaling is None:
+            frequencies = self.base ** (-even_indices / self.dim)
+            factor = 1.0
+        else:
+            frequencies, factor = scaled_frequencies(self.scaling, self.base, self.dim)
+            frequencies = frequencies.to(even_indices)
+        angles = position_ids.to(even_indices.dtype)[:, None, :, None] * frequencies
+        return factor * angles.cos(), factor * angles.sin()
 
 
 class XPos(Rotary):
-    """xPos: rotary, and pairs of queries and keys shrink with their distance, those that turn fast the most.
+    """xPos: rotary position embeddings with a decay of the scores that grows with the distance.
 
-    Pair n of a query at position i is multiplied by ζ^(i/512), of a key at j by ζ^(−j/512), ζ = (2n/dim + 0.4) / 1.4,
-    so its share of a score by ζ^((i − j)/512).
+    Pair n of a query at position i is multiplied by `zeta**(i / scale_base)`, and pair n of a key at position j by
+    `zeta**(-j / scale_base)`, with `zeta = (2 * n / dim + 0.4) / 1.4`. The contribution of the pair to a score
+    therefore decays by `zeta**((i - j) / scale_base)`. Pairs that rotate fast decay most.
     """
 
     Config = XposConfig
@@ -61,18 +95,28 @@ class XPos(Rotary):
     def __init__(self, config: ModelConfig, settings: XposConfig) -> None:
         super().__init__(config, settings)
         self.scale_base = settings.scale_base
-        # A cache keeps keys multiplied, whatever comes after them; past this one may leave float32.
-        self.max_length = int(XPOS_POWERS * settings.scale_base)
+        # The factors depend on absolute positions. At larger positions, keys could leave the range of float32.
+        self.max_length = int(MAX_XPOS_DECAYS * settings.scale_base)
 
-    def rotate(self, q: Tensor, k: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-        where, wide = collapse_equal_rows(where), torch.promote_types(q.dtype, torch.float32)
-        cos, sin = self.angles(q, where)
-        zeta = (_pairs(self.dim, q) / self.dim + 0.4) / 1.4
-        of_q = zeta ** (where.to(zeta.dtype)[:, None, :, None] / self.scale_base)
-        turned_q = _apply_rotation(q, (of_q * cos).to(wide), (of_q * sin).to(wide))
-        return turned_q, _apply_rotation(k, (cos / of_q).to(wide), (sin / of_q).to(wide))
+    def rotate(
+        self,
+        q: Float[Tensor, "batch heads length dim"],
+        k: Float[Tensor, "batch kv_heads length dim"],
+        position_ids: Int[Tensor, "batch length"],
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys, and multiply each pair of dimensions by its factor."""
+        position_ids = collapse_equal_rows(position_ids)
+        cos, sin = self.cos_sin(q, position_ids)
+        zeta = (_even_indices(self.dim, q.device) / self.dim + 0.4) / 1.4
+        q_factor = zeta ** (position_ids.to(zeta.dtype)[:, None, :, None] / self.scale_base)
+
+        compute_dtype = torch.promote_types(q.dtype, torch.float32)
+        rotated_q = _apply_rotation(q, (q_factor * cos).to(compute_dtype), (q_factor * sin).to(compute_dtype))
+        rotated_k = _apply_rotation(k, (cos / q_factor).to(compute_dtype), (sin / q_factor).to(compute_dtype))
+        return rotated_q, rotated_k
 
     def check_length(self, length: int) -> None:
+        """Raise `InputError` if the factors at the last position would leave the range of float32."""
         if self.max_length is not None and length > self.max_length:
             raise InputError(
                 f"xpos leaves the range of float32 past {self.max_length:,} positions, but this input "
@@ -80,67 +124,105 @@ class XPos(Rotary):
             )
 
 
-XPOS_POWERS = 64
-"""0.4/1.4 to this power is 1e-35, and float32 ends at 1e-38."""
-
-
-def _pairs(dim: int, like: Tensor) -> Float[Tensor, " pairs"]:
-    """0, 2, 4, …: where each pair begins."""
-    exact = torch.float64 if like.device.type != "mps" else torch.float32
-    return torch.arange(0, dim, 2, dtype=exact, device=like.device)
+def _even_indices(dim: int, device: torch.device) -> Float[Tensor, " pairs"]:
+    """Return 0, 2, 4, ...: the index of the first dimension of each pair. The dtype is float64 if possible."""
+    return torch.arange(0, dim, 2, dtype=exact_float_dtype(device), device=device)
 
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """Slower turning at inference, so that a length never trained at has angles that were."""
+    """A change of the rotation frequencies, for inputs that are longer than the training length.
+
+    Attributes:
+        kind: The method. `scaled_frequencies` explains the methods.
+        factor: The scaling factor.
+        trained_at: The training length in tokens.
+        length: The length of the input. Only the method "dynamic" uses the length.
+    """
 
     kind: Literal["linear", "ntk", "dynamic", "yarn"]
     factor: float
     trained_at: int
     length: int
-    """What is going to be read; `dynamic` asks."""
 
 
-FAST, SLOW = 32, 1
-"""YaRN: pairs that turn more often than FAST times over the training length are left alone, and those that turn less
-than SLOW times are interpolated."""
+def scaled_frequencies(scaling: RotaryScaling, base: float, dim: int) -> tuple[Float[Tensor, " pairs"], float]:
+    """Return the rotation frequencies of a scaling method, as `rope_scaling` of transformers defines them.
 
+    The methods are:
 
-def scaled_frequencies(stretch: RotaryScaling, base: float, dim: int) -> tuple[Float[Tensor, " pairs"], float]:
-    """How fast each pair turns, in float64, and a factor of queries and keys; as transformers' `rope_scaling` has it.
+    - "linear" (position interpolation): All pairs rotate `factor` times slower.
+    - "ntk": The base is increased. The slowest pair rotates `factor` times slower, and the fastest pair is unchanged.
+    - "dynamic": As "ntk", with a factor that grows with the input. Inputs up to the training length are unchanged.
+    - "yarn": Slow pairs are interpolated, fast pairs are unchanged, and pairs between are mixed. Queries and keys are
+      multiplied by `0.1 * ln(factor) + 1`.
 
-    linear    every pair `factor` times slower (position interpolation)
-    ntk       a larger base: the slowest pair `factor` times slower, the fastest unchanged
-    dynamic   the same with a factor that grows with the input, and is 1 up to the training length
-    yarn      slow pairs interpolated, fast ones not, a ramp between; scores larger by (0.1 ln factor + 1)²
+    Args:
+        scaling: The method and its numbers.
+        base: The base of the rotation frequencies.
+        dim: The number of rotated dimensions of a head.
+
+    Returns:
+        The frequency of each pair in float64, and a factor by which queries and keys are multiplied.
     """
-    pair = torch.arange(0, dim, 2, dtype=torch.float64)
-    factor, ratio = stretch.factor, dim / (dim - 2) if dim > 2 else 1.0
-    match stretch.kind:
+    even_indices = torch.arange(0, dim, 2, dtype=torch.float64)
+    factor = scaling.factor
+    base_exponent = dim / (dim - 2) if dim > 2 else 1.0
+    match scaling.kind:
         case "linear":
-            return base ** (-pair / dim) / factor, 1.0
+            return base ** (-even_indices / dim) / factor, 1.0
         case "ntk":
-            return (base * factor**ratio) ** (-pair / dim), 1.0
+            scaled_base = base * factor**base_exponent
+            return scaled_base ** (-even_indices / dim), 1.0
         case "dynamic":
-            longer = max(stretch.length, stretch.trained_at) / stretch.trained_at
-            return (base * (factor * longer - (factor - 1)) ** ratio) ** (-pair / dim), 1.0
+            length_ratio = max(scaling.length, scaling.trained_at) / scaling.trained_at
+            dynamic_factor = factor * length_ratio - (factor - 1)
+            scaled_base = base * dynamic_factor**base_exponent
+            return scaled_base ** (-even_indices / dim), 1.0
         case "yarn":
-            first, last = (_pair_for_rotations(turns, stretch.trained_at, base, dim) for turns in (FAST, SLOW))
-            low, high = max(math.floor(first), 0), min(math.ceil(last), dim - 1)
-            ramp = ((pair / 2 - low) / (high - low if high > low else 0.001)).clamp(0, 1)
-            return base ** (-pair / dim) * (ramp / factor + 1 - ramp), 0.1 * math.log(factor) + 1
+            interpolated_share = _yarn_interpolated_share(even_indices / 2, scaling.trained_at, base, dim)
+            frequency_factor = interpolated_share / factor + 1 - interpolated_share
+            return base ** (-even_indices / dim) * frequency_factor, 0.1 * math.log(factor) + 1
 
 
-def _pair_for_rotations(turns: float, length: int, base: float, dim: int) -> float:
-    """The pair that turns so many times over a length."""
-    return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+def _yarn_interpolated_share(
+    pairs: Float[Tensor, " pairs"], trained_at: int, base: float, dim: int
+) -> Float[Tensor, " pairs"]:
+    """Return how much YaRN interpolates each pair: 0 for fast pairs, 1 for slow pairs, a linear ramp between.
+
+    Args:
+        pairs: The indices 0, 1, 2, ... of the pairs.
+        trained_at: The training length in tokens.
+        base: The base of the rotation frequencies.
+        dim: The number of rotated dimensions of a head.
+    """
+    ramp_start = max(math.floor(_pair_for_rotations(YARN_FAST_ROTATIONS, trained_at, base, dim)), 0)
+    ramp_end = min(math.ceil(_pair_for_rotations(YARN_SLOW_ROTATIONS, trained_at, base, dim)), dim - 1)
+    # transformers also uses 0.001 to avoid a division by zero.
+    ramp_width = ramp_end - ramp_start if ramp_end > ramp_start else 0.001
+    return ((pairs - ramp_start) / ramp_width).clamp(0, 1)
+
+
+def _pair_for_rotations(rotations: float, length: int, base: float, dim: int) -> float:
+    """Return the index (with fraction) of the pair that rotates `rotations` times over `length` tokens."""
+    return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
 
 def _apply_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The first pairs of each row, as many as there are angles, turned."""
-    turning, dim = x, 2 * cos.shape[-1]
-    if dim < x.shape[-1]:
-        turning = x[..., :dim]
-    even, odd = turning.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2).to(x.dtype)
-    return turned if dim == x.shape[-1] else torch.cat([turned, x[..., dim:]], dim=-1)
+    """Rotate the first dimensions of queries or keys. The other dimensions are unchanged.
+
+    Args:
+        x: The queries or keys, of shape (batch, heads, length, dim).
+        cos: The cosines of the angles, with one value per rotated pair of dimensions.
+        sin: The sines of the angles.
+    """
+    rotary_dim = 2 * cos.shape[-1]
+    rotary_part = x
+    if rotary_dim < x.shape[-1]:
+        rotary_part = x[..., :rotary_dim]
+    even, odd = rotary_part.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    rotated_pairs = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
+    rotated = rotated_pairs.flatten(-2).to(x.dtype)
+    if rotary_dim == x.shape[-1]:
+        return rotated
+    return torch.cat([rotated, x[..., rotary_dim:]], dim=-1)
