@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from trainshort.attention import Bias, attend, attend_in_blocks
 from trainshort.config.run_config import ModelConfig
 from trainshort.errors import InputError
-from trainshort.model.cache.full import Ask
+from trainshort.model.cache.full import ContentBiasFunction
 from trainshort.model.positions import PositionMethod
 from trainshort.model.transformer import TransformerLM
 
@@ -178,7 +178,7 @@ class _BorrowedLayer:
         self.whole, self.index = whole, index
         self.clock: Tensor | None = None
 
-    def content_bias(self, ask: Ask) -> Bias | None:
+    def content_bias(self, ask: ContentBiasFunction) -> Bias | None:
         """The bias of a method that looks at the text."""
         place, past = {}, self.whole.length
         kept: Any = self.whole.cache.layers[self.index]
