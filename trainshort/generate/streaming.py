@@ -58,8 +58,8 @@ class TokenStream:
             raise InputError("Stop texts require a tokenizer, because they are searched in the generated text.")
         if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
             raise InputError(
-                f"Expected a tokenizer with at most {model.config.vocab_size:,} tokens, the vocabulary size of the model, "
-                f"got {tokenizer.vocab_size:,}. Use the tokenizer of the model."
+                f"Expected a tokenizer with at most {model.config.vocab_size:,} tokens, the vocabulary size of the "
+                f"model, got {tokenizer.vocab_size:,}. Use the tokenizer of the model."
             )
         self.model = model
         self.config = config
@@ -372,7 +372,8 @@ def check_mode(model: TransformerLM, config: GenerateConfig) -> None:
     if config.mode == "bounded" and not position.has_error_bound():
         raise InputError(
             f"Mode 'bounded' requires ALiBi without clamped distances, or FoX. The {position_name} positions of this "
-            "model give no upper bound on the attention to distant tokens. Use mode 'full', or mode 'window' with a window."
+            "model give no upper bound on the attention to distant tokens. "
+            "Use mode 'full', or mode 'window' with a window."
         )
     if config.mode == "bounded" and model.config.nope_every is not None:
         raise InputError(

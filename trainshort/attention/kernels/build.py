@@ -3,9 +3,9 @@
 A library is built once per user. Its file name contains a hash of the sources, the flags and the version of the
 compiler, and later processes load the same file. The libraries are built for processors with AVX2, FMA and F16C.
 
-A loaded library runs with the rights of the user, so it is verified first. The file must belong to the user, and nobody
-else may be able to write to it or to its folder. The file ends with the SHA-256 of its content. If the hash is wrong, the
-library is built again.
+A loaded library runs with the rights of the user, so it is verified first. The file must belong to the user, and
+nobody else may be able to write to it or to its folder. The file ends with the SHA-256 of its content. If the hash is
+wrong, the library is built again.
 """
 
 import atexit
