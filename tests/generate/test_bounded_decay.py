@@ -27,7 +27,7 @@ def make_fox_model(**changes):
         for name, weight in model.named_parameters():
             if weight.dim() > 1 and "position" not in name:
                 weight.mul_(8)
-        model.position.weight.mul_(20)
+        model.position.weight.mul_(20)  # pyright: ignore
     return model
 
 
@@ -93,6 +93,7 @@ def test_decays_of_evicted_keys_are_removed():
     stream = trainshort.stream(model, [1, 2, 3], tokens=120, mode="bounded", stop_at_end=False)
     assert len(list(stream)) == 120
     layer = stream.caches[0].layer(0)
+    assert isinstance(layer, BoundedDecayLayer)
     num_decays = layer.method_cache["clock"].shape[2]
     assert num_decays == max(ring_buffer.count for ring_buffer in layer.ring_buffers)
     assert num_decays < 120

@@ -108,12 +108,11 @@ def test_memory_of_window_cache_stays_constant():
     assert layer.bytes == bytes_after_400 <= bytes_per_token * (2 * 50 + 64 + 2)
 
 
-def attend_with_sinks(q, k, v, slopes, window, sinks):
+def attend_with_sinks(q, k, v, bias, window, sinks):
     """Compute attention with sinks query by query: each query sees the cached keys as if no other keys existed."""
     outputs = []
     for i in range(q.shape[2]):
         cached = [j for j in range(i + 1) if j < sinks or i - j < window]
-        bias = None if slopes is None else LinearBias(slopes)
         outputs.append(attend(q[:, :, i : i + 1], k[:, :, cached], v[:, :, cached], bias=bias, backend="reference"))
     return torch.cat(outputs, dim=2)
 
@@ -122,10 +121,9 @@ def attend_with_sinks(q, k, v, slopes, window, sinks):
 @pytest.mark.parametrize("chunk_sizes", [[40], [1] * 40, [3, 1, 1, 20, 15], [2, 38]], ids=str)
 def test_distances_to_sinks_are_counted_in_the_cache(has_bias, chunk_sizes):
     q, k, v = make_qkv(4, 2, 40)
-    slopes = alibi.slopes(4) if has_bias else None
-    bias = LinearBias(slopes) if has_bias else None
+    bias = LinearBias(alibi.slopes(4)) if has_bias else None
     out = attend_in_chunks(WindowLayer(6, 4), q, k, v, chunk_sizes, bias=bias)
-    torch.testing.assert_close(out, attend_with_sinks(q, k, v, slopes, 6, 4), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, attend_with_sinks(q, k, v, bias, 6, 4), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("settings", "name"), [({"window": 0}, "window"), ({"sinks": -1}, "sinks")])
