@@ -213,17 +213,12 @@ def test_compiled_decoder_and_model_share_a_cache(mode, position, changes):
     decoder = FastDecoder.create(model)
     assert decoder is not None
     tokens = torch.randint(model.config.vocab_size, (1, 400))
+    parts = [(0, 70, "compiled"), (70, 75, "model"), (75, 200, "compiled"), (200, 261, "model"), (261, 400, "compiled")]
     logits = []
     with torch.inference_mode():
         expected = model(tokens)[0].log_softmax(-1)
-        for start, end, is_compiled in (
-            (0, 70, True),
-            (70, 75, False),
-            (75, 200, True),
-            (200, 261, False),
-            (261, 400, True),
-        ):
-            if is_compiled:
+        for start, end, implementation in parts:
+            if implementation == "compiled":
                 logits += [decode_token(decoder, token, cache) for token in tokens[0, start:end]]
             else:
                 logits.append(model(tokens[:, start:end], cache=cache)[0])

@@ -201,9 +201,10 @@ class Sample:
         self.finished = None
         self.stop_strings = StopStrings(self.config.stop)
 
+        # The prompt may end with an incomplete character. The new decoder must know the first part of this character.
         self.decoder = None if self.tokenizer is None else self.tokenizer.decoder()
         for token in tokens[-DECODER_REPLAY_TOKENS:]:
-            self._decode(token)  # The returned text is part of the prompt.
+            self._decode(token)  # The returned text is part of the prompt and is not needed.
 
     def set_num_generated(self, num_generated: int) -> None:
         """Set how many tokens count as generated. End the sample if it has reached the requested length."""

@@ -74,11 +74,16 @@ class _BatchedLayer(LayerCache):
         """Return None, because the compiled decoder supports a single sequence only."""
 
     def content_bias(self, compute_bias: ContentBiasFunction, rows: slice = slice(None)) -> list[Bias | None]:
-        """Return one bias per sequence, because the sequences contain different texts."""
+        """Return one bias per sequence, because the sequences contain different texts.
+
+        Args:
+            compute_bias: The function that computes the bias for some rows of the input batch.
+            rows: Not used. Each sequence uses its own row of the input batch.
+        """
         biases = []
         for index, row in enumerate(self.rows):
-            own_row = slice(index, index + 1)
-            biases.append(row.content_bias(compute_bias, own_row))
+            input_row = slice(index, index + 1)
+            biases.append(row.content_bias(compute_bias, input_row))
         return biases
 
     def attend(

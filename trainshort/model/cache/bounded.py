@@ -242,7 +242,10 @@ class BoundedLayer(LayerCache):
     def decode_args(
         self, slopes: Float[Tensor, " heads"], kv_shape: tuple[int, int], window: int | None
     ) -> DecodeArgs | None:
-        """Return the arguments with which the compiled decoder processes one more token (see `LayerCache`)."""
+        """Return the arguments with which the compiled decoder processes one more token.
+
+        The arguments and the result are those of `LayerCache.decode_args`.
+        """
         if not self.use_compiled or kernel_unavailable_reason() is not None:
             return None
         if not self.ring_buffers:
@@ -356,7 +359,12 @@ class BoundedLayer(LayerCache):
             state.max_excess = _finite_max(state.max_excess, excess[is_representative])
 
     def _is_representative(self, head: int, call: AttentionCall) -> Bool[Tensor, " new"]:
-        """Return which new queries have enough past tokens to determine the length of the ring buffer."""
+        """Return whether each new query has enough past tokens to determine the length of the ring buffer.
+
+        Args:
+            head: The index of the query head.
+            call: The attention call of the new tokens.
+        """
         return self._bias_drop(head, call) >= MIN_BIAS_DROP
 
     # ---- parts that depend on the kind of bias. BoundedDecayLayer overrides them.
@@ -381,24 +389,46 @@ class BoundedLayer(LayerCache):
         return alibi.mass_beyond(excess, slope, distance)
 
     def _bias_drop(self, head: int, call: AttentionCall) -> Float[Tensor, " new"]:
-        """Return how much smaller the bias of the first token of the text is than the bias of each new token."""
+        """Return how far the bias drops from each new token back to the first token of the text.
+
+        Args:
+            head: The index of the query head.
+            call: The attention call of the new tokens.
+        """
+        # ALiBi's bias of the first token is -slope * position. The bias of the new token itself is 0.
         new_positions = torch.arange(call.q.shape[2], device=call.q.device, dtype=torch.float64)
         return (self.length + new_positions) * self.head_states[head].slope
 
     def _required_capacity(self, kv_head: int, call: AttentionCall) -> int:
-        """Return the number of keys that the ring buffer of a key-value head must hold."""
+        """Return the number of keys that the ring buffer of a key-value head must hold.
+
+        Args:
+            kv_head: The index of the key-value head.
+            call: The attention call of the query heads that share this key-value head.
+        """
         group_size = call.q.shape[1]
         states = self.head_states[kv_head * group_size : (kv_head + 1) * group_size]
         return required_capacity(states, self.tolerance, call.window or UNBOUNDED)
 
     def _evict(self, kv_head: int, call: AttentionCall, num_evicted: int) -> None:
-        """Record that the oldest `num_evicted` keys of the call are evicted from the ring buffer."""
+        """Update the statistics for the error bound when keys are evicted from a ring buffer.
+
+        Args:
+            kv_head: The index of the key-value head.
+            call: The attention call of the new tokens. Its keys are the cached keys, followed by the new keys.
+            num_evicted: How many of the oldest keys of the call are evicted.
+        """
         ring_buffer = self.ring_buffers[kv_head]
         max_norm = float(_norms(call.k[0, 0, :num_evicted]).max())
         ring_buffer.max_evicted_norm = _nan_propagating_max(ring_buffer.max_evicted_norm, max_norm)
 
     def _store(self, kv_head: int, call: AttentionCall) -> None:
-        """Store the new keys and values of the call in the ring buffer. Enlarge the buffer first if necessary."""
+        """Store new keys and values in a ring buffer. Enlarge the ring buffer first if the error bound requires it.
+
+        Args:
+            kv_head: The index of the key-value head.
+            call: The attention call of the new tokens. Its keys are the cached keys, followed by the new keys.
+        """
         ring_buffer = self.ring_buffers[kv_head]
         keys = call.k[0, 0]
         values = call.v[0, 0]

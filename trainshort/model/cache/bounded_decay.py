@@ -80,11 +80,17 @@ class BoundedDecayLayer(BoundedLayer):
             excess: How much a score before the bias can exceed the log-sum-exp of the query.
             distance: The distance to the nearest evicted key. Not used, because the bias depends on the text instead.
         """
+        # mass <= exp(excess + c[i] + E), where E is the logarithm of the sum of exp(-c[j]) over all evicted keys j.
         query_decay = self._cumulative_decay(head, call)[-len(excess) :]
         return torch.exp(excess + query_decay + self.head_states[head].log_evicted_weight)
 
     def _bias_drop(self, head: int, call: AttentionCall) -> Float[Tensor, " new"]:
-        """Return how much smaller the bias of the first token of the text is than the bias of each new token."""
+        """Return how far the bias drops from each new token back to the first token of the text.
+
+        Args:
+            head: The index of the query head.
+            call: The attention call of the new tokens.
+        """
         num_new = call.q.shape[2]
         return self.head_states[head].initial_decay - self._cumulative_decay(head, call)[-num_new:]
 
@@ -93,6 +99,10 @@ class BoundedDecayLayer(BoundedLayer):
 
         The oldest keys may be evicted if a query like the most demanding query so far, plus `CAPACITY_MARGIN`, then
         loses no more softmax mass than the tolerance.
+
+        Args:
+            kv_head: The index of the key-value head.
+            call: The attention call of the query heads that share this key-value head.
         """
         group_size = call.q.shape[1]
         max_capacity = max(1, (call.window or UNBOUNDED) - 1)
@@ -103,7 +113,7 @@ class BoundedDecayLayer(BoundedLayer):
         for head in range(kv_head * group_size, (kv_head + 1) * group_size):
             decays = self._cumulative_decay(head, call)
             state = self.head_states[head]
-            # The keys up to a certain key may be evicted if the logarithm of their weights is at most this number.
+            # All keys up to some key may be evicted if the logarithm of their total weight is at most this number.
             max_log_weight = math.log(self.tolerance) - state.max_excess - CAPACITY_MARGIN - float(decays[-1])
             if not math.isfinite(max_log_weight):
                 return max_capacity
@@ -118,7 +128,13 @@ class BoundedDecayLayer(BoundedLayer):
         return max(1, min(required, max_capacity))
 
     def _evict(self, kv_head: int, call: AttentionCall, num_evicted: int) -> None:
-        """Record that the oldest `num_evicted` keys of the call are evicted from the ring buffer."""
+        """Update the statistics for the error bound when keys are evicted from a ring buffer.
+
+        Args:
+            kv_head: The index of the key-value head.
+            call: The attention call of the new tokens. Its keys are the cached keys, followed by the new keys.
+            num_evicted: How many of the oldest keys of the call are evicted.
+        """
         super()._evict(kv_head, call, num_evicted)
         group_size = call.q.shape[1]
         for head in range(kv_head * group_size, (kv_head + 1) * group_size):

@@ -175,8 +175,9 @@ class DecodeArgs(ctypes.Structure):
             length: The number of tokens in `storage`.
         """
         ring_buffers = self.ring_buffer_array
-        is_bound = ring_buffers[0].keys == storage.data_ptr() and ring_buffers[0].count == length
-        if is_bound:
+        # The compiled code updates `count` and `next` itself, so usually nothing has to be set.
+        is_same_storage = ring_buffers[0].keys == storage.data_ptr()
+        if is_same_storage and ring_buffers[0].count == length:
             return
         for kv_head, ring_buffer in enumerate(ring_buffers):
             ring_buffer.keys = storage[0, 0, kv_head].data_ptr()

@@ -161,6 +161,7 @@ class WindowLayer(LayerCache):
             The keys and the values of the past and the new tokens. Only the last `window - 1` tokens are stored.
         """
         recent = torch.cat([past_kv, new_kv], dim=3)
+        # The next token attends to the last `window - 1` tokens only.
         stored_start = max(0, recent.shape[3] - (self.window - 1))
         self._move_to_start(recent[:, :, :, stored_start:], new=0)
         self.length += new_kv.shape[3]
