@@ -223,7 +223,7 @@ def measure_cache_size(plan: DecodePlan, progress: Progress) -> list[Measurement
         tokens = torch.from_numpy(data.split(split)[: max(plan.contexts)].astype("int64"))[None]
         contexts = sorted({min(context, tokens.shape[1]) for context in plan.contexts})
         progress.note(f"reading {contexts[-1]:,} tokens of {split}")
-        cache = BoundedCache(tolerance=plan.tolerance, clocked=target.model.position.uses_cumulative_decay)
+        cache = BoundedCache(tolerance=plan.tolerance, has_decay_bias=target.model.position.uses_cumulative_decay)
         for start, end in zip((0, *contexts), contexts, strict=False):
             for chunk in tokens[:, start:end].split(READ, dim=1):
                 target.model.hidden(chunk, cache=cache)

@@ -1,4 +1,4 @@
-"""The compiled single-token path is the model, for every setting that changes a layer."""
+"""The compiled decoder returns the same logits as the model, for every setting that changes a layer."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_streaming import logprobs, make_model
+from test_streaming import compute_logprobs, make_model
 
 import trainshort
 from trainshort import Cache, InputError
@@ -19,10 +19,13 @@ from trainshort.model.cache import BoundedCache, WindowCache
 from trainshort.model.cache.ring_buffer import kernel_unavailable_reason
 from trainshort.model.positions import PositionMethod
 
-pytestmark = pytest.mark.skipif(bool(kernel_unavailable_reason()), reason=str(kernel_unavailable_reason()))
+pytestmark = pytest.mark.skipif(kernel_unavailable_reason() is not None, reason=str(kernel_unavailable_reason()))
 
-SETTINGS = [
-    *({"position": name} for name in ("alibi", "none", "sinusoidal", "learned")),
+SUPPORTED_SETTINGS = [
+    {"position": "alibi"},
+    {"position": "none"},
+    {"position": "sinusoidal"},
+    {"position": "learned"},
     {"activation": "relu"},
     {"activation": "gelu_tanh"},
     {"biases": False},
@@ -43,156 +46,183 @@ SETTINGS = [
     {"position": "fox", "position_settings": {"gate": "bias_only"}, "window": 5},
     {"position": "fox", "position_settings": {"gate": "fixed"}, "width": 64, "heads": 4},
     {"softmax_scale": 0.2},
-    *({"position": name, "nope_heads": 2} for name in ("alibi", "fox")),
+    {"position": "alibi", "nope_heads": 2},
+    {"position": "fox", "nope_heads": 2},
     {"position": "fox", "position_settings": {"negate_gate": True}, "nope_heads": 3, "kv_heads": 2},
-    *({"position": name, "nope_every": 2, "window": 5} for name in ("alibi", "fox", "none")),
-    *({"position": name, "length_scaling": "ssmax"} for name in ("alibi", "fox")),
+    {"position": "alibi", "nope_every": 2, "window": 5},
+    {"position": "fox", "nope_every": 2, "window": 5},
+    {"position": "none", "nope_every": 2, "window": 5},
+    {"position": "alibi", "length_scaling": "ssmax"},
+    {"position": "fox", "length_scaling": "ssmax"},
     {"position": "fox", "length_scaling": "llama4", "length_scaling_length": 3, "softmax_scale": 0.2, "nope_heads": 2},
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_scores_are_the_models(settings):
-    """The block's two copies against each other, in Python and in C."""
+def decode_token(decoder, token, cache):
+    """Process one token with the compiled decoder, and return the logits of the next token."""
+    logits = decoder.logits(int(token), cache)
+    assert logits is not None
+    return logits
+
+
+def check_logprobs(model, prompt, generated):
+    """Check that the log probabilities of generated tokens equal those of the model without a cache."""
+    tokens = list(prompt)
+    for token in generated:
+        expected = float(compute_logprobs(model, tokens, [token.id]))
+        assert token.logprob == pytest.approx(expected, abs=1e-5)
+        tokens.append(token.id)
+
+
+@pytest.mark.parametrize("settings", SUPPORTED_SETTINGS, ids=str)
+def test_compiled_decoder_equals_the_model(settings):
     model = make_model(**settings)
-    for parameter in model.parameters():  # norms and biases begin at 1 and 0, where a mistake would not show
+    # Norm weights start at 1 and biases at 0. Random values show whether they are used correctly.
+    for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    made, cache = FastDecoder.create(model), Cache()
-    assert made is not None
+    decoder = FastDecoder.create(model)
+    assert decoder is not None
+    cache = Cache()
     tokens = torch.randint(model.config.vocab_size, (1, 12))
     with torch.inference_mode():
         expected = model(tokens)[0].log_softmax(-1)
-        got = [scores_after(made, int(token), cache) for token in tokens[0]]
-    torch.testing.assert_close(torch.cat(got).log_softmax(-1), expected, atol=1e-5, rtol=1e-5)
+        logits = torch.cat([decode_token(decoder, token, cache) for token in tokens[0]])
+    torch.testing.assert_close(logits.log_softmax(-1), expected, atol=1e-5, rtol=1e-5)
 
 
-def scores_after(made, token, cache):
-    scores = made.logits(token, cache)
-    assert scores is not None
-    return scores
+@pytest.fixture
+def restore_num_threads():
+    """Restore the number of PyTorch threads after the test."""
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
 
 
-def test_results_do_not_depend_on_the_number_of_threads():
-    model, before = make_model(width=192, heads=4), torch.get_num_threads()
-    texts = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            linear = fast_decode.DecodeLinear(model.layers[0].ffn.wide.weight, None)  # pyright: ignore
-            texts.append(linear(torch.linspace(-1, 1, 192).view(1, 1, -1)))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(texts[0], texts[1])
-    assert torch.equal(texts[0], texts[2])
-
-
-def test_a_forked_child_and_a_second_thread_work_too():
-    model, before = make_model(width=192, heads=4), torch.get_num_threads()
+def test_results_do_not_depend_on_the_number_of_threads(restore_num_threads):
+    model = make_model(width=192, heads=4)
     x = torch.linspace(-1, 1, 192).view(1, 1, -1)
-    try:
-        torch.set_num_threads(2)
-        linears = [fast_decode.DecodeLinear(model.layers[0].ffn.wide.weight, None) for _ in range(4)]  # pyright: ignore
-        expected = linears[0](x)
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if all(torch.equal(linears[0](x), expected) for _ in range(50)) else 1)
-        assert os.waitpid(child, 0)[1] == 0
-        with ThreadPoolExecutor(4) as threads:
-            work = [threads.submit(lambda linear=linear: [linear(x) for _ in range(200)]) for linear in linears]
-            assert all(torch.equal(out, expected) for each in work for out in each.result())
-    finally:
-        torch.set_num_threads(before)
+    outputs = []
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        linear = fast_decode.DecodeLinear(model.layers[0].ffn.wide.weight, None)  # pyright: ignore
+        outputs.append(linear(x))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+def test_linear_layer_works_in_forked_processes_and_in_threads(restore_num_threads):
+    model = make_model(width=192, heads=4)
+    x = torch.linspace(-1, 1, 192).view(1, 1, -1)
+    torch.set_num_threads(2)
+    linears = [fast_decode.DecodeLinear(model.layers[0].ffn.wide.weight, None) for _ in range(4)]  # pyright: ignore
+    expected = linears[0](x)
+
+    child = os.fork()
+    if child == 0:
+        is_equal = all(torch.equal(linears[0](x), expected) for _ in range(50))
+        os._exit(0 if is_equal else 1)
+    _, child_status = os.waitpid(child, 0)
+    assert child_status == 0
+
+    def apply_repeatedly(linear):
+        return [linear(x) for _ in range(200)]
+
+    with ThreadPoolExecutor(4) as executor:
+        for outputs in executor.map(apply_repeatedly, linears):
+            assert all(torch.equal(out, expected) for out in outputs)
 
 
 @pytest.mark.parametrize("mode", ["full", "bounded"])
 @pytest.mark.parametrize("position", ["alibi", "fox"])
-def test_buffers_are_float32_whatever_torch_makes_by_default(position, mode):
-    """Compiled code reads and writes floats: buffers of half that size would be written past their ends."""
-    model, before = make_model(position=position), torch.get_default_dtype()
-    settings = {"tokens": 80, "temperature": 0, "mode": mode}
-    expected = [(token.id, token.logprob) for token in trainshort.stream(model, [1, 2, 3], **settings)]
-    for default in (torch.float64, torch.bfloat16):
+def test_buffers_do_not_depend_on_the_default_dtype(position, mode):
+    """The compiled code writes float32. It would write past the end of buffers with a smaller dtype."""
+    model = make_model(position=position)
+    previous_dtype = torch.get_default_dtype()
+
+    def generate():
+        stream = trainshort.stream(model, [1, 2, 3], tokens=80, temperature=0, mode=mode)
+        return [(token.id, token.logprob) for token in stream]
+
+    expected = generate()
+    for dtype in (torch.float64, torch.bfloat16):
         try:
-            torch.set_default_dtype(default)
-            assert [(token.id, token.logprob) for token in trainshort.stream(model, [1, 2, 3], **settings)] == expected
+            torch.set_default_dtype(dtype)
+            assert generate() == expected
         finally:
-            torch.set_default_dtype(before)
+            torch.set_default_dtype(previous_dtype)
 
 
-def test_weights_that_changed_are_seen():
+def test_changed_weights_take_effect():
     model = make_model()
-    made = trainshort.stream(model, [1, 2, 3], tokens=9, temperature=0)
-    first = next(made)
+    stream = trainshort.stream(model, [1, 2, 3], tokens=9, temperature=0)
+    first = next(stream)
+    # Change a weight in place. The final norm has no influence on the cached keys and values.
     with torch.no_grad():
-        model.final_norm.bias[0] += 3  # in place, where no key or value depends on it  # pyright: ignore
-    second = next(made)
-    assert second.logprob == pytest.approx(float(logprobs(model, [1, 2, 3, first.id], [top(model, first.id)])))
-    model.double().float()  # to other places in memory
+        model.final_norm.bias[0] += 3  # pyright: ignore
+    second = next(stream)
+    check_logprobs(model, [1, 2, 3, first.id], [second])
+    # Move all weights to other memory.
+    model.double().float()
     model.final_norm.bias.data[0] -= 5  # pyright: ignore
-    third = next(made)
-    prompt = [1, 2, 3, first.id, second.id]
-    assert third.logprob == pytest.approx(float(logprobs(model, prompt, [third.id])), abs=1e-5)
+    third = next(stream)
+    check_logprobs(model, [1, 2, 3, first.id, second.id], [third])
 
 
-def top(model, first):
-    with torch.no_grad():
-        return int(model(torch.tensor([[1, 2, 3, first]]))[0, -1].argmax())
-
-
-@pytest.mark.parametrize("change", [lambda m: m.double(), lambda m: m.bfloat16()], ids=["float64", "bfloat16"])
-def test_other_dtypes_go_through_torch(change):
-    model = change(make_model())
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_other_dtypes_use_pytorch(dtype):
+    model = make_model().to(dtype)
     assert FastDecoder.create(model) is None
-    for mode in ({}, {"mode": "bounded"}):
-        assert len(list(trainshort.stream(model, [1, 2, 3], tokens=5, **mode))) == 5
+    for mode in ("full", "bounded"):
+        assert len(list(trainshort.stream(model, [1, 2, 3], tokens=5, mode=mode))) == 5
 
 
-LEFT_TO_TORCH = [
+UNSUPPORTED_SETTINGS = [
     ({"norm": "rms"}, "RMSNorm"),
     ({"gated_feedforward": True}, "gated feed-forward layers"),
     ({"parallel_blocks": True}, "parallel blocks"),
-    ({"activation": "silu"}, "the activation silu"),
+    ({"activation": "silu"}, "activation silu"),
     ({"clip_qkv": 0.5}, "clip_qkv"),
     ({"backend": "sdpa"}, "backend sdpa"),
-    ({"position": "rotary"}, "turned queries and keys"),
-    ({"position": "t5"}, "bias that is not linear"),
-    ({"position": "fire"}, "biases that look at the text"),
+    ({"position": "rotary"}, "rotated queries and keys"),
+    ({"position": "t5"}, "biases that are not linear"),
+    ({"position": "fire"}, "biases that depend on the text"),
 ]
 
 
-@pytest.mark.parametrize(("settings", "named"), LEFT_TO_TORCH, ids=[name for _, name in LEFT_TO_TORCH])
-def test_what_compiled_layers_lack_goes_through_torch(settings, named):
+@pytest.mark.parametrize(
+    ("settings", "feature"), UNSUPPORTED_SETTINGS, ids=[feature for _, feature in UNSUPPORTED_SETTINGS]
+)
+def test_unsupported_models_use_pytorch(settings, feature):
     model = make_model(**settings)
-    assert fast_decode.unsupported_reason(model) == f"compiled layers have no {named}"
+    assert feature in (fast_decode.unsupported_reason(model) or "")
     assert FastDecoder.create(model) is None
-    made = list(trainshort.stream(model, [1, 2, 3], tokens=5, temperature=0))
-    read = [1, 2, 3]
-    for token in made:
-        assert token.logprob == pytest.approx(float(logprobs(model, read, [token.id])), abs=1e-5)
-        read.append(token.id)
+    check_logprobs(model, [1, 2, 3], trainshort.stream(model, [1, 2, 3], tokens=5, temperature=0))
 
 
-MIXED = [{"kv_heads": 6}, {"kv_heads": 2}, {"nope_heads": 3, "kv_heads": 2}, {"length_scaling": "ssmax"}]
-
-
-@pytest.mark.parametrize("changes", MIXED, ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"kv_heads": 6}, {"kv_heads": 2}, {"nope_heads": 3, "kv_heads": 2}, {"length_scaling": "ssmax"}],
+    ids=str,
+)
 @pytest.mark.parametrize("position", ["alibi", "fox"])
-@pytest.mark.parametrize("make_cache", [Cache, BoundedCache], ids=["full", "bounded"])
-def test_all_layers_in_one_call_are_the_model(make_cache, position, changes):
-    """Tokens one by one, a stretch through the model in between, and one by one again, past several doublings."""
+@pytest.mark.parametrize("mode", ["full", "bounded"])
+def test_compiled_decoder_and_model_share_a_cache(mode, position, changes):
+    """Some parts of a sequence are processed by the compiled decoder, the other parts by the model."""
     model = make_model(**changes, position=position)
-    make_cache = partial(make_cache, clocked=True) if (position, make_cache) == ("fox", BoundedCache) else make_cache
-    made = FastDecoder.create(model)
-    assert made is not None
-    tokens, cache, got = torch.randint(model.config.vocab_size, (1, 400)), make_cache(), []
+    cache = Cache() if mode == "full" else BoundedCache(has_decay_bias=position == "fox")
+    decoder = FastDecoder.create(model)
+    assert decoder is not None
+    tokens = torch.randint(model.config.vocab_size, (1, 400))
+    parts = [(0, 70, "compiled"), (70, 75, "model"), (75, 200, "compiled"), (200, 261, "model"), (261, 400, "compiled")]
+    logits = []
     with torch.inference_mode():
         expected = model(tokens)[0].log_softmax(-1)
-        for start, end in ((0, 70), (70, 75), (75, 200), (200, 261), (261, 400)):
-            if end - start in (5, 61):
-                got.append(model(tokens[:, start:end], cache=cache)[0])
+        for start, end, implementation in parts:
+            if implementation == "compiled":
+                logits += [decode_token(decoder, token, cache) for token in tokens[0, start:end]]
             else:
-                got += [scores_after(made, int(tokens[0, i]), cache) for i in range(start, end)]
-    torch.testing.assert_close(torch.cat(got).log_softmax(-1), expected, atol=1e-5, rtol=1e-5)
+                logits.append(model(tokens[:, start:end], cache=cache)[0])
+    torch.testing.assert_close(torch.cat(logits).log_softmax(-1), expected, atol=1e-5, rtol=1e-5)
     assert cache.length == 400
 
 
@@ -200,86 +230,86 @@ def test_all_layers_in_one_call_are_the_model(make_cache, position, changes):
     "changes", [{"kv_heads": 4}, {"kv_heads": 2}, {"nope_heads": 1}, {"length_scaling": "ssmax"}], ids=str
 )
 @pytest.mark.parametrize("position", ["alibi", "fox"])
-def test_rings_that_grow_inside_the_one_call_keep_the_certificate(position, changes):
-    """Sharper and sharper tokens, so that rings of every layer must grow while a token passes through."""
+def test_certificates_are_equal_if_ring_buffers_grow_while_decoding(position, changes):
+    """The weights are enlarged after every 150 tokens, so that the ring buffers of all layers must grow."""
     settings = {"init": "alibi"} if position == "fox" else {}
     model = make_model(width=64, heads=4, position=position, position_settings=settings, **changes)
-    clocked = position == "fox"
-    made, tokens = FastDecoder.create(model), torch.randint(model.config.vocab_size, (1, 600))
-    assert made is not None
-    fast, slow = (BoundedCache(tolerance=1e-4, clocked=clocked, compiled=compiled) for compiled in (True, False))
+    decoder = FastDecoder.create(model)
+    assert decoder is not None
+    new_cache = partial(BoundedCache, tolerance=1e-4, has_decay_bias=position == "fox")
+    compiled_cache = new_cache(compiled=True)
+    torch_cache = new_cache(compiled=False)
+    tokens = torch.randint(model.config.vocab_size, (1, 600))
     with torch.inference_mode():
         for i in range(600):
             if i % 150 == 149:
                 for block in model.layers:
                     block.attention.qkv.weight *= 1.5  # pyright: ignore
-            one = tokens[:, i : i + 1]
-            got, expected = scores_after(made, int(one), fast), model(one, cache=slow)[:, 0]
-            torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
-    assert fast.windows == slow.windows
-    assert fast.certificate.grow_count == slow.certificate.grow_count > 0
-    assert fast.certificate.mass == pytest.approx(slow.certificate.mass, rel=1e-3)
+            token = tokens[:, i : i + 1]
+            logits = decode_token(decoder, token, compiled_cache)
+            expected = model(token, cache=torch_cache)[:, 0]
+            torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
+    assert compiled_cache.windows == torch_cache.windows
+    assert compiled_cache.certificate.grow_count == torch_cache.certificate.grow_count > 0
+    assert compiled_cache.certificate.mass == pytest.approx(torch_cache.certificate.mass, rel=1e-3)
 
 
 @pytest.mark.parametrize(("option", "text"), [("slopes", "window=4"), ("slopes", "ntk=4"), ("scores", "1.7")])
 @pytest.mark.parametrize("mode", ["full", "bounded"])
-def test_a_change_at_inference_reaches_the_compiled_step(option, text, mode):
-    model, read = make_model(), [1, 2, 3]
+def test_overrides_of_a_trained_model_take_effect(option, text, mode):
+    model = make_model()
     with apply_override(model, Override.read(option, text), 16, 32):
         assert FastDecoder.create(model) is not None
-        for token in trainshort.stream(model, read.copy(), tokens=12, temperature=0, mode=mode):
-            assert token.logprob == pytest.approx(float(logprobs(model, read, [token.id])), abs=1e-5)
-            read.append(token.id)
+        check_logprobs(model, [1, 2, 3], trainshort.stream(model, [1, 2, 3], tokens=12, temperature=0, mode=mode))
 
 
-def test_a_cache_that_only_attends_is_left_to_the_model():
-    model = make_model()
-    made, cache = FastDecoder.create(model), WindowCache(window=3)
-    assert made is not None
+def test_unsupported_cache_stays_empty():
+    decoder = FastDecoder.create(make_model())
+    assert decoder is not None
+    cache = WindowCache(window=3)
     with torch.inference_mode():
-        assert made.logits(5, cache) is None
+        assert decoder.logits(5, cache) is None
     assert cache.length == 0
 
 
-class FromTheThirdKeyOn(PositionMethod):
-    """No bias while there are two keys."""
+class BiasFromThreeKeysOn(PositionMethod):
+    """There is no bias for fewer than three keys."""
 
     def score_bias(self, length):
         return None if length < 3 else LinearBias(torch.ones(6))
 
 
-class FlatterWithLength(PositionMethod):
-    """Linear at every length, by other slopes."""
+class SlopesThatDecreaseWithLength(PositionMethod):
+    """The bias is linear for every length, but the slopes depend on the length."""
 
     def score_bias(self, length):
         return LinearBias(torch.ones(6) / length)
 
 
-class FlatterFromFarOn(PositionMethod):
-    """ALiBi's as far as most texts go."""
+class SlopesThatDecreaseFrom8192On(PositionMethod):
+    """The slopes are constant up to a length of 8,192."""
 
     def score_bias(self, length):
         return LinearBias(torch.ones(6) * min(1.0, 8192 / length))
 
 
-def test_slopes_of_a_method_that_knows_its_longest_are_not_asked_beyond():
+def test_slopes_beyond_the_largest_length_do_not_matter():
     model = make_model()
-    model.position = FlatterFromFarOn(model.config, None)
+    model.position = SlopesThatDecreaseFrom8192On(model.config, None)
     model.position.max_length = 1024
     assert model.position.has_error_bound()
 
 
-@pytest.mark.parametrize("method", [FromTheThirdKeyOn, FlatterWithLength, FlatterFromFarOn])
-def test_a_bias_that_depends_on_the_length_is_the_models_at_every_token(method):
-    """Asked at one token alone, the first seemed to have no bias and the second to be ALiBi."""
+@pytest.mark.parametrize("method", [BiasFromThreeKeysOn, SlopesThatDecreaseWithLength, SlopesThatDecreaseFrom8192On])
+def test_bias_that_depends_on_the_length_uses_pytorch(method):
+    """For a length of 1, the first method seems to have no bias, and the second method seems to be ALiBi."""
     model = make_model()
     model.position = method(model.config, None)
-    assert "compiled layers have no bias that is not linear" in (fast_decode.unsupported_reason(model) or "")
+    assert "biases that are not linear" in (fast_decode.unsupported_reason(model) or "")
     assert not model.position.has_error_bound()
-    read = [3, 1, 4, 1, 5]
-    made = list(trainshort.stream(model, read, tokens=12, temperature=0))
-    for token in made:
-        assert token.id == int(model(torch.tensor([read]))[0, -1].argmax())
-        read.append(token.id)
+    tokens = [3, 1, 4, 1, 5]
+    for token in list(trainshort.stream(model, tokens, tokens=12, temperature=0)):
+        assert token.id == int(model(torch.tensor([tokens]))[0, -1].argmax())
+        tokens.append(token.id)
     with pytest.raises(InputError, match="bounded"):
-        next(trainshort.stream(model, read, tokens=3, mode="bounded"))
+        trainshort.stream(model, tokens, tokens=3, mode="bounded")

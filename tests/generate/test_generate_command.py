@@ -1,4 +1,4 @@
-"""`trainshort generate`: text on standard output, the rest on standard error, mistakes in one sentence."""
+"""`trainshort generate`: text on standard output, all messages on standard error, mistakes with exit code 2."""
 
 import io
 import os
@@ -17,137 +17,160 @@ from trainshort.utils.terminal import escape_control_characters
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
+    """A run folder of a model with ALiBi and training length 16."""
     return make_run(tmp_path_factory.mktemp("generate"))
 
 
 @pytest.fixture(scope="module")
-def rotary(tmp_path_factory):
+def rotary_run(tmp_path_factory):
+    """A run folder of a model with rotary positions."""
     return make_run(tmp_path_factory.mktemp("rotary"), position="rotary")
 
 
-def call(capsys, *argv):
-    with pytest.raises(SystemExit) as stop:
-        main(["generate", *map(str, argv)])
+def run_command(capsys, *arguments):
+    """Run `trainshort generate`. Return the exit code, the standard output and the standard error."""
+    with pytest.raises(SystemExit) as exit_info:
+        main(["generate", *map(str, arguments)])
     captured = capsys.readouterr()
-    return stop.value.code or 0, captured.out, captured.err
+    return exit_info.value.code or 0, captured.out, captured.err
 
 
-def test_text_and_what_is_said_about_it(capsys, run):
-    code, out, err = call(capsys, run, "the cat", "--tokens", 30, "--mode", "bounded", "--seed", 3)
+def set_stdin(monkeypatch, content):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+def test_text_is_on_stdout_and_summary_on_stderr(capsys, run):
+    arguments = [run, "the cat", "--tokens", 30, "--mode", "bounded"]
+    code, out, err = run_command(capsys, *arguments, "--seed", 3)
     assert code == 0
     assert out.endswith("\n")
     assert "30 tokens" in err
-    assert "tokens/s, context 37 (ended by: length)" in err
+    assert "context 37 (ended by: length)" in err
     assert "error certificate: " in err
-    assert call(capsys, run, "the cat", "--tokens", 30, "--mode", "bounded", "--seed", 3)[1] == out
-    assert call(capsys, run, "the cat", "--tokens", 30, "--mode", "bounded", "--seed", 4)[1] != out
+    assert run_command(capsys, *arguments, "--seed", 3)[1] == out
+    assert run_command(capsys, *arguments, "--seed", 4)[1] != out
 
 
-def test_prompts_by_file_and_by_standard_input(capsys, run, tmp_path, monkeypatch):
-    (tmp_path / "prompt.txt").write_text("the cat")
-    expected = call(capsys, run, "the cat", "--tokens", 9)[1]
-    assert call(capsys, run, "--prompt-file", tmp_path / "prompt.txt", "--tokens", 9)[1] == expected
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the cat")))
-    assert call(capsys, run, "-", "--tokens", 9)[1] == expected
+def test_prompt_from_file_and_from_standard_input(capsys, run, tmp_path, monkeypatch):
+    _, expected, _ = run_command(capsys, run, "the cat", "--tokens", 9)
+    prompt_file = tmp_path / "prompt.txt"
+    prompt_file.write_text("the cat")
+    assert run_command(capsys, run, "--prompt-file", prompt_file, "--tokens", 9)[1] == expected
+    set_stdin(monkeypatch, b"the cat")
+    assert run_command(capsys, run, "-", "--tokens", 9)[1] == expected
 
 
 def test_several_prompts_and_samples(capsys, run):
-    code, out, _ = call(capsys, run, "the", "a dog ran", "--samples", 2, "--tokens", 5)
+    code, out, _ = run_command(capsys, run, "the", "a dog ran", "--samples", 2, "--tokens", 5)
     assert code == 0
-    assert [line for line in out.splitlines() if line.startswith("---")] == [f"--- sample {n} ---" for n in range(1, 5)]
+    headings = [line for line in out.splitlines() if line.startswith("---")]
+    assert headings == [f"--- sample {number} ---" for number in range(1, 5)]
 
 
-def test_the_warning_past_the_length_that_is_known_to_be_good(capsys, run):
-    unmeasured = call(capsys, run, "the cat", "--tokens", 30)[2]
-    assert unmeasured.count("the context passes 16 tokens: the model was trained at that length") == 1
-    known = {"length": 24, "open": True}
-    card = {"format": CARD_FORMAT, "summary": "trained at 16, good to 24+", "no_worse": known}
-    write_with_checksum(run / "extrapolation.json", card)
+def test_warning_beyond_the_training_length_is_printed_once(capsys, run):
+    err = run_command(capsys, run, "the cat", "--tokens", 30)[2]
+    assert err.count("the context passes 16 tokens: ") == 1
+
+
+def test_warning_beyond_the_evaluated_length(capsys, run):
+    summary = {"format": CARD_FORMAT, "summary": "trained at 16, good to 24+", "no_worse": {"length": 24, "open": True}}
+    summary_file = run / "extrapolation.json"
+    write_with_checksum(summary_file, summary)
     try:
-        measured = call(capsys, run, "the cat", "--tokens", 30)[2]
-        assert "passes 24 tokens: trained at 16, good to 24+; nothing longer was measured" in measured
-        assert "passes" not in call(capsys, run, "the cat", "--tokens", 10)[2]
+        long_err = run_command(capsys, run, "the cat", "--tokens", 30)[2]
+        short_err = run_command(capsys, run, "the cat", "--tokens", 10)[2]
     finally:
-        (run / "extrapolation.json").unlink()
+        summary_file.unlink()
+    assert "the context passes 24 tokens: trained at 16, good to 24+" in long_err
+    assert "passes" not in short_err
 
 
-def test_interactive_keeps_its_state(capsys, run, monkeypatch):
+def test_interactive_mode_continues_one_text(capsys, run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n\nsat\n"))
-    code, _, err = call(capsys, run, "--interactive", "--tokens", 6)
+    code, _, err = run_command(capsys, run, "--interactive", "--tokens", 6)
     assert code == 0
     assert "12 tokens" in err
-    assert "Ctrl-D leaves" in err
-    assert f"context {len('the cat') + 1 + 6 + len('sat') + 1 + 6}" in err
+    assert "Ctrl-D" in err
+    # Each of the two lines ends with a newline and is followed by six generated tokens.
+    context = len("the cat") + 1 + 6 + len("sat") + 1 + 6
+    assert f"context {context}" in err
 
 
-def test_models_from_elsewhere_that_are_not_alibi_are_told_what_to_do(capsys, tmp_path):
-    (tmp_path / "gpt2").mkdir()
-    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
-    code, _, err = call(capsys, tmp_path / "gpt2", "x")
+def test_folder_of_a_gpt2_model_is_rejected_with_a_hint(capsys, tmp_path):
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    code, _, err = run_command(capsys, folder, "x")
     assert code == 2
-    assert "is a model of type 'gpt2', with learned positions; trainshort convert makes an ALiBi model of it" in err
-    code, _, err = call(capsys, "hf/gpt2", "x")
+    assert "gpt2" in err
+    assert "trainshort convert" in err
+
+
+def test_name_of_a_hub_model_is_rejected_with_a_hint(capsys):
+    code, _, err = run_command(capsys, "hf/gpt2", "x")
     assert code == 2
-    assert "There is no run folder hf/gpt2." in err
     assert "trainshort import hf/gpt2 --out runs/gpt2" in err
 
 
-class Terminal(io.StringIO):
+class FakeTerminal(io.StringIO):
     def isatty(self):
         return True
 
 
-def test_a_terminal_gets_nothing_that_it_would_obey(capsys, run, monkeypatch):
+def test_control_characters_are_escaped_on_a_terminal(capsys, run, monkeypatch):
+    """The random weights generate all bytes, including control characters."""
     arguments = [run, "the cat", "--tokens", 200, "--no-stop-at-end", "--seed", 2]
-    raw = call(capsys, *arguments)[1]
-    assert "\x1b" in raw  # random weights make every byte; a file or pipe gets the text itself
-    terminal = Terminal()
+    file_output = run_command(capsys, *arguments)[1]
+    assert "\x1b" in file_output
+    terminal = FakeTerminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    call(capsys, *arguments)
-    assert terminal.getvalue() == escape_control_characters(raw)
+    run_command(capsys, *arguments)
+    assert terminal.getvalue() == escape_control_characters(file_output)
     assert "\x1b" not in terminal.getvalue()
 
 
-def test_files_that_are_not_what_they_should_be(capsys, run, tmp_path, monkeypatch):
-    (tmp_path / "latin").write_bytes("déjà".encode("latin-1"))
-    assert "it is not UTF-8 text (byte 1)" in call(capsys, run, "--prompt-file", tmp_path / "latin")[2]
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
-    assert "Standard input is not UTF-8" in call(capsys, run, "-")[2]
-
-
-def test_endless_needs_a_way_to_forget(capsys, rotary):
-    code, _, err = call(capsys, rotary, "x", "--endless")
+def test_prompts_that_are_not_utf8_are_rejected(capsys, run, tmp_path, monkeypatch):
+    prompt_file = tmp_path / "latin.txt"
+    prompt_file.write_bytes("déjà".encode("latin-1"))
+    code, _, err = run_command(capsys, run, "--prompt-file", prompt_file)
     assert code == 2
-    assert "needs ALiBi or FoX; this model has rotary" in err
+    assert "latin.txt" in err
+    assert "UTF-8" in err
+    set_stdin(monkeypatch, b"\xff")
+    code, _, err = run_command(capsys, run, "-")
+    assert code == 2
+    assert "UTF-8" in err
+
+
+def test_endless_generation_requires_a_limited_cache(capsys, rotary_run):
+    code, _, err = run_command(capsys, rotary_run, "x", "--endless")
+    assert code == 2
+    assert "rotary" in err
     assert "--mode window" in err
 
 
-def test_a_run_without_its_tokenizer(capsys, run):
+def test_run_without_tokenizer_is_rejected(capsys, run):
     names = ("tokenizer.json", "data.json")
     for name in names:
-        (run / name).rename(run / f"{name}.away")
+        (run / name).rename(run / f"{name}.moved")
     try:
-        code, _, err = call(capsys, run, "x")
+        code, _, err = run_command(capsys, run, "x")
     finally:
         for name in names:
-            (run / f"{name}.away").rename(run / name)
+            (run / f"{name}.moved").rename(run / name)
     assert code == 2
-    assert "has no tokenizer. Give --tokenizer FILE." in err
+    assert "--tokenizer" in err
 
 
-def test_endless_until_interrupted(run):
+def test_endless_generation_ends_with_ctrl_c(run):
     command = [sys.executable, "-m", "trainshort", "generate", str(run), "the cat", "--endless"]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     assert process.stdout is not None
-    first = process.stdout.read(1)  # Waits until some text was written.
+    first_byte = process.stdout.read(1)  # Waits until some text was written.
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err.decode()
-    assert first + out
+    assert first_byte + out
     assert b"(ended by: stopped)" in err
     assert b"error certificate: " in err

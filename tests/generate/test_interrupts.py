@@ -14,70 +14,70 @@ from trainshort.generate.session import Session
 from trainshort.model.cache.ring_buffer import kernel_unavailable_reason
 
 
-def interrupt_in_the_second_layer(made, times):
-    """Send SIGINT from inside the second layer when a token is read. Return the name of the replaced method."""
-    layer = made.caches[0].layer(1)
-    method = (
-        "decode_args" if kernel_unavailable_reason() is None else "attend"
-    )  # compiled code calls `decode_args`, PyTorch `attend`
-    original = getattr(layer, method)
+def interrupt_in_second_layer(monkeypatch, stream, times):
+    """Send SIGINT `times` times whenever the second layer processes a token. `monkeypatch.undo` ends this."""
+    layer = stream.caches[0].layer(1)
+    # The compiled decoder calls `decode_args`, the model calls `attend`.
+    method_name = "decode_args" if kernel_unavailable_reason() is None else "attend"
+    original_method = getattr(layer, method_name)
 
-    def interrupted(*arguments, **options):
+    def interrupted_method(*args, **kwargs):
         for _ in range(times):
             os.kill(os.getpid(), signal.SIGINT)
-        return original(*arguments, **options)
+        return original_method(*args, **kwargs)
 
-    setattr(layer, method, interrupted)
-    return method
+    monkeypatch.setattr(layer, method_name, interrupted_method)
 
 
-def test_an_interrupt_waits_for_the_end_of_the_token():
-    """A stream that was interrupted continues with the same tokens as one that was not."""
+def test_interrupt_waits_for_the_end_of_the_token(monkeypatch):
+    """An interrupted stream continues with the same tokens as a stream without an interrupt."""
     model = make_model()
     expected = [token.id for token in trainshort.stream(model, [1, 2, 3], tokens=10)]
-    made = trainshort.stream(model, [1, 2, 3], tokens=10)
-    ids = [next(made).id for _ in range(3)]
-    method = interrupt_in_the_second_layer(made, 1)
+    stream = trainshort.stream(model, [1, 2, 3], tokens=10)
+    token_ids = [next(stream).id for _ in range(3)]
+    interrupt_in_second_layer(monkeypatch, stream, times=1)
     with pytest.raises(KeyboardInterrupt):
-        next(made)
-    delattr(made.caches[0].layers[1], method)
-    assert not made.torn
-    assert ids + [token.id for token in made] == expected
+        next(stream)
+    monkeypatch.undo()
+    assert not stream.is_broken
+    token_ids += [token.id for token in stream]
+    assert token_ids == expected
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("tokens", [5, 1])
-def test_a_token_that_was_not_returned_counts_after_feed(tokens):
-    """An interrupt leaves one finished token in the stream. `feed` asks for `tokens` tokens, including that token."""
-    made = trainshort.stream(make_model(), [1, 2], tokens=tokens)
-    method = interrupt_in_the_second_layer(made, 1)
-    while not made.waiting:
-        with pytest.raises(KeyboardInterrupt):  # the first interrupt comes while the prompt is read
-            next(made)
-    delattr(made.caches[0].layers[1], method)
-    assert len(made.waiting) == 1
-    made.feed([7, 8])
-    assert len(list(made)) == tokens
+def test_pending_token_counts_after_feed(monkeypatch, tokens):
+    """An interrupt leaves a finished token in the stream. `feed` requests `tokens` tokens, including this token."""
+    stream = trainshort.stream(make_model(), [1, 2], tokens=tokens)
+    interrupt_in_second_layer(monkeypatch, stream, times=1)
+    # The first interrupt comes while the prompt is processed, so the first call may leave no token.
+    while not stream.pending_tokens:
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+    monkeypatch.undo()
+    assert len(stream.pending_tokens) == 1
+    stream.feed([7, 8])
+    assert len(list(stream)) == tokens
 
 
-def test_a_second_interrupt_stops_at_once():
-    made = trainshort.stream(make_model(), [1, 2, 3], tokens=10)
-    next(made)
-    interrupt_in_the_second_layer(made, 2)
+def test_second_interrupt_stops_at_once(monkeypatch):
+    stream = trainshort.stream(make_model(), [1, 2, 3], tokens=10)
+    next(stream)
+    interrupt_in_second_layer(monkeypatch, stream, times=2)
     with pytest.raises(KeyboardInterrupt):
-        next(made)
-    assert made.torn
-    with pytest.raises(InputError, match="interrupted in the middle of a token and cannot continue"):
-        next(made)
+        next(stream)
+    assert stream.is_broken
+    with pytest.raises(InputError, match="cannot continue"):
+        next(stream)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_second_interrupt_ends_the_command_with_one_sentence(capsys, monkeypatch):
-    made = trainshort.stream(make_model(), [1, 2, 3], tokens=10, tokenizer=ByteTokenizer())
-    next(made)
-    interrupt_in_the_second_layer(made, 2)
-    monkeypatch.setattr("trainshort.cli.main.run", lambda argv: Session(made).run())
-    with pytest.raises(SystemExit) as stop:
+def test_second_interrupt_ends_the_command_with_one_line(capsys, monkeypatch):
+    stream = trainshort.stream(make_model(), [1, 2, 3], tokens=10, tokenizer=ByteTokenizer())
+    next(stream)
+    interrupt_in_second_layer(monkeypatch, stream, times=2)
+    monkeypatch.setattr("trainshort.cli.main.run", lambda argv: Session(stream).run())
+    with pytest.raises(SystemExit) as exit_info:
         main([])
-    assert stop.value.code == 2
-    assert "trainshort: stopped in the middle of a token." in capsys.readouterr().err
+    assert exit_info.value.code == 2
+    assert "trainshort: Stopped while a token was processed." in capsys.readouterr().err

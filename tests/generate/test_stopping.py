@@ -1,4 +1,4 @@
-"""Stop texts are found across token boundaries, and nothing is shown too early or lost."""
+"""Stop texts: they are found across token boundaries, and no other text is lost."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,34 +6,37 @@ from hypothesis import strategies as st
 from trainshort.generate.sampling import StopStrings
 
 
-def test_held_back_as_long_as_it_may_be_one():
-    stops = StopStrings(["END"])
-    assert [stops.push(text) for text in ("the E", "N", "T", " END.", "more")] == ["the ", "", "ENT", " ", ""]
-    assert stops.stopped
-    assert stops.finish() == ""
+def test_possible_beginning_of_a_stop_text_is_held_back():
+    stop_strings = StopStrings(["END"])
+    texts = [stop_strings.push(text) for text in ("the E", "N", "T", " END.", "more")]
+    assert texts == ["the ", "", "ENT", " ", ""]
+    assert stop_strings.is_stopped
+    assert stop_strings.finish() == ""
 
 
-def test_what_was_held_comes_at_the_end():
-    stops = StopStrings(["END"])
-    assert stops.push("the EN") + stops.finish() == "the EN"
-    assert not stops.stopped
+def test_finish_returns_the_text_that_was_held_back():
+    stop_strings = StopStrings(["END"])
+    assert stop_strings.push("the EN") == "the "
+    assert stop_strings.finish() == "EN"
+    assert not stop_strings.is_stopped
 
 
-def test_the_first_of_several_counts():
-    stops = StopStrings(["cd", "bc"])
-    assert stops.push("abcd") == "a"
+def test_text_ends_at_the_first_of_several_stop_texts():
+    stop_strings = StopStrings(["cd", "bc"])
+    assert stop_strings.push("abcd") == "a"
 
 
 @given(st.lists(st.text("ab", max_size=4), max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
-def test_any_cut_gives_the_same_text(parts, stops):
-    whole = "".join(parts)
-    places = [place for stop in stops if (place := whole.find(stop)) >= 0]
-    filter_ = StopStrings(stops)
-    shown = "".join(filter_.push(part) for part in parts)
-    assert filter_.stopped == bool(places)
-    if places:
-        # Cut into parts, a later-ending stop text may not be complete when an earlier-ending one is.
-        assert whole.startswith(shown)
-        assert any(whole[len(shown) :].startswith(stop) for stop in stops)
+def test_text_is_complete_up_to_a_stop_text(parts, stop_texts):
+    full_text = "".join(parts)
+    contains_stop_text = any(stop_text in full_text for stop_text in stop_texts)
+    stop_strings = StopStrings(stop_texts)
+    passed_text = "".join([stop_strings.push(part) for part in parts])
+    assert stop_strings.is_stopped == contains_stop_text
+    if contains_stop_text:
+        # If stop texts overlap, the parts determine which of them is complete first.
+        assert full_text.startswith(passed_text)
+        rest = full_text[len(passed_text) :]
+        assert any(rest.startswith(stop_text) for stop_text in stop_texts)
     else:
-        assert shown + filter_.finish() == whole
+        assert passed_text + stop_strings.finish() == full_text

@@ -227,7 +227,7 @@ WRONG = [
     (f"generate {RUN} the --top-p 2", "Setting 'top_p' cannot be 2.0: input should be less than or equal to"),
     (f"generate {RUN} the --top-k 0", "Setting 'top_k' cannot be 0: input should be greater than or equal to"),
     (f"generate {RUN} the --mode bounden", "--mode is one of full, bounded, window; got 'bounden'. Did you mean"),
-    (f"generate {RUN} the --mode window", "mode 'window' and a window go together; give both, such as mode"),
+    (f"generate {RUN} the --mode window", "mode 'window' requires a window; set both, such as mode"),
     (f"generate {RUN} the --mode window --window 0", "Setting 'window' cannot be 0: input should be greater than"),
     (f"generate {RUN} the --tolerance 2", "Setting 'tolerance' cannot be 2.0: input should be less than 1."),
     (f"generate {RUN} the --prompt-file text.txt", "give the prompt as an argument or by --prompt-file, not both."),

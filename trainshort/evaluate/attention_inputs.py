@@ -34,11 +34,11 @@ def attention_calls(
     def record(layer: Attention, arguments: tuple[Any, ...]) -> None:
         x, position, step, cache = arguments[:4]
         q, k, v = layer.project(x, position, step.position_ids)
-        remembered = {} if cache is None else dict(cache.place)
+        remembered = {} if cache is None else dict(cache.method_cache)
         bias = layer.bias(x, position, step, cache)
         # The layer computes its bias again after this hook. It must find the cache as it was before.
         if cache is not None:
-            cache.place = remembered
+            cache.method_cache = remembered
         parts[layer].append(AttentionCall(q, k, v, bias, layer.window, step.segment_ids))
 
     with ExitStack() as held, torch.no_grad():

@@ -1,1 +1,1 @@
-"""Generate text with a trained model, at any length and, for ALiBi models, in bounded memory."""
+"""Text generation with trained models: any length and, for models with ALiBi or FoX, bounded memory."""

@@ -1,4 +1,4 @@
-"""How text is made: typed settings, checked before anything is computed. No torch."""
+"""The settings of text generation. This module does not import torch."""
 
 from typing import Literal, Self
 
@@ -13,40 +13,43 @@ class GenerateConfig(StrictConfig):
     """The settings of `trainshort generate` and of `trainshort.stream`."""
 
     tokens: int | None = Field(default=256, ge=1)
-    """Tokens to make per sample; none: without end."""
+    """The number of tokens to generate per sample; none: without end."""
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """Divides the scores: below 1 bolder choices become likelier; 0 always takes the likeliest token."""
+    """Divides the logits. Below 1, likely tokens become more likely. 0 always chooses the most likely token."""
     top_k: int | None = Field(default=None, ge=1)
-    """Choose among this many likeliest tokens only."""
+    """Choose among this number of most likely tokens."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Choose among the likeliest tokens that together have this probability."""
+    """Choose among the most likely tokens that together have this probability."""
     min_p: float | None = Field(default=None, ge=0, le=1)
-    """Choose among tokens with at least this share of the likeliest one's probability."""
+    """Choose among the tokens with at least this share of the highest probability."""
     repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Above 1, tokens that were read or made before become less likely (as in CTRL)."""
+    """Above 1, tokens that already occurred become less likely (as in CTRL)."""
     stop: tuple[str, ...] = ()
-    """Texts at which a sample ends; they are not shown."""
+    """Texts that end a sample. They are not printed."""
     stop_at_end: bool = True
-    """Whether a sample ends at the tokenizer's end-of-text token."""
+    """Whether the end-of-text token ends a sample."""
     seed: int = Field(default=1, ge=0, lt=2**62)
-    """Seed of the first sample; the next has the next number."""
+    """The seed of the first sample. Each further sample uses the next number."""
     mode: Mode = "full"
-    """What is remembered: full, everything; bounded, what can matter (ALiBi); window, the last tokens."""
+    """What the KV cache keeps. full: all tokens; bounded: what can matter (ALiBi, FoX); window: the newest tokens."""
     tolerance: float = Field(default=1e-6, ge=0, lt=1)
-    """Mode bounded: softmax mass that a row may lose."""
+    """Mode bounded: the softmax mass (sum of attention weights) that may be dropped from each query."""
     window: int | None = Field(default=None, ge=1)
-    """Mode window: tokens seen, the newest included."""
+    """Mode window: the number of newest tokens that a token attends to, itself included."""
     sinks: int = Field(default=0, ge=0)
-    """Mode window: the first so many tokens are kept too (StreamingLLM)."""
+    """Mode window: the number of first tokens that are kept too (StreamingLLM)."""
     chunk: int = Field(default=512, ge=1)
-    """Tokens of a prompt read at once; memory grows with it, results do not change."""
+    """The number of prompt tokens per forward pass. A larger number needs more memory. The results are the same."""
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if (self.mode == "window") != (self.window is not None):
-            raise ValueError("mode 'window' and a window go together; give both, such as mode 'window' and window 1024")
+    def _check_mode(self) -> Self:
+        """Check that the settings `window`, `sinks` and `stop` fit to the other settings."""
+        if self.mode == "window" and self.window is None:
+            raise ValueError("mode 'window' requires a window; set both, such as mode 'window' and window 1024")
+        if self.window is not None and self.mode != "window":
+            raise ValueError(f"window requires mode 'window', got mode '{self.mode}'")
         if self.sinks and self.mode != "window":
-            raise ValueError(f"sinks belong to mode 'window', and the mode is '{self.mode}'")
+            raise ValueError(f"sinks require mode 'window', got mode '{self.mode}'")
         if "" in self.stop:
-            raise ValueError("a stop text is empty, which every text contains; leave it out")
+            raise ValueError("a stop text is empty; remove it, because every text contains the empty text")
         return self

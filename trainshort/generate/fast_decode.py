@@ -1,214 +1,359 @@
-"""One token through the layers in compiled code: reading the weights is all that a token costs, and torch reads them
-with one core.
+"""The compiled decoder: it processes one token with all layers of a model in a single call of compiled code.
 
-The transformer block is model.py's; step.c is its only other copy, for models whose queries and keys meet as they come
-but for a factor, under a linear bias, a gated clock (FoX) or none. All others, and caches that only know `attend`, go
-through the model itself.
+Decoding one token mainly costs the time to read all weights once. PyTorch reads the weights with a single core in this
+case, the compiled code reads them with all cores.
+
+kernels/decode/layers.c repeats the transformer block of model/transformer.py. Models and caches that the compiled code
+does not support are run by PyTorch.
 """
 
 import ctypes
 import math
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from trainshort.attention import LinearBias
-from trainshort.model.cache import Cache
-from trainshort.model.cache.ring_buffer import kernel_unavailable_reason, library
+from trainshort.model.cache import Cache, LayerCache
+from trainshort.model.cache.ring_buffer import kernel_unavailable_reason, load_library
 from trainshort.model.embeddings import Vocabulary
-from trainshort.model.positions import Gate, zero_bias_for_nope_heads
+from trainshort.model.positions import zero_bias_for_nope_heads
 from trainshort.model.transformer import Attention, Block, TransformerLM
 
-ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3}
+ACTIVATION_CODES = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3}
+"""The activations that the compiled code supports, with their numbers in layers.c."""
+
 MIN_PARALLEL_WEIGHTS = 1 << 15
-"""Weights below which one thread is quicker than two."""
+"""A linear layer uses a single thread up to this number of weights, because threads would not save time."""
 
 
 class DecodeLinear(ctypes.Structure):
-    """out = activation(weight · norm(x) + bias) + residual, of one row."""
+    """A linear layer for a single token: out = activation(weight * norm(x) + bias) + residual.
+
+    The struct mirrors `LinearArgs` in kernels/decode/layers.c. The instance refers to the weights of the model, so
+    changed weights take effect.
+
+    Args:
+        weight: The weight matrix, shape (out_features, in_features).
+        bias: The bias of the linear layer, or None.
+        norm: The norm before the linear layer. Modules other than `nn.LayerNorm` are treated as no norm.
+        activation: The name of the activation, or None.
+    """
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "gain", "shift", "residual", "out", "scratch")),
-        ("inputs", ctypes.c_int64),
-        ("outputs", ctypes.c_int64),
+        ("x", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("norm_weight", ctypes.c_void_p),
+        ("norm_bias", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("normalized", ctypes.c_void_p),
+        ("in_features", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
         ("eps", ctypes.c_double),
-        *((name, ctypes.c_int32) for name in ("threads", "activation", "normed")),
+        ("num_threads", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
+        ("has_norm", ctypes.c_int32),
     ]
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, norm: nn.Module | None = None, activation: str | None = None
     ) -> None:
-        assert library().trainshort_linear_size() == ctypes.sizeof(DecodeLinear), "step.c and one_row.py disagree"
-        scratch = weight.new_empty(weight.shape[1])
-        super().__init__(inputs=weight.shape[1], outputs=weight.shape[0], activation=ACTIVATIONS[activation])
-        self.weight, self.bias, self.scratch = weight.data_ptr(), _address(bias), scratch.data_ptr()
+        has_same_size = load_library().trainshort_linear_args_size() == ctypes.sizeof(DecodeLinear)
+        assert has_same_size, "DecodeLinear differs from LinearArgs in layers.c"
+        out_features, in_features = weight.shape
+        super().__init__(in_features=in_features, out_features=out_features, activation=ACTIVATION_CODES[activation])
+        normalized = weight.new_empty(in_features)
+        self.weight = weight.data_ptr()
+        self.bias = _address(bias)
+        self.normalized = normalized.data_ptr()
         if isinstance(norm, nn.LayerNorm):
-            self.gain, self.shift = _address(norm.weight), _address(norm.bias)
-            self.normed, self.eps = 1, norm.eps
-        self.few = weight.numel() <= MIN_PARALLEL_WEIGHTS
-        self.kept = (weight, bias, norm, scratch)  # the struct holds bare addresses
+            self.norm_weight = _address(norm.weight)
+            self.norm_bias = _address(norm.bias)
+            self.eps = norm.eps
+            self.has_norm = 1
+        self.is_small = weight.numel() <= MIN_PARALLEL_WEIGHTS
+        # The struct contains plain addresses. These references keep the memory alive.
+        self.referenced_memory = (weight, bias, norm, normalized)
 
-    def __call__(self, x: Float[Tensor, "1 1 inputs"]) -> Float[Tensor, "1 1 outputs"]:
-        out = x.new_empty(1, 1, self.outputs)
-        self.x, self.out = x.data_ptr(), out.data_ptr()
-        self.threads = 1 if self.few else torch.get_num_threads()
-        library().trainshort_linear(ctypes.byref(self))
+    def __call__(self, x: Float[Tensor, "1 1 in_features"]) -> Float[Tensor, "1 1 out_features"]:
+        """Apply the layer to the hidden state of one token."""
+        out = x.new_empty(1, 1, self.out_features)
+        self.x = x.data_ptr()
+        self.out = out.data_ptr()
+        self.num_threads = 1 if self.is_small else torch.get_num_threads()
+        load_library().trainshort_linear(ctypes.byref(self))
         return out
 
     def bind(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> "DecodeLinear":
-        """From one fixed buffer to another, for step.c, which says how many threads many weights get."""
-        self.x, self.out, self.residual = x.data_ptr(), out.data_ptr(), _address(residual)
-        self.threads = 1 if self.few else 0
+        """Set fixed input and output tensors, for a layer that is called by the compiled decoder.
+
+        Args:
+            x: The input.
+            out: The tensor into which the output is written. It may be the same tensor as `residual`.
+            residual: A tensor that is added to the output, or None.
+
+        Returns:
+            This layer.
+        """
+        self.x = x.data_ptr()
+        self.out = out.data_ptr()
+        self.residual = _address(residual)
+        # With 0 threads, the compiled decoder chooses the number of threads.
+        self.num_threads = 1 if self.is_small else 0
         return self
 
 
-class _Layer(ctypes.Structure):
-    """One block: its four products, its call on the cache, and its gates, where a clock has some."""
+class LayerArgs(ctypes.Structure):
+    """The addresses of the arguments of one transformer block. Mirrors `LayerArgs` in kernels/decode/layers.c.
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("qkv", "out", "wide", "narrow", "gate", "token")]
+    Attributes:
+        qkv, out: The linear layers before and after the attention, as `DecodeLinear`.
+        up, down: The linear layers of the feed-forward network, as `DecodeLinear`.
+        decay_gate: The linear layer that computes the forget gates of FoX, or None.
+        attention: The `DecodeArgs` of the attention.
+    """
+
+    _fields_ = [
+        ("qkv", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("up", ctypes.c_void_p),
+        ("down", ctypes.c_void_p),
+        ("decay_gate", ctypes.c_void_p),
+        ("attention", ctypes.c_void_p),
+    ]
 
 
-class _AttentionOfRow(NamedTuple):
-    """What the compiled step asks of one layer's attention, beside its products."""
+class _LayerAttention:
+    """The attention settings of one layer that the compiled code needs in addition to the linear layers.
 
-    attention: Attention
-    slopes: Float[Tensor, " heads"]
-    gate: Gate | None
-    gates: Float[Tensor, " heads"]
-    """What the gate says to a token; of plain heads, that their clocks stand still."""
-    factors: Float[Tensor, " heads"]
+    Attributes:
+        attention: The attention module.
+        slopes: The ALiBi slopes, one per query head. 0 for heads without ALiBi.
+        gate: The weights of the forget gates (FoX), or None if the layer has no forget gates.
+        gates: The tensor into which the compiled code writes the forget gates of a token, before the sigmoid.
+        query_scales: The factors that the queries of a token are multiplied by, one per query head.
+    """
 
-    @classmethod
-    def of(cls, model: TransformerLM, index: int) -> "_AttentionOfRow":
-        config, attention = model.config, model.layers[index].attention
+    def __init__(self, model: TransformerLM, layer_index: int) -> None:
+        attention = model.layers[layer_index].attention
         assert isinstance(attention, Attention)
-        slopes, gate = model.position.linear_slopes(), None if attention.is_nope_layer else model.position.gate(index)
-        none = torch.zeros(config.heads, dtype=torch.float32)
-        if slopes is not None:  # the method's own tensor: what changes it changes this
-            bias = zero_bias_for_nope_heads(LinearBias(slopes), config)
-            slopes = none if attention.is_nope_layer or bias is None else bias.values
-        open_ = torch.full_like(none, math.inf * (1 if gate is None else gate.sign))
-        return cls(attention, none if slopes is None else slopes, gate, open_, torch.empty_like(none))
+        num_heads = model.config.heads
+        self.attention = attention
+        self.slopes = _head_slopes(model, attention)
+        self.gate = None if attention.is_nope_layer else model.position.gate(layer_index)
+        # The gate of a head without positions stays infinite. log(sigmoid(sign * gate)) is then 0: no decay.
+        gate_sign = 1 if self.gate is None else self.gate.sign
+        self.gates = torch.full((num_heads,), math.inf * gate_sign, dtype=torch.float32)
+        self.query_scales = torch.empty(num_heads, dtype=torch.float32)
 
-    def factors_at(self, where: int) -> int:
-        """The address of what the queries of a token at this place are multiplied by."""
-        self.factors.fill_(self.attention.score_factor)
-        if self.attention.growth is not None:
-            self.factors.mul_(self.attention.growth.factor(torch.tensor([[where]])).flatten())
-        return self.factors.data_ptr()
+    def query_scales_at(self, position: int) -> int | None:
+        """Compute the factors of the queries of the token at `position`.
+
+        Returns:
+            The address of `query_scales`, or None if the queries are not multiplied by a factor.
+        """
+        attention = self.attention
+        if attention.growth is None and attention.score_factor == 1:
+            return None
+        self.query_scales.fill_(attention.score_factor)
+        if attention.growth is not None:
+            length_factor = attention.growth.factor(torch.tensor([[position]]))
+            self.query_scales.mul_(length_factor.flatten())
+        return self.query_scales.data_ptr()
+
+
+def _head_slopes(model: TransformerLM, attention: Attention) -> Float[Tensor, " heads"]:
+    """Return the ALiBi slopes of one layer, with 0 for heads without ALiBi."""
+    no_slopes = torch.zeros(model.config.heads, dtype=torch.float32)
+    slopes = model.position.linear_slopes()
+    if slopes is None or attention.is_nope_layer:
+        return no_slopes
+    bias = zero_bias_for_nope_heads(LinearBias(slopes), model.config)
+    return no_slopes if bias is None else bias.values
 
 
 class FastDecoder:
-    """Reads one token at a time, for one sequence, with the model's own weights where they lie in memory."""
+    """Processes one token of one sequence at a time with compiled code.
+
+    The decoder refers to the weights of the model. Weights that change in place take effect. If the weights are moved
+    to other memory, a new decoder is needed (see `is_current`).
+
+    Use `FastDecoder.create`, which checks whether the compiled code supports the model.
+    """
 
     def __init__(self, model: TransformerLM) -> None:
         config = model.config
-        self.model, self.shape = model, (config.key_heads, config.head_width)
-        self._weights = list(model.parameters())
-        self._attentions = [_AttentionOfRow.of(model, index) for index in range(config.layers)]
-        self._addresses = [weight.data_ptr() for weight in self._weights]
-        vocabulary = model.vocabulary
-        self.head = None
-        if isinstance(vocabulary, Vocabulary):
-            self.head = DecodeLinear(vocabulary.output_weight, None, model.final_norm)
-        # One set of buffers for all layers; x is rewritten in place by each. Float32, whatever torch's default is.
-        empty = self._weights[0].new_empty
-        width, keys = config.heads * config.head_width, config.key_heads * config.head_width
-        self._x, self._qkv = empty(1, 1, config.width), empty(width + 2 * keys)
-        self._y, self._wide = empty(width), empty(config.ffn_width)
-        self._parts = [part.view(1, -1, 1, config.head_width) for part in self._qkv.split([width, keys, keys])]
-        assert library().trainshort_layer_size() == ctypes.sizeof(_Layer), "step.c and one_row.py disagree"
-        self._calls = [
-            self._calls_of(block, own)  # pyright: ignore[reportArgumentType]
-            for block, own in zip(model.layers, self._attentions, strict=True)
-        ]
-        addresses = [{name: ctypes.addressof(call) for name, call in calls.items()} for calls in self._calls]
-        self._layers = (_Layer * config.layers)(*(_Layer(**of_layer) for of_layer in addresses))
+        self.model = model
+        self.kv_shape = (config.key_heads, config.head_width)
+        parameters = list(model.parameters())
+        self._parameter_addresses = [parameter.data_ptr() for parameter in parameters]
+        self._attentions = [_LayerAttention(model, index) for index in range(config.layers)]
+
+        # The adaptive softmax has no single output matrix. It is computed by PyTorch.
+        self.output_layer = None
+        if isinstance(model.vocabulary, Vocabulary):
+            self.output_layer = DecodeLinear(model.vocabulary.output_weight, None, model.final_norm)
+
+        # The buffers are shared by all layers. `new_empty` takes the dtype of the weights, not PyTorch's default dtype.
+        new_empty = parameters[0].new_empty
+        q_width = config.heads * config.head_width
+        kv_width = config.key_heads * config.head_width
+        self._hidden = new_empty(1, 1, config.width)
+        self._qkv = new_empty(q_width + 2 * kv_width)
+        self._attention_out = new_empty(q_width)
+        self._ffn_hidden = new_empty(config.ffn_width)
+        q, k, v = self._qkv.split([q_width, kv_width, kv_width])
+        self._q = q.view(1, -1, 1, config.head_width)
+        self._k = k.view(1, -1, 1, config.head_width)
+        self._v = v.view(1, -1, 1, config.head_width)
+
+        has_same_size = load_library().trainshort_layer_args_size() == ctypes.sizeof(LayerArgs)
+        assert has_same_size, "LayerArgs differs between fast_decode.py and layers.c"
+        self._layer_args = (LayerArgs * config.layers)()
+        self._linear_layers: list[dict[str, DecodeLinear]] = []  # keeps the linear layers alive
+        for block, attention, layer_args in zip(model.layers, self._attentions, self._layer_args, strict=True):
+            linear_layers = self._make_linear_layers(block, attention)  # pyright: ignore[reportArgumentType]
+            for name, linear_layer in linear_layers.items():
+                setattr(layer_args, name, ctypes.addressof(linear_layer))
+            self._linear_layers.append(linear_layers)
 
     @classmethod
     def create(cls, model: TransformerLM) -> "FastDecoder | None":
-        """None where the model itself has to do."""
-        plain = all(
-            w.device.type == "cpu" and w.dtype == torch.float32 and w.is_contiguous() for w in model.parameters()
-        )
-        return (
-            cls(model) if plain and unsupported_reason(model) is None and kernel_unavailable_reason() is None else None
-        )
+        """Return a decoder for a model, or None if the model must be run by PyTorch."""
+        for parameter in model.parameters():
+            is_cpu_float32 = parameter.device.type == "cpu" and parameter.dtype == torch.float32
+            if not is_cpu_float32 or not parameter.is_contiguous():
+                return None
+        if unsupported_reason(model) is not None or kernel_unavailable_reason() is not None:
+            return None
+        return cls(model)
 
-    def _calls_of(self, block: Block, own: _AttentionOfRow) -> dict[str, DecodeLinear]:
-        attention, ffn, x = block.attention, block.ffn, self._x
-        gates = {}
-        if own.gate is not None:
-            shift, given = own.gate.bias, own.gate.weight
-            weight = shift.new_zeros(len(shift), x.shape[2]) if given is None else given
-            gates["gate"] = DecodeLinear(weight, shift, block.attention_norm).bind(x, own.gates)
+    def _make_linear_layers(self, block: Block, layer_attention: _LayerAttention) -> dict[str, DecodeLinear]:
+        """Return the linear layers of a transformer block by their names in `LayerArgs`.
+
+        Every layer reads from and writes to the buffers of this decoder.
+        """
+        attention = block.attention
+        ffn = block.ffn
+        hidden = self._hidden
         qkv = DecodeLinear(attention.qkv.weight, attention.qkv.bias, block.attention_norm)
         out = DecodeLinear(attention.out.weight, attention.out.bias)
-        wide = DecodeLinear(ffn.wide.weight, ffn.wide.bias, block.ffn_norm, ffn.activation)
-        narrow = DecodeLinear(ffn.narrow.weight, ffn.narrow.bias)
-        return {
-            "qkv": qkv.bind(x, self._qkv),
-            "out": out.bind(self._y, x, x),
-            "wide": wide.bind(x, self._wide),
-            "narrow": narrow.bind(self._wide, x, x),
-            **gates,
+        up = DecodeLinear(ffn.wide.weight, ffn.wide.bias, block.ffn_norm, ffn.activation)
+        down = DecodeLinear(ffn.narrow.weight, ffn.narrow.bias)
+        linear_layers = {
+            "qkv": qkv.bind(hidden, self._qkv),
+            "out": out.bind(self._attention_out, hidden, residual=hidden),
+            "up": up.bind(hidden, self._ffn_hidden),
+            "down": down.bind(self._ffn_hidden, hidden, residual=hidden),
         }
 
+        gate = layer_attention.gate
+        if gate is not None:
+            gate_weight = gate.weight
+            if gate_weight is None:
+                # The gate does not depend on the text, so only the bias of the gate counts.
+                gate_weight = gate.bias.new_zeros(len(gate.bias), hidden.shape[2])
+            decay_gate = DecodeLinear(gate_weight, gate.bias, block.attention_norm)
+            linear_layers["decay_gate"] = decay_gate.bind(hidden, layer_attention.gates)
+        return linear_layers
+
     def is_current(self) -> bool:
-        """Whether the weights are still where it reads them; a model that was moved or loaded anew needs another."""
-        return self._addresses == [weight.data_ptr() for weight in self.model.parameters()]
+        """Return whether the weights of the model are still in the memory that this decoder reads."""
+        addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
+        return self._parameter_addresses == addresses
 
     def logits(self, token: int, cache: Cache) -> Float[Tensor, "1 vocabulary"] | None:
-        """Scores of the token after this one; None, and nothing done, where the cache only knows `attend`."""
-        model, where = self.model, cache.length
+        """Process one token and return the logits of the next token.
+
+        Args:
+            token: The id of the token.
+            cache: The cache of the sequence. The token is added to the cache.
+
+        Returns:
+            The logits, or None if the compiled code does not support the cache. The token is then not processed.
+
+        Raises:
+            InputError: If the position method has a largest length, and the sequence exceeds this length.
+        """
+        model = self.model
+        position = cache.length
         if model.position.max_length is not None:
-            model.position.check_length(where + 1)
-        if len(cache.layers) < len(self._layers):
-            cache.layer(len(self._layers) - 1)
-        caches, (q, k, v) = cache.layers, self._parts
-        for made, layer, own in zip(self._layers, caches, self._attentions, strict=True):
-            call = layer.decode_args(own.slopes, self.shape, own.attention.window)
-            if call is None:
-                return None
-            if call.q != self._qkv.data_ptr():  # a new call, or one that read another row in between
-                call.set_pointers(q, k, v, self._y)
-            plain = own.attention.growth is None and own.attention.score_factor == 1
-            call.factors = None if plain else own.factors_at(where)
-            if own.gate is not None:
-                layer.set_decay(call, own.gates, own.gate.sign)
-            made.token = ctypes.addressof(call)
-        self._x.copy_(model.embed(torch.tensor([[token]]), torch.tensor([[where]])))
-        done = 0
-        while done < len(caches):
-            before = done
-            done = library().trainshort_layers(self._layers, done, len(caches), torch.get_num_threads())
-            for layer in caches[before:done]:  # only the last of them can want to keep this token itself
-                layer.commit_token(*self._parts[1:])
+            model.position.check_length(position + 1)
+
+        is_supported = self._prepare_layers(cache, position)
+        if not is_supported:
+            return None
+        embedding = model.embed(torch.tensor([[token]]), torch.tensor([[position]]))
+        self._hidden.copy_(embedding)
+        self._run_layers(cache.layers)
+
         scale = model.config.logit_scale
-        if self.head is None:
-            return model.vocabulary.log_scores(model.final_norm(self._x)[0] * scale)
-        scores = self.head(self._x)[0]
-        return scores if scale == 1 else scores * scale
+        if self.output_layer is None:
+            return model.vocabulary.log_scores(model.final_norm(self._hidden)[0] * scale)
+        logits = self.output_layer(self._hidden)[0]
+        return logits if scale == 1 else logits * scale
+
+    def _prepare_layers(self, cache: Cache, position: int) -> bool:
+        """Set the arguments of all layers for the token at `position`.
+
+        Returns:
+            Whether the compiled code supports the cache.
+        """
+        num_layers = len(self._layer_args)
+        if len(cache.layers) < num_layers:
+            cache.layer(num_layers - 1)  # creates all layers up to this one
+        for layer_args, layer, layer_attention in zip(self._layer_args, cache.layers, self._attentions, strict=True):
+            decode_args = layer.decode_args(layer_attention.slopes, self.kv_shape, layer_attention.attention.window)
+            if decode_args is None:
+                return False
+            # `LayerCache.attend` may have set other pointers since the last token.
+            if decode_args.q != self._qkv.data_ptr():
+                decode_args.set_pointers(self._q, self._k, self._v, self._attention_out)
+            decode_args.query_scales = layer_attention.query_scales_at(position)
+            if layer_attention.gate is not None:
+                layer.set_decay(decode_args, layer_attention.gates, layer_attention.gate.sign)
+            layer_args.attention = ctypes.addressof(decode_args)
+        return True
+
+    def _run_layers(self, layers: list[LayerCache]) -> None:
+        """Run all transformer blocks on the hidden state, and count the token in the caches of the layers."""
+        num_layers = len(layers)
+        num_done = 0
+        while num_done < num_layers:
+            first = num_done
+            # The compiled code returns early, after the last layer it has run, if a ring buffer of this layer must
+            # grow. `commit_token` enlarges the ring buffer and stores the key and the value.
+            num_done = load_library().trainshort_decode_layers(
+                self._layer_args, first, num_layers, torch.get_num_threads()
+            )
+            for layer in layers[first:num_done]:
+                layer.commit_token(self._k, self._v)
 
 
 def unsupported_reason(model: TransformerLM) -> str | None:
-    """What the compiled layers cannot do of a model, and model.py has to; None when they can do all."""
-    config, position = model.config, model.position
-    settings = {
+    """Return why the compiled decoder does not support a model, or None if it supports the model."""
+    config = model.config
+    position = model.position
+    is_used_by_feature = {
         "RMSNorm": config.norm == "rms",
         "gated feed-forward layers": config.gated_feedforward,
         "parallel blocks": config.parallel_blocks,
-        f"the activation {config.activation}": config.activation not in ACTIVATIONS,
+        f"the activation {config.activation}": config.activation not in ACTIVATION_CODES,
         "clip_qkv": config.clip_qkv is not None,
-        f"backend {config.backend}": config.backend != "auto",
-        "biases that look at the text": position.is_content_dependent() and position.gate(0) is None,
-        "turned queries and keys": position.rotates(),
-        "bias that is not linear": position.adds_bias() and position.linear_slopes() is None,
+        f"the backend {config.backend}": config.backend != "auto",
+        "biases that depend on the text": position.is_content_dependent() and position.gate(0) is None,
+        "rotated queries and keys": position.rotates(),
+        "biases that are not linear": position.adds_bias() and position.linear_slopes() is None,
     }
-    return next((f"compiled layers have no {name}" for name, set_ in settings.items() if set_), None)
+    for feature, is_used in is_used_by_feature.items():
+        if is_used:
+            return f"The compiled decoder does not support {feature}."
+    return None
 
 
 def _address(tensor: Tensor | None) -> int | None:
+    """Return the memory address of a tensor, or None."""
     return None if tensor is None else tensor.data_ptr()

@@ -1,4 +1,4 @@
-"""One text in the making: its cache, its randomness, its words, and why it ended."""
+"""Choose the next token from the logits, and keep the state of one generated sample."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,189 +14,313 @@ from trainshort.model.cache import Cache
 
 Logits = Float[Tensor, " vocabulary"]
 
+DECODER_REPLAY_TOKENS = 64
+"""The number of tokens at the end of a prompt that are decoded before generation starts.
 
-def apply_repetition_penalty(scores: Logits, seen: Bool[Tensor, " vocabulary"], penalty: float) -> Logits:
-    """Tokens seen before: positive scores are divided by the penalty, negative ones multiplied (CTRL's rule).
+The text decoder then knows an incomplete character at the end of the prompt. A character has at most four bytes.
+"""
 
-    scores 3 −2 1, the first two seen, penalty 2:   1.5 −4 1
+REPLACEMENT_CHARACTER = "\ufffd"
+
+
+def apply_repetition_penalty(logits: Logits, seen: Bool[Tensor, " vocabulary"], penalty: float) -> Logits:
+    """Lower the logits of tokens that occurred before, as in CTRL (Keskar et al., 2019).
+
+    Positive logits are divided by the penalty. Negative logits are multiplied by the penalty.
+
+    Args:
+        logits: The logits of the next token.
+        seen: Whether each token of the vocabulary occurred before.
+        penalty: The penalty. Values above 1 make repetitions less likely.
+
+    Returns:
+        The new logits.
+
+    Example:
+        >>> seen = torch.tensor([True, True, False])
+        >>> apply_repetition_penalty(torch.tensor([3.0, -2.0, 1.0]), seen, penalty=2.0)
+        tensor([ 1.5000, -4.0000,  1.0000])
     """
-    return torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+    penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(seen, penalized, logits)
 
 
-def keep_top_k(scores: Logits, k: int) -> Logits:
-    """The k likeliest; of equal ones at the edge as many as fit."""
-    if k >= len(scores):
-        return scores
-    best = scores.topk(k).indices
-    return torch.full_like(scores, -torch.inf).scatter(0, best, scores[best])
+def keep_top_k(logits: Logits, k: int) -> Logits:
+    """Set all logits except the k largest ones to -inf."""
+    if k >= len(logits):
+        return logits
+    top_indices = logits.topk(k).indices
+    removed = torch.full_like(logits, -torch.inf)
+    return removed.scatter(0, top_indices, logits[top_indices])
 
 
-def keep_top_p(scores: Logits, p: float) -> Logits:
-    """The likeliest tokens, as few as have probability p together.
+def keep_top_p(logits: Logits, p: float) -> Logits:
+    """Keep the most likely tokens that together have at least probability p. Set all other logits to -inf.
 
-    probabilities 0.5 0.3 0.2:   p = 0.5 keeps one, p = 0.6 two, p = 0.9 all
+    Example:
+        The probabilities 0.5, 0.3 and 0.2 and p=0.6 keep the first two tokens.
     """
     if p >= 1:
-        return scores
-    ordered, order = scores.sort(descending=True)
-    probability = ordered.softmax(-1)
-    before = probability.cumsum(-1) - probability  # of the tokens that come first
-    return torch.full_like(scores, -torch.inf).scatter(0, order, ordered.masked_fill(before >= p, -torch.inf))
+        return logits
+    sorted_logits, order = logits.sort(descending=True)
+    probabilities = sorted_logits.softmax(-1)
+    # The total probability of the tokens that are more likely than each token.
+    preceding_mass = probabilities.cumsum(-1) - probabilities
+    kept_logits = sorted_logits.masked_fill(preceding_mass >= p, -torch.inf)
+    removed = torch.full_like(logits, -torch.inf)
+    return removed.scatter(0, order, kept_logits)
 
 
-def keep_min_p(scores: Logits, p: float) -> Logits:
-    """Tokens with at least p times the likeliest one's probability."""
-    return scores.masked_fill(scores < scores.max() + torch.tensor(p).log(), -torch.inf)
+def keep_min_p(logits: Logits, p: float) -> Logits:
+    """Keep the tokens with at least p times the probability of the most likely token. Set all other logits to -inf."""
+    min_logit = logits.max() + torch.tensor(p).log()
+    return logits.masked_fill(logits < min_logit, -torch.inf)
 
 
-def filter_logits(scores: Logits, config: GenerateConfig, seen: Bool[Tensor, " vocabulary"] | None = None) -> Logits:
-    """The scores to draw from, in the order: penalty, temperature, top-k, top-p, min-p."""
+def filter_logits(logits: Logits, config: GenerateConfig, seen: Bool[Tensor, " vocabulary"] | None = None) -> Logits:
+    """Apply the sampling settings in this order: repetition penalty, temperature, top-k, top-p, min-p.
+
+    Args:
+        logits: The logits of the model.
+        config: The sampling settings.
+        seen: Whether each token of the vocabulary occurred before. None turns the repetition penalty off.
+
+    Returns:
+        The logits to sample from. Removed tokens have the logit -inf.
+    """
     if seen is not None:
-        scores = apply_repetition_penalty(scores, seen, config.repetition_penalty)
+        logits = apply_repetition_penalty(logits, seen, config.repetition_penalty)
     if config.temperature not in (0, 1):
-        scores = scores / config.temperature
+        logits = logits / config.temperature
     if config.top_k is not None:
-        scores = keep_top_k(scores, config.top_k)
+        logits = keep_top_k(logits, config.top_k)
     if config.top_p is not None:
-        scores = keep_top_p(scores, config.top_p)
+        logits = keep_top_p(logits, config.top_p)
     if config.min_p is not None:
-        scores = keep_min_p(scores, config.min_p)
-    return scores
+        logits = keep_min_p(logits, config.min_p)
+    return logits
 
 
-def sample_token(scores: Logits, temperature: float, generator: torch.Generator) -> int:
-    """A token by its probability; at temperature 0 the likeliest, the first of equal ones."""
+def sample_token(logits: Logits, temperature: float, generator: torch.Generator) -> int:
+    """Sample a token id from the softmax of the logits. With temperature 0, return the most likely token id.
+
+    Args:
+        logits: The logits after `filter_logits`, which has applied the temperature.
+        temperature: The temperature. Only 0 has an effect.
+        generator: The source of random numbers.
+    """
     if temperature == 0:
-        return int(scores.argmax())
-    return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
-
-
-DECODER_REPLAY_TOKENS = 64
-"""Tokens at the end of a prompt that a new decoder reads. A character has at most four bytes."""
+        return int(logits.argmax())
+    return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
 
 
 class Token(NamedTuple):
-    """What a stream yields."""
+    """A generated token.
+
+    Attributes:
+        id: The token id.
+        text: The text that this token completes. The text is empty if no tokenizer is used. It is also empty while a
+            character or a possible stop text is incomplete.
+        logprob: The log probability of the token under the model, before temperature and filters.
+        sample: The index of the sample in the batch.
+    """
 
     id: int
     text: str
-    """Text that this token completes; empty without a tokenizer, or while a character or a stop text may go on."""
     logprob: float
-    """Of the token under the model itself, before temperature and filters."""
     sample: int = 0
-    """Which sample of the batch."""
 
 
 class Sample:
-    """A sequence that is read and continued. `unread`: what the cache has not seen, the prompt and later the newest."""
+    """A sequence that the model reads and continues.
 
-    def __init__(self, cache: Cache, vocab_size: int, config: GenerateConfig, tokenizer: Tokenizer | None, number: int):
-        self.cache, self.vocabulary, self.config, self.number = cache, vocab_size, config, number
-        self.end = tokenizer.end if tokenizer is not None and config.stop_at_end else None
-        self.unread: list[int] = []
-        self.made = 0
-        self.finished: str | None = None
-        self.generator = torch.Generator().manual_seed(config.seed + number)
-        self.seen = torch.zeros(vocab_size, dtype=torch.bool) if config.repetition_penalty != 1 else None
-        self.stops = StopStrings(config.stop)
+    Args:
+        cache: The KV cache of the sequence.
+        vocab_size: The vocabulary size of the model.
+        config: The settings of the generation.
+        tokenizer: The tokenizer, or None to generate token ids without text.
+        index: The index of the sample in the batch.
+
+    Attributes:
+        unread: The tokens that the model has not processed yet: the prompt, and later the newest token.
+        num_generated: The number of tokens that were generated since the last call of `feed`.
+        finished: Why the sample has ended: "length", "end of text" or "stop text". None if it has not ended.
+    """
+
+    def __init__(
+        self, cache: Cache, vocab_size: int, config: GenerateConfig, tokenizer: Tokenizer | None, index: int
+    ) -> None:
+        self.cache = cache
+        self.vocab_size = vocab_size
+        self.config = config
         self.tokenizer = tokenizer
-        self.decoder = tokenizer.decoder() if tokenizer is not None else None
+        self.index = index
+        self.unread: list[int] = []
+        self.num_generated = 0
+        self.finished: str | None = None
+        self.generator = torch.Generator().manual_seed(config.seed + index)
+        self.stop_strings = StopStrings(config.stop)
+        self.decoder = None if tokenizer is None else tokenizer.decoder()
+
+        self.end_token: int | None = None
+        if tokenizer is not None and config.stop_at_end:
+            self.end_token = tokenizer.end
+
+        # Whether each token of the vocabulary occurred before. Needed for the repetition penalty only.
+        self.seen: Tensor | None = None
+        if config.repetition_penalty != 1:
+            self.seen = torch.zeros(vocab_size, dtype=torch.bool)
 
     @property
     def context(self) -> int:
-        """Tokens read or waiting to be."""
+        """Return the length of the sequence, including tokens that the model has not processed yet."""
         return self.cache.length + len(self.unread)
 
     def feed(self, tokens: Sequence[int]) -> None:
-        """More text to continue; a sample that had ended goes on."""
+        """Append tokens that the model continues. A sample that has ended can be continued again.
+
+        Args:
+            tokens: The token ids.
+
+        Raises:
+            InputError: If the sequence is empty, or if a token is outside the vocabulary of the model.
+        """
         tokens = [int(token) for token in tokens]
         if not tokens and not self.unread:
-            raise InputError("the prompt is empty; a model continues something, so give at least one token.")
+            raise InputError("The prompt is empty. Give at least one token to continue.")
         for token in tokens:
-            if not 0 <= token < self.vocabulary:
+            if not 0 <= token < self.vocab_size:
                 raise InputError(
-                    f"token {token} of the prompt is outside the model's vocabulary of {self.vocabulary}; "
-                    "is the text tokenized with the model's own tokenizer?"
+                    f"Token id {token} of the prompt is outside the model's vocabulary of {self.vocab_size} tokens. "
+                    "Encode the prompt with the tokenizer of the model."
                 )
         self.unread += tokens
         if self.seen is not None:
             self.seen[self.unread] = True
-        self.made, self.finished = 0, None
-        self.stops = StopStrings(self.config.stop)
-        self.decoder = self.tokenizer.decoder() if self.tokenizer is not None else None
-        for token in tokens[-DECODER_REPLAY_TOKENS:]:
-            self._decode(token)  # its text is the caller's own; what matters is where the decoder then stands
+        self.num_generated = 0
+        self.finished = None
+        self.stop_strings = StopStrings(self.config.stop)
 
-    def count(self, made: int) -> None:
-        """Tokens that were made before and are still to be shown are among those asked for."""
-        self.made = made
-        if self.config.tokens is not None and made >= self.config.tokens:
+        # The prompt may end with an incomplete character. The new decoder must know the first part of this character.
+        self.decoder = None if self.tokenizer is None else self.tokenizer.decoder()
+        for token in tokens[-DECODER_REPLAY_TOKENS:]:
+            self._decode(token)  # The returned text is part of the prompt and is not needed.
+
+    def set_num_generated(self, num_generated: int) -> None:
+        """Set how many tokens count as generated. End the sample if it has reached the requested length."""
+        self.num_generated = num_generated
+        if self._has_reached_length():
             self.finished = "length"
 
-    def accept(self, scores: Logits) -> Token:
-        """Choose the next token from the scores after the last one read; with the text that can be shown by then."""
-        scores = scores.float().cpu()
-        token = sample_token(filter_logits(scores, self.config, self.seen), self.config.temperature, self.generator)
-        logprob = float(scores[token] - scores.logsumexp(-1))
-        self.made += 1
+    def _has_reached_length(self) -> bool:
+        return self.config.tokens is not None and self.num_generated >= self.config.tokens
+
+    def accept(self, logits: Logits) -> Token:
+        """Choose the next token and append it to the sample.
+
+        Args:
+            logits: The logits of the model for the next token.
+
+        Returns:
+            The chosen token.
+        """
+        logits = logits.float().cpu()
+        filtered_logits = filter_logits(logits, self.config, self.seen)
+        token = sample_token(filtered_logits, self.config.temperature, self.generator)
+        logprob = float(logits[token] - logits.logsumexp(-1))
+        self.num_generated += 1
         self.unread.append(token)
         if self.seen is not None:
             self.seen[token] = True
-        if self.end is not None and token == self.end:
+
+        is_end_token = self.end_token is not None and token == self.end_token
+        if is_end_token:
             self.finished = "end of text"
-            return Token(token, self._end_of_text(), logprob, self.number)
-        text = self.stops.push(self._decode(token))
-        if self.stops.stopped:
+            return Token(token, self._flush_text(), logprob, self.index)
+
+        text = self.stop_strings.push(self._decode(token))
+        if self.stop_strings.is_stopped:
             self.finished = "stop text"
-        elif self.config.tokens is not None and self.made >= self.config.tokens:
+        elif self._has_reached_length():
             self.finished = "length"
-            text += self._end_of_text()
-        return Token(token, text, logprob, self.number)
+            text += self._flush_text()
+        return Token(token, text, logprob, self.index)
 
     def _decode(self, token: int) -> str:
+        """Return the text that a token completes. The text is empty while a character is incomplete."""
         if self.tokenizer is None or self.decoder is None:
             return ""
-        known = token < self.tokenizer.vocab_size  # models from elsewhere have room for more tokens
-        return self.decoder.push(token) if known else "\ufffd"
+        # The vocabulary of an imported model may be larger than that of its tokenizer.
+        if token >= self.tokenizer.vocab_size:
+            return REPLACEMENT_CHARACTER
+        return self.decoder.push(token)
 
-    def _end_of_text(self) -> str:
-        """What decoder and stop texts still hold back."""
-        rest = "" if self.decoder is None else self.decoder.finish()
-        return self.stops.push(rest) + self.stops.finish()
+    def _flush_text(self) -> str:
+        """Return the text that was held back by the decoder and by the search for stop texts."""
+        decoder_text = "" if self.decoder is None else self.decoder.finish()
+        return self.stop_strings.push(decoder_text) + self.stop_strings.finish()
 
 
 class StopStrings:
-    """Passes text on until one of the stop texts is complete; what follows it is dropped.
+    """Searches generated text for stop texts. The text before the first stop text is passed on, the rest is dropped.
 
-    Text is held back as long as it could be the beginning of one:
+    Text that could be the beginning of a stop text is held back until the next call.
 
-        stop "END":   push "the E" -> "the "    push "N" -> ""    push "T" -> "ENT"    push " END." -> " ", and stopped
+    Args:
+        stop_texts: The texts at which the generated text ends.
+
+    Attributes:
+        is_stopped: Whether a stop text was found.
+
+    Example:
+        >>> stop_strings = StopStrings(["END"])
+        >>> [stop_strings.push(text) for text in ("the E", "N", "T", " END.")]
+        ['the ', '', 'ENT', ' ']
+        >>> stop_strings.is_stopped
+        True
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.stops = tuple(stops)
-        self.held = ""
-        self.stopped = False
+    def __init__(self, stop_texts: Sequence[str]) -> None:
+        self.stop_texts = tuple(stop_texts)
+        self.is_stopped = False
+        self._held_back = ""
 
     def push(self, text: str) -> str:
-        """The text that is certain to come before any stop text."""
-        if not self.stops or self.stopped:
-            return "" if self.stopped else text
-        text = self.held + text
-        found = [place for stop in self.stops if (place := text.find(stop)) >= 0]
-        if found:
-            self.held, self.stopped = "", True
-            return text[: min(found)]
-        safe = len(text) - max(_overlap(text, stop) for stop in self.stops)
-        self.held = text[safe:]
-        return text[:safe]
+        """Add text. Return the text that cannot be part of a stop text."""
+        if self.is_stopped:
+            return ""
+        if not self.stop_texts:
+            return text
+
+        text = self._held_back + text
+        positions = [text.find(stop_text) for stop_text in self.stop_texts]
+        found_positions = [position for position in positions if position >= 0]
+        if found_positions:
+            self._held_back = ""
+            self.is_stopped = True
+            return text[: min(found_positions)]
+
+        max_overlap = max(_overlap_length(text, stop_text) for stop_text in self.stop_texts)
+        safe_length = len(text) - max_overlap
+        self._held_back = text[safe_length:]
+        return text[:safe_length]
 
     def finish(self) -> str:
-        """What was held back, at the end of the text."""
-        text, self.held = self.held, ""
+        """Return the text that was held back. Call this method when no more text follows."""
+        text = self._held_back
+        self._held_back = ""
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest ending of `text` that begins `stop`: "the E", "END" gives 1."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+def _overlap_length(text: str, stop_text: str) -> int:
+    """Return the length of the longest incomplete beginning of `stop_text` with which `text` ends.
+
+    Example:
+        >>> _overlap_length("the E", "END")
+        1
+    """
+    max_length = min(len(stop_text) - 1, len(text))
+    for length in range(max_length, 0, -1):
+        if text.endswith(stop_text[:length]):
+            return length
+    return 0

@@ -1,4 +1,4 @@
-"""A stream at a terminal: text on standard output as it is made, everything else on standard error."""
+"""The command `trainshort generate`: write text to standard output, and all other messages to standard error."""
 
 import os
 import sys
@@ -12,55 +12,90 @@ from trainshort.generate.sampling import Token
 from trainshort.generate.streaming import TokenStream
 from trainshort.utils.terminal import escape_for_output, print_status
 
-STOPPED = 130
-EVERY = 0.2
-"""Seconds between two updates: quick enough to follow, too slow to cost anything."""
+INTERRUPTED_EXIT_CODE = 130
+"""The exit code of a command that Ctrl-C has stopped."""
+
+UPDATE_SECONDS = 0.2
+"""The time between two updates of the status line."""
+
+# Control sequences of terminals.
+SAVE_CURSOR = "\x1b7"
+RESTORE_CURSOR = "\x1b8"
+CURSOR_UP = "\x1b[1A"
+CLEAR_LINE = "\x1b[2K"
+DIM = "\x1b[2m"
+RESET_STYLE = "\x1b[0m"
+RESET_SCROLL_REGION = "\x1b[r"
 
 
 class StatusLine:
-    """Does nothing where `terminal` is none, so that files and pipes get text only.
+    """Context manager: show the progress in the last row of a terminal.
 
-    The bottom row is taken out of the scrolling region; text that is written meanwhile never meets the line.
+    The last row is excluded from scrolling, so the generated text never overwrites it.
+
+    Args:
+        terminal: The output stream. If the stream is not a terminal, nothing is shown.
+
+    Attributes:
+        tokens: The number of generated tokens.
+        seconds: The time that was spent on generating tokens.
     """
 
     def __init__(self, terminal: TextIO | None) -> None:
-        self.terminal = terminal if terminal is not None and terminal.isatty() else None
+        is_terminal = terminal is not None and terminal.isatty()
+        self.terminal = terminal if is_terminal else None
         self.tokens = 0
-        self.seconds = 0.0  # spent inside; a pause between two uses does not count
-        self._last = self._shown = 0.0
-        self._rows = 0
+        self.seconds = 0.0
+        self._last_token_time = 0.0
+        self._last_update_time = 0.0
+        self._rows = 0  # the height of the terminal
 
     def __enter__(self) -> Self:
-        self._last = time.monotonic()
+        self._last_token_time = time.monotonic()
         if self.terminal:
             self._rows = os.get_terminal_size(self.terminal.fileno()).lines
-            self._write(f"\n\x1b7\x1b[1;{self._rows - 1}r\x1b8\x1b[1A")
+            # The newline makes room: if the cursor is in the last row, the text scrolls up by one row.
+            scroll_above_last_row = f"\x1b[1;{self._rows - 1}r"
+            self._write("\n" + SAVE_CURSOR + scroll_above_last_row + RESTORE_CURSOR + CURSOR_UP)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._write(f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8")
+        self._write(SAVE_CURSOR + RESET_SCROLL_REGION + self._move_to_last_row() + CLEAR_LINE + RESTORE_CURSOR)
 
-    def reading(self, stream: TokenStream) -> None:
-        """Some of a prompt was read, or none yet."""
+    def show_prompt_progress(self, stream: TokenStream) -> None:
+        """Show how many tokens of the prompts are not processed yet."""
         unread = sum(len(sample.unread) for sample in stream.samples)
+        # A single unread token is processed together with the first generated token.
         if unread > 1:
             self._show(f"reading the prompt, {unread:,} tokens left")
 
     def update(self, context: int) -> None:
-        """One more token was made."""
+        """Count a generated token, and update the status line if enough time has passed.
+
+        Args:
+            context: The length of the text in tokens.
+        """
         self.tokens += 1
         now = time.monotonic()
-        self.seconds += now - self._last
-        self._last = now
-        if now - self._shown > EVERY:
-            self._show(self.line(context))
+        self.seconds += now - self._last_token_time
+        self._last_token_time = now
+        if now - self._last_update_time > UPDATE_SECONDS:
+            self._show(self.format_progress(context))
 
-    def _show(self, line: str) -> None:
-        self._shown = time.monotonic()
-        self._write(f"\x1b7\x1b[{self._rows};1H\x1b[2K\x1b[2m{line}\x1b[0m\x1b8")
+    def format_progress(self, context: int) -> str:
+        """Return a text such as "30 tokens, 181.2 tokens/s, context 37"."""
+        tokens_per_second = self.tokens / max(self.seconds, 1e-9)
+        return f"{self.tokens:,} tokens, {tokens_per_second:.1f} tokens/s, context {context:,}"
 
-    def line(self, context: int) -> str:
-        return f"{self.tokens:,} tokens, {self.tokens / max(self.seconds, 1e-9):.1f} tokens/s, context {context:,}"
+    def _show(self, text: str) -> None:
+        """Replace the text of the status line."""
+        self._last_update_time = time.monotonic()
+        dimmed_text = DIM + text + RESET_STYLE
+        self._write(SAVE_CURSOR + self._move_to_last_row() + CLEAR_LINE + dimmed_text + RESTORE_CURSOR)
+
+    def _move_to_last_row(self) -> str:
+        """Return the control sequence that moves the cursor to the last row."""
+        return f"\x1b[{self._rows};1H"
 
     def _write(self, text: str) -> None:
         if self.terminal:
@@ -70,43 +105,72 @@ class StatusLine:
 
 @dataclass(frozen=True)
 class EvaluatedLength:
-    """How far a model is known to be good: tokens, and the words that say so."""
+    """The largest length at which a model is known to work well.
+
+    Attributes:
+        length: The length in tokens.
+        explanation: A text that explains where the length comes from. It is part of a warning.
+    """
 
     length: int
-    words: str
+    explanation: str
 
 
 @dataclass
 class Session:
-    """One `trainshort generate`."""
+    """One run of the command `trainshort generate`.
+
+    Args:
+        stream: The token stream to which the prompts were added.
+        evaluated_length: The largest length at which the model is known to work well. A warning is printed when the
+            text becomes longer. None turns the warning off.
+    """
 
     stream: TokenStream
-    reach: EvaluatedLength | None = None
+    evaluated_length: EvaluatedLength | None = None
 
     def __post_init__(self) -> None:
-        self.live = StatusLine(sys.stderr)
-        self.stream.on_read = lambda: self.live.reading(self.stream)
+        self.status_line = StatusLine(sys.stderr)
+        self.stream.on_prompt_chunk = lambda: self.status_line.show_prompt_progress(self.stream)
 
     def run(self) -> int:
-        """Make all samples; returns the exit code."""
+        """Generate all samples and print them.
+
+        Returns:
+            The exit code of the command.
+        """
         if len(self.stream.samples) == 1:
-            whole = self._generate_until_done(self._show)
+            is_complete = self._generate_until_done(self._print_token)
             print(flush=True)
         else:
-            texts = [""] * len(self.stream.samples)
+            is_complete = self._generate_batch()
+        if is_complete:
+            self.finish()
+            return 0
+        self.finish("stopped")
+        return INTERRUPTED_EXIT_CODE
 
-            def collect(token: Token) -> None:
-                texts[token.sample] += token.text
+    def _generate_batch(self) -> bool:
+        """Generate several samples, and print each sample as a whole. Return False if Ctrl-C stopped the generation."""
+        texts = [""] * len(self.stream.samples)
 
-            whole = self._generate_until_done(collect)
-            for number, text in enumerate(texts, start=1):
-                print(f"--- sample {number} ---\n{escape_for_output(text)}")
-        self.finish(None if whole else "stopped")
-        return 0 if whole else STOPPED
+        def collect_text(token: Token) -> None:
+            texts[token.sample] += token.text
+
+        is_complete = self._generate_until_done(collect_text)
+        for number, text in enumerate(texts, start=1):
+            print(f"--- sample {number} ---\n{escape_for_output(text)}")
+        return is_complete
 
     def interact(self) -> int:
-        """Read a line, continue it, and so on: what was read or written is never read again."""
-        print_status("type a line to have it continued; Ctrl-C ends a text, Ctrl-D leaves.")
+        """Read lines from standard input and continue each line, until Ctrl-D or Ctrl-C is pressed at the input.
+
+        All lines and their continuations form one text. The model does not process previous text again.
+
+        Returns:
+            The exit code of the command.
+        """
+        print_status("Type a line to continue it. Ctrl-C stops the generated text, Ctrl-D exits.")
         while True:
             try:
                 line = input("> ")
@@ -116,40 +180,60 @@ class Session:
             if not line:
                 continue
             self.stream.feed(line + "\n")
-            self._generate_until_done(self._show)
+            self._generate_until_done(self._print_token)
             print(flush=True)
         self.finish()
         return 0
 
-    def _generate_until_done(self, take: Callable[[Token], None]) -> bool:
-        """Make tokens until all samples have ended. Return False if Ctrl-C ended them."""
+    def _generate_until_done(self, handle_token: Callable[[Token], None]) -> bool:
+        """Generate tokens until all samples have ended.
+
+        Args:
+            handle_token: A function that is called with each token.
+
+        Returns:
+            Whether all samples have ended. False if Ctrl-C stopped the generation.
+
+        Raises:
+            InputError: If Ctrl-C was pressed twice and the stream cannot continue.
+        """
         try:
-            with self.live:
-                self.live.reading(self.stream)
+            with self.status_line:
+                self.status_line.show_prompt_progress(self.stream)
                 for token in self.stream:
-                    take(token)
-                    self._note()
+                    handle_token(token)
+                    self.status_line.update(self.stream.context)
+                    self._warn_about_length()
         except KeyboardInterrupt:
-            if self.stream.torn:
-                raise InputError("stopped in the middle of a token.") from None
+            if self.stream.is_broken:
+                raise InputError("Stopped while a token was processed.") from None
             return False
         return True
 
-    def finish(self, ended: str | None = None) -> None:
-        """Print a summary: the number of tokens, why the text ended, and the error certificate."""
-        reasons = ended or ", ".join(sorted({sample.finished or "stopped" for sample in self.stream.samples}))
-        print_status(f"{self.live.line(self.stream.context)} (ended by: {reasons}); {self.stream.memory}")
+    def finish(self, reason: str | None = None) -> None:
+        """Print a summary: the number of tokens, why the text ended, the cache size, and the error certificate.
+
+        Args:
+            reason: Why the text ended. None for the reasons of the samples.
+        """
+        if reason is None:
+            sample_reasons = {sample.finished or "stopped" for sample in self.stream.samples}
+            reason = ", ".join(sorted(sample_reasons))
+        progress = self.status_line.format_progress(self.stream.context)
+        print_status(f"{progress} (ended by: {reason}); {self.stream.memory}")
         print_status(self.stream.certificate)
 
-    def _show(self, token: Token) -> None:
+    def _print_token(self, token: Token) -> None:
+        """Print the text of a token at once."""
         sys.stdout.write(escape_for_output(token.text))
         sys.stdout.flush()
 
-    def _note(self) -> None:
-        """After each token, update the live line. Print the warning about the context length once."""
-        self.live.update(self.stream.context)
-        if self.reach is not None and self.stream.context > self.reach.length:
-            if sys.stderr.isatty():
-                print(file=sys.stderr)  # the text stands in the middle of a line
-            print_status(f"the context passes {self.reach.length:,} tokens: {self.reach.words}")
-            self.reach = None  # said once
+    def _warn_about_length(self) -> None:
+        """Print a warning once if the text is longer than the lengths at which the model was evaluated."""
+        evaluated_length = self.evaluated_length
+        if evaluated_length is None or self.stream.context <= evaluated_length.length:
+            return
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # The cursor is in the middle of the generated text.
+        print_status(f"the context passes {evaluated_length.length:,} tokens: {evaluated_length.explanation}")
+        self.evaluated_length = None

@@ -1,13 +1,18 @@
-"""All compiled code: C sources, and the one way to build and load them (`build.load`).
+"""The C kernels, and the functions that build and load them (`build.load`).
 
-shared/     vector.h  eight floats at a time               pool.h, pool.c  work for several threads
+common/     simd.h          vectors of eight floats, and functions on them
+            thread_pool.h   distributes the items of a work queue over several threads (thread_pool.c)
 
-attention/  windowed.c  entry points, called by attention/operator.py
-            call.h      what a call is given              centres.h   vectors that keys lie close to
-            tile.h      the three matrix products         bound.h     what far keys can weigh at most
-            panel.h     query rows in lanes               forward.h   nearest block first, stop when the bound says so
-            decode.h    a few rows against a long past    backward.h  the same blocks again
+windowed/   windowed.c      the functions that attention/backends/custom_op.py calls
+            args.h          the arguments of a call
+            matmul.h        the matrix products
+            query_tile.h    groups of query rows that are processed together
+            centroids.h     clusters of keys
+            bound.h         upper bounds on the softmax mass of distant keys
+            forward.h       the forward pass
+            backward.h      the backward pass
+            decode.h        the forward pass for a few queries and many keys
 
-decode/     ring.c  one token against the rings of a bounded cache, called by cache/ring.py
-            step.c  one row through a linear layer, one token through all layers
+decode/     ring_buffer.c   the attention of one token to the ring buffers of a KV cache (model/cache/ring_buffer.py)
+            layers.c        one token through a linear layer or all layers (generate/fast_decode.py)
 """

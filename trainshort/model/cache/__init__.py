@@ -1,9 +1,11 @@
-"""What a model remembers of the tokens it has read. Four ways to remember, one way to ask (`layer(i).attend`):
+"""KV caches: the keys and values of past tokens, so that a model does not process these tokens again.
 
-growing.py   Cache: everything, room by doubling
-window.py    WindowCache: the last n tokens, and if wanted the first few (StreamingLLM's sinks)
-bounded.py   BoundedCache: per head what can still matter under ALiBi's proven bound, with an error certificate
-batch.py     Rows: several sequences of different lengths side by side
+full.py              Cache: keeps all tokens
+sliding_window.py    WindowCache: keeps the most recent tokens and, on request, the first tokens (attention sinks)
+bounded.py           BoundedCache: evicts keys with provably little softmax mass, and reports a bound on the error
+bounded_decay.py     the same for models with a decay bias (FoX)
+batched.py           BatchedCache: several caches of different lengths as one batch
+ring_buffer.py       the compiled decode step
 """
 
 from trainshort.model.cache.batched import BatchedCache

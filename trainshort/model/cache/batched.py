@@ -1,62 +1,107 @@
-"""Several sequences of different lengths, read side by side: the weights are read once for all, each row attends to
-its own past only, so that a sample's probabilities are those it has alone."""
+"""A batch of caches with different lengths.
+
+Each sequence attends only to its own past. Its results therefore equal those of the sequence alone.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort.attention import Bias
 from trainshort.errors import InputError
-from trainshort.model.cache.full import Ask, Cache, LayerCache
+from trainshort.model.cache.full import Cache, ContentBiasFunction, LayerCache
 
 
 class BatchedCache(Cache):
-    """One cache per row of the batch.
+    """Several caches as one batch. Row i of the batch continues the sequence of cache i.
 
-    model(tokens, cache=Rows([short, long]))        # tokens: two rows, of which each continues its own cache
+    Args:
+        rows: One cache per row of the batch. The caches may have different lengths.
+
+    Raises:
+        InputError: If `rows` is empty.
+
+    Example:
+        >>> cache = BatchedCache([short_cache, long_cache])
+        >>> logits = model(tokens, cache=cache)  # `tokens` has two rows.
     """
 
     def __init__(self, rows: Sequence[Cache]) -> None:
         super().__init__()
         if not rows:
-            raise InputError("a batch needs at least one row.")
+            raise InputError("BatchedCache requires at least one cache, got none.")
         self.rows = list(rows)
 
     @property
     def length(self) -> int:
-        """Of the longest row."""
+        """Return the length of the longest sequence."""
         return max(row.length for row in self.rows)
 
     def offset(self, batch: int) -> Int[Tensor, "batch 1"]:
+        """Return the position of the next token of each sequence.
+
+        Args:
+            batch: The number of sequences in the input.
+
+        Raises:
+            InputError: If `batch` is not the number of caches.
+        """
         if batch != len(self.rows):
-            raise InputError(f"this cache holds {len(self.rows)} sequences, but the input has {batch}.")
+            raise InputError(f"Expected a batch of {len(self.rows)} sequences, as in the cache, got {batch}.")
         return torch.tensor([[row.length] for row in self.rows])
 
     @property
     def bytes(self) -> int:
+        """Return the size of all stored tensors in bytes."""
         return sum(row.bytes for row in self.rows)
 
     def layer(self, index: int) -> LayerCache:
+        """Return one layer of all caches."""
         return _BatchedLayer([row.layer(index) for row in self.rows])
 
 
 class _BatchedLayer(LayerCache):
+    """One layer of several caches."""
+
     def __init__(self, rows: list[LayerCache]) -> None:
         super().__init__()
         self.rows = rows
 
-    def decode_args(self, slopes: Tensor, shape: tuple[int, int], window: int | None) -> None:
-        return None
+    def decode_args(self, slopes: Tensor, kv_shape: tuple[int, int], window: int | None) -> None:
+        """Return None, because the compiled decoder supports a single sequence only."""
 
-    def content_bias(self, ask: Ask, rows: slice = slice(None)) -> list[Bias | None]:
-        """One for each row: they have read different texts."""
-        return [row.content_bias(ask, slice(index, index + 1)) for index, row in enumerate(self.rows)]
+    def content_bias(self, compute_bias: ContentBiasFunction, rows: slice = slice(None)) -> list[Bias | None]:
+        """Return one bias per sequence, because the sequences contain different texts.
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        Args:
+            compute_bias: The function that computes the bias for some rows of the input batch.
+            rows: Not used. Each sequence uses its own row of the input batch.
+        """
+        biases = []
+        for index, row in enumerate(self.rows):
+            input_row = slice(index, index + 1)
+            biases.append(row.content_bias(compute_bias, input_row))
+        return biases
+
+    def attend(
+        self,
+        q: Float[Tensor, "batch heads new dim"],
+        k: Float[Tensor, "batch kv_heads new dim"],
+        v: Float[Tensor, "batch kv_heads new dim"],
+        **options: Any,
+    ) -> Float[Tensor, "batch heads new dim"]:
+        """Compute the attention of each sequence with its own cache. The arguments are those of `LayerCache.attend`.
+
+        The option `bias` is one bias for all sequences, or the list that `content_bias` returned.
+        """
         bias = options.pop("bias", None)
         biases = bias if isinstance(bias, list) else [bias] * len(self.rows)
-        parts = zip(self.rows, biases, q.split(1), k.split(1), v.split(1), strict=True)
-        return torch.cat([row.attend(*part, bias=own, **options) for row, own, *part in parts])
+        outputs = []
+        for row, row_bias, row_q, row_k, row_v in zip(
+            self.rows, biases, q.split(1), k.split(1), v.split(1), strict=True
+        ):
+            outputs.append(row.attend(row_q, row_k, row_v, bias=row_bias, **options))
+        return torch.cat(outputs)

@@ -1,57 +1,75 @@
-"""A cache that forgets what provably cannot matter: endless text in constant memory, with the error known.
+"""The bounded KV cache: it evicts keys with provably little softmax mass, and reports an upper bound on the error.
 
-ALiBi takes slope · distance off every score, and no score exceeds the product of two norms. So the keys that a head
-has forgotten, all at distance ≥ w and of norm ≤ K, can have had at most
+ALiBi subtracts slope * distance from every score, and a score before the bias is at most the product of two norms. Let
+all evicted keys of a head have a distance of at least w and a norm of at most K. With slope m and the log-sum-exp (lse)
+of the scores of the remaining keys, the evicted keys have at most this softmax mass (sum of attention weights):
 
-    mass  ≤  exp(‖q‖·K/√d − m·w − lse) / (1 − e^(−m))          lse: log-sum-exp of the row's scores on what is kept
+    mass <= exp(|q| * K / sqrt(d) - m * w - lse) / (1 - exp(-m))
 
-of a query's softmax. How long a ring must be follows from the queries seen so far, with a margin; whether it was long
-enough is computed for every query from its own norm, and the largest value is the certificate. A key that is gone
-cannot come back: when a query reaches farther than all before, its ring grows from there on, and if that query's bound
-passed the tolerance, it is counted. docs/generation.md has the proof.
+Each key-value head stores its recent keys in a ring buffer. The length of the ring buffer follows from this bound and
+the queries so far. The bound is then computed for every query, and the certificate is the largest value. See
+docs/generation.md.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trainshort import alibi
 from trainshort.attention import AttentionCall, Bias, LinearBias, attend
 from trainshort.errors import InputError
-from trainshort.model.cache import ring_buffer as compiled
 from trainshort.model.cache.full import INITIAL_CAPACITY, Cache, LayerCache, detach_kv
-from trainshort.model.cache.ring_buffer import LANES, UNBOUNDED, DecodeArgs, Head, Ring, make_head_structs
+from trainshort.model.cache.ring_buffer import (
+    LANES,
+    UNBOUNDED,
+    DecodeArgs,
+    HeadState,
+    RingBuffer,
+    kernel_unavailable_reason,
+    make_head_structs,
+)
 
 CAPACITY_MARGIN = 1.0
-"""Natural log: room for queries that reach e times farther than any before, for 1/slope more keys."""
+"""The length of a ring buffer suffices for queries whose scores exceed those of all earlier queries by this number."""
+
 MIN_BIAS_DROP = 4.0
-"""Queries with fewer than this / slope tokens behind them say nothing about later ones: their log-sum-exp still grows
-with every key. A ring starts to forget much later than that."""
+"""Queries with fewer than MIN_BIAS_DROP / slope past tokens do not determine the length of the ring buffers.
+
+The log-sum-exp of these queries still grows with every key, so the queries do not represent later queries.
+"""
+
 BACKEND_TOLERANCE_SHARE = 0.1
-"""Share of the tolerance that the backend may leave out while it reads a chunk."""
+"""The share of the tolerance that the attention backend may use up itself while a prompt is processed."""
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What a bounded cache can say at the end."""
+    """An upper bound on the error that a bounded cache caused by evicting keys.
+
+    A row is one query of one head in one layer.
+
+    Attributes:
+        mass: The largest softmax mass (sum of attention weights) that can have been evicted from any row. NaN or
+            infinity if a query or a key was not finite.
+        tolerance: The softmax mass that the cache was allowed to evict from each row.
+        rows_above_tolerance: The number of rows whose upper bound was above the tolerance.
+        rows: The number of all rows.
+        grow_count: How often a ring buffer was enlarged after it had evicted keys.
+    """
 
     mass: float
-    """The largest share of any softmax that can have been forgotten, over all queries, heads and layers."""
     tolerance: float
     rows_above_tolerance: int
-    """Rows (query, head, layer) whose bound was above the tolerance."""
     rows: int
     grow_count: int
-    """Rings that grew after they had begun to forget."""
 
     def __add__(self, other: "Certificate") -> "Certificate":
-        """Of two caches together."""
+        """Return the certificate of two caches together."""
         return Certificate(
             mass=_nan_propagating_max(self.mass, other.mass),
             tolerance=max(self.tolerance, other.tolerance),
@@ -61,30 +79,41 @@ class Certificate:
         )
 
     def __str__(self) -> str:
-        kept = (
-            "no row above it"
-            if not self.rows_above_tolerance
-            else f"{self.rows_above_tolerance:,} of {self.rows:,} rows above it"
-        )
-        grown = f", windows grew {self.grow_count:,} times" if self.grow_count else ""
-        return f"error certificate: {self.mass:.1e} (tolerance {self.tolerance:.0e}, {kept}{grown})"
+        """Return one line such as "error certificate: 5.0e-07 (tolerance 1e-06, no row above it)"."""
+        if self.rows_above_tolerance:
+            rows_text = f"{self.rows_above_tolerance:,} of {self.rows:,} rows above it"
+        else:
+            rows_text = "no row above it"
+        grow_text = ""
+        if self.grow_count:
+            grow_text = f", windows grew {self.grow_count:,} times"
+        return f"error certificate: {self.mass:.1e} (tolerance {self.tolerance:.0e}, {rows_text}{grow_text})"
 
 
 @dataclass
 class BoundedCache(Cache):
-    """One sequence; each head keeps what can matter. `compiled=False` takes plain PyTorch, for tests."""
+    """A KV cache that evicts keys with provably little softmax mass. The cache stores a single sequence.
+
+    Args:
+        tolerance: The softmax mass (sum of attention weights) that may be dropped from each query by evicting keys.
+        compiled: Whether single tokens are processed by compiled code if possible. False is used by tests.
+        has_decay_bias: Whether the model uses a `DecayBias` (FoX). With False, it must use a `LinearBias` (ALiBi).
+
+    Raises:
+        InputError: If `tolerance` is out of range.
+    """
 
     tolerance: float = 1e-6
     compiled: bool = True
-    clocked: bool = False
-    """Whether the model's bias is a clock (FoX), and not ALiBi's."""
+    has_decay_bias: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < 1:
-            raise InputError(f"tolerance is a share of softmax mass, at least 0 and less than 1; got {self.tolerance}.")
+            raise InputError(f"tolerance must be at least 0 and less than 1, got {self.tolerance}.")
 
     def new_layer(self) -> "BoundedLayer":
-        if self.clocked:
+        """Create the empty cache of one layer."""
+        if self.has_decay_bias:
             from trainshort.model.cache.bounded_decay import BoundedDecayLayer
 
             return BoundedDecayLayer(self.tolerance, self.compiled)
@@ -92,102 +121,190 @@ class BoundedCache(Cache):
 
     @property
     def certificate(self) -> Certificate:
+        """Return an upper bound on the softmax mass that was evicted so far, over all queries, heads and layers."""
         layers = [layer for layer in self.layers if isinstance(layer, BoundedLayer)]
-        heads = [head for layer in layers for head in layer.heads]
+        head_states = [state for layer in layers for state in layer.head_states]
+        mass = 0.0
+        for state in head_states:
+            mass = _nan_propagating_max(mass, state.certificate)
         return Certificate(
-            mass=reduce(_nan_propagating_max, (head.mass for head in heads), 0.0),
+            mass=mass,
             tolerance=self.tolerance,
-            rows_above_tolerance=sum(head.above for head in heads),
-            rows=self.length * len(heads),
-            grow_count=sum(layer.grown for layer in layers),
+            rows_above_tolerance=sum(state.rows_above_tolerance for state in head_states),
+            rows=self.length * len(head_states),
+            grow_count=sum(layer.grow_count for layer in layers),
         )
 
     @property
     def windows(self) -> list[list[int]]:
-        """Keys that each layer's heads keep."""
-        return [[ring.count for ring in layer.rings] for layer in self.layers if isinstance(layer, BoundedLayer)]
+        """Return the number of keys in each ring buffer, as one list per layer."""
+        counts = []
+        for layer in self.layers:
+            if isinstance(layer, BoundedLayer):
+                counts.append([ring_buffer.count for ring_buffer in layer.ring_buffers])
+        return counts
 
 
 class BoundedLayer(LayerCache):
-    """Rings of one layer. A single token goes through ring.c where it can, everything else through `attend`."""
+    """One layer of a `BoundedCache` for a model with ALiBi.
+
+    Single tokens are processed by compiled code where possible. Prompts are processed by PyTorch.
+
+    Attributes:
+        tolerance: The softmax mass that may be dropped from each query by evicting keys.
+        use_compiled: Whether single tokens may be processed by compiled code.
+        grow_count: How often a ring buffer was enlarged after it had evicted keys.
+        ring_buffers: A ctypes array with one `RingBuffer` per key-value head. Empty before the first token.
+        head_states: A ctypes array with one `HeadState` per query head. Empty before the first token.
+    """
 
     def __init__(self, tolerance: float, use_compiled: bool = True) -> None:
         super().__init__()
-        self.tolerance, self.use_compiled = tolerance, use_compiled
-        self.grown = 0
-        self.rings: Any = []  # a ctypes array once the number of heads is known
-        self.heads: Any = []
-        self._stored: list[Tensor] = []  # per ring (2, capacity, padded)
+        self.tolerance = tolerance
+        self.use_compiled = use_compiled
+        self.grow_count = 0
+        self.ring_buffers: Any = []
+        self.head_states: Any = []
+        # The keys and values that the ring buffers point to, one tensor (2, capacity, padded_dim) per key-value head.
+        self._ring_storage: list[Tensor] = []
         self._dim = 0
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        q, (k, v), bias = q.detach(), detach_kv(k, v), options["bias"]
+    def attend(
+        self,
+        q: Float[Tensor, "batch heads new dim"],
+        k: Float[Tensor, "batch kv_heads new dim"],
+        v: Float[Tensor, "batch kv_heads new dim"],
+        **options: Any,
+    ) -> Float[Tensor, "batch heads new dim"]:
+        """Compute the attention of new tokens to the cached tokens and to themselves, and store their keys and values.
+
+        The arguments are those of `LayerCache.attend`.
+
+        Raises:
+            InputError: If the batch contains several sequences, or if the bias gives no bound on the evicted mass.
+        """
+        q = q.detach()
+        k, v = detach_kv(k, v)
+        bias = options["bias"]
         if q.shape[0] != 1:
-            raise InputError(f"a bounded cache holds one sequence, but the input has {q.shape[0]}; use Rows.")
+            raise InputError(
+                f"A bounded cache stores one sequence, got a batch of {q.shape[0]}. "
+                "Use BatchedCache for several sequences."
+            )
         slopes = self._slopes(bias, q.shape[1])
-        if not self.rings:
+        if not self.ring_buffers:
             self._initialize(slopes.tolist(), k)
-        single = q.shape[2] == 1 and isinstance(bias, LinearBias)
-        if single and q.device.type == "cpu" and q.dtype == torch.float32:
-            call = self.decode_args(slopes, (k.shape[1], k.shape[3]), options.get("window"))
-            if call is not None:
-                out = call.attend(q, k, v)
+
+        is_single_token = q.shape[2] == 1
+        if is_single_token and isinstance(bias, LinearBias) and q.device.type == "cpu" and q.dtype == torch.float32:
+            kv_shape = (k.shape[1], k.shape[3])
+            args = self.decode_args(slopes, kv_shape, options.get("window"))
+            if args is not None:
+                out = args.attend(q, k, v)
                 self.commit_token(k, v)
                 return out
+
         out = self._prefill(q, k, v, options)
         self.length += q.shape[2]
         return out
 
     def _slopes(self, bias: Bias | None, heads: int) -> Float[Tensor, " heads"]:
+        """Return the ALiBi slopes of the query heads.
+
+        Raises:
+            InputError: If the bias is not linear.
+        """
         if not isinstance(bias, LinearBias):
-            raise InputError("a bounded cache needs ALiBi: only a linear bias bounds what far keys can weigh.")
+            raise InputError(
+                f"A bounded cache requires ALiBi (LinearBias), got {type(bias).__name__}. Use another KV cache."
+            )
         return bias.slopes
 
-    def _initialize(self, slopes: list[float], k: Tensor) -> None:
-        self._dim = k.shape[3]
-        self.rings = (Ring * k.shape[1])()
-        self.heads = make_head_structs(slopes, -math.inf)
-        padded = -(-k.shape[3] // LANES) * LANES
-        self._stored = [k.new_zeros(2, 0, padded) for _ in self.rings]
-        for index in range(len(self.rings)):
-            self._resize(index, INITIAL_CAPACITY)
+    def _initialize(self, slopes: list[float], k: Float[Tensor, "1 kv_heads new dim"]) -> None:
+        """Create the empty ring buffers and the head states.
 
-    # One token, compiled
+        Args:
+            slopes: The ALiBi slopes of the query heads.
+            k: Keys with the shape, dtype and device of the keys that will be stored.
+        """
+        num_kv_heads = k.shape[1]
+        self._dim = k.shape[3]
+        # The compiled code reads whole vector registers, so rows are padded to a multiple of LANES.
+        padded_dim = math.ceil(self._dim / LANES) * LANES
+        self.ring_buffers = (RingBuffer * num_kv_heads)()
+        self.head_states = make_head_structs(slopes, max_excess=-math.inf)
+        self._ring_storage = [k.new_zeros(2, 0, padded_dim) for _ in range(num_kv_heads)]
+        for kv_head in range(num_kv_heads):
+            self._resize(kv_head, INITIAL_CAPACITY)
+
+    # ---- single tokens, processed by compiled code
 
     def decode_args(
-        self, slopes: Float[Tensor, " heads"], shape: tuple[int, int], window: int | None
+        self, slopes: Float[Tensor, " heads"], kv_shape: tuple[int, int], window: int | None
     ) -> DecodeArgs | None:
-        if not self.use_compiled or compiled.kernel_unavailable_reason() is not None:
+        """Return the arguments with which the compiled decoder processes one more token.
+
+        The arguments and the result are those of `LayerCache.decode_args`.
+        """
+        if not self.use_compiled or kernel_unavailable_reason() is not None:
             return None
-        if not self.rings:
-            self._initialize(slopes.tolist(), torch.empty(1, shape[0], 0, shape[1], dtype=torch.float32))
-        if self._stored[0].dtype != torch.float32 or self._stored[0].device.type != "cpu":
+        if not self.ring_buffers:
+            kv_heads, dim = kv_shape
+            empty_k = torch.empty(1, kv_heads, 0, dim, dtype=torch.float32)
+            self._initialize(slopes.tolist(), empty_k)
+        storage = self._ring_storage[0]
+        if storage.dtype != torch.float32 or storage.device.type != "cpu":
             return None
-        if self._call is None:
-            self._call = DecodeArgs.create(self.rings, self.heads, self._dim)
-            self._call.tolerance, self._call.margin, self._call.settled = self.tolerance, CAPACITY_MARGIN, MIN_BIAS_DROP
-        self._call.set_step(self.length, window)
-        return self._call
+        if self._decode_args is None:
+            self._decode_args = DecodeArgs.create(self.ring_buffers, self.head_states, self._dim)
+            self._decode_args.tolerance = self.tolerance
+            self._decode_args.capacity_margin = CAPACITY_MARGIN
+            self._decode_args.min_bias_drop = MIN_BIAS_DROP
+        self._decode_args.set_step(self.length, window)
+        return self._decode_args
 
     def commit_token(self, k: Float[Tensor, "1 kv_heads 1 dim"], v: Float[Tensor, "1 kv_heads 1 dim"]) -> None:
-        for index, ring in enumerate(self.rings):
-            if ring.wanted:
-                self._grow(index, ring.wanted, ring.count + 1)
-                self._insert(index, k[0, index], v[0, index])
-                ring.wanted = 0
+        """Count a token that the compiled decoder has processed.
+
+        Enlarge the ring buffers for which the compiled decoder requested more capacity. The compiled decoder has not
+        stored the key and the value of the token in these ring buffers, so they are stored here.
+
+        Args:
+            k: The key of the token.
+            v: The value of the token.
+        """
+        for kv_head, ring_buffer in enumerate(self.ring_buffers):
+            if ring_buffer.requested_capacity:
+                self._grow(kv_head, ring_buffer.requested_capacity, needed_now=ring_buffer.count + 1)
+                self._insert(kv_head, k[0, kv_head], v[0, kv_head])
+                ring_buffer.requested_capacity = 0
         super().commit_token(k, v)
 
-    # Any number of tokens, in PyTorch
+    # ---- any number of tokens, processed by PyTorch
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        """Each ring's past and the new keys, in order, through the training operator."""
-        group, parts = q.shape[1] // len(self.rings), []
-        for index, ring in enumerate(self.rings):
-            heads = slice(index * group, (index + 1) * group)
-            past = self.ordered_kv(index)[..., : self._dim]
-            keys, values = (torch.cat([past[i], x[0, index]]) for i, x in enumerate((k, v)))
-            bias = self._bias_of(options["bias"], heads, len(keys))
-            call = AttentionCall(q[:, heads], keys[None, None], values[None, None], bias, options.get("window"))
+        """Compute the attention of new tokens with the attention backend of training.
+
+        The key-value heads are processed one by one, because their ring buffers have different lengths.
+
+        Args:
+            q: The queries, shape (1, heads, new, dim).
+            k: The keys, shape (1, kv_heads, new, dim).
+            v: The values, with the same shape as `k`.
+            options: The arguments `bias`, `window` and `backend` of `attend`.
+
+        Returns:
+            The attention output with the shape of `q`.
+        """
+        heads_per_kv_head = q.shape[1] // len(self.ring_buffers)
+        outputs = []
+        for kv_head, ring_buffer in enumerate(self.ring_buffers):
+            heads = slice(kv_head * heads_per_kv_head, (kv_head + 1) * heads_per_kv_head)
+            past_k, past_v = self.ordered_kv(kv_head)[..., : self._dim]
+            all_k = torch.cat([past_k, k[0, kv_head]])
+            all_v = torch.cat([past_v, v[0, kv_head]])
+            bias = self._bias_for_heads(options["bias"], heads, len(all_k))
+            call = AttentionCall(q[:, heads], all_k[None, None], all_v[None, None], bias, options.get("window"))
             out, lse, certificate = attend(
                 call.q,
                 call.k,
@@ -200,112 +317,209 @@ class BoundedLayer(LayerCache):
             )
             assert lse is not None
             assert certificate is not None
-            ring.peak = _finite_max(ring.peak, _norms(k[0, index]))
-            self._update_error_bound(index, call, lse[0].double(), certificate[0].tolist())
-            self._store(index, call)
-            parts.append(out)
-        return torch.cat(parts, dim=1)
+            ring_buffer.max_norm = _finite_max(ring_buffer.max_norm, _norms(k[0, kv_head]))
+            self._update_error_bound(kv_head, call, lse[0].double(), certificate[0].tolist())
+            self._store(kv_head, call)
+            outputs.append(out)
+        return torch.cat(outputs, dim=1)
 
     def _update_error_bound(
-        self, index: int, call: AttentionCall, lse: Float[Tensor, "group new"], left: list[float]
+        self, kv_head: int, call: AttentionCall, lse: Float[Tensor, "group new"], backend_certificates: list[float]
     ) -> None:
-        """What the forgotten keys can have weighed in each new row, and how far each query reaches."""
-        ring, reach = self.rings[index], _norms(call.q[0]) / math.sqrt(self._dim)
-        distance = ring.count + 1 + torch.arange(lse.shape[1], device=lse.device)  # of the nearest forgotten key
-        first = index * len(lse)
-        for i, head in enumerate(self.heads[first : first + len(lse)]):
-            mass = torch.full_like(reach[i], left[i])
-            if self.length > ring.count:
-                bound = self._evicted_mass(first + i, call, reach[i] * ring.far - lse[i], distance)
-                mass += bound.masked_fill(distance >= (call.window or UNBOUNDED), 0)
-            head.mass = _nan_propagating_max(head.mass, float(mass.max()))
-            head.above += int((~(mass <= self.tolerance)).sum())
-            settled = self._bias_drop(first + i, call) >= MIN_BIAS_DROP
-            head.excess = _finite_max(head.excess, (reach[i] * ring.peak - lse[i])[settled])
+        """Update the statistics of the query heads that share one key-value head.
 
-    # What is particular to a bias that falls evenly; clocked.py has its own
+        Args:
+            kv_head: The index of the key-value head.
+            call: The attention call of these query heads. Its keys are the cached keys and the new keys.
+            lse: The log-sum-exp of the scores of each query.
+            backend_certificates: For each query head, an upper bound on the softmax mass that the backend skipped.
+        """
+        ring_buffer = self.ring_buffers[kv_head]
+        has_evicted_keys = self.length > ring_buffer.count
+        # The score of a query and a key before the bias is at most the product of the scaled norm and the key's norm.
+        scaled_norms = _norms(call.q[0]) / math.sqrt(self._dim)
+        group_size, num_new = lse.shape
+        nearest_evicted_distance = ring_buffer.count + 1 + torch.arange(num_new, device=lse.device)
+        is_outside_window = nearest_evicted_distance >= (call.window or UNBOUNDED)
 
-    def _bias_of(self, bias: Bias, heads: slice, keys: int) -> Bias:
-        """For some heads over the newest keys."""
+        for index in range(group_size):
+            head = kv_head * group_size + index
+            state = self.head_states[head]
+            dropped_mass = torch.full_like(scaled_norms[index], backend_certificates[index])
+            if has_evicted_keys:
+                excess = scaled_norms[index] * ring_buffer.max_evicted_norm - lse[index]
+                evicted_mass = self._evicted_mass(head, call, excess, nearest_evicted_distance)
+                dropped_mass += evicted_mass.masked_fill(is_outside_window, 0)
+            state.certificate = _nan_propagating_max(state.certificate, float(dropped_mass.max()))
+            is_proven = dropped_mass <= self.tolerance  # False for NaN
+            state.rows_above_tolerance += int((~is_proven).sum())
+
+            is_representative = self._is_representative(head, call)
+            excess = scaled_norms[index] * ring_buffer.max_norm - lse[index]
+            state.max_excess = _finite_max(state.max_excess, excess[is_representative])
+
+    def _is_representative(self, head: int, call: AttentionCall) -> Bool[Tensor, " new"]:
+        """Return whether each new query has enough past tokens to determine the length of the ring buffer.
+
+        Args:
+            head: The index of the query head.
+            call: The attention call of the new tokens.
+        """
+        return self._bias_drop(head, call) >= MIN_BIAS_DROP
+
+    # ---- parts that depend on the kind of bias. BoundedDecayLayer overrides them.
+
+    def _bias_for_heads(self, bias: Bias, heads: slice, num_keys: int) -> Bias:
+        """Return the bias of some query heads for the newest `num_keys` keys."""
         assert isinstance(bias, LinearBias)
         return LinearBias(bias.slopes[heads])
 
     def _evicted_mass(
-        self, number: int, call: AttentionCall, excess: Float[Tensor, " new"], distance: Int[Tensor, " new"]
+        self, head: int, call: AttentionCall, excess: Float[Tensor, " new"], distance: Int[Tensor, " new"]
     ) -> Float[Tensor, " new"]:
-        """The most that a head's forgotten keys can have weighed in each row."""
-        return alibi.mass_beyond(excess, torch.tensor(self.heads[number].slope, dtype=torch.float64), distance)
+        """Return an upper bound on the softmax mass of the evicted keys, for each new query.
 
-    def _bias_drop(self, number: int, call: AttentionCall) -> Float[Tensor, " new"]:
-        """How far the bias has fallen since the text began, at each new row."""
-        rows = torch.arange(call.q.shape[2], device=call.q.device, dtype=torch.float64)
-        return (self.length + rows) * self.heads[number].slope
+        Args:
+            head: The index of the query head.
+            call: The attention call of the new tokens.
+            excess: How much a score before the bias can exceed the log-sum-exp of the query.
+            distance: The distance to the nearest evicted key.
+        """
+        slope = torch.tensor(self.head_states[head].slope, dtype=torch.float64)
+        return alibi.mass_beyond(excess, slope, distance)
 
-    def _required_capacity(self, index: int, call: AttentionCall) -> int:
-        group = call.q.shape[1]
-        return required_capacity(
-            self.heads[index * group : (index + 1) * group], self.tolerance, call.window or UNBOUNDED
-        )
+    def _bias_drop(self, head: int, call: AttentionCall) -> Float[Tensor, " new"]:
+        """Return how far the bias drops from each new token back to the first token of the text.
 
-    def _evict(self, index: int, call: AttentionCall, gone: int) -> None:
-        """The oldest of the call's keys are forgotten."""
-        ring = self.rings[index]
-        ring.far = _nan_propagating_max(ring.far, float(_norms(call.k[0, 0, :gone]).max()))
+        Args:
+            head: The index of the query head.
+            call: The attention call of the new tokens.
+        """
+        # ALiBi's bias of the first token is -slope * position. The bias of the new token itself is 0.
+        new_positions = torch.arange(call.q.shape[2], device=call.q.device, dtype=torch.float64)
+        return (self.length + new_positions) * self.head_states[head].slope
 
-    def _store(self, index: int, call: AttentionCall) -> None:
-        """Put the newest keys into the ring; grow it first where the promise asks for it."""
-        ring = self.rings[index]
-        keys, values, new = call.k[0, 0], call.v[0, 0], call.q.shape[2]
-        if len(keys) > ring.capacity and (most := self._required_capacity(index, call)) > ring.capacity:
-            self._grow(index, most, len(keys))
-        gone = len(keys) - ring.capacity
-        if gone > 0:
-            self._evict(index, call, gone)
-        new = min(new, ring.capacity)
-        self._insert(index, keys[-new:], values[-new:])
+    def _required_capacity(self, kv_head: int, call: AttentionCall) -> int:
+        """Return the number of keys that the ring buffer of a key-value head must hold.
 
-    # Rings
+        Args:
+            kv_head: The index of the key-value head.
+            call: The attention call of the query heads that share this key-value head.
+        """
+        group_size = call.q.shape[1]
+        states = self.head_states[kv_head * group_size : (kv_head + 1) * group_size]
+        return required_capacity(states, self.tolerance, call.window or UNBOUNDED)
 
-    def ordered_kv(self, index: int) -> Float[Tensor, "2 count padded"]:
-        """A ring's keys and values, oldest first."""
-        ring, stored = self.rings[index], self._stored[index]
-        if ring.count < ring.capacity:
-            return stored[:, : ring.count]
-        return torch.cat([stored[:, ring.next :], stored[:, : ring.next]], dim=1)
+    def _evict(self, kv_head: int, call: AttentionCall, num_evicted: int) -> None:
+        """Update the statistics for the error bound when keys are evicted from a ring buffer.
 
-    def _grow(self, index: int, wanted: int, needed: int) -> None:
-        """Towards `wanted`, but no more than twice what is needed now: a short text does not pay for a long one."""
-        ring = self.rings[index]
-        self.grown += self.length > ring.count
-        self._resize(index, min(wanted, max(2 * ring.capacity, needed)))
+        Args:
+            kv_head: The index of the key-value head.
+            call: The attention call of the new tokens. Its keys are the cached keys, followed by the new keys.
+            num_evicted: How many of the oldest keys of the call are evicted.
+        """
+        ring_buffer = self.ring_buffers[kv_head]
+        max_norm = float(_norms(call.k[0, 0, :num_evicted]).max())
+        ring_buffer.max_evicted_norm = _nan_propagating_max(ring_buffer.max_evicted_norm, max_norm)
 
-    def _resize(self, index: int, capacity: int) -> None:
-        old, ring = self.ordered_kv(index), self.rings[index]
-        fresh = old.new_zeros(2, capacity, old.shape[2])
-        fresh[:, : ring.count] = old
-        ring.next, ring.capacity = ring.count % capacity, capacity
-        ring.keys, ring.values = fresh[0].data_ptr(), fresh[1].data_ptr()
-        self._stored[index] = fresh
+    def _store(self, kv_head: int, call: AttentionCall) -> None:
+        """Store new keys and values in a ring buffer. Enlarge the ring buffer first if the error bound requires it.
 
-    def _insert(self, index: int, k: Float[Tensor, "new dim"], v: Float[Tensor, "new dim"]) -> None:
-        ring, stored = self.rings[index], self._stored[index]
-        slots = (torch.arange(len(k), device=k.device) + ring.next) % ring.capacity
-        stored[0, slots, : self._dim], stored[1, slots, : self._dim] = k, v
-        ring.next = (ring.next + len(k)) % ring.capacity
-        ring.count = min(ring.count + len(k), ring.capacity)
+        Args:
+            kv_head: The index of the key-value head.
+            call: The attention call of the new tokens. Its keys are the cached keys, followed by the new keys.
+        """
+        ring_buffer = self.ring_buffers[kv_head]
+        keys = call.k[0, 0]
+        values = call.v[0, 0]
+        if len(keys) > ring_buffer.capacity:
+            required = self._required_capacity(kv_head, call)
+            if required > ring_buffer.capacity:
+                self._grow(kv_head, required, needed_now=len(keys))
+
+        num_evicted = len(keys) - ring_buffer.capacity
+        if num_evicted > 0:
+            self._evict(kv_head, call, num_evicted)
+        # Of a long prompt, only the last keys fit into the ring buffer.
+        num_stored = min(call.q.shape[2], ring_buffer.capacity)
+        self._insert(kv_head, keys[-num_stored:], values[-num_stored:])
+
+    # ---- ring buffers
+
+    def ordered_kv(self, kv_head: int) -> Float[Tensor, "2 count padded_dim"]:
+        """Return the keys (index 0) and values (index 1) in the ring buffer of a key-value head, oldest first."""
+        ring_buffer = self.ring_buffers[kv_head]
+        storage = self._ring_storage[kv_head]
+        is_full = ring_buffer.count == ring_buffer.capacity
+        if not is_full:
+            return storage[:, : ring_buffer.count]
+        oldest = ring_buffer.next
+        return torch.cat([storage[:, oldest:], storage[:, :oldest]], dim=1)
+
+    def _grow(self, kv_head: int, required: int, needed_now: int) -> None:
+        """Enlarge a ring buffer.
+
+        The capacity at most doubles, unless more keys are stored now. A short text thus needs little memory even if
+        the required capacity is large.
+
+        Args:
+            kv_head: The index of the key-value head.
+            required: The capacity that the error bound requires.
+            needed_now: The number of keys that will be in the buffer after the current step.
+        """
+        ring_buffer = self.ring_buffers[kv_head]
+        has_evicted_keys = self.length > ring_buffer.count
+        if has_evicted_keys:
+            self.grow_count += 1
+        self._resize(kv_head, min(required, max(2 * ring_buffer.capacity, needed_now)))
+
+    def _resize(self, kv_head: int, capacity: int) -> None:
+        """Move the keys and values of a key-value head to a new, larger ring buffer."""
+        ring_buffer = self.ring_buffers[kv_head]
+        old_kv = self.ordered_kv(kv_head)
+        storage = old_kv.new_zeros(2, capacity, old_kv.shape[2])
+        storage[:, : ring_buffer.count] = old_kv
+        ring_buffer.capacity = capacity
+        ring_buffer.next = ring_buffer.count % capacity
+        ring_buffer.keys = storage[0].data_ptr()
+        ring_buffer.values = storage[1].data_ptr()
+        self._ring_storage[kv_head] = storage
+
+    def _insert(self, kv_head: int, k: Float[Tensor, "new dim"], v: Float[Tensor, "new dim"]) -> None:
+        """Write keys and values into the next slots of a ring buffer. They replace the oldest keys if it is full."""
+        ring_buffer = self.ring_buffers[kv_head]
+        storage = self._ring_storage[kv_head]
+        slots = (torch.arange(len(k), device=k.device) + ring_buffer.next) % ring_buffer.capacity
+        storage[0, slots, : self._dim] = k
+        storage[1, slots, : self._dim] = v
+        ring_buffer.next = (ring_buffer.next + len(k)) % ring_buffer.capacity
+        ring_buffer.count = min(ring_buffer.count + len(k), ring_buffer.capacity)
 
     @property
     def bytes(self) -> int:
-        return sum(x.nbytes for x in self._stored)
+        """Return the size of all ring buffers in bytes."""
+        return sum(storage.nbytes for storage in self._ring_storage)
 
 
-def required_capacity(heads: Sequence[Head], tolerance: float, limit: int = UNBOUNDED) -> int:
-    """Keys that a ring must hold for its heads' promise: w of the bound above with the farthest-reaching query so far,
-    and a margin. All of them while no query has been settled, or a slope is not positive, or nothing may be lost."""
-    excess = torch.tensor([head.excess for head in heads], dtype=torch.float64) + CAPACITY_MARGIN
-    slopes = torch.tensor([head.slope for head in heads], dtype=torch.float64)
-    most = float(alibi.window_for(excess, slopes, tolerance).max())
-    return max(1, int(min(most, limit - 1)))
+def required_capacity(states: Sequence[HeadState], tolerance: float, window: int = UNBOUNDED) -> int:
+    """Return the number of keys that a ring buffer must hold, so that the evicted softmax mass stays in the tolerance.
+
+    The capacity suffices for queries like the most demanding query so far, plus `CAPACITY_MARGIN`. The function returns
+    `window - 1`, which keeps all keys, in these cases:
+
+    - No query had enough past tokens yet (see `MIN_BIAS_DROP`).
+    - A slope is not positive.
+    - The tolerance is 0.
+
+    Args:
+        states: The states of the query heads that share the ring buffer.
+        tolerance: The softmax mass that may be evicted from each query.
+        window: The size of the sliding window of the model.
+    """
+    excess = torch.tensor([state.max_excess for state in states], dtype=torch.float64) + CAPACITY_MARGIN
+    slopes = torch.tensor([state.slope for state in states], dtype=torch.float64)
+    max_distance = float(alibi.window_for(excess, slopes, tolerance).max())
+    return max(1, int(min(max_distance, window - 1)))
 
 
 def _norms(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows"]:
@@ -313,10 +527,18 @@ def _norms(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows"]:
 
 
 def _nan_propagating_max(old: float, new: float) -> float:
-    """The larger, for a promise: what is not a number counts as larger than anything and stays, so that it shows."""
-    return old if new <= old or math.isnan(old) else new
+    """Return the larger number. NaN counts as larger than all numbers, so that a certificate never hides a NaN."""
+    if math.isnan(old) or new <= old:
+        return old
+    return new
 
 
 def _finite_max(old: float, new: Float[Tensor, " n"]) -> float:
-    """The largest, for the length of rings: what is not finite says nothing about the queries to come."""
-    return max(old, float(new.where(new.isfinite(), -math.inf).amax())) if len(new) else old
+    """Return the largest of `old` and the finite numbers in `new`.
+
+    Numbers that are not finite are ignored, because they say nothing about the queries that follow.
+    """
+    if len(new) == 0:
+        return old
+    finite = new.where(new.isfinite(), -math.inf)
+    return max(old, float(finite.amax()))

@@ -1,14 +1,12 @@
-"""A bounded cache for models whose bias is a clock, c_i − c_j (the Forgetting Transformer).
+"""The bounded KV cache for models with a decay bias, such as the Forgetting Transformer (FoX).
 
-The bound of bounded.py with the geometric series replaced by what it stands for: the keys that a head has forgotten can
-have had at most
+A `DecayBias` c adds c[i] - c[j] to the score of query i and key j, where c is the cumulative log decay. The bound of
+bounded.py then becomes the following, with K, d and lse as defined there:
 
-    mass  ≤  exp(‖q‖·K/√d + c_i + E − lse)          E = log Σ exp(−c_j) over all forgotten keys j
+    mass <= exp(|q| * K / sqrt(d) + c[i] + E - lse)        E = log(sum of exp(-c[j]) over all evicted keys j)
 
-of a query's softmax; E is one number per head, added to as keys are forgotten. Rings are as long as the text makes
-them: a ring grows when forgetting its oldest key would break the promise for a query like the farthest-reaching so far.
-Readings of the clock are kept for the keys that are kept, so memory is bounded where the gates close. Single tokens go
-through ring.c, which moves the clock on itself.
+E is a single number per head, which is updated when keys are evicted. The text determines the length of the ring
+buffers: memory stays bounded only if the forget gates of the model close.
 """
 
 import math
@@ -21,75 +19,132 @@ from torch import Tensor
 from trainshort.attention import AttentionCall, Bias, DecayBias
 from trainshort.errors import InputError
 from trainshort.model.cache.bounded import CAPACITY_MARGIN, BoundedLayer
-from trainshort.model.cache.ring_buffer import CLOCK, UNBOUNDED
+from trainshort.model.cache.ring_buffer import CUMULATIVE_DECAY, UNBOUNDED
 
 
 class BoundedDecayLayer(BoundedLayer):
-    """Rings of one layer under a clock."""
+    """One layer of a `BoundedCache` for a model with a `DecayBias`."""
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        clock = options["bias"].cumulative
+        """Compute the attention of new tokens, and keep the cumulative log decays of the cached tokens."""
+        decays = options["bias"].cumulative
         if not self.length:
-            for head, first in zip(self.heads, clock[0, :, 0].tolist(), strict=True):
-                head.began = first
+            initial_decays = decays[0, :, 0].tolist()
+            for state, initial_decay in zip(self.head_states, initial_decays, strict=True):
+                state.initial_decay = initial_decay
         out = super()._prefill(q, k, v, options)
-        self.place[CLOCK] = clock[..., -self._decay_span :].clone()
+        self.method_cache[CUMULATIVE_DECAY] = decays[..., -self._decay_span :].clone()
         return out
 
     @property
     def _decay_span(self) -> int:
-        return max((ring.count for ring in self.rings), default=0)
+        """Return the number of keys in the longest ring buffer."""
+        return max((ring_buffer.count for ring_buffer in self.ring_buffers), default=0)
 
     def _slopes(self, bias: Bias | None, heads: int) -> Float[Tensor, " heads"]:
+        """Return slopes of 0, because the bias is not linear.
+
+        Raises:
+            InputError: If the bias is not a `DecayBias`.
+        """
         if not isinstance(bias, DecayBias | None):
-            raise InputError("this bounded cache is for models whose bias is a clock (FoX).")
+            raise InputError(
+                f"A BoundedCache with has_decay_bias=True requires a DecayBias (FoX), got {type(bias).__name__}."
+            )
         return torch.zeros(heads)
 
-    def _bias_of(self, bias: Bias, heads: slice, keys: int) -> Bias:
+    def _bias_for_heads(self, bias: Bias, heads: slice, num_keys: int) -> Bias:
+        """Return the bias of some query heads for the newest `num_keys` keys."""
         assert isinstance(bias, DecayBias)
-        return DecayBias(bias.cumulative[:, heads, -keys:])
+        return DecayBias(bias.cumulative[:, heads, -num_keys:])
 
-    def _clock(self, number: int, call: AttentionCall) -> Float[Tensor, " keys"]:
+    def _cumulative_decay(self, head: int, call: AttentionCall) -> Float[Tensor, " keys"]:
+        """Return the cumulative log decay at each key of the call.
+
+        Args:
+            head: The index of the query head among all query heads of the layer.
+            call: The attention call of the query heads that share one key-value head.
+        """
         assert isinstance(call.bias, DecayBias)
-        return call.bias.cumulative[0, number % call.q.shape[1]].double()
+        group_size = call.q.shape[1]
+        return call.bias.cumulative[0, head % group_size].double()
 
     def _evicted_mass(
-        self, number: int, call: AttentionCall, excess: Float[Tensor, " new"], distance: Int[Tensor, " new"]
+        self, head: int, call: AttentionCall, excess: Float[Tensor, " new"], distance: Int[Tensor, " new"]
     ) -> Float[Tensor, " new"]:
-        return torch.exp(excess + self._clock(number, call)[-len(excess) :] + self.heads[number].weight)
+        """Return an upper bound on the softmax mass of the evicted keys, for each new query.
 
-    def _bias_drop(self, number: int, call: AttentionCall) -> Float[Tensor, " new"]:
-        return self.heads[number].began - self._clock(number, call)[-call.q.shape[2] :]
+        Args:
+            head: The index of the query head.
+            call: The attention call of the new tokens.
+            excess: How much a score before the bias can exceed the log-sum-exp of the query.
+            distance: The distance to the nearest evicted key. Not used, because the bias depends on the text instead.
+        """
+        # mass <= exp(excess + c[i] + E), where E is the logarithm of the sum of exp(-c[j]) over all evicted keys j.
+        query_decay = self._cumulative_decay(head, call)[-len(excess) :]
+        return torch.exp(excess + query_decay + self.head_states[head].log_evicted_weight)
 
-    def _required_capacity(self, index: int, call: AttentionCall) -> int:
-        """Keys to keep so that a query like the farthest-reaching so far, with a margin, loses no more than promised; a
-        quarter more where a ring must grow, since gates that stay open ask for one more key with every token."""
-        group, most = call.q.shape[1], 1
-        limit = (call.window or UNBOUNDED) - 1
-        for number in range(index * group, (index + 1) * group):
-            clock, excess = self._clock(number, call), self.heads[number].excess
-            room = (
-                math.log(self.tolerance) - excess - CAPACITY_MARGIN - float(clock[-1])
-                if self.tolerance > 0
-                else -math.inf
-            )
-            if not math.isfinite(room):
-                return max(1, min(UNBOUNDED, limit))
-            known = torch.tensor(self.heads[number].weight, dtype=torch.float64, device=clock.device)
-            before = torch.logaddexp(known, (-clock).logcumsumexp(0))
-            most = max(most, len(clock) - int((before <= room).sum()))
-        if most > self.rings[index].capacity:
-            most += most // 4
-        return max(1, min(most, limit))
+    def _bias_drop(self, head: int, call: AttentionCall) -> Float[Tensor, " new"]:
+        """Return how far the bias drops from each new token back to the first token of the text.
 
-    def _evict(self, index: int, call: AttentionCall, gone: int) -> None:
-        super()._evict(index, call, gone)
-        group = call.q.shape[1]
-        for number in range(index * group, (index + 1) * group):
-            head = self.heads[number]
-            known = torch.tensor([head.weight], dtype=torch.float64, device=call.k.device)
-            head.weight = float(torch.cat([known, -self._clock(number, call)[:gone]]).logsumexp(0))
+        Args:
+            head: The index of the query head.
+            call: The attention call of the new tokens.
+        """
+        num_new = call.q.shape[2]
+        return self.head_states[head].initial_decay - self._cumulative_decay(head, call)[-num_new:]
+
+    def _required_capacity(self, kv_head: int, call: AttentionCall) -> int:
+        """Return the number of keys that the ring buffer of a key-value head must hold.
+
+        The oldest keys may be evicted if a query like the most demanding query so far, plus `CAPACITY_MARGIN`, then
+        loses no more softmax mass than the tolerance.
+
+        Args:
+            kv_head: The index of the key-value head.
+            call: The attention call of the query heads that share this key-value head.
+        """
+        group_size = call.q.shape[1]
+        max_capacity = max(1, (call.window or UNBOUNDED) - 1)
+        if self.tolerance == 0:
+            return max_capacity
+
+        required = 1
+        for head in range(kv_head * group_size, (kv_head + 1) * group_size):
+            decays = self._cumulative_decay(head, call)
+            state = self.head_states[head]
+            # All keys up to some key may be evicted if the logarithm of their total weight is at most this number.
+            max_log_weight = math.log(self.tolerance) - state.max_excess - CAPACITY_MARGIN - float(decays[-1])
+            if not math.isfinite(max_log_weight):
+                return max_capacity
+            log_evicted_weight = torch.tensor(state.log_evicted_weight, dtype=torch.float64, device=decays.device)
+            log_weight_up_to_key = torch.logaddexp(log_evicted_weight, (-decays).logcumsumexp(0))
+            num_evictable = int((log_weight_up_to_key <= max_log_weight).sum())
+            required = max(required, len(decays) - num_evictable)
+
+        if required > self.ring_buffers[kv_head].capacity:
+            # If the forget gates stay open, every token needs one more slot. The extra slots avoid growing each time.
+            required += required // 4
+        return max(1, min(required, max_capacity))
+
+    def _evict(self, kv_head: int, call: AttentionCall, num_evicted: int) -> None:
+        """Update the statistics for the error bound when keys are evicted from a ring buffer.
+
+        Args:
+            kv_head: The index of the key-value head.
+            call: The attention call of the new tokens. Its keys are the cached keys, followed by the new keys.
+            num_evicted: How many of the oldest keys of the call are evicted.
+        """
+        super()._evict(kv_head, call, num_evicted)
+        group_size = call.q.shape[1]
+        for head in range(kv_head * group_size, (kv_head + 1) * group_size):
+            state = self.head_states[head]
+            log_evicted_weight = torch.tensor([state.log_evicted_weight], dtype=torch.float64, device=call.k.device)
+            new_log_weights = -self._cumulative_decay(head, call)[:num_evicted]
+            state.log_evicted_weight = float(torch.cat([log_evicted_weight, new_log_weights]).logsumexp(0))
 
     @property
     def bytes(self) -> int:
-        return super().bytes + sum(x.nbytes for x in self.place.values())
+        """Return the size of all ring buffers and of the cumulative log decays in bytes."""
+        decay_bytes = sum(x.nbytes for x in self.method_cache.values())
+        return super().bytes + decay_bytes

@@ -1,6 +1,7 @@
-"""The compiled step of the bounded cache: structs that mirror those of kernels/decode, which is built on first use.
+"""The compiled decode step of the KV caches: ctypes structs, and the library that is built from kernels/decode.
 
-The structs are the cache's own memory of counts and norms, so that a step moves nothing between C and Python.
+A decode step is the attention of one new token to all cached keys. The structs mirror those of
+kernels/decode/ring_buffer.h. The C code reads and updates them in place, so no state is copied between C and Python.
 """
 
 import ctypes
@@ -17,146 +18,306 @@ from trainshort.attention.kernels import build
 from trainshort.attention.kernels.build import KernelBuildError
 
 UNBOUNDED = 2**62
-"""A reach that no text has: the window of a model without one."""
+"""The window size of a model without a sliding window. No text is that long."""
+
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 18
-"""Products below which one thread is quicker than two."""
-CLOCK = "clock"
-"""Where in its place in the cache a position method keeps the readings of its clock."""
+"""The decode step uses a single thread up to this number of multiplications, because threads would not save time."""
+
+CUMULATIVE_DECAY = "clock"
+"""The key in `LayerCache.method_cache` under which a position method stores its cumulative log decays (`DecayBias`)."""
+
 INITIAL_DECAY_CAPACITY = 64
-"""Readings that there is room for at first."""
+"""The number of free columns in a new `DecayBuffer`."""
+
 LANES = 8
-"""Floats in a vector of the processor; rings hold keys and values in rows of whole vectors."""
+"""The number of floats in a vector register. The rows of a ring buffer are padded to a multiple of this number."""
 
 
-class Ring(ctypes.Structure):
-    """One key head's past: `count` keys at distances 1 to count, the oldest at `next` once the ring is full."""
+class RingBuffer(ctypes.Structure):
+    """The ring buffer of one key-value head. Mirrors `RingBuffer` in kernels/decode/ring_buffer.h.
+
+    A ring buffer holds the most recent keys and values. When the buffer is full, a new key replaces the oldest key.
+
+    Attributes:
+        keys: Address of the keys, an array of shape (capacity, padded_dim).
+        values: Address of the values, an array of the same shape.
+        capacity: The number of keys that fit into the buffer.
+        count: The number of keys in the buffer. Their distances to the next token are 1 to `count`.
+        next: The slot of the next key. If the buffer is full, this slot holds the oldest key.
+        requested_capacity: Set by the C code if the buffer must grow before the newest key can be stored. Otherwise 0.
+        max_evicted_norm: The largest norm of all evicted keys.
+        max_norm: The largest finite norm of all keys, evicted or not.
+    """
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        *((name, ctypes.c_int64) for name in ("capacity", "count", "next", "wanted")),
-        *((name, ctypes.c_double) for name in ("far", "peak")),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("capacity", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("next", ctypes.c_int64),
+        ("requested_capacity", ctypes.c_int64),
+        ("max_evicted_norm", ctypes.c_double),
+        ("max_norm", ctypes.c_double),
     ]
 
 
-class Head(ctypes.Structure):
-    """One query head's slope, the reach of its queries so far, and the mass that it can have left out; of a clock also
-    the log of what its forgotten keys can weigh, and its first reading."""
+class HeadState(ctypes.Structure):
+    """The statistics of one query head. Mirrors `HeadState` in kernels/decode/ring_buffer.h.
+
+    Attributes:
+        slope: The ALiBi slope.
+        max_excess: The largest value of |q| * K / sqrt(dim) - lse of all queries so far. K is the largest key norm, and
+            lse is the log-sum-exp of the scores. The ring buffer must be longer for a larger value.
+        certificate: An upper bound on the softmax mass of evicted keys, the largest one of all queries so far.
+        rows_above_tolerance: The number of queries whose upper bound was above the tolerance.
+        log_evicted_weight: With a `DecayBias` c, the logarithm of the sum of exp(-c[j]) over all evicted keys j.
+        initial_decay: With a `DecayBias`, the cumulative log decay of the first token.
+    """
 
     _fields_ = [
-        *((name, ctypes.c_double) for name in ("slope", "excess", "mass")),
-        ("above", ctypes.c_int64),
-        *((name, ctypes.c_double) for name in ("weight", "began")),
+        ("slope", ctypes.c_double),
+        ("max_excess", ctypes.c_double),
+        ("certificate", ctypes.c_double),
+        ("rows_above_tolerance", ctypes.c_int64),
+        ("log_evicted_weight", ctypes.c_double),
+        ("initial_decay", ctypes.c_double),
     ]
 
 
 class DecodeArgs(ctypes.Structure):
-    """One call: a token's queries, key and value, and the rings they meet.
+    """The arguments of the decode step of one layer. Mirrors `DecodeArgs` in kernels/decode/ring_buffer.h.
 
-    It points into `rings`, `heads` and a scratch space, and keeps them alive."""
+    The struct contains plain addresses. Use `create`, which keeps the ring buffers, the head states and the scratch
+    memory alive as long as the struct.
 
-    factors: int | None
+    Attributes:
+        q, k, v: Addresses of the query, key and value of the new token, one row per head.
+        query_scales: Address of one factor per query head that its query is multiplied by, or None.
+        out: Address of the output, shape (num_heads, dim).
+        q_stride, k_stride, v_stride: The distances between the rows of two heads, in floats.
+        ring_buffers: Address of one `RingBuffer` per key-value head.
+        heads: Address of one `HeadState` per query head.
+        length: The number of tokens before the new token.
+        window: The size of the sliding window, or `UNBOUNDED`.
+        tolerance: The softmax mass that may be dropped from each query by evicting keys.
+        capacity_margin, min_bias_drop: `CAPACITY_MARGIN` and `MIN_BIAS_DROP` of bounded.py.
+        softmax_scale: The factor of the product of query and key.
+        scratch: Address of the scratch memory.
+        cumulative_decay: Address of the cumulative log decays, shape (num_heads, decay_stride), or None for ALiBi.
+        decay_stride: The distance between the rows of `cumulative_decay`.
+        decay_length: The number of columns of `cumulative_decay` that are filled. The step fills one more column.
+        gates: Address of the forget gates of the new token before the sigmoid, one per query head.
+        gate_sign: 1, or -1 if the gates are negated.
+        num_threads: The largest number of threads that the step may use.
+    """
+
+    query_scales: int | None
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "factors", "out")),
-        *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride")),
-        *((name, ctypes.c_void_p) for name in ("rings", "heads")),
-        *((name, ctypes.c_int64) for name in ("head_count", "ring_count", "dim", "length", "limit")),
-        *((name, ctypes.c_double) for name in ("tolerance", "margin", "settled", "scale")),
-        *((name, ctypes.c_void_p) for name in ("scratch", "clock")),
-        *((name, ctypes.c_int64) for name in ("clock_stride", "held")),
+        ("q", ctypes.c_void_p),
+        ("k", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("query_scales", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("q_stride", ctypes.c_int64),
+        ("k_stride", ctypes.c_int64),
+        ("v_stride", ctypes.c_int64),
+        ("ring_buffers", ctypes.c_void_p),
+        ("heads", ctypes.c_void_p),
+        ("num_heads", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int64),
+        ("dim", ctypes.c_int64),
+        ("length", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("tolerance", ctypes.c_double),
+        ("capacity_margin", ctypes.c_double),
+        ("min_bias_drop", ctypes.c_double),
+        ("softmax_scale", ctypes.c_double),
+        ("scratch", ctypes.c_void_p),
+        ("cumulative_decay", ctypes.c_void_p),
+        ("decay_stride", ctypes.c_int64),
+        ("decay_length", ctypes.c_int64),
         ("gates", ctypes.c_void_p),
-        ("sign", ctypes.c_double),
-        ("threads", ctypes.c_int32),
+        ("gate_sign", ctypes.c_double),
+        ("num_threads", ctypes.c_int32),
     ]
 
     @classmethod
-    def create(cls, rings: Any, heads: Any, dim: int) -> "DecodeArgs":
-        """A call on these ctypes arrays of Ring and Head, without the token itself."""
-        call = cls(head_count=len(heads), ring_count=len(rings), dim=dim, scale=1 / math.sqrt(dim), limit=UNBOUNDED)
-        call.rings, call.heads = ctypes.addressof(rings), ctypes.addressof(heads)
-        scratch = (ctypes.c_float * library().trainshort_token_scratch(ctypes.byref(call)))()
-        call.scratch, call.kept = ctypes.addressof(scratch), (rings, heads, scratch)
-        return call
+    def create(cls, ring_buffers: Any, heads: Any, dim: int) -> "DecodeArgs":
+        """Create the arguments for the ring buffers of one layer. The fields of the new token are not set yet.
 
-    def bind_full_cache(self, room: Float[Tensor, "2 1 kv_heads capacity dim"], length: int) -> None:
-        """Lay the rings over a growing cache's room, where they never come round: `length` keys, and room for more."""
-        rings = self.kept[0]
-        if rings[0].keys == room.data_ptr() and rings[0].count == length:
-            return  # as the last call left them
-        for index, ring in enumerate(rings):
-            ring.keys, ring.values = (x[0, index].data_ptr() for x in room)
-            ring.capacity, ring.count, ring.next = room.shape[3], length, length
+        Args:
+            ring_buffers: A ctypes array with one `RingBuffer` per key-value head.
+            heads: A ctypes array with one `HeadState` per query head.
+            dim: The size of each head.
+        """
+        args = cls(
+            num_heads=len(heads),
+            num_kv_heads=len(ring_buffers),
+            dim=dim,
+            softmax_scale=1 / math.sqrt(dim),
+            window=UNBOUNDED,
+        )
+        args.ring_buffers = ctypes.addressof(ring_buffers)
+        args.heads = ctypes.addressof(heads)
+        scratch_length = load_library().trainshort_decode_scratch_length(ctypes.byref(args))
+        scratch = (ctypes.c_float * scratch_length)()
+        args.scratch = ctypes.addressof(scratch)
+        # These references keep the memory alive that the addresses point to.
+        args.ring_buffer_array = ring_buffers
+        args.referenced_memory = (heads, scratch)
+        return args
+
+    def bind_full_cache(self, storage: Float[Tensor, "2 1 kv_heads capacity dim"], length: int) -> None:
+        """Let the ring buffers use the storage of a full cache, which never evicts keys.
+
+        Args:
+            storage: The stored keys (index 0) and values (index 1), with room for at least one more token.
+            length: The number of tokens in `storage`.
+        """
+        ring_buffers = self.ring_buffer_array
+        # The compiled code updates `count` and `next` itself, so usually nothing has to be set.
+        is_same_storage = ring_buffers[0].keys == storage.data_ptr()
+        if is_same_storage and ring_buffers[0].count == length:
+            return
+        for kv_head, ring_buffer in enumerate(ring_buffers):
+            ring_buffer.keys = storage[0, 0, kv_head].data_ptr()
+            ring_buffer.values = storage[1, 0, kv_head].data_ptr()
+            ring_buffer.capacity = storage.shape[3]
+            ring_buffer.count = length
+            ring_buffer.next = length
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Float[Tensor, "1 heads 1 dim"]:
-        """The token's output; its key and value are in the rings then, but for those that must grow first."""
-        q, k, v = (contiguous_rows(x) for x in (q, k, v))
+        """Run the decode step for one new token.
+
+        The step stores the key and the value in the ring buffers. The exceptions are ring buffers that must grow first:
+        there, `requested_capacity` is not 0 afterwards.
+
+        Args:
+            q: The query, shape (1, heads, 1, dim).
+            k: The key, shape (1, kv_heads, 1, dim).
+            v: The value, with the same shape as `k`.
+
+        Returns:
+            The attention output.
+        """
+        q = contiguous_rows(q)
+        k = contiguous_rows(k)
+        v = contiguous_rows(v)
         out = q.new_empty(1, 1, q.shape[1], q.shape[3])
         self.set_pointers(q, k, v, out)
-        self.factors = None  # these queries have theirs
-        library().trainshort_token(ctypes.byref(self))
+        self.query_scales = None  # The caller has scaled the query already.
+        load_library().trainshort_decode_attention(ctypes.byref(self))
         return out.transpose(1, 2)
 
     def set_pointers(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Where queries, key and value lie, each (1, heads, 1, dim), and where the output goes."""
-        self.q, self.k, self.v, self.out = (x.data_ptr() for x in (q, k, v, out))
-        self.q_stride, self.k_stride, self.v_stride = (x.stride(1) for x in (q, k, v))
+        """Set the addresses of query, key and value, each of shape (1, heads, 1, dim), and of the output."""
+        self.q = q.data_ptr()
+        self.k = k.data_ptr()
+        self.v = v.data_ptr()
+        self.out = out.data_ptr()
+        self.q_stride = q.stride(1)
+        self.k_stride = k.stride(1)
+        self.v_stride = v.stride(1)
 
     def set_step(self, length: int, window: int | None) -> None:
-        """Set what changes with every token: how many came before, how far it may look, and with how many threads."""
-        self.length, self.limit = length, window or UNBOUNDED
-        keys = sum(ring.count for ring in self.kept[0])
-        self.threads = torch.get_num_threads() if keys * self.dim > MIN_PARALLEL_MULTIPLICATIONS else 1
+        """Set the fields that change with every token.
+
+        Args:
+            length: The number of tokens before the new token.
+            window: The size of the sliding window, or None.
+        """
+        self.length = length
+        self.window = window or UNBOUNDED
+        num_keys = sum(ring_buffer.count for ring_buffer in self.ring_buffer_array)
+        if num_keys * self.dim > MIN_PARALLEL_MULTIPLICATIONS:
+            self.num_threads = torch.get_num_threads()
+        else:
+            self.num_threads = 1
 
 
 class DecayBuffer:
-    """The readings of a layer's clock in the order of the text, with room for one more, which compiled code adds to.
+    """The cumulative log decays of one layer in the order of the text, with free columns for further tokens.
 
-    A position method finds them in its place in the cache, and leaves others there when it has read by itself.
+    The compiled decode step appends one column per token. The position method (such as FoX) reads the columns from
+    `method_cache`, and replaces the tensor in `method_cache` when it processes tokens without the compiled step.
     """
 
     def __init__(self) -> None:
-        self._room = torch.empty(0, 0, dtype=torch.float64)  # (heads, capacity)
-        self._held = 0
-        self._shown: Tensor | None = None
+        self._storage = torch.empty(0, 0, dtype=torch.float64)  # (heads, capacity)
+        self._length = 0  # the number of columns that are filled
+        self._published: Tensor | None = None  # the view of `_storage` that was put into `method_cache`
 
-    def bind(self, call: DecodeArgs, place: dict[str, Tensor]) -> None:
-        """Give a call its clock, in new room where what is shown is not ours, or fills ours to the end."""
-        clock = place.get(CLOCK)
-        if clock is None or clock is not self._shown or self._held == self._room.shape[1]:
-            self._held = 0 if clock is None else clock.shape[2]
-            self._room = torch.empty(call.head_count, 2 * self._held + INITIAL_DECAY_CAPACITY, dtype=torch.float64)
-            if clock is not None:
-                self._room[:, : self._held] = clock[0]
-        call.clock, call.clock_stride, call.held = self._room.data_ptr(), self._room.shape[1], self._held
+    def bind(self, args: DecodeArgs, method_cache: dict[str, Tensor]) -> None:
+        """Set the fields of the decode step that refer to this buffer.
 
-    def commit_token(self, place: dict[str, Tensor], keep: int) -> None:
-        """Compiled code added a reading: show the newest `keep`."""
-        self._held += 1
-        place[CLOCK] = self._shown = self._room[None, :, self._held - keep : self._held]
+        Args:
+            args: The arguments of the decode step.
+            method_cache: The tensors that the position method stores in the cache of the layer.
+        """
+        decays = method_cache.get(CUMULATIVE_DECAY)
+        was_replaced = decays is None or decays is not self._published
+        is_full = self._length == self._storage.shape[1]
+        if was_replaced or is_full:
+            self._reallocate(args.num_heads, decays)
+        args.cumulative_decay = self._storage.data_ptr()
+        args.decay_stride = self._storage.shape[1]
+        args.decay_length = self._length
+
+    def _reallocate(self, num_heads: int, decays: Float[Tensor, "1 heads length"] | None) -> None:
+        """Create new storage with free columns, and copy the decays of the tokens so far."""
+        self._length = 0 if decays is None else decays.shape[2]
+        capacity = 2 * self._length + INITIAL_DECAY_CAPACITY
+        self._storage = torch.empty(num_heads, capacity, dtype=torch.float64)
+        if decays is not None:
+            self._storage[:, : self._length] = decays[0]
+
+    def commit_token(self, method_cache: dict[str, Tensor], keep: int) -> None:
+        """Count the column that the decode step has filled, and put the newest columns into `method_cache`.
+
+        Args:
+            method_cache: The tensors that the position method stores in the cache of the layer.
+            keep: The number of newest columns that the position method still needs.
+        """
+        self._length += 1
+        self._published = self._storage[None, :, self._length - keep : self._length]
+        method_cache[CUMULATIVE_DECAY] = self._published
 
 
-def make_head_structs(slopes: list[float], excess: float) -> Any:
-    """A ctypes array of heads that have read nothing."""
-    return (Head * len(slopes))(*(Head(slope, excess, weight=-math.inf) for slope in slopes))
+def make_head_structs(slopes: list[float], max_excess: float) -> Any:
+    """Return a ctypes array with one `HeadState` per slope, in the state before the first token."""
+    states = [HeadState(slope=slope, max_excess=max_excess, log_evicted_weight=-math.inf) for slope in slopes]
+    return (HeadState * len(slopes))(*states)
 
 
 @cache
 def kernel_unavailable_reason() -> str | None:
-    """Why the compiled step cannot be had on this machine; None when it can (it is built now if it was not)."""
+    """Return why the compiled decode step cannot be used on this machine, or None if it can be used.
+
+    The library is built if it does not exist yet.
+    """
     try:
-        library()
+        load_library()
     except KernelBuildError as error:
         return str(error)
     return None
 
 
 @cache
-def library() -> ctypes.CDLL:
-    """The C files in kernels/decode, built once per user; see `unavailable` before."""
-    loaded = build.load("decode", "decode")
-    for name in ("token", "linear", "layer"):
-        getattr(loaded, f"trainshort_{name}_size").restype = ctypes.c_size_t
-    loaded.trainshort_token_scratch.restype = loaded.trainshort_layers.restype = ctypes.c_int64
-    loaded.trainshort_layers.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32]
-    loaded.trainshort_token.restype = loaded.trainshort_linear.restype = None
-    assert loaded.trainshort_token_size() == ctypes.sizeof(DecodeArgs), "ring.c and ring.py disagree"
-    return loaded
+def load_library() -> ctypes.CDLL:
+    """Load the library of the C files in kernels/decode, and build it if it does not exist yet.
+
+    Raises:
+        KernelBuildError: If the library cannot be built or loaded. `kernel_unavailable_reason` returns the reason.
+    """
+    library = build.load("decode", "decode")
+    library.trainshort_decode_args_size.restype = ctypes.c_size_t
+    library.trainshort_linear_args_size.restype = ctypes.c_size_t
+    library.trainshort_layer_args_size.restype = ctypes.c_size_t
+    library.trainshort_decode_scratch_length.restype = ctypes.c_int64
+    library.trainshort_decode_attention.restype = None
+    library.trainshort_linear.restype = None
+    library.trainshort_decode_layers.restype = ctypes.c_int64
+    library.trainshort_decode_layers.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32]
+    has_same_size = library.trainshort_decode_args_size() == ctypes.sizeof(DecodeArgs)
+    assert has_same_size, "DecodeArgs differs between ring_buffer.py and ring_buffer.h"
+    return library

@@ -1,21 +1,23 @@
-"""The last n tokens, and if wanted the first few: forgetting without a proof, for comparison and for methods that have
-none.
+"""A KV cache that keeps only the most recent tokens and, on request, the first tokens (attention sinks).
 
-Without sinks this is the model with a sliding window, distances true. With sinks it is StreamingLLM (Xiao et al.):
-the first m tokens stay, and distances are counted inside the cache, as if what was forgotten had never been:
+Unlike the bounded cache, this cache evicts keys without a bound on the error. Without sinks, the cache computes
+sliding-window attention with the true distances.
 
-    10 tokens read, window 3, sinks 2:   keys 0 1 . . . . . 7 8 9
-                          distance to 9       4 3           2 1 0
+With sinks, the cache follows StreamingLLM (Xiao et al., 2024): the first tokens stay, and distances are counted among
+the cached tokens. An example with window 3 and 2 sinks, after 10 tokens:
 
-Methods that add or turn positions before the cache (sinusoidal, learned, rotary) have them in the keys already; with
-them only the mask changes. The generator refuses sinks for rotary, whose keys would have to be turned anew.
+    cached tokens        0 1 7 8 9
+    distance to token 9  4 3 2 1 0
+
+Position methods that change embeddings or keys (sinusoidal, learned, rotary) use the true positions nevertheless.
+`trainshort.generate` therefore rejects sinks for rotary embeddings.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainshort.attention import Bias, DistanceBias, LinearBias, attend, merge_by_lse
@@ -25,119 +27,227 @@ from trainshort.model.cache.full import INITIAL_CAPACITY, Cache, LayerCache, det
 
 @dataclass
 class WindowCache(Cache):
-    """A token sees itself, the `window` − 1 before it, and the first `sinks` tokens of the text."""
+    """A KV cache of limited size. A token attends to the tokens in its window and to the sinks.
+
+    Args:
+        window: The size of the window. A token attends to itself and the `window - 1` tokens before it.
+        sinks: The number of tokens at the beginning of the text that all later tokens attend to.
+
+    Raises:
+        InputError: If `window` is below 1 or `sinks` is negative.
+    """
 
     window: int = 1024
     sinks: int = 0
 
     def __post_init__(self) -> None:
-        if self.window < 1 or self.sinks < 0:
-            raise InputError(f"a window is at least 1 and sinks at least 0; got {self.window} and {self.sinks}.")
+        if self.window < 1:
+            raise InputError(f"window must be at least 1, got {self.window}.")
+        if self.sinks < 0:
+            raise InputError(f"sinks must be at least 0, got {self.sinks}.")
 
     def new_layer(self) -> LayerCache:
+        """Create the empty cache of one layer."""
         return WindowLayer(self.window, self.sinks)
 
 
 class WindowLayer(LayerCache):
-    """A buffer that is filled from the left; when it is full, the last window − 1 keys move to its beginning."""
+    """One layer of a `WindowCache`.
+
+    The keys are stored in a buffer that is filled from left to right. When the buffer is full, the last `window - 1`
+    keys are moved to the beginning of the buffer.
+    """
 
     def __init__(self, window: int, sinks: int) -> None:
         super().__init__()
-        self.window, self.sinks = window, sinks
-        self._begin = self._end = 0  # of what is remembered, in the buffer
-        self._first: Tensor | None = None  # (2, batch, kv_heads, up to sinks, dim)
+        self.window = window
+        self.sinks = sinks
+        # The cached tokens are in the columns `_start` to `_end` of the buffer.
+        self._start = 0
+        self._end = 0
+        # Keys and values of the first tokens: (2, batch, kv_heads, up to `sinks`, dim).
+        self._sink_kv: Tensor | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def attend(
+        self,
+        q: Float[Tensor, "batch heads new dim"],
+        k: Float[Tensor, "batch kv_heads new dim"],
+        v: Float[Tensor, "batch kv_heads new dim"],
+        **options: Any,
+    ) -> Float[Tensor, "batch heads new dim"]:
+        """Compute the attention of new tokens to the tokens in the window and to the sinks.
+
+        The arguments are those of `LayerCache.attend`. If the model has a sliding window itself, the smaller window is
+        used.
+        """
         k, v = detach_kv(k, v)
-        window = min(options.pop("window", None) or self.window, self.window)
+        model_window = options.pop("window", None) or self.window
+        window = min(model_window, self.window)
         start = self.length
         recent_k, recent_v = self.append(k, v)
         if not self.sinks:
             return attend(q, recent_k, recent_v, window=window, **options)
-        self._keep_first(k, v, start)
+
+        self._store_sinks(k, v, start)
         result = attend(q, recent_k, recent_v, window=window, return_stats=True, **options)
         assert result.lse is not None
-        return self._with_sinks(q, result.out, result.lse, start, options.get("bias"))
+        return self._add_sink_attention(q, result.out, result.lse, start, options.get("bias"))
 
-    def decode_args(self, slopes: Tensor, shape: tuple[int, int], window: int | None) -> None:
-        return None
+    def decode_args(self, slopes: Tensor, kv_shape: tuple[int, int], window: int | None) -> None:
+        """Return None, because the compiled decoder does not support this cache."""
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the newest; returns them and the window − 1 before them."""
-        new, kept = k.shape[2], min(self.window - 1, self._end - self._begin)
+    def append(
+        self, k: Float[Tensor, "batch kv_heads new dim"], v: Float[Tensor, "batch kv_heads new dim"]
+    ) -> tuple[Float[Tensor, "batch kv_heads recent dim"], Float[Tensor, "batch kv_heads recent dim"]]:
+        """Store the keys and values of new tokens.
+
+        Returns:
+            The keys and the values of the new tokens and of the `window - 1` tokens before them.
+        """
+        new = k.shape[2]
+        cached = self._end - self._start
+        past = min(self.window - 1, cached)  # the number of cached tokens that the first new token attends to
         if not self.length:
-            self._room = k.new_empty(2, *k.shape[:2], 0, k.shape[3])
-        room = self._room
-        if self._end + new > room.shape[3]:
-            past = room[:, :, :, self._end - kept : self._end].clone()
-            if kept + new > self._largest:
-                return self._append_many(past, torch.stack([k, v]))
-            room = self._shift(past, new)
-        self._begin = self._end - kept
-        room[0, :, :, self._end : self._end + new] = k
-        room[1, :, :, self._end : self._end + new] = v
+            batch, kv_heads, _, dim = k.shape
+            self._storage = k.new_empty(2, batch, kv_heads, 0, dim)
+
+        has_room = self._end + new <= self._storage.shape[3]
+        if not has_room:
+            past_kv = self._storage[:, :, :, self._end - past : self._end].clone()
+            if past + new > self._max_capacity:
+                return self._append_many(past_kv, torch.stack([k, v]))
+            self._move_to_start(past_kv, new)
+
+        storage = self._storage
+        self._start = self._end - past
+        storage[0, :, :, self._end : self._end + new] = k
+        storage[1, :, :, self._end : self._end + new] = v
         self._end += new
         self.length += new
-        recent = room[:, :, :, self._begin : self._end]
+        recent = storage[:, :, :, self._start : self._end]
         return recent[0], recent[1]
 
     @property
-    def _largest(self) -> int:
-        """Capacity of the buffer: half a window more than is kept, so that moving is rare."""
+    def _max_capacity(self) -> int:
+        """Return the largest capacity of the buffer.
+
+        The capacity exceeds the `window - 1` tokens that are needed, so that these tokens are rarely moved.
+        """
         return self.window - 1 + max(INITIAL_CAPACITY, self.window // 2)
 
-    def _shift(self, past: Tensor, new: int) -> Tensor:
-        """Bring what is kept to the beginning, in a larger buffer while it has not its full size."""
-        kept, capacity = past.shape[3], self._room.shape[3]
-        if capacity < self._largest:
-            capacity = min(self._largest, max(2 * capacity, kept + new, INITIAL_CAPACITY))
-            self._room = past.new_empty(*past.shape[:3], capacity, past.shape[4])
-        self._room[:, :, :, :kept] = past
-        self._begin, self._end = 0, kept
-        return self._room
+    def _move_to_start(self, past_kv: Float[Tensor, "2 batch kv_heads past dim"], new: int) -> None:
+        """Store past tokens at the beginning of the buffer. Enlarge the buffer if it has not its largest capacity yet.
 
-    def _append_many(self, past: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-        """More than the buffer ever holds, such as a prompt: what will be seen of them goes in, all are returned."""
-        recent = torch.cat([past, new], dim=3)
-        last = recent[:, :, :, max(0, recent.shape[3] - self.window + 1) :]
-        self._shift(last, 0)
-        self.length += new.shape[3]
+        Args:
+            past_kv: The keys and values of the past tokens.
+            new: The number of new tokens that are stored afterwards.
+        """
+        _, batch, kv_heads, past, dim = past_kv.shape
+        capacity = self._storage.shape[3]
+        if capacity < self._max_capacity:
+            doubled_capacity = max(2 * capacity, past + new, INITIAL_CAPACITY)
+            capacity = min(self._max_capacity, doubled_capacity)
+            self._storage = past_kv.new_empty(2, batch, kv_heads, capacity, dim)
+        self._storage[:, :, :, :past] = past_kv
+        self._start = 0
+        self._end = past
+
+    def _append_many(
+        self, past_kv: Float[Tensor, "2 batch kv_heads past dim"], new_kv: Float[Tensor, "2 batch kv_heads new dim"]
+    ) -> tuple[Tensor, Tensor]:
+        """Store more tokens than the buffer can hold, such as a long prompt.
+
+        Returns:
+            The keys and the values of the past and the new tokens. Only the last `window - 1` tokens are stored.
+        """
+        recent = torch.cat([past_kv, new_kv], dim=3)
+        # The next token attends to the last `window - 1` tokens only.
+        stored_start = max(0, recent.shape[3] - (self.window - 1))
+        self._move_to_start(recent[:, :, :, stored_start:], new=0)
+        self.length += new_kv.shape[3]
         return recent[0], recent[1]
 
-    def _keep_first(self, k: Tensor, v: Tensor, start: int) -> None:
-        wanted = self.sinks - start
-        if wanted > 0:
-            fresh = torch.stack([k, v])[:, :, :, :wanted].clone()
-            self._first = fresh if self._first is None else torch.cat([self._first, fresh], dim=3)
+    def _store_sinks(self, k: Tensor, v: Tensor, start: int) -> None:
+        """Store the keys and values of those new tokens that are among the first `sinks` tokens of the text.
 
-    def _with_sinks(self, q: Tensor, out: Tensor, lse: Tensor, start: int, bias: Bias | None) -> Tensor:
-        """Put attention to those first tokens that have left the window together with that inside it."""
-        assert self._first is not None
-        group, sinks, device = q.shape[1] // self._first.shape[2], self._first.shape[3], q.device
-        if start + q.shape[2] <= self.window:
-            return out  # the window still holds them all
-        k, v = (x.repeat_interleave(group, dim=1) for x in self._first)
-        at = torch.arange(sinks, device=device)
-        rows = torch.arange(start, start + q.shape[2], device=device)[:, None]
-        distance = (rows - at).minimum(self.window + sinks - 1 - at)
-        scores = (q @ k.transpose(-1, -2)).float() / q.shape[3] ** 0.5 + _bias_at(bias, distance)
-        scores = scores.masked_fill(rows - at < self.window, -torch.inf)  # those in the window were counted there
+        Args:
+            k: The keys of the new tokens.
+            v: The values of the new tokens.
+            start: The position of the first new token.
+        """
+        missing = self.sinks - start
+        if missing <= 0:
+            return
+        new_sink_kv = torch.stack([k, v])[:, :, :, :missing].clone()
+        if self._sink_kv is None:
+            self._sink_kv = new_sink_kv
+        else:
+            self._sink_kv = torch.cat([self._sink_kv, new_sink_kv], dim=3)
+
+    def _add_sink_attention(
+        self,
+        q: Float[Tensor, "batch heads new dim"],
+        out: Float[Tensor, "batch heads new dim"],
+        lse: Float[Tensor, "batch heads new"],
+        start: int,
+        bias: Bias | None,
+    ) -> Float[Tensor, "batch heads new dim"]:
+        """Combine the attention inside the window with the attention to the sinks that have left the window.
+
+        Args:
+            q: The queries of the new tokens.
+            out: The attention output inside the window.
+            lse: The log-sum-exp of the scores inside the window.
+            start: The position of the first new token.
+            bias: The bias of the attention scores.
+
+        Returns:
+            The attention output for both ranges of keys together.
+        """
+        assert self._sink_kv is not None
+        all_in_window = start + q.shape[2] <= self.window
+        if all_in_window:
+            return out
+
+        heads_per_kv_head = q.shape[1] // self._sink_kv.shape[2]
+        k, v = self._sink_kv.repeat_interleave(heads_per_kv_head, dim=2)
+        sinks = k.shape[2]
+        sink_positions = torch.arange(sinks, device=q.device)
+        positions = torch.arange(start, start + q.shape[2], device=q.device)[:, None]
+        true_distance = positions - sink_positions
+        # The tokens between the sinks and the window are not counted.
+        cached_distance = true_distance.minimum(self.window + sinks - 1 - sink_positions)
+
+        scores = (q @ k.transpose(-1, -2)).float() / q.shape[3] ** 0.5 + _bias_at(bias, cached_distance)
+        # `out` contains the sinks inside the window already.
+        scores = scores.masked_fill(true_distance < self.window, -torch.inf)
         sink_lse = scores.logsumexp(-1)
-        weights = (scores - sink_lse[..., None]).exp().nan_to_num(0)  # rows that see no sink outside have lse −inf
+        # If all sinks of a row are inside the window, `sink_lse` is -inf and the weights are NaN.
+        weights = (scores - sink_lse[..., None]).exp().nan_to_num(0)
         merged, _ = merge_by_lse(out, lse, weights.to(v.dtype) @ v, sink_lse)
         return merged
 
     @property
     def bytes(self) -> int:
-        return super().bytes + (0 if self._first is None else self._first.nbytes)
+        """Return the size of the stored tensors in bytes."""
+        sink_bytes = 0 if self._sink_kv is None else self._sink_kv.nbytes
+        return super().bytes + sink_bytes
 
 
-def _bias_at(bias: Bias | None, distance: Tensor) -> Float[Tensor, "heads rows keys"] | float:
+def _bias_at(bias: Bias | None, distance: Int[Tensor, "new keys"]) -> Float[Tensor, "heads new keys"] | float:
+    """Return the values of a bias at the given distances between queries and keys.
+
+    Raises:
+        InputError: If the bias does not depend on the distance alone.
+    """
     match bias:
         case None:
             return 0.0
         case LinearBias(slopes):
             return -slopes.float()[:, None, None] * distance
         case DistanceBias(table):
-            return table[:, distance.clamp(0, table.shape[1] - 1)].float()
-    raise InputError("sinks need a bias by distance, or none; a dense one does not say what a cached distance means.")
+            last_column = table.shape[1] - 1
+            return table[:, distance.clamp(0, last_column)].float()
+    raise InputError(
+        f"Attention sinks require a bias that depends on the distance alone, or no bias, got {type(bias).__name__}."
+    )

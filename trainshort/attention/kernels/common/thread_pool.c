@@ -7,101 +7,128 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { MOST_HELPERS = 63, SPINS = 2000 }; /* some tens of microseconds: the next piece usually comes within them */
+enum { MAX_HELPERS = 63 };
 
+/* How often a helper looks for work before it sleeps. This takes some tens of microseconds. The next piece of work
+ * usually comes within this time. */
+enum { SPINS_BEFORE_SLEEP = 2000 };
+
+/* The helper threads of this process, and the queue that they work on. */
 static struct {
-    pthread_mutex_t busy; /* a second caller works alone rather than wait */
-    int started;
-    Queue *queue;
-    atomic_int open, wanted, inside, sleepers;
-    _Atomic uint32_t round;
-} pool = {.busy = PTHREAD_MUTEX_INITIALIZER};
+    pthread_mutex_t lock;      /* held by the caller whose queue the helpers work on */
+    int num_helpers;           /* helper threads that exist */
+    Queue *queue;              /* the current queue */
+    atomic_int is_open;        /* whether helpers may start to work on the queue */
+    atomic_int max_helpers;    /* helpers with a smaller number may work on the queue */
+    atomic_int num_active;     /* helpers that look for work or process items */
+    atomic_int num_sleeping;   /* helpers that sleep until the next queue */
+    _Atomic uint32_t queue_id; /* increases with every queue; helpers wait for a change */
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-static void futex(int operation, uint32_t value) {
-    syscall(SYS_futex, (uint32_t *)&pool.round, operation | FUTEX_PRIVATE_FLAG, value, NULL, NULL, 0);
+/* Sleeps while `queue_id` equals `value` (FUTEX_WAIT), or wakes up to `value` sleeping threads (FUTEX_WAKE). */
+static void futex_queue_id(int operation, uint32_t value) {
+    syscall(SYS_futex, (uint32_t *)&pool.queue_id, operation | FUTEX_PRIVATE_FLAG, value, NULL, NULL, 0);
 }
 
-static void serve(void *data) {
+/* Processes items of a queue until none is left. Several threads run this function at the same time. */
+static void process_items(void *data) {
     Queue *queue = data;
     void *scratch = NULL;
-    if (queue->scratch && posix_memalign(&scratch, 64, queue->scratch)) return; /* others go on */
+    /* Without scratch memory, this thread processes no items. The other threads process them. */
+    if (queue->scratch_bytes && posix_memalign(&scratch, 64, queue->scratch_bytes)) return;
     for (;;) {
-        const int64_t item = atomic_fetch_add(&queue->next, 1);
-        if (item >= queue->items) break;
-        queue->work(queue->context, item, scratch);
+        const int64_t item = atomic_fetch_add(&queue->next_item, 1);
+        if (item >= queue->num_items) break;
+        queue->process_item(queue->context, item, scratch);
     }
     free(scratch);
 }
 
-static uint32_t next_round(uint32_t last) {
-    for (int spin = 0; spin < SPINS; spin++) {
-        if (atomic_load(&pool.round) != last) return atomic_load(&pool.round);
+/* Waits until `queue_id` differs from `last_id`, and returns the new id. */
+static uint32_t wait_for_queue(uint32_t last_id) {
+    for (int spin = 0; spin < SPINS_BEFORE_SLEEP; spin++) {
+        if (atomic_load(&pool.queue_id) != last_id) return atomic_load(&pool.queue_id);
         _mm_pause();
     }
-    atomic_fetch_add(&pool.sleepers, 1);
-    while (atomic_load(&pool.round) == last) futex(FUTEX_WAIT, last);
-    atomic_fetch_sub(&pool.sleepers, 1);
-    return atomic_load(&pool.round);
+    atomic_fetch_add(&pool.num_sleeping, 1);
+    while (atomic_load(&pool.queue_id) == last_id) futex_queue_id(FUTEX_WAIT, last_id);
+    atomic_fetch_sub(&pool.num_sleeping, 1);
+    return atomic_load(&pool.queue_id);
 }
 
-/* A helper counts itself in before it looks whether there is work; the caller closes the work before it looks whether
- * somebody is in. So either the caller waits for the helper, or the helper finds the door closed. */
-static void *help(void *number) {
-    uint32_t round = 0;
+/* The main function of a helper thread. `data` is the number of the helper, as an integer.
+ *
+ * A helper first increases `num_active` and then reads `is_open`. The caller first clears `is_open` and then reads
+ * `num_active`. Therefore, either the caller sees the helper and waits for it, or the helper sees that the queue is
+ * closed. */
+static void *run_helper(void *data) {
+    const intptr_t helper = (intptr_t)data;
+    uint32_t queue_id = 0;
     for (;;) {
-        round = next_round(round);
-        atomic_fetch_add(&pool.inside, 1);
-        if (atomic_load(&pool.open) && (intptr_t)number < atomic_load(&pool.wanted)) serve(pool.queue);
-        atomic_fetch_sub(&pool.inside, 1);
+        queue_id = wait_for_queue(queue_id);
+        atomic_fetch_add(&pool.num_active, 1);
+        if (atomic_load(&pool.is_open) && helper < atomic_load(&pool.max_helpers)) process_items(pool.queue);
+        atomic_fetch_sub(&pool.num_active, 1);
     }
     return NULL;
 }
 
-/* A forked child has no helpers, whatever they were doing in the parent; it starts its own. What the parent was working
- * on stays the parent's: with the door left open, a helper of the child would reach for it. */
-static void begin_anew(void) {
-    pthread_mutex_init(&pool.busy, NULL);
-    pool.started = 0;
+/* Resets the pool in a child process after a fork.
+ *
+ * The child process has no helper threads, so it creates new ones. The queue of the parent process is closed here.
+ * Otherwise, helpers of the child process would work on it. */
+static void reset_after_fork(void) {
+    pthread_mutex_init(&pool.lock, NULL);
+    pool.num_helpers = 0;
     pool.queue = NULL;
-    atomic_store(&pool.open, 0);
-    atomic_store(&pool.inside, 0);
-    atomic_store(&pool.sleepers, 0);
+    atomic_store(&pool.is_open, 0);
+    atomic_store(&pool.num_active, 0);
+    atomic_store(&pool.num_sleeping, 0);
 }
 
+/* Creates helper threads until there are `count`. If a thread cannot be created, there are fewer helpers. */
 static void start_helpers(int count) {
-    static int watching = 0;
-    if (!watching) watching = !pthread_atfork(NULL, NULL, begin_anew);
+    static int handles_fork = 0;
+    if (!handles_fork) handles_fork = pthread_atfork(NULL, NULL, reset_after_fork) == 0;
+
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    for (pthread_t thread; pool.started < count && pool.started < MOST_HELPERS; pool.started++)
-        if (pthread_create(&thread, &attributes, help, (void *)(intptr_t)pool.started)) break;
+    while (pool.num_helpers < count && pool.num_helpers < MAX_HELPERS) {
+        pthread_t thread;
+        void *helper = (void *)(intptr_t)pool.num_helpers;
+        if (pthread_create(&thread, &attributes, run_helper, helper)) break;
+        pool.num_helpers++;
+    }
     pthread_attr_destroy(&attributes);
 }
 
-static void with_helpers(Queue *queue, int threads) {
-    if (threads < 2 || pthread_mutex_trylock(&pool.busy)) {
-        serve(queue);
+/* Processes a queue with the calling thread and up to `threads` - 1 helpers. */
+static void run_with_helpers(Queue *queue, int threads) {
+    /* If the helpers work for another caller, this thread processes all items alone instead of waiting. */
+    if (threads < 2 || pthread_mutex_trylock(&pool.lock)) {
+        process_items(queue);
         return;
     }
-    if (pool.started < threads - 1) start_helpers(threads - 1);
+    if (pool.num_helpers < threads - 1) start_helpers(threads - 1);
     pool.queue = queue;
-    atomic_store(&pool.wanted, threads - 1);
-    atomic_store(&pool.open, 1);
-    atomic_fetch_add(&pool.round, 1);
-    if (atomic_load(&pool.sleepers)) futex(FUTEX_WAKE, threads - 1);
-    serve(queue);
-    atomic_store(&pool.open, 0);
-    while (atomic_load(&pool.inside)) _mm_pause();
-    pthread_mutex_unlock(&pool.busy);
+    atomic_store(&pool.max_helpers, threads - 1);
+    atomic_store(&pool.is_open, 1);
+    atomic_fetch_add(&pool.queue_id, 1);
+    if (atomic_load(&pool.num_sleeping)) futex_queue_id(FUTEX_WAKE, threads - 1);
+    process_items(queue);
+    atomic_store(&pool.is_open, 0);
+    while (atomic_load(&pool.num_active)) _mm_pause();
+    pthread_mutex_unlock(&pool.lock);
 }
 
 int run_queue(Queue *queue, int threads, Parallel parallel) {
-    if (threads > queue->items) threads = (int)queue->items;
-    atomic_init(&queue->next, 0);
+    if (threads > queue->num_items) threads = (int)queue->num_items;
+    atomic_init(&queue->next_item, 0);
     if (threads > 1 && parallel)
-        parallel(serve, queue, (unsigned)threads, 0);
+        parallel(process_items, queue, (unsigned)threads, 0);
     else
-        with_helpers(queue, threads);
-    return atomic_load(&queue->next) < queue->items;
+        run_with_helpers(queue, threads);
+    const int is_incomplete = atomic_load(&queue->next_item) < queue->num_items;
+    return is_incomplete;
 }

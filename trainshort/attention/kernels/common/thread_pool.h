@@ -1,33 +1,37 @@
-/* Items of work, handed out in order to as many threads as a call may use: the one pool of all compiled code here.
+/* Distributes the items of a work queue over several threads. Items are started in the order of their numbers, so an
+ * item may wait for an earlier item.
  *
- * Long work (attention) takes its threads from the OpenMP runtime that torch itself has loaded; its entry point is passed
- * in, nothing is linked. A second pool would fight the first one's spinning threads for the cores.
+ * There are two kinds of threads:
  *
- * Without it, and for pieces of a few microseconds (decoding a token is some thirty of them), there are helpers of our
- * own. The caller does the work itself; helpers take items of it if they are awake. Nobody waits for a helper that has
- * not begun: on a busy machine a barrier per piece, as OpenMP has it, costs a turn of the scheduler each time.
- *
- * Handing out in order is a promise: an item may wait for any earlier one, because that one has begun.
+ * - Long work (attention) uses the threads of the OpenMP library that PyTorch has loaded. The caller passes the address
+ *   of GOMP_parallel, so this code is not linked with OpenMP. Other threads would compete with PyTorch's threads, which
+ *   wait for work in a loop and keep their cores busy.
+ * - Short work (decoding one token consists of about thirty pieces of a few microseconds) uses helper threads of this
+ *   file. The calling thread processes the items itself, and helpers that are awake take some of them. The caller never
+ *   waits for a helper to start. OpenMP waits for all threads, which is slow if other processes use the cores.
  */
-#ifndef TRAINSHORT_POOL_H
-#define TRAINSHORT_POOL_H
+#ifndef TRAINSHORT_THREAD_POOL_H
+#define TRAINSHORT_THREAD_POOL_H
 
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 
+/* The type of GOMP_parallel: runs `work(data)` in `threads` threads. */
 typedef void (*Parallel)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
 
 typedef struct {
-    void (*work)(void *context, int64_t item, void *scratch);
-    void *context;
-    int64_t items;
-    size_t scratch; /* bytes that each thread needs, at addresses of whole cache lines */
-    atomic_llong next;
+    void (*process_item)(void *context, int64_t item, void *scratch);
+    void *context;        /* passed to `process_item` */
+    int64_t num_items;    /* items are numbered from 0 */
+    size_t scratch_bytes; /* scratch memory per thread, aligned to 64 bytes; 0 passes NULL */
+    atomic_llong next_item;
 } Queue;
 
-/* Does all items, with up to `threads` threads: of OpenMP where its entry point is given, else helpers. Returns 0, or 1
- * when there was no memory for anybody's scratch and so work is left undone. */
+/* Processes all items of a queue with up to `threads` threads.
+ *
+ * `parallel` is the address of GOMP_parallel, or NULL to use the helper threads of this file. Returns 0. Returns 1 if no
+ * thread could allocate its scratch memory, so that some items are not processed. */
 int run_queue(Queue *queue, int threads, Parallel parallel);
 
 #endif

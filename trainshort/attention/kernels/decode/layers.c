@@ -1,41 +1,50 @@
-/* One token through a model's layers, without a way back to Python in between: thirty small calls from there would cost
- * as much as a third of the work, and let the helpers fall asleep each time.
+/* One token through a linear layer, or through all transformer blocks of a model.
  *
- * All rows live in buffers that the structs point to; x is rewritten in place by every layer:
+ * A transformer block computes the following, where W stands for the weights of four linear layers. With FoX, a fifth
+ * linear layer computes the forget gates from norm(x).
  *
- *     qkv = W norm(x)      y = attend(qkv)      x += W y      x += W act(W norm(x))
+ *     qkv = W norm(x)      y = attention(qkv)      x = x + W y      x = x + W activation(W norm(x))
  *
- * and where the bias is a clock, gates = W norm(x) say how far it goes on.
+ * All blocks run in one call, because a call from Python for each linear layer would take about a third of the time.
  *
- * First one row through one linear layer, with what stands before and after it:
+ * The speed for a single token is limited by the reading of the weights. All cores read the weights here, PyTorch uses a
+ * single core in this case. Each output is the sum of one thread in a fixed order, so the results do not depend on the
+ * number of threads.
  *
- *     out = activation(weight . norm(x) + bias) + residual
- *
- * A single row is read once per weight, so this runs at the speed of memory if all cores read; torch's own product of a
- * row and a matrix uses one. Each output is summed by one thread in one order, so results do not depend on how many
- * there are. Called through ctypes by generate/one_row.py, whose structs mirror these.
+ * generate/fast_decode.py contains the same structs. The fields must be in the same order.
  */
 #include "ring_buffer.h"
 
-#include "thread_pool.h"
 #include "simd.h"
+#include "thread_pool.h"
 
 #include <stddef.h>
 #include <stdint.h>
 
+/* A linear layer for a single token: out = activation(weight . norm(x) + bias) + residual. */
 typedef struct {
-    const float *x, *weight, *bias, *gain, *shift, *residual; /* all but x and weight may be NULL */
-    float *out, *scratch;                                      /* scratch: inputs floats, for the normalised row */
-    int64_t inputs, outputs;
-    double eps;
-    int32_t threads, activation, normed;
-} Linear;
+    const float *x;           /* [in_features] */
+    const float *weight;      /* [out_features][in_features] */
+    const float *bias;        /* [out_features], or NULL */
+    const float *norm_weight; /* [in_features], or NULL */
+    const float *norm_bias;   /* [in_features], or NULL */
+    const float *residual;    /* [out_features], or NULL */
+    float *out;               /* [out_features] */
+    float *normalized;        /* [in_features] scratch memory for norm(x) */
+    int64_t in_features, out_features;
+    double eps;          /* the eps of the norm */
+    int32_t num_threads; /* 0: the number of threads of the whole decode step */
+    int32_t activation;  /* one of the numbers below */
+    int32_t has_norm;    /* whether a LayerNorm is applied to x */
+} LinearArgs;
 
 enum { NO_ACTIVATION = 0, RELU = 1, GELU = 2, GELU_TANH = 3 };
-enum { SHARE = 64, LINE = 16 }; /* outputs that a thread takes at a time; floats that memory sends at a time */
 
-static float activate(float x, int kind) {
-    switch (kind) {
+enum { OUTPUTS_PER_ITEM = 64 };      /* the number of outputs that a thread computes at a time */
+enum { FLOATS_PER_CACHE_LINE = 16 }; /* the number of floats that are read from memory at a time */
+
+static float activate(float x, int activation) {
+    switch (activation) {
     case RELU: return x > 0 ? x : 0;
     case GELU: return 0.5f * x * (1 + erff(x * 0.70710678f));
     case GELU_TANH: return 0.5f * x * (1 + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
@@ -43,95 +52,119 @@ static float activate(float x, int kind) {
     }
 }
 
-static void normalise(const Linear *l) {
+/* Writes LayerNorm(x) to `normalized`. */
+static void normalize(const LinearArgs *args) {
     double sum = 0, squares = 0;
-    for (int64_t i = 0; i < l->inputs; i++) sum += l->x[i];
-    const double mean = sum / (double)l->inputs;
-    for (int64_t i = 0; i < l->inputs; i++) squares += (l->x[i] - mean) * (l->x[i] - mean);
-    const double factor = 1 / sqrt(squares / (double)l->inputs + l->eps);
-    for (int64_t i = 0; i < l->inputs; i++) {
-        const float value = (float)((l->x[i] - mean) * factor);
-        l->scratch[i] = value * (l->gain ? l->gain[i] : 1) + (l->shift ? l->shift[i] : 0);
+    for (int64_t i = 0; i < args->in_features; i++) sum += args->x[i];
+    const double mean = sum / (double)args->in_features;
+    for (int64_t i = 0; i < args->in_features; i++) squares += (args->x[i] - mean) * (args->x[i] - mean);
+    const double factor = 1 / sqrt(squares / (double)args->in_features + args->eps);
+    for (int64_t i = 0; i < args->in_features; i++) {
+        const float value = (float)((args->x[i] - mean) * factor);
+        const float norm_weight = args->norm_weight ? args->norm_weight[i] : 1;
+        const float norm_bias = args->norm_bias ? args->norm_bias[i] : 0;
+        args->normalized[i] = value * norm_weight + norm_bias;
     }
 }
 
-/* Four outputs together: the row is loaded once for all of them. The next four rows are asked for meanwhile, since the
- * processor foresees no jump from row to row (measured: 5 to 8 % more of the memory's speed). */
-static void four(const float *x, const float *weight, int64_t inputs, float *sums) {
-    vec a = {0}, b = {0}, c = {0}, d = {0};
-    const float *w[4] = {weight, weight + inputs, weight + 2 * inputs, weight + 3 * inputs};
+/* Computes the dot products of x with four consecutive rows of the weight matrix.
+ *
+ * The function also prefetches the next four rows, because the processor does not predict the jump to another row. This
+ * increases the memory throughput by 5 to 8 %. */
+static void dot_four_rows(const float *x, const float *weight, int64_t in_features, float *sums) {
+    vec sum_0 = {0}, sum_1 = {0}, sum_2 = {0}, sum_3 = {0};
+    const float *rows[4] = {weight, weight + in_features, weight + 2 * in_features, weight + 3 * in_features};
     int64_t t = 0;
-    for (; t + LANES <= inputs; t += LANES) {
-        const vec here = load(x + t);
-        if (t % LINE == 0)
-            for (int i = 0; i < 4; i++) _mm_prefetch((const char *)(w[i] + 4 * inputs + t), _MM_HINT_T0);
-        a += here * load(w[0] + t), b += here * load(w[1] + t);
-        c += here * load(w[2] + t), d += here * load(w[3] + t);
+    for (; t + LANES <= in_features; t += LANES) {
+        const vec x_block = load(x + t);
+        if (t % FLOATS_PER_CACHE_LINE == 0)
+            for (int i = 0; i < 4; i++) _mm_prefetch((const char *)(rows[i] + 4 * in_features + t), _MM_HINT_T0);
+        sum_0 += x_block * load(rows[0] + t);
+        sum_1 += x_block * load(rows[1] + t);
+        sum_2 += x_block * load(rows[2] + t);
+        sum_3 += x_block * load(rows[3] + t);
     }
-    sums[0] = sum_lanes(a), sums[1] = sum_lanes(b), sums[2] = sum_lanes(c), sums[3] = sum_lanes(d);
-    for (; t < inputs; t++)
-        for (int i = 0; i < 4; i++) sums[i] += x[t] * w[i][t];
+    sums[0] = sum_lanes(sum_0);
+    sums[1] = sum_lanes(sum_1);
+    sums[2] = sum_lanes(sum_2);
+    sums[3] = sum_lanes(sum_3);
+    for (; t < in_features; t++)
+        for (int i = 0; i < 4; i++) sums[i] += x[t] * rows[i][t];
 }
 
-static void some_outputs(void *context, int64_t item, void *unused) {
+/* Computes OUTPUTS_PER_ITEM outputs of a linear layer. This is one item of the work queue. */
+static void compute_outputs(void *context, int64_t item, void *unused) {
     (void)unused;
-    const Linear *l = context;
-    const float *x = l->normed ? l->scratch : l->x;
-    const int64_t end = smaller_of(l->outputs, (item + 1) * SHARE);
-    for (int64_t o = item * SHARE; o < end;) {
+    const LinearArgs *args = context;
+    const float *x = args->has_norm ? args->normalized : args->x;
+    const int64_t end = smaller_of(args->out_features, (item + 1) * OUTPUTS_PER_ITEM);
+    int64_t output = item * OUTPUTS_PER_ITEM;
+    while (output < end) {
+        const float *weight = args->weight + output * args->in_features;
         float sums[4];
-        const int64_t count = end - o >= 4 ? 4 : 1;
-        if (count == 4)
-            four(x, l->weight + o * l->inputs, l->inputs, sums);
+        const int64_t num_rows = end - output >= 4 ? 4 : 1;
+        if (num_rows == 4)
+            dot_four_rows(x, weight, args->in_features, sums);
         else
-            sums[0] = dot(x, l->weight + o * l->inputs, l->inputs);
-        for (int64_t i = 0; i < count; i++, o++) {
-            const float value = activate(sums[i] + (l->bias ? l->bias[o] : 0), l->activation);
-            l->out[o] = value + (l->residual ? l->residual[o] : 0);
+            sums[0] = dot(x, weight, args->in_features);
+        for (int64_t i = 0; i < num_rows; i++) {
+            const float bias = args->bias ? args->bias[output] : 0;
+            const float residual = args->residual ? args->residual[output] : 0;
+            args->out[output] = activate(sums[i] + bias, args->activation) + residual;
+            output++;
         }
     }
 }
 
-void trainshort_linear(const Linear *l) {
-    if (l->normed) normalise(l);
-    Queue outputs = {some_outputs, (void *)l, blocks_of(l->outputs, SHARE), 0, 0};
-    run_queue(&outputs, l->threads, NULL);
+/* Computes a linear layer. */
+void trainshort_linear(const LinearArgs *args) {
+    if (args->has_norm) normalize(args);
+    Queue outputs = {compute_outputs, (void *)args, blocks_of(args->out_features, OUTPUTS_PER_ITEM), 0, 0};
+    run_queue(&outputs, args->num_threads, NULL);
 }
 
-size_t trainshort_linear_size(void) { return sizeof(Linear); }
+/* Returns the size of `LinearArgs`. Python compares it with the size of its own struct. */
+size_t trainshort_linear_args_size(void) { return sizeof(LinearArgs); }
 
+/* The arguments of one transformer block. */
 typedef struct {
-    const Linear *qkv, *out, *wide, *narrow; /* threads 0: as many as the token takes */
-    const Linear *gate;                      /* of a clock, or NULL */
-    const Token *token;
-} Layer;
+    const LinearArgs *qkv, *out;  /* the linear layers before and after the attention */
+    const LinearArgs *up, *down;  /* the linear layers of the feed-forward network */
+    const LinearArgs *decay_gate; /* computes the forget gates of FoX, or NULL */
+    const DecodeArgs *attention;
+} LayerArgs;
 
-static void linear(const Linear *layer, int threads) {
-    Linear call = *layer;
-    if (!call.threads) call.threads = threads;
+/* Computes a linear layer with its own number of threads, or with `num_threads` if it has none. */
+static void run_linear(const LinearArgs *args, int num_threads) {
+    LinearArgs call = *args;
+    if (!call.num_threads) call.num_threads = num_threads;
     trainshort_linear(&call);
 }
 
-static int wants_room(const Token *token) {
-    for (int64_t i = 0; i < token->ring_count; i++)
-        if (token->rings[i].wanted) return 1;
+/* Returns whether a ring buffer must grow before the key of the token can be stored. */
+static int needs_growth(const DecodeArgs *args) {
+    for (int64_t kv_head = 0; kv_head < args->num_kv_heads; kv_head++)
+        if (args->ring_buffers[kv_head].requested_capacity) return 1;
     return 0;
 }
 
-/* Runs layers from `first` on; returns the number after the last one done, which is smaller than `count` where a ring of
- * that layer must grow before anything else happens. */
-int64_t trainshort_layers(const Layer *layers, int64_t first, int64_t count, int32_t threads) {
+/* Runs the transformer blocks from `first` to `count` - 1.
+ *
+ * Returns the number of the last block that was run, plus 1. This is `count`, unless a ring buffer must grow: then the
+ * function returns after the block of this ring buffer, so that Python can enlarge it. */
+int64_t trainshort_decode_layers(const LayerArgs *layers, int64_t first, int64_t count, int32_t num_threads) {
     for (int64_t i = first; i < count; i++) {
-        const Layer *layer = &layers[i];
-        linear(layer->qkv, threads);
-        if (layer->gate) linear(layer->gate, threads);
-        trainshort_token(layer->token);
-        linear(layer->out, threads);
-        linear(layer->wide, threads);
-        linear(layer->narrow, threads);
-        if (wants_room(layer->token)) return i + 1;
+        const LayerArgs *layer = &layers[i];
+        run_linear(layer->qkv, num_threads);
+        if (layer->decay_gate) run_linear(layer->decay_gate, num_threads);
+        trainshort_decode_attention(layer->attention);
+        run_linear(layer->out, num_threads);
+        run_linear(layer->up, num_threads);
+        run_linear(layer->down, num_threads);
+        if (needs_growth(layer->attention)) return i + 1;
     }
     return count;
 }
 
-size_t trainshort_layer_size(void) { return sizeof(Layer); }
+/* Returns the size of `LayerArgs`. Python compares it with the size of its own struct. */
+size_t trainshort_layer_args_size(void) { return sizeof(LayerArgs); }

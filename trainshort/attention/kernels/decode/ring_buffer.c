@@ -1,224 +1,301 @@
-/* One token against rings of past keys, a ring per key head, each of its own length: attention, what was forgotten, and
- * the newest key put in its place. Called through ctypes by ring.py, whose structs mirror these.
+/* The attention of one new token to the ring buffers of a KV cache, the error bound for evicted keys, and the storing of
+ * the newest key. See ring_buffer.h for the arguments, and model/cache/bounded.py for the error bound.
  *
- * A ring holds the keys at distances 1 to count. The order in it does not matter to a softmax:
- *
- *     capacity 4, tokens 0 to 5 read, next = 2:   slot      0 1 2 3
- *                                                 token     4 5 2 3
- *                                                 distance  2 1 4 3     of the token 6 that comes now
- *
- * A key's bias is -slope * distance, or under a clock what it has gone since: clock[now] - clock[key]. Readings of a clock
- * lie in the order of the text, so that of the key at some distance stands that far before the newest.
+ * The softmax does not depend on the order of the keys, so the slots of a ring buffer are read in their order in memory.
  */
 #include "ring_buffer.h"
 
-#include "thread_pool.h"
 #include "simd.h"
+#include "thread_pool.h"
 
-enum { RUN = 64 }; /* keys scored before their values are added up: both stay in the first-level cache */
+/* The number of keys that are processed together. Their keys and values fit into the first-level cache. */
+enum { KEY_BLOCK = 64 };
 
+/* The state of the running softmax of one query.
+ *
+ * `out` is the sum of exp(score - max_score) * value over the keys so far, and `sum` is the sum of the weights. */
 typedef struct {
-    float *query, *out;  /* [padded] */
-    const double *clock; /* readings; that of the key at a distance is clock[-distance], the token's own clock[0]; or NULL */
-    float top, sum;
+    float *query, *out;  /* [padded_dim] */
+    const double *decay; /* the cumulative log decay of the new token; decay[-d] is that of distance d; NULL for ALiBi */
+    float max_score, sum;
 } Row;
 
-INLINE int64_t padded_to_lanes(int64_t dim) { return blocks_of(dim, LANES) * LANES; }
+INLINE int64_t padded_to_lanes(int64_t n) { return blocks_of(n, LANES) * LANES; }
 
-/* Floats that one ring's rows need: query and output of each, and the rows themselves. */
-static int64_t scratch_size(const Token *token) {
-    const int64_t group = token->head_count / token->ring_count;
-    return padded_to_lanes(group * (2 * padded_to_lanes(token->dim) + (int64_t)(sizeof(Row) / sizeof(float))));
+INLINE int64_t heads_per_kv_head(const DecodeArgs *args) { return args->num_heads / args->num_kv_heads; }
+
+/* Returns the number of scratch floats for one key-value head: query, output and `Row` of each of its query heads. */
+static int64_t scratch_length(const DecodeArgs *args) {
+    const int64_t row_floats = (int64_t)(sizeof(Row) / sizeof(float));
+    return padded_to_lanes(heads_per_kv_head(args) * (2 * padded_to_lanes(args->dim) + row_floats));
 }
 
+/* Returns the Euclidean norm of a vector, computed in double precision. */
 static double norm(const float *x, int64_t dim) {
     double sum = 0;
     for (int64_t t = 0; t < dim; t++) sum += (double)x[t] * x[t];
     return sqrt(sum);
 }
 
-/* out = out * shrink + weights . values, 32 columns at a time in registers. */
-static void add_values(float *out, float shrink, const float *weights, const float *values, int keys, int64_t padded) {
+/* Computes out = out * factor + sum of weights[j] * values[j]. Four vectors of the output stay in registers. */
+static void add_values(float *out, float factor, const float *weights, const float *values, int num_keys,
+                       int64_t padded_dim) {
     int64_t t = 0;
-    for (; t + 4 * LANES <= padded; t += 4 * LANES) {
-        vec a = load(out + t) * shrink, b = load(out + t + LANES) * shrink;
-        vec c = load(out + t + 2 * LANES) * shrink, d = load(out + t + 3 * LANES) * shrink;
-        for (int j = 0; j < keys; j++) {
-            const float *v = values + j * padded + t;
-            a += weights[j] * load(v), b += weights[j] * load(v + LANES);
-            c += weights[j] * load(v + 2 * LANES), d += weights[j] * load(v + 3 * LANES);
+    for (; t + 4 * LANES <= padded_dim; t += 4 * LANES) {
+        vec sum_0 = load(out + t) * factor;
+        vec sum_1 = load(out + t + LANES) * factor;
+        vec sum_2 = load(out + t + 2 * LANES) * factor;
+        vec sum_3 = load(out + t + 3 * LANES) * factor;
+        for (int j = 0; j < num_keys; j++) {
+            const float *value = values + j * padded_dim + t;
+            sum_0 += weights[j] * load(value);
+            sum_1 += weights[j] * load(value + LANES);
+            sum_2 += weights[j] * load(value + 2 * LANES);
+            sum_3 += weights[j] * load(value + 3 * LANES);
         }
-        store(out + t, a), store(out + t + LANES, b), store(out + t + 2 * LANES, c), store(out + t + 3 * LANES, d);
+        store(out + t, sum_0);
+        store(out + t + LANES, sum_1);
+        store(out + t + 2 * LANES, sum_2);
+        store(out + t + 3 * LANES, sum_3);
     }
-    for (; t < padded; t += LANES) {
-        vec a = load(out + t) * shrink;
-        for (int j = 0; j < keys; j++) a += weights[j] * load(values + j * padded + t);
-        store(out + t, a);
+    for (; t < padded_dim; t += LANES) {
+        vec sum = load(out + t) * factor;
+        for (int j = 0; j < num_keys; j++) sum += weights[j] * load(values + j * padded_dim + t);
+        store(out + t, sum);
     }
 }
 
-/* Takes up to RUN neighbouring slots into a row's running softmax; `distance` is that of the first, the oldest. */
-static void add_keys(const Token *token, const Head *head, Row *row, const float *keys, const float *values, int count,
-                     int64_t distance, int64_t padded) {
-    float scores[RUN];
-    float top = row->top;
-    for (int j = 0; j < RUN; j++) {
+/* Adds up to KEY_BLOCK consecutive slots of a ring buffer to the running softmax of one query.
+ *
+ * `first_distance` is the distance of the first slot. The following slots are nearer. */
+static void add_keys(const DecodeArgs *args, const HeadState *head, Row *row, const float *keys, const float *values,
+                     int num_keys, int64_t first_distance, int64_t padded_dim) {
+    float scores[KEY_BLOCK];
+    float max_score = row->max_score;
+    for (int j = 0; j < KEY_BLOCK; j++) {
+        const int64_t distance = first_distance - j;
         scores[j] = -INFINITY;
-        if (j >= count || distance - j >= token->limit) continue;
-        const float bias = row->clock ? (float)(row->clock[0] - row->clock[j - distance])
-                                      : -(float)head->slope * (float)(distance - j);
-        scores[j] = dot(row->query, keys + j * padded, padded) * (float)token->scale + bias;
-        if (scores[j] > top) top = scores[j];
+        if (j >= num_keys || distance >= args->window) continue;
+        const float bias =
+            row->decay ? (float)(row->decay[0] - row->decay[-distance]) : -(float)head->slope * (float)distance;
+        scores[j] = dot(row->query, keys + j * padded_dim, padded_dim) * (float)args->softmax_scale + bias;
+        if (scores[j] > max_score) max_score = scores[j];
     }
-    const float shrink = expf(row->top - top);
+
+    /* The weights become relative to the new largest score, so the previous sums are rescaled. */
+    const float rescale = expf(row->max_score - max_score);
+    float *weights = scores;
     vec sum = {0};
-    for (int j = 0; j < RUN; j += LANES) {
-        const vec weights = exp_below_zero(load(scores + j) - top);
-        store(scores + j, weights);
-        sum += weights;
+    for (int j = 0; j < KEY_BLOCK; j += LANES) {
+        const vec block_weights = exp_below_zero(load(scores + j) - max_score);
+        store(weights + j, block_weights);
+        sum += block_weights;
     }
-    row->sum *= shrink;
-    for (int i = 0; i < LANES; i++) row->sum += sum[i];
-    row->top = top;
-    add_values(row->out, shrink, scores, values, count, padded);
+    row->sum *= rescale;
+    for (int lane = 0; lane < LANES; lane++) row->sum += sum[lane];
+    row->max_score = max_score;
+    add_values(row->out, rescale, weights, values, num_keys, padded_dim);
 }
 
-/* Moves a head's clock on by its gate; returns where the new reading stands. */
-static const double *tick(const Token *token, int64_t head) {
-    double *now = token->clock + head * token->clock_stride + token->held;
-    const double gate = token->sign * (double)token->gates[head];
-    const double fall = gate < 0 ? gate - log1p(exp(gate)) : -log1p(exp(-gate)); /* log sigmoid */
-    *now = (token->held ? now[-1] : 0) + fall;
-    if (!token->length) token->heads[head].began = *now;
-    return now;
+/* Appends the cumulative log decay of the new token. Returns its address. */
+static const double *append_decay(const DecodeArgs *args, int64_t head) {
+    double *new_decay = args->cumulative_decay + head * args->decay_stride + args->decay_length;
+    const double gate = args->gate_sign * (double)args->gates[head];
+    /* Both forms of log(sigmoid(gate)) are equal. Each form is exact for one sign of the gate. */
+    const double log_decay = gate < 0 ? gate - log1p(exp(gate)) : -log1p(exp(-gate));
+    *new_decay = (args->decay_length ? new_decay[-1] : 0) + log_decay;
+    if (!args->length) args->heads[head].initial_decay = *new_decay;
+    return new_decay;
 }
 
-static void begin_row(const Token *token, int64_t head, int64_t ring, Row *row, float *memory, int64_t padded) {
-    row->clock = token->clock ? tick(token, head) : NULL;
-    memset(memory, 0, 2 * padded * sizeof(float));
-    row->query = memory, row->out = memory + padded;
-    memcpy(row->query, token->q + head * token->q_stride, token->dim * sizeof(float));
-    for (int64_t t = 0; token->factors && t < token->dim; t++) row->query[t] *= token->factors[head];
-    memcpy(row->out, token->v + ring * token->v_stride, token->dim * sizeof(float));
-    const float *own = token->k + ring * token->k_stride;
+/* Starts the running softmax of one query with the key of the new token itself, at distance 0.
+ *
+ * `memory` is the place for the query and the output. */
+static void start_row(const DecodeArgs *args, int64_t head, int64_t kv_head, Row *row, float *memory,
+                      int64_t padded_dim) {
+    row->decay = args->cumulative_decay ? append_decay(args, head) : NULL;
+    memset(memory, 0, 2 * padded_dim * sizeof(float));
+    row->query = memory;
+    row->out = memory + padded_dim;
+    memcpy(row->query, args->q + head * args->q_stride, args->dim * sizeof(float));
+    if (args->query_scales)
+        for (int64_t t = 0; t < args->dim; t++) row->query[t] *= args->query_scales[head];
+    memcpy(row->out, args->v + kv_head * args->v_stride, args->dim * sizeof(float));
+    const float *own_key = args->k + kv_head * args->k_stride;
     double score = 0;
-    for (int64_t t = 0; t < token->dim; t++) score += (double)row->query[t] * own[t];
-    row->top = (float)(score * token->scale), row->sum = 1; /* the token's own key, at distance 0 */
+    for (int64_t t = 0; t < args->dim; t++) score += (double)row->query[t] * own_key[t];
+    row->max_score = (float)(score * args->softmax_scale);
+    row->sum = 1;
 }
 
-/* Two ways to keep the larger, as in bounded.py: for the promise NaN counts as larger than anything and stays; for the
- * length of rings what is not finite says nothing about the queries to come. */
-static void raise_promise(double *promised, double value) {
-    if (!isnan(*promised) && !(value <= *promised)) *promised = value;
+/* Sets *maximum to the larger of *maximum and `value`. NaN counts as larger than all numbers, so that a certificate
+ * never hides a NaN. The function is _nan_propagating_max in bounded.py. */
+static void update_nan_propagating_max(double *maximum, double value) {
+    if (!isnan(*maximum) && !(value <= *maximum)) *maximum = value;
 }
 
-static void raise_finite(double *measured, double value) {
-    if (isfinite(value) && value > *measured) *measured = value;
+/* Sets *maximum to the larger of *maximum and `value`. Values that are not finite are ignored, because they say nothing
+ * about the following queries. The function is _finite_max in bounded.py. */
+static void update_finite_max(double *maximum, double value) {
+    if (isfinite(value) && value > *maximum) *maximum = value;
 }
 
-/* Writes the output; what the forgotten keys can have weighed in this row; how far this query reaches. */
-static void end_row(const Token *token, const Ring *ring, int64_t index, const Row *row) {
-    Head *head = &token->heads[index];
-    float *out = token->out + index * token->dim;
-    for (int64_t t = 0; t < token->dim; t++) out[t] = row->out[t] / row->sum;
-    const double lse = (double)row->top + log((double)row->sum), reach = norm(row->query, token->dim) * token->scale;
-    if (token->length > ring->count && ring->count + 1 < token->limit) {
-        const double excess = reach * ring->far - lse;
-        const double mass = row->clock ? exp(excess + row->clock[0] + head->weight)
-                                       : exp(excess - head->slope * (double)(ring->count + 1)) / -expm1(-head->slope);
-        raise_promise(&head->mass, mass);
-        if (!(mass <= token->tolerance)) head->above++;
+/* Finishes the softmax of one query: writes the output, and updates the error bound and `max_excess` of the head. */
+static void finish_row(const DecodeArgs *args, const RingBuffer *buffer, int64_t head_index, const Row *row) {
+    HeadState *head = &args->heads[head_index];
+    float *out = args->out + head_index * args->dim;
+    for (int64_t t = 0; t < args->dim; t++) out[t] = row->out[t] / row->sum;
+
+    const double lse = (double)row->max_score + log((double)row->sum);
+    const double scaled_norm = norm(row->query, args->dim) * args->softmax_scale;
+    const int64_t nearest_evicted_distance = buffer->count + 1;
+    const int has_evicted_keys = args->length > buffer->count;
+    if (has_evicted_keys && nearest_evicted_distance < args->window) {
+        const double excess = scaled_norm * buffer->max_evicted_norm - lse;
+        double evicted_mass;
+        if (row->decay)
+            evicted_mass = exp(excess + row->decay[0] + head->log_evicted_weight);
+        else
+            evicted_mass = exp(excess - head->slope * (double)nearest_evicted_distance) / -expm1(-head->slope);
+        update_nan_propagating_max(&head->certificate, evicted_mass);
+        if (!(evicted_mass <= args->tolerance)) head->rows_above_tolerance++; /* also counts NaN */
     }
-    const double fallen = row->clock ? head->began - row->clock[0] : (double)token->length * head->slope;
-    if (fallen >= token->settled) raise_finite(&head->excess, reach * ring->peak - lse);
+
+    const double bias_drop =
+        row->decay ? head->initial_decay - row->decay[0] : (double)args->length * head->slope;
+    if (bias_drop >= args->min_bias_drop) update_finite_max(&head->max_excess, scaled_norm * buffer->max_norm - lse);
 }
 
+/* Returns log(exp(a) + exp(b)). */
 static double log_of_sum(double a, double b) {
-    const double top = a > b ? a : b;
-    return isfinite(top) ? top + log1p(exp(-fabs(a - b))) : top;
+    const double larger_one = a > b ? a : b;
+    return isfinite(larger_one) ? larger_one + log1p(exp(-fabs(a - b))) : larger_one;
 }
 
-/* The same under a clock, as `_wanted` in clocked.py: where the oldest key of a full ring cannot be forgotten, all are
- * kept, and a quarter more. */
-static int64_t wanted_by_clock(const Token *token, const Ring *ring, const Head *heads, const Row *rows, int64_t group) {
-    const int64_t limit = token->limit - 1;
-    int64_t most = ring->count;
-    for (int64_t i = 0; i < group; i++) {
-        const double room = log(token->tolerance) - heads[i].excess - token->margin - rows[i].clock[0];
-        if (!isfinite(room)) return larger_of(1, limit);
-        if (!(log_of_sum(heads[i].weight, -rows[i].clock[-ring->count]) <= room)) most = ring->count + 1;
+/* Returns the capacity that a full ring buffer needs with a decay bias. `heads` and `rows` are those of its query heads.
+ *
+ * If the oldest key cannot be evicted, all keys must be kept, and the capacity grows by a quarter. The function is the
+ * same as `BoundedDecayLayer._required_capacity` in bounded_decay.py for one new token. */
+static int64_t required_capacity_with_decay(const DecodeArgs *args, const RingBuffer *buffer, const HeadState *heads,
+                                            const Row *rows, int64_t num_heads) {
+    const int64_t max_capacity = args->window - 1;
+    int64_t required = buffer->count;
+    for (int64_t i = 0; i < num_heads; i++) {
+        const double new_decay = rows[i].decay[0];
+        const double oldest_decay = rows[i].decay[-buffer->count];
+        const double max_log_weight = log(args->tolerance) - heads[i].max_excess - args->capacity_margin - new_decay;
+        if (!isfinite(max_log_weight)) return larger_of(1, max_capacity);
+        const double log_weight = log_of_sum(heads[i].log_evicted_weight, -oldest_decay);
+        const int can_evict_oldest = log_weight <= max_log_weight;
+        if (!can_evict_oldest) required = buffer->count + 1;
     }
-    if (most > ring->capacity) most += most / 4;
-    return larger_of(1, smaller_of(most, limit));
+    if (required > buffer->capacity) required += required / 4;
+    return larger_of(1, smaller_of(required, max_capacity));
 }
 
-/* Keys that the heads of one ring need to keep; the same rule as `wanted` in bounded.py. */
-static int64_t wanted(const Token *token, const Head *heads, int64_t group) {
-    const int64_t all = larger_of(1, token->limit - 1);
-    double most = 1;
-    for (int64_t i = 0; i < group; i++) {
-        const double m = heads[i].slope, excess = heads[i].excess;
-        const double need = (excess + token->margin - log(token->tolerance) - log(-expm1(-m))) / m;
-        if (!(m > 0) || !isfinite(need)) return all;
-        if (need > most) most = need;
+/* Returns the capacity that a ring buffer needs with ALiBi. `heads` are its query heads.
+ *
+ * The function is the same as `required_capacity` in bounded.py. */
+static int64_t required_capacity(const DecodeArgs *args, const HeadState *heads, int64_t num_heads) {
+    const int64_t max_capacity = larger_of(1, args->window - 1);
+    double required = 1;
+    for (int64_t i = 0; i < num_heads; i++) {
+        const double slope = heads[i].slope;
+        const double excess = heads[i].max_excess + args->capacity_margin;
+        const double distance = (excess - log(args->tolerance) - log(-expm1(-slope))) / slope;
+        if (!(slope > 0) || !isfinite(distance)) return max_capacity;
+        if (distance > required) required = distance;
     }
-    return most < (double)all ? smaller_of(all, (int64_t)ceil(most)) : all;
+    return required < (double)max_capacity ? smaller_of(max_capacity, (int64_t)ceil(required)) : max_capacity;
 }
 
-static void insert(const Token *token, Ring *ring, int64_t index, const Row *rows, int64_t padded) {
-    float *key = ring->keys + ring->next * padded, *value = ring->values + ring->next * padded;
-    if (ring->count == ring->capacity) {
-        const int64_t group = token->head_count / token->ring_count;
-        Head *heads = token->heads + index * group;
-        raise_promise(&ring->far, norm(key, token->dim));
-        for (int64_t i = 0; token->clock && i < group; i++)
-            heads[i].weight = log_of_sum(heads[i].weight, -rows[i].clock[-ring->count]);
+/* Stores the key and the value of the new token. If the ring buffer is full, they replace the oldest ones. */
+static void insert(const DecodeArgs *args, RingBuffer *buffer, int64_t kv_head, const Row *rows, int64_t padded_dim) {
+    float *key = buffer->keys + buffer->next * padded_dim;
+    float *value = buffer->values + buffer->next * padded_dim;
+    const int is_full = buffer->count == buffer->capacity;
+    if (is_full) {
+        update_nan_propagating_max(&buffer->max_evicted_norm, norm(key, args->dim));
+        if (args->cumulative_decay) {
+            const int64_t num_heads = heads_per_kv_head(args);
+            HeadState *heads = args->heads + kv_head * num_heads;
+            for (int64_t i = 0; i < num_heads; i++) {
+                const double evicted_decay = rows[i].decay[-buffer->count];
+                heads[i].log_evicted_weight = log_of_sum(heads[i].log_evicted_weight, -evicted_decay);
+            }
+        }
     } else {
-        ring->count++;
+        buffer->count++;
     }
-    memcpy(key, token->k + index * token->k_stride, token->dim * sizeof(float));
-    memcpy(value, token->v + index * token->v_stride, token->dim * sizeof(float));
-    if (++ring->next == ring->capacity) ring->next = 0;
+    memcpy(key, args->k + kv_head * args->k_stride, args->dim * sizeof(float));
+    memcpy(value, args->v + kv_head * args->v_stride, args->dim * sizeof(float));
+    buffer->next++;
+    if (buffer->next == buffer->capacity) buffer->next = 0;
 }
 
-/* One item: a ring and all query heads that share it. Later heads have flatter slopes and longer rings: they go first. */
-static void read_ring(void *context, int64_t item, void *unused) {
-    (void)unused;
-    const Token *token = context;
-    const int64_t index = token->ring_count - 1 - item, group = token->head_count / token->ring_count;
-    float *scratch = token->scratch + index * scratch_size(token);
-    const int64_t padded = padded_to_lanes(token->dim), first = index * group;
-    Ring *ring = &token->rings[index];
-    Row *rows = (Row *)(scratch + group * 2 * padded);
-    raise_finite(&ring->peak, norm(token->k + index * token->k_stride, token->dim));
-    for (int64_t i = 0; i < group; i++) begin_row(token, first + i, index, &rows[i], scratch + i * 2 * padded, padded);
-    for (int64_t slot = 0; slot < ring->count;) {
-        const int older = slot >= ring->next; /* than slot 0: written before the ring came round */
-        const int64_t end = older ? ring->count : ring->next, distance = ring->next - slot + (older ? ring->capacity : 0);
-        const int keys = (int)smaller_of(RUN, end - slot);
-        for (int64_t i = 0; i < group; i++)
-            add_keys(token, &token->heads[first + i], &rows[i], ring->keys + slot * padded,
-                     ring->values + slot * padded, keys, distance, padded);
-        slot += keys;
+/* Adds all keys of a ring buffer to the running softmax of the query heads that share the buffer. */
+static void add_all_keys(const DecodeArgs *args, const RingBuffer *buffer, const HeadState *heads, Row *rows,
+                         int64_t num_heads, int64_t padded_dim) {
+    int64_t slot = 0;
+    while (slot < buffer->count) {
+        /* In a full buffer, the slots from `next` on are older than the slots before `next`. */
+        const int is_older_part = slot >= buffer->next;
+        const int64_t part_end = is_older_part ? buffer->count : buffer->next;
+        const int64_t distance = buffer->next - slot + (is_older_part ? buffer->capacity : 0);
+        const int num_keys = (int)smaller_of(KEY_BLOCK, part_end - slot);
+        const float *keys = buffer->keys + slot * padded_dim;
+        const float *values = buffer->values + slot * padded_dim;
+        for (int64_t i = 0; i < num_heads; i++)
+            add_keys(args, &heads[i], &rows[i], keys, values, num_keys, distance, padded_dim);
+        slot += num_keys;
     }
-    for (int64_t i = 0; i < group; i++) end_row(token, ring, first + i, &rows[i]);
-    ring->wanted = 0;
-    if (ring->count == ring->capacity) {
-        const int64_t most = token->clock ? wanted_by_clock(token, ring, token->heads + first, rows, group)
-                                          : wanted(token, token->heads + first, group);
-        if (most > ring->capacity) {
-            ring->wanted = most;
+}
+
+/* Runs the decode step for one key-value head and the query heads that share it. This is one item of the work queue.
+ *
+ * The last key-value head is the first item: it usually has the smallest slopes and thus the longest ring buffer. */
+static void decode_kv_head(void *context, int64_t item, void *unused) {
+    (void)unused;
+    const DecodeArgs *args = context;
+    const int64_t kv_head = args->num_kv_heads - 1 - item;
+    const int64_t num_heads = heads_per_kv_head(args);
+    const int64_t first_head = kv_head * num_heads;
+    const int64_t padded_dim = padded_to_lanes(args->dim);
+    RingBuffer *buffer = &args->ring_buffers[kv_head];
+    HeadState *heads = &args->heads[first_head];
+
+    /* The scratch memory contains the query and the output of each head, and then the rows. */
+    float *scratch = args->scratch + kv_head * scratch_length(args);
+    Row *rows = (Row *)(scratch + num_heads * 2 * padded_dim);
+
+    update_finite_max(&buffer->max_norm, norm(args->k + kv_head * args->k_stride, args->dim));
+    for (int64_t i = 0; i < num_heads; i++)
+        start_row(args, first_head + i, kv_head, &rows[i], scratch + i * 2 * padded_dim, padded_dim);
+    add_all_keys(args, buffer, heads, rows, num_heads, padded_dim);
+    for (int64_t i = 0; i < num_heads; i++) finish_row(args, buffer, first_head + i, &rows[i]);
+
+    buffer->requested_capacity = 0;
+    const int is_full = buffer->count == buffer->capacity;
+    if (is_full) {
+        const int64_t required = args->cumulative_decay
+                                     ? required_capacity_with_decay(args, buffer, heads, rows, num_heads)
+                                     : required_capacity(args, heads, num_heads);
+        if (required > buffer->capacity) {
+            /* Python enlarges the buffer and stores the key. */
+            buffer->requested_capacity = required;
             return;
         }
     }
-    insert(token, ring, index, rows, padded);
+    insert(args, buffer, kv_head, rows, padded_dim);
 }
 
-void trainshort_token(const Token *token) {
-    Queue rings = {read_ring, (void *)token, token->ring_count, 0, 0};
-    run_queue(&rings, token->threads, NULL);
+void trainshort_decode_attention(const DecodeArgs *args) {
+    Queue kv_heads = {decode_kv_head, (void *)args, args->num_kv_heads, 0, 0};
+    run_queue(&kv_heads, args->num_threads, NULL);
 }
 
-int64_t trainshort_token_scratch(const Token *token) { return token->ring_count * scratch_size(token); }
+/* Returns the number of floats of `DecodeArgs.scratch`. */
+int64_t trainshort_decode_scratch_length(const DecodeArgs *args) { return args->num_kv_heads * scratch_length(args); }
 
-size_t trainshort_token_size(void) { return sizeof(Token); }
+/* Returns the size of `DecodeArgs`. Python compares it with the size of its own struct. */
+size_t trainshort_decode_args_size(void) { return sizeof(DecodeArgs); }
