@@ -36,7 +36,7 @@ REPEATED_MEMORY_CRITERION = CriterionVersion(
 )
 
 SPEED_LENGTHS = (BASE_LENGTH, *COST_LENGTHS)
-"""The training lengths at which speeds are compared, in the paper's numbers. A length without measurements is skipped."""
+"""The training lengths at which speeds are compared, in the paper's numbers. Missing measurements are skipped."""
 
 
 def speedups_over_sinusoidal(view: ScaleView, position: str) -> dict[int, RatioWithInterval]:
