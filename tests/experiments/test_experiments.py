@@ -145,9 +145,7 @@ def test_models_of_a_scale_differ_only_in_position_and_length(scale_name):
 
     for position in {config.model.position for config in configs}:
         settings_of_method = {
-            config.optim.replace(warmup=0).model_dump_json()
-            for config in configs
-            if config.model.position == position
+            config.optim.replace(warmup=0).model_dump_json() for config in configs if config.model.position == position
         }
         assert len(settings_of_method) == 1
 
