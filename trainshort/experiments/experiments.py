@@ -171,7 +171,7 @@ class Cell:
 
         Args:
             experiment_name: The name of the experiment that contains the cell.
-            scale: The scale.
+            scale: The size at which the experiment is run (laptop, gpu or paper).
         """
         if self.variant is None:
             return False
@@ -299,21 +299,23 @@ def select_methods(chosen: list[Experiment], methods: list[str], *, named: bool)
 
 
 def build_queries(scale: Scale, protocol: EvalProtocol) -> list[Query]:
-    """Return the evaluations that a protocol needs at a scale.
+    """Return the evaluations that a protocol of the paper needs at a scale.
 
     Args:
-        scale: The scale.
-        protocol: The protocol in the paper's numbers.
+        scale: The scale (laptop, gpu or paper), which defines the number of tokens and the actual stride.
+        protocol: How the paper evaluates the model. The length of the protocol is not part of the result.
 
     Returns:
-        The evaluation of the protocol. A sliding-window evaluation is followed by an evaluation of the same text
-        without overlap. The difference between the two shows the effect of tokens with little context.
+        One evaluation for windows without overlap. Two evaluations for a sliding window: with the sliding window, and
+        without overlap on the same text. The difference between the two shows the effect of tokens with little context.
     """
     stride = scale.scale_stride(protocol.stride)
     split = protocol.split or scale.default_split
     if stride is None:
-        return [Query(split, None, scale.eval_tokens)]
-    return [Query(split, stride, scale.sliding_tokens), Query(split, None, scale.sliding_tokens)]
+        return [Query(split=split, stride=None, tokens=scale.eval_tokens)]
+    sliding_query = Query(split=split, stride=stride, tokens=scale.sliding_tokens)
+    plain_query = Query(split=split, stride=None, tokens=scale.sliding_tokens)
+    return [sliding_query, plain_query]
 
 
 def build_learning_curve_query(scale: Scale, protocol: EvalProtocol) -> Query:
@@ -321,7 +323,7 @@ def build_learning_curve_query(scale: Scale, protocol: EvalProtocol) -> Query:
 
     Checkpoints are evaluated without overlap on the same short text as sliding windows.
     """
-    return Query(protocol.split or scale.default_split, None, scale.sliding_tokens)
+    return Query(split=protocol.split or scale.default_split, stride=None, tokens=scale.sliding_tokens)
 
 
 # ---- changing experiments

@@ -237,7 +237,7 @@ def make_length_pair_cells(table: str, setup: str) -> Iterator[Cell]:
 
 @register_experiment("table5", "ALiBi trained at one length and evaluated at longer ones", **PERPLEXITY_BY_LENGTH)
 def table5() -> Iterator[Cell]:
-    """ALiBi by training length and evaluation length, and the other methods at their own length."""
+    """ALiBi by training length and evaluation length, and the other methods at their training length."""
     return make_length_pair_cells("table5", "wikitext103")
 
 
@@ -361,7 +361,7 @@ def fig2() -> Iterator[Cell]:
 
 @register_experiment("fig4", "ALiBi evaluated past its length", **PERPLEXITY_BY_LENGTH)
 def fig4() -> Iterator[Cell]:
-    """ALiBi past its length, and sinusoidal models at theirs."""
+    """ALiBi beyond its training length, and sinusoidal models at their training length."""
     for cell in make_length_pair_cells("table5", "wikitext103"):
         assert cell.variant is not None
         assert cell.x_value is not None
@@ -419,7 +419,7 @@ def fig8() -> Iterator[Cell]:
 
 @register_experiment("fig9", "BookCorpus: ALiBi evaluated past its length", **PERPLEXITY_BY_LENGTH)
 def fig9() -> Iterator[Cell]:
-    """BookCorpus: ALiBi past its length, and sinusoidal models at theirs."""
+    """BookCorpus: ALiBi beyond its training length, and sinusoidal models at their training length."""
     return make_length_pair_cells("table8", "books")
 
 

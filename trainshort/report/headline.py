@@ -131,7 +131,7 @@ def find_headline(collection: Collection) -> Headline | None:
         return None
     training_length, text = _most_common_setting(sweeps)
 
-    # Runs are evaluated again if their settings change. The last evaluation of a run is the newest one.
+    # A run can have several evaluations of this text. The newest one comes last and replaces the others.
     newest: dict[Path, Sweep] = {}
     for sweep in sweeps:
         if sweep.text == text:
@@ -274,7 +274,9 @@ def _assign_colors(curves: list[MethodCurve]) -> tuple[MethodCurve, ...]:
 
 
 def _longest_sinusoidal(collection: Collection, min_length: int, text: TextKey) -> tuple[MethodCurve, ...]:
-    """Return the perplexity of the sinusoidal model with the longest training length, at this length.
+    """Return the sinusoidal model with the longest training length, evaluated at its training length.
+
+    The model is a reference for models that are evaluated beyond their training length.
 
     Args:
         collection: The runs.

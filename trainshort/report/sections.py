@@ -82,7 +82,7 @@ def early_figure(headline: Headline, collection: Collection, view: ScaleView | N
     Args:
         headline: The curves of the main figure.
         collection: The runs.
-        view: The stored results at one scale, or None if the runs belong to no scale.
+        view: The stored results at one scale (laptop, gpu or paper). None if the runs belong to no scale.
 
     Returns:
         The figure, or None if there are no such evaluations.

@@ -45,7 +45,7 @@ def result_sentences(headline: Headline, view: ScaleView | None) -> list[str]:
 
     Args:
         headline: The curves of the main figure.
-        view: The stored results at one scale, or None if the runs belong to no scale.
+        view: The stored results at one scale (laptop, gpu or paper). None if the runs belong to no scale.
     """
     sentences = headline_sentences(headline)
     if view is None:
@@ -62,7 +62,7 @@ def _short_against_long(view: ScaleView, change: RatioWithInterval) -> str:
     """Compare the perplexities of ALiBi (trained short) and sinusoidal embeddings (trained long).
 
     Args:
-        view: The stored results at one scale.
+        view: The stored results at one scale (laptop, gpu or paper).
         change: How much higher ALiBi's perplexity is, relative to the perplexity of the sinusoidal model.
     """
     short_length = view.scale.scale_length(ALIBI_SHORT.length)
@@ -202,7 +202,7 @@ def make_headline_record(headline: Headline, view: ScaleView | None, judged_clai
 
     Args:
         headline: The curves of the main figure.
-        view: The stored results at one scale, or None if the runs belong to no scale.
+        view: The stored results at one scale (laptop, gpu or paper). None if the runs belong to no scale.
         judged_claims: The claims of the paper and the outcomes of their checks.
     """
     lines: dict[str, Any] = {}

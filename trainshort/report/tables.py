@@ -138,7 +138,7 @@ def paper_tables(view: ScaleView, sources: SourceFiles) -> list[Table]:
     """Return all tables of the paper with at least one measured cell.
 
     Args:
-        view: The stored results at one scale.
+        view: The stored results at one scale (laptop, gpu or paper).
         sources: Copies of the files that the tables link to.
     """
     tables: list[Table] = []
@@ -228,7 +228,7 @@ def _make_note(experiment: Experiment, view: ScaleView, *, is_figure: bool) -> s
 
     Args:
         experiment: The experiment.
-        view: The stored results at one scale.
+        view: The stored results at one scale (laptop, gpu or paper).
         is_figure: Whether the note belongs to a figure. The axis of a figure shows the actual lengths. Only its title
             and the names of its lines contain the lengths of the paper.
     """
@@ -264,7 +264,7 @@ def _find_differences(experiment: Experiment, view: ScaleView) -> list[Differenc
 
     Args:
         experiment: The experiment.
-        view: The stored results at one scale.
+        view: The stored results at one scale (laptop, gpu or paper).
     """
     alibi_cells: list[EvaluatedCell] = []
     baseline_cells: list[EvaluatedCell] = []
@@ -312,7 +312,7 @@ def paper_figures(view: ScaleView) -> list[Figure]:
     """Return the figures of the paper, and figures of its tables, for which enough points were measured.
 
     Args:
-        view: The stored results at one scale.
+        view: The stored results at one scale (laptop, gpu or paper).
     """
     figures: list[Figure] = []
     for _, make_experiment in experiments.items():

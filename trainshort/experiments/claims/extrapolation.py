@@ -59,7 +59,7 @@ def find_perplexity(view: ScaleView, variant: Variant, length: int, stride: int 
     """Return the perplexity of a model, or None if there is no perplexity.
 
     Args:
-        view: The stored results at one scale.
+        view: The stored results at one scale (laptop, gpu or paper).
         variant: The model.
         length: The evaluation length in the paper's numbers.
         stride: The stride of a sliding window. None evaluates windows that do not overlap.
@@ -76,7 +76,7 @@ def compare_lengths(
     """Compare the perplexity at a multiple of the training length with the perplexity at the training length.
 
     Args:
-        view: The stored results at one scale.
+        view: The stored results at one scale (laptop, gpu or paper).
         position: The position method of the model.
         multiple: The evaluation length as a multiple of the training length.
         stride: The stride of a sliding window. None evaluates windows that do not overlap.
@@ -91,7 +91,13 @@ def compare_lengths(
 
 
 def compare_methods(view: ScaleView, length: int, position: str, baseline: str) -> RatioWithInterval | None:
-    """Compare two position methods. Both models are trained and evaluated at the same length.
+    """Compare the perplexities of two position methods on WikiText-103.
+
+    Args:
+        view: The stored results at one scale (laptop, gpu or paper).
+        length: The training length and evaluation length of both models, in the paper's numbers.
+        position: The position method.
+        baseline: The position method that it is compared with.
 
     Returns:
         How much higher the perplexity of `position` is than the perplexity of `baseline`. None if one is missing.
@@ -132,17 +138,18 @@ def longest_usable_length(view: ScaleView, position: str) -> UsableLength | None
     """Return the longest length at which a position method is no worse than at its training length.
 
     Args:
-        view: The stored results at one scale.
+        view: The stored results at one scale (laptop, gpu or paper).
         position: The position method.
 
     Returns:
         The length, or None if the model was not evaluated.
     """
     variant = wikitext_variant(position)
-    training_length = view.scale.scale_length(BASE_LENGTH)
+    training_length = view.scale.scale_length(BASE_LENGTH)  # 512 in the paper, 128 on a laptop
     rows = [row for length, (row, _) in find_rows_by_length(view, variant).items() if length >= training_length]
     if not rows or find_perplexity(view, variant, BASE_LENGTH) is None:
         return None
+    # The rows are sorted by length, so the first row is the training length.
     max_perplexity = MAX_PERPLEXITY_RATIO * rows[0].perplexity
     usable = [(row.length, row.status == "scored" and row.perplexity <= max_perplexity) for row in rows]
     length = longest_contiguous(usable)
@@ -155,14 +162,14 @@ def usable_length_bounds(view: ScaleView, position: str) -> tuple[float, float]:
     At lengths between the two bounds, the difference to the training length may be due to chance.
 
     Args:
-        view: The stored results at one scale.
+        view: The stored results at one scale (laptop, gpu or paper).
         position: The position method.
 
     Returns:
         The longest length at which the perplexity is certainly no worse than at the training length, and the first
         length at which the perplexity is certainly worse (infinity if there is no such length).
     """
-    training_length = view.scale.scale_length(BASE_LENGTH)
+    training_length = view.scale.scale_length(BASE_LENGTH)  # 512 in the paper, 128 on a laptop
     longest_good_length = training_length
     for length in find_rows_by_length(view, wikitext_variant(position)):
         if length <= training_length:
@@ -411,7 +418,8 @@ def check_early_tokens(view: ScaleView) -> Outcome:
     )
     reason = "The claim is supported if less than half of the gain is left with a sliding window."
 
-    # The claim is that the sliding gain minus half of the plain gain is negative. Gains are differences of mean losses.
+    # Intervals are known for mean losses (log-perplexities), so the gains are compared on a log scale.
+    # The claim is supported if the excess is negative.
     plain_log_gain = math.log(plain_base.perplexity / plain_twice.perplexity)
     sliding_log_gain = math.log(sliding_base.perplexity / sliding_twice.perplexity)
     excess = sliding_log_gain - plain_log_gain / 2
@@ -453,8 +461,9 @@ def _half_width(row: LengthScore, baseline: LengthScore) -> float:
 )
 def check_optimum(view: ScaleView) -> Outcome:
     """Check that the large ALiBi model has its lowest perplexity between 1.5 and 3 times the training length."""
-    if view.scale.uses_single_corpus:
+    if view.scale.uses_single_corpus:  # Only the scale "paper" has the large dataset.
         return missing_outcome("the model with 1.3B parameters on CC100+RoBERTa. Small models cannot test the claim")
+    # The results are sorted by evaluation length. Each result has the path of its file.
     results = find_rows_by_length(view, Variant("cc100", "alibi", BASE_LENGTH)).values()
     rows = [row for row, _ in results if row.status == "scored"]
     if len(rows) < 3:

@@ -149,7 +149,7 @@ def _time_to_perplexity_outcome(view: ScaleView, short: Variant, long: Variant) 
     """Compare how fast two models learn. Both models are evaluated at the training length of the long model.
 
     Args:
-        view: The stored results at one scale.
+        view: The stored results at one scale (laptop, gpu or paper).
         short: The ALiBi model with the shorter training length.
         long: The sinusoidal model with the longer training length.
 

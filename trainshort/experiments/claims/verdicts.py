@@ -123,7 +123,7 @@ def evaluate_claims(view: ScaleView) -> JudgedClaims:
     """Check all claims.
 
     Args:
-        view: The stored results at one scale.
+        view: The stored results at one scale (laptop, gpu or paper).
 
     Returns:
         All claims with the outcomes of their checks.

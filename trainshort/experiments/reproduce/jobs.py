@@ -119,7 +119,7 @@ def plan_jobs(experiments: Sequence[Experiment], scale: Scale, seeds: Iterable[i
 
     Args:
         experiments: The tables and figures of the paper.
-        scale: The size at which the experiments are run.
+        scale: The size at which the experiments are run (laptop, gpu or paper).
         seeds: Every model is trained once with each of these seeds.
 
     Returns:
@@ -145,7 +145,13 @@ def plan_jobs(experiments: Sequence[Experiment], scale: Scale, seeds: Iterable[i
 
 
 def _find_measured_runs(experiments: Sequence[Experiment], scale: Scale, quantity: Quantity) -> frozenset[str]:
-    """Return the run names of all models for which a table has a cell with this cost, such as "train memory"."""
+    """Return the run names of the models whose cost is part of a table.
+
+    Args:
+        experiments: The tables and figures of the paper.
+        scale: The size at which the experiments are run (laptop, gpu or paper).
+        quantity: The cost, such as "train memory".
+    """
     names: set[str] = set()
     for experiment in experiments:
         for cell in experiment.cells:

@@ -54,7 +54,7 @@ def make_plan(experiments: Sequence[Experiment], scale: Scale, root: Path, seeds
 
     Args:
         experiments: The tables and figures of the paper.
-        scale: The size at which the experiments are run.
+        scale: The size at which the experiments are run (laptop, gpu or paper).
         root: The folder that contains the run folders.
         seeds: How many seeds each model is trained with.
 
@@ -79,7 +79,7 @@ def _make_entry(
     """Return the plan for one model.
 
     Args:
-        scale: The size at which the experiments are run.
+        scale: The size at which the experiments are run (laptop, gpu or paper).
         variant: The model of the paper.
         config: The config of the model at this scale.
         run_folder: The run folder of the model.
