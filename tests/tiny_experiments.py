@@ -1,4 +1,4 @@
-"""A scale for tests: the paper's lengths divided by 32, one layer of width 16, a few updates on made-up text."""
+"""A scale for tests: the paper's lengths divided by 32, one layer of width 16, a few training steps."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,17 +14,19 @@ METHODS = ("alibi", "sinusoidal")
 
 
 def tiny_scale(folder: Path, steps: int = 4) -> Scale:
-    """A scale whose corpus is a text file in `folder`."""
+    """Return a scale whose corpus is a file of random words.
+
+    Args:
+        folder: The folder of the text file and of the prepared dataset.
+        steps: The number of training steps.
+    """
     text = folder / "text.txt"
     if not text.exists():
-        words = np.random.default_rng(0).choice(["red", "green", "blue", "tree", "river", "stone"], size=9000)
-        lines = [" ".join(words[i : i + 30]) for i in range(0, len(words), 30)]
-        text.write_text("\n\n".join(lines), encoding="utf-8")
-
+        text.write_text(_random_text(), encoding="utf-8")
     data = DataConfig(corpus=str(text), tokenizer="bytes", folder=folder / "data")
     prepare(data, progress=False)
 
-    def build(variant: Variant) -> RunConfig:
+    def make_config(variant: Variant) -> RunConfig:
         return RunConfig(
             model=ModelConfig(layers=1, width=16, heads=2, position=variant.position),
             data=data,
@@ -51,12 +53,20 @@ def tiny_scale(folder: Path, steps: int = 4) -> Scale:
         sliding_tokens=256,
         eval_tokens=512,
         max_eval_length=256,
-        build=build,
+        build=make_config,
         uses_single_corpus=True,
     )
 
 
+def _random_text() -> str:
+    """Return 300 paragraphs of 30 random words."""
+    words = np.random.default_rng(0).choice(["red", "green", "blue", "tree", "river", "stone"], size=9000)
+    paragraphs = [" ".join(words[start : start + 30]) for start in range(0, len(words), 30)]
+    return "\n\n".join(paragraphs)
+
+
 def two_methods() -> Experiment:
-    """The demo with ALiBi and sinusoidal alone."""
+    """Return the demo with only two methods, ALiBi and sinusoidal."""
     demo = select_experiments(["demo"])[0]
-    return replace(demo, cells=tuple(c for c in demo.cells if c.variant and c.variant.position in METHODS))
+    cells = [cell for cell in demo.cells if cell.variant is not None and cell.variant.position in METHODS]
+    return replace(demo, cells=tuple(cells))

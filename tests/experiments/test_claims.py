@@ -1,7 +1,8 @@
-"""Each claim's check holds and fails where it should, on made-up results."""
+"""Each claim is supported or not supported as expected, on invented results."""
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from synthetic_results import LAPTOP, make_demo, make_run, write_evaluation
@@ -11,28 +12,42 @@ from trainshort.evaluate.results import load, save
 from trainshort.experiments.claims.collection import COST_FORMAT, collect
 from trainshort.experiments.claims.measured import ScaleView, median_with_interval
 from trainshort.experiments.claims.speed_and_memory import time_saved
-from trainshort.experiments.claims.verdicts import ORIGINAL_RULE, claims, evaluate_claims
+from trainshort.experiments.claims.verdicts import ORIGINAL_CRITERION, Outcome, claims, evaluate_claims
 from trainshort.experiments.experiments import EvalProtocol, Variant
 from trainshort.utils.io import write_with_checksum
 
 
-def verdicts(root) -> dict[str, str]:
-    return {claim.name: outcome.verdict for claim, outcome in evaluate_claims(ScaleView(collect([root]), LAPTOP))}
+def find_outcomes(root: Path) -> dict[str, Outcome]:
+    """Return the outcomes of all claims for the runs in a folder, by the name of the claim."""
+    view = ScaleView(collect([root]), LAPTOP)
+    return {claim.name: outcome for claim, outcome in evaluate_claims(view)}
 
 
-def outcome(root, name):
-    return next(outcome for claim, outcome in evaluate_claims(ScaleView(collect([root]), LAPTOP)) if claim.name == name)
+def find_verdicts(root: Path) -> dict[str, str]:
+    """Return the verdicts on all claims for the runs in a folder, by the name of the claim."""
+    return {name: outcome.verdict for name, outcome in find_outcomes(root).items()}
 
 
-def test_the_document_names_every_claim_without_an_interval():
+def read_costs(root: Path) -> dict:
+    """Return the content of the cost file as plain data, so that a test can change it."""
+    return json.loads((root / "cost.json").read_text())
+
+
+def test_docs_name_every_claim_without_interval():
     page = (ROOT / "docs" / "reproduce.md").read_text(encoding="utf-8")
-    names = [name for name, claim in claims.items() if claim.rule == ORIGINAL_RULE]
+    names = [name for name, claim in claims.items() if claim.criterion == ORIGINAL_CRITERION]
     assert [name for name in names if f"`{name}`" not in page] == []
 
 
-def test_results_like_the_papers_hold(tmp_path):
+def test_every_claim_is_a_sentence():
+    for name, claim in claims.items():
+        assert claim.statement.endswith("."), name
+        assert claims.describe(name) == claim.statement
+
+
+def test_results_as_in_the_paper_support_the_claims(tmp_path):
     make_demo(tmp_path)
-    found = verdicts(tmp_path)
+    verdicts = find_verdicts(tmp_path)
     for name in (
         "extrapolation-order",
         "alibi-holds",
@@ -45,9 +60,9 @@ def test_results_like_the_papers_hold(tmp_path):
         "same-memory",
         "others-slower",
     ):
-        assert found[name] == "holds", name
+        assert verdicts[name] == "supported", name
     for name in ("short-beats-long", "sooner", "optimum-near-2l"):
-        assert found[name] == "not testable at this scale", name
+        assert verdicts[name] == "not tested", name
 
 
 @pytest.mark.parametrize(
@@ -60,129 +75,175 @@ def test_results_like_the_papers_hold(tmp_path):
         ("alibi", {128: 50, 256: 48}, {128: 46, 256: 44, 512: 44}, "early-tokens"),
     ],
 )
-def test_results_unlike_the_papers_fail(tmp_path, position, plain, sliding, name):
+def test_results_that_contradict_the_paper_do_not_support_the_claim(tmp_path, position, plain, sliding, name):
     make_run(tmp_path, position, plain, sliding)
-    assert verdicts(tmp_path)[name] == "does not hold"
+    assert find_verdicts(tmp_path)[name] == "not supported"
 
 
-def test_order_fails_when_two_methods_change_places(tmp_path):
-    make_demo(tmp_path / "a")
-    for position, last in (("alibi", 60.0), ("t5", 50.0), ("rotary", 60.0), ("sinusoidal", 90.0)):
-        make_run(tmp_path / "b", position, {128: 50.0, 256: 50.0 if position != "sinusoidal" else 70.0, 2048: last})
-    found = outcome(tmp_path / "b", "extrapolation-order")
-    assert found.verdict == "does not hold"
-    assert found.obtained == "Sinusoidal 128, Rotary 256, T5 bias 2,048+, ALiBi 256"
+# ---- the order of the methods
 
 
-def test_two_methods_that_stop_together_are_not_ordered(tmp_path):
-    for position, last in (("alibi", 50.0), ("t5", 60.0), ("rotary", 90.0), ("sinusoidal", 90.0)):
-        make_run(tmp_path, position, {128: 50.0, 256: 50.0 if last < 90 else 70.0, 2048: last})
-    found = outcome(tmp_path, "extrapolation-order")
-    assert found.obtained == "Sinusoidal 128, Rotary 128, T5 bias 256, ALiBi 2,048+"
-    assert found.verdict == "cannot tell"
+def make_order_runs(root: Path, last_perplexities: dict[str, float], twice_perplexities: dict[str, float]) -> None:
+    """Create one run for each method with perplexity 50 at the training length."""
+    for position, last in last_perplexities.items():
+        make_run(root, position, {128: 50.0, 256: twice_perplexities.get(position, 50.0), 2048: last})
 
 
-def test_order_is_not_told_from_methods_that_were_not_read_far(tmp_path):
-    """Table 5 evaluates only ALiBi past its length; where the others would have stopped, nobody knows."""
+def test_order_is_not_supported_if_two_methods_change_places(tmp_path):
+    last_perplexities = {"alibi": 60.0, "t5": 50.0, "rotary": 60.0, "sinusoidal": 90.0}
+    make_order_runs(tmp_path, last_perplexities, {"sinusoidal": 70.0})
+    outcome = find_outcomes(tmp_path)["extrapolation-order"]
+    assert outcome.verdict == "not supported"
+    assert outcome.measured == "Sinusoidal 128, Rotary 256, T5 bias 2,048+, ALiBi 256"
+
+
+def test_order_is_inconclusive_if_two_methods_fail_at_the_same_length(tmp_path):
+    last_perplexities = {"alibi": 50.0, "t5": 60.0, "rotary": 90.0, "sinusoidal": 90.0}
+    make_order_runs(tmp_path, last_perplexities, {"rotary": 70.0, "sinusoidal": 70.0})
+    outcome = find_outcomes(tmp_path)["extrapolation-order"]
+    assert outcome.measured == "Sinusoidal 128, Rotary 128, T5 bias 256, ALiBi 2,048+"
+    assert outcome.verdict == "inconclusive"
+
+
+def test_order_is_not_tested_if_methods_were_evaluated_up_to_different_lengths(tmp_path):
+    # Table 5 evaluates only ALiBi beyond its training length.
     for position in ("sinusoidal", "rotary", "t5"):
         make_run(tmp_path, position, {128: 50.0})
     make_run(tmp_path, "alibi", {128: 50.0, 768: 49.0})
-    found = outcome(tmp_path, "extrapolation-order")
-    assert found.verdict == "not testable at this scale"
-    assert "evaluated equally far" in found.reason
+    outcome = find_outcomes(tmp_path)["extrapolation-order"]
+    assert outcome.verdict == "not tested"
+    assert "same length" in outcome.reason
 
 
-def test_costs_fail(tmp_path):
+# ---- speed and memory
+
+
+def test_slower_training_and_more_memory_do_not_support_the_claims(tmp_path):
     make_demo(tmp_path)
-    path = tmp_path / "cost.json"
-    costs = json.loads(path.read_text())
+    costs = read_costs(tmp_path)
     for entry in costs["entries"].values():
-        slow = entry["position"] == "alibi"
-        entry["train_seconds"] = [1.02 if slow else 1.0] * 3
-        entry["train_memory"] = 600 if slow else 500
-    write_with_checksum(path, costs)
-    found = verdicts(tmp_path)
-    assert (found["same-speed"], found["same-memory"], found["others-slower"]) == ("does not hold",) * 3
-    for entry in costs["entries"].values():  # two weighings of one model differ by more than the two models
-        entry["train_memories"] = [500, 600]
-    write_with_checksum(path, costs)
-    assert verdicts(tmp_path)["same-memory"] == "cannot tell"
+        is_alibi = entry["position"] == "alibi"
+        entry["train_seconds"] = [1.02 if is_alibi else 1.0] * 3
+        entry["train_memory"] = 600 if is_alibi else 500
+        entry["train_memories"] = [entry["train_memory"]]
+    write_with_checksum(tmp_path / "cost.json", costs)
+    verdicts = find_verdicts(tmp_path)
+    assert verdicts["same-speed"] == "not supported"
+    assert verdicts["same-memory"] == "not supported"
+    assert verdicts["others-slower"] == "not supported"
 
 
-@pytest.mark.parametrize(("slower", "expected"), [(1.04, "cannot tell"), (1.5, "does not hold")])
-def test_a_noisy_machine_cannot_tell_one_per_cent(tmp_path, slower, expected):
+def test_memory_is_inconclusive_if_measurements_of_one_model_differ(tmp_path):
     make_demo(tmp_path)
-    path = tmp_path / "cost.json"
-    costs = json.loads(path.read_text())
+    costs = read_costs(tmp_path)
+    for entry in costs["entries"].values():
+        entry["train_memories"] = [500, 600]
+    write_with_checksum(tmp_path / "cost.json", costs)
+    assert find_verdicts(tmp_path)["same-memory"] == "inconclusive"
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.04, "inconclusive"), (1.5, "not supported")])
+def test_small_slowdown_is_inconclusive_on_a_noisy_machine(tmp_path, factor, expected):
+    make_demo(tmp_path)
+    costs = read_costs(tmp_path)
     noise = {"alibi": (0.9, 1.1, 0.95, 1.05, 1.0, 0.92, 1.08), "sinusoidal": (1.1, 0.92, 1.0, 1.08, 0.95, 0.9, 1.05)}
     for entry in costs["entries"].values():
-        factor = slower if entry["position"] == "alibi" else 1.0
-        entry["train_seconds"] = [factor * seconds for seconds in noise.get(entry["position"], [1.0] * 7)]
-    write_with_checksum(path, costs)
-    found = outcome(tmp_path, "same-speed")
-    assert found.verdict == expected
-    assert found.smallest_detectable.startswith("differences of ")
+        slowdown = factor if entry["position"] == "alibi" else 1.0
+        entry["train_seconds"] = [slowdown * seconds for seconds in noise.get(entry["position"], [1.0] * 7)]
+    write_with_checksum(tmp_path / "cost.json", costs)
+    outcome = find_outcomes(tmp_path)["same-speed"]
+    assert outcome.verdict == expected
+    assert outcome.smallest_detectable.startswith("differences of ")
 
 
-@pytest.mark.parametrize("slower", [0.96, 1.0, 1.02, 1.04, 1.2])
-def test_one_rule_about_noise_for_alibi_and_against_it(tmp_path, slower):
-    """With the same timings for ALiBi, rotary and T5: what is told of one is told of the others."""
+@pytest.mark.parametrize("slowdown", [0.96, 1.0, 1.02, 1.04, 1.2])
+def test_same_criterion_for_alibi_and_other_methods(tmp_path, slowdown):
+    # ALiBi, rotary and T5 have the same timings, so "as fast" and "slower" must have opposite verdicts.
     make_demo(tmp_path)
-    path = tmp_path / "cost.json"
-    costs = json.loads(path.read_text())
+    costs = read_costs(tmp_path)
     noise = (0.97, 1.03, 0.99, 1.01, 1.0, 0.98, 1.02)
     for entry in costs["entries"].values():
-        own = noise[::-1] if entry["position"] == "sinusoidal" else [slower * one for one in noise]
-        entry["train_seconds"] = list(own)
-    write_with_checksum(path, costs)
-    found = verdicts(tmp_path)
-    opposite = {"holds": "does not hold", "does not hold": "holds", "cannot tell": "cannot tell"}
-    assert found["others-slower"] == opposite[found["same-speed"]]
+        if entry["position"] == "sinusoidal":
+            entry["train_seconds"] = list(noise[::-1])
+        else:
+            entry["train_seconds"] = [slowdown * seconds for seconds in noise]
+    write_with_checksum(tmp_path / "cost.json", costs)
+    verdicts = find_verdicts(tmp_path)
+    opposite = {"supported": "not supported", "not supported": "supported", "inconclusive": "inconclusive"}
+    assert verdicts["others-slower"] == opposite[verdicts["same-speed"]]
 
 
-def test_costs_that_were_not_measured_in_turns_are_not_compared(tmp_path):
+def test_costs_of_different_sessions_are_not_compared(tmp_path):
     make_demo(tmp_path)
-    path = tmp_path / "cost.json"
-    costs = json.loads(path.read_text())
+    costs = read_costs(tmp_path)
     for entry in costs["entries"].values():
         entry["session"] = entry["position"]
-    write_with_checksum(path, costs)
-    assert verdicts(tmp_path)["same-speed"] == "not testable at this scale"
+    write_with_checksum(tmp_path / "cost.json", costs)
+    assert find_verdicts(tmp_path)["same-speed"] == "not tested"
 
 
-def test_the_interval_of_a_median_by_counting():
-    assert median_with_interval([float(one) for one in range(9)]) == (
-        4.0,
-        1.0,
-        7.0,
-    )  # 96 % of the time, by the binomial
+def test_costs_of_two_folders_name_their_own_file(tmp_path):
+    make_demo(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    write_with_checksum(tmp_path / "b" / "cost.json", {"format": COST_FORMAT, "entries": {}})
+    view = ScaleView(collect([tmp_path / "a", tmp_path / "b"]), LAPTOP)
+    memory = view.find_cost(Variant("wikitext103", "alibi", 512), "train memory")
+    assert memory is not None
+    assert memory.sources == (tmp_path / "a" / "cost.json",)
+
+
+def test_interval_of_the_median():
+    # With 9 values, the interval from the second smallest to the second largest has a coverage of 96 %.
+    nine_values = [float(value) for value in range(9)]
+    assert median_with_interval(nine_values) == (4.0, 1.0, 7.0)
     assert median_with_interval([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0)
 
 
-def test_a_difference_within_the_spread_of_seeds_cannot_be_told(tmp_path):
-    for seed, value in ((1, 49.0), (2, 50.0), (3, 51.0)):
-        make_run(tmp_path, "alibi", {128: 50.0, 768: value - 0.2}, seed=seed)
-        make_run(tmp_path, "sinusoidal", {768: value}, length=3072, seed=seed)
-    assert outcome(tmp_path, "short-beats-long").verdict == "cannot tell"
+# ---- several seeds
+
+
+def test_difference_within_the_spread_of_seeds_is_inconclusive(tmp_path):
+    for seed, perplexity in ((1, 49.0), (2, 50.0), (3, 51.0)):
+        make_run(tmp_path, "alibi", {128: 50.0, 768: perplexity - 0.2}, seed=seed)
+        make_run(tmp_path, "sinusoidal", {768: perplexity}, length=3072, seed=seed)
+    assert find_verdicts(tmp_path)["short-beats-long"] == "inconclusive"
 
 
 def test_short_beats_long(tmp_path):
     make_run(tmp_path, "alibi", {128: 50.0, 768: 47.0})
-    for seed, value in ((1, 49.0), (2, 50.0), (3, 51.0)):
-        make_run(tmp_path, "sinusoidal", {768: value}, length=3072, seed=seed)
-    assert outcome(tmp_path, "short-beats-long").verdict == "holds"
+    for seed, perplexity in ((1, 49.0), (2, 50.0), (3, 51.0)):
+        make_run(tmp_path, "sinusoidal", {768: perplexity}, length=3072, seed=seed)
+    assert find_verdicts(tmp_path)["short-beats-long"] == "supported"
 
 
 def test_seeds_are_averaged(tmp_path):
-    for seed, value in ((1, 40.0), (2, 44.0)):
-        make_run(tmp_path, "alibi", {128: value}, seed=seed)
-    found = ScaleView(collect([tmp_path]), LAPTOP).find_evaluation(
-        Variant("wikitext103", "alibi", 512), EvalProtocol(512)
-    )
-    assert found is not None
-    assert found.value == pytest.approx(42.0)
-    assert found.std == pytest.approx(math.sqrt(8))
-    assert len(found.sources) == 2
+    for seed, perplexity in ((1, 40.0), (2, 44.0)):
+        make_run(tmp_path, "alibi", {128: perplexity}, seed=seed)
+    view = ScaleView(collect([tmp_path]), LAPTOP)
+    cell = view.find_evaluation(Variant("wikitext103", "alibi", 512), EvalProtocol(512))
+    assert cell is not None
+    assert cell.value == pytest.approx(42.0)
+    assert cell.std == pytest.approx(math.sqrt(8))
+    assert len(cell.sources) == 2
+
+
+def test_interval_over_the_text_uses_a_seed_that_was_evaluated_at_the_length(tmp_path):
+    # The first seed of ALiBi was not evaluated at 768 tokens. The interval comes from the second seed.
+    make_run(tmp_path, "alibi", {128: 50.0})
+    folder = make_run(tmp_path, "alibi", {768: 47.0}, seed=2)
+    make_run(tmp_path, "sinusoidal", {768: 47.1}, length=3072)
+
+    # Make the two halves of the text differ, so that the interval is wide.
+    path = next((folder / "eval").glob("*.json"))
+    evaluation = load(path)
+    row = evaluation.rows[0]
+    (count, first_nll), (_, second_nll) = row.blocks
+    unequal_blocks = ((count, first_nll - 9), (count, second_nll + 9))
+    save(evaluation.with_row(row.replace(blocks=unequal_blocks)), path)
+    assert find_verdicts(tmp_path)["short-beats-long"] == "inconclusive"
+
+
+# ---- time to a perplexity
 
 
 def test_time_saved_between_two_curves():
@@ -191,46 +252,21 @@ def test_time_saved_between_two_curves():
     assert time_saved([(1, 9), (2, 8)], [(2, 20), (4, 10)]) is None
 
 
-def test_sooner_is_read_from_checkpoints(tmp_path):
+def test_time_to_perplexity_is_read_from_checkpoints(tmp_path):
     make_demo(tmp_path)
-    entries = json.loads((tmp_path / "cost.json").read_text())["entries"]
-    for position, length in (("alibi", 1024), ("sinusoidal", 2048)):
+    entries = read_costs(tmp_path)["entries"]
+    template_entry = next(iter(entries.values()))
+    for position, length, seconds in (("alibi", 1024, 1.0), ("sinusoidal", 2048, 1.25)):
         folder = make_run(tmp_path, position, {512: 40.0}, length=length)
         config = LAPTOP.make_config(Variant("cc100", position, length))
-        tokens = config.train.batch * config.train.length
-        for step, value in ((92_160, 60.0), (184_320, 50.0), (368_640, 40.0)):
-            write_evaluation(folder, config, {512: value}, tokens=4096, step=step // tokens)
-        seconds = 1.0 if position == "alibi" else 1.25
-        entries[folder.name] = {
-            **next(iter(entries.values())),
-            "position": position,
-            "length": length // 4,
-            "train_seconds": [seconds] * 3,
-        }
+        tokens_per_step = config.train.batch * config.train.length
+        for tokens, perplexity in ((92_160, 60.0), (184_320, 50.0), (368_640, 40.0)):
+            step = tokens // tokens_per_step
+            write_evaluation(folder, config, {512: perplexity}, tokens=4096, step=step)
+        changes = {"position": position, "length": length // 4, "train_seconds": [seconds] * 3}
+        entries[folder.name] = template_entry | changes
     write_with_checksum(tmp_path / "cost.json", {"format": COST_FORMAT, "entries": entries})
-    found = outcome(tmp_path, "sooner")
-    assert found.verdict == "holds"
-    assert found.obtained == "+20.0% (+20.0% to +20.0%) time saved (trained at 256 against 512)"
 
-
-def test_costs_of_two_folders_are_told_with_the_file_of_each(tmp_path):
-    make_demo(tmp_path / "a")
-    (tmp_path / "b").mkdir()
-    write_with_checksum(tmp_path / "b" / "cost.json", {"format": COST_FORMAT, "entries": {}})
-    view = ScaleView(collect([tmp_path / "a", tmp_path / "b"]), LAPTOP)
-    found = view.find_cost(Variant("wikitext103", "alibi", 512), "train memory")
-    assert found is not None
-    assert found.sources == (tmp_path / "a" / "cost.json",)
-
-
-def test_the_interval_over_text_is_of_seeds_that_were_read_so_far(tmp_path):
-    """With the first seed's run evaluated less far there was none, and any difference counted as told."""
-    make_run(tmp_path, "alibi", {128: 50.0})
-    folder = make_run(tmp_path, "alibi", {768: 47.0}, seed=2)
-    make_run(tmp_path, "sinusoidal", {768: 47.1}, length=3072)
-    path = next((folder / "eval").glob("*.json"))
-    evaluation = load(path)
-    row = evaluation.rows[0]
-    (count, first), (_, second) = row.blocks
-    save(evaluation.with_row(row.replace(blocks=((count, first - 9), (count, second + 9)))), path)
-    assert outcome(tmp_path, "short-beats-long").verdict == "cannot tell"
+    outcome = find_outcomes(tmp_path)["sooner"]
+    assert outcome.verdict == "supported"
+    assert outcome.measured == "+20.0% (+20.0% to +20.0%) time saved (trained at 256 against 512)"

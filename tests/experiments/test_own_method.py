@@ -1,4 +1,4 @@
-"""A method from a file outside the package, through the demo: trained, evaluated, in the report with its own colour."""
+"""A position method from a plug-in can be used in the demo: it is trained, evaluated and part of the report."""
 
 import json
 import os
@@ -12,12 +12,14 @@ from trainshort.utils.figures import method_color
 
 TESTS = Path(__file__).parents[1]
 PLUGIN = TESTS / "plugins" / "kerple_log.py"
+
+# Run the command line with an additional scale that trains tiny models.
 SCRIPT = """
 import sys
 from pathlib import Path
 from tiny_experiments import tiny_scale
 from trainshort.cli.main import main
-from trainshort.recipes.scales import scales
+from trainshort.experiments.scales import scales
 if __name__ == "__main__":
     scales.register("tiny")(tiny_scale(Path.cwd()))
     main(sys.argv[1:])
@@ -25,32 +27,37 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_plugin_goes_through_the_demo(tmp_path):
+def test_plugin_method_is_part_of_the_demo(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    words = ["reproduce", "--scale", "tiny", "--only", "demo", "--methods", "alibi,kerple-log", "--jobs", "2"]
-    path = os.pathsep.join((str(TESTS), str(TESTS.parent)))
-    done = subprocess.run(
-        [sys.executable, "script.py", *words, "--plugin", str(PLUGIN)],
+    options = ["--scale", "tiny", "--only", "demo", "--methods", "alibi,kerple-log", "--jobs", "2"]
+    import_path = os.pathsep.join((str(TESTS), str(TESTS.parent)))
+    process = subprocess.run(
+        [sys.executable, "script.py", "reproduce", *options, "--plugin", str(PLUGIN)],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": import_path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
+
     page = (tmp_path / "report" / "tiny" / "index.html").read_text(encoding="utf-8")
     figures = json.loads(page.partition('id="figures">')[2].partition("</script>")[0])
-    headline = next(one for one in figures if one["name"] == "headline")
-    lines = {one["name"]: one["line"]["color"] for one in headline["data"] if one.get("meta") != "band"}
-    assert lines["kerple-log"] == method_color("kerple-log") != lines["ALiBi"]
-    assert max(at for one in headline["data"] if one.get("name") == "kerple-log" for at in one["x"]) == 16
+    headline = next(figure for figure in figures if figure["name"] == "headline")
+    traces = {trace["name"]: trace for trace in headline["data"] if trace.get("meta") != "band"}
+    color = traces["kerple-log"]["line"]["color"]
+    assert color == method_color("kerple-log")
+    assert color != traces["ALiBi"]["line"]["color"]
+    assert max(traces["kerple-log"]["x"]) == 16  # 16 times the training length
 
 
-def test_unknown_methods_are_told_before_anything_is_computed(tmp_path):
-    words = ["reproduce", "--only", "demo", "--methods", "alibi,alibbi"]
-    env = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-    done = subprocess.run(
-        [sys.executable, "-m", "trainshort", *words], cwd=tmp_path, env=env, capture_output=True, text=True
+def test_unknown_method_is_an_error_before_anything_is_computed(tmp_path):
+    process = subprocess.run(
+        [sys.executable, "-m", "trainshort", "reproduce", "--only", "demo", "--methods", "alibi,alibbi"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(TESTS.parent)},
+        capture_output=True,
+        text=True,
     )
-    assert done.returncode == 2
-    assert "Unknown position method 'alibbi'. Did you mean 'alibi'?" in done.stderr
+    assert process.returncode == 2
+    assert "Unknown position method 'alibbi'. Did you mean 'alibi'?" in process.stderr
     assert not list(tmp_path.iterdir())

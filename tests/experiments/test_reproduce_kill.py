@@ -1,4 +1,4 @@
-"""A reproduction that is killed in the middle goes on, and ends where one that was not killed ends."""
+"""A job that was killed continues, and its results equal those of a job that was not killed."""
 
 import os
 import signal
@@ -12,50 +12,76 @@ import torch
 from helpers import evaluations
 from tiny_experiments import tiny_scale, two_methods
 
-from trainshort.experiments.reproduce import jobs
-from trainshort.experiments.reproduce.jobs import plan_jobs, run_job
+from trainshort.experiments.reproduce.jobs import Job, is_finished, plan_jobs, run_job
 from trainshort.train.run_folder import RunFolder, read_lines
 
+HERE = Path(__file__).parent
+
+# The arguments are the folder of the text, the folder of the runs, and the number of training steps.
 SCRIPT = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from test_reproduce_kill import one_task
-from trainshort.reproduce.tasks import work
-work(one_task(Path(sys.argv[2]), int(sys.argv[4])), Path(sys.argv[3]))
+from test_reproduce_kill import make_job
+from trainshort.experiments.reproduce.jobs import run_job
+run_job(make_job(Path(sys.argv[1]), int(sys.argv[3])), Path(sys.argv[2]))
 """
 
 
-def one_task(folder: Path, steps: int):
+def make_job(folder: Path, steps: int) -> Job:
+    """Return the job of the demo's ALiBi model.
+
+    Args:
+        folder: The folder of the text.
+        steps: The number of training steps.
+    """
     return plan_jobs([two_methods()], tiny_scale(folder, steps=steps)).jobs[0]
 
 
-def losses(root: Path, name: str) -> list[tuple[int, float]]:
-    return [(line["step"], line["nll"]) for line in read_lines(RunFolder(root / name).metrics) if "nll" in line]
+def read_training_losses(root: Path, name: str) -> list[tuple[int, float]]:
+    """Return the step and the loss of each training step in the metrics log."""
+    records = read_lines(RunFolder(root / name).metrics)
+    return [(record["step"], record["nll"]) for record in records if "nll" in record]
 
 
-@pytest.mark.parametrize("steps", [30, pytest.param(120, marks=pytest.mark.slow)])
-def test_killed_in_the_middle_it_goes_on(tmp_path, steps):
-    task = one_task(tmp_path, steps)
-    run_job(task, tmp_path / "whole")
-    here = Path(__file__).parent
-    path = os.pathsep.join((str(here), str(here.parent), str(here.parents[1])))
-    arguments = [sys.executable, "-c", SCRIPT, str(here.parent), str(tmp_path), str(tmp_path / "killed"), str(steps)]
-    threads = str(torch.get_num_threads())  # results are bit-exact for one number of threads
-    process = subprocess.Popen(arguments, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": threads})
-    metrics = RunFolder(tmp_path / "killed" / task.name).metrics
+def read_evaluation_losses(root: Path, name: str) -> list[tuple[int, float]]:
+    """Return the length and the loss of each evaluation."""
+    losses = [(row.length, row.nll) for evaluation in evaluations(root / name) for row in evaluation.rows]
+    return sorted(losses)
+
+
+def kill_after_steps(arguments: list[str], metrics: Path, steps: int) -> None:
+    """Run the script, and kill it after some training steps.
+
+    Args:
+        arguments: The arguments of the script.
+        metrics: The metrics log of the run.
+        steps: The number of training steps.
+    """
+    import_path = os.pathsep.join((str(HERE), str(HERE.parent), str(HERE.parents[1])))
+    threads = str(torch.get_num_threads())  # Results are bit-identical only with the same number of threads.
+    environment = {**os.environ, "PYTHONPATH": import_path, "OMP_NUM_THREADS": threads}
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, *arguments], env=environment)
     try:
-        while process.poll() is None and len(read_lines(metrics)) < steps // 3:
+        while len(read_lines(metrics)) < steps:
+            assert process.poll() is None, "The script ended before it was killed."
             time.sleep(0.02)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert not jobs.is_finished(tmp_path / "killed", task)
-    run_job(task, tmp_path / "killed")
-    assert jobs.is_finished(tmp_path / "killed", task)
-    assert losses(tmp_path / "killed", task.name) == losses(tmp_path / "whole", task.name)
-    rows = [
-        sorted((row.length, row.nll) for one in evaluations(tmp_path / kind / task.name) for row in one.rows)
-        for kind in ("whole", "killed")
-    ]
-    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("steps", [30, pytest.param(120, marks=pytest.mark.slow)])
+def test_killed_job_equals_uninterrupted_job(tmp_path, steps):
+    job = make_job(tmp_path, steps)
+    uninterrupted = tmp_path / "uninterrupted"
+    killed = tmp_path / "killed"
+
+    run_job(job, uninterrupted)
+    metrics = RunFolder(killed / job.name).metrics
+    kill_after_steps([str(tmp_path), str(killed), str(steps)], metrics, steps // 3)
+    assert not is_finished(killed, job)
+    run_job(job, killed)
+
+    assert is_finished(killed, job)
+    assert read_training_losses(killed, job.name) == read_training_losses(uninterrupted, job.name)
+    assert read_evaluation_losses(killed, job.name) == read_evaluation_losses(uninterrupted, job.name)

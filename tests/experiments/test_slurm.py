@@ -1,6 +1,7 @@
-"""A small table on a real Slurm: two nodes without GPUs, on this machine.
+"""Run jobs on a real Slurm cluster: two nodes without GPUs on this machine.
 
-TRAINSHORT_SLURM_LAB names a script that is called as `SCRIPT start FOLDER` and `SCRIPT stop FOLDER`.
+The environment variable TRAINSHORT_SLURM_LAB names a script. The script is called as `SCRIPT start FOLDER` and
+`SCRIPT stop FOLDER`.
 """
 
 import os
@@ -8,7 +9,9 @@ import shutil
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from helpers import evaluations
@@ -16,92 +19,100 @@ from tiny_experiments import tiny_scale
 
 from trainshort.errors import InputError
 from trainshort.experiments.experiments import select_experiments
-from trainshort.experiments.reproduce import jobs
-from trainshort.experiments.reproduce.jobs import plan_jobs, run_job
-from trainshort.experiments.reproduce.local import SlurmConfig, run_on_cluster
+from trainshort.experiments.reproduce.jobs import Job, is_finished, plan_jobs, run_job
+from trainshort.experiments.reproduce.slurm import SlurmConfig, run_on_cluster
 from trainshort.train.run_folder import RunFolder, read_lines
 
-LAB = os.environ.get("TRAINSHORT_SLURM_LAB")
+CLUSTER_SCRIPT = os.environ.get("TRAINSHORT_SLURM_LAB")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(LAB is None, reason="TRAINSHORT_SLURM_LAB names no script that starts a Slurm cluster"),
+    pytest.mark.skipif(CLUSTER_SCRIPT is None, reason="TRAINSHORT_SLURM_LAB names no script that starts a cluster"),
     pytest.mark.skipif(shutil.which("sbatch") is None, reason="Slurm is not installed"),
 ]
-SITE = SlurmConfig(gpus=0, cores=1, minutes=10, partition="main", setup=("export OMP_NUM_THREADS=1",))
+CONFIG = SlurmConfig(gpus=0, cores=1, minutes=10, partition="main", setup=("export OMP_NUM_THREADS=1",))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _cluster(tmp_path_factory):
+def _cluster(tmp_path_factory) -> Iterator[None]:
+    """Start the cluster, and stop it after the tests."""
     folder = str(tmp_path_factory.mktemp("slurm"))
-    subprocess.run([str(LAB), "start", folder], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([str(CLUSTER_SCRIPT), "start", folder], check=True, stdout=subprocess.DEVNULL)
     yield
-    subprocess.run([str(LAB), "stop", folder], check=True)
+    subprocess.run([str(CLUSTER_SCRIPT), "stop", folder], check=True)
 
 
-def table15(folder, steps=4):
-    """The table's models at a scale that trains in seconds."""
+def make_jobs(folder: Path, steps: int = 4) -> list[Job]:
+    """Return the two jobs of Table 15, at a scale that trains in seconds."""
     return plan_jobs(select_experiments(["table15"]), tiny_scale(folder, steps=steps)).jobs
 
 
-def queue():
-    listed = subprocess.run(["squeue", "--noheader", "--format=%A %T"], capture_output=True, text=True, check=True)
-    return dict(line.split() for line in listed.stdout.splitlines())
+def queued_job_ids() -> list[str]:
+    """Return the IDs of all jobs in the Slurm queue."""
+    command = ["squeue", "--noheader", "--format=%A"]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    return process.stdout.split()
 
 
-def test_a_table_is_computed(tmp_path):
-    wanted, done = table15(tmp_path), []
-    assert len(wanted) == 2
-    run_on_cluster(wanted, tmp_path / "runs", done.append, SITE)
-    assert sorted(done) == sorted(task.name for task in wanted)
-    assert all(jobs.is_finished(tmp_path / "runs", task) for task in wanted)
-
-
-def test_what_the_cluster_has_not_is_told(tmp_path):
-    task = table15(tmp_path)[0]
-    with pytest.raises(InputError, match=r"Slurm did not take the jobs \(.*gres.*Say what it wants in a site file"):
-        run_on_cluster([task], tmp_path / "runs", print, SITE.replace(gpus=1))
-    with pytest.raises(InputError, match=r"Slurm did not take the jobs \(.*partition"):
-        run_on_cluster([task], tmp_path / "runs", print, SITE.replace(partition="nowhere"))
-
-
-def started(task, root, steps):
-    while len(read_lines(RunFolder(root / task.name).metrics)) < steps:
+def wait_for_steps(job: Job, root: Path, steps: int) -> None:
+    """Wait until a job has done some training steps."""
+    while len(read_lines(RunFolder(root / job.name).metrics)) < steps:
         time.sleep(0.2)
 
 
-def test_a_cancelled_job_is_named(tmp_path):
-    task = table15(tmp_path, steps=100_000)[0]
-
-    def cancel():
-        started(task, tmp_path / "runs", 5)
-        subprocess.run(["scancel", *queue()], check=True)
-
-    threading.Thread(target=cancel, daemon=True).start()
-    with pytest.raises(InputError, match=rf"1 jobs failed: {task.name} \(.*Their logs are in"):
-        run_on_cluster([task], tmp_path / "runs", print, SITE)
+def read_training_losses(folder: Path) -> list[tuple[int, float]]:
+    """Return the step and the loss of each training step in the metrics log."""
+    records = read_lines(RunFolder(folder).metrics)
+    return [(record["step"], record["nll"]) for record in records if "nll" in record]
 
 
-def test_a_requeued_job_goes_on(tmp_path):
-    """As after a preemption: Slurm ends the job and starts it again, with the same task."""
+def test_all_jobs_of_a_table_are_finished(tmp_path):
+    jobs = make_jobs(tmp_path)
+    assert len(jobs) == 2
+    done: list[str] = []
+    run_on_cluster(jobs, tmp_path / "runs", done.append, CONFIG)
+    assert sorted(done) == sorted(job.name for job in jobs)
+    assert all(is_finished(tmp_path / "runs", job) for job in jobs)
+
+
+def test_request_that_the_cluster_rejects_is_an_error(tmp_path):
+    job = make_jobs(tmp_path)[0]
+    with pytest.raises(InputError, match=r"Slurm rejected the jobs: .*gres.*site file"):
+        run_on_cluster([job], tmp_path / "runs", print, CONFIG.replace(gpus=1))
+    with pytest.raises(InputError, match=r"Slurm rejected the jobs: .*partition"):
+        run_on_cluster([job], tmp_path / "runs", print, CONFIG.replace(partition="nowhere"))
+
+
+def test_cancelled_job_is_named(tmp_path):
+    job = make_jobs(tmp_path, steps=100_000)[0]
+
+    def cancel_job() -> None:
+        wait_for_steps(job, tmp_path / "runs", 5)
+        subprocess.run(["scancel", *queued_job_ids()], check=True)
+
+    threading.Thread(target=cancel_job, daemon=True).start()
+    with pytest.raises(InputError, match=rf"1 jobs failed: {job.name} \(.*log files are in"):
+        run_on_cluster([job], tmp_path / "runs", print, CONFIG)
+
+
+def test_requeued_job_equals_uninterrupted_job(tmp_path):
+    # After a preemption, Slurm ends the job and starts it again with the same arguments.
     steps = 600
-    task = replace(table15(tmp_path, steps)[0], eval_lengths={})
-    seen: list[int] = []
+    job = replace(make_jobs(tmp_path, steps)[0], eval_lengths={})
+    folder = tmp_path / "runs" / job.name
+    steps_before_requeue: list[int] = []
 
-    def requeue():
-        started(task, tmp_path / "runs", steps // 4)
-        (job,) = queue()
-        subprocess.run(["scontrol", "requeue", job], check=True)
-        seen.append(len(read_lines(RunFolder(tmp_path / "runs" / task.name).metrics)))
+    def requeue_job() -> None:
+        wait_for_steps(job, tmp_path / "runs", steps // 4)
+        (job_id,) = queued_job_ids()
+        subprocess.run(["scontrol", "requeue", job_id], check=True)
+        steps_before_requeue.append(len(read_lines(RunFolder(folder).metrics)))
 
-    threading.Thread(target=requeue, daemon=True).start()
-    run_on_cluster([task], tmp_path / "runs", print, SITE)
-    assert steps // 4 <= seen[0] < steps
-    sessions = read_lines(RunFolder(tmp_path / "runs" / task.name).sessions)
-    assert [one["step"] > 0 for one in sessions] == [False, True]
-    run_job(task, tmp_path / "whole")
-    assert losses(tmp_path / "runs" / task.name) == losses(tmp_path / "whole" / task.name)
-    assert not evaluations(tmp_path / "runs" / task.name)
+    threading.Thread(target=requeue_job, daemon=True).start()
+    run_on_cluster([job], tmp_path / "runs", print, CONFIG)
+    assert steps // 4 <= steps_before_requeue[0] < steps
+    sessions = read_lines(RunFolder(folder).sessions)
+    assert [session["step"] > 0 for session in sessions] == [False, True]
 
-
-def losses(folder):
-    return [(line["step"], line["nll"]) for line in read_lines(RunFolder(folder).metrics) if "nll" in line]
+    run_job(job, tmp_path / "uninterrupted")
+    assert read_training_losses(folder) == read_training_losses(tmp_path / "uninterrupted" / job.name)
+    assert not evaluations(folder)

@@ -53,7 +53,7 @@ class Reproduce:
 
     def run(self) -> None:
         from trainshort.experiments.experiments import select_experiments, select_methods
-        from trainshort.experiments.reproduce.local import make_executor, read_slurm_config
+        from trainshort.experiments.reproduce.slurm import make_executor, read_slurm_config
         from trainshort.experiments.scales import scales
 
         scale = scales.get(self.scale)

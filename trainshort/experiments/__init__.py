@@ -1,1 +1,1 @@
-"""The experiments of the ALiBi paper: recipes, tables, claims, and the commands that repeat them."""
+"""The experiments of the ALiBi paper: recipes, tables, claims, and the code that runs them."""

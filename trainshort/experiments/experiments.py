@@ -1,10 +1,11 @@
-"""What an experiment is: a table or figure of the paper, or the demo's set. It is its cells, each with the model and
-the reading that give its number; and what a scale is, at which models are trained and read. No torch.
+"""Define experiments (tables and figures of the paper) and scales (the sizes at which experiments are run).
 
-A table is its cells and nothing else. Which models to train and which evaluations to run follows from them, at every
-scale, so that a table and what is computed for it cannot drift apart.
+An experiment consists of cells. A cell is one number of the paper, together with the model and the evaluation that
+produce the number:
 
     Cell("ALiBi, L = 512", "3072", 18.40, "perplexity", Variant("wikitext103", "alibi", 512), EvalProtocol(3072))
+
+The models to train and the evaluations to run are derived from the cells. This module does not import torch.
 """
 
 import json
@@ -21,26 +22,40 @@ from trainshort.train.run_folder import run_name
 from trainshort.utils.registry import Registry
 
 Quantity = Literal["perplexity", "train speed", "read speed", "train memory", "learning curve"]
+"""What a cell contains. "read speed" is the evaluation speed."""
 
 METHOD_NAMES = {"alibi": "ALiBi", "sinusoidal": "Sinusoidal", "rotary": "Rotary", "t5": "T5 bias", "none": "None"}
+"""The names of position methods in tables and figures."""
 
 
 def method_name(position: str) -> str:
-    """A position method as people read it; one that the paper does not have keeps the name it was registered by."""
+    """Return the name of a position method for tables. A method that is not in the paper keeps its registered name."""
     return METHOD_NAMES.get(position, position)
 
 
 @cache
 def load_published_numbers() -> dict[str, Any]:
-    """Every number the paper prints, by table and figure, as data that ships with the package. Lengths that are keys
-    are strings there, as JSON has them."""
-    text = resources.files("trainshort.experiments").joinpath("published.json").read_text(encoding="utf-8")
-    return json.loads(text)
+    """Return all numbers of the paper by table and figure, such as `["table5"]["alibi"]["512"]["3072"]`.
+
+    Lengths that are keys are strings, because the numbers are stored as JSON.
+    """
+    file = resources.files("trainshort.experiments").joinpath("published.json")
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+# ---- the parts of an experiment
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One model of the paper: test bed, position method, training length as the paper has it."""
+    """One model of the paper.
+
+    Attributes:
+        setup: The dataset and model size of the paper: "wikitext103", "books" or "cc100".
+        position: The position method.
+        length: The training length in the paper. A scale maps it to the actual training length.
+        seed: The random seed.
+    """
 
     setup: str
     position: str
@@ -49,66 +64,94 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class EvalProtocol:
+    """How a trained model is evaluated, in the paper's numbers.
+
+    Attributes:
+        length: The evaluation length (L_valid in the paper).
+        stride: The number of tokens that each window scores. None evaluates windows that do not overlap.
+        split: The split of the dataset. None uses the default split of the scale.
+    """
+
+    length: int
+    stride: int | None = None
+    split: str | None = None
+
+
+@dataclass(frozen=True)
 class Scale:
-    """How an experiment is made smaller, or left as it is."""
+    """A size at which experiments are run.
+
+    Attributes:
+        name: The name of the scale, such as "laptop".
+        summary: A short description.
+        training_lengths: The paper's training lengths that are trained at this scale. Others would take too long.
+        build: A function that returns the config of a model at this scale.
+        length_divisor: All lengths of the paper are divided by this number.
+        excluded_lengths: Training lengths that are not trained for certain experiments, by the experiment's name.
+        stride_one: The stride that replaces the paper's stride of 1.
+        sliding_tokens: How many tokens are evaluated with sliding windows. None means all tokens.
+        eval_tokens: How many tokens are evaluated without overlap. None means all tokens.
+        max_eval_length: The longest evaluation length.
+        default_split: The split that is evaluated if a cell does not name a split. The paper uses "valid". A scale
+            whose training recipe was chosen by the validation loss uses "test".
+        gpus: The number of GPUs that a cluster job requests for one model.
+        uses_single_corpus: Whether one small dataset replaces the three datasets of the paper.
+    """
 
     name: str
     summary: str
     training_lengths: tuple[int, ...]
-    """The paper's training lengths that are trained at this scale; the others are left out for time."""
     build: Callable[[Variant], RunConfig]
     length_divisor: int = 1
-    """The paper's lengths are divided by this."""
     excluded_lengths: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Lengths left out in single experiments, by their names."""
     stride_one: int = 1
-    """Stride that takes the place of the paper's stride 1."""
     sliding_tokens: int | None = None
-    """Tokens of text scored by sliding windows; None: all."""
     eval_tokens: int | None = None
-    """Tokens of text scored without overlap; None: all."""
     max_eval_length: int = 16_384
-    """Longest length that is evaluated at this scale."""
     default_split: str = "valid"
-    """Split on which perplexities are reported, where a cell names none: validation's, as the paper has it, unless the
-    recipe was chosen by that."""
     gpus: int = 0
-    """GPUs that a model of this scale wants where a cluster trains it."""
     uses_single_corpus: bool = False
-    """Whether one small corpus stands for all three test beds."""
 
     def scale_length(self, published: int) -> int:
-        """What a length of the paper is here: at the laptop, 512 is 128."""
+        """Return the length at this scale for a length of the paper. At the scale "laptop", 512 becomes 128."""
         return max(1, round(published / self.length_divisor))
 
     def scale_stride(self, published: int | None) -> int | None:
+        """Return the stride at this scale for a stride of the paper. None means no overlap and stays None."""
         if published is None:
             return None
-        return self.stride_one if published == 1 else self.scale_length(published)
+        if published == 1:
+            return self.stride_one
+        return self.scale_length(published)
 
     def make_config(self, variant: Variant) -> RunConfig:
+        """Return the config of a model at this scale."""
         return self.build(variant)
 
     def run_name(self, variant: Variant) -> str:
         """Return the name of the run folder of a model."""
         return run_name(self.build(variant))
 
-
-@dataclass(frozen=True)
-class EvalProtocol:
-    """How a trained model is read, in the paper's numbers."""
-
-    length: int
-    """L_valid."""
-    stride: int | None = None
-    """None: without overlap."""
-    split: str | None = None
-    """None: the one that the scale reports on."""
+    def trains(self, variant: Variant, experiment_name: str) -> bool:
+        """Return whether a model of an experiment is trained at this scale."""
+        excluded_lengths = self.excluded_lengths.get(experiment_name, ())
+        return variant.length in self.training_lengths and variant.length not in excluded_lengths
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One published number and how to get it. Without a variant it is quoted from other work, and only shown."""
+    """One number of the paper, and how to measure it.
+
+    Attributes:
+        row: The label of the row in the table.
+        column: The label of the column.
+        published: The number in the paper, or None if the paper has no number for this cell.
+        quantity: What the number measures.
+        variant: The model. None for a number that the paper quotes from other work. Such a number is not measured.
+        protocol: How the trained model is evaluated. None for costs, which do not need a trained model.
+        x_value: The position on the x-axis if the experiment is drawn as a figure.
+    """
 
     row: str
     column: str
@@ -117,133 +160,224 @@ class Cell:
     variant: Variant | None = None
     protocol: EvalProtocol | None = None
     x_value: float | None = None
-    """Place on a figure's horizontal axis."""
 
     @property
     def is_cost(self) -> bool:
-        """Whether it is a cost of the configuration and not of trained weights: a few steps tell it."""
+        """Return whether the cell is a speed or a memory that is measured in a few steps, without a trained model."""
         return self.quantity in ("train speed", "read speed", "train memory") and self.protocol is None
 
-    def is_computable(self, experiment: str, scale: Scale) -> bool:
-        """Whether this scale computes the cell."""
+    def is_computable(self, experiment_name: str, scale: Scale) -> bool:
+        """Return whether the cell is measured at a scale.
+
+        Args:
+            experiment_name: The name of the experiment that contains the cell.
+            scale: The size at which the experiment is run (laptop, gpu or paper).
+        """
         if self.variant is None:
             return False
         if self.protocol is not None and scale.scale_length(self.protocol.length) > scale.max_eval_length:
             return False
-        if self.is_cost:
-            return True
-        return self.variant.length in scale.training_lengths and self.variant.length not in scale.excluded_lengths.get(
-            experiment, ()
-        )
+        return self.is_cost or scale.trains(self.variant, experiment_name)
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table or figure of the paper."""
+    """A table or figure of the paper.
+
+    Attributes:
+        name: The name, such as "table5" or "fig1".
+        title: The title.
+        cells: The numbers of the table or figure.
+        kind: How the experiment is drawn. "table" is not drawn. "by speed" draws the perplexity of each row against
+            its training speed.
+        axes: The labels of the x-axis and the y-axis.
+    """
 
     name: str
     title: str
     cells: tuple[Cell, ...]
     kind: Literal["table", "lines", "bars", "by speed"] = "table"
-    """How it is drawn beside its table; by speed: each row's perplexity against its training speed."""
     axes: tuple[str, str] = ("", "")
-    """Labels of a figure's two axes."""
-
-    def variants_to_train(self, scale: Scale) -> list[Variant]:
-        """Models to train, each once, in the order of the cells."""
-        trained = (c for c in self.cells if c.is_computable(self.name, scale) and not c.is_cost)
-        return list(dict.fromkeys(cell.variant for cell in trained if cell.variant))
-
-    def variants_to_measure(self, scale: Scale) -> list[Variant]:
-        """Configurations whose speed and memory are wanted, trained or not."""
-        cells = (c for c in self.cells if c.is_computable(self.name, scale) and c.is_cost)
-        return list(dict.fromkeys(cell.variant for cell in cells if cell.variant))
-
-    def eval_protocols(self, scale: Scale, variant: Variant) -> list[EvalProtocol]:
-        """Evaluations of one model."""
-        cells = (c for c in self.cells if c.variant == variant and c.is_computable(self.name, scale))
-        wanted = (c for c in cells if c.quantity in ("perplexity", "read speed"))
-        return list(dict.fromkeys(cell.protocol for cell in wanted if cell.protocol))
-
-    def learning_curve_protocols(self, scale: Scale, variant: Variant) -> list[EvalProtocol]:
-        """Readings of one model that are wanted at several moments of its training."""
-        cells = (c for c in self.cells if c.variant == variant and c.is_computable(self.name, scale))
-        return list(dict.fromkeys(c.protocol for c in cells if c.quantity == "learning curve" and c.protocol))
 
     @property
     def methods(self) -> list[str]:
-        """Position methods of its models, in the order of the cells."""
+        """Return the position methods of all models, in the order of the cells."""
         return list(dict.fromkeys(cell.variant.position for cell in self.cells if cell.variant))
+
+    def variants_to_train(self, scale: Scale) -> list[Variant]:
+        """Return the models that are trained at a scale, in the order of the cells, without duplicates."""
+        variants: dict[Variant, None] = {}
+        for cell in self._computable_cells(scale):
+            if cell.variant is not None and not cell.is_cost:
+                variants[cell.variant] = None
+        return list(variants)
+
+    def variants_to_measure(self, scale: Scale) -> list[Variant]:
+        """Return the models whose speed or memory is measured. These models do not have to be trained."""
+        variants: dict[Variant, None] = {}
+        for cell in self._computable_cells(scale):
+            if cell.variant is not None and cell.is_cost:
+                variants[cell.variant] = None
+        return list(variants)
+
+    def eval_protocols(self, scale: Scale, variant: Variant) -> list[EvalProtocol]:
+        """Return the evaluations of a trained model."""
+        return self._protocols(scale, variant, ("perplexity", "read speed"))
+
+    def learning_curve_protocols(self, scale: Scale, variant: Variant) -> list[EvalProtocol]:
+        """Return the evaluations that are run on all kept checkpoints of a model."""
+        return self._protocols(scale, variant, ("learning curve",))
+
+    def _protocols(self, scale: Scale, variant: Variant, quantities: tuple[Quantity, ...]) -> list[EvalProtocol]:
+        """Return the evaluation protocols of a model's cells that contain certain quantities, without duplicates."""
+        protocols: dict[EvalProtocol, None] = {}
+        for cell in self._computable_cells(scale):
+            if cell.variant == variant and cell.quantity in quantities and cell.protocol is not None:
+                protocols[cell.protocol] = None
+        return list(protocols)
+
+    def _computable_cells(self, scale: Scale) -> list[Cell]:
+        """Return the cells that are measured at a scale."""
+        return [cell for cell in self.cells if cell.is_computable(self.name, scale)]
 
 
 experiments: Registry[Callable[[], Experiment]] = Registry("experiment")
 
-from trainshort.experiments import tables  # noqa: E402, F401  (fills the registry)
+# Importing this module fills the registry. `tables` needs the classes above.
+from trainshort.experiments import tables  # noqa: E402, F401
+
+# ---- choosing experiments
 
 
 def select_experiments(names: Iterable[str]) -> list[Experiment]:
-    """Experiments by name, all of them when none is named; `table 5`, `Table5` and `figure 1` are understood."""
-    chosen = [_plain(name) for name in names if name.strip()]
-    return [experiments.get(name)() for name in chosen or experiments.names()]
+    """Return experiments by name.
 
+    Args:
+        names: The names. "table 5", "Table5" and "figure 1" are accepted. Without names, all experiments are returned.
 
-def _plain(name: str) -> str:
-    plain = name.strip().lower().replace(" ", "").replace("figure", "fig").replace(".", "")
-    if plain in ("fig3", "fig10"):
-        raise InputError(f"{name.strip()} is a drawing of how something works; there is nothing to compute for it.")
-    return plain
-
-
-def build_queries(scale: Scale, reading: EvalProtocol) -> list[Query]:
-    """The evaluations that a reading wants at a scale, its own first. A sliding one has a companion without overlap on
-    the same text: their difference is what the beginnings of blocks cost."""
-    stride, split = scale.scale_stride(reading.stride), reading.split or scale.default_split
-    if stride is None:
-        return [Query(split, None, scale.eval_tokens)]
-    return [Query(split, stride, scale.sliding_tokens), Query(split, None, scale.sliding_tokens)]
-
-
-def build_learning_curve_query(scale: Scale, reading: EvalProtocol) -> Query:
-    """The evaluation of a learning curve's checkpoints, without overlap on little text; the step is left open."""
-    return Query(reading.split or scale.default_split, None, scale.sliding_tokens)
-
-
-def with_methods(experiment: Experiment, methods: Iterable[str]) -> Experiment:
-    """The same experiment with these position methods, whether the paper has them or not.
-
-    A method that it has not gets the cells of one that it has, ALiBi's where there are any, without published numbers:
-
-        Cell("ALiBi, L = 512", "3072", 18.40, ..., alibi)   →   Cell("mine, L = 512", "3072", None, ..., mine)
+    Raises:
+        InputError: If there is no experiment with this name.
     """
-    wanted, known = list(dict.fromkeys(methods)), experiment.methods
-    model = "alibi" if "alibi" in known else known[0]
-    kept = [cell for cell in experiment.cells if cell.variant is None or cell.variant.position in wanted]
-    like = [cell for cell in experiment.cells if cell.variant and cell.variant.position == model]
-    added = [_for_method(cell, method) for method in wanted if method not in known for cell in like]
-    return replace(experiment, cells=(*kept, *added))
+    normalized_names = [_normalize_name(name) for name in names if name.strip()]
+    return [experiments.get(name)() for name in normalized_names or experiments.names()]
 
 
-def _for_method(cell: Cell, method: str) -> Cell:
-    assert cell.variant
-    old, new = method_name(cell.variant.position), method_name(method)
-    row, column = cell.row.replace(old, new), cell.column.replace(old, new)
-    return replace(cell, row=row, column=column, published=None, variant=replace(cell.variant, position=method))
+def _normalize_name(name: str) -> str:
+    """Return the registered form of an experiment's name: "Figure 1" becomes "fig1"."""
+    normalized = name.strip().lower().replace(" ", "").replace("figure", "fig").replace(".", "")
+    if normalized in ("fig3", "fig10"):
+        raise InputError(f"{name.strip()} is a drawing without numbers, so there is nothing to compute.")
+    return normalized
 
 
 def select_methods(chosen: list[Experiment], methods: list[str], *, named: bool) -> list[Experiment]:
-    """The experiments with these methods instead of the paper's. One about a single method is refused if it was named,
-    else left out."""
-    varied = [one for one in chosen if len(one.methods) > 1]
-    if named and len(varied) < len(chosen):
-        single = next(one for one in chosen if one not in varied)
-        raise InputError(
-            f"{single.name} is about one position method ({method_name(single.methods[0])}), so --methods says nothing "
-            "there. Choose demo, or a table that compares methods, such as table2 or table5."
-        )
-    return [with_methods(one, methods) for one in varied]
+    """Replace the position methods of experiments.
+
+    Args:
+        chosen: The experiments.
+        methods: The position methods to compare.
+        named: Whether the user chose the experiments by name. Then an experiment about a single method is an error.
+            Otherwise such an experiment is left out.
+
+    Raises:
+        InputError: If the user chose an experiment about a single method.
+    """
+    comparisons: list[Experiment] = []
+    for experiment in chosen:
+        if len(experiment.methods) > 1:
+            comparisons.append(experiment)
+        elif named:
+            raise InputError(
+                f"--methods cannot be used with {experiment.name}, because {experiment.name} is about one position "
+                f"method ({method_name(experiment.methods[0])}). Choose demo, or a table that compares methods, "
+                "such as table2 or table5."
+            )
+    return [with_methods(experiment, methods) for experiment in comparisons]
+
+
+# ---- the evaluations of a cell
+
+
+def build_queries(scale: Scale, protocol: EvalProtocol) -> list[Query]:
+    """Return the evaluations that a protocol of the paper needs at a scale.
+
+    Args:
+        scale: The scale (laptop, gpu or paper), which defines the number of tokens and the actual stride.
+        protocol: How the paper evaluates the model. The length of the protocol is not part of the result.
+
+    Returns:
+        One evaluation for windows without overlap. Two evaluations for a sliding window: with the sliding window, and
+        without overlap on the same text. The difference between the two shows the effect of tokens with little context.
+    """
+    stride = scale.scale_stride(protocol.stride)
+    split = protocol.split or scale.default_split
+    if stride is None:
+        return [Query(split=split, stride=None, tokens=scale.eval_tokens)]
+    sliding_query = Query(split=split, stride=stride, tokens=scale.sliding_tokens)
+    plain_query = Query(split=split, stride=None, tokens=scale.sliding_tokens)
+    return [sliding_query, plain_query]
+
+
+def build_learning_curve_query(scale: Scale, protocol: EvalProtocol) -> Query:
+    """Return the evaluation of checkpoints for a learning curve. The training step of the query is not set.
+
+    Checkpoints are evaluated without overlap on the same short text as sliding windows.
+    """
+    return Query(split=protocol.split or scale.default_split, stride=None, tokens=scale.sliding_tokens)
+
+
+# ---- changing experiments
+
+
+def with_methods(experiment: Experiment, methods: Iterable[str]) -> Experiment:
+    """Return an experiment with other position methods.
+
+    A method that is not part of the experiment gets the cells of ALiBi (or of the first method, if the experiment has
+    no ALiBi cells), without published numbers:
+
+        Cell("ALiBi, L = 512", "3072", 18.40, ..., alibi)   becomes   Cell("mine, L = 512", "3072", None, ..., mine)
+
+    Args:
+        experiment: The experiment.
+        methods: The position methods of the new experiment.
+    """
+    unique_methods = list(dict.fromkeys(methods))
+    known_methods = experiment.methods
+    template_method = "alibi" if "alibi" in known_methods else known_methods[0]
+
+    cells: list[Cell] = []
+    template_cells: list[Cell] = []
+    for cell in experiment.cells:
+        if cell.variant is None or cell.variant.position in unique_methods:
+            cells.append(cell)
+        if cell.variant is not None and cell.variant.position == template_method:
+            template_cells.append(cell)
+
+    for method in unique_methods:
+        if method not in known_methods:
+            cells += [_replace_method(cell, method) for cell in template_cells]
+    return replace(experiment, cells=tuple(cells))
+
+
+def _replace_method(cell: Cell, method: str) -> Cell:
+    """Return a cell with another position method in its model and its labels, without a published number."""
+    assert cell.variant is not None
+    old_name = method_name(cell.variant.position)
+    new_name = method_name(method)
+    return replace(
+        cell,
+        row=cell.row.replace(old_name, new_name),
+        column=cell.column.replace(old_name, new_name),
+        published=None,
+        variant=replace(cell.variant, position=method),
+    )
 
 
 def with_seed(experiment: Experiment, seed: int) -> Experiment:
-    """The same experiment with other first weights and another order of the data."""
-    cells = (replace(c, variant=replace(c.variant, seed=seed)) if c.variant else c for c in experiment.cells)
+    """Return an experiment whose models are trained with another random seed."""
+    cells: list[Cell] = []
+    for cell in experiment.cells:
+        if cell.variant is not None:
+            cell = replace(cell, variant=replace(cell.variant, seed=seed))
+        cells.append(cell)
     return replace(experiment, cells=tuple(cells))

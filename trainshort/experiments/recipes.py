@@ -1,16 +1,11 @@
-"""Settings of whole runs by name: functions that return a `RunConfig`. No torch here.
+"""Recipes: named run configs. A recipe is a function without arguments that returns a `RunConfig`.
 
-@recipes.register("my-recipe")
-def my_recipe() -> RunConfig:
-    \"\"\"One line that `trainshort list recipes` shows.\"\"\"
-    return RunConfig(...)
-
-Reading order: experiments (what a table needs, and a scale), scales (which text, which model, how long), paper (its
-tables and figures). Here is a recipe for every model that one of them needs, at every scale:
+This module registers one recipe for each model of each experiment, at every scale:
 
     trainshort train paper-wikitext103-alibi-512
 
-The demo's models are the laptop's that stand for the paper's 512 tokens, and are called by the demo: `demo-alibi`.
+The laptop models with the paper's training length 512 are called `demo-alibi` and so on. A plug-in adds a recipe with
+`@recipes.register("my-recipe")`. This module does not import torch.
 """
 
 from collections.abc import Callable
@@ -24,57 +19,91 @@ from trainshort.experiments.scales import scales
 from trainshort.utils.registry import Registry
 
 recipes: Registry[Callable[[], RunConfig]] = Registry("recipe")
+
 DEMO_LENGTH = 512
-"""The paper's training length that the demo stands for."""
+"""The training length of the demo's models, in the paper's numbers."""
+
 EXTRA_DEMO_METHODS = ("none",)
-"""Methods that no experiment asks for, but which the demo's model can be trained with by name."""
+"""Position methods that no experiment uses, but for which a demo recipe exists."""
+
+ENCODER_METHODS = ("alibi", "sinusoidal", "rotary")
+"""Position methods for which a recipe of a masked language model exists."""
 
 
 def recipe_name(scale: Scale, variant: Variant) -> str:
-    """paper-wikitext103-alibi-512; where one corpus stands for all, without its name: gpu-alibi-512.
+    """Return the name of the recipe that trains a model at a scale.
 
-    The length is the one that is trained at: what stands for the paper's 256 at the laptop is laptop-alibi-64.
+    The length in the name is the actual training length. The dataset is left out if the scale has only one dataset.
+
+    Example:
+        >>> recipe_name(scales.get("paper"), Variant("wikitext103", "alibi", 512))
+        'paper-wikitext103-alibi-512'
+        >>> recipe_name(scales.get("laptop"), Variant("wikitext103", "alibi", 256))
+        'laptop-alibi-64'
     """
     if scale.name == "laptop" and variant.length == DEMO_LENGTH:
         return f"demo-{variant.position}"
-    setup = "" if scale.uses_single_corpus else f"{variant.setup}-"
-    return f"{scale.name}-{setup}{variant.position}-{scale.scale_length(variant.length)}"
+    length = scale.scale_length(variant.length)
+    if scale.uses_single_corpus:
+        return f"{scale.name}-{variant.position}-{length}"
+    return f"{scale.name}-{variant.setup}-{variant.position}-{length}"
 
 
-def _add(name: str, about: str, config: Callable[..., RunConfig], *of: Any) -> None:
-    recipe = partial(config, *of)
-    recipe.__doc__ = about
-    recipes.add(name, recipe)
-
-
-def _demo(position: str) -> Variant:
+def demo_variant(position: str) -> Variant:
+    """Return the model of the demo with a position method."""
     return Variant("wikitext103", position, DEMO_LENGTH)
 
 
-def _encoder(position: str) -> RunConfig:
-    config = scales.get("laptop").make_config(_demo(position))
+def masked_lm_config(position: str) -> RunConfig:
+    """Return the config of a masked language model with the size, the text and the training length of the demo."""
+    config = scales.get("laptop").make_config(demo_variant(position))
     return config.replace(model={"causal": False}, train={"valid_tokens": 65_536})
 
 
-_wanted = [
-    (scale, one)
-    for _, scale in scales.items()
-    for _, build in experiments.items()
-    for one in build().variants_to_train(scale)
-]
-_wanted += [(scales.get("laptop"), _demo(position)) for position in EXTRA_DEMO_METHODS]
-for _name, (_scale, _one) in {recipe_name(*both): both for both in _wanted}.items():
-    _told = f"{method_name(_one.position)} trained at {_scale.scale_length(_one.length):,} tokens; {_scale.summary}."
-    _add(_name, _told, _scale.make_config, _one)
-for _position in ("alibi", "sinusoidal", "rotary"):
-    _told = f"A masked language model with {method_name(_position)}, on the demo's text and length."
-    _add(f"laptop-mlm-{_position}-{_encoder(_position).train.length}", _told, _encoder, _position)
-
-
 def portable() -> RunConfig:
-    """The preset of this name, trained as the demo: transformers, llama.cpp and CTranslate2 take it as it is."""
-    config = scales.get("laptop").make_config(_demo("alibi"))
-    return config.model_copy(update={"model": presets.get("portable")().replace(vocab_size=0)})
+    """The preset "portable", trained as the demo. It can be exported to transformers, llama.cpp and CTranslate2."""
+    config = scales.get("laptop").make_config(demo_variant("alibi"))
+    model = presets.get("portable")().replace(vocab_size=0)
+    return config.model_copy(update={"model": model})
 
 
-recipes.add("portable-128", portable)
+# ---- registration
+
+
+def _add_recipe(name: str, description: str, make_config: Callable[..., RunConfig], *arguments: Any) -> None:
+    """Register a recipe that calls `make_config(*arguments)`. `trainshort list recipes` shows the description."""
+    recipe = partial(make_config, *arguments)
+    recipe.__doc__ = description
+    recipes.add(name, recipe)
+
+
+def _experiment_models() -> dict[str, tuple[Scale, Variant]]:
+    """Return the models of all experiments at all scales, by the name of their recipe."""
+    models: dict[str, tuple[Scale, Variant]] = {}
+    for _, scale in scales.items():
+        for _, make_experiment in experiments.items():
+            for variant in make_experiment().variants_to_train(scale):
+                models[recipe_name(scale, variant)] = (scale, variant)
+    for position in EXTRA_DEMO_METHODS:
+        laptop = scales.get("laptop")
+        variant = demo_variant(position)
+        models[recipe_name(laptop, variant)] = (laptop, variant)
+    return models
+
+
+def _register_recipes() -> None:
+    """Register the recipes of this package."""
+    for name, (scale, variant) in _experiment_models().items():
+        length = scale.scale_length(variant.length)
+        description = f"{method_name(variant.position)} trained at {length:,} tokens; {scale.summary}."
+        _add_recipe(name, description, scale.make_config, variant)
+
+    for position in ENCODER_METHODS:
+        length = masked_lm_config(position).train.length
+        description = f"A masked language model with {method_name(position)}, with the text and length of the demo."
+        _add_recipe(f"laptop-mlm-{position}-{length}", description, masked_lm_config, position)
+
+    recipes.add("portable-128", portable)
+
+
+_register_recipes()

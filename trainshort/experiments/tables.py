@@ -1,11 +1,13 @@
-"""Tables 1 to 15, cell by cell, the demo's set, and Figures 1, 2, 4 to 9 and 11. Figures 3 and 10 are drawings of how
-something works, with nothing to compute."""
+"""The tables and figures of the paper as experiments, and the experiment "demo".
+
+Figures 3 and 10 are drawings without numbers, so they are left out.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from trainshort.config.position_config import PAPER_METHODS as METHODS
+from trainshort.config.position_config import PAPER_METHODS
 from trainshort.experiments.experiments import (
     Cell,
     EvalProtocol,
@@ -17,172 +19,269 @@ from trainshort.experiments.experiments import (
 )
 
 DEMO_MULTIPLES = (1, 1.25, 1.5, 2, 4, 6, 8, 16)
-"""Lengths at which the demo's models are evaluated, as multiples of their own."""
+"""The lengths at which the demo's models are evaluated, as multiples of the training length."""
+
 COST_LENGTHS = (2048, 16_384)
-"""Lengths at which the methods' costs differ, in the paper's numbers: 512 and 4,096 tokens at the laptop."""
-PERPLEXITY, SPEED = "perplexity", "tokens/s, training"
-"""What several figures have on an axis."""
-BY_LENGTH: dict[str, Any] = {"kind": "lines", "axes": ("tokens read at once", PERPLEXITY)}
-BY_SPEED: dict[str, Any] = {"kind": "by speed", "axes": (SPEED, PERPLEXITY)}
-"""How several experiments are drawn."""
-Cells = Callable[[], Iterator[Cell]]
+"""Training lengths at which the demo measures the speed, in the paper's numbers (512 and 4,096 on a laptop)."""
+
+# Labels of axes.
+PERPLEXITY = "perplexity"
+TRAINING_SPEED = "tokens/s, training"
+
+# Settings of `Experiment` that several figures share.
+PERPLEXITY_BY_LENGTH: dict[str, Any] = {"kind": "lines", "axes": ("evaluation length in tokens", PERPLEXITY)}
+PERPLEXITY_BY_SPEED: dict[str, Any] = {"kind": "by speed", "axes": (TRAINING_SPEED, PERPLEXITY)}
+
+CellFunction = Callable[[], Iterator[Cell]]
+"""A function that yields the cells of an experiment."""
 
 
-def register_experiment(name: str, title: str, **drawn: Any) -> Callable[[Cells], Cells]:
-    """Decorator: file an experiment by the function of its cells. `trainshort list` shows that one's docstring, or else
-    the title."""
+def register_experiment(name: str, title: str, **settings: Any) -> Callable[[CellFunction], CellFunction]:
+    """Return a decorator that registers a function which yields the cells of an experiment.
 
-    def add(cells: Cells) -> Cells:
-        def build() -> Experiment:
-            return Experiment(name, title, tuple(cells()), **drawn)
+    Args:
+        name: The name of the experiment.
+        title: The title of the table or figure.
+        settings: Other fields of `Experiment`, such as `kind`.
+    """
 
-        build.__doc__ = cells.__doc__ or f"{title}."
-        experiments.add(name, build)
-        return cells
+    def register(make_cells: CellFunction) -> CellFunction:
+        def make_experiment() -> Experiment:
+            return Experiment(name, title, tuple(make_cells()), **settings)
 
-    return add
+        # `trainshort list experiments` shows the first line of this docstring.
+        make_experiment.__doc__ = make_cells.__doc__ or f"{title}."
+        experiments.add(name, make_experiment)
+        return make_cells
+
+    return register
 
 
-def format_row_label(variant: Variant, read: int | None = None) -> str:
-    """ALiBi, L = 512 [read at 3072]"""
-    far = f" read at {read}" if read and read != variant.length else ""
-    return f"{method_name(variant.position)}, L = {variant.length}{far}"
+# ---- helpers
+
+
+def format_row_label(variant: Variant, eval_length: int | None = None) -> str:
+    """Return the label of a row, such as "ALiBi, L = 512 evaluated at 3072". L is the training length.
+
+    Args:
+        variant: The model.
+        eval_length: The evaluation length. It is left out if it equals the training length.
+    """
+    label = f"{method_name(variant.position)}, L = {variant.length}"
+    if eval_length and eval_length != variant.length:
+        label += f" evaluated at {eval_length}"
+    return label
 
 
 def make_perplexity_cell(
-    row: str, column: str, value: float | None, variant: Variant, at: int, stride: int | None = None
+    row: str, column: str, published: float | None, variant: Variant, eval_length: int, stride: int | None = None
 ) -> Cell:
-    """A perplexity at a length, which is its place in a figure as well."""
-    return Cell(row, column, value, "perplexity", variant, EvalProtocol(at, stride), at)
+    """Return a cell with the perplexity of a model at an evaluation length. The length is also the x-value.
+
+    Args:
+        row: The label of the row.
+        column: The label of the column.
+        published: The perplexity in the paper, or None.
+        variant: The model.
+        eval_length: The evaluation length in the paper's numbers.
+        stride: The stride of a sliding window. None evaluates windows that do not overlap.
+    """
+    protocol = EvalProtocol(eval_length, stride)
+    return Cell(row, column, published, "perplexity", variant, protocol, eval_length)
+
+
+def _words_to_tokens(thousands_per_second: float) -> float:
+    """Convert a speed of the paper from thousands of words per second to tokens per second. A word is one token."""
+    return thousands_per_second * 1e3
+
+
+# ---- the demo
 
 
 @register_experiment("demo", "Four position methods past their training length")
 def demo() -> Iterator[Cell]:
-    """Four methods trained at one length, evaluated at 1 to 16 times that, and sinusoidal trained at 6 times.
+    """Four methods trained at one length and evaluated at 1 to 16 times this length, and sinusoidal trained at 6 times.
 
-    Sliding windows and cost as well. Beside Tables 1, 2, 6 and 13 to 15, as far as the paper has these lengths.
+    The demo also contains sliding-window evaluations and costs. The published numbers are from Tables 1, 2, and 13 to
+    15. Some demo cells have no published number.
     """
-    for method in METHODS:
-        variant = Variant("wikitext103", method, 512)
-        name = method_name(method)
-        for multiple in DEMO_MULTIPLES:
-            length = round(512 * multiple)
-            yield make_perplexity_cell(name, f"{multiple:g} L", _near(method, length), variant, length)
-        for multiple in (1, 2, 4):
-            printed = _stride_one(method).get(str(512 * multiple))
-            reading = EvalProtocol(512 * multiple, stride=1)
-            yield Cell(name, f"{multiple} L, sliding", printed, "perplexity", variant, reading)
-        yield from _training(name, variant)
-        for length in COST_LENGTHS:
-            far = Variant("wikitext103", method, length)
-            yield Cell(name, f"training tokens/s at {length // 512} L", None, "train speed", far)
-    # The paper's title: ALiBi trained at 512 and evaluated at 3,072, against sinusoidal trained there.
-    short, long = Variant("wikitext103", "alibi", 512), Variant("wikitext103", "sinusoidal", 3072)
+    for method in PAPER_METHODS:
+        yield from _demo_method_cells(method)
+
+    # The title of the paper: ALiBi trained at 512 and evaluated at 3,072, against sinusoidal trained at 3,072.
+    short = Variant("wikitext103", "alibi", 512)
+    long = Variant("wikitext103", "sinusoidal", 3072)
     yield make_perplexity_cell(format_row_label(long), "6 L", 18.67, long, 3072)
-    yield from _training(format_row_label(long), long)
+    yield from _training_cost_cells(format_row_label(long), long)
     for variant in (short, long):
-        yield Cell(format_row_label(variant), "over training", None, "learning curve", variant, EvalProtocol(3072))
+        row = format_row_label(variant)
+        yield Cell(row, "over training", None, "learning curve", variant, EvalProtocol(3072))
 
 
-def _training(row: str, variant: Variant) -> Iterator[Cell]:
-    numbers = load_published_numbers()["table1"][variant.position][str(variant.length)]
-    yield Cell(row, "training tokens/s", numbers["train_wps_k"] * 1e3, "train speed", variant)
-    yield Cell(row, "training GB", numbers["train_mem_gb"], "train memory", variant)
+def _demo_method_cells(method: str) -> Iterator[Cell]:
+    """Yield the cells of the demo for one position method: perplexities, sliding windows and costs."""
+    variant = Variant("wikitext103", method, 512)
+    row = method_name(method)
+    for multiple in DEMO_MULTIPLES:
+        length = round(512 * multiple)
+        yield make_perplexity_cell(row, f"{multiple:g} L", _published_near(method, length), variant, length)
+
+    sliding_perplexities = _published_sliding_perplexities(method)
+    for multiple in (1, 2, 4):
+        length = 512 * multiple
+        published = sliding_perplexities.get(str(length))
+        protocol = EvalProtocol(length, stride=1)
+        yield Cell(row, f"{multiple} L, sliding", published, "perplexity", variant, protocol)
+
+    yield from _training_cost_cells(row, variant)
+    for length in COST_LENGTHS:
+        longer_variant = Variant("wikitext103", method, length)
+        yield Cell(row, f"training tokens/s at {length // 512} L", None, "train speed", longer_variant)
 
 
-def _near(method: str, length: int) -> float | None:
-    """The paper's number at a length, or at the nearest one that Table 2 has within 3 %."""
+def _training_cost_cells(row: str, variant: Variant) -> Iterator[Cell]:
+    """Yield the training speed and the training memory of a model that is part of Table 1."""
+    published = load_published_numbers()["table1"][variant.position][str(variant.length)]
+    yield Cell(row, "training tokens/s", _words_to_tokens(published["train_wps_k"]), "train speed", variant)
+    yield Cell(row, "training GB", published["train_mem_gb"], "train memory", variant)
+
+
+def _published_near(method: str, length: int) -> float | None:
+    """Return the perplexity in Table 2 at the nearest length, or None if that length differs by more than 3 %."""
     rows = load_published_numbers()["table2"]
-    row = min(rows, key=lambda row: abs(row["L_valid"] - length))
-    return row[f"{method}_ppl"] if abs(row["L_valid"] - length) <= 0.03 * length else None
+    nearest_row = min(rows, key=lambda row: abs(row["L_valid"] - length))
+    if abs(nearest_row["L_valid"] - length) > 0.03 * length:
+        return None
+    return nearest_row[f"{method}_ppl"]
 
 
-def _stride_one(method: str) -> dict[str, float]:
-    name = {"sinusoidal": "table13", "t5": "table14", "alibi": "table15"}.get(method)
-    return load_published_numbers()[name]["512"] if name else {}
+def _published_sliding_perplexities(method: str) -> dict[str, float]:
+    """Return the sliding-window perplexities of a model trained at 512, by evaluation length (Tables 13 to 15)."""
+    tables = {"sinusoidal": "table13", "t5": "table14", "alibi": "table15"}
+    if method not in tables:
+        return {}
+    return load_published_numbers()[tables[method]]["512"]
+
+
+# ---- tables
 
 
 @register_experiment("table1", "Speed and memory of training and evaluation")
 def table1() -> Iterator[Cell]:
     """Speed and memory of four methods at three lengths."""
-    for method in METHODS:
+    for method in PAPER_METHODS:
         for length in (512, 1024, 3072):
             variant = Variant("wikitext103", method, length)
-            numbers = load_published_numbers()["table1"][method][str(length)]
+            published = load_published_numbers()["table1"][method][str(length)]
             row = format_row_label(variant)
-            yield Cell(row, "train tokens/s", numbers["train_wps_k"] * 1e3, "train speed", variant)
-            yield Cell(row, "read tokens/s", numbers["eval_wps_k"] * 1e3, "read speed", variant)
-            yield Cell(row, "train GB", numbers["train_mem_gb"], "train memory", variant)
+            yield Cell(row, "train tokens/s", _words_to_tokens(published["train_wps_k"]), "train speed", variant)
+            yield Cell(row, "read tokens/s", _words_to_tokens(published["eval_wps_k"]), "read speed", variant)
+            yield Cell(row, "train GB", published["train_mem_gb"], "train memory", variant)
 
 
-def make_extrapolation_cells(name: str, length: int, *, speed: bool = True) -> Iterator[Cell]:
-    """A sweep past the training length: perplexity and speed of each method at each point."""
-    for numbers in load_published_numbers()[name]:
-        at = numbers["L_valid"]
-        for method in METHODS:
+def make_extrapolation_cells(table: str, length: int, *, speed: bool = True) -> Iterator[Cell]:
+    """Yield the perplexity and the evaluation speed of each method at many evaluation lengths (Tables 2 to 4).
+
+    Args:
+        table: The name of the table with the published numbers.
+        length: The training length.
+        speed: Whether to yield the evaluation speeds.
+    """
+    for numbers in load_published_numbers()[table]:
+        eval_length = numbers["L_valid"]
+        row = f"{eval_length:,}"
+        for method in PAPER_METHODS:
             variant = Variant("wikitext103", method, length)
-            row, column = f"{at:,}", method_name(method)
-            yield make_perplexity_cell(row, column, numbers[f"{method}_ppl"], variant, at)
+            column = method_name(method)
+            yield make_perplexity_cell(row, column, numbers[f"{method}_ppl"], variant, eval_length)
             if speed:
-                wps = numbers[f"{method}_wps"]
-                yield Cell(row, f"{column} tokens/s", wps, "read speed", variant, EvalProtocol(at), at)
+                published_speed = numbers[f"{method}_wps"]
+                protocol = EvalProtocol(eval_length)
+                yield Cell(row, f"{column} tokens/s", published_speed, "read speed", variant, protocol, eval_length)
 
 
-for _name, _length in (("table2", 512), ("table3", 1024), ("table4", 3072)):
-    _title = f"Extrapolation of the four methods, trained at {_length}"
-    register_experiment(_name, _title)(lambda name=_name, length=_length: make_extrapolation_cells(name, length))
+def _register_extrapolation_table(name: str, length: int) -> None:
+    """Register one of the Tables 2 to 4, which evaluate models with one training length at many lengths."""
+    title = f"Extrapolation of the four methods, trained at {length}"
+    register_experiment(name, title)(lambda: make_extrapolation_cells(name, length))
 
 
-def make_length_pair_cells(name: str, setup: str) -> Iterator[Cell]:
-    """ALiBi by training and evaluation length, and the others at their own length (Tables 5 and 8)."""
-    numbers = load_published_numbers()[name]
-    for length, row in numbers["alibi"].items():
+_register_extrapolation_table("table2", 512)
+_register_extrapolation_table("table3", 1024)
+_register_extrapolation_table("table4", 3072)
+
+
+def make_length_pair_cells(table: str, setup: str) -> Iterator[Cell]:
+    """Yield the perplexities of Table 5 or 8.
+
+    ALiBi is evaluated at many pairs of training length and evaluation length. The other methods are evaluated at their
+    training length.
+
+    Args:
+        table: The name of the table with the published numbers.
+        setup: The setup of the models, such as "wikitext103".
+    """
+    published = load_published_numbers()[table]
+    for length, perplexities in published["alibi"].items():
         variant = Variant(setup, "alibi", int(length))
-        for at, value in row.items():
-            yield make_perplexity_cell(format_row_label(variant), at, value, variant, int(at))
+        for eval_length, perplexity in perplexities.items():
+            row = format_row_label(variant)
+            yield make_perplexity_cell(row, eval_length, perplexity, variant, int(eval_length))
+
     for method in ("sinusoidal", "rotary", "t5"):
-        for at, value in numbers.get(f"{method}_L_eq_Lvalid", {}).items():
-            yield make_perplexity_cell(
-                f"{method_name(method)}, L = L_valid", at, value, Variant(setup, method, int(at)), int(at)
-            )
+        row = f"{method_name(method)}, L = L_valid"
+        for length, perplexity in published.get(f"{method}_L_eq_Lvalid", {}).items():
+            variant = Variant(setup, method, int(length))
+            yield make_perplexity_cell(row, length, perplexity, variant, int(length))
 
 
-@register_experiment("table5", "ALiBi trained at one length and evaluated at longer ones", **BY_LENGTH)
+@register_experiment("table5", "ALiBi trained at one length and evaluated at longer ones", **PERPLEXITY_BY_LENGTH)
 def table5() -> Iterator[Cell]:
-    """ALiBi by training length and evaluation length, and the other methods at their own length."""
+    """ALiBi by training length and evaluation length, and the other methods at their training length."""
     return make_length_pair_cells("table5", "wikitext103")
 
 
-@register_experiment("table6", "Validation and test, without overlap", **BY_SPEED)
+@register_experiment("table6", "Validation and test, without overlap", **PERPLEXITY_BY_SPEED)
 def table6() -> Iterator[Cell]:
     """Valid and test perplexity without overlap, with speeds."""
     for numbers in load_published_numbers()["table6"]:
-        variant, at = Variant("wikitext103", numbers["model"], numbers["L"]), numbers["L_valid"]
-        row = format_row_label(variant, at)
-        yield Cell(row, "train tokens/s", numbers["train_wps_k"] * 1e3, "train speed", variant)
-        yield Cell(row, "read tokens/s", numbers["inf_wps_k"] * 1e3, "read speed", variant, EvalProtocol(at))
+        variant = Variant("wikitext103", numbers["model"], numbers["L"])
+        eval_length = numbers["L_valid"]
+        row = format_row_label(variant, eval_length)
+        train_speed = _words_to_tokens(numbers["train_wps_k"])
+        eval_speed = _words_to_tokens(numbers["inf_wps_k"])
+        yield Cell(row, "train tokens/s", train_speed, "train speed", variant)
+        yield Cell(row, "read tokens/s", eval_speed, "read speed", variant, EvalProtocol(eval_length))
         for split in ("valid", "test"):
-            yield Cell(row, split, numbers[split], "perplexity", variant, EvalProtocol(at, split=split))
+            yield Cell(row, split, numbers[split], "perplexity", variant, EvalProtocol(eval_length, split=split))
 
 
-def make_valid_and_test_cells(name: str, setup: str, stride: int | None) -> Iterator[Cell]:
-    """Rows "method L512 Lvalid3072" with a valid and a test column; other names are quoted work."""
-    for row, values in load_published_numbers()[name].items():
-        for split, value in zip(("valid", "test"), values, strict=True):
-            method, *numbers = row.split()
-            if method not in METHODS:
-                yield Cell(row, split, value)
+def make_valid_and_test_cells(table: str, setup: str, stride: int | None) -> Iterator[Cell]:
+    """Yield the validation and test perplexities of Tables 7, 9 and 10.
+
+    Args:
+        table: The name of the table with the published numbers. Its keys are models such as "alibi L512 Lvalid3072",
+            or names of other work that the paper quotes.
+        setup: The setup of the models, such as "books".
+        stride: The stride of a sliding window. None evaluates windows that do not overlap.
+    """
+    for name, perplexities in load_published_numbers()[table].items():
+        for split, perplexity in zip(("valid", "test"), perplexities, strict=True):
+            method, *lengths = name.split()
+            if method not in PAPER_METHODS:
+                yield Cell(name, split, perplexity)
                 continue
-            length = int(numbers[0].removeprefix("L"))
-            at = int(numbers[1].removeprefix("Lvalid")) if len(numbers) > 1 else length
+            length = int(lengths[0].removeprefix("L"))
+            eval_length = length
+            if len(lengths) > 1:
+                eval_length = int(lengths[1].removeprefix("Lvalid"))
             variant = Variant(setup, method, length)
-            yield Cell(
-                format_row_label(variant, at), split, value, "perplexity", variant, EvalProtocol(at, stride, split)
-            )
+            row = format_row_label(variant, eval_length)
+            protocol = EvalProtocol(eval_length, stride, split)
+            yield Cell(row, split, perplexity, "perplexity", variant, protocol)
 
 
-STRIDE_512 = "with a sliding window of stride 512, beside other work"
-register_experiment("table7", f"WikiText-103 {STRIDE_512}")(
+register_experiment("table7", "WikiText-103 with a sliding window of stride 512, and other work")(
     lambda: make_valid_and_test_cells("table7", "wikitext103", 512)
 )
 register_experiment("table8", "BookCorpus: ALiBi at longer lengths than trained")(
@@ -191,42 +290,66 @@ register_experiment("table8", "BookCorpus: ALiBi at longer lengths than trained"
 register_experiment("table9", "BookCorpus: validation and test, without overlap")(
     lambda: make_valid_and_test_cells("table9", "books", None)
 )
-register_experiment("table10", f"BookCorpus {STRIDE_512}")(lambda: make_valid_and_test_cells("table10", "books", 512))
+register_experiment("table10", "BookCorpus with a sliding window of stride 512, and other work")(
+    lambda: make_valid_and_test_cells("table10", "books", 512)
+)
 
 
-def make_cc100_cells(name: str) -> Iterator[Cell]:
-    """CC100+RoBERTa. Table 11 has one length a row ("ppl_1024") and counts updates, Table 12 has several."""
-    for numbers in load_published_numbers()[name]:
+def make_cc100_cells(table: str) -> Iterator[Cell]:
+    """Yield the training memory and the perplexities of the models on CC100+RoBERTa (Tables 11 and 12).
+
+    Args:
+        table: The name of the table with the published numbers. A row of Table 11 has one perplexity, with a key such
+            as "ppl_1024". A row of Table 12 has a dictionary of perplexities by evaluation length.
+    """
+    for numbers in load_published_numbers()[table]:
         variant = Variant("cc100", numbers["model"], numbers["L"])
-        row = format_row_label(variant) + (f", {numbers['updates_k']}k updates" if "updates_k" in numbers else "")
+        row = format_row_label(variant)
+        if "updates_k" in numbers:
+            row += f", {numbers['updates_k']}k updates"
         yield Cell(row, "train GB", numbers["mem_gb"], "train memory", variant)
-        one = {key.removeprefix("ppl_"): value for key, value in numbers.items() if key.startswith("ppl_")}
-        for at, value in numbers.get("ppl", one).items():
-            yield make_perplexity_cell(row, f"at {at}", value, variant, int(at))
+
+        perplexities = numbers.get("ppl")
+        if perplexities is None:
+            perplexities = {key.removeprefix("ppl_"): value for key, value in numbers.items() if key.startswith("ppl_")}
+        for eval_length, perplexity in perplexities.items():
+            yield make_perplexity_cell(row, f"at {eval_length}", perplexity, variant, int(eval_length))
 
 
 register_experiment("table11", "CC100+RoBERTa, 1.3B parameters: at equal time")(lambda: make_cc100_cells("table11"))
 register_experiment("table12", "CC100+RoBERTa, 1.3B parameters: at equal updates")(lambda: make_cc100_cells("table12"))
 
 
-def make_sliding_cells(name: str, method: str) -> Iterator[Cell]:
-    for length, row in load_published_numbers()[name].items():
+def make_sliding_cells(table: str, method: str) -> Iterator[Cell]:
+    """Yield the perplexities of one method with a sliding window of stride 1 (Tables 13 to 15)."""
+    for length, perplexities in load_published_numbers()[table].items():
         variant = Variant("wikitext103", method, int(length))
-        for at, value in row.items():
-            yield make_perplexity_cell(format_row_label(variant), at, value, variant, int(at), stride=1)
+        for eval_length, perplexity in perplexities.items():
+            row = format_row_label(variant)
+            yield make_perplexity_cell(row, eval_length, perplexity, variant, int(eval_length), stride=1)
 
 
-for _name, _method in (("table13", "sinusoidal"), ("table14", "t5"), ("table15", "alibi")):
-    _title = f"{method_name(_method)} under a sliding window of stride 1"
-    register_experiment(_name, _title)(lambda name=_name, method=_method: make_sliding_cells(name, method))
+def _register_sliding_table(name: str, method: str) -> None:
+    """Register one of the Tables 13 to 15, which evaluate one method with a sliding window."""
+    title = f"{method_name(method)} with a sliding window of stride 1"
+    register_experiment(name, title)(lambda: make_sliding_cells(name, method))
 
 
-@register_experiment("fig1", "Extrapolation of the four methods", **BY_LENGTH)
+_register_sliding_table("table13", "sinusoidal")
+_register_sliding_table("table14", "t5")
+_register_sliding_table("table15", "alibi")
+
+
+# ---- figures
+
+
+@register_experiment("fig1", "Extrapolation of the four methods", **PERPLEXITY_BY_LENGTH)
 def fig1() -> Iterator[Cell]:
     """Perplexity against length: four methods, trained at 512 and at 1024."""
-    for name, length in (("table2", 512), ("table3", 1024)):
-        for cell in make_extrapolation_cells(name, length, speed=False):
-            assert cell.variant
+    for table, length in (("table2", 512), ("table3", 1024)):
+        for cell in make_extrapolation_cells(table, length, speed=False):
+            assert cell.variant is not None
+            # In the tables, a row is an evaluation length. In the figure, a row is the line of a model.
             yield replace(cell, row=format_row_label(cell.variant), column=cell.row)
 
 
@@ -236,37 +359,45 @@ def fig2() -> Iterator[Cell]:
     return table1()
 
 
-@register_experiment("fig4", "ALiBi evaluated past its length", **BY_LENGTH)
+@register_experiment("fig4", "ALiBi evaluated past its length", **PERPLEXITY_BY_LENGTH)
 def fig4() -> Iterator[Cell]:
-    """ALiBi past its length, and sinusoidal models at theirs."""
+    """ALiBi beyond its training length, and sinusoidal models at their training length."""
     for cell in make_length_pair_cells("table5", "wikitext103"):
-        if cell.variant and cell.variant.position in ("alibi", "sinusoidal") and cell.x_value and cell.x_value >= 512:
+        assert cell.variant is not None
+        assert cell.x_value is not None
+        if cell.variant.position in ("alibi", "sinusoidal") and cell.x_value >= 512:
             yield cell
 
 
 @register_experiment("fig5", "Perplexity over training time", kind="lines", axes=("minutes of training", PERPLEXITY))
 def fig5() -> Iterator[Cell]:
     """CC100+RoBERTa: validation perplexity over training time."""
+    # A key such as "sin1024_Lvalid2048" or "alibi512_Lvalid1024" is a model and an evaluation length.
     for name, points in load_published_numbers()["fig5"].items():
-        model, _, at = name.partition("_Lvalid")
-        method = "sinusoidal" if model.startswith("sin") else "alibi"
-        variant = Variant("cc100", method, int(model.removeprefix("sin").removeprefix("alibi")))
-        row, reading = format_row_label(variant, int(at)), EvalProtocol(int(at))
-        for updates, hours, value in points:
-            yield Cell(row, f"{updates:,} updates", value, "learning curve", variant, reading, hours)
+        model, _, eval_length = name.partition("_Lvalid")
+        if model.startswith("sin"):
+            variant = Variant("cc100", "sinusoidal", int(model.removeprefix("sin")))
+        else:
+            variant = Variant("cc100", "alibi", int(model.removeprefix("alibi")))
+        row = format_row_label(variant, int(eval_length))
+        protocol = EvalProtocol(int(eval_length))
+        for updates, training_time, perplexity in points:
+            yield Cell(row, f"{updates:,} updates", perplexity, "learning curve", variant, protocol, training_time)
 
 
-@register_experiment("fig6", "CC100+RoBERTa: extrapolation", **BY_LENGTH)
+@register_experiment("fig6", "CC100+RoBERTa: extrapolation", **PERPLEXITY_BY_LENGTH)
 def fig6() -> Iterator[Cell]:
     """CC100+RoBERTa: perplexity against length."""
+    # A key such as "alibi_L512" is a position method and a training length.
     for name, points in load_published_numbers()["fig6"].items():
         method, _, length = name.partition("_L")
         variant = Variant("cc100", method, int(length))
-        for at, value in points:
-            yield make_perplexity_cell(format_row_label(variant), f"{at:,.0f}", value, variant, int(at))
+        for eval_length, perplexity in points:
+            row = format_row_label(variant)
+            yield make_perplexity_cell(row, f"{eval_length:,.0f}", perplexity, variant, int(eval_length))
 
 
-@register_experiment("fig7", "Training speed", kind="lines", axes=("training length", SPEED))
+@register_experiment("fig7", "Training speed", kind="lines", axes=("training length", TRAINING_SPEED))
 def fig7() -> Iterator[Cell]:
     """Training speed against length."""
     for method, points in load_published_numbers()["fig7"].items():
@@ -275,24 +406,25 @@ def fig7() -> Iterator[Cell]:
             yield Cell(method_name(method), f"{length:,}", speed, "train speed", variant, x_value=length)
 
 
-@register_experiment("fig8", "Training speed and perplexity at 3072", **BY_SPEED)
+@register_experiment("fig8", "Training speed and perplexity at 3072", **PERPLEXITY_BY_SPEED)
 def fig8() -> Iterator[Cell]:
     """Perplexity at 3072 against training length, with each model's training speed."""
     for method, points in load_published_numbers()["fig8"].items():
-        for length, (speed, value) in points.items():
-            variant, reading = Variant("wikitext103", method, int(length)), EvalProtocol(3072)
-            yield Cell(format_row_label(variant), "perplexity at 3072", value, "perplexity", variant, reading, speed)
-            yield Cell(format_row_label(variant), "train tokens/s", speed, "train speed", variant)
+        for length, (speed, perplexity) in points.items():
+            variant = Variant("wikitext103", method, int(length))
+            row = format_row_label(variant)
+            yield Cell(row, "perplexity at 3072", perplexity, "perplexity", variant, EvalProtocol(3072), speed)
+            yield Cell(row, "train tokens/s", speed, "train speed", variant)
 
 
-@register_experiment("fig9", "BookCorpus: ALiBi evaluated past its length", **BY_LENGTH)
+@register_experiment("fig9", "BookCorpus: ALiBi evaluated past its length", **PERPLEXITY_BY_LENGTH)
 def fig9() -> Iterator[Cell]:
-    """BookCorpus: ALiBi past its length, and sinusoidal models at theirs."""
+    """BookCorpus: ALiBi beyond its training length, and sinusoidal models at their training length."""
     return make_length_pair_cells("table8", "books")
 
 
-@register_experiment("fig11", "Sliding window of stride 1", **BY_LENGTH)
+@register_experiment("fig11", "Sliding window of stride 1", **PERPLEXITY_BY_LENGTH)
 def fig11() -> Iterator[Cell]:
-    """ALiBi and sinusoidal under a sliding window of stride 1."""
+    """ALiBi and sinusoidal with a sliding window of stride 1."""
     yield from make_sliding_cells("table15", "alibi")
     yield from make_sliding_cells("table13", "sinusoidal")

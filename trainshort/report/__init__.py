@@ -1,4 +1,4 @@
-"""Write a report from stored results: JSON in, HTML, Markdown and figures out.
+"""Write a report from stored results. The input is JSON. The output is HTML, Markdown and figures.
 
 The report computes no results of its own, and this package does not import torch.
 

@@ -1,10 +1,11 @@
-"""The first screen: perplexity against length, and three sentences written from the same numbers."""
+"""The main figure of the report: perplexity by evaluation length, and sentences about the same numbers."""
 
 import statistics
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 from trainshort.config.run_config import RunConfig
 from trainshort.evaluate.results import LengthScore, StoredEvaluation, interval, perplexity
@@ -14,216 +15,461 @@ from trainshort.train.run_folder import run_name
 from trainshort.utils.figures import OTHERS, Figure, Series, method_color
 from trainshort.utils.terminal import join_words
 
-PAPER_LENGTH = 512
-LONG = "sinusoidal"
-"""The method that has to be trained at the length it is evaluated at."""
-ORDER = ("alibi", "t5", "rotary", "sinusoidal")
-NO_WORSE = 0.01
-"""Up to one per cent more perplexity counts as no worse."""
+PAPER_TRAINING_LENGTH = 512
+"""The training length of the paper's curves in the figure (Table 2)."""
+
+BASELINE_METHOD = "sinusoidal"
+"""The position method that has to be trained at the evaluation length, because it does not extrapolate."""
+
+METHOD_ORDER = ("alibi", "t5", "rotary", "sinusoidal")
+"""The order of the curves. Curves of other methods come last."""
+
+MAX_INCREASE = 0.01
+"""A perplexity that is at most 1 % higher than at the training length counts as no worse."""
+
+
+class TextKey(NamedTuple):
+    """What two evaluations must have in common, so that their perplexities can be compared.
+
+    Attributes:
+        tokens: The number of tokens.
+        sha256: The hash of the tokens.
+        precision: The precision of the model, such as "float32".
+    """
+
+    tokens: int
+    sha256: str
+    precision: str
+
+
+class Sweep(NamedTuple):
+    """An evaluation of a run at its training length and at a longer length."""
+
+    run: Run
+    stored: StoredEvaluation
+
+    @property
+    def text(self) -> TextKey:
+        """Return the text of the evaluation."""
+        return _text_key(self.stored)
+
+    @property
+    def training_length(self) -> int:
+        """Return the training length of the run."""
+        return self.run.config.train.length
 
 
 @dataclass(frozen=True)
-class Curve:
-    """One method's curve: mean perplexity over its seeds, by length."""
+class MethodCurve:
+    """The perplexity of one model by evaluation length.
+
+    Attributes:
+        name: The name of the curve: the name of the method, or of the run if a method has several curves.
+        position: The position method.
+        points: The mean perplexity over the seeds, by evaluation length.
+        bounds: The range over the seeds, by evaluation length. With one seed, the 95 % interval over the text.
+        stored: The evaluations that the curve is computed from, one for each seed.
+        color: The color of the curve.
+    """
 
     name: str
     position: str
     points: dict[int, float]
     bounds: dict[int, tuple[float, float]]
     stored: tuple[StoredEvaluation, ...]
-    """The evaluations behind it, one per seed."""
-    shade: str
-    """The method's colour; where a method has several lines, one that no method has."""
+    color: str
 
     @property
     def sources(self) -> tuple[Path, ...]:
-        return tuple(one.path for one in self.stored)
+        """Return the files of the evaluations."""
+        return tuple(stored.path for stored in self.stored)
 
 
 @dataclass(frozen=True)
 class Headline:
-    """The lines of all methods that were trained at one length."""
+    """The curves of all models with the same training length.
 
-    length: int
-    lines: tuple[Curve, ...]
+    Attributes:
+        training_length: The training length.
+        curves: The curves of the models.
+        is_controlled_comparison: Whether the models differ only in the position method. They then have the same size,
+            and were trained on the same number of tokens of the same corpus.
+        longer_models: A model that was trained at a longer length, evaluated at this length, as a reference. The tuple
+            is empty if there is no such model.
+    """
+
+    training_length: int
+    curves: tuple[MethodCurve, ...]
     is_controlled_comparison: bool
-    """Whether the models differ in their positions only: one of each method, of one size, on as much of one text."""
-    beyond: tuple[Curve, ...]
-    """Models that were trained longer, evaluated at their own length: what the lines are measured against."""
+    longer_models: tuple[MethodCurve, ...]
 
     @property
     def lengths(self) -> list[int]:
-        return sorted({length for line in self.lines for length in line.points})
+        """Return all evaluation lengths in ascending order."""
+        return sorted({length for curve in self.curves for length in curve.points})
+
+    @property
+    def longest_multiple(self) -> float:
+        """Return the longest evaluation length as a multiple of the training length."""
+        return self.lengths[-1] / self.training_length
+
+
+# ---- finding the curves
 
 
 def find_headline(collection: Collection) -> Headline | None:
-    """The training length that most runs share, and their curves; None when no run was evaluated at two lengths."""
-    swept = [
-        (run, stored)
-        for run in collection.runs.values()
-        for stored in run.standard_evaluations
-        if _goes_past(run, stored)
-    ]
-    if not swept:
+    """Find the models with the most common training length and build their curves.
+
+    Args:
+        collection: The runs.
+
+    Returns:
+        The curves, or None if no run was evaluated at its training length and at a longer length.
+    """
+    sweeps = _find_sweeps(collection)
+    if not sweeps:
         return None
-    length, text = _most_shared(swept)
-    found = {run.path: (run, one) for run, one in swept if _text(one) == text}
-    groups: dict[str, list[tuple[Run, StoredEvaluation]]] = {}
-    for run, stored in found.values():
-        if run.config.train.length == length:
-            groups.setdefault(run_name(run.config.replace(train={"seed": 0})), []).append((run, stored))
-    firsts = [group[0][0] for group in groups.values()]
-    positions = Counter(run.config.model.position for run in firsts)
-    lines = []
-    for run, group in zip(firsts, groups.values(), strict=True):
+    training_length, text = _most_common_setting(sweeps)
+
+    # A run can have several evaluations of this text. The newest one comes last and replaces the others.
+    newest: dict[Path, Sweep] = {}
+    for sweep in sweeps:
+        if sweep.text == text:
+            newest[sweep.run.path] = sweep
+
+    # Runs that differ only in the seed form one curve.
+    groups: dict[str, list[Sweep]] = {}
+    for sweep in newest.values():
+        if sweep.training_length == training_length:
+            name_without_seed = run_name(sweep.run.config.replace(train={"seed": 0}))
+            groups.setdefault(name_without_seed, []).append(sweep)
+
+    first_runs = [group[0].run for group in groups.values()]
+    curves_per_method = Counter(run.config.model.position for run in first_runs)
+    curves: list[MethodCurve] = []
+    for group in groups.values():
+        run = group[0].run
         position = run.config.model.position
-        name = method_name(position) if positions[position] == 1 else run.name
-        lines.append(_line(name, position, [stored for _, stored in group], length))
-    lines.sort(key=lambda line: (ORDER.index(line.position) if line.position in ORDER else 9, line.name))
-    alike = len({_size(run.config) for run in firsts}) == 1 and max(positions.values()) == 1
-    return Headline(length, _assign_colors(lines), alike, _longest_sinusoidal(collection, length, text))
+        name = method_name(position) if curves_per_method[position] == 1 else run.name
+        curves.append(_make_curve(name, position, [sweep.stored for sweep in group], training_length))
+    curves.sort(key=_curve_sort_key)
+
+    has_equal_settings = len({_shared_settings(run.config) for run in first_runs}) == 1
+    has_one_curve_per_method = max(curves_per_method.values()) == 1
+    return Headline(
+        training_length=training_length,
+        curves=_assign_colors(curves),
+        is_controlled_comparison=has_equal_settings and has_one_curve_per_method,
+        longer_models=_longest_sinusoidal(collection, training_length, text),
+    )
 
 
-def _size(config: RunConfig) -> tuple[str | int, ...]:
-    """What models share that are compared by their positions; by which optimizer each was trained best is its own."""
-    model, train = config.model, config.train
-    return model.layers, model.width, model.heads, model.vocab_size, config.data.corpus, train.steps * train.batch
-
-
-def _assign_colors(lines: list[Curve]) -> tuple[Curve, ...]:
-    """Lines that go by a run's name have the next colour that no method has."""
-    free = cycle(OTHERS)
-    return tuple(line if line.name == method_name(line.position) else replace(line, shade=next(free)) for line in lines)
-
-
-def _longest_sinusoidal(collection: Collection, length: int, text: tuple[int, str, str]) -> tuple[Curve, ...]:
-    """The sinusoidal model of the greatest training length, at that length, on the same text."""
-    found: dict[int, list[StoredEvaluation]] = {}
+def _find_sweeps(collection: Collection) -> list[Sweep]:
+    """Return all standard evaluations that contain the training length of their run and a longer length."""
+    sweeps: list[Sweep] = []
     for run in collection.runs.values():
-        own = run.config.train.length
-        same = [
-            one
-            for one in run.standard_evaluations
-            if _text(one) == text and own in {row.length for row in one.evaluation.scored}
-        ]
-        if run.config.model.position == LONG and own > length and same:
-            found.setdefault(own, []).append(same[-1])
-    if not found:
-        return ()
-    own = max(found)
-    line = _line(f"{method_name(LONG)} trained at {own:,}", LONG, found[own], own)
-    return (replace(line, points={own: line.points[own]}),)
+        training_length = run.config.train.length
+        for stored in run.standard_evaluations:
+            lengths = [row.length for row in stored.evaluation.scored if row.length >= training_length]
+            if len(lengths) > 1 and lengths[0] == training_length:
+                sweeps.append(Sweep(run, stored))
+    return sweeps
 
 
-def _goes_past(run: Run, stored: StoredEvaluation) -> bool:
-    """Whether an evaluation has the training length and a longer one."""
-    length = run.config.train.length
-    rows = [row for row in stored.evaluation.scored if row.length >= length]
-    return len(rows) > 1 and rows[0].length == length
-
-
-def _text(stored: StoredEvaluation) -> tuple[int, str, str]:
-    """What two evaluations must share to stand in one figure: the same tokens, in the same precision."""
+def _text_key(stored: StoredEvaluation) -> TextKey:
+    """Return the text and the precision of an evaluation."""
     corpus = stored.evaluation.corpus
-    return corpus["tokens"], corpus["sha256"], stored.evaluation.protocol["precision"]
+    return TextKey(corpus["tokens"], corpus["sha256"], stored.evaluation.protocol["precision"])
 
 
-def _most_shared(swept: list[tuple[Run, StoredEvaluation]]) -> tuple[int, tuple[int, str, str]]:
-    """The training length and the text that most runs share; of several texts the test split's, then the longest.
-    Curves on different texts in one figure would compare the texts."""
-    runs: dict[tuple[int, tuple[int, str, str]], set[Path]] = {}
-    for run, stored in swept:
-        runs.setdefault((run.config.train.length, _text(stored)), set()).add(run.path)
-    test = {_text(stored) for _, stored in swept if stored.evaluation.corpus["split"] == "test"}
-    return max(runs, key=lambda key: (len(runs[key]), key[1] in test, key[1][0]))
+def _most_common_setting(sweeps: list[Sweep]) -> tuple[int, TextKey]:
+    """Return the training length and the text that most runs have in common.
+
+    If several settings are equally common, a test split is preferred, then a longer text.
+    """
+    runs: dict[tuple[int, TextKey], set[Path]] = {}
+    test_texts: set[TextKey] = set()
+    for sweep in sweeps:
+        runs.setdefault((sweep.training_length, sweep.text), set()).add(sweep.run.path)
+        if sweep.stored.evaluation.corpus["split"] == "test":
+            test_texts.add(sweep.text)
+
+    def priority(setting: tuple[int, TextKey]) -> tuple[int, bool, int]:
+        _, text = setting
+        return len(runs[setting]), text in test_texts, text.tokens
+
+    return max(runs, key=priority)
 
 
-def _line(name: str, position: str, group: list[StoredEvaluation], length: int) -> Curve:
-    rows: dict[int, list[LengthScore]] = {}
-    for stored in group:
+def _shared_settings(config: RunConfig) -> tuple[str | int, ...]:
+    """Return the settings that must be equal in a controlled comparison of position methods.
+
+    Optimizer settings are not part of them, because each method may be trained with its own best settings.
+    """
+    model = config.model
+    trained_sequences = config.train.steps * config.train.batch
+    return model.layers, model.width, model.heads, model.vocab_size, config.data.corpus, trained_sequences
+
+
+def _make_curve(name: str, position: str, evaluations: list[StoredEvaluation], min_length: int) -> MethodCurve:
+    """Build the curve of a model.
+
+    Args:
+        name: The name of the curve.
+        position: The position method.
+        evaluations: The evaluations of the model, one for each seed.
+        min_length: Shorter evaluation lengths are left out.
+    """
+    rows_by_length: dict[int, list[LengthScore]] = {}
+    for stored in evaluations:
         for row in stored.evaluation.scored:
-            if row.length >= length:
-                rows.setdefault(row.length, []).append(row)
-    points = {at: statistics.fmean(row.perplexity for row in found) for at, found in rows.items()}
-    bounds = {at: bound for at, found in rows.items() if (bound := _bound(found))}
-    return Curve(name, position, points, bounds, tuple(group), method_color(position))
+            if row.length >= min_length:
+                rows_by_length.setdefault(row.length, []).append(row)
+
+    points: dict[int, float] = {}
+    bounds: dict[int, tuple[float, float]] = {}
+    for length, rows in rows_by_length.items():
+        points[length] = statistics.fmean(row.perplexity for row in rows)
+        bound = _perplexity_bounds(rows)
+        if bound is not None:
+            bounds[length] = bound
+    return MethodCurve(name, position, points, bounds, tuple(evaluations), method_color(position))
 
 
-def _bound(rows: list[LengthScore]) -> tuple[float, float] | None:
-    """Between the seeds, or with one seed the 95 % interval over stretches of text."""
+def _perplexity_bounds(rows: list[LengthScore]) -> tuple[float, float] | None:
+    """Return the range of the perplexities of several seeds, or the 95 % interval over the text of a single seed.
+
+    Args:
+        rows: The results at one evaluation length, one for each seed.
+
+    Returns:
+        The lower and the upper bound. None if the text is too short for an interval.
+    """
     if len(rows) > 1:
-        return min(row.perplexity for row in rows), max(row.perplexity for row in rows)
-    found = interval(rows[0])
-    return (perplexity(found[0]), perplexity(found[1])) if found else None
+        perplexities = [row.perplexity for row in rows]
+        return min(perplexities), max(perplexities)
+    loss_interval = interval(rows[0])
+    if loss_interval is None:
+        return None
+    low, high = loss_interval
+    return perplexity(low), perplexity(high)
 
 
-def figure(headline: Headline, *, with_paper: bool) -> Figure:
-    """Lines by multiples of the training length; the paper's own curves thin, on the right axis."""
-    series = []
-    for line in (*headline.lines, *headline.beyond):
-        at, y = zip(*sorted(line.points.items()), strict=True)
-        banded = all(length in line.bounds for length in at)
-        low, high = zip(*(line.bounds[length] for length in at), strict=True) if banded else ((), ())
-        series.append(Series(line.name, tuple(length / headline.length for length in at), y, line.shade, low, high))
+def _curve_sort_key(curve: MethodCurve) -> tuple[int, str]:
+    """Return a sort key: the order of the methods, then the name of the curve."""
+    if curve.position in METHOD_ORDER:
+        return METHOD_ORDER.index(curve.position), curve.name
+    return len(METHOD_ORDER), curve.name
+
+
+def _assign_colors(curves: list[MethodCurve]) -> tuple[MethodCurve, ...]:
+    """Give a separate color to each curve that is named after its run, because its method has several curves."""
+    free_colors = cycle(OTHERS)
+    colored: list[MethodCurve] = []
+    for curve in curves:
+        if curve.name != method_name(curve.position):
+            curve = replace(curve, color=next(free_colors))
+        colored.append(curve)
+    return tuple(colored)
+
+
+def _longest_sinusoidal(collection: Collection, min_length: int, text: TextKey) -> tuple[MethodCurve, ...]:
+    """Return the sinusoidal model with the longest training length, evaluated at its training length.
+
+    The model is a reference for models that are evaluated beyond their training length.
+
+    Args:
+        collection: The runs.
+        min_length: Only models with a longer training length are considered.
+        text: The text of the evaluation.
+
+    Returns:
+        A curve with a single point, or an empty tuple if there is no such model.
+    """
+    evaluations_by_length: dict[int, list[StoredEvaluation]] = {}
+    for run in collection.runs.values():
+        training_length = run.config.train.length
+        if run.config.model.position != BASELINE_METHOD or training_length <= min_length:
+            continue
+        evaluations = [
+            stored
+            for stored in run.standard_evaluations
+            if _text_key(stored) == text and _has_score(stored, training_length)
+        ]
+        if evaluations:
+            evaluations_by_length.setdefault(training_length, []).append(evaluations[-1])  # The last one is the newest.
+
+    if not evaluations_by_length:
+        return ()
+    longest = max(evaluations_by_length)
+    name = f"{method_name(BASELINE_METHOD)} trained at {longest:,}"
+    curve = _make_curve(name, BASELINE_METHOD, evaluations_by_length[longest], longest)
+    return (replace(curve, points={longest: curve.points[longest]}),)
+
+
+def _has_score(stored: StoredEvaluation, length: int) -> bool:
+    """Return whether an evaluation contains a perplexity at a length."""
+    return any(row.length == length for row in stored.evaluation.scored)
+
+
+# ---- the figure
+
+
+def headline_figure(headline: Headline, *, with_paper: bool) -> Figure:
+    """Return the main figure of the report.
+
+    Args:
+        headline: The curves.
+        with_paper: Whether to add the curves of the paper, as dotted lines on the right axis.
+    """
+    all_curves = (*headline.curves, *headline.longer_models)
+    series = [_curve_series(curve, headline.training_length) for curve in all_curves]
     if with_paper:
         series += _paper_series(headline)
-    corpus = headline.lines[0].stored[0].evaluation.corpus
-    longest = headline.lengths[-1] / headline.length
-    ticks = tuple((2.0**k, f"{2**k}x<br>{headline.length * 2**k:,}") for k in range(12) if 2**k <= longest * 1.01)
     return Figure(
         name="headline",
-        title=f"Trained at {headline.length:,} tokens, evaluated at up to {headline.lengths[-1]:,}",
-        alt=_alt(headline),
+        title=f"Trained at {headline.training_length:,} tokens, evaluated at up to {headline.lengths[-1]:,}",
+        alt=_alternative_text(headline),
         series=tuple(series),
-        x_label="tokens read at once, as multiples of the training length",
-        y_label="perplexity here",
+        x_label="evaluation length as a multiple of the training length",
+        y_label="measured perplexity",
         right_label="perplexity in the paper (trained at 512)" if with_paper else "",
         x_log=True,
         y_log=True,
-        ticks=ticks,
-        note=f"Solid: here, on {corpus['name']}, {corpus['tokens']:,} tokens of its {corpus['split']} split, with the "
-        "95 % interval over stretches of the text or the range over seeds."
-        + (" The diamond was trained at its own length, on as many tokens." if headline.beyond else "")
-        + (" Thin and dotted: the paper's Table 2, on the right axis." if with_paper else ""),
-        sources=tuple(path for line in (*headline.lines, *headline.beyond) for path in line.sources),
+        ticks=_multiple_ticks(headline),
+        note=_figure_note(headline, with_paper=with_paper),
+        sources=tuple(path for curve in all_curves for path in curve.sources),
+    )
+
+
+def _curve_series(curve: MethodCurve, training_length: int) -> Series:
+    """Return a curve for the figure. The x-values are multiples of the training length."""
+    lengths = sorted(curve.points)
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+    # The band is drawn only if all points have bounds.
+    if all(length in curve.bounds for length in lengths):
+        low = tuple(curve.bounds[length][0] for length in lengths)
+        high = tuple(curve.bounds[length][1] for length in lengths)
+    return Series(
+        curve.name,
+        tuple(length / training_length for length in lengths),
+        tuple(curve.points[length] for length in lengths),
+        curve.color,
+        low,
+        high,
     )
 
 
 def _paper_series(headline: Headline) -> list[Series]:
-    longest = headline.lengths[-1] / headline.length * 1.04
-    rows = [row for row in load_published_numbers()["table2"] if row["L_valid"] <= longest * PAPER_LENGTH]
-    found = []
-    for line in headline.lines:
-        kept = [row for row in rows if row.get(f"{line.position}_ppl")]
-        if kept:
-            x = tuple(row["L_valid"] / PAPER_LENGTH for row in kept)
-            y = tuple(row[f"{line.position}_ppl"] for row in kept)
-            found.append(Series(f"{line.name}, paper", x, y, line.shade, is_reference=True, uses_right_axis=True))
-    return found
+    """Return the curves of the paper (Table 2) for the methods of the headline, up to its longest multiple."""
+    max_length = headline.longest_multiple * 1.04 * PAPER_TRAINING_LENGTH
+    rows = [row for row in load_published_numbers()["table2"] if row["L_valid"] <= max_length]
+    series: list[Series] = []
+    for curve in headline.curves:
+        column = f"{curve.position}_ppl"
+        method_rows = [row for row in rows if row.get(column)]
+        if method_rows:
+            x = tuple(row["L_valid"] / PAPER_TRAINING_LENGTH for row in method_rows)
+            y = tuple(row[column] for row in method_rows)
+            name = f"{curve.name}, paper"
+            series.append(Series(name, x, y, curve.color, is_reference=True, uses_right_axis=True))
+    return series
 
 
-def _alt(headline: Headline) -> str:
-    """The figure in words: first and last point of each line."""
-    parts = []
-    for line in headline.lines:
-        (first, begin), *_, (last, end) = sorted(line.points.items())
-        parts.append(f"{line.name} goes from {begin:.1f} at {first:,} to {end:.1f} at {last:,}")
-    return f"Perplexity against the number of tokens read at once: {'; '.join(parts)}."
+def _multiple_ticks(headline: Headline) -> tuple[tuple[float, str], ...]:
+    """Return ticks at 1, 2, 4, 8, ... times the training length, with labels such as "4x<br>512"."""
+    ticks: list[tuple[float, str]] = []
+    for exponent in range(12):
+        multiple = 2**exponent
+        if multiple <= headline.longest_multiple * 1.01:
+            ticks.append((float(multiple), f"{multiple}x<br>{headline.training_length * multiple:,}"))
+    return tuple(ticks)
 
 
-def sentences(headline: Headline) -> list[str]:
-    """Three sentences of result: who is best at the training length, who keeps it far beyond, who does not."""
-    length, longest = headline.length, headline.lengths[-1]
-    best = min(headline.lines, key=lambda line: line.points[length])
-    others = ", ".join(f"{line.name} {line.points[length]:.1f}" for line in headline.lines if line is not best)
-    first = f"Trained on {length:,} tokens at a time and evaluated at {length:,}, {best.name} has "
-    first += "the lowest perplexity, " if others else "perplexity "
-    first += f"{best.points[length]:.1f}" + (f" ({others})." if others else ".")
-    changes = [(line.name, line.points[max(line.points)] / line.points[length] - 1) for line in headline.lines]
-    kept = [f"{name} ({change:+.1%})" for name, change in changes if change <= NO_WORSE]
-    lost = [f"{name} by {change:.0%}" for name, change in sorted(changes, key=lambda one: -one[1]) if change > NO_WORSE]
-    second = f"Evaluated {longest / length:.0f} times as far, at {longest:,} tokens, "
-    no_worse = f"{join_words(kept)} {'is' if len(kept) == 1 else 'are'} no worse."
-    second += no_worse if kept else f"every method is worse than at {length:,}."
-    third = f"Getting worse over that distance: {join_words(lost)}." if lost else "No method that was tried gets worse."
-    return [first, second, third]
+def _figure_note(headline: Headline, *, with_paper: bool) -> str:
+    """Return the caption of the figure."""
+    corpus = headline.curves[0].stored[0].evaluation.corpus
+    note = (
+        f"Solid lines: perplexity on {corpus['tokens']:,} tokens of the {corpus['split']} split of {corpus['name']}. "
+        "Bands: 95 % interval over the text, or range over the seeds."
+    )
+    if headline.longer_models:
+        note += " Diamond: a model that was trained at this length, on the same number of tokens."
+    if with_paper:
+        note += " Thin dotted lines: Table 2 of the paper, on the right axis."
+    return note
+
+
+def _alternative_text(headline: Headline) -> str:
+    """Describe the figure by the first and the last point of each curve."""
+    parts: list[str] = []
+    for curve in headline.curves:
+        first = min(curve.points)
+        last = max(curve.points)
+        first_text = f"{curve.points[first]:.1f} at {first:,}"
+        last_text = f"{curve.points[last]:.1f} at {last:,}"
+        parts.append(f"{curve.name} goes from {first_text} to {last_text}")
+    return f"Perplexity by evaluation length: {'; '.join(parts)}."
+
+
+# ---- the sentences
+
+
+def headline_sentences(headline: Headline) -> list[str]:
+    """Return three sentences about the curves.
+
+    The sentences say which method is best at the training length, which methods are no worse at the longest length,
+    and which methods are worse.
+    """
+    changes = {
+        curve.name: curve.points[max(curve.points)] / curve.points[headline.training_length] - 1
+        for curve in headline.curves
+    }
+    return [_best_method_sentence(headline), _extrapolating_sentence(headline, changes), _degrading_sentence(changes)]
+
+
+def _best_method_sentence(headline: Headline) -> str:
+    """Return a sentence with the perplexities at the training length."""
+    length = headline.training_length
+    best = min(headline.curves, key=lambda curve: curve.points[length])
+    best_perplexity = f"{best.points[length]:.1f}"
+    other_curves = [curve for curve in headline.curves if curve is not best]
+    if not other_curves:
+        return f"At the training length of {length:,} tokens, {best.name} has a perplexity of {best_perplexity}."
+    others = ", ".join(f"{curve.name} {curve.points[length]:.1f}" for curve in other_curves)
+    return (
+        f"At the training length of {length:,} tokens, {best.name} has the lowest perplexity: "
+        f"{best_perplexity} ({others})."
+    )
+
+
+def _extrapolating_sentence(headline: Headline, changes: dict[str, float]) -> str:
+    """Return a sentence with the methods that are no worse at the longest length than at the training length.
+
+    Args:
+        headline: The curves.
+        changes: The relative change of the perplexity from the training length to the longest length, by curve.
+    """
+    longest = headline.lengths[-1]
+    start = f"At {longest:,} tokens ({headline.longest_multiple:.0f} times the training length),"
+    no_worse = [f"{name} ({change:+.1%})" for name, change in changes.items() if change <= MAX_INCREASE]
+    if not no_worse:
+        return f"{start} every method has a higher perplexity than at the training length."
+    return (
+        f"{start} the perplexity is at most {MAX_INCREASE:.0%} higher than at the training length "
+        f"for {join_words(no_worse)}."
+    )
+
+
+def _degrading_sentence(changes: dict[str, float]) -> str:
+    """Return a sentence with the methods whose perplexity rises, largest increase first.
+
+    Args:
+        changes: The relative change of the perplexity from the training length to the longest length, by curve.
+    """
+    largest_first = sorted(changes.items(), key=lambda item: -item[1])
+    worse = [f"{name} ({change:+.0%})" for name, change in largest_first if change > MAX_INCREASE]
+    if not worse:
+        return f"No method has a perplexity that is more than {MAX_INCREASE:.0%} higher."
+    return f"The perplexity is higher for {join_words(worse)}."

@@ -1,4 +1,8 @@
-"""The page: templates filled, everything escaped, and a policy under which only our own scripts may run."""
+"""Fill the templates of the report.
+
+Text from runs, such as names, is escaped. The content security policy of the HTML page allows only the scripts of the
+report.
+"""
 
 import base64
 import hashlib
@@ -9,7 +13,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from trainshort.experiments.claims.verdicts import Claim, Outcome
-from trainshort.report.plotly_figures import plotly_script, specification
+from trainshort.report.plotly_figures import plotly_specification, read_plotly_script
 from trainshort.utils.figures import Figure
 from trainshort.utils.optional import require_package
 
@@ -18,81 +22,128 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 
-def template(name: str) -> str:
-    return resources.files("trainshort.report").joinpath("templates", name).read_text(encoding="utf-8")
+def render_html(content: dict[str, Any], figures: list[Figure]) -> str:
+    """Return the HTML page (`index.html`).
 
+    The page loads no files except images and data files from its own folder. It runs only the two scripts whose hashes
+    are in its content security policy.
 
-def _page(name: str, **filters: Callable[[Any], str]) -> "Template":
-    """Ready to be filled. `code`: our own sentences name commands between backticks, which the page shows as code."""
-    require_package("jinja2", "Writing a report", "trainshort[report]")
-    from jinja2 import Environment, StrictUndefined
-
-    html = name.endswith(".html")
-    environment = Environment(autoescape=html, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= filters
-    environment.globals["why"] = _why
-    return environment.from_string(template(name))
-
-
-def html(content: dict[str, Any], drawn: list[Figure]) -> str:
-    """index.html: no address but its own data folder, no script but the two whose hashes the policy names."""
+    Args:
+        content: The variables of the template. See `write_report`.
+        figures: The figures of the page.
+    """
     require_package("jinja2", "Writing a report", "trainshort[report]")
     from markupsafe import Markup
 
-    script, plotly = template("page.js"), plotly_script()
-    policy = "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src '{_hash(plotly)}' '{_hash(script)}'",
-            "style-src 'unsafe-inline'",  # plotly sets styles as it draws
-            "img-src 'self' data: blob:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        )
-    )
-    return _page("index.html", code=_code).render(
+    page_script = read_template("page.js")
+    plotly_script = read_plotly_script()
+    figure_data = _to_script_safe_json([plotly_specification(figure) for figure in figures])
+    # `Markup` marks text that must not be escaped. It is used only for text that does not come from runs, and for JSON.
+    return _make_template("index.html", code=_html_with_code).render(
         content,
-        policy=Markup(policy),
-        style=Markup(template("style.css")),
-        data=Markup(_safe_json([specification(figure) for figure in drawn])),
-        plotly=Markup(plotly),
-        script=Markup(script),
+        policy=Markup(_make_security_policy([plotly_script, page_script])),
+        style=Markup(read_template("style.css")),
+        data=Markup(figure_data),
+        plotly=Markup(plotly_script),
+        script=Markup(page_script),
     )
 
 
-def markdown(content: dict[str, Any]) -> str:
-    """report.md; text that came from runs cannot become mark-up."""
-    filled = _page("report.md", md=_plain_markdown, code=_markdown_code).render(content)
-    return re.sub(r"\n{3,}", "\n\n", filled).strip() + "\n"
+def render_markdown(content: dict[str, Any]) -> str:
+    """Return the report as Markdown (`report.md`).
+
+    Args:
+        content: The variables of the template. See `write_report`.
+    """
+    template = _make_template("report.md", md=_escape_markdown, code=_markdown_with_code)
+    text = template.render(content)
+    # The template leaves several empty lines in a row where a section is missing.
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
-def _hash(script: str) -> str:
+def read_template(name: str) -> str:
+    """Return the content of a file in the folder `templates`."""
+    path = resources.files("trainshort.report").joinpath("templates", name)
+    return path.read_text(encoding="utf-8")
+
+
+def _make_template(name: str, **filters: Callable[[Any], str]) -> "Template":
+    """Return a jinja2 template.
+
+    Args:
+        name: The file name of the template. Variables in HTML templates are escaped automatically.
+        filters: Functions that the template calls as `{{ value|name }}`.
+    """
+    require_package("jinja2", "Writing a report", "trainshort[report]")
+    from jinja2 import Environment, StrictUndefined
+
+    is_html = name.endswith(".html")
+    environment = Environment(autoescape=is_html, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= filters
+    environment.globals["explain"] = _explain_outcome
+    return environment.from_string(read_template(name))
+
+
+def _explain_outcome(claim: Claim, outcome: Outcome) -> str:
+    """Return the reason of a verdict, the smallest difference that can be detected, and the note of the criterion."""
+    sentences = [outcome.reason]
+    if outcome.smallest_detectable:
+        sentences.append(f"These runs can detect {outcome.smallest_detectable} or more.")
+    if claim.criterion.note:
+        sentences.append(claim.criterion.note)
+    return " ".join(sentences)
+
+
+# ---- security of the HTML page
+
+
+def _make_security_policy(scripts: list[str]) -> str:
+    """Return a content security policy that allows only certain inline scripts.
+
+    Args:
+        scripts: The code of the allowed scripts.
+    """
+    script_hashes = " ".join(f"'{_hash_script(script)}'" for script in scripts)
+    rules = [
+        "default-src 'none'",
+        f"script-src {script_hashes}",
+        "style-src 'unsafe-inline'",  # plotly sets styles while it draws.
+        "img-src 'self' data: blob:",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+    return "; ".join(rules)
+
+
+def _hash_script(script: str) -> str:
+    """Return the hash of a script in the format of a content security policy, such as "sha256-n4bQgY..."."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"sha256-{base64.b64encode(digest).decode()}"
 
 
-def _safe_json(value: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
+def _to_script_safe_json(value: Any) -> str:
+    """Return JSON without the characters <, > and &, so that its text cannot end the script element around it."""
     text = json.dumps(value, allow_nan=False, ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _plain_markdown(text: Any) -> str:
-    plain = re.sub(r"\s+", " ", str(text))
-    return re.sub(r"([\\`*_\[\]<>|#!~])", r"\\\1", plain)
+# ---- escaping text
 
 
-def _code(text: str) -> "Markup":
+def _html_with_code(text: str) -> "Markup":
+    """Escape text for HTML, and convert parts between backticks to code elements."""
     from markupsafe import Markup, escape
 
-    return Markup(re.sub("`(.*?)`", r"<code>\1</code>", str(escape(text))))
+    escaped = str(escape(text))
+    return Markup(re.sub("`(.*?)`", r"<code>\1</code>", escaped))
 
 
-def _markdown_code(text: str) -> str:
-    return re.sub(r"\\`(.*?)\\`", r"`\1`", _plain_markdown(text))
+def _escape_markdown(text: Any) -> str:
+    """Escape the special characters of Markdown, and replace line breaks by spaces."""
+    one_line = re.sub(r"\s+", " ", str(text))
+    return re.sub(r"([\\`*_\[\]<>|#!~])", r"\\\1", one_line)
 
 
-def _why(claim: Claim, outcome: Outcome) -> str:
-    """The reason, what could have been detected, and when the rule was fixed."""
-    least = f"These runs could tell {outcome.smallest_detectable}." if outcome.smallest_detectable else ""
-    return " ".join(part for part in (outcome.reason, least, claim.rule.note) if part)
+def _markdown_with_code(text: str) -> str:
+    """Escape text for Markdown, but keep backticks around code."""
+    return re.sub(r"\\`(.*?)\\`", r"`\1`", _escape_markdown(text))

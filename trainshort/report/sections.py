@@ -1,229 +1,399 @@
-"""The other figures and facts of the page: loss by position, early tokens, reach, what was written, how it was
-made. No torch."""
+"""Further sections of the report: loss by position, early tokens, attention reach, text samples, and origin.
+
+This module does not import torch.
+"""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from trainshort.evaluate.results import Query
 from trainshort.evaluate.significance import MIN_PREDICTIONS_PER_BIN, bounds, describe_change_past_training, pool_bins
 from trainshort.experiments.claims.collection import SAMPLE_FORMAT, Collection, Run, read_stored_result
 from trainshort.experiments.claims.measured import ScaleView
 from trainshort.experiments.experiments import METHOD_NAMES, EvalProtocol, build_queries, method_name
-from trainshort.report.headline import Curve, Headline
+from trainshort.report.headline import Headline, MethodCurve
 from trainshort.utils.figures import Figure, Series
+
+# ---- loss by position
 
 
 def position_figure(headline: Headline) -> Figure | None:
-    """Mean loss by distance from the start of the input, at the longest length every method was evaluated at."""
-    first = [line.stored[0].evaluation for line in headline.lines]
-    length = max(set.intersection(*({row.length for row in one.scored} for one in first)))
-    series, sources, changes = [], [], []
-    for line, evaluation in zip(headline.lines, first, strict=True):
+    """Return a figure of the mean loss by position in the input.
+
+    The figure uses the longest length at which all models of the main figure were evaluated.
+
+    Args:
+        headline: The curves of the main figure.
+
+    Returns:
+        The figure, or None if the evaluated text is too short.
+    """
+    evaluations = [curve.stored[0].evaluation for curve in headline.curves]
+    length_sets = [{row.length for row in evaluation.scored} for evaluation in evaluations]
+    length = max(set.intersection(*length_sets))
+
+    series: list[Series] = []
+    sources: list[Path] = []
+    changes: list[str] = []
+    for curve, evaluation in zip(headline.curves, evaluations, strict=True):
         row = evaluation.row(length)
-        bins = pool_bins(row) if row else []
+        bins = pool_bins(row) if row is not None else []
         if len(bins) < 2:
             continue
-        x, y = tuple(one.middle for one in bins), tuple(one.mean for one in bins)
+        positions = tuple(position_bin.middle for position_bin in bins)
+        losses = tuple(position_bin.mean for position_bin in bins)
         low, high = bounds(bins)
-        series.append(Series(line.name, x, y, line.shade, low, high))
-        sources.append(line.sources[0])
-        changes.append(f"{line.name} {describe_change_past_training(bins, headline.length)}")
+        series.append(Series(curve.name, positions, losses, curve.color, low, high))
+        sources.append(curve.sources[0])
+        changes.append(f"{curve.name} {describe_change_past_training(bins, headline.training_length)}")
     if not series:
         return None
-    told = "; ".join(f"{one.name} ends at {one.y[-1]:.2f}" for one in series)
+
+    training_length = f"{headline.training_length:,}"
+    last_losses = "; ".join(f"{line.name} ends at {line.y[-1]:.2f}" for line in series)
     return Figure(
         name="positions",
         title=f"Loss by position in an input of {length:,} tokens",
-        alt=f"Mean loss against position, with the training length {headline.length:,} marked: {told}.",
+        alt=f"Mean loss by position, with the training length {training_length} marked: {last_losses}.",
         series=tuple(series),
         x_label="position in the input",
-        y_label="mean loss, nats per token",
+        y_label="mean loss in nats per token",
         x_log=True,
-        note=f"Points of at least {MIN_PREDICTIONS_PER_BIN} predictions, with their 95 % intervals. "
-        + f"Up to {headline.length:,} is what the models were trained on. Past it, against the half before it: "
-        + f"{'; '.join(changes)}.",
+        note=f"Each point is the mean of at least {MIN_PREDICTIONS_PER_BIN} predictions. Bands: 95 % intervals. "
+        f"The models were trained on positions up to {training_length}. "
+        f"Change beyond {training_length}, compared with the second half of the trained positions: "
+        f"{'; '.join(changes)}.",
         sources=tuple(sources),
     )
 
 
-def _headline_runs(headline: Headline, collection: Collection) -> list[tuple[Curve, Run]]:
-    """The headline's lines, each with the first of its runs."""
-    runs = {run.path: run for run in collection.runs.values()}
-    return [(line, runs[folder]) for line in headline.lines if (folder := line.sources[0].parent.parent) in runs]
+# ---- early tokens
 
 
 def early_figure(headline: Headline, collection: Collection, view: ScaleView | None) -> Figure | None:
-    """Sliding windows against none, on the same text: how much of a longer input's gain is fewer early tokens."""
+    """Return a figure that compares evaluation with and without a sliding window.
+
+    Without overlap, the first tokens of each window are predicted with little context ("early tokens"). A longer input
+    has fewer early tokens. With a sliding window, all tokens are predicted with much context.
+
+    Args:
+        headline: The curves of the main figure.
+        collection: The runs.
+        view: The stored results at one scale (laptop, gpu or paper). None if the runs belong to no scale.
+
+    Returns:
+        The figure, or None if there are no such evaluations.
+    """
     if view is None or view.scale.sliding_tokens is None:
         return None
-    stride, tokens = view.scale.stride_one, view.scale.sliding_tokens
-    sliding, plain = build_queries(view.scale, EvalProtocol(1, stride=1))
-    series, sources, lengths = [], [], set()
-    for line, run in _headline_runs(headline, collection):
-        for kind, query in (("", plain), (", sliding", sliding)):
-            rows = run.rows(query).items()
-            found = {at: one for at, one in rows if at >= headline.length and one[0].status == "scored"}
-            if len(found) < 2:
-                continue
-            y = tuple(row.perplexity for row, _ in found.values())
-            series.append(Series(line.name + kind, tuple(found), y, line.shade, is_reference=not kind))
-            lengths |= found.keys()
-            sources += dict.fromkeys(path for _, path in found.values())
+    sliding_query, plain_query = build_queries(view.scale, EvalProtocol(1, stride=1))
+
+    series: list[Series] = []
+    sources: list[Path] = []
+    for curve, run in _find_curve_runs(headline, collection):
+        plain_name = curve.name
+        sliding_name = f"{curve.name}, sliding"
+        for name, query in ((plain_name, plain_query), (sliding_name, sliding_query)):
+            lengths, perplexities, paths = _read_length_curve(run, query, headline.training_length)
+            if len(lengths) >= 2:
+                series.append(Series(name, lengths, perplexities, curve.color, is_reference=name == plain_name))
+                sources += paths
     if not series:
         return None
-    told = "; ".join(f"{one.name} from {one.y[0]:.1f} to {one.y[-1]:.1f}" for one in series)
+
+    all_lengths = {length for line in series for length in line.x if not isinstance(length, str)}
+    ranges = "; ".join(f"{line.name} from {line.y[0]:.1f} to {line.y[-1]:.1f}" for line in series)
     return Figure(
         name="early-tokens",
         title="The early-token curse: with and without a sliding window",
-        alt=f"Perplexity against length on the same {tokens:,} tokens: {told}.",
+        alt=f"Perplexity by evaluation length on the same {view.scale.sliding_tokens:,} tokens: {ranges}.",
         series=tuple(series),
-        x_label="tokens read at once",
+        x_label="evaluation length in tokens",
         y_label="perplexity",
         x_log=True,
         y_log=True,
-        ticks=tuple((length, f"{length:,}") for length in sorted(lengths)),
-        note=f"Solid: sliding window, stride {stride}, so that almost every prediction has a full context. Dotted: "
-        "without overlap, where the first predictions of each block have little.",
+        ticks=tuple((length, f"{length:,}") for length in sorted(all_lengths)),
+        note=f"Solid lines: sliding window with stride {view.scale.stride_one}. Almost every token is predicted with "
+        "full context. Dotted lines: windows without overlap. The first tokens of each window have little context.",
         sources=tuple(sources),
     )
 
 
-def _read_reach_result(values: dict[str, Any]) -> tuple[list[float], list[float], float, int]:
-    """Measured and proven windows in order, the share of attention that they hold, and the tokens that were read."""
+def _find_curve_runs(headline: Headline, collection: Collection) -> list[tuple[MethodCurve, Run]]:
+    """Return each curve of the main figure with its first run."""
+    runs_by_path = {run.path: run for run in collection.runs.values()}
+    pairs: list[tuple[MethodCurve, Run]] = []
+    for curve in headline.curves:
+        run_folder = curve.sources[0].parent.parent  # Evaluations are stored in RUN/eval/NAME.json.
+        if run_folder in runs_by_path:
+            pairs.append((curve, runs_by_path[run_folder]))
+    return pairs
+
+
+def _read_length_curve(
+    run: Run, query: Query, min_length: int
+) -> tuple[tuple[int, ...], tuple[float, ...], list[Path]]:
+    """Return the perplexities of a run by evaluation length.
+
+    Args:
+        run: The run.
+        query: The text and the stride of the evaluation.
+        min_length: Shorter evaluation lengths are left out.
+
+    Returns:
+        The lengths, the perplexities, and the files without duplicates.
+    """
+    lengths: list[int] = []
+    perplexities: list[float] = []
+    paths: dict[Path, None] = {}
+    for length, (row, path) in run.rows(query).items():
+        if length >= min_length and row.status == "scored":
+            lengths.append(length)
+            perplexities.append(row.perplexity)
+            paths[path] = None
+    return tuple(lengths), tuple(perplexities), list(paths)
+
+
+# ---- attention reach
+
+
+class ReachResult(NamedTuple):
+    """How far the attention heads of a model look.
+
+    Attributes:
+        windows: For each head, the smallest window that holds `mass` of the attention weights, in ascending order.
+        proven: For each head with a proof, the window that is proven to hold `mass`, in ascending order.
+        mass: The share of the attention weights that a window holds.
+        length: The number of tokens on which the windows were measured.
+    """
+
+    windows: list[float]
+    proven: list[float]
+    mass: float
+    length: int
+
+
+def _parse_reach_result(values: dict[str, Any]) -> ReachResult:
+    """Convert the content of `analysis/reach.json`. The file is written by `trainshort analyze`."""
     result = values["result"]
     windows = sorted(float(row["window"]) for row in result["rows"])
     proven = sorted(float(row["proven"]) for row in result["rows"] if row["proven"] is not None)
     if not windows:
-        raise LookupError("no head was measured")
-    return windows, proven, float(result["mass"]), int(result["length"])
+        raise LookupError("The file contains no heads.")  # `read_stored_result` translates this error for users.
+    return ReachResult(windows, proven, float(result["mass"]), int(result["length"]))
 
 
 def reach_figure(headline: Headline, collection: Collection) -> Figure | None:
-    """The window that holds most of each head's attention, heads from the nearest-looking to the farthest."""
-    series, sources, told = [], [], []
-    share, length = 0.99, 0
-    for line, run in _headline_runs(headline, collection):
+    """Return a figure of how far the attention heads look. Heads are sorted by their window.
+
+    Args:
+        headline: The curves of the main figure.
+        collection: The runs.
+
+    Returns:
+        The figure, or None if no run was analyzed.
+    """
+    series: list[Series] = []
+    sources: list[Path] = []
+    ranges: list[str] = []
+    reach = None
+    for curve, run in _find_curve_runs(headline, collection):
         path = run.path / "analysis" / "reach.json"
-        reach = read_stored_result(path, _read_reach_result, "Remove it and analyze again.")
-        if reach is None:
+        run_reach = read_stored_result(path, _parse_reach_result, "Remove it and analyze the run again.")
+        if run_reach is None:
             continue
-        windows, proven, share, length = reach
-        heads = tuple(range(1, len(windows) + 1))
-        series.append(Series(line.name, heads, tuple(windows), line.shade))
-        if proven:
-            series.append(Series(f"{line.name}, proven", heads, tuple(proven), line.shade, is_reference=True))
+        reach = run_reach
+        heads = tuple(range(1, len(reach.windows) + 1))
+        series.append(Series(curve.name, heads, tuple(reach.windows), curve.color))
+        if reach.proven:
+            series.append(Series(f"{curve.name}, proven", heads, tuple(reach.proven), curve.color, is_reference=True))
         sources.append(path)
-        told.append(f"{line.name} from {windows[0]:,.0f} to {windows[-1]:,.0f} tokens")
-    if not series:
+        ranges.append(f"{curve.name} from {reach.windows[0]:,.0f} to {reach.windows[-1]:,.0f} tokens")
+    if reach is None:
         return None
+
+    # All models are analyzed with the same settings, so those of the last model are shown.
+    mass = f"{reach.mass:.0%}"
     return Figure(
         name="reach",
         title="How far attention reaches",
-        alt=f"Window that holds {share:.0%} of a head's attention, over all heads: {'; '.join(told)}.",
+        alt=f"Window that holds {mass} of a head's attention, over all heads: {'; '.join(ranges)}.",
         series=tuple(series),
-        x_label="heads of all layers, from the nearest-looking to the farthest",
-        y_label=f"tokens that hold {share:.0%} of the attention",
+        x_label="heads of all layers, sorted by their window",
+        y_label=f"tokens that hold {mass} of the attention",
         y_log=True,
-        note=f"Measured on {length:,} tokens. Dotted: the window that holds {share:.0%} of every row by proof, for "
-        "queries and keys no larger than those met in this text; another text may have larger ones and need more. Only "
-        f"ALiBi has such a window. The models were trained at {headline.length:,}.",
+        note=f"Solid lines: windows measured on {reach.length:,} tokens. "
+        f"Dotted lines: windows that are proven to hold {mass} of the attention weights of every query. "
+        "The proof uses the largest queries and keys in this text, so another text may need larger windows. "
+        "Only ALiBi has proven windows. "
+        f"The models were trained at {headline.training_length:,} tokens.",
         sources=tuple(sources),
     )
 
 
-def origin(collection: Collection) -> list[tuple[str, str]]:
-    """How it was made: commits, versions, machines, seeds, times."""
+# ---- origin
+
+
+def origin_rows(collection: Collection) -> list[tuple[str, str]]:
+    """Return how the results were produced: commits, versions, machines, seeds and times.
+
+    Args:
+        collection: The runs.
+
+    Returns:
+        Pairs of a label and its text. Rows without a text are left out.
+    """
     runs = list(collection.runs.values())
-    evaluations = [one for run in runs for one in run.evaluations]
+    # Sessions are the training runs. The provenance of an evaluation has the same keys.
     records = [session for run in runs for session in run.sessions]
-    records += [one.evaluation.provenance for one in evaluations]
-    ends = [run.metrics[-1] for run in runs if run.metrics]
-    tokens, minutes = sum(end["tokens"] for end in ends), sum(end["seconds"] for end in ends) / 60
-    versions = [record["versions"] for record in records if record.get("versions")] or [{}]
-    times = sorted(str(record["time"]) for record in records if record.get("time")) or [""]
+    records += [stored.evaluation.provenance for run in runs for stored in run.evaluations]
+
+    versions: dict[str, Any] = {}
+    times: list[str] = []
+    for record in records:
+        versions = record.get("versions") or versions  # The versions of the last record are shown.
+        if record.get("time"):
+            times.append(str(record["time"]))
+    seeds = sorted({run.config.train.seed for run in runs})
+
     rows = [
-        ("Scale", collection.scale.summary if collection.scale else "runs of your own"),
-        ("Commit", _several(record.get("commit") for record in records)),
-        ("Versions", ", ".join(f"{name} {value}" for name, value in versions[-1].items() if value)),
-        ("Machine", _several(_machine(record) for record in records)),
-        ("Threads", _several(record.get("threads") for record in records)),
-        ("Seeds", _several(sorted({run.config.train.seed for run in runs}))),
-        ("Trained", f"{models(collection)}, {tokens:,} tokens, {minutes:.1f} minutes of training" if runs else ""),
-        ("From", times[0]),
-        ("To", times[-1]),
+        ("Scale", collection.scale.summary if collection.scale else "runs with other settings than the scales"),
+        ("Commit", _join_unique(record.get("commit") for record in records)),
+        ("Versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)),
+        ("Machine", _join_unique(_format_machine(record) for record in records)),
+        ("Threads", _join_unique(record.get("threads") for record in records)),
+        ("Seeds", _join_unique(seeds)),
+        ("Training", _format_training(collection)),
+        ("First result", min(times, default="")),
+        ("Last result", max(times, default="")),
     ]
-    return [(name, value) for name, value in rows if value]
+    return [(label, text) for label, text in rows if text]
 
 
-def models(collection: Collection) -> str:
-    return f"{len(collection.runs)} model{'' if len(collection.runs) == 1 else 's'}"
+def _format_training(collection: Collection) -> str:
+    """Return a text such as "4 models, 4,423,680 tokens, 8.5 minutes of training", or "" without runs."""
+    runs = collection.runs.values()
+    if not runs:
+        return ""
+    last_records = [run.metrics[-1] for run in runs if run.metrics]
+    tokens = sum(record["tokens"] for record in last_records)
+    minutes = sum(record["seconds"] for record in last_records) / 60
+    return f"{format_model_count(collection)}, {tokens:,} tokens, {minutes:.1f} minutes of training"
 
 
-def _machine(record: dict[str, Any]) -> str:
+def format_model_count(collection: Collection) -> str:
+    """Return the number of models as text, such as "1 model" or "4 models"."""
+    count = len(collection.runs)
+    return "1 model" if count == 1 else f"{count} models"
+
+
+def _format_machine(record: dict[str, Any]) -> str:
+    """Return a text such as "AMD EPYC, Linux x86_64, 2 cores" from a provenance record."""
     machine = record.get("machine") or {}
-    return ", ".join(str(machine[key]) for key in ("cpu", "system") if machine.get(key)) + (
-        f", {machine['cores']} cores" if machine.get("cores") else ""
-    )
+    parts = [str(machine[key]) for key in ("cpu", "system") if machine.get(key)]
+    text = ", ".join(parts)
+    if machine.get("cores"):
+        text += f", {machine['cores']} cores"
+    return text
 
 
-def _several(values: Any) -> str:
-    return ", ".join(dict.fromkeys(str(value) for value in values if value not in (None, "")))
+def _join_unique(values: Iterable[Any]) -> str:
+    """Join values with commas. Duplicates, empty strings and None are left out."""
+    texts = [str(value) for value in values if value not in (None, "")]
+    return ", ".join(dict.fromkeys(texts))
 
 
-# ---- what the models wrote, at their training length and past it, with their own surprise at each token
+# ---- text samples
 
 SURPRISE_THRESHOLDS = (1.0, 2.0, 4.0, 6.0)
-"""Surprises, in nats, at which the page takes the next shade."""
+"""A token gets a darker shade for each threshold that its negative log-likelihood (in nats) reaches."""
+
+
+class GeneratedToken(NamedTuple):
+    """A generated token.
+
+    Attributes:
+        text: The text of the token.
+        nll: The negative log-likelihood of the token in nats.
+        shade: The index of the color, from 0 (likely) to 4 (unlikely).
+    """
+
+    text: str
+    nll: float
+    shade: int
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A stretch that was written, where it ends, and the text right before it."""
+    """A part of a text that a model has generated.
+
+    Attributes:
+        end: The position of the last token. The position counts from the start of the prompt.
+        prompt_end: The last part of the prompt.
+        tokens: The generated tokens.
+    """
 
     end: int
-    given: str
-    pieces: Sequence[tuple[str, float, int]]
-    """Each token, -log p of it in nats under the model that wrote it, and the shade of that."""
+    prompt_end: str
+    tokens: Sequence[GeneratedToken]
 
     @property
-    def surprise(self) -> float | None:
-        if not self.pieces:
+    def mean_nll(self) -> float | None:
+        """Return the mean negative log-likelihood of the generated tokens, or None if there are no tokens."""
+        if not self.tokens:
             return None
-        return statistics.fmean(nats for _, nats, _ in self.pieces)
+        return statistics.fmean(token.nll for token in self.tokens)
 
 
 @dataclass(frozen=True)
-class WrittenText:
-    """What one model wrote."""
+class TextSample:
+    """The text that one model has generated.
+
+    Attributes:
+        name: The name of the position method.
+        training_length: The training length of the model.
+        passages: The parts of the text. They end at different multiples of the training length.
+        path: The file of the sample.
+    """
 
     name: str
-    trained_at: int
+    training_length: int
     passages: list[Passage]
     path: Path
 
 
-def samples(collection: Collection) -> list[WrittenText]:
-    """Of every run that wrote something."""
-    found = []
+def find_samples(collection: Collection) -> list[TextSample]:
+    """Return the text samples of all runs, sorted by position method and training length."""
+    hint = "Remove it. `trainshort demo` and `trainshort reproduce` create it again."
+    samples: list[TextSample] = []
     for run in collection.runs.values():
         path = run.path / "samples" / "sample.json"
-        written = read_stored_result(path, _written, "Remove it; trainshort demo and reproduce write it again.")
-        if written is not None:
-            found.append(WrittenText(method_name(run.config.model.position), *written, path))
-    order = {name: rank for rank, name in enumerate(METHOD_NAMES.values())}
-    return sorted(found, key=lambda sample: (order.get(sample.name, 99), sample.trained_at))
+        parsed_sample = read_stored_result(path, _parse_sample, hint)
+        if parsed_sample is not None:
+            training_length, passages = parsed_sample
+            samples.append(TextSample(method_name(run.config.model.position), training_length, passages, path))
+
+    method_ranks = {name: rank for rank, name in enumerate(METHOD_NAMES.values())}
+    unknown_rank = len(method_ranks)
+    return sorted(samples, key=lambda sample: (method_ranks.get(sample.name, unknown_rank), sample.training_length))
 
 
-def _written(values: dict[str, Any]) -> tuple[int, list[Passage]]:
-    """The training length, and what was written."""
-    length = int(values["trained_at"])
+def _parse_sample(values: dict[str, Any]) -> tuple[int, list[Passage]]:
+    """Convert the content of `samples/sample.json`. Return the training length and the generated passages."""
+    training_length = int(values["trained_at"])
     if values["format"] != SAMPLE_FORMAT:
-        raise ValueError("another format")  # `stored` reports the file.
-    passages = []
-    for one in values["passages"]:
-        written = [(str(text), float(nats)) for text, nats in one["written"]]
-        pieces = [(text, nats, sum(nats >= bound for bound in SURPRISE_THRESHOLDS)) for text, nats in written]
-        passages.append(Passage(int(one["end"]), str(one["given"]), pieces))
-    return length, passages
+        raise ValueError("Unknown format.")  # `read_stored_result` translates this error for users.
+    passages: list[Passage] = []
+    for passage in values["passages"]:
+        tokens = [_make_generated_token(str(text), float(nll)) for text, nll in passage["written"]]
+        passages.append(Passage(int(passage["end"]), str(passage["given"]), tokens))
+    return training_length, passages
+
+
+def _make_generated_token(text: str, nll: float) -> GeneratedToken:
+    """Return a generated token with its shade."""
+    shade = sum(nll >= threshold for threshold in SURPRISE_THRESHOLDS)
+    return GeneratedToken(text, nll, shade)

@@ -1,10 +1,15 @@
-"""Speed and memory on the page: stored benchmark results (`trainshort bench`), and what the methods cost. No torch."""
+"""The sections of the report about speed and memory.
+
+The section "Speed" shows results of `trainshort bench`. The section "Cost" shows the measured costs of position methods
+(`cost.json`). This module does not import torch.
+"""
 
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainshort.experiments.claims.collection import Collection
 from trainshort.experiments.claims.measured import COST_ENTRY_KEYS, median_with_interval
@@ -18,11 +23,22 @@ BACKEND_COLORS = {
     "plain": method_color("none"),
     "full": method_color("none"),
 }
+"""The colors of attention backends and cache modes."""
+
+BASELINE_METHOD = "sinusoidal"
+"""The position method whose speed is the unit of the cost figures."""
 
 
 @dataclass(frozen=True)
 class SpeedTable:
-    """Rows of one kind: head, and per row its name and (shown, exact) values."""
+    """A table of benchmark results.
+
+    Attributes:
+        title: The title.
+        columns: The labels of the columns.
+        rows: The label and the cells of each row. A cell is a pair: the rounded number and the exact number.
+        source: The file with the results.
+    """
 
     title: str
     columns: list[str]
@@ -31,8 +47,14 @@ class SpeedTable:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """What the page shows of benchmark results."""
+class SpeedSection:
+    """The content of the section "Speed".
+
+    Attributes:
+        figures: The figures.
+        tables: The same numbers as tables.
+        notes: One sentence for each result file: when and where it was measured.
+    """
 
     figures: list[Figure]
     tables: list[SpeedTable]
@@ -41,188 +63,375 @@ class Speed:
 
 @dataclass(frozen=True)
 class FigureSpec:
-    """A figure over some rows: a line per `line`, with `across` on the x-axis."""
+    """How the rows of a benchmark result are drawn.
+
+    Attributes:
+        name: The last part of the figure's name.
+        title: The title.
+        line_key: The key of a benchmark case that distinguishes the lines, such as "model".
+        x_key: The key of a benchmark case that contains the x-value, such as "tokens".
+        measure: The name of the measured quantity, such as "forward".
+        y_label: The label of the y-axis.
+        y_log: Whether the y-axis is logarithmic.
+    """
 
     name: str
     title: str
-    line: str
-    across: str
+    line_key: str
+    x_key: str
     measure: str
-    label: str
-    log: bool = True
+    y_label: str
+    y_log: bool = True
 
 
-ATTENTION = (
+ATTENTION_FIGURES = (
     FigureSpec("time", "Attention: time of a forward pass", "engine", "tokens", "forward", "ms"),
-    FigureSpec("ratio", "Attention: time to plain causal attention", "engine", "tokens", "to plain", "times plain"),
+    FigureSpec(
+        "ratio", "Attention: time relative to plain causal attention", "engine", "tokens", "to plain", "times plain"
+    ),
     FigureSpec("memory", "Attention: peak memory, forward and backward", "engine", "tokens", "peak", "MB"),
 )
-DECODE = FigureSpec("decode", "Decoding: time per token by context", "cache", "context", "time per token", "ms")
-TRAINING = FigureSpec("training", "Training speed by method", "model", "tokens", "speed", "tokens/s", log=False)
-EVALUATE = FigureSpec("evaluate", "Evaluation speed by method", "model", "tokens", "speed", "tokens/s", log=False)
+DECODE_FIGURE = FigureSpec("decode", "Decoding: time per token by context", "cache", "context", "time per token", "ms")
+TRAINING_FIGURE = FigureSpec(
+    "training", "Training speed by method", "model", "tokens", "speed", "tokens/s", y_log=False
+)
+EVALUATE_FIGURE = FigureSpec(
+    "evaluate", "Evaluation speed by method", "model", "tokens", "speed", "tokens/s", y_log=False
+)
 
 
-def speed(collection: Collection) -> Speed | None:
-    """Of every suite the newest result: of attention for each kind of inputs, of decode for each part. None without
-    results."""
-    made = Speed([], [], [])
-    used: dict[Path, dict[str, None]] = {}
+@dataclass(frozen=True)
+class SuitePart:
+    """A part of a benchmark suite that is shown together.
 
-    def add(suite: str, *wanted: FigureSpec, suffix: str = "", more: str = "", **case: str) -> None:
-        found = [(path, rows) for path, bench in collection.benchmark_results if (rows := _rows(bench, suite, case))]
-        if found:
-            path, rows = found[-1]
-            used.setdefault(path, {})[suite] = None
-            made.figures.extend(drawn for one in wanted if (drawn := _figure(one, rows, path, suffix, more)))
-            made.tables.extend(_tables(f"{suite}{more}", rows, path))
+    Attributes:
+        suite: The name of the suite, such as "attention".
+        case: Only rows whose benchmark case has these values are shown.
+        figures: The figures to draw.
+        name_suffix: Added to the names of the figures, because names must be unique.
+        title_suffix: Added to the titles of the figures and tables.
+    """
 
-    def values(suite: str, name: str) -> dict[str, None]:
-        rows = (row for _, bench in collection.benchmark_results for row in bench.suites.get(suite, ()))
-        return dict.fromkeys(str(row.case.get(name, "")) for row in rows)
-
-    for index, inputs in enumerate(values("attention", "inputs")):
-        suffix = f"-{index + 1}" if index else ""
-        add("attention", *ATTENTION, suffix=suffix, more=f", {inputs} inputs", inputs=inputs)
-    add("training", TRAINING)
-    add("evaluate", EVALUATE)
-    for part in values("decode", "part"):
-        add("decode", *([DECODE] if part == "context" else []), part=part)
-    add("patch")
-    add("prepare")
-    benches = dict(collection.benchmark_results)
-    made.notes.extend(f"{', '.join(suites).capitalize()}: {_note(benches[path])}" for path, suites in used.items())
-    return made if made.tables else None
+    suite: str
+    case: Mapping[str, str]
+    figures: tuple[FigureSpec, ...] = ()
+    name_suffix: str = ""
+    title_suffix: str = ""
 
 
-def _rows(bench: BenchResult, suite: str, case: dict[str, str]) -> list[Measurement]:
-    rows = bench.suites.get(suite, ())
-    return [row for row in rows if all(row.case.get(name, "") == value for name, value in case.items())]
+class BandPoint(NamedTuple):
+    """A point of a line with the lower and the upper end of its band."""
+
+    value: float
+    low: float
+    high: float
 
 
-Lines = dict[str, dict[int, tuple[float, float, float]]]
-"""Of each line its points by their place: how much, and the lower and upper end of its band."""
+Lines = dict[str, dict[int, BandPoint]]
+"""The points of each line, by the name of the line and the x-value."""
 
 
-def _figure(wanted: FigureSpec, rows: list[Measurement], path: Path, suffix: str, more: str) -> Figure | None:
-    """Lines with a band of their spread; None where nothing was measured."""
+# ---- benchmark results
+
+
+def find_speed_results(collection: Collection) -> SpeedSection | None:
+    """Build the section "Speed" from the newest result of each benchmark suite.
+
+    Args:
+        collection: The runs and benchmark results.
+
+    Returns:
+        The section, or None if there are no benchmark results.
+    """
+    section = SpeedSection([], [], [])
+    suites_by_path: dict[Path, dict[str, None]] = {}
+    for part in _suite_parts(collection):
+        newest = _find_newest_rows(collection, part)
+        if newest is None:
+            continue
+        path, rows = newest
+        suites_by_path.setdefault(path, {})[part.suite] = None
+        for spec in part.figures:
+            figure = _make_figure(spec, rows, part)
+            if figure is not None:
+                section.figures.append(replace(figure, sources=(path,)))
+        section.tables.extend(_make_tables(f"{part.suite}{part.title_suffix}", rows, path))
+
+    if not section.tables:
+        return None
+    bench_results = dict(collection.benchmark_results)
+    for path, suites in suites_by_path.items():
+        section.notes.append(f"{', '.join(suites).capitalize()}: {_describe_result(bench_results[path])}")
+    return section
+
+
+def _suite_parts(collection: Collection) -> list[SuitePart]:
+    """Return the parts of the benchmark suites, in the order of the report."""
+    parts: list[SuitePart] = []
+    for index, inputs in enumerate(_find_case_values(collection, "attention", "inputs")):
+        name_suffix = f"-{index + 1}" if index else ""
+        title_suffix = f", {inputs} inputs"
+        parts.append(SuitePart("attention", {"inputs": inputs}, ATTENTION_FIGURES, name_suffix, title_suffix))
+
+    parts.append(SuitePart("training", {}, (TRAINING_FIGURE,)))
+    parts.append(SuitePart("evaluate", {}, (EVALUATE_FIGURE,)))
+    for decode_part in _find_case_values(collection, "decode", "part"):
+        figures = (DECODE_FIGURE,) if decode_part == "context" else ()
+        parts.append(SuitePart("decode", {"part": decode_part}, figures))
+    parts.append(SuitePart("patch", {}))
+    parts.append(SuitePart("prepare", {}))
+    return parts
+
+
+def _find_case_values(collection: Collection, suite: str, key: str) -> list[str]:
+    """Return the different values of a key in the cases of a benchmark suite, in the order of the results."""
+    values: dict[str, None] = {}
+    for _, bench_result in collection.benchmark_results:
+        for row in bench_result.suites.get(suite, ()):
+            values[str(row.case.get(key, ""))] = None
+    return list(values)
+
+
+def _find_newest_rows(collection: Collection, part: SuitePart) -> tuple[Path, list[Measurement]] | None:
+    """Return the rows of the newest result that contains a part of a suite, with the file of the result."""
+    newest = None
+    for path, bench_result in collection.benchmark_results:  # The newest result is the last one.
+        rows = [row for row in bench_result.suites.get(part.suite, ()) if _matches_case(row, part.case)]
+        if rows:
+            newest = (path, rows)
+    return newest
+
+
+def _matches_case(row: Measurement, case: Mapping[str, str]) -> bool:
+    """Return whether the benchmark case of a row has the given values."""
+    return all(row.case.get(key, "") == value for key, value in case.items())
+
+
+def _make_figure(spec: FigureSpec, rows: Sequence[Measurement], part: SuitePart) -> Figure | None:
+    """Draw benchmark rows as lines. The band of a line is the spread of the measurements.
+
+    Args:
+        spec: What is drawn.
+        rows: The rows of the benchmark result.
+        part: The part of the suite, which determines the name and the title.
+
+    Returns:
+        The figure, or None if no row contains the measured quantity.
+    """
     lines: Lines = {}
     for row in rows:
-        measure, at = row.measured.get(wanted.measure), row.case.get(wanted.across)
-        if measure is not None and isinstance(at, int) and measure.value > 0:
-            value, spread = measure.value, measure.value * (measure.spread or 0.0)
-            point = value, max(value - spread, 0.05 * value), value + spread
-            lines.setdefault(str(row.case.get(wanted.line)), {})[at] = point
+        measure = row.measured.get(spec.measure)
+        x = row.case.get(spec.x_key)
+        if measure is not None and isinstance(x, int) and measure.value > 0:
+            name = str(row.case.get(spec.line_key))
+            lines.setdefault(name, {})[x] = _make_band_point(measure)
     if not lines:
         return None
-    shades = dict(zip(lines, cycle(OTHERS), strict=False)) if wanted.line != "model" else {}
-    name, title = f"speed-{wanted.name}{suffix}", f"{wanted.title}{more}"
-    drawn = _lines(lines, shades | BACKEND_COLORS, name, title, wanted.across, wanted.label)
-    return replace(drawn, y_log=wanted.log, sources=(path,))
+
+    colors: dict[str, str] = {}
+    if spec.line_key != "model":  # Lines of models have the color of their position method.
+        colors = dict(zip(lines, cycle(OTHERS), strict=False))
+    colors |= BACKEND_COLORS
+    name = f"speed-{spec.name}{part.name_suffix}"
+    title = f"{spec.title}{part.title_suffix}"
+    figure = _draw_lines(lines, colors, name, title, spec.x_key, spec.y_label)
+    return replace(figure, y_log=spec.y_log)
 
 
-def _lines(lines: Lines, shades: dict[str, str], name: str, title: str, x_label: str, y_label: str) -> Figure:
-    """A line of a shade, or else of its method's colour, with a tick at every point."""
-    series = []
-    for line, points in lines.items():
-        x, y, low, high = zip(*((at, *points[at]) for at in sorted(points)), strict=True)
-        series.append(Series(method_name(line), x, y, shades.get(line) or method_color(line), low, high))
-    told = "; ".join(
-        f"{one.name} " + ", ".join(f"{format_number(y)} at {x:,}" for x, y in zip(one.x, one.y, strict=True))
-        for one in series
-    )
+def _make_band_point(measure: Measure) -> BandPoint:
+    """Return a measured value with a band of its spread. The band stays above 0, because the axis is logarithmic."""
+    spread = measure.value * (measure.spread or 0.0)
+    low = max(measure.value - spread, 0.05 * measure.value)
+    return BandPoint(measure.value, low, measure.value + spread)
+
+
+def _draw_lines(lines: Lines, colors: Mapping[str, str], name: str, title: str, x_label: str, y_label: str) -> Figure:
+    """Return a figure with a tick at every x-value.
+
+    Args:
+        lines: The points of each line.
+        colors: The colors of the lines. A line without an entry has the color of the position method of its name.
+        name: The name of the figure.
+        title: The title.
+        x_label: The label of the x-axis.
+        y_label: The label of the y-axis.
+    """
+    series: list[Series] = []
+    descriptions: list[str] = []
+    all_x: set[int] = set()
+    for line_name, points in lines.items():
+        x = sorted(points)
+        y = tuple(points[at].value for at in x)
+        low = tuple(points[at].low for at in x)
+        high = tuple(points[at].high for at in x)
+        label = method_name(line_name)
+        color = colors.get(line_name) or method_color(line_name)
+        series.append(Series(label, tuple(x), y, color, low, high))
+        all_x.update(x)
+        values = ", ".join(f"{format_number(value)} at {at:,}" for at, value in zip(x, y, strict=True))
+        descriptions.append(f"{label} {values}")
     return Figure(
         name=name,
         title=title,
-        alt=f"{title}, {y_label} against {x_label}: {told}.",
+        alt=f"{title}, {y_label} against {x_label}: {'; '.join(descriptions)}.",
         series=tuple(series),
         x_label=x_label,
         y_label=y_label,
         x_log=True,
-        ticks=tuple((at, f"{at:,}") for at in sorted({at for points in lines.values() for at in points})),
+        ticks=tuple((at, f"{at:,}") for at in sorted(all_x)),
     )
 
 
-def _tables(title: str, rows: list[Measurement], path: Path) -> list[SpeedTable]:
-    """One for each kind of case."""
-    made = []
-    for kind, heads in group_by_case_keys(rows):
-        cells = [(row.name, [_cell(row.measured.get(name)) for name in heads]) for row in kind]
-        columns = [f"{name}, {unit}" if unit else name for name, unit in heads.items()]
-        made.append(SpeedTable(title, columns, cells, path))
-    return made
+def _make_tables(title: str, rows: Sequence[Measurement], path: Path) -> list[SpeedTable]:
+    """Return one table for each group of rows whose benchmark cases have the same keys.
+
+    Args:
+        title: The title of the tables.
+        rows: The rows of the benchmark result.
+        path: The file with the result.
+    """
+    tables: list[SpeedTable] = []
+    for group, units in group_by_case_keys(rows):
+        columns = [f"{measure_name}, {unit}" if unit else measure_name for measure_name, unit in units.items()]
+        table_rows: list[tuple[str, list[tuple[str, str]]]] = []
+        for row in group:
+            cells = [_format_cell(row.measured.get(measure_name)) for measure_name in units]
+            table_rows.append((row.name, cells))
+        tables.append(SpeedTable(title, columns, table_rows, path))
+    return tables
 
 
-def _cell(measure: Measure | None) -> tuple[str, str]:
-    return (format_number(measure.value), repr(measure.value)) if measure else ("", "")
+def _format_cell(measure: Measure | None) -> tuple[str, str]:
+    """Return a measured value, rounded and with all digits. Both texts are empty if nothing was measured."""
+    if measure is None:
+        return "", ""
+    return format_number(measure.value), repr(measure.value)
 
 
-def _note(bench: BenchResult) -> str:
-    """Where and how it was measured, in a sentence."""
-    parts = [f"measured {bench.made.get('time', 'at an unknown time')} on {bench.machine}"]
-    if bench.made.get("commit"):
-        commit, plus, changes = str(bench.made["commit"]).partition("+")
+def _describe_result(bench_result: BenchResult) -> str:
+    """Return a text about when, where and how a benchmark result was measured."""
+    parts = [f"measured {bench_result.made.get('time', 'at an unknown time')} on {bench_result.machine}"]
+    if bench_result.made.get("commit"):
+        # A commit with local changes is stored as "HASH+changes".
+        commit, plus, changes = str(bench_result.made["commit"]).partition("+")
         parts.append(f"commit {commit[:12]}{plus}{changes}")
-    tolerances = {
-        str(plan["tolerance"]) for plan in bench.settings.values() if isinstance(plan, dict) and "tolerance" in plan
-    }
+
+    tolerances: set[str] = set()
+    for setting in bench_result.settings.values():
+        if isinstance(setting, dict) and "tolerance" in setting:
+            tolerances.add(str(setting["tolerance"]))
     if tolerances:
         parts.append(f"tolerance {', '.join(sorted(tolerances))}")
-    quick = " A quick run: not numbers to quote." if bench.settings.get("quick") else ""
-    stopped = "" if bench.finished else " It was stopped before its end."
-    return f"{', '.join(parts)}.{quick}{stopped}"
+
+    description = f"{', '.join(parts)}."
+    if bench_result.settings.get("quick"):
+        description += " This was a quick run with small inputs. Do not quote its numbers."
+    if not bench_result.finished:
+        description += " The run was stopped before its end."
+    return description
 
 
-# ---- what the methods cost by length: speed against sinusoidal's round by round, and memory
-
-AGAINST = "sinusoidal"
+# ---- costs of position methods
 
 
 def cost_figures(collection: Collection) -> list[Figure]:
-    """Speeds of training and evaluation as multiples of sinusoidal's, and the memory of training."""
+    """Return figures of the training speed, the evaluation speed and the training memory of position methods.
+
+    Speeds are shown relative to sinusoidal embeddings if several lengths were measured, otherwise in tokens/s.
+
+    Args:
+        collection: The runs and measured costs.
+    """
     entries = list(collection.costs.values())
     if not entries:
         return []
-    made = []
-    for what, title in (("train", "Training speed"), ("read", "Evaluation speed")):
-        name, rounds = f"cost-{what}", COST_ENTRY_KEYS[f"{what} speed"]
-        if timed := [entry for entry in entries if entry[rounds]]:
-            rates = [(entry, entry["tokens"] / statistics.median(entry[rounds])) for entry in timed]
-            made.append(_speed(timed, name, title, rounds) or _bars(rates, name, title, "tokens/s"))
-    weighed = [entry for entry in entries if entry["train_memory"]] or entries
-    memories = [(entry, (entry["train_memory"] or 0) / 1e6) for entry in weighed]
-    made.append(_bars(memories, "cost-memory", "Training memory", "MB"))
+
+    figures: list[Figure] = []
+    for name, title in (("train", "Training speed"), ("read", "Evaluation speed")):
+        seconds_key = COST_ENTRY_KEYS[f"{name} speed"]
+        timed_entries = [entry for entry in entries if entry[seconds_key]]
+        if timed_entries:
+            figures.append(_speed_figure(timed_entries, f"cost-{name}", title, seconds_key))
+    figures.append(_memory_figure(entries))
+
     sources = tuple(dict.fromkeys(entry["path"] for entry in entries))
-    return [replace(figure, sources=sources) for figure in made]
+    return [replace(figure, sources=sources) for figure in figures]
 
 
-def _speed(entries: list[dict[str, Any]], name: str, title: str, rounds: str) -> Figure | None:
-    """A line per method over the lengths at which it took turns with sinusoidal; None when that is one length."""
-    base = {(one["session"], one["length"]): one[rounds] for one in entries if one["position"] == AGAINST}
+def _speed_figure(entries: Sequence[dict[str, Any]], name: str, title: str, seconds_key: str) -> Figure:
+    """Return a figure of the speeds of position methods.
+
+    Args:
+        entries: Entries of the cost file.
+        name: The name of the figure.
+        title: The title.
+        seconds_key: The key of an entry that contains the seconds of each round.
+    """
+    lines = _relative_speeds(entries, seconds_key)
+    lengths = {length for points in lines.values() for length in points}
+    if len(lengths) >= 2:
+        title = f"{title}, relative to sinusoidal"
+        return _draw_lines(lines, {}, name, title, "sequence length in tokens", "times the speed of sinusoidal")
+    speeds = [(entry, entry["tokens"] / statistics.median(entry[seconds_key])) for entry in entries]
+    return _draw_bars(speeds, name, title, "tokens/s")
+
+
+def _relative_speeds(entries: Sequence[dict[str, Any]], seconds_key: str) -> Lines:
+    """Compare the speeds of all methods with sinusoidal embeddings, round by round.
+
+    Args:
+        entries: Entries of the cost file.
+        seconds_key: The key of an entry that contains the seconds of each round.
+
+    Returns:
+        The relative speeds with their intervals, by method and length. Lengths at which sinusoidal embeddings were not
+        measured in the same session are left out.
+    """
+    baseline_seconds: dict[tuple[str, int], Sequence[float]] = {}
+    for entry in entries:
+        if entry["position"] == BASELINE_METHOD:
+            baseline_seconds[entry["session"], entry["length"]] = entry[seconds_key]
+
     lines: Lines = {}
     for entry in entries:
-        turns = base.get((entry["session"], entry["length"]))
-        if turns and entry["position"] != AGAINST:
-            ratios = [theirs / ours for ours, theirs in zip(entry[rounds], turns, strict=True)]
-            lines.setdefault(entry["position"], {})[entry["length"]] = median_with_interval(ratios)
-    if len({at for points in lines.values() for at in points}) < 2:
-        return None
-    title = f"{title}, as a multiple of sinusoidal's"
-    return _lines(lines, {}, name, title, "tokens in a sequence", "times sinusoidal's speed")
+        baseline = baseline_seconds.get((entry["session"], entry["length"]))
+        if baseline and entry["position"] != BASELINE_METHOD:
+            ratios = [baseline_time / time for time, baseline_time in zip(entry[seconds_key], baseline, strict=True)]
+            lines.setdefault(entry["position"], {})[entry["length"]] = BandPoint(*median_with_interval(ratios))
+    return lines
 
 
-def _bars(found: list[tuple[dict[str, Any], float]], name: str, title: str, unit: str) -> Figure:
-    """What each configuration was measured to have, at the length that most of them share."""
-    length = statistics.mode(entry["length"] for entry, _ in found)
+def _memory_figure(entries: Sequence[dict[str, Any]]) -> Figure:
+    """Return a figure of the training memory of position methods. A memory of 0 means that it was not measured."""
+    measured_entries = [entry for entry in entries if entry["train_memory"]] or entries
+    megabytes = [(entry, (entry["train_memory"] or 0) / 1e6) for entry in measured_entries]
+    return _draw_bars(megabytes, "cost-memory", "Training memory", "MB")
+
+
+def _draw_bars(values: Sequence[tuple[dict[str, Any], float]], name: str, title: str, unit: str) -> Figure:
+    """Return a figure with one bar for each method, at the length that most entries have in common.
+
+    Args:
+        values: Entries of the cost file, each with the value of its bar.
+        name: The name of the figure.
+        title: The title.
+        unit: The unit of the values.
+    """
+    length = statistics.mode(entry["length"] for entry, _ in values)
     title = f"{title} at {length:,} tokens"
-    alike = [(str(entry["position"]), value) for entry, value in found if entry["length"] == length]
-    told = ", ".join(f"{method_name(position)} {value:,.0f}" for position, value in alike)
+    series: list[Series] = []
+    descriptions: list[str] = []
+    for entry, value in values:
+        if entry["length"] == length:
+            position = str(entry["position"])
+            label = method_name(position)
+            series.append(Series(label, (label,), (value,), method_color(position)))
+            descriptions.append(f"{label} {value:,.0f}")
     return Figure(
         name=name,
         title=title,
-        alt=f"{title} in {unit}: {told}.",
-        series=tuple(
-            Series(method_name(one), (method_name(one),), (value,), method_color(one)) for one, value in alike
-        ),
+        alt=f"{title} in {unit}: {', '.join(descriptions)}.",
+        series=tuple(series),
         x_label="",
         y_label=unit,
         kind="bars",

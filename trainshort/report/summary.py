@@ -1,120 +1,225 @@
-"""The first screen in words, for somebody who never read the paper: what this is, what was found, how far to trust it.
+"""The texts at the top of the report: an introduction, the main results, and the limitations of the results.
 
-Every sentence is written from the same stored numbers as the figure below it. No torch.
+All sentences are computed from the stored numbers. This module does not import torch.
 """
 
 from typing import Any
 
 from trainshort.experiments.claims.collection import Collection
 from trainshort.experiments.claims.extrapolation import ALIBI_SHORT, SINUSOIDAL_LONG
-from trainshort.experiments.claims.measured import ScaleView
+from trainshort.experiments.claims.measured import RatioWithInterval, ScaleView
 from trainshort.experiments.claims.verdicts import JudgedClaims, count_verdicts
 from trainshort.experiments.experiments import EvalProtocol
-from trainshort.report.headline import Headline, sentences
+from trainshort.report.headline import Headline, headline_sentences
 
 
 def introduction(headline: Headline) -> str:
-    """What a reader has to know before the numbers."""
-    longest = max(headline.lengths)
-    names = [line.name for line in headline.lines]
-    count = "One small language model" if len(names) == 1 else f"{len(names)} small language models"
-    who = "it" if len(names) == 1 else "each"
-    alike = (
-        ", alike but for how they know where in the text a word stands"
-        if headline.is_controlled_comparison and names[1:]
-        else ""
-    )
-    return (
-        f"{count}{alike} ({', '.join(names)}), learned from pieces of {headline.length:,} tokens. Then {who} was "
-        f"evaluated on pieces of up to {longest:,}. A perplexity of 40 means: as unsure of the next token as if 40 "
-        "were equally likely; lower is better, and a line that stays flat to the right is a model that copes with more "
-        "text than it was trained on."
-    )
+    """Return what a reader must know to understand the results: the models, the lengths and the word perplexity."""
+    names = [curve.name for curve in headline.curves]
+    if len(names) == 1:
+        models = f"One small language model ({names[0]}) was"
+    else:
+        models = f"{len(names)} small language models ({', '.join(names)}) were"
+    sentences = [
+        f"{models} trained on sequences of {headline.training_length:,} tokens "
+        f"and evaluated on sequences of up to {headline.lengths[-1]:,} tokens."
+    ]
+    if len(names) > 1 and headline.is_controlled_comparison:
+        sentences.append("The models differ only in the method that encodes the positions of tokens.")
+    sentences += [
+        "A perplexity of 40 means that the model is as uncertain as if 40 next tokens were equally likely.",
+        "A lower perplexity is better.",
+        "A curve that stays flat to the right belongs to a model that handles longer text than it was trained on.",
+    ]
+    return " ".join(sentences)
+
+
+# ---- results
 
 
 def result_sentences(headline: Headline, view: ScaleView | None) -> list[str]:
-    """The results, the most important first; last, ALiBi trained short and evaluated long against sinusoidal trained
-    long on equally many tokens, and what that saves."""
-    far = EvalProtocol(SINUSOIDAL_LONG.length)
-    change = view.compare_perplexities((ALIBI_SHORT, far), (SINUSOIDAL_LONG, far)) if view else None
-    if view is None or change is None:
-        return sentences(headline)
-    verdict = f"ALiBi is {'worse' if change.change > 0 else 'better'} by {abs(change.change):.0%}"
-    verdict = verdict if change.is_significant else f"cannot tell ({change})"
-    near, at = view.scale.scale_length(ALIBI_SHORT.length), view.scale.scale_length(SINUSOIDAL_LONG.length)
-    told = (
-        f"Train short, test long: ALiBi trained at {near:,} and evaluated at {at:,} has {change.values[0]:.1f}, "
-        f"sinusoidal trained at {at:,} on as many tokens {change.values[1]:.1f}: {verdict}."
-    )
-    savings = _savings(view)
-    return [*sentences(headline), told + (f" Training short was {savings} (with random weights)." if savings else "")]
+    """Return the main results as sentences, the most important ones first.
+
+    The last entry compares ALiBi, trained at a short length, with sinusoidal embeddings, trained at the evaluation
+    length. It is left out if these models do not exist.
+
+    Args:
+        headline: The curves of the main figure.
+        view: The stored results at one scale (laptop, gpu or paper). None if the runs belong to no scale.
+    """
+    sentences = headline_sentences(headline)
+    if view is None:
+        return sentences
+    protocol = EvalProtocol(SINUSOIDAL_LONG.length)
+    change = view.compare_perplexities((ALIBI_SHORT, protocol), (SINUSOIDAL_LONG, protocol))
+    if change is None:
+        return sentences
+    short_against_long = [_short_against_long(view, change), *_cost_sentences(view)]
+    return [*sentences, " ".join(short_against_long)]
 
 
-def _savings(view: ScaleView) -> str:
-    """Speed and memory of the two, where both were measured."""
-    speed, parts = view.compare_speeds(ALIBI_SHORT, SINUSOIDAL_LONG), []
-    if speed is not None:
-        within = speed.low <= 0 <= speed.high
-        parts.append("no faster than this machine can tell" if within else f"{1 + speed.change:.2f} times as fast")
-    memory, more = (
-        [view.find_cost(one, "train memory") for one in (ALIBI_SHORT, SINUSOIDAL_LONG)],
-        view.compare_memories(ALIBI_SHORT, SINUSOIDAL_LONG),
-    )
-    if memory[0] and memory[1] and more:
-        took = f"took {1e3 * memory[0].value:,.0f} MB instead of {1e3 * memory[1].value:,.0f}"
-        within = len({more.low, more.high}) > 1 and more.low <= 0 <= more.high
-        parts.append(f"{took}, which two weighings of one model may differ by" if within else took)
-    return " and ".join(parts)
+def _short_against_long(view: ScaleView, change: RatioWithInterval) -> str:
+    """Compare the perplexities of ALiBi (trained short) and sinusoidal embeddings (trained long).
 
-
-def limitations(headline: Headline, collection: Collection, judged: JudgedClaims) -> list[str]:
-    """What stands behind the numbers, and what does not."""
-    corpus = headline.lines[0].stored[0].evaluation.corpus
-    seeds = len({run.config.train.seed for run in collection.runs.values()})
-    chosen = "took no part in training or in choosing" if corpus["split"] == "test" else "may have served to choose"
-    told = [
-        f"Perplexities are of {corpus['tokens']:,} tokens of the {corpus['split']} split of {corpus['name']}, "
-        f"which {chosen} settings. Bands are 95 % intervals over that text. "
-        f"{'One seed' if seeds == 1 else f'{seeds} seeds'}: another would move every line a little."
-    ]
-    trained = {run.metrics[-1]["tokens"] for run in collection.runs.values() if run.metrics}
-    if collection.scale and trained and max(trained) < 1.01 * min(trained):  # pieces at a text's end may be shorter
-        amount = " to ".join(f"{count:,}" for count in sorted({min(trained), max(trained)}))
-        told.append(
-            f"Every model was trained on {amount} tokens, in the way that was best for its method on the validation "
-            "split, out of the same grid of ways for all (trainshort tune)."
-        )
-    if judged:
-        told.append(f"Of {count_verdicts(judged).total()} claims of the paper {verdicts(judged)}")
-    told.append("Small models on little text: compare the shapes of lines with the paper's, not the values.")
-    return told
-
-
-def verdicts(judged: JudgedClaims) -> str:
-    """How many claims hold, and how many do not."""
-    counts = count_verdicts(judged)
+    Args:
+        view: The stored results at one scale (laptop, gpu or paper).
+        change: How much higher ALiBi's perplexity is, relative to the perplexity of the sinusoidal model.
+    """
+    short_length = view.scale.scale_length(ALIBI_SHORT.length)
+    long_length = view.scale.scale_length(SINUSOIDAL_LONG.length)
+    alibi_perplexity, sinusoidal_perplexity = change.values
+    if not change.is_significant:
+        verdict = "may be due to chance"
+    elif change.change > 0:
+        verdict = "shows that ALiBi is worse"
+    else:
+        verdict = "shows that ALiBi is better"
     return (
-        f"{counts['holds']} hold here, {counts['does not hold']} do not, {counts['cannot tell']} cannot be told from "
-        f"chance; not tested with what was run: {counts['not testable at this scale']}."
+        f"Train short, test long: ALiBi trained at {short_length:,} tokens has a perplexity of {alibi_perplexity:.1f} "
+        f"at {long_length:,} tokens. Sinusoidal embeddings trained at {long_length:,} tokens, with the same number of "
+        f"training tokens, have a perplexity of {sinusoidal_perplexity:.1f}. The difference of {change} {verdict}."
     )
 
 
-def summary(headline: Headline, view: ScaleView | None, judged: JudgedClaims) -> dict[str, Any]:
-    """The same as data, for the tables of documents."""
-    lines = {
-        line.name: {
-            "position": line.position,
-            "points": {str(at): [value, *line.bounds.get(at, (None, None))] for at, value in line.points.items()},
-        }
-        for line in (*headline.lines, *headline.beyond)
-    }
-    first = headline.lines[0].stored[0].evaluation
+def _cost_sentences(view: ScaleView) -> list[str]:
+    """Return sentences about the training speed and the memory of the short and the long model, if measured."""
+    sentences: list[str] = []
+
+    speedup = view.compare_speeds(ALIBI_SHORT, SINUSOIDAL_LONG)
+    if speedup is not None:
+        if speedup.is_significant:
+            sentences.append(f"Training at the shorter length was {1 + speedup.change:.2f} times as fast.")
+        else:
+            sentences.append("The training speeds do not differ significantly.")
+
+    short_memory = view.find_cost(ALIBI_SHORT, "train memory")
+    long_memory = view.find_cost(SINUSOIDAL_LONG, "train memory")
+    memory_change = view.compare_memories(ALIBI_SHORT, SINUSOIDAL_LONG)
+    if short_memory is not None and long_memory is not None and memory_change is not None:
+        short_megabytes = f"{1e3 * short_memory.value:,.0f} MB"
+        long_megabytes = f"{1e3 * long_memory.value:,.0f} MB"
+        sentence = f"Peak training memory was {short_megabytes} against {long_megabytes}"
+        # With a single measurement of each model, the interval is empty and nothing is known about the noise.
+        has_interval = memory_change.low != memory_change.high
+        if has_interval and not memory_change.is_significant:
+            sentence += ", a difference within the measurement noise"
+        sentences.append(f"{sentence}.")
+
+    if sentences:
+        sentences.append("Costs were measured with random weights.")
+    return sentences
+
+
+# ---- limitations
+
+
+def limitations(headline: Headline, collection: Collection, judged_claims: JudgedClaims) -> list[str]:
+    """Return sentences about what the results are based on, and what they do not show.
+
+    Args:
+        headline: The curves of the main figure.
+        collection: The runs.
+        judged_claims: The claims of the paper and the outcomes of their checks.
+    """
+    sentences = [_text_sentences(headline, collection)]
+    training_sentences = _training_sentences(collection)
+    if training_sentences:
+        sentences.append(training_sentences)
+    if judged_claims:
+        sentences.append(
+            f"The report checks {len(judged_claims)} claims of the paper: {format_verdict_counts(judged_claims)}."
+        )
+    sentences.append(
+        "The models are small and were trained on little text. "
+        "Compare the shapes of the curves with the paper, not the values."
+    )
+    return sentences
+
+
+def _text_sentences(headline: Headline, collection: Collection) -> str:
+    """Return sentences about the evaluated text and the seeds."""
+    corpus = headline.curves[0].stored[0].evaluation.corpus
+    text = (
+        f"The perplexities were measured on {corpus['tokens']:,} tokens of the {corpus['split']} split of "
+        f"{corpus['name']}."
+    )
+    if corpus["split"] == "test":
+        use = "This split was not used for training or for choosing settings."
+    else:
+        use = "This split may have been used for choosing settings."
+
+    seed_count = len({run.config.train.seed for run in collection.runs.values()})
+    if seed_count == 1:
+        seeds = (
+            "The bands are 95 % intervals over the text. "
+            "Each model was trained with one seed. Another seed would change all curves slightly."
+        )
+    else:
+        seeds = (
+            f"The models were trained with {seed_count} seeds. The bands show the range over the seeds. "
+            "For a model with one seed they are 95 % intervals over the text."
+        )
+    return f"{text} {use} {seeds}"
+
+
+def _training_sentences(collection: Collection) -> str:
+    """Return sentences about the number of training tokens and the tuning, or "" if the models differ in this."""
+    token_counts = {run.metrics[-1]["tokens"] for run in collection.runs.values() if run.metrics}
+    if collection.scale is None or not token_counts:
+        return ""
+    fewest = min(token_counts)
+    most = max(token_counts)
+    # Sequences at the end of a text can be shorter, so the numbers may differ slightly.
+    if most >= 1.01 * fewest:
+        return ""
+
+    amount = f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
+    sentences = f"Every model was trained on {amount} tokens."
+    if collection.scale.name == "laptop":
+        sentences += (
+            " The optimizer settings of each method were chosen by the validation loss, from the same candidates for "
+            "all methods (trainshort tune)."
+        )
+    return sentences
+
+
+def format_verdict_counts(judged_claims: JudgedClaims) -> str:
+    """Return a text such as "9 supported, 0 not supported, 3 inconclusive, 1 not tested"."""
+    counts = count_verdicts(judged_claims)
+    return (
+        f"{counts['supported']} supported, {counts['not supported']} not supported, "
+        f"{counts['inconclusive']} inconclusive, {counts['not tested']} not tested"
+    )
+
+
+# ---- the same as data
+
+
+def make_headline_record(headline: Headline, view: ScaleView | None, judged_claims: JudgedClaims) -> dict[str, Any]:
+    """Return the content of `headline.json`: the curves, the main results and the number of each verdict.
+
+    The tables in the README are generated from this file.
+
+    Args:
+        headline: The curves of the main figure.
+        view: The stored results at one scale (laptop, gpu or paper). None if the runs belong to no scale.
+        judged_claims: The claims of the paper and the outcomes of their checks.
+    """
+    lines: dict[str, Any] = {}
+    for curve in (*headline.curves, *headline.longer_models):
+        points: dict[str, list[float | None]] = {}
+        for length, value in curve.points.items():
+            low, high = curve.bounds.get(length, (None, None))
+            points[str(length)] = [value, low, high]
+        lines[curve.name] = {"position": curve.position, "points": points}
+
+    evaluation = headline.curves[0].stored[0].evaluation
     return {
         "format": 2,
-        "length": headline.length,
-        "corpus": {key: first.corpus[key] for key in ("name", "split", "tokens")},
+        "length": headline.training_length,
+        "corpus": {key: evaluation.corpus[key] for key in ("name", "split", "tokens")},
         "lines": lines,
         "found": result_sentences(headline, view),
-        "verdicts": count_verdicts(judged),
-        "provenance": first.provenance,
+        "verdicts": count_verdicts(judged_claims),
+        "provenance": evaluation.provenance,
     }

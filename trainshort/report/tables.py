@@ -1,138 +1,221 @@
-"""The paper's tables with the numbers obtained here beside them.
+"""The tables and figures of the paper with the measured numbers.
 
-The JSON files behind a report are copied beside it (`Sources`), so that every link works anywhere. Their names are made
-here and never taken from a run: a number, and what is left of the name when only plain letters stay.
+Every measured number links to the JSON file that contains it. These files are copied into the folder of the report, so
+that the links also work if the folder is moved.
 """
 
-import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from trainshort.experiments.claims.measured import MeasuredCell, ScaleView
-from trainshort.experiments.experiments import Cell, Experiment, experiments, with_methods
+from trainshort.experiments.experiments import Cell, EvalProtocol, Experiment, Variant, experiments, with_methods
 from trainshort.utils.figures import OTHERS, Figure, Series, method_color, thin_ticks
 from trainshort.utils.io import make_folder, read_bytes, write_atomic
 
-FOLDER = "data"
-OURS = "alibi"
-"""The method whose perplexities the paper holds against the others'."""
+DATA_FOLDER = "data"
+"""The folder of the copied JSON files, in the folder of the report."""
+
+COMPARED_METHOD = "alibi"
+"""The position method that is compared with all others below a table."""
+
+MAX_OPEN_ROWS = 12
+"""The HTML page folds tables with more rows."""
+
+MAX_COLUMNS = 12
+"""A table with more columns shows only the columns with a measured number."""
+
+MIN_POINTS = 3
+"""A figure is drawn only if one line has this many points and the other lines add at least two points."""
 
 
-class Sources:
-    """Files behind the page, each copied once."""
+class SourceFiles:
+    """Copies of the JSON files behind the report.
+
+    Args:
+        out: The folder of the report. Copies of an earlier report are removed.
+    """
 
     def __init__(self, out: Path) -> None:
         self.out = out
         self.links: dict[Path, str] = {}
-        for old in make_folder(out / FOLDER).glob("[0-9][0-9][0-9]-*.json"):
-            old.unlink()
+        for old_copy in make_folder(out / DATA_FOLDER).glob("[0-9][0-9][0-9]-*.json"):
+            old_copy.unlink()
 
     def link(self, path: Path) -> str:
-        """A relative address of the copy of a file: data/003-alibi-128-valid.json"""
+        """Copy a file if it was not copied before, and return the relative link to the copy.
+
+        Args:
+            path: The JSON file.
+
+        Returns:
+            A link such as "data/003-alibi-128-valid.json".
+        """
         if path not in self.links:
-            near = f"{path.parent.parent.name}-{path.stem}" if path.parent.name == "eval" else path.stem
-            plain = re.sub(r"[^A-Za-z0-9.]+", "-", near).strip("-.")[:80] or "result"
-            name = f"{len(self.links) + 1:03d}-{plain}.json"
-            write_atomic(self.out / FOLDER / name, read_bytes(path))
-            self.links[path] = f"{FOLDER}/{name}"
+            name = f"{len(self.links) + 1:03d}-{_safe_file_name(path)}.json"
+            write_atomic(self.out / DATA_FOLDER / name, read_bytes(path))
+            self.links[path] = f"{DATA_FOLDER}/{name}"
         return self.links[path]
 
 
-MOST_ROWS = 12
-"""Longer tables are folded in the page."""
-LEAST_POINTS = 3
-"""A figure wants a line of so many points, and some of another; a few scattered dots say less than the table."""
+def _safe_file_name(path: Path) -> str:
+    """Return a name for the copy of a file. Names of runs may contain any characters, so only plain ones are kept."""
+    name = path.stem
+    if path.parent.name == "eval":
+        run_folder = path.parent.parent
+        name = f"{run_folder.name}-{name}"
+    plain_name = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.")
+    return plain_name[:80] or "result"
+
+
+# ---- tables
 
 
 @dataclass(frozen=True)
 class TableCell:
-    """One cell as it is printed."""
+    """A cell as it is printed.
+
+    Attributes:
+        here: The measured number, or the reason why there is no number. Empty if nothing was measured.
+        paper: The number of the paper. Empty if the paper has no number.
+        link: The link to the file with the measured number.
+        title: The number with all digits, which is shown as a tooltip.
+        values: The measured number of each seed.
+    """
 
     here: str
     paper: str
     link: str = ""
     title: str = ""
     values: tuple[float, ...] = ()
-    """What it is the mean of: one number a seed."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference between the perplexities of ALiBi and another method in the same column of a table.
+
+    Attributes:
+        row: The row of ALiBi.
+        column: The column.
+        baseline_row: The row of the other method.
+        text: The relative difference with its interval.
+    """
+
+    row: str
+    column: str
+    baseline_row: str
+    text: str
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the paper, by rows."""
+    """A table of the paper with the measured numbers.
+
+    Attributes:
+        name: The name of the experiment, such as "table5".
+        title: The title.
+        columns: The labels of the columns.
+        rows: The label and the cells of each row.
+        measured_count: The number of measured cells.
+        is_folded: Whether the HTML page folds the table.
+        note: Sentences about the numbers.
+        differences: Comparisons of ALiBi with the other methods.
+    """
 
     name: str
     title: str
     columns: list[str]
     rows: list[tuple[str, list[TableCell]]]
-    count: int
-    """Cells that have a number here."""
-    folded: bool
+    measured_count: int
+    is_folded: bool
     note: str
-    differences: list[dict[str, str]]
-    """How much more perplexity ALiBi has in one cell than another method evaluated alike in the same column."""
+    differences: list[Difference]
 
 
-def paper_tables(view: ScaleView, sources: Sources) -> list[Table]:
-    """Every table of which at least one cell was obtained."""
-    made = [_table(_with_ours(build(), view), view, sources) for name, build in experiments.items() if name != "demo"]
-    return [table for table in made if table.count]
+def paper_tables(view: ScaleView, sources: SourceFiles) -> list[Table]:
+    """Return all tables of the paper with at least one measured cell.
+
+    Args:
+        view: The stored results at one scale (laptop, gpu or paper).
+        sources: Copies of the files that the tables link to.
+    """
+    tables: list[Table] = []
+    for name, make_experiment in experiments.items():
+        if name == "demo":
+            continue  # The demo is not a table of the paper. Its results are in other sections.
+        table = _make_table(_with_measured_methods(make_experiment(), view), view, sources)
+        if table.measured_count:
+            tables.append(table)
+    return tables
 
 
-def _with_ours(experiment: Experiment, view: ScaleView) -> Experiment:
-    """An experiment that compares methods, with those that were run here and the paper does not have."""
-    here = dict.fromkeys(run.config.model.position for run in view.collection.runs.values())
-    return with_methods(experiment, [*experiment.methods, *here]) if len(experiment.methods) > 1 else experiment
+def _with_measured_methods(experiment: Experiment, view: ScaleView) -> Experiment:
+    """Add the position methods that are not in the paper but were trained, if the experiment compares methods."""
+    if len(experiment.methods) <= 1:
+        return experiment
+    trained_methods = [run.config.model.position for run in view.collection.runs.values()]
+    return with_methods(experiment, [*experiment.methods, *trained_methods])
 
 
-def _table(experiment: Experiment, view: ScaleView, sources: Sources) -> Table:
-    found = {
-        (cell.row, cell.column): _make_table_cell(cell, view.find_cell(cell), sources) for cell in experiment.cells
-    }
-    obtained = [place for place, one in found.items() if one.link]
-    numbers = [place for place, one in found.items() if one.link or one.paper]
-    rows = [row for row in dict.fromkeys(row for row, _ in found) if any(row == at for at, _ in numbers)]
-    # Columns without any number, such as the points of a curve, would only push the others off the page.
-    columns = [column for column in dict.fromkeys(at for _, at in found) if any(column == at for _, at in numbers)]
-    if len(columns) > 12:
-        columns = [column for column in columns if any(column == at for _, at in obtained)]
+def _make_table(experiment: Experiment, view: ScaleView, sources: SourceFiles) -> Table:
+    """Build a table from the cells of an experiment. Rows and columns without any number are left out."""
+    cells: dict[tuple[str, str], TableCell] = {}
+    for cell in experiment.cells:
+        cells[cell.row, cell.column] = _make_table_cell(cell, view.find_cell(cell), sources)
+
+    # Dictionaries keep the order of the cells and remove duplicates.
+    rows: dict[str, None] = {}
+    columns: dict[str, None] = {}
+    measured_columns: dict[str, None] = {}
+    for (row, column), table_cell in cells.items():
+        if table_cell.link or table_cell.paper:
+            rows[row] = None
+            columns[column] = None
+        if table_cell.link:
+            measured_columns[column] = None
+    if len(columns) > MAX_COLUMNS:
+        columns = {column: None for column in columns if column in measured_columns}
+
+    empty_cell = TableCell("", "")
     return Table(
         name=experiment.name,
         title=experiment.title,
-        columns=columns,
-        rows=[(row, [found.get((row, column), TableCell("", "")) for column in columns]) for row in rows],
-        count=len(obtained),
-        folded=len(rows) > MOST_ROWS,
-        note=_note(experiment, view),
-        differences=list(_differences(experiment, view)),
+        columns=list(columns),
+        rows=[(row, [cells.get((row, column), empty_cell) for column in columns]) for row in rows],
+        measured_count=sum(bool(table_cell.link) for table_cell in cells.values()),
+        is_folded=len(rows) > MAX_OPEN_ROWS,
+        note=_make_note(experiment, view, is_figure=False),
+        differences=_find_differences(experiment, view),
     )
 
 
-def _differences(experiment: Experiment, view: ScaleView) -> Iterator[dict[str, str]]:
-    """Told by the one rule about noise: the wider interval of two, over stretches of the text and over the seeds."""
-    cells = [cell for cell in experiment.cells if cell.quantity == "perplexity"]
-    read = [(cell, cell.variant, cell.protocol) for cell in cells if cell.variant and cell.protocol]
-    for (ours, model, far), (other, theirs, as_far) in itertools.product(read, read):
-        alike = (ours.column, far) == (other.column, as_far)
-        if alike and model.position == OURS != theirs.position:
-            change = view.compare_perplexities((model, far), (theirs, as_far))
-            if change is not None:
-                told = str(change) if change.is_significant else f"cannot tell, {change}"
-                yield {"row": ours.row, "column": ours.column, "other": other.row, "told": told}
+def _make_table_cell(cell: Cell, measured: MeasuredCell | None, sources: SourceFiles) -> TableCell:
+    """Format the published and the measured number of a cell.
+
+    Args:
+        cell: The cell of the paper.
+        measured: The measured values, or None if nothing was measured.
+        sources: Copies of the files that the cells link to.
+    """
+    paper = "" if cell.published is None else format_value(cell.published, cell.quantity)
+    if measured is None:
+        return TableCell("", paper)
+    link = sources.link(measured.sources[0])
+    if not measured.values:
+        return TableCell(measured.status, paper, link)
+
+    here = format_value(measured.value, cell.quantity)
+    if measured.std is not None:
+        here += f" ± {format_value(measured.std, cell.quantity)}"
+    seed_count = len(measured.values)
+    seeds = "1 seed" if seed_count == 1 else f"{seed_count} seeds"
+    return TableCell(here, paper, link, f"{measured.value!r} over {seeds}", measured.values)
 
 
-def _note(experiment: Experiment, view: ScaleView, *, drawn: bool = False) -> str:
-    told = []
-    if view.scale.length_divisor != 1:
-        which = "Lengths in titles and names" if drawn else "Lengths"  # a figure's axis has those of here
-        told.append(f"{which} are the paper's; here they are divided by {view.scale.length_divisor}.")
-    if costs := dict.fromkeys(cell.quantity for cell in experiment.cells if cell.is_cost):
-        told.append(f"Of random weights and tokens here: {', '.join(costs)}.")
-    return " ".join(told)
-
-
-def number(value: float, quantity: str) -> str:
+def format_value(value: float, quantity: str) -> str:
+    """Format a number of a table: "15.3" for a memory in GB, "28,300" for a speed, "18.40" for a perplexity."""
     if quantity == "train memory":
         return f"{value:.3f}" if value < 1 else f"{value:.1f}"
     if quantity.endswith("speed"):
@@ -140,27 +223,84 @@ def number(value: float, quantity: str) -> str:
     return f"{value:.2f}"
 
 
-def _make_table_cell(cell: Cell, measured: MeasuredCell | None, sources: Sources) -> TableCell:
-    paper = "" if cell.published is None else number(cell.published, cell.quantity)
-    if measured is None:
-        return TableCell("", paper)
-    link = sources.link(measured.sources[0])
-    if not measured.values:
-        return TableCell(measured.status, paper, link)
-    spread = "" if measured.std is None else f" ± {number(measured.std, cell.quantity)}"
-    title = f"{measured.value!r} over {len(measured.values)} seed{'s' if len(measured.values) > 1 else ''}"
-    return TableCell(number(measured.value, cell.quantity) + spread, paper, link, title, measured.values)
+def _make_note(experiment: Experiment, view: ScaleView, *, is_figure: bool) -> str:
+    """Return sentences about the lengths and the costs in a table or a figure.
+
+    Args:
+        experiment: The experiment.
+        view: The stored results at one scale (laptop, gpu or paper).
+        is_figure: Whether the note belongs to a figure. The axis of a figure shows the actual lengths. Only its title
+            and the names of its lines contain the lengths of the paper.
+    """
+    sentences: list[str] = []
+    divisor = view.scale.length_divisor
+    if divisor != 1:
+        subject = "Lengths in titles and names" if is_figure else "Lengths"
+        sentences.append(f"{subject} are those of the paper. The models here use lengths divided by {divisor}.")
+    costs = dict.fromkeys(cell.quantity for cell in experiment.cells if cell.is_cost)
+    if costs:
+        sentences.append(f"Measured with random weights and random tokens: {', '.join(costs)}.")
+    return " ".join(sentences)
 
 
-def paper_figures(view: ScaleView) -> list[Figure]:
-    """Tables and figures of the paper that can be drawn, where enough points were obtained here to see something."""
-    made = [_figure(_with_ours(build(), view), view) for _, build in experiments.items()]
-    return [figure for figure in made if figure]
+class EvaluatedCell(NamedTuple):
+    """A cell with the perplexity of a model.
+
+    Attributes:
+        row: The label of the row.
+        column: The label of the column.
+        variant: The model.
+        protocol: How the model is evaluated.
+    """
+
+    row: str
+    column: str
+    variant: Variant
+    protocol: EvalProtocol
+
+
+def _find_differences(experiment: Experiment, view: ScaleView) -> list[Difference]:
+    """Compare ALiBi's perplexities with those of the other methods in the same column, at the same evaluation length.
+
+    Args:
+        experiment: The experiment.
+        view: The stored results at one scale (laptop, gpu or paper).
+    """
+    alibi_cells: list[EvaluatedCell] = []
+    baseline_cells: list[EvaluatedCell] = []
+    for cell in experiment.cells:
+        if cell.quantity == "perplexity" and cell.variant is not None and cell.protocol is not None:
+            evaluated_cell = EvaluatedCell(cell.row, cell.column, cell.variant, cell.protocol)
+            if cell.variant.position == COMPARED_METHOD:
+                alibi_cells.append(evaluated_cell)
+            else:
+                baseline_cells.append(evaluated_cell)
+
+    differences: list[Difference] = []
+    for cell in alibi_cells:
+        for baseline in baseline_cells:
+            if cell.column != baseline.column or cell.protocol != baseline.protocol:
+                continue
+            change = view.compare_perplexities((cell.variant, cell.protocol), (baseline.variant, baseline.protocol))
+            if change is not None:
+                text = str(change) if change.is_significant else f"inconclusive, {change}"
+                differences.append(Difference(cell.row, cell.column, baseline.row, text))
+    return differences
+
+
+# ---- figures
 
 
 @dataclass(frozen=True)
 class Point:
-    """A place in a figure, how far the seeds lie from it (standard deviation; 0 with one), and the file behind it."""
+    """A point of a figure.
+
+    Attributes:
+        x: The position on the x-axis.
+        y: The measured value.
+        spread: The standard deviation over the seeds, or 0 with one seed.
+        source: The file that contains the value.
+    """
 
     x: float
     y: float
@@ -168,89 +308,158 @@ class Point:
     source: Path
 
 
-def _figure(experiment: Experiment, view: ScaleView) -> Figure | None:
-    if experiment.kind not in POINTS:
+def paper_figures(view: ScaleView) -> list[Figure]:
+    """Return the figures of the paper, and figures of its tables, for which enough points were measured.
+
+    Args:
+        view: The stored results at one scale (laptop, gpu or paper).
+    """
+    figures: list[Figure] = []
+    for _, make_experiment in experiments.items():
+        figure = _make_figure(_with_measured_methods(make_experiment(), view), view)
+        if figure is not None:
+            figures.append(figure)
+    return figures
+
+
+def _make_figure(experiment: Experiment, view: ScaleView) -> Figure | None:
+    """Draw an experiment with one line for each row. Return None if too few points were measured."""
+    if experiment.kind not in ("lines", "by speed"):
         return None
     series: list[Series] = []
-    sources: list[Path] = []
-    for index, row in enumerate(dict.fromkeys(cell.row for cell in experiment.cells)):
+    sources: dict[Path, None] = {}
+    row_names = list(dict.fromkeys(cell.row for cell in experiment.cells))
+    for index, row in enumerate(row_names):
         cells = [cell for cell in experiment.cells if cell.row == row]
-        curve = cells[0].quantity == "learning curve"
-        points = sorted((_curve if curve else POINTS[experiment.kind])(cells, view), key=lambda point: point.x)
-        if not points:
-            continue
-        variant = cells[0].variant
-        own = method_color(variant.position if variant else "")
-        taken = own in {one.color for one in series}  # a method's second line needs another colour
-        series.append(_series(row, points, OTHERS[index % len(OTHERS)] if taken else own))
-        sources += [point.source for point in points]
-    if not _enough([len(one.y) for one in series], experiment.kind):
+        points = _find_points(experiment, cells, view)
+        if points:
+            color = _choose_color(cells[0].variant, index, series)
+            series.append(_make_series(row, points, color))
+            sources.update(dict.fromkeys(point.source for point in points))
+    if not _has_enough_points(series, experiment.kind):
         return None
-    names = ", ".join(one.name for one in series[:4]) + (f" and {len(series) - 4} more" if series[4:] else "")
+
+    x_label, y_label = experiment.axes
+    is_figure_of_paper = experiment.name.startswith("fig")
     number = experiment.name.replace("fig", "Figure ").replace("table", "Table ")
-    note = _note(experiment, view, drawn=True)
-    if any(one.low for one in series):
+    note = _make_note(experiment, view, is_figure=True)
+    if any(line.low for line in series):
         note += " Bands and bars: one standard deviation over the seeds."
-    by_length = experiment.kind == "lines" and experiment.cells[0].quantity != "learning curve"
-    places = [x for one in series for x in one.x if not isinstance(x, str)]  # bars have names there
+    is_learning_curve = experiment.cells[0].quantity == "learning curve"
+    x_values = [x for line in series for x in line.x if not isinstance(x, str)]
+    has_length_ticks = experiment.kind == "lines" and not is_learning_curve
     return Figure(
-        name=experiment.name if experiment.name.startswith("fig") else f"{experiment.name}-figure",
+        name=experiment.name if is_figure_of_paper else f"{experiment.name}-figure",
         title=f"{number}: {experiment.title}",
-        alt=f"{experiment.title}: {experiment.axes[1]} against {experiment.axes[0]} for {names}.",
+        alt=f"{experiment.title}: {y_label} against {x_label} for {_format_names(series)}.",
         series=tuple(series),
-        x_label=experiment.axes[0],
-        y_label=experiment.axes[1],
+        x_label=x_label,
+        y_label=y_label,
         x_log=experiment.kind == "lines",
-        y_log=experiment.axes[1] == "perplexity",
-        ticks=thin_ticks(places) if by_length else (),
+        y_log=y_label == "perplexity",
+        ticks=thin_ticks(x_values) if has_length_ticks else (),
         note=note.lstrip(),
-        sources=tuple(dict.fromkeys(sources)),
+        sources=tuple(sources),
     )
 
 
-def _series(name: str, points: list[Point], shade: str) -> Series:
-    line = Series(name, tuple(point.x for point in points), tuple(point.y for point in points), shade)
+def _find_points(experiment: Experiment, cells: Sequence[Cell], view: ScaleView) -> list[Point]:
+    """Return the measured points of one row of an experiment, sorted by x."""
+    find: Callable[[Sequence[Cell], ScaleView], list[Point]]
+    if cells[0].quantity == "learning curve":
+        find = _learning_curve_points
+    elif experiment.kind == "by speed":
+        find = _speed_points
+    else:
+        find = _length_points
+    return sorted(find(cells, view), key=lambda point: point.x)
+
+
+def _length_points(cells: Sequence[Cell], view: ScaleView) -> list[Point]:
+    """Return the measured values of a row by length."""
+    points: dict[int, Point] = {}  # Two lengths of the paper can become the same length at a small scale.
+    for cell in cells:
+        measured = view.find_cell(cell)
+        if measured is not None and measured.values and cell.x_value is not None:
+            length = view.scale.scale_length(round(cell.x_value))
+            points[length] = Point(length, measured.value, measured.std or 0.0, measured.sources[0])
+    return list(points.values())
+
+
+def _speed_points(cells: Sequence[Cell], view: ScaleView) -> list[Point]:
+    """Return one point for a row: its last perplexity against its training speed."""
+    speed_cells = [cell for cell in cells if cell.quantity == "train speed"]
+    perplexity_cells = [cell for cell in cells if cell.quantity == "perplexity"]
+    if not speed_cells or not perplexity_cells:
+        return []
+    speed = view.find_cell(speed_cells[0])
+    perplexity = view.find_cell(perplexity_cells[-1])
+    if speed is None or perplexity is None or not perplexity.values:
+        return []
+    return [Point(speed.value, perplexity.value, perplexity.std or 0.0, perplexity.sources[0])]
+
+
+def _learning_curve_points(cells: Sequence[Cell], view: ScaleView) -> list[Point]:
+    """Return the perplexity of a model by training time in minutes.
+
+    The time is computed from the number of training tokens and the measured speed. Without a measured speed there are
+    no points.
+    """
+    variant = cells[0].variant
+    protocol = cells[0].protocol
+    if variant is None or protocol is None:
+        return []
+    speed = view.find_cost(variant, "train speed")
+    if speed is None:
+        return []
+    points: list[Point] = []
+    for curve_point in view.find_learning_curve(variant, protocol):
+        minutes = curve_point.tokens / speed.value / 60
+        points.append(Point(minutes, curve_point.perplexity, 0.0, curve_point.source))
+    return points
+
+
+def _choose_color(variant: Variant | None, index: int, series: Sequence[Series]) -> str:
+    """Return the color of the position method, or another color if a line of the figure already has this color.
+
+    Args:
+        variant: The model of the line.
+        index: The index of the row, which determines the other color.
+        series: The lines that were drawn before.
+    """
+    color = method_color(variant.position if variant else "")
+    if color in {line.color for line in series}:
+        return OTHERS[index % len(OTHERS)]
+    return color
+
+
+def _make_series(name: str, points: Sequence[Point], color: str) -> Series:
+    """Return a line with a band of one standard deviation, if there are several seeds."""
+    x = tuple(point.x for point in points)
+    y = tuple(point.y for point in points)
+    line = Series(name, x, y, color)
     if not any(point.spread for point in points):
         return line
-    low, high = (tuple(point.y + side * point.spread for point in points) for side in (-1, 1))
+    low = tuple(point.y - point.spread for point in points)
+    high = tuple(point.y + point.spread for point in points)
     return replace(line, low=low, high=high)
 
 
-def _enough(counts: list[int], kind: str) -> bool:
-    """Whether there is something to see: a line and some points of another, or a few single points."""
+def _has_enough_points(series: Sequence[Series], kind: str) -> bool:
+    """Return whether a figure has enough points to be useful.
+
+    Args:
+        series: The lines. In a figure by speed, each line has one point.
+        kind: The kind of the experiment.
+    """
     if kind == "by speed":
-        return len(counts) >= LEAST_POINTS
-    return max(counts, default=0) >= LEAST_POINTS and sum(counts) >= 2 * LEAST_POINTS - 1
+        return len(series) >= MIN_POINTS
+    counts = [len(line.y) for line in series]
+    return max(counts, default=0) >= MIN_POINTS and sum(counts) >= 2 * MIN_POINTS - 1
 
 
-def _by_length(cells: list[Cell], view: ScaleView) -> list[Point]:
-    found = {}
-    for cell in cells:
-        measured = view.find_cell(cell)
-        if measured and measured.values and cell.x_value is not None:
-            at = view.scale.scale_length(round(cell.x_value))
-            found[at] = Point(at, measured.value, measured.std or 0.0, measured.sources[0])
-    return list(found.values())
-
-
-def _by_speed(cells: list[Cell], view: ScaleView) -> list[Point]:
-    """A row's last perplexity against its training speed: what a model is worth, and what it takes to have it."""
-    speeds = [view.find_cell(cell) for cell in cells if cell.quantity == "train speed"]
-    scores = [view.find_cell(cell) for cell in cells if cell.quantity == "perplexity"]
-    if not speeds or not scores or speeds[0] is None or scores[-1] is None or not scores[-1].values:
-        return []
-    return [Point(speeds[0].value, scores[-1].value, scores[-1].std or 0.0, scores[-1].sources[0])]
-
-
-POINTS = {"lines": _by_length, "by speed": _by_speed}
-"""How the points of a row are found, for each kind of experiment that is drawn here."""
-
-
-def _curve(cells: list[Cell], view: ScaleView) -> list[Point]:
-    """Training time in minutes, from tokens and measured speed; without a speed, millions of tokens would mislead."""
-    variant, reading = cells[0].variant, cells[0].protocol
-    speed = view.find_cost(variant, "train speed") if variant else None
-    if variant is None or reading is None or speed is None:
-        return []
-    points = view.find_learning_curve(variant, reading)
-    return [Point(tokens / speed.value / 60, value, 0.0, path) for tokens, value, path in points]
+def _format_names(series: Sequence[Series]) -> str:
+    """Return the names of the lines. Only the first four names are listed."""
+    names = ", ".join(line.name for line in series[:4])
+    hidden_count = len(series) - 4
+    return f"{names} and {hidden_count} more" if hidden_count > 0 else names

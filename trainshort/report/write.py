@@ -1,148 +1,211 @@
-"""`write_report`: a folder with index.html, report.md, the figures, and a copy of every file behind them."""
+"""Write the folder of a report: the HTML page, the Markdown file, figures, and copies of the JSON files behind them."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Table as ConsoleTable
 
 from trainshort.experiments.claims.collection import Collection
 from trainshort.experiments.claims.measured import ScaleView
-from trainshort.experiments.claims.verdicts import Claim, JudgedClaims, evaluate_claims
-from trainshort.report import headline as first
+from trainshort.experiments.claims.verdicts import Claim, JudgedClaims, Outcome, evaluate_claims
 from trainshort.report import render, sections, summary
-from trainshort.report.speed import cost_figures, speed
-from trainshort.report.tables import Sources, TableCell, paper_figures, paper_tables
-from trainshort.report.tables import Table as PaperTable
+from trainshort.report.headline import Headline, find_headline, headline_figure
+from trainshort.report.speed import cost_figures, find_speed_results
+from trainshort.report.tables import SourceFiles, Table, TableCell, paper_figures, paper_tables
 from trainshort.utils.figures import Figure, draw_changed_figures
 from trainshort.utils.io import make_folder, write_atomic, write_with_checksum
 
 
 def write_report(collection: Collection, out: Path) -> Path:
-    """Write everything, and return the path of the page."""
+    """Write a report.
+
+    The folder contains the following files:
+
+    - `index.html` and `report.md`: the report
+    - `*.png` and `*.svg`: the figures
+    - `data/`: copies of the JSON files that the report links to
+    - `claims.json`: the verdicts on the claims of the paper
+    - `headline.json` and `tables.json`: the main figure and the tables of the paper as data
+
+    Args:
+        collection: The runs and measurements.
+        out: The folder of the report.
+
+    Returns:
+        The path of `index.html`.
+    """
     make_folder(out)
-    sources = Sources(out)
+    sources = SourceFiles(out)
     scale = collection.scale
     view = ScaleView(collection, scale) if scale else None
-    headline = first.find_headline(collection)
-    figure = first.figure(headline, with_paper=view is not None) if headline else None
+    headline = find_headline(collection)
+    judged_claims = evaluate_claims(view) if view else []
+    tables = paper_tables(view, sources) if view else []
+
+    main_figure = headline_figure(headline, with_paper=view is not None) if headline else None
     costs = cost_figures(collection)
-    measured = speed(collection)
-    figures = _figures(collection, headline, view)
-    judged = evaluate_claims(view) if view else []
+    speed = find_speed_results(collection)
+    further_figures = _find_further_figures(collection, headline, view)
+
+    # The variables of the templates.
     content: dict[str, Any] = {
-        "title": "Train short, test long: what was obtained here",
-        "subtitle": sections.models(collection) + (f" at the {scale.name} scale: {scale.summary}." if scale else "."),
-        "about": summary.introduction(headline) if headline else "",
-        "sentences": summary.result_sentences(headline, view) if headline else [],
-        "trust": summary.limitations(headline, collection, judged) if headline else [],
-        "headline": figure,
-        "lines": headline.lines if headline else (),
+        "title": "Train short, test long: measured results",
+        "subtitle": _make_subtitle(collection),
+        "introduction": summary.introduction(headline) if headline else "",
+        "results": summary.result_sentences(headline, view) if headline else [],
+        "limitations": summary.limitations(headline, collection, judged_claims) if headline else [],
+        "headline": main_figure,
+        "curves": headline.curves if headline else (),
         "lengths": headline.lengths if headline else [],
-        "claims": judged,
-        "tally": summary.verdicts(judged),
-        "rules": _rules([claim for claim, _ in judged]),
+        "claims": judged_claims,
+        "verdict_counts": summary.format_verdict_counts(judged_claims),
+        "criteria_note": _describe_criteria([claim for claim, _ in judged_claims]),
         "scale": scale.name if scale else "",
         "costs": costs,
-        "speed": measured,
-        "figures": figures,
-        "samples": sections.samples(collection),
-        "tables": paper_tables(view, sources) if view else [],
-        "origin": sections.origin(collection),
+        "speed": speed,
+        "figures": further_figures,
+        "samples": sections.find_samples(collection),
+        "tables": tables,
+        "origin": sections.origin_rows(collection),
         "runs": list(collection.runs.values()),
         "link": sources.link,
     }
-    drawn = [*([figure] if figure else []), *costs, *(measured.figures if measured else ()), *figures]
-    draw_changed_figures(drawn, out)
-    write_atomic(out / "index.html", render.html(content, drawn))
-    write_atomic(out / "report.md", render.markdown(content))
+
+    all_figures = [main_figure] if main_figure else []
+    all_figures += costs
+    all_figures += speed.figures if speed else []
+    all_figures += further_figures
+    draw_changed_figures(all_figures, out)
+
+    write_atomic(out / "index.html", render.render_html(content, all_figures))
+    write_atomic(out / "report.md", render.render_markdown(content))
     if headline:
-        write_with_checksum(out / "headline.json", summary.summary(headline, view, judged))
-        write_with_checksum(out / "tables.json", _stored_tables(collection, content["tables"]))
-    _write_claims(judged, out / "claims.json", content["scale"])
+        write_with_checksum(out / "headline.json", summary.make_headline_record(headline, view, judged_claims))
+        write_with_checksum(out / "tables.json", _make_tables_record(collection, tables))
+    _write_claims(judged_claims, out / "claims.json", scale.name if scale else "")
     return out / "index.html"
 
 
-def _figures(collection: Collection, headline: first.Headline | None, view: ScaleView | None) -> list[Figure]:
-    """Figures after the headline, those that have data."""
-    made = [
-        headline and sections.position_figure(headline),
-        headline and sections.early_figure(headline, collection, view),
-        headline and sections.reach_figure(headline, collection),
-        *(paper_figures(view) if view else ()),
-    ]
-    return [figure for figure in made if figure]
+def _make_subtitle(collection: Collection) -> str:
+    """Return a text such as "5 models at the laptop scale: two CPU cores, ..."."""
+    model_count = sections.format_model_count(collection)
+    if collection.scale is None:
+        return f"{model_count}."
+    return f"{model_count} at the {collection.scale.name} scale: {collection.scale.summary}."
 
 
-def _rules(claims: list[Claim]) -> str:
-    """Which verdicts follow a rule that was there before the numbers, and which do not."""
-    later = [claim for claim in claims if claim.rule.results_were_known]
-    first = f"{len(claims) - len(later)} of {len(claims)} rules were fixed before the first run was looked at"
-    if not later:
-        return f"{first}."
-    names = ", ".join(claim.name for claim in later)
-    return f"{first}; {len(later)} were changed after numbers had been seen, and say so ({names})."
+def _find_further_figures(collection: Collection, headline: Headline | None, view: ScaleView | None) -> list[Figure]:
+    """Return the figures below the main figure. Figures without data are left out."""
+    figures: list[Figure | None] = []
+    if headline is not None:
+        figures.append(sections.position_figure(headline))
+        figures.append(sections.early_figure(headline, collection, view))
+        figures.append(sections.reach_figure(headline, collection))
+    if view is not None:
+        figures += paper_figures(view)
+    return [figure for figure in figures if figure is not None]
 
 
-def _stored_tables(collection: Collection, tables: list[PaperTable]) -> dict[str, Any]:
-    """The tables as data: per cell what was obtained and what the paper has, as printed, and each seed's number."""
-    records = [one.evaluation.provenance for run in collection.runs.values() for one in run.evaluations]
+def _describe_criteria(claims: list[Claim]) -> str:
+    """Return sentences about how many criteria were changed after results were available."""
+    changed = [claim.name for claim in claims if claim.criterion.results_were_known]
+    unchanged_count = len(claims) - len(changed)
+    description = f"{unchanged_count} of {len(claims)} criteria were written before results were available."
+    if changed:
+        description += f" {len(changed)} criteria were changed after results were available: {', '.join(changed)}."
+    return description
+
+
+# ---- the report as data
+
+
+def _make_tables_record(collection: Collection, tables: list[Table]) -> dict[str, Any]:
+    """Return the content of `tables.json`: all numbers as printed, and the measured number of each seed.
+
+    The tables in the documentation are generated from this file.
+    """
+    provenances = [stored.evaluation.provenance for run in collection.runs.values() for stored in run.evaluations]
     return {
         "format": 2,
         "seeds": len({run.config.train.seed for run in collection.runs.values()}),
-        "tables": [
-            {
-                "name": one.name,
-                "title": one.title,
-                "columns": one.columns,
-                "rows": [[row, [_stored_cell(cell) for cell in cells]] for row, cells in one.rows],
-                "note": one.note,
-                "differences": one.differences,
-            }
-            for one in tables
-        ],
-        "provenance": records[-1] if records else {},
+        "tables": [_make_table_record(table) for table in tables],
+        "provenance": provenances[-1] if provenances else {},
     }
 
 
-def _stored_cell(cell: TableCell) -> dict[str, Any]:
+def _make_table_record(table: Table) -> dict[str, Any]:
+    """Return one table as data for `tables.json`."""
+    return {
+        "name": table.name,
+        "title": table.title,
+        "columns": table.columns,
+        "rows": [[row, [_make_cell_record(cell) for cell in cells]] for row, cells in table.rows],
+        "note": table.note,
+        "differences": [
+            {
+                "row": difference.row,
+                "column": difference.column,
+                "other": difference.baseline_row,
+                "told": difference.text,
+            }
+            for difference in table.differences
+        ],
+    }
+
+
+def _make_cell_record(cell: TableCell) -> dict[str, Any]:
+    """Return one table cell as data for `tables.json`."""
     return {"here": cell.here, "paper": cell.paper, "values": cell.values}
 
 
-def _write_claims(judged: JudgedClaims, path: Path, scale: str) -> None:
-    rows = [
-        {
-            "name": claim.name,
-            "statement": claim.statement,
-            "paper": claim.published,
-            "obtained": outcome.obtained,
-            "scale": scale,
-            "verdict": outcome.verdict,
-            "reason": outcome.reason,
-            "detectable": outcome.smallest_detectable,
-            "rule": {
-                "commit": claim.rule.commit,
-                "date": claim.rule.date,
-                "numbers seen": claim.rule.results_were_known,
-            },
-            "sources": [str(source) for source in outcome.sources],
-        }
-        for claim, outcome in judged
-    ]
-    write_atomic(path, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+def _write_claims(judged_claims: JudgedClaims, path: Path, scale_name: str) -> None:
+    """Write the outcomes of all claims as JSON."""
+    records = [_make_claim_record(claim, outcome, scale_name) for claim, outcome in judged_claims]
+    write_atomic(path, json.dumps(records, indent=1, ensure_ascii=False) + "\n")
 
 
-def headline_table(collection: Collection) -> Table | None:
-    """Perplexity by method and length; None when nothing was evaluated past its training length."""
-    headline = first.find_headline(collection)
+def _make_claim_record(claim: Claim, outcome: Outcome, scale_name: str) -> dict[str, Any]:
+    """Return the outcome of one claim as data for `claims.json`."""
+    return {
+        "name": claim.name,
+        "statement": claim.statement,
+        "paper": claim.published,
+        "obtained": outcome.measured,
+        "scale": scale_name,
+        "verdict": outcome.verdict,
+        "reason": outcome.reason,
+        "detectable": outcome.smallest_detectable,
+        "rule": {
+            "commit": claim.criterion.commit,
+            "date": claim.criterion.date,
+            "numbers seen": claim.criterion.results_were_known,
+        },
+        "sources": [str(source) for source in outcome.sources],
+    }
+
+
+# ---- the terminal
+
+
+def headline_table(collection: Collection) -> ConsoleTable | None:
+    """Return a table for the terminal with the perplexity by method and length.
+
+    Args:
+        collection: The runs.
+
+    Returns:
+        The table, or None if no run was evaluated beyond its training length.
+    """
+    headline = find_headline(collection)
     if headline is None:
         return None
-    table = Table(box=None, pad_edge=False)
-    table.add_column(f"trained at {headline.length:,}, evaluated at", no_wrap=True)
-    for line in headline.lines:
-        table.add_column(line.name, justify="right", no_wrap=True)
+    table = ConsoleTable(box=None, pad_edge=False)
+    table.add_column(f"trained at {headline.training_length:,}, evaluated at", no_wrap=True)
+    for curve in headline.curves:
+        table.add_column(curve.name, justify="right", no_wrap=True)
     for length in headline.lengths:
-        cells = [line.points.get(length) for line in headline.lines]
-        times = f"{length:,} ({length / headline.length:.4g}x)"
-        table.add_row(times, *("" if cell is None else f"{cell:.2f}" for cell in cells))
+        multiple = length / headline.training_length
+        cells = [f"{curve.points[length]:.2f}" if length in curve.points else "" for curve in headline.curves]
+        table.add_row(f"{length:,} ({multiple:.4g}x)", *cells)
     return table

@@ -1,5 +1,9 @@
-"""The paper's claims, executed: each is a check over stored results, with a verdict and its reason. No torch.
+"""Check the claims of the ALiBi paper against stored results. Each check returns a verdict and a reason.
 
-Reading order: collection (run folders into memory), measured (a cell of the paper, as obtained here), verdicts (what a
-claim is), extrapolation and speed_and_memory (the checks).
+- `collection` reads run folders.
+- `measured` looks up measured values and compares them.
+- `verdicts` defines claims, verdicts and outcomes.
+- `extrapolation` and `speed_and_memory` contain the checks.
+
+This package does not import torch.
 """

@@ -1,6 +1,6 @@
-"""Run folders as data: settings, evaluations, metrics, costs. No torch.
+"""Read run folders: settings, evaluations, metrics and costs. Every value keeps the path of the file it comes from.
 
-Only files are read, and each number keeps the path of the file it came from.
+This module does not import torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from trainshort.config.run_config import RunConfig, load_config
 from trainshort.errors import HuggingFaceConfigError, InputError
-from trainshort.evaluate.results import LengthScore, Query, StoredEvaluation, find, rows
+from trainshort.evaluate.results import Evaluation, LengthScore, Query, StoredEvaluation, find, rows
 from trainshort.experiments.experiments import Scale, Variant
 from trainshort.experiments.scales import LENGTHS, SETUPS, scales
 from trainshort.train.run_folder import RunFolder, read_lines, read_metrics
@@ -19,17 +19,28 @@ from trainshort.utils import bench_results
 from trainshort.utils.bench_results import BenchResult
 from trainshort.utils.io import MissingFileError, read_with_checksum
 
+# The file with the measured speed and memory of models. It is in the folder that contains the run folders.
 COST_FILE = "cost.json"
 COST_FORMAT = 2
+
+# The format of text samples (`samples/sample.json` in a run folder).
 SAMPLE_FORMAT = 2
+
 SEEDS = range(1, 10)
-"""Seeds that are looked for."""
+"""The seeds of a model that are looked up. `trainshort reproduce --seeds` accepts at most 9."""
+
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder."""
+    """The content of a run folder.
+
+    Attributes:
+        path: The run folder.
+        config: The settings of the training run.
+        evaluations: The stored evaluations, the newest last.
+    """
 
     path: Path
     config: RunConfig
@@ -37,98 +48,156 @@ class Run:
 
     @property
     def name(self) -> str:
+        """Return the name of the run folder."""
         return self.path.name
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
+        """Return the records of the metrics log, such as the loss of a training step."""
         return read_metrics(RunFolder(self.path))
 
     @cached_property
     def sessions(self) -> list[dict[str, Any]]:
+        """Return one record for each time that the training was started, with the machine and the versions."""
         return read_lines(RunFolder(self.path).sessions)
 
     def rows(self, query: Query) -> dict[int, tuple[LengthScore, Path]]:
+        """Return the results of the evaluations that match a query, by sequence length, each with its file."""
         return rows(self.evaluations, query)
 
     @property
     def standard_evaluations(self) -> list[StoredEvaluation]:
-        """Evaluations of the best weights as trained, without overlap, on any text."""
-        return [
-            stored
-            for stored in self.evaluations
-            if (one := stored.evaluation).target["kind"] == "run"
-            and one.protocol["stride"] is None
-            and one.protocol["slopes"] is None
-        ]
+        """Return the evaluations that used the standard settings, on any text.
+
+        An evaluation is standard if all of these conditions hold:
+
+        - The evaluation used the best checkpoint of the run.
+        - The text was split into windows that do not overlap.
+        - The ALiBi slopes of the model were not changed.
+        """
+        return [stored for stored in self.evaluations if _is_standard(stored.evaluation)]
+
+
+def _is_standard(evaluation: Evaluation) -> bool:
+    """Return whether an evaluation used the best checkpoint without overlap and with unchanged ALiBi slopes."""
+    uses_best_checkpoint = evaluation.target["kind"] == "run"
+    has_no_overlap = evaluation.protocol["stride"] is None
+    has_unchanged_slopes = evaluation.protocol["slopes"] is None
+    return uses_best_checkpoint and has_no_overlap and has_unchanged_slopes
 
 
 @dataclass(frozen=True)
 class Collection:
-    """All runs under some folders, and the costs beside them."""
+    """All runs and measurements in some folders.
+
+    Attributes:
+        runs: The runs by name.
+        costs: The entries of the cost files (speed and memory) by run name. The key `path` of an entry is its file.
+        benchmark_results: The results of `trainshort bench` with their files, the newest last.
+    """
 
     runs: dict[str, Run]
     costs: dict[str, dict[str, Any]]
-    """As `read_costs` has them, each with the `path` of its file."""
     benchmark_results: list[tuple[Path, BenchResult]]
-    """Results of `trainshort bench`, the newest last."""
 
     @cached_property
     def scale(self) -> Scale | None:
-        """The scale that most of the runs belong to; None when they are somebody's own."""
-        runs = {name: (run.config.model.position, run.config.train.seed) for name, run in self.runs.items()}
-        known = {name: (str(entry["position"]), 1) for name, entry in self.costs.items()} | runs
-        every = [scale for _, scale in scales.items()]
-        counts = [(sum(_made_at(scale, run, *which) for run, which in known.items()), scale) for scale in every]
-        count, best = max(counts, key=lambda one: one[0])
-        return best if count else None
+        """Return the scale that most of the runs belong to. None if no run belongs to a known scale."""
+        # The position method and the seed of each model, by run name. Costs are always measured with seed 1.
+        models = {name: (str(entry["position"]), 1) for name, entry in self.costs.items()}
+        for name, run in self.runs.items():
+            models[name] = (run.config.model.position, run.config.train.seed)
+
+        best_scale = None
+        best_count = 0
+        for _, scale in scales.items():
+            count = 0
+            for name, (position, seed) in models.items():
+                if _belongs_to_scale(scale, name, position, seed):
+                    count += 1
+            if count > best_count:
+                best_scale = scale
+                best_count = count
+        return best_scale
 
 
-def _made_at(scale: Scale, name: str, position: str, seed: int) -> bool:
-    """Whether a run of this name is a model of the scale, by whatever position method."""
-    length = name.removeprefix(f"{position}-").partition("-")[0]
+def _belongs_to_scale(scale: Scale, name: str, position: str, seed: int) -> bool:
+    """Return whether a scale has a model with this run name.
+
+    Args:
+        scale: The scale.
+        name: The run name, such as "alibi-128-0123abcd". The last part is a hash of all settings.
+        position: The position method of the run. It does not have to be a method of the paper.
+        seed: The seed of the run.
+    """
+    # Computing a run name is slow. Therefore only variants with the same training length are compared.
+    length_text = name.removeprefix(f"{position}-").partition("-")[0]
     setups = SETUPS[:1] if scale.uses_single_corpus else SETUPS
-    wanted = [
-        Variant(setup, position, at, seed)
-        for setup in setups
-        for at in LENGTHS
-        if str(scale.scale_length(at)) == length
-    ]
-    return any(name == scale.run_name(variant) for variant in wanted)
+    for setup in setups:
+        for length in LENGTHS:
+            if str(scale.scale_length(length)) == length_text:
+                variant = Variant(setup, position, length, seed)
+                if scale.run_name(variant) == name:
+                    return True
+    return False
 
 
 def collect(paths: Sequence[Path]) -> Collection:
-    """Read run folders, and folders of run folders. A folder without any result is refused."""
+    """Read all results in some folders.
+
+    Args:
+        paths: Run folders, or folders that contain run folders.
+
+    Raises:
+        InputError: If a folder does not exist, a file is invalid, or there are no results.
+    """
     runs: dict[str, Run] = {}
     costs: dict[str, dict[str, Any]] = {}
-    benches: list[tuple[Path, BenchResult]] = []
+    benchmark_results: list[tuple[Path, BenchResult]] = []
     for path in paths:
         if not path.is_dir():
-            raise InputError(f"There is no folder {path}. Give run folders, or a folder that holds some.")
-        for folder in [path] if _has_config(path) else sorted(path.iterdir()):
-            if not _has_config(folder):
-                continue
-            # Two folders of one name are two runs; a table looks for its models by the first.
-            name = folder.name if folder.name not in runs else str(folder)
+            raise InputError(f"Folder not found: {path}. Expected a run folder, or a folder that contains run folders.")
+        for run in _read_runs(path):
+            # If two folders have the same name, the second run gets its path as its name.
+            name = run.name if run.name not in runs else str(run.path)
+            runs[name] = run
+        for name, entry in read_costs(path).items():
+            costs[name] = {**entry, "path": path / COST_FILE}
+        benchmark_results += bench_results.find_bench_results(path)
+
+    has_evaluations = any(run.evaluations for run in runs.values())
+    if not has_evaluations and not costs and not benchmark_results:
+        raise _no_results_error(paths)
+    benchmark_results.sort(key=_creation_time)
+    return Collection(runs, costs, benchmark_results)
+
+
+def _read_runs(path: Path) -> list[Run]:
+    """Return the run at `path`, or all runs in the folder `path`."""
+    if _has_config(path):
+        return [_read_run(path)]
+    runs: list[Run] = []
+    for folder in sorted(path.iterdir()):
+        if _has_config(folder):
             try:
-                runs[name] = Run(folder, load_config(folder / "config.json"), find(folder))
+                runs.append(_read_run(folder))
             except HuggingFaceConfigError:
-                if folder == path:  # it was named; one that lies beside the runs is none of them
-                    raise
-        costs |= {name: {**entry, "path": path / COST_FILE} for name, entry in read_costs(path).items()}
-        benches += bench_results.find_bench_results(path)
-    if not any(run.evaluations for run in runs.values()) and not costs and not benches:
-        named = ", ".join("this folder" if path == Path() else str(path) for path in paths)
-        where = f"no results in {named}" if paths else "no folder was given"
-        raise InputError(
-            f"There is nothing to report: {where}. Make some by `trainshort reproduce --scale laptop --only demo`, "
-            "or evaluate your own runs by `trainshort evaluate RUN`."
-        )
-    benches.sort(key=lambda one: str(one[1].made.get("time", "")))
-    return Collection(runs, costs, benches)
+                continue  # A model folder of Hugging Face next to the run folders is ignored.
+    return runs
+
+
+def _read_run(folder: Path) -> Run:
+    return Run(folder, load_config(folder / "config.json"), find(folder))
 
 
 def _has_config(folder: Path) -> bool:
-    """Whether it is meant as a run, also by a broken link; a folder that may not be looked into is told as that."""
+    """Return whether a folder contains a config file.
+
+    A broken symbolic link counts as a config file, because reading the link then reports the problem to the user.
+
+    Raises:
+        PermissionError: If the folder cannot be accessed.
+    """
     try:
         (folder / "config.json").lstat()
     except PermissionError:
@@ -138,22 +207,64 @@ def _has_config(folder: Path) -> bool:
     return True
 
 
-def read_costs(root: Path) -> dict[str, Any]:
-    """Measured costs by run name; none when nothing was measured."""
+def _creation_time(result: tuple[Path, BenchResult]) -> str:
+    """Return the time at which a benchmark result was created, as a sort key."""
+    _, bench_result = result
+    return str(bench_result.made.get("time", ""))
 
-    def entries(values: dict[str, Any]) -> dict[str, Any]:
+
+def _no_results_error(paths: Sequence[Path]) -> InputError:
+    """Return the error for folders without any result."""
+    if paths:
+        folder_names = ["this folder" if path == Path() else str(path) for path in paths]
+        problem = f"no results found in {', '.join(folder_names)}"
+    else:
+        problem = "no folder was given"
+    return InputError(
+        f"Cannot write a report: {problem}. Run `trainshort reproduce --scale laptop --only demo`, "
+        "or evaluate your own runs with `trainshort evaluate RUN`."
+    )
+
+
+def read_costs(root: Path) -> dict[str, Any]:
+    """Read the measured speed and memory of models.
+
+    Args:
+        root: The folder that contains the run folders.
+
+    Returns:
+        The entries by run name. The dictionary is empty if nothing was measured, or if the file has an old format.
+
+    Raises:
+        InputError: If the file is damaged.
+    """
+
+    def parse_entries(values: dict[str, Any]) -> dict[str, Any]:
         return dict(values["entries"]) if values["format"] == COST_FORMAT else {}
 
-    return read_stored_result(root / COST_FILE, entries, "Remove it, and the costs are measured again.") or {}
+    hint = "Remove it to measure the costs again."
+    return read_stored_result(root / COST_FILE, parse_entries, hint) or {}
 
 
-def read_stored_result(path: Path, read: Callable[[dict[str, Any]], T], hint: str) -> T | None:
-    """What `read` takes from a stored result; None where there is none. A damaged one is told, not left out."""
+def read_stored_result(path: Path, parse: Callable[[dict[str, Any]], T], hint: str) -> T | None:
+    """Read a JSON file with a checksum.
+
+    Args:
+        path: The file.
+        parse: A function that converts the content of the file. It may raise errors for unexpected content.
+        hint: The last sentence of error messages.
+
+    Returns:
+        The result of `parse`, or None if the file does not exist.
+
+    Raises:
+        InputError: If the file is damaged or has an unexpected content.
+    """
     try:
-        return read(read_with_checksum(path, hint=hint))
+        return parse(read_with_checksum(path, hint=hint))
     except MissingFileError:
         return None
     except InputError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
-        raise InputError(f"{path} does not hold what such a file should. {hint}") from None
+        raise InputError(f"Invalid results file {path}: unexpected content. {hint}") from None

@@ -1,12 +1,14 @@
-"""A cell of the paper as it was obtained here: from stored sums, over all seeds that were run. And two of them
-compared, with how far chance alone may have moved their difference. No torch."""
+"""Look up the measured value of a cell of the paper, and compare two measured values.
+
+A comparison has an interval that shows how much of the difference can be due to chance. This module does not import
+torch.
+"""
 
 import math
 import statistics
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from trainshort.errors import InputError
 from trainshort.evaluate.results import LengthScore, interval
@@ -21,85 +23,138 @@ from trainshort.experiments.experiments import (
 )
 
 COST_ENTRY_KEYS = {"train speed": "train_seconds", "read speed": "read_seconds"}
+"""The key in an entry of `cost.json` that holds the seconds of each round, for each speed."""
+
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class MeasuredCell:
-    """Values of one quantity, one per seed, and the files they come from."""
+    """The measured values of one quantity.
+
+    Attributes:
+        values: One value for each seed.
+        sources: The files that contain the values.
+        status: "scored", or the reason why there is no value, such as "out of memory".
+    """
 
     values: tuple[float, ...]
     sources: tuple[Path, ...]
     status: str = "scored"
-    """scored, or why there is no number."""
 
     @property
     def value(self) -> float:
+        """Return the mean over the seeds, or NaN if there is no value."""
         return statistics.fmean(self.values) if self.values else float("nan")
 
     @property
     def std(self) -> float | None:
-        """Standard deviation over the seeds; None with one."""
+        """Return the standard deviation over the seeds, or None if there are fewer than two seeds."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
 
 @dataclass(frozen=True)
 class RatioWithInterval:
-    """How much more one is than another, as a share, and the 95 % interval of that."""
+    """The relative difference between a value and a baseline, with its 95 % interval.
+
+    Attributes:
+        change: The relative difference. 0.1 means that the value is 10 % higher than the baseline.
+        low: The lower end of the interval.
+        high: The upper end of the interval.
+        sources: The files that contain the values.
+        values: The value and the baseline if they are perplexities, otherwise NaN.
+    """
 
     change: float
     low: float
     high: float
     sources: tuple[Path, ...]
     values: tuple[float, float] = (math.nan, math.nan)
-    """The one and the other, where they are perplexities."""
-
-    @property
-    def format_versus(self) -> str:
-        return f"{self.values[0]:.2f} against {self.values[1]:.2f}"
-
-    @property
-    def format_before_after(self) -> str:
-        """The other first: where the one is what became of it."""
-        return f"{self.values[1]:.2f}, then {self.values[0]:.2f}"
 
     @property
     def half_width(self) -> float:
-        """Half the interval: a difference smaller than this could not have been told from none."""
+        """Return half the width of the interval. A difference that is smaller cannot be detected."""
         return (self.high - self.low) / 2
 
     @property
     def is_significant(self) -> bool:
-        """Whether chance alone would hardly have given a difference of this sign."""
+        """Return whether the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
+    def format_versus(self) -> str:
+        """Return both values, such as "18.40 against 18.67". The baseline comes second."""
+        value, baseline = self.values
+        return f"{value:.2f} against {baseline:.2f}"
+
+    def format_before_after(self) -> str:
+        """Return both values, such as "20.05, then 43.54". The baseline comes first."""
+        value, baseline = self.values
+        return f"{baseline:.2f}, then {value:.2f}"
+
     def __str__(self) -> str:
+        """Return the difference and its interval, such as "+1.7% (+1.0% to +2.5%)"."""
         return f"{self.change:+.1%} ({self.low:+.1%} to {self.high:+.1%})"
 
 
-def median_with_interval(values: list[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval, by counting alone: how often would so many of n rounds lie on one side of the
-    true median by chance?
+class CurvePoint(NamedTuple):
+    """One point of a learning curve.
 
-    9 rounds: from the second smallest to the second largest (96 %); fewer than 6 rounds: from the least to the most
+    Attributes:
+        tokens: The number of training tokens.
+        perplexity: The perplexity of the checkpoint.
+        source: The file of the evaluation.
     """
-    ordered, count = sorted(values), len(values)
-    outside = accumulate(2 * math.comb(count, fewer) / 2**count for fewer in range(count // 2))
-    least = max(0, sum(share <= 0.05 for share in outside) - 1)
-    return statistics.median(ordered), ordered[least], ordered[count - 1 - least]
+
+    tokens: int
+    perplexity: float
+    source: Path
+
+
+def median_with_interval(values: list[float]) -> tuple[float, float, float]:
+    """Compute the median and its 95 % interval.
+
+    The ends of the interval are two of the values. With 9 values, the interval goes from the second smallest to the
+    second largest value. With fewer than 6 values, the interval goes from the smallest to the largest value.
+
+    The interval is computed from the binomial distribution: each value is below the true median with probability 1/2.
+
+    Args:
+        values: The measured values.
+
+    Returns:
+        The median, the lower end and the upper end of the interval.
+    """
+    count = len(values)
+    ordered = sorted(values)
+
+    # The probability that the true median lies outside the interval from ordered[drop] to ordered[count - 1 - drop].
+    outside_probability = 0.0
+    # How many of the smallest and of the largest values the interval excludes.
+    drop = 0
+    for candidate in range(count // 2):
+        outside_probability += 2 * math.comb(count, candidate) / 2**count
+        if outside_probability > 0.05:
+            break
+        drop = candidate
+    return statistics.median(ordered), ordered[drop], ordered[count - 1 - drop]
 
 
 @dataclass(frozen=True)
 class ScaleView:
-    """A collection seen at one scale, asked in the paper's numbers."""
+    """The measured values of a collection at one scale, looked up by the models and lengths of the paper.
+
+    Attributes:
+        collection: The runs and measurements.
+        scale: The scale that maps the lengths of the paper to the lengths of the runs.
+        run_names: A cache of run names. Computing a name is slow, and tables need the same names often.
+    """
 
     collection: Collection
     scale: Scale
     run_names: dict[Variant, str] = field(default_factory=dict)
-    """The run names that were computed so far. Computing a name is slow, and tables ask for the same names often."""
 
     def find_cell(self, cell: Cell) -> MeasuredCell | None:
-        """What was obtained for a cell; None when it was not run."""
+        """Return the measured values of a cell of the paper, or None if the cell was not measured."""
         if cell.variant is None:
             return None
         if cell.is_cost:
@@ -108,112 +163,228 @@ class ScaleView:
             return None
         return self.find_evaluation(cell.variant, cell.protocol, speed=cell.quantity == "read speed")
 
-    def _own(self, variant: Variant, stored: dict[str, T]) -> T | None:
+    def _lookup(self, variant: Variant, stored: dict[str, T]) -> T | None:
         """Return the value that is stored under the run name of a model, or None if there is no such value."""
         if variant not in self.run_names:
             self.run_names[variant] = self.scale.run_name(variant)
         return stored.get(self.run_names[variant])
 
+    # ---- evaluations
+
     def find_runs(self, variant: Variant) -> list[Run]:
-        found = (self._own(replace(variant, seed=seed), self.collection.runs) for seed in SEEDS)
-        return [run for run in found if run]
+        """Return the runs of a model, one for each seed."""
+        runs: list[Run] = []
+        for seed in SEEDS:
+            run = self._lookup(replace(variant, seed=seed), self.collection.runs)
+            if run is not None:
+                runs.append(run)
+        return runs
 
-    def find_evaluation(self, variant: Variant, reading: EvalProtocol, *, speed: bool = False) -> MeasuredCell | None:
-        """Perplexity (or evaluation speed) at a length, over the seeds."""
-        found = self.find_rows_of_seeds(variant, reading)
-        scored = [row.speed if speed else row.perplexity for row, _ in found if row.status == "scored"]
-        values = tuple(value for value in scored if value is not None)
-        failed = [row.status for row, _ in found if row.status != "scored"]
-        status = failed[-1] if failed and not values else "scored"
-        return MeasuredCell(values, tuple(path for _, path in found), status) if found else None
+    def find_rows(self, run: Run, protocol: EvalProtocol) -> dict[int, tuple[LengthScore, Path]]:
+        """Return the results of a run that match an evaluation protocol, by sequence length.
 
-    def find_rows(self, run: Run, reading: EvalProtocol) -> dict[int, tuple[LengthScore, Path]]:
-        """All rows of the evaluation that a reading wants, by length."""
-        return run.rows(build_queries(self.scale, reading)[0])
+        The length of the protocol is ignored. The results of all lengths are returned.
+        """
+        query = build_queries(self.scale, protocol)[0]
+        return run.rows(query)
 
-    def find_rows_of_seeds(self, variant: Variant, reading: EvalProtocol) -> list[tuple[LengthScore, Path]]:
-        """The row at a reading, of each seed that has one."""
-        found = (
-            self.find_rows(run, reading).get(self.scale.scale_length(reading.length)) for run in self.find_runs(variant)
-        )
-        return [one for one in found if one]
-
-    def find_cost(self, variant: Variant, quantity: str) -> MeasuredCell | None:
-        """Speed in tokens/s or memory in GB, as measured in rounds on this machine."""
-        entry = self._own(variant, self.collection.costs)
-        if entry is None:
-            return None
-        if quantity == "train memory":
-            memory = entry["train_memory"]
-            return None if memory is None else MeasuredCell((memory / 1e9,), (entry["path"],))
-        seconds = entry[COST_ENTRY_KEYS[quantity]]
-        return MeasuredCell((entry["tokens"] / statistics.median(seconds),), (entry["path"],)) if seconds else None
-
-    def compare_speeds(self, one: Variant, other: Variant) -> RatioWithInterval | None:
-        """How much faster the first trains than the second, round by round: whatever else the machine did fell on both.
-        None when they were not measured in turns."""
-        ours, theirs = (self._own(model, self.collection.costs) for model in (one, other))
-        if ours is None or theirs is None or ours["session"] != theirs["session"]:
-            return None
-        rounds = [
-            [took / entry["tokens"] for took in entry[COST_ENTRY_KEYS["train speed"]] or ()] for entry in (ours, theirs)
-        ]
-        if not all(rounds):
-            return None
-        return RatioWithInterval(
-            *median_with_interval([b / a - 1 for a, b in zip(*rounds, strict=True)]), (ours["path"], theirs["path"])
-        )
-
-    def compare_memories(self, one: Variant, other: Variant) -> RatioWithInterval | None:
-        """How much more memory the first takes to train. The interval goes from the least difference of two weighings
-        to the greatest."""
-        entries = [entry for model in (one, other) if (entry := self._own(model, self.collection.costs))]
-        peaks = [entry["train_memories"] for entry in entries]
-        if len(peaks) < 2 or not all(peaks):
-            return None
-        low, high = min(peaks[0]) / max(peaks[1]) - 1, max(peaks[0]) / min(peaks[1]) - 1
-        change = statistics.median(peaks[0]) / statistics.median(peaks[1]) - 1
-        return RatioWithInterval(change, low, high, tuple(entry["path"] for entry in entries))
-
-    def compare_perplexities(
-        self, one: tuple[Variant, EvalProtocol], other: tuple[Variant, EvalProtocol]
-    ) -> RatioWithInterval | None:
-        """How much higher the first's perplexity is. The interval is the wider of two: over stretches of the text,
-        where both were evaluated on the same one, and over the seeds, where there are some for both."""
-        first, second = self.find_evaluation(*one), self.find_evaluation(*other)
-        if first is None or second is None or not first.values or not second.values:
-            return None
-        change = math.log(first.value / second.value)
-        noise = max(self._over_text(one, other), _over_seeds(first, second))
-        change, low, high = (math.exp(moved) - 1 for moved in (change, change - noise, change + noise))
-        return RatioWithInterval(change, low, high, first.sources + second.sources, (first.value, second.value))
-
-    def _over_text(self, *both: tuple[Variant, EvalProtocol]) -> float:
-        (first, _), (second, _) = (self.find_rows_of_seeds(*one)[0] for one in both)
-        try:
-            bounds = interval(first, second)
-        except InputError:  # not the same text
-            return 0.0
-        return (bounds[1] - bounds[0]) / 2 if bounds else 0.0
-
-    def find_learning_curve(self, variant: Variant, reading: EvalProtocol) -> list[tuple[int, float, Path]]:
-        """Tokens trained on and perplexity at a reading, for each checkpoint that was kept and evaluated."""
-        points = []
+    def find_rows_of_seeds(self, variant: Variant, protocol: EvalProtocol) -> list[tuple[LengthScore, Path]]:
+        """Return the result of each seed of a model that was evaluated with a protocol, with its file."""
+        length = self.scale.scale_length(protocol.length)
+        results: list[tuple[LengthScore, Path]] = []
         for run in self.find_runs(variant):
-            settings, length = run.config.train, self.scale.scale_length(reading.length)
-            steps = {stored.evaluation.target.get("step") for stored in run.evaluations}
-            for step in sorted(step for step in steps if step is not None):
-                row, path = run.rows(replace(build_learning_curve_query(self.scale, reading), step=step)).get(
-                    length, (None, None)
-                )
-                if row and path and row.status == "scored":
-                    points.append((step * settings.batch * settings.length, row.perplexity, path))
+            result = self.find_rows(run, protocol).get(length)
+            if result is not None:
+                results.append(result)
+        return results
+
+    def find_evaluation(self, variant: Variant, protocol: EvalProtocol, *, speed: bool = False) -> MeasuredCell | None:
+        """Return the perplexity of a model for each seed.
+
+        Args:
+            variant: The model. Its seed is ignored.
+            protocol: The length, the stride and the split of the evaluation.
+            speed: Return the evaluation speed in tokens per second instead of the perplexity.
+
+        Returns:
+            The values, or None if the model was not evaluated with this protocol.
+        """
+        results = self.find_rows_of_seeds(variant, protocol)
+        if not results:
+            return None
+
+        values: list[float] = []
+        failure = None
+        for row, _ in results:
+            if row.status != "scored":
+                failure = row.status
+                continue
+            value = row.speed if speed else row.perplexity
+            if value is not None:
+                values.append(value)
+
+        status = "scored" if values or failure is None else failure
+        sources = tuple(path for _, path in results)
+        return MeasuredCell(tuple(values), sources, status)
+
+    def find_learning_curve(self, variant: Variant, protocol: EvalProtocol) -> list[CurvePoint]:
+        """Return the perplexity of all evaluated checkpoints of a model, sorted by the number of training tokens."""
+        length = self.scale.scale_length(protocol.length)
+        points: list[CurvePoint] = []
+        for run in self.find_runs(variant):
+            tokens_per_step = run.config.train.batch * run.config.train.length
+            stored_steps = {stored.evaluation.target.get("step") for stored in run.evaluations}
+            for step in sorted(step for step in stored_steps if step is not None):
+                query = replace(build_learning_curve_query(self.scale, protocol), step=step)
+                result = run.rows(query).get(length)
+                if result is None:
+                    continue
+                row, path = result
+                if row.status == "scored":
+                    points.append(CurvePoint(step * tokens_per_step, row.perplexity, path))
         return sorted(points)
 
+    # ---- costs
 
-def _over_seeds(one: MeasuredCell, other: MeasuredCell) -> float:
-    """Twice the standard error of the difference of two means of logarithms; 0 with a single seed."""
-    if min(len(one.values), len(other.values)) < 2:
+    def find_cost(self, variant: Variant, quantity: str) -> MeasuredCell | None:
+        """Return a measured cost of a model.
+
+        Args:
+            variant: The model.
+            quantity: "train speed" or "read speed" (evaluation speed) in tokens per second, or "train memory" in GB.
+
+        Returns:
+            The value, or None if the cost was not measured.
+        """
+        entry = self._lookup(variant, self.collection.costs)
+        if entry is None:
+            return None
+        sources = (entry["path"],)
+        if quantity == "train memory":
+            memory = entry["train_memory"]
+            return None if memory is None else MeasuredCell((memory / 1e9,), sources)
+        seconds = entry[COST_ENTRY_KEYS[quantity]]
+        if not seconds:
+            return None
+        return MeasuredCell((entry["tokens"] / statistics.median(seconds),), sources)
+
+    # ---- comparisons
+
+    def compare_speeds(self, variant: Variant, baseline: Variant) -> RatioWithInterval | None:
+        """Compare the training speeds of two models round by round.
+
+        In each round, both models did one step directly after each other. Other load on the machine therefore affects
+        both times of a round.
+
+        Args:
+            variant: The model.
+            baseline: The model that it is compared with.
+
+        Returns:
+            How much faster the model is than the baseline. None if the two models were not measured together.
+        """
+        entry = self._lookup(variant, self.collection.costs)
+        baseline_entry = self._lookup(baseline, self.collection.costs)
+        if entry is None or baseline_entry is None or entry["session"] != baseline_entry["session"]:
+            return None
+
+        seconds = _seconds_per_token(entry)
+        baseline_seconds = _seconds_per_token(baseline_entry)
+        if not seconds or not baseline_seconds:
+            return None
+        speedups = [baseline_time / time - 1 for time, baseline_time in zip(seconds, baseline_seconds, strict=True)]
+        median, low, high = median_with_interval(speedups)
+        return RatioWithInterval(median, low, high, (entry["path"], baseline_entry["path"]))
+
+    def compare_memories(self, variant: Variant, baseline: Variant) -> RatioWithInterval | None:
+        """Compare the training memory of two models.
+
+        The memory of each model was measured several times. The interval goes from the smallest to the largest
+        difference between a measurement of the model and a measurement of the baseline.
+
+        Args:
+            variant: The model.
+            baseline: The model that it is compared with.
+
+        Returns:
+            How much more memory the model needs than the baseline. None if the memory was not measured.
+        """
+        entry = self._lookup(variant, self.collection.costs)
+        baseline_entry = self._lookup(baseline, self.collection.costs)
+        if not entry or not baseline_entry:
+            return None
+        peaks = entry["train_memories"]
+        baseline_peaks = baseline_entry["train_memories"]
+        if not peaks or not baseline_peaks:
+            return None
+        change = statistics.median(peaks) / statistics.median(baseline_peaks) - 1
+        low = min(peaks) / max(baseline_peaks) - 1
+        high = max(peaks) / min(baseline_peaks) - 1
+        return RatioWithInterval(change, low, high, (entry["path"], baseline_entry["path"]))
+
+    def compare_perplexities(
+        self, evaluated: tuple[Variant, EvalProtocol], baseline: tuple[Variant, EvalProtocol]
+    ) -> RatioWithInterval | None:
+        """Compare the perplexities of two evaluations.
+
+        The interval is the wider of two intervals. The first one is computed by resampling the text, if both models
+        were evaluated on the same text. The second one is computed from the seeds, if both models have several seeds.
+
+        Args:
+            evaluated: The model and its evaluation protocol.
+            baseline: The model and the protocol that they are compared with.
+
+        Returns:
+            How much higher the perplexity is than the perplexity of the baseline. None if one of them is missing.
+        """
+        cell = self.find_evaluation(*evaluated)
+        baseline_cell = self.find_evaluation(*baseline)
+        if cell is None or baseline_cell is None or not cell.values or not baseline_cell.values:
+            return None
+
+        log_ratio = math.log(cell.value / baseline_cell.value)
+        noise = max(self._text_noise(evaluated, baseline), _seed_noise(cell, baseline_cell))
+        return RatioWithInterval(
+            change=math.exp(log_ratio) - 1,
+            low=math.exp(log_ratio - noise) - 1,
+            high=math.exp(log_ratio + noise) - 1,
+            sources=cell.sources + baseline_cell.sources,
+            values=(cell.value, baseline_cell.value),
+        )
+
+    def _text_noise(self, evaluated: tuple[Variant, EvalProtocol], baseline: tuple[Variant, EvalProtocol]) -> float:
+        """Return half the width of the interval of a difference of mean losses, computed by resampling the text.
+
+        The first seed of each model is used. The result is 0 if the two models were evaluated on different texts.
+        """
+        row, _ = self.find_rows_of_seeds(*evaluated)[0]
+        baseline_row, _ = self.find_rows_of_seeds(*baseline)[0]
+        try:
+            bounds = interval(row, baseline_row)
+        except InputError:
+            return 0.0  # The texts differ.
+        if bounds is None:
+            return 0.0
+        low, high = bounds
+        return (high - low) / 2
+
+
+def _seconds_per_token(entry: dict[str, Any]) -> list[float]:
+    """Return the training time per token of each round, from an entry of the cost file."""
+    seconds_per_round = entry[COST_ENTRY_KEYS["train speed"]] or ()
+    return [seconds / entry["tokens"] for seconds in seconds_per_round]
+
+
+def _seed_noise(cell: MeasuredCell, baseline: MeasuredCell) -> float:
+    """Return how much a difference of mean log-perplexities varies with the seeds.
+
+    The result is twice the standard error of the difference. It is at least the standard deviation of the first
+    model's log-perplexities. The result is 0 if one of the models has a single seed.
+    """
+    if len(cell.values) < 2 or len(baseline.values) < 2:
         return 0.0
-    spreads = [statistics.stdev(map(math.log, found.values)) / math.sqrt(len(found.values)) for found in (one, other)]
-    return max(2 * math.hypot(*spreads), statistics.stdev(map(math.log, one.values)))
+    logs = [math.log(value) for value in cell.values]
+    baseline_logs = [math.log(value) for value in baseline.values]
+    standard_error = statistics.stdev(logs) / math.sqrt(len(logs))
+    baseline_standard_error = statistics.stdev(baseline_logs) / math.sqrt(len(baseline_logs))
+    return max(2 * math.hypot(standard_error, baseline_standard_error), statistics.stdev(logs))

@@ -1,12 +1,14 @@
-"""Claims about speed and memory."""
+"""Check the claims about training speed and training memory."""
 
+from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from trainshort.experiments.claims.extrapolation import BASE_LENGTH, wikitext_variant
-from trainshort.experiments.claims.measured import MeasuredCell, RatioWithInterval, ScaleView
+from trainshort.experiments.claims.measured import CurvePoint, MeasuredCell, RatioWithInterval, ScaleView
 from trainshort.experiments.claims.verdicts import (
+    CriterionVersion,
     Outcome,
-    Rule,
     combine_verdicts,
     judge_above,
     judge_below,
@@ -18,131 +20,236 @@ from trainshort.experiments.claims.verdicts import (
 from trainshort.experiments.experiments import EvalProtocol, Variant
 from trainshort.experiments.tables import COST_LENGTHS
 
-NEEDS = "the costs of the four methods, measured in turns (`--only demo` or `table1`)"
-BY_ROUNDS = Rule(
+MISSING_COSTS = "the costs of the four methods from one interleaved measurement (`--only demo` or `table1`)"
+
+PAIRED_ROUNDS_CRITERION = CriterionVersion(
     "36d23a9",
     "2026-11-16",
     results_were_known=True,
-    change="one rule for all methods, by paired rounds, at every length that was measured",
+    change="all methods are judged by the same criterion: paired rounds, at every length that was measured",
 )
-BY_WEIGHINGS = Rule(
+REPEATED_MEMORY_CRITERION = CriterionVersion(
     "1d2079f",
     "2026-11-17",
     results_were_known=True,
-    change="each is weighed several times, and their spread is the noise",
+    change="the memory of each model is measured several times, and the range of the measurements is the noise",
 )
-LENGTHS = (BASE_LENGTH, *COST_LENGTHS)
-"""Training lengths at which speeds are compared, in the paper's numbers; those that were measured count."""
+
+SPEED_LENGTHS = (BASE_LENGTH, *COST_LENGTHS)
+"""The training lengths at which speeds are compared, in the paper's numbers. Missing measurements are skipped."""
 
 
-def faster(view: ScaleView, position: str) -> dict[int, RatioWithInterval]:
-    """How much faster a method trains than sinusoidal, by length."""
-    found = {
-        at: view.compare_speeds(wikitext_variant(position, at), wikitext_variant("sinusoidal", at)) for at in LENGTHS
-    }
-    return {view.scale.scale_length(at): one for at, one in found.items() if one}
+def speedups_over_sinusoidal(view: ScaleView, position: str) -> dict[int, RatioWithInterval]:
+    """Return how much faster a position method trains than sinusoidal embeddings, by training length."""
+    speedups: dict[int, RatioWithInterval] = {}
+    for length in SPEED_LENGTHS:
+        speedup = view.compare_speeds(wikitext_variant(position, length), wikitext_variant("sinusoidal", length))
+        if speedup is not None:
+            speedups[view.scale.scale_length(length)] = speedup
+    return speedups
 
 
-def at_lengths(found: dict[int, RatioWithInterval]) -> str:
-    return "; ".join(f"{one} at {length:,}" for length, one in found.items())
+def format_speedups(speedups: dict[int, RatioWithInterval]) -> str:
+    """Return the speedups as text, such as "-0.7% (-1.2% to +0.1%) at 128; +0.2% (-0.5% to +0.9%) at 512"."""
+    return "; ".join(f"{speedup} at {length:,}" for length, speedup in speedups.items())
 
 
-@register_claim("same-speed", "28.3k against 28.5k tokens/s (-0.7 %)", rule=BY_ROUNDS)
-def same_speed(view: ScaleView) -> Outcome:
-    """ALiBi trains within 1 % of sinusoidal's speed."""
-    found = faster(view, "alibi")
-    if not found:
-        return missing_outcome(NEEDS)
-    reason = "It holds when ALiBi is at most 1 % slower at every length; rounds compared one by one, on this machine."
-    told = combine_verdicts(judge_above(one, -0.01) for one in found.values())
-    return make_outcome(told, at_lengths(found), reason, *found.values())
+@register_claim(
+    "same-speed",
+    statement="ALiBi's training speed is within 1 % of the speed of sinusoidal embeddings.",
+    published="28.3k against 28.5k tokens/s (-0.7 %)",
+    criterion=PAIRED_ROUNDS_CRITERION,
+)
+def check_same_speed(view: ScaleView) -> Outcome:
+    """Check that ALiBi trains at most 1 % slower than sinusoidal embeddings at every length."""
+    speedups = speedups_over_sinusoidal(view, "alibi")
+    if not speedups:
+        return missing_outcome(MISSING_COSTS)
+    reason = (
+        "The claim is supported if ALiBi is at most 1 % slower at every length. "
+        "The speeds were compared round by round on this machine."
+    )
+    verdict = combine_verdicts(judge_above(speedup, -0.01) for speedup in speedups.values())
+    return make_outcome(verdict, format_speedups(speedups), reason, *speedups.values())
 
 
-@register_claim("same-memory", "15.3 against 15.3 GB at 512, 19.3 against 19.2 at 1,024", rule=BY_WEIGHINGS)
-def same_memory(view: ScaleView) -> Outcome:
-    """ALiBi needs hardly more memory than sinusoidal to train: under 1 %, and at most 100 MB."""
-    alibi, sinusoidal = (view.find_cost(wikitext_variant(method), "train memory") for method in ("alibi", "sinusoidal"))
-    change = view.compare_memories(wikitext_variant("alibi"), wikitext_variant("sinusoidal"))
-    if alibi is None or sinusoidal is None or change is None:
-        return missing_outcome(NEEDS)
-    text = f"{alibi.value:.3f} against {sinusoidal.value:.3f} GB"
-    reason = f"{change}; it holds up to 1 % or 100 MB more, whichever is less here. Peak above the idle program."
-    return make_outcome(negate_verdict(judge_above(change, min(0.01, 0.1 / sinusoidal.value))), text, reason, change)
+@register_claim(
+    "same-memory",
+    statement="ALiBi needs less than 1 % and at most 100 MB more training memory than sinusoidal embeddings.",
+    published="15.3 against 15.3 GB at 512, 19.3 against 19.2 GB at 1,024",
+    criterion=REPEATED_MEMORY_CRITERION,
+)
+def check_same_memory(view: ScaleView) -> Outcome:
+    """Check that ALiBi needs at most 1 % and at most 100 MB more memory than sinusoidal embeddings."""
+    alibi = wikitext_variant("alibi")
+    sinusoidal = wikitext_variant("sinusoidal")
+    alibi_memory = view.find_cost(alibi, "train memory")
+    sinusoidal_memory = view.find_cost(sinusoidal, "train memory")
+    change = view.compare_memories(alibi, sinusoidal)
+    if alibi_memory is None or sinusoidal_memory is None or change is None:
+        return missing_outcome(MISSING_COSTS)
+
+    measured = f"{alibi_memory.value:.3f} against {sinusoidal_memory.value:.3f} GB"
+    reason = (
+        f"ALiBi's training memory differs by {change}. "
+        "The claim is supported if the difference is at most 1 % and at most 100 MB. "
+        "Memory is the peak above the memory of the idle program."
+    )
+    max_change = min(0.01, 0.1 / sinusoidal_memory.value)  # 0.1 GB relative to the memory of the baseline
+    return make_outcome(negate_verdict(judge_above(change, max_change)), measured, reason, change)
 
 
-@register_claim("others-slower", "at 512: rotary -30 %, T5 bias -49 %, in the authors' code", rule=BY_ROUNDS)
-def others_slower(view: ScaleView) -> Outcome:
-    """Rotary and the T5 bias train more slowly than sinusoidal."""
-    rotary, t5 = faster(view, "rotary"), faster(view, "t5")
-    if not rotary or not t5:
-        return missing_outcome(NEEDS)
-    found = [*rotary.values(), *t5.values()]
-    text = f"rotary {at_lengths(rotary)}. T5 bias {at_lengths(t5)}"
-    reason = "It holds when both are more than 1 % slower at every length, by the rule of ALiBi's own speed. "
-    reason += "The size of the gap is a matter of the code, as the paper says."
-    return make_outcome(combine_verdicts(judge_below(one, -0.01) for one in found), text, reason, *found)
+@register_claim(
+    "others-slower",
+    statement="Rotary embeddings and the T5 bias train more slowly than sinusoidal embeddings.",
+    published="at 512: rotary -30 %, T5 bias -49 %, in the authors' code",
+    criterion=PAIRED_ROUNDS_CRITERION,
+)
+def check_others_slower(view: ScaleView) -> Outcome:
+    """Check that rotary embeddings and the T5 bias train more than 1 % slower than sinusoidal at every length."""
+    rotary_speedups = speedups_over_sinusoidal(view, "rotary")
+    t5_speedups = speedups_over_sinusoidal(view, "t5")
+    if not rotary_speedups or not t5_speedups:
+        return missing_outcome(MISSING_COSTS)
+    measured = f"rotary {format_speedups(rotary_speedups)}. T5 bias {format_speedups(t5_speedups)}"
+    reason = (
+        "The claim is supported if both methods are more than 1 % slower at every length. "
+        "The size of the difference depends on the implementation, as the paper says."
+    )
+    speedups = [*rotary_speedups.values(), *t5_speedups.values()]
+    verdict = combine_verdicts(judge_below(speedup, -0.01) for speedup in speedups)
+    return make_outcome(verdict, measured, reason, *speedups)
 
 
 @register_claim(
     "sooner",
-    "1.3B: 11 % sooner on the mean of five points, 26.2 against 29.3 GB",
-    rule=Rule(
+    statement="ALiBi trained at 1,024 reaches a given perplexity at 2,048 about 11 % earlier than sinusoidal "
+    "embeddings trained at 2,048.",
+    published="1.3B parameters: 11 % less time (mean of five points), 26.2 against 29.3 GB",
+    criterion=CriterionVersion(
         "a8d97b8",
         "2026-11-16",
         results_were_known=True,
-        change="where these two were not trained, 512 and 3,072 take their place; speeds are compared by rounds",
+        change="if the models of the paper were not trained, the models trained at 512 and 3,072 are compared, "
+        "and speeds are compared round by round",
     ),
 )
 def check_time_to_perplexity(view: ScaleView) -> Outcome:
-    """Trained at 1,024, ALiBi reaches a perplexity at 2,048 about 11 % sooner than sinusoidal trained at 2,048."""
-    for setup, near, far in (("cc100", 1024, 2048), ("wikitext103", BASE_LENGTH, 3072)):
-        if found := _time_to_perplexity_outcome(view, Variant(setup, "alibi", near), Variant(setup, "sinusoidal", far)):
-            return found
-    return missing_outcome(
-        "both models evaluated at several moments of their training (`--only demo` or `fig5,table11`)"
-    )
+    """Check that ALiBi, trained short, needs less time than sinusoidal, trained long, for the same perplexity."""
+    for setup, short_length, long_length in (("cc100", 1024, 2048), ("wikitext103", BASE_LENGTH, 3072)):
+        alibi = Variant(setup, "alibi", short_length)
+        sinusoidal = Variant(setup, "sinusoidal", long_length)
+        outcome = _time_to_perplexity_outcome(view, alibi, sinusoidal)
+        if outcome is not None:
+            return outcome
+    return missing_outcome("both models with several checkpoints that were evaluated (`--only demo` or `fig5,table11`)")
 
 
 def _time_to_perplexity_outcome(view: ScaleView, short: Variant, long: Variant) -> Outcome | None:
-    speed = view.compare_speeds(short, long)
-    curves = [view.find_learning_curve(one, EvalProtocol(long.length)) for one in (short, long)]
-    if speed is None or any(len(curve) < 2 for curve in curves):
+    """Compare how fast two models learn. Both models are evaluated at the training length of the long model.
+
+    Args:
+        view: The stored results at one scale (laptop, gpu or paper).
+        short: The ALiBi model with the shorter training length.
+        long: The sinusoidal model with the longer training length.
+
+    Returns:
+        The outcome of the claim, or None if measurements are missing.
+    """
+    speedup = view.compare_speeds(short, long)
+    protocol = EvalProtocol(long.length)
+    short_curve = view.find_learning_curve(short, protocol)
+    long_curve = view.find_learning_curve(long, protocol)
+    if speedup is None or len(short_curve) < 2 or len(long_curve) < 2:
         return None
-    learned = [[(float(tokens), value) for tokens, value, _ in curve] for curve in curves]
-    found = tuple(path for curve in curves for *_, path in curve) + speed.sources
+
+    sources = tuple(point.source for point in (*short_curve, *long_curve)) + speedup.sources
     lengths = f"{view.scale.scale_length(short.length):,} against {view.scale.scale_length(long.length):,}"
-    reason = "Time to the same perplexity on the overlapping part of the two curves, from tokens and paired speeds; "
-    reason += "the interval is that of the speeds."
-    if learned[0][0][1] < learned[1][-1][1]:
-        text = f"ALiBi at its first evaluation is better than sinusoidal at its end (trained at {lengths})"
-        return make_outcome("holds", text, reason, MeasuredCell((), found))
-    fewer = time_saved(*learned)
-    if fewer is None:
-        return make_outcome(
-            "does not hold", f"ALiBi never gets there (trained at {lengths})", reason, MeasuredCell((), found)
-        )
-    # As many tokens sooner, each of them faster: 1 − (share of the tokens) / (how many times as fast).
-    change, low, high = (1 - (1 - fewer) / (1 + one) for one in (speed.change, speed.low, speed.high))
-    saved = RatioWithInterval(change, low, high, found)
-    return make_outcome(judge_above(saved, 0), f"{saved} time saved (trained at {lengths})", reason, saved)
+    reason = (
+        "The times to the same perplexity are compared where the two learning curves overlap. "
+        "The times are computed from training tokens and paired speeds. "
+        "The interval is the interval of the speeds."
+    )
+
+    if short_curve[0].perplexity < long_curve[-1].perplexity:
+        measured = f"ALiBi's first checkpoint is better than sinusoidal's last checkpoint (trained at {lengths})"
+        return make_outcome("supported", measured, reason, MeasuredCell((), sources))
+
+    token_saving = time_saved(_as_pairs(short_curve), _as_pairs(long_curve))
+    if token_saving is None:
+        measured = f"ALiBi does not reach sinusoidal's perplexity (trained at {lengths})"
+        return make_outcome("not supported", measured, reason, MeasuredCell((), sources))
+
+    saving = _saving_in_time(token_saving, speedup, sources)
+    measured = f"{saving} time saved (trained at {lengths})"
+    return make_outcome(judge_above(saving, 0), measured, reason, saving)
+
+
+def _as_pairs(curve: Sequence[CurvePoint]) -> list[tuple[float, float]]:
+    """Return the points of a learning curve as pairs of training tokens and perplexity."""
+    return [(float(point.tokens), point.perplexity) for point in curve]
+
+
+def _saving_in_time(token_saving: float, speedup: RatioWithInterval, sources: tuple[Path, ...]) -> RatioWithInterval:
+    """Combine a saving in training tokens with a difference in speed.
+
+    Example: a model that needs 10 % fewer tokens and is 25 % faster needs 0.9 / 1.25 = 72 % of the time.
+
+    Args:
+        token_saving: The share of the training tokens that is saved, such as 0.1.
+        speedup: How much faster each token is processed, such as 0.25, with its interval.
+        sources: The files that contain the values.
+
+    Returns:
+        The share of the time that is saved, with its interval.
+    """
+
+    def saving_at(speedup_value: float) -> float:
+        return 1 - (1 - token_saving) / (1 + speedup_value)
+
+    return RatioWithInterval(saving_at(speedup.change), saving_at(speedup.low), saving_at(speedup.high), sources)
 
 
 def time_saved(short: list[tuple[float, float]], long: list[tuple[float, float]]) -> float | None:
-    """Mean share of the longer model's time that the shorter one saves, at five perplexities both curves pass.
+    """Return the share of time that a model saves compared with another model, at equal perplexity.
 
-    curves (time, perplexity):  short (1, 20) (2, 10)   long (2, 20) (4, 10)   →   0.5
+    The times are compared at five perplexities that both learning curves pass. The result is the mean.
+
+    Args:
+        short: The learning curve of the model with the shorter training length, as pairs of time and perplexity.
+        long: The learning curve of the model with the longer training length.
+
+    Returns:
+        The share of time, or None if the curves do not overlap.
+
+    Example:
+        >>> time_saved([(1, 20), (2, 10)], [(2, 20), (4, 10)])
+        0.5
     """
-    low, high = max(short[-1][1], long[-1][1]), min(short[0][1], long[0][1])
-    if not low < high:
+    lowest = max(short[-1][1], long[-1][1])
+    highest = min(short[0][1], long[0][1])
+    if not lowest < highest:
         return None
-    points = [low + (high - low) * k / 4 for k in range(5)]
-    savings = [1 - _when(short, point) / _when(long, point) for point in points]
+    perplexities = [lowest + (highest - lowest) * k / 4 for k in range(5)]
+    savings = [
+        1 - _time_at_perplexity(short, perplexity) / _time_at_perplexity(long, perplexity)
+        for perplexity in perplexities
+    ]
     return sum(savings) / len(savings)
 
 
-def _when(curve: list[tuple[float, float]], value: float) -> float:
-    """Time at which a falling curve first reaches a perplexity, by straight lines between its points."""
-    for (t0, p0), (t1, p1) in pairwise(curve):
-        if p1 <= value <= p0:
-            return t0 + (t1 - t0) * ((p0 - value) / (p0 - p1) if p0 > p1 else 0.0)
-    return curve[-1][0]
+def _time_at_perplexity(curve: list[tuple[float, float]], perplexity: float) -> float:
+    """Return the time at which a falling learning curve first reaches a perplexity.
+
+    Args:
+        curve: Pairs of time and perplexity. Values between two points are interpolated linearly.
+        perplexity: The perplexity.
+    """
+    for (start_time, start_perplexity), (end_time, end_perplexity) in pairwise(curve):
+        if end_perplexity <= perplexity <= start_perplexity:
+            if start_perplexity == end_perplexity:
+                return start_time
+            fraction = (start_perplexity - perplexity) / (start_perplexity - end_perplexity)
+            return start_time + (end_time - start_time) * fraction
+    last_time, _ = curve[-1]
+    return last_time

@@ -1,4 +1,4 @@
-"""What a claim is, and how checks are filed."""
+"""Define the claims of the paper, their verdicts, and the registry of checks."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -9,130 +9,233 @@ from typing import Literal
 from trainshort.experiments.claims.measured import MeasuredCell, RatioWithInterval, ScaleView
 from trainshort.utils.registry import Registry
 
-Verdict = Literal["holds", "does not hold", "cannot tell", "not testable at this scale"]
-"""Cannot tell: it was tried, and what was found is less than chance alone may do. Not testable: it was not tried."""
+Verdict = Literal["supported", "not supported", "inconclusive", "not tested"]
+"""The result of checking a claim.
+
+"inconclusive" means that the difference was measured, but that it may be due to chance. "not tested" means that the
+required models or measurements do not exist.
+"""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check found."""
+    """The result of checking a claim.
+
+    Attributes:
+        verdict: Whether the measurements support the claim.
+        measured: The measured numbers as text.
+        reason: The criterion of the claim, and how the numbers compare with it.
+        sources: The files that contain the numbers.
+        smallest_detectable: The smallest difference that the measurements can detect, as text such as
+            "differences of 0.8%". Empty if no differences were compared.
+    """
 
     verdict: Verdict
-    obtained: str
+    measured: str
     reason: str
     sources: tuple[Path, ...] = ()
     smallest_detectable: str = ""
-    """The smallest effect that these runs could have told from none."""
 
 
 @dataclass(frozen=True)
-class Rule:
-    """When a check's rule was fixed: whoever reads a verdict may ask whether its numbers were known by then."""
+class CriterionVersion:
+    """When the criterion of a claim was last changed.
+
+    A criterion that was changed after results were available may fit the results too well. The report therefore shows
+    the change.
+
+    Attributes:
+        commit: The commit of the change.
+        date: The date of the change.
+        results_were_known: Whether results that the criterion judges were available at the time of the change.
+        change: What was changed. Empty for the first version of a criterion.
+    """
 
     commit: str
     date: str
     results_were_known: bool
-    """Whether numbers that it judges had been seen when it was fixed."""
     change: str = ""
-    """What was changed then; empty for a rule that stands as it was first written."""
 
     @property
     def note(self) -> str:
-        """In the words of a note; empty where the rule came before the numbers."""
-        return (
-            f"This rule was changed on {self.date}, after numbers had been seen: {self.change}."
-            if self.results_were_known
-            else ""
-        )
+        """Return a sentence about a change that was made after results were available. Otherwise return ""."""
+        if not self.results_were_known:
+            return ""
+        return f"Criterion changed on {self.date}, after results were available: {self.change}."
 
 
-ORIGINAL_RULE = Rule("93a8134", "2026-11-15", results_were_known=False)
-"""All rules were written in one commit, before the one that stores the first numbers (1c4df6d)."""
-INTERVAL_RULE = Rule(
-    "36d23a9", "2026-11-16", results_were_known=True, change="a difference within chance is not judged"
+ORIGINAL_CRITERION = CriterionVersion("93a8134", "2026-11-15", results_were_known=False)
+"""The first version of all criteria. It was written before the first results were available."""
+
+INTERVAL_CRITERION = CriterionVersion(
+    "36d23a9",
+    "2026-11-16",
+    results_were_known=True,
+    change="a difference within its interval of chance is inconclusive",
 )
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of the paper and its check. The check sees stored results and nothing else."""
+    """A claim of the paper and its check.
+
+    Attributes:
+        name: A short name.
+        statement: The claim as a sentence.
+        published: The numbers in the paper that support the claim.
+        check: A function that compares the claim with stored results.
+        criterion: When the criterion of the check was written or changed.
+    """
 
     name: str
     statement: str
     published: str
     check: Callable[[ScaleView], Outcome]
-    rule: Rule = ORIGINAL_RULE
+    criterion: CriterionVersion = ORIGINAL_CRITERION
 
 
 claims: Registry[Claim] = Registry("claim")
+
 JudgedClaims = list[tuple[Claim, Outcome]]
+"""Claims with the outcomes of their checks."""
 
 
 def register_claim(
-    name: str, published: str, *, rule: Rule = ORIGINAL_RULE
+    name: str, *, statement: str, published: str, criterion: CriterionVersion = ORIGINAL_CRITERION
 ) -> Callable[[Callable[[ScaleView], Outcome]], Callable[[ScaleView], Outcome]]:
-    """Decorator: file a check under its claim, whose statement is the check's docstring."""
+    """Return a decorator that registers a function as the check of a claim.
 
-    def add(check: Callable[[ScaleView], Outcome]) -> Callable[[ScaleView], Outcome]:
-        statement = " ".join((check.__doc__ or "").split())
-        claims.add(name, Claim(name, statement, published, check, rule))
+    Args:
+        name: A short name of the claim.
+        statement: The claim as a sentence.
+        published: The numbers in the paper that support the claim.
+        criterion: When the criterion of the check was written or changed.
+    """
+
+    def register(check: Callable[[ScaleView], Outcome]) -> Callable[[ScaleView], Outcome]:
+        claims.add(name, Claim(name, statement, published, check, criterion))
         return check
 
-    return add
-
-
-def missing_outcome(what: str) -> Outcome:
-    """The outcome where a number is not there."""
-    return Outcome("not testable at this scale", "not run", f"It needs {what}.")
-
-
-def verdict_of_condition(condition: bool) -> Verdict:
-    return "holds" if condition else "does not hold"
-
-
-def judge_above(found: RatioWithInterval, bound: float) -> Verdict:
-    """Whether a difference is more than a bound: told only where its whole interval lies on one side. This is the one
-    rule about noise, for perplexities and for times, for ALiBi and against it."""
-    if found.low > bound:
-        return "holds"
-    return "does not hold" if found.high <= bound else "cannot tell"
-
-
-def judge_below(found: RatioWithInterval, bound: float) -> Verdict:
-    """The same the other way."""
-    if found.high < bound:
-        return "holds"
-    return "does not hold" if found.low >= bound else "cannot tell"
-
-
-def negate_verdict(found: Verdict) -> Verdict:
-    swapped: dict[Verdict, Verdict] = {"holds": "does not hold", "does not hold": "holds"}
-    return swapped.get(found, found)
-
-
-def combine_verdicts(found: Iterable[Verdict]) -> Verdict:
-    """Of a claim with several parts: it holds when all do, and falls with one."""
-    parts = list(found)
-    if "does not hold" in parts:
-        return "does not hold"
-    return "cannot tell" if "cannot tell" in parts else "holds"
-
-
-def make_outcome(told: Verdict, obtained: str, reason: str, *found: MeasuredCell | RatioWithInterval | None) -> Outcome:
-    """What a check found, with the files of all that it rests on, and `differences of 0.8 %` as the least that its
-    comparisons could tell."""
-    sources = tuple(dict.fromkeys(path for one in found if one for path in one.sources))
-    least = max((one.half_width for one in found if isinstance(one, RatioWithInterval)), default=0.0)
-    return Outcome(told, obtained, reason, sources, f"differences of {least:.1%}" if least else "")
+    return register
 
 
 def evaluate_claims(view: ScaleView) -> JudgedClaims:
-    """Every claim with its outcome."""
-    from trainshort.experiments.claims import extrapolation, speed_and_memory  # noqa: F401  (each files its checks)
+    """Check all claims.
 
-    return [(one, one.check(view)) for _, one in claims.items()]
+    Args:
+        view: The stored results at one scale (laptop, gpu or paper).
+
+    Returns:
+        All claims with the outcomes of their checks.
+    """
+    # Importing these modules registers the checks.
+    from trainshort.experiments.claims import extrapolation, speed_and_memory  # noqa: F401
+
+    return [(claim, claim.check(view)) for _, claim in claims.items()]
 
 
-def count_verdicts(judged: JudgedClaims) -> Counter[Verdict]:
+def count_verdicts(judged_claims: JudgedClaims) -> Counter[Verdict]:
     """Count how often each verdict was given."""
-    return Counter(found.verdict for _, found in judged)
+    return Counter(outcome.verdict for _, outcome in judged_claims)
+
+
+# ---- judging differences
+
+
+def judge_above(ratio: RatioWithInterval, bound: float) -> Verdict:
+    """Judge whether a relative difference is greater than a bound.
+
+    Args:
+        ratio: The relative difference with its interval.
+        bound: The bound, such as 0.01 for 1 %.
+
+    Returns:
+        "supported" if the complete interval is above the bound, "not supported" if no part of the interval is above
+        the bound, and "inconclusive" otherwise.
+    """
+    if ratio.low > bound:
+        return "supported"
+    if ratio.high <= bound:
+        return "not supported"
+    return "inconclusive"
+
+
+def judge_below(ratio: RatioWithInterval, bound: float) -> Verdict:
+    """Judge whether a relative difference is less than a bound.
+
+    Args:
+        ratio: The relative difference with its interval.
+        bound: The bound, such as -0.01 for -1 %.
+
+    Returns:
+        "supported" if the complete interval is below the bound, "not supported" if no part of the interval is below
+        the bound, and "inconclusive" otherwise.
+    """
+    if ratio.high < bound:
+        return "supported"
+    if ratio.low >= bound:
+        return "not supported"
+    return "inconclusive"
+
+
+def negate_verdict(verdict: Verdict) -> Verdict:
+    """Return the verdict on the opposite statement."""
+    if verdict == "supported":
+        return "not supported"
+    if verdict == "not supported":
+        return "supported"
+    return verdict
+
+
+def combine_verdicts(verdicts: Iterable[Verdict]) -> Verdict:
+    """Return the verdict on a claim with several parts. The claim is supported only if all parts are supported."""
+    parts = list(verdicts)
+    if "not supported" in parts:
+        return "not supported"
+    if "inconclusive" in parts:
+        return "inconclusive"
+    return "supported"
+
+
+def verdict_of_condition(condition: bool) -> Verdict:
+    """Return "supported" if a condition is true, otherwise "not supported"."""
+    return "supported" if condition else "not supported"
+
+
+# ---- outcomes
+
+
+def missing_outcome(requirement: str) -> Outcome:
+    """Return the outcome of a claim that cannot be checked.
+
+    Args:
+        requirement: What is missing, as the end of the sentence "The check requires ...".
+    """
+    return Outcome("not tested", "not measured", f"The check requires {requirement}.")
+
+
+def make_outcome(
+    verdict: Verdict, measured: str, reason: str, *evidence: MeasuredCell | RatioWithInterval | None
+) -> Outcome:
+    """Create the outcome of a claim.
+
+    Args:
+        verdict: The verdict.
+        measured: The measured numbers as text.
+        reason: The criterion, and how the numbers compare with it.
+        evidence: The values and comparisons that the verdict is based on. Their files become the sources of the
+            outcome. The widest interval of the comparisons determines the smallest difference that can be detected.
+    """
+    sources: dict[Path, None] = {}  # A dictionary keeps the order and removes duplicates.
+    largest_half_width = 0.0
+    for item in evidence:
+        if item is None:
+            continue
+        sources.update(dict.fromkeys(item.sources))
+        if isinstance(item, RatioWithInterval):
+            largest_half_width = max(largest_half_width, item.half_width)
+
+    smallest_detectable = ""
+    if largest_half_width:
+        smallest_detectable = f"differences of {largest_half_width:.1%}"
+    return Outcome(verdict, measured, reason, tuple(sources), smallest_detectable)

@@ -1,5 +1,7 @@
-"""The paper as a command: what is missing is computed, what is there is kept.
+"""Train and evaluate the models of the paper's tables and figures. Work that is already done is not repeated.
 
-Reading order: tasks (what to do, what is done, and all of it to its end, with progress), launchers (where several run),
-extras (costs, and the demo's texts), plan (what it would take). recipes/experiments says what a table needs.
+- `jobs` decides which models to train and evaluate, and runs all jobs.
+- `local` runs several jobs at the same time on this machine. `slurm` runs the jobs on a cluster.
+- `costs` measures speed and memory. `samples` generates text.
+- `plan` estimates how much time and memory the jobs need.
 """

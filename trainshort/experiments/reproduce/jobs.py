@@ -1,10 +1,10 @@
-"""From tables to work: one task per model, with everything that is wanted of it, how far it is, and its way to the end;
-then all tasks of some experiments with one progress bar, and after them what is measured: Table 1.
+"""Plan and run the jobs of experiments.
 
-Tables share models (Table 5's ALiBi at 512 is Figure 1's), and at the laptop the three test beds share a corpus; tasks
-are merged by run name, so nothing is trained or evaluated twice. What is done is read from the files alone, without
-torch, so that a second run is quick: a run is done when its last checkpoint is there, an evaluation when every length
-has a number. Progress is counted in tokens put through a model; one trained on costs three times one evaluated.
+A job trains one model and runs all evaluations of this model. Several tables can share a model, so jobs are merged by
+run name and no model is trained twice.
+
+The state of a job is read from the files of its run folder. Reading the state does not import torch, so a command that
+finds nothing to do ends quickly.
 """
 
 import threading
@@ -19,36 +19,60 @@ from rich.console import Console
 from trainshort.config.run_config import RunConfig
 from trainshort.evaluate.results import Query, best_step, find, rows
 from trainshort.experiments.claims.collection import COST_FILE, read_costs
-from trainshort.experiments.experiments import Experiment, Scale, build_learning_curve_query, build_queries, with_seed
+from trainshort.experiments.experiments import (
+    Experiment,
+    Quantity,
+    Scale,
+    Variant,
+    build_learning_curve_query,
+    build_queries,
+    with_seed,
+)
 from trainshort.train.run_folder import RunFolder, list_checkpoints, read_metrics, run_name
 from trainshort.utils.io import make_folder
 from trainshort.utils.terminal import ProgressMeter, escape_for_output
 
 if TYPE_CHECKING:
-    from trainshort.experiments.reproduce.local import SlurmConfig
+    from trainshort.experiments.reproduce.slurm import SlurmConfig
 
-STEP_WEIGHT = 3
+# Work is counted in tokens for the progress bar. Training on a token costs about three times as much as evaluating it.
+TRAINING_COST_PER_TOKEN = 3
+
+# The progress bar assumes this number of tokens for an evaluation of a complete split, whose size is not known yet.
+ASSUMED_SPLIT_TOKENS = 100_000
+
+# Files in the run folder of a job with `needs_sample`.
 SAMPLE_PATH = Path("samples") / "sample.json"
 REACH_RESULT_PATH = Path("analysis") / "reach.json"
-SAMPLED = "demo"
-"""The experiment whose models also write a text; those of its shortest length, which are read far beyond it."""
+
+# The models of this experiment that have the shortest training length also generate a text sample.
+SAMPLED_EXPERIMENT = "demo"
 
 
 @dataclass
 class Job:
-    """One model: train it, then evaluate it in these ways."""
+    """The work on one model: training and all evaluations.
+
+    Attributes:
+        name: The name of the run folder.
+        config: The settings of the training run.
+        eval_lengths: The sequence lengths at which the trained model is evaluated, for each evaluation query.
+        curve_lengths: The sequence lengths at which all kept checkpoints are evaluated, for each evaluation query.
+        needs_sample: Whether to generate a text sample and to measure how far the attention heads look.
+    """
 
     name: str
     config: RunConfig
     eval_lengths: dict[Query, set[int]] = field(default_factory=dict)
-    """Lengths at which it is evaluated, by what those evaluations have in common."""
     curve_lengths: dict[Query, set[int]] = field(default_factory=dict)
-    """The same for the checkpoints that were kept on the way."""
     needs_sample: bool = False
-    """Whether a text is generated past the training length, and the reach of attention measured."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings by their values: a plug-in's are of a class that another process knows only when it loaded that."""
+        """Return the values that are pickled. The config is pickled as plain data.
+
+        The config may contain an object of a plug-in class. Another process can only create such an object after it has
+        loaded the plug-in. `RunConfig.parse` loads the plug-in.
+        """
         return {**vars(self), "config": self.config.model_dump(mode="json")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -57,138 +81,276 @@ class Job:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """All that a set of experiments needs at one scale."""
+    """All work that a set of experiments needs at one scale.
+
+    Attributes:
+        jobs: The models to train and evaluate.
+        cost_configs: The configs whose training speed is measured, by run name.
+        memory_measured: The run names in `cost_configs` whose training memory is also measured.
+        eval_speed_measured: The run names in `cost_configs` whose evaluation speed is also measured.
+    """
 
     jobs: list[Job]
     cost_configs: dict[str, RunConfig]
-    """Configurations whose speed is measured, by run name."""
     memory_measured: frozenset[str] = frozenset()
-    """Those of them whose memory is measured too."""
     eval_speed_measured: frozenset[str] = frozenset()
-    """Those of them that are timed while reading, too."""
 
 
-def plan_jobs(chosen: Sequence[Experiment], scale: Scale, seeds: Iterable[int] = (1,)) -> JobPlan:
-    """The tasks of some experiments, each model once, in the order in which the experiments name them."""
-    tasks: dict[str, Job] = {}
-    costs: dict[str, RunConfig] = {}
+@dataclass(frozen=True)
+class MissingEvaluation:
+    """An evaluation that still has to be computed.
+
+    Attributes:
+        path: The run folder, which stands for the best checkpoint, or the folder of one checkpoint.
+        query: The text and the protocol of the evaluation.
+        lengths: The sequence lengths without a result, in ascending order.
+    """
+
+    path: Path
+    query: Query
+    lengths: list[int]
+
+
+# ---- planning
+
+
+def plan_jobs(experiments: Sequence[Experiment], scale: Scale, seeds: Iterable[int] = (1,)) -> JobPlan:
+    """Return all work that is needed to fill the tables of some experiments.
+
+    Args:
+        experiments: The tables and figures of the paper.
+        scale: The size at which the experiments are run (laptop, gpu or paper).
+        seeds: Every model is trained once with each of these seeds.
+
+    Returns:
+        The plan. Each model has one job. The jobs are in the order in which the experiments name the models.
+    """
+    jobs: dict[str, Job] = {}
     for seed in seeds:
-        for experiment in (with_seed(one, seed) for one in chosen):
-            _add(experiment, scale, tasks)
-    for experiment in chosen:
+        for experiment in experiments:
+            _add_jobs(with_seed(experiment, seed), scale, jobs)
+
+    cost_configs: dict[str, RunConfig] = {}
+    for experiment in experiments:
         for variant in experiment.variants_to_measure(scale):
             config = scale.make_config(variant)
-            costs[run_name(config)] = config
-    weighed, read = (_configs_for_cost(chosen, scale, quantity) for quantity in ("train memory", "read speed"))
-    return JobPlan(list(tasks.values()), costs, weighed, read)
+            cost_configs[run_name(config)] = config
+
+    return JobPlan(
+        jobs=list(jobs.values()),
+        cost_configs=cost_configs,
+        memory_measured=_find_measured_runs(experiments, scale, "train memory"),
+        eval_speed_measured=_find_measured_runs(experiments, scale, "read speed"),
+    )
 
 
-def _configs_for_cost(chosen: Sequence[Experiment], scale: Scale, quantity: str) -> frozenset[str]:
-    """The configurations of which a cell wants this cost."""
-    cells = (cell for one in chosen for cell in one.cells if cell.is_cost and cell.quantity == quantity)
-    return frozenset(run_name(scale.make_config(cell.variant)) for cell in cells if cell.variant)
+def _find_measured_runs(experiments: Sequence[Experiment], scale: Scale, quantity: Quantity) -> frozenset[str]:
+    """Return the run names of the models whose cost is part of a table.
+
+    Args:
+        experiments: The tables and figures of the paper.
+        scale: The size at which the experiments are run (laptop, gpu or paper).
+        quantity: The cost, such as "train memory".
+    """
+    names: set[str] = set()
+    for experiment in experiments:
+        for cell in experiment.cells:
+            if cell.variant is not None and cell.is_cost and cell.quantity == quantity:
+                names.add(run_name(scale.make_config(cell.variant)))
+    return frozenset(names)
 
 
-def _add(experiment: Experiment, scale: Scale, tasks: dict[str, Job]) -> None:
+def _add_jobs(experiment: Experiment, scale: Scale, jobs: dict[str, Job]) -> None:
+    """Add the models of an experiment to `jobs`, a dictionary by run name. Existing jobs get additional evaluations."""
     variants = experiment.variants_to_train(scale)
     for variant in variants:
         config = scale.make_config(variant)
-        task = tasks.setdefault(run_name(config), Job(run_name(config), config))
-        task.needs_sample |= experiment.name == SAMPLED and variant.length == min(one.length for one in variants)
-        for reading in experiment.eval_protocols(scale, variant):
-            for query in build_queries(scale, reading):
-                task.eval_lengths.setdefault(query, set()).add(scale.scale_length(reading.length))
-        for reading in experiment.learning_curve_protocols(scale, variant):
-            task.curve_lengths.setdefault(build_learning_curve_query(scale, reading), set()).add(
-                scale.scale_length(reading.length)
-            )
+        name = run_name(config)
+        job = jobs.setdefault(name, Job(name, config))
+
+        shortest_length = min(other_variant.length for other_variant in variants)
+        if experiment.name == SAMPLED_EXPERIMENT and variant.length == shortest_length:
+            job.needs_sample = True
+
+        _add_evaluations(job, experiment, scale, variant)
 
 
-def is_trained(folder: Path, task: Job) -> bool:
-    return task.config.train.steps in map(checkpoint_step, complete_checkpoints(folder))
+def _add_evaluations(job: Job, experiment: Experiment, scale: Scale, variant: Variant) -> None:
+    """Add the evaluations that an experiment needs of one model to the job of this model."""
+    for protocol in experiment.eval_protocols(scale, variant):
+        for query in build_queries(scale, protocol):
+            lengths = job.eval_lengths.setdefault(query, set())
+            lengths.add(scale.scale_length(protocol.length))
+
+    for protocol in experiment.learning_curve_protocols(scale, variant):
+        query = build_learning_curve_query(scale, protocol)
+        lengths = job.curve_lengths.setdefault(query, set())
+        lengths.add(scale.scale_length(protocol.length))
+
+
+# ---- finding out what is done
+
+
+def is_trained(folder: Path, job: Job) -> bool:
+    """Return whether the run folder contains the checkpoint of the last training step."""
+    steps = [checkpoint_step(checkpoint) for checkpoint in complete_checkpoints(folder)]
+    return job.config.train.steps in steps
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints that are whole, oldest first."""
-    return [path for path in list_checkpoints(folder) if (path / "manifest.json").exists()]
+    """Return the checkpoints of a run that were written completely, oldest first."""
+    # The manifest is the last file of a checkpoint that is written.
+    return [checkpoint for checkpoint in list_checkpoints(folder) if (checkpoint / "manifest.json").exists()]
 
 
-def find_missing_evaluations(folder: Path, task: Job) -> list[tuple[Path, Query, list[int]]]:
-    """Evaluations that a model lacks: of the run or one of its checkpoints, by which query, at which lengths. They
-    have no number: never tried, or tried and failed (out of memory, cannot), which is tried again."""
-    found, best = find(folder), best_step(folder)
-    wanted = [(folder, query, lengths) for query, lengths in task.eval_lengths.items()]
-    for checkpoint in complete_checkpoints(folder) if task.curve_lengths else ():
+def find_missing_evaluations(folder: Path, job: Job) -> list[MissingEvaluation]:
+    """Return the evaluations of a job without a result.
+
+    An evaluation that failed, for example because the memory was full, also has no result. It is tried again.
+
+    Args:
+        folder: The run folder of the job.
+        job: The job with the required evaluations.
+
+    Returns:
+        The missing evaluations of the run and of its checkpoints.
+    """
+    stored = find(folder)
+    missing: list[MissingEvaluation] = []
+    for path, query, lengths in _required_evaluations(folder, job):
+        stored_rows = rows(stored, query)
+        scored_lengths = {length for length, (row, _) in stored_rows.items() if row.status == "scored"}
+        missing_lengths = lengths - scored_lengths
+        if missing_lengths:
+            missing.append(MissingEvaluation(path, query, sorted(missing_lengths)))
+    return missing
+
+
+def _required_evaluations(folder: Path, job: Job) -> list[tuple[Path, Query, set[int]]]:
+    """Return the folder, the query and the sequence lengths of each evaluation of a job."""
+    required = [(folder, query, lengths) for query, lengths in job.eval_lengths.items()]
+    if not job.curve_lengths:
+        return required
+
+    best = best_step(folder)
+    for checkpoint in complete_checkpoints(folder):
         step = checkpoint_step(checkpoint)
-        # The best one is the run itself: its evaluations lie in one file, and must go on being the run's.
+        # The best checkpoint is evaluated by the path of the run. Its results then share a file with those of the run.
         path = folder if step == best else checkpoint
-        wanted += [(path, replace(query, step=step), lengths) for query, lengths in task.curve_lengths.items()]
-    lacking = []
-    for path, query, lengths in wanted:
-        have = {length for length, (row, _) in rows(found, query).items() if row.status == "scored"}
-        if lengths - have:
-            lacking.append((path, query, sorted(lengths - have)))
-    return lacking
+        for query, lengths in job.curve_lengths.items():
+            required.append((path, replace(query, step=step), lengths))
+    return required
 
 
 def checkpoint_step(checkpoint: Path) -> int:
+    """Return the training step of a checkpoint folder such as `step-000000600`."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def is_finished(root: Path, task: Job) -> bool:
-    """Whether nothing is left to do."""
-    folder = root / task.name
-    extras = (SAMPLE_PATH, REACH_RESULT_PATH) if task.needs_sample else ()
-    there = is_trained(folder, task) and all((folder / file).exists() for file in extras)
-    return there and not find_missing_evaluations(folder, task)
+def is_finished(root: Path, job: Job) -> bool:
+    """Return whether all work of a job is done.
+
+    Args:
+        root: The folder that contains the run folders.
+        job: The job.
+    """
+    folder = root / job.name
+    if not is_trained(folder, job):
+        return False
+    if job.needs_sample:
+        has_sample = (folder / SAMPLE_PATH).exists()
+        has_reach_result = (folder / REACH_RESULT_PATH).exists()
+        if not (has_sample and has_reach_result):
+            return False
+    return not find_missing_evaluations(folder, job)
 
 
-def fraction_done(tasks: Sequence[Job], root: Path) -> float:
-    """How far tasks are. Text that is not cut counts as 100,000 tokens here; it only shapes the progress bar."""
-    done = total = 0.0
-    for task in tasks:
-        folder, settings = root / task.name, task.config.train
-        step, steps = STEP_WEIGHT * settings.batch * settings.length, [settings.steps]
-        total += step * settings.steps
-        if not is_trained(folder, task):
-            steps = [record["step"] for record in read_metrics(RunFolder(folder))]
-        done += step * max(steps, default=0)
-        left = {(query, length) for _, query, lengths in find_missing_evaluations(folder, task) for length in lengths}
-        for query, length in ((query, length) for query, lengths in task.eval_lengths.items() for length in lengths):
-            reads = (query.tokens or 100_000) * (length / (query.stride or length))
-            total += reads
-            done += reads * ((query, length) not in left)
+def fraction_done(jobs: Sequence[Job], root: Path) -> float:
+    """Estimate how much of the work is done, for a progress bar.
+
+    Args:
+        jobs: The jobs.
+        root: The folder that contains the run folders.
+
+    Returns:
+        A number between 0 and 1.
+    """
+    done = 0.0
+    total = 0.0
+    for job in jobs:
+        folder = root / job.name
+        train = job.config.train
+        cost_per_step = TRAINING_COST_PER_TOKEN * train.batch * train.length
+        total += cost_per_step * train.steps
+        done += cost_per_step * _steps_done(folder, job)
+
+        missing = {
+            (evaluation.query, length)
+            for evaluation in find_missing_evaluations(folder, job)
+            for length in evaluation.lengths
+        }
+        for query, lengths in job.eval_lengths.items():
+            for length in lengths:
+                stride = query.stride or length
+                # Overlapping windows read each token `length / stride` times.
+                cost = (query.tokens or ASSUMED_SPLIT_TOKENS) * (length / stride)
+                total += cost
+                if (query, length) not in missing:
+                    done += cost
     return done / max(1.0, total)
 
 
-def run_job(task: Job, root: Path) -> str:
-    """Train, evaluate, sample: whatever of it is missing. Interrupted at any moment, the next call goes on."""
-    train_model(task, root)
-    evaluate_model(task, root)
-    return task.name
+def _steps_done(folder: Path, job: Job) -> int:
+    """Return the number of training steps that are done. The metrics log is read if the training has not finished."""
+    if is_trained(folder, job):
+        return job.config.train.steps
+    steps = [record["step"] for record in read_metrics(RunFolder(folder))]
+    return max(steps, default=0)
 
 
-def train_model(task: Job, root: Path) -> None:
+# ---- running
+
+
+def run_job(job: Job, root: Path) -> str:
+    """Do all work of a job that is not done yet. An interrupted job is continued.
+
+    Args:
+        job: The job.
+        root: The folder that contains the run folders.
+
+    Returns:
+        The name of the job.
+    """
+    train_model(job, root)
+    evaluate_model(job, root)
+    return job.name
+
+
+def train_model(job: Job, root: Path) -> None:
+    """Train the model of a job, or continue its training. A trained model is left unchanged."""
     from trainshort.train.loop import train
 
-    if not is_trained(root / task.name, task):
-        train(task.config, root / task.name, resume=True, quiet=True)
+    folder = root / job.name
+    if not is_trained(folder, job):
+        train(job.config, folder, resume=True, quiet=True)
 
 
-def evaluate_model(task: Job, root: Path) -> None:
-    """All that is wanted of a trained model: its evaluations, its learning curve, a text, the reach of its heads."""
+def evaluate_model(job: Job, root: Path) -> None:
+    """Run the missing evaluations of a trained model, and generate its text sample if the job needs one."""
     from trainshort.evaluate.evaluation import evaluate
     from trainshort.evaluate.sweep import Sweep
     from trainshort.evaluate.targets import RunTarget, open_text
     from trainshort.utils.machine import pick_device
 
-    folder = root / task.name
-    for path, query, lengths in find_missing_evaluations(folder, task):
-        target = RunTarget(path, device=pick_device(None))
-        text = open_text(target, (), query.split, query.tokens)
-        evaluate(target, text, Sweep(text.tokens, lengths, query.stride), picture=False)  # the report draws them all
-    if task.needs_sample:
-        from trainshort.experiments.reproduce.costs import measure_reach, write_sample
+    folder = root / job.name
+    for missing in find_missing_evaluations(folder, job):
+        target = RunTarget(missing.path, device=pick_device(None))
+        text = open_text(target, (), missing.query.split, missing.query.tokens)
+        sweep = Sweep(text.tokens, missing.lengths, missing.query.stride)
+        evaluate(target, text, sweep, picture=False)  # The report draws the figures of all models.
+
+    if job.needs_sample:
+        from trainshort.experiments.reproduce.samples import measure_reach, write_sample
 
         if not (folder / SAMPLE_PATH).exists():
             write_sample(folder, folder / SAMPLE_PATH)
@@ -197,71 +359,111 @@ def evaluate_model(task: Job, root: Path) -> None:
 
 
 def reproduce(
-    assignment: JobPlan,
+    plan: JobPlan,
     root: Path,
     *,
     jobs: int | None = None,
     site: "SlurmConfig | None" = None,
     console: Console,
 ) -> None:
-    """Compute what is missing under `root`: here, or on a cluster if its site is given."""
-    todo = [task for task in assignment.jobs if not is_finished(root, task)]
-    kept = len(assignment.jobs) - len(todo)
-    if kept:
-        console.print(
-            f"{kept} of {len(assignment.jobs)} models are done already, in {escape_for_output(str(root))}.",
-            highlight=False,
-        )
-    if todo:
-        with _progress(todo, root, console) as done:
-            if site is None:
-                run_locally(todo, root, done, jobs)
-            else:
-                from trainshort.experiments.reproduce.local import run_on_cluster
+    """Do all work of a plan that is not done yet.
 
-                run_on_cluster(todo, root, done, site)
-    if assignment.cost_configs.keys() - read_costs(root).keys():  # asked here, since what measures them takes torch
+    Args:
+        plan: The models and the measurements.
+        root: The folder that contains the run folders.
+        jobs: How many jobs run at the same time on this machine. None chooses a suitable number.
+        site: The settings of a Slurm cluster that runs the jobs. None runs the jobs on this machine.
+        console: The console for the progress.
+
+    Raises:
+        InputError: If a job fails. The results of the other jobs are kept.
+    """
+    unfinished_jobs = [job for job in plan.jobs if not is_finished(root, job)]
+    finished_count = len(plan.jobs) - len(unfinished_jobs)
+    if finished_count:
+        folder_text = escape_for_output(str(root))
+        message = f"{finished_count} of {len(plan.jobs)} models are already done, in {folder_text}."
+        console.print(message, highlight=False)
+
+    if unfinished_jobs:
+        with _show_progress(unfinished_jobs, root, console) as on_done:
+            if site is None:
+                run_locally(unfinished_jobs, root, on_done, jobs)
+            else:
+                from trainshort.experiments.reproduce.slurm import run_on_cluster
+
+                run_on_cluster(unfinished_jobs, root, on_done, site)
+
+    # This check is made before `costs` is imported, because `costs` imports torch.
+    unmeasured_runs = plan.cost_configs.keys() - read_costs(root).keys()
+    if unmeasured_runs:
         from trainshort.experiments.reproduce.costs import measure_costs
 
         console.print("Measuring speed and memory ...", highlight=False)
         make_folder(root)
-        measure_costs(
-            assignment.cost_configs, root / COST_FILE, assignment.memory_measured, assignment.eval_speed_measured
-        )
+        measure_costs(plan.cost_configs, root / COST_FILE, plan.memory_measured, plan.eval_speed_measured)
 
 
-def run_locally(todo: list[Job], root: Path, done: Callable[[str], None], jobs: int | None = None) -> None:
-    """On this machine, `jobs` models at a time (None: as many as serve), each with its share of the cores."""
-    from trainshort.experiments.reproduce.local import default_parallelism, run_parallel  # which import this file
+def run_locally(
+    jobs: list[Job], root: Path, on_done: Callable[[str], None], max_parallel_jobs: int | None = None
+) -> None:
+    """Run jobs on this machine.
 
-    jobs = min(len(todo), jobs or default_parallelism())
-    if jobs > 1:
-        run_parallel(todo, root, done, jobs)
+    Args:
+        jobs: The jobs.
+        root: The folder that contains the run folders.
+        on_done: Called with the name of each job that is done.
+        max_parallel_jobs: How many jobs run at the same time. The CPU cores are divided among these jobs. None chooses
+            a suitable number.
+
+    Raises:
+        InputError: If a job fails.
+    """
+    # `local` imports this module, so it cannot be imported at the top of the file.
+    from trainshort.experiments.reproduce.local import default_parallelism, run_parallel
+
+    parallel_jobs = min(len(jobs), max_parallel_jobs or default_parallelism())
+    if parallel_jobs > 1:
+        run_parallel(jobs, root, on_done, parallel_jobs)
         return
-    for task in todo:
-        done(run_job(task, root))
+    for job in jobs:
+        on_done(run_job(job, root))
 
 
 @contextmanager
-def _progress(todo: list[Job], root: Path, console: Console) -> Iterator[Callable[[str], None]]:
-    """The meter follows the files that training and evaluation write, so it serves a cluster as well."""
-    stop, finished = threading.Event(), 0
+def _show_progress(jobs: list[Job], root: Path, console: Console) -> Iterator[Callable[[str], None]]:
+    """Context manager: show a progress bar while the block runs jobs.
 
-    def follow() -> None:
-        while not stop.wait(1.0):
-            meter.advance(fraction_done(todo, root) - meter.done, f"{finished} of {len(todo)} models")
+    A thread reads the progress from the files in the run folders once per second. The jobs may therefore run in other
+    processes or on a cluster.
 
-    def done(name: str) -> None:
-        nonlocal finished
-        finished += 1
-        console.print(f"{name} is done ({finished} of {len(todo)}).", highlight=False)
+    Args:
+        jobs: The jobs that the block runs.
+        root: The folder that contains the run folders.
+        console: The console for the progress bar.
+
+    Yields:
+        A function that the block calls with the name of each job that is done.
+    """
+    stop_event = threading.Event()
+    finished_count = 0
+
+    def update_meter() -> None:
+        while not stop_event.wait(1.0):
+            progress = fraction_done(jobs, root)
+            meter.advance(progress - meter.done, f"{finished_count} of {len(jobs)} models")
+
+    def on_done(name: str) -> None:
+        nonlocal finished_count
+        finished_count += 1
+        console.print(f"{name} is done ({finished_count} of {len(jobs)}).", highlight=False)
 
     with ProgressMeter(console) as meter:
-        meter.start(1.0, fraction_done(todo, root))
-        watcher = threading.Thread(target=follow, daemon=True)
-        watcher.start()
+        meter.start(1.0, fraction_done(jobs, root))
+        thread = threading.Thread(target=update_meter, daemon=True)
+        thread.start()
         try:
-            yield done
+            yield on_done
         finally:
-            stop.set()
-            watcher.join()
+            stop_event.set()
+            thread.join()

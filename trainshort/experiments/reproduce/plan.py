@@ -1,7 +1,7 @@
-"""What a reproduction would take: commands, GPUs, memory, tokens, hours; every model is built on the meta device.
+"""Estimate what a reproduction needs: commands, GPUs, memory, tokens and hours.
 
-Hours at the paper's scale come from the paper's own speeds (Table 1, Figure 7; GPU-hours of Table 12), so they are
-hours of V100s. At the other scales they come from the costs measured here, where there are any.
+At the scale "paper", hours and memory are taken from the paper (Table 1, Table 12 and Figure 7), so they are for V100
+GPUs. At other scales, hours are computed from speeds that were measured on this machine.
 """
 
 import os
@@ -26,130 +26,267 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """One model of a plan."""
+    """The plan for one model.
+
+    Attributes:
+        variant: The model of the paper.
+        name: The run name.
+        command: The command that trains the model.
+        gpus: The number of GPUs, or 0 for training on a CPU.
+        memory: The memory in GB per GPU as stated in the paper, or None if it is unknown.
+        tokens: The number of training tokens.
+        hours: The training time in hours, or None if it is unknown.
+        parameters: The number of parameters of the model.
+    """
 
     variant: Variant
     name: str
     command: str
     gpus: int
     memory: float | None
-    """GB per GPU, as the paper measured it."""
     tokens: int
     hours: float | None
     parameters: int
 
 
-def make_plan(chosen: Sequence[Experiment], scale: Scale, root: Path, seeds: int = 1) -> list[PlanEntry]:
-    """Every model of the experiments once."""
-    found: dict[str, PlanEntry] = {}
+def make_plan(experiments: Sequence[Experiment], scale: Scale, root: Path, seeds: int = 1) -> list[PlanEntry]:
+    """Return the plan for all models of some experiments.
+
+    Args:
+        experiments: The tables and figures of the paper.
+        scale: The size at which the experiments are run (laptop, gpu or paper).
+        root: The folder that contains the run folders.
+        seeds: How many seeds each model is trained with.
+
+    Returns:
+        One entry for each model. A model that several experiments need has one entry.
+    """
+    entries: dict[str, PlanEntry] = {}
     costs = read_costs(root)
     for seed in range(1, seeds + 1):
-        for experiment in (with_seed(one, seed) for one in chosen):
-            for variant in experiment.variants_to_train(scale):
+        for experiment in experiments:
+            for variant in with_seed(experiment, seed).variants_to_train(scale):
                 config = scale.make_config(variant)
                 name = run_name(config)
-                if name not in found:
-                    found[name] = _entry(scale, variant, config, root / name, costs)
-    return list(found.values())
+                if name not in entries:
+                    entries[name] = _make_entry(scale, variant, config, root / name, costs.get(name))
+    return list(entries.values())
 
 
-def _entry(scale: Scale, variant: Variant, config: RunConfig, run: Path, costs: dict[str, Any]) -> PlanEntry:
+def _make_entry(
+    scale: Scale, variant: Variant, config: RunConfig, run_folder: Path, cost: dict[str, Any] | None
+) -> PlanEntry:
+    """Return the plan for one model.
+
+    Args:
+        scale: The size at which the experiments are run (laptop, gpu or paper).
+        variant: The model of the paper.
+        config: The config of the model at this scale.
+        run_folder: The run folder of the model.
+        cost: The measured speed of the model (an entry of `cost.json`), or None if it was not measured.
+    """
     tokens = config.train.steps * config.train.batch * config.train.length
-    gpus, memory, hours = scale.gpus, None, None
+    gpus = scale.gpus
+    memory = None
+    hours = None
     if scale.name == "paper":
         row = _paper_row(variant)
-        gpus, memory = PAPER_GPUS[variant.setup], row.get("mem_gb", row.get("train_mem_gb"))
+        gpus = PAPER_GPUS[variant.setup]
+        memory = row.get("mem_gb", row.get("train_mem_gb"))
         hours = estimate_paper_hours(variant, tokens)
-    elif entry := costs.get(run.name):
-        hours = tokens / (entry["tokens"] / statistics.median(entry["train_seconds"])) / 3600
-    line = training_command(*find_nearest_recipe(config, recipe_name(scale, variant)), run, gpus)
-    return PlanEntry(variant, run.name, line, gpus, memory, tokens, hours, count_parameters(config))
+    elif cost is not None:
+        tokens_per_second = cost["tokens"] / statistics.median(cost["train_seconds"])
+        hours = tokens / tokens_per_second / 3600
+
+    recipe, options = find_nearest_recipe(config, recipe_name(scale, variant))
+    return PlanEntry(
+        variant=variant,
+        name=run_folder.name,
+        command=training_command(recipe, options, run_folder, gpus),
+        gpus=gpus,
+        memory=memory,
+        tokens=tokens,
+        hours=hours,
+        parameters=count_parameters(config),
+    )
 
 
-def find_nearest_recipe(config: RunConfig, own: str) -> tuple[str, list[str]]:
-    """The recipe that a run has of its own, or else the one with the fewest settings to change, ALiBi's first; and the
-    options that make it this run: --train.seed 2, or --model.position mine --plugin mine.py."""
-    made = {name: recipes.get(name)() for name in ([own] if own in recipes else recipes.names())}
-    options = {name: _options(base, config) for name, base in made.items()}
-    name = min(made, key=lambda one: (len(options[one]), made[one].model.position != "alibi"))
-    return name, options[name] + _plugins(config.model.position)
+# ---- the training command
 
 
-def _options(base: RunConfig, config: RunConfig) -> list[str]:
-    """Words that change a recipe's settings to others."""
-    position, words = config.model.position, []
-    if base.model.position != position:
-        words, base = ["--model.position", position], base.replace(model={"position": position})
-    before, after = (flatten(one.model_dump(mode="json", exclude={"format", "plugins"})) for one in (base, config))
-    for name, value in after.items():
-        if value != before.get(name):
-            several = value if isinstance(value, list) else [value]
-            words += [f"--{name}={value}"] if isinstance(value, bool) else [f"--{name}", *map(str, several)]
-    return words
+def find_nearest_recipe(config: RunConfig, preferred_recipe: str) -> tuple[str, list[str]]:
+    """Find a recipe and command-line options that produce a config.
+
+    Args:
+        config: The config of a run.
+        preferred_recipe: The recipe that is used if it exists. Otherwise the recipe that needs the fewest options is
+            used. If several recipes need equally few options, a recipe with ALiBi is used.
+
+    Returns:
+        The name of the recipe, and the options, such as `["--train.seed", "2"]`.
+    """
+    recipe_names = [preferred_recipe] if preferred_recipe in recipes else recipes.names()
+    recipe_configs = {name: recipes.get(name)() for name in recipe_names}
+    options = {name: _options_between(recipe_config, config) for name, recipe_config in recipe_configs.items()}
+
+    def distance(name: str) -> tuple[int, bool]:
+        uses_other_position = recipe_configs[name].model.position != "alibi"
+        return len(options[name]), uses_other_position
+
+    nearest = min(recipe_names, key=distance)
+    return nearest, options[nearest] + _plugin_options(config.model.position)
 
 
-def _plugins(position: str) -> list[str]:
-    """`--plugin` with the file that a method came from; one that is installed needs none."""
-    needed = plugins_of([("position method", position)])
-    named = [path for path in os.environ.get(PLUGIN_ENV_VAR, "").split(os.pathsep) if path]
-    return [word for path in named if load_plugin(Path(path)) in needed for word in ("--plugin", path)]
+def _options_between(recipe_config: RunConfig, config: RunConfig) -> list[str]:
+    """Return the command-line options that change the config of a recipe into another config."""
+    options: list[str] = []
+    position = config.model.position
+    if recipe_config.model.position != position:
+        options += ["--model.position", position]
+        recipe_config = recipe_config.replace(model={"position": position})
+
+    recipe_values = flatten(recipe_config.model_dump(mode="json", exclude={"format", "plugins"}))
+    values = flatten(config.model_dump(mode="json", exclude={"format", "plugins"}))
+    for name, value in values.items():
+        if value == recipe_values.get(name):
+            continue
+        if isinstance(value, bool):
+            options.append(f"--{name}={value}")
+        elif isinstance(value, list):
+            options += [f"--{name}", *map(str, value)]
+        else:
+            options += [f"--{name}", str(value)]
+    return options
 
 
-def training_command(recipe: str, options: Sequence[str], run: Path, gpus: int) -> str:
-    """The command that trains one model, resumable by itself."""
-    what = shlex.join(["train", recipe, "--out", str(run), "--resume", *options])
+def _plugin_options(position: str) -> list[str]:
+    """Return the options `--plugin FILE` for the plug-in file that defines a position method.
+
+    An installed plug-in and a built-in method need no option.
+    """
+    needed_plugins = plugins_of([("position method", position)])
+    options: list[str] = []
+    for path in os.environ.get(PLUGIN_ENV_VAR, "").split(os.pathsep):
+        if path and load_plugin(Path(path)) in needed_plugins:
+            options += ["--plugin", path]
+    return options
+
+
+def training_command(recipe: str, options: Sequence[str], run_folder: Path, gpus: int) -> str:
+    """Return the command that trains a model. The same command continues the training after an interruption.
+
+    Args:
+        recipe: The name of the recipe.
+        options: Command-line options that change settings of the recipe.
+        run_folder: The run folder.
+        gpus: The number of GPUs. With more than one GPU the command starts with `torchrun`.
+    """
+    arguments = shlex.join(["train", recipe, "--out", str(run_folder), "--resume", *options])
     if gpus <= 1:
-        return f"trainshort {what}"
+        return f"trainshort {arguments}"
+
     nodes = max(1, gpus // GPUS_PER_NODE)
-    where = "--standalone" if nodes == 1 else "--rdzv_backend=c10d --rdzv_endpoint=$HEAD_NODE:29500"
-    return f"torchrun --nnodes={nodes} --nproc_per_node={min(gpus, GPUS_PER_NODE)} {where} -m trainshort {what}"
+    processes_per_node = min(gpus, GPUS_PER_NODE)
+    if nodes == 1:
+        rendezvous = "--standalone"
+    else:
+        rendezvous = "--rdzv_backend=c10d --rdzv_endpoint=$HEAD_NODE:29500"
+    return f"torchrun --nnodes={nodes} --nproc_per_node={processes_per_node} {rendezvous} -m trainshort {arguments}"
+
+
+# ---- estimates
 
 
 def estimate_paper_hours(variant: Variant, tokens: int) -> float | None:
-    """Wall-clock hours on the paper's GPUs: ALiBi at 512 on 8 V100, 21.1 billion tokens at 28,300 each: 25.9."""
-    row, gpus = _paper_row(variant), PAPER_GPUS[variant.setup]
+    """Return the hours that the training of a model took in the paper.
+
+    Args:
+        variant: The model of the paper.
+        tokens: The number of training tokens.
+
+    Returns:
+        The hours, or None if the paper does not state the speed of the model. For example, the ALiBi model with length
+        512 was trained on 21.1 billion tokens with 8 GPUs. Each GPU processed 28,300 tokens/s, which gives 25.9 hours.
+    """
+    row = _paper_row(variant)
+    gpus = PAPER_GPUS[variant.setup]
     if variant.setup == "cc100":
-        return row["gpu_hours_k"] * 1e3 / gpus if row else None
-    speed = dict(load_published_numbers()["fig7"].get(variant.position, [])).get(variant.length)
-    speed = row["train_wps_k"] * 1e3 if row else speed
-    return tokens / gpus / speed / 3600 if speed else None
+        if not row:
+            return None
+        return row["gpu_hours_k"] * 1e3 / gpus
+
+    if row:
+        tokens_per_second = row["train_wps_k"] * 1e3
+    else:
+        figure_points = load_published_numbers()["fig7"].get(variant.position, [])
+        tokens_per_second = dict(figure_points).get(variant.length)
+    if not tokens_per_second:
+        return None
+    return tokens / gpus / tokens_per_second / 3600
 
 
 def _paper_row(variant: Variant) -> dict[str, Any]:
-    """What the paper measured of this training: a row of Table 12 or Table 1; empty where it has none."""
-    if variant.setup == "cc100":
-        rows = load_published_numbers()["table12"]
-        return next((row for row in rows if (row["model"], row["L"]) == (variant.position, variant.length)), {})
-    return load_published_numbers()["table1"].get(variant.position, {}).get(str(variant.length), {})
+    """Return the paper's measurements of a model: a row of Table 12 or Table 1, or an empty dictionary."""
+    published = load_published_numbers()
+    if variant.setup != "cc100":
+        rows_by_length = published["table1"].get(variant.position, {})
+        return rows_by_length.get(str(variant.length), {})
+
+    for row in published["table12"]:
+        if row["model"] == variant.position and row["L"] == variant.length:
+            return row
+    return {}
 
 
 def count_parameters(config: RunConfig) -> int:
-    """Number of weights, counted on a model that takes no memory."""
+    """Return the number of parameters of a model. The model is built on the meta device, which needs no memory."""
     import torch
 
     from trainshort.model.transformer import TransformerLM
 
-    size = config.model.vocab_size or config.data.vocab_size
+    vocab_size = config.model.vocab_size or config.data.vocab_size
     with torch.device("meta"):
-        model = TransformerLM(config.model.replace(vocab_size=size))
-    return sum(weight.numel() for weight in model.parameters())
+        model = TransformerLM(config.model.replace(vocab_size=vocab_size))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# ---- the plan as text
 
 
 def format_plan(entries: Sequence[PlanEntry], scale: Scale) -> str:
-    """The plan as text."""
+    """Return a plan as text: two lines for each model, then the total time."""
     lines = [f"{scale.name}: {scale.summary}", f"{len(entries)} models", ""]
-    for one in entries:
-        facts = [f"{one.parameters:,} parameters", f"{one.tokens:,} tokens"]
-        facts += [f"{one.gpus} GPU{'s' if one.gpus > 1 else ''}"] if one.gpus else []
-        facts += [f"{one.memory:g} GB each"] if one.memory else []
-        facts.append("hours unknown" if one.hours is None else format_duration(3600 * one.hours))
-        lines += [f"{one.name}: {', '.join(facts)}", f"  {one.command}"]
-    known = {one.name: one.hours for one in entries if one.hours is not None}
-    if known and scale.name == "paper":
-        gpu_hours = sum(one.gpus * known.get(one.name, 0) for one in entries)
-        total = f"{gpu_hours:,.0f} GPU-hours of V100s for {len(known)} models whose speed the paper gives."
-        lines += ["", f"In all {total}"]
-    elif known:
-        total = format_duration(3600 * sum(known.values()))
-        lines += ["", f"In all {total} for {len(known)} models, one after the other."]
+    for entry in entries:
+        lines.append(f"{entry.name}: {_format_requirements(entry)}")
+        lines.append(f"  {entry.command}")
+
+    timed_entries = [entry for entry in entries if entry.hours is not None]
+    if timed_entries:
+        lines += ["", _format_total(timed_entries, scale)]
     return "\n".join(lines)
+
+
+def _format_requirements(entry: PlanEntry) -> str:
+    """Return a text such as "246,933,504 parameters, 21,086,208,000 tokens, 8 GPUs, 15.3 GB each, 25.9 h"."""
+    parts = [f"{entry.parameters:,} parameters", f"{entry.tokens:,} tokens"]
+    if entry.gpus == 1:
+        parts.append("1 GPU")
+    elif entry.gpus:
+        parts.append(f"{entry.gpus} GPUs")
+    if entry.memory:
+        parts.append(f"{entry.memory:g} GB each")
+    if entry.hours is None:
+        parts.append("hours unknown")
+    else:
+        parts.append(format_duration(3600 * entry.hours))
+    return ", ".join(parts)
+
+
+def _format_total(timed_entries: Sequence[PlanEntry], scale: Scale) -> str:
+    """Return a sentence with the total time of all models whose time is known."""
+    count = len(timed_entries)
+    if scale.name == "paper":
+        gpu_hours = sum(entry.gpus * (entry.hours or 0) for entry in timed_entries)
+        return f"Total: {gpu_hours:,.0f} GPU-hours of V100s for the {count} models whose speed the paper states."
+    hours = sum(entry.hours or 0 for entry in timed_entries)
+    return f"Total: {format_duration(3600 * hours)} for {count} models, if they are trained one after the other."

@@ -1,67 +1,84 @@
-// Draws the figures from the page's own data, in the colours of the reader's scheme; redraws when that changes.
+// Draw the figures from the data in the page. Redraw them if the color scheme or the width of the page changes.
 (function () {
   "use strict";
   const figures = JSON.parse(document.getElementById("figures").textContent);
-  const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  const narrow = window.matchMedia("(max-width: 720px)");
+  const darkScheme = window.matchMedia("(prefers-color-scheme: dark)");
+  const narrowScreen = window.matchMedia("(max-width: 720px)");
 
-  function themed(layout) {
+  // Return a copy of a layout with the colors of the page and the margins for the width of the screen.
+  function styleLayout(originalLayout) {
     const style = getComputedStyle(document.documentElement);
-    const ink = style.getPropertyValue("--ink").trim();
-    const line = style.getPropertyValue("--line").trim();
-    const made = JSON.parse(JSON.stringify(layout));
+    const textColor = style.getPropertyValue("--ink").trim();
+    const gridColor = style.getPropertyValue("--line").trim();
+    const layout = JSON.parse(JSON.stringify(originalLayout));
     for (const name of ["xaxis", "yaxis", "yaxis2"]) {
-      if (!made[name]) continue;
-      made[name].gridcolor = line;
-      made[name].linecolor = line;
-      made[name].zerolinecolor = line;
+      const axis = layout[name];
+      if (!axis) continue;
+      axis.gridcolor = gridColor;
+      axis.linecolor = gridColor;
+      axis.zerolinecolor = gridColor;
     }
-    made.paper_bgcolor = "rgba(0,0,0,0)";
-    made.plot_bgcolor = "rgba(0,0,0,0)";
-    made.font = { color: ink, size: 12 };
-    made.modebar = { bgcolor: "rgba(0,0,0,0)" };
-    made.margin = { l: 56, r: made.yaxis2 ? 56 : 12, t: 30, b: 48 }; // at the top the tool bar lies, and nothing else
-    if (narrow.matches) { // a phone: the right axis keeps its numbers, long titles are small
-      made.margin = { l: 44, r: made.yaxis2 ? 34 : 8, t: 12, b: 48 };
-      for (const name of ["xaxis", "yaxis"]) if (made[name].title) made[name].title.font = { size: 10 };
-      if (made.yaxis2) made.yaxis2.title = { text: "" };
+    layout.paper_bgcolor = "rgba(0,0,0,0)";
+    layout.plot_bgcolor = "rgba(0,0,0,0)";
+    layout.font = { color: textColor, size: 12 };
+    layout.modebar = { bgcolor: "rgba(0,0,0,0)" };
+    // The space at the top is for the tool bar.
+    layout.margin = { l: 56, r: layout.yaxis2 ? 56 : 12, t: 30, b: 48 };
+    if (narrowScreen.matches) {
+      // On a phone, titles of axes are small, and the right axis has no title.
+      layout.margin = { l: 44, r: layout.yaxis2 ? 34 : 8, t: 12, b: 48 };
+      for (const name of ["xaxis", "yaxis"]) {
+        if (layout[name].title) layout[name].title.font = { size: 10 };
+      }
+      if (layout.yaxis2) layout.yaxis2.title = { text: "" };
     }
-    made.hovermode = "closest";
-    made.dragmode = narrow.matches ? false : "zoom";
-    if (made.showlegend) {
-      made.legend = { orientation: "h", x: 0, y: 0, yref: "container", yanchor: "bottom", font: { size: 12 } };
+    layout.hovermode = "closest";
+    layout.dragmode = narrowScreen.matches ? false : "zoom";
+    if (layout.showlegend) {
+      layout.legend = { orientation: "h", x: 0, y: 0, yref: "container", yanchor: "bottom", font: { size: 12 } };
     }
-    return made;
+    return layout;
   }
 
-  function shown(traces) { // on a phone the caption names the dotted lines
-    return narrow.matches ? traces.map((one) => (one.line && one.line.dash ? { ...one, showlegend: false } : one)) : traces;
+  // On a phone, hide the legend entries of dotted lines. The caption explains dotted lines.
+  function hideReferenceLegend(traces) {
+    if (!narrowScreen.matches) return traces;
+    return traces.map(function (trace) {
+      const isDotted = trace.line && trace.line.dash;
+      return isDotted ? { ...trace, showlegend: false } : trace;
+    });
   }
 
-  const watcher = new ResizeObserver((seen) => seen.forEach((one) => one.target.data && Plotly.Plots.resize(one.target)));
+  const resizeObserver = new ResizeObserver(function (entries) {
+    for (const entry of entries) {
+      const isDrawn = entry.target.data;
+      if (isDrawn) Plotly.Plots.resize(entry.target);
+    }
+  });
 
-  function draw() {
+  function drawFigures() {
+    const config = { responsive: true, displaylogo: false, displayModeBar: "hover" };
     for (const figure of figures) {
-      const place = document.getElementById("plot-" + figure.name);
-      if (place) {
-        watcher.observe(place);
-        Plotly.react(place, shown(figure.data), themed(figure.layout), { responsive: true, displaylogo: false, displayModeBar: "hover" });
+      const element = document.getElementById("plot-" + figure.name);
+      if (element) {
+        resizeObserver.observe(element);
+        Plotly.react(element, hideReferenceLegend(figure.data), styleLayout(figure.layout), config);
       }
     }
   }
-  draw();
-  dark.addEventListener("change", draw);
-  narrow.addEventListener("change", draw);
+  drawFigures();
+  darkScheme.addEventListener("change", drawFigures);
+  narrowScreen.addEventListener("change", drawFigures);
 
-  // On paper nothing can be opened.
-  const closed = [];
+  // Open all folded parts before printing, and fold them again afterwards.
+  const openedForPrint = [];
   window.addEventListener("beforeprint", function () {
-    for (const part of document.querySelectorAll("details:not([open])")) {
-      part.open = true;
-      closed.push(part);
+    for (const details of document.querySelectorAll("details:not([open])")) {
+      details.open = true;
+      openedForPrint.push(details);
     }
   });
   window.addEventListener("afterprint", function () {
-    while (closed.length) closed.pop().open = false;
+    while (openedForPrint.length) openedForPrint.pop().open = false;
   });
 })();
