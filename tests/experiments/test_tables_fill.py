@@ -10,7 +10,7 @@ import pytest
 from helpers import evaluations
 from tiny_experiments import tiny_scale
 
-from trainshort.evaluate.results import best_step, find, rows
+from trainshort.evaluate.results import best_step, find_evaluations, select_rows
 from trainshort.experiments.claims.collection import collect
 from trainshort.experiments.claims.measured import ScaleView
 from trainshort.experiments.experiments import Variant, select_experiments, select_methods
@@ -120,8 +120,8 @@ def test_other_texts_precisions_and_slopes_do_not_answer(scale, trained):
     task = task_of(scale, "table5")
     run_job(task, trained)
     (query,) = task.eval_lengths
-    (stored,) = find(trained / task.name)
-    assert len(rows([stored], query)) == len(task.eval_lengths[query])
+    (stored,) = find_evaluations(trained / task.name)
+    assert len(select_rows([stored], query)) == len(task.eval_lengths[query])
     one = stored.evaluation
     for field, changes in (
         ("corpus", {"own": False}),
@@ -133,7 +133,7 @@ def test_other_texts_precisions_and_slopes_do_not_answer(scale, trained):
         ("target", {"kind": "checkpoint"}),
     ):
         other = one.model_copy(update={field: getattr(one, field) | changes})
-        assert not rows([replace(stored, evaluation=other)], query), changes
+        assert not select_rows([replace(stored, evaluation=other)], query), changes
 
 
 def test_weights_that_are_no_longer_the_best_do_not_answer(scale, together, tmp_path):

@@ -225,7 +225,7 @@ def test_rings_that_grow_inside_the_one_call_keep_the_certificate(position, chan
 @pytest.mark.parametrize("mode", ["full", "bounded"])
 def test_a_change_at_inference_reaches_the_compiled_step(option, text, mode):
     model, read = make_model(), [1, 2, 3]
-    with apply_override(model, Override.read(option, text), 16, 32):
+    with apply_override(model, Override.parse(option, text), 16, 32):
         assert FastDecoder.create(model) is not None
         for token in trainshort.stream(model, read.copy(), tokens=12, temperature=0, mode=mode):
             assert token.logprob == pytest.approx(float(logprobs(model, read, [token.id])), abs=1e-5)

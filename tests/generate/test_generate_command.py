@@ -10,7 +10,7 @@ import pytest
 from helpers import make_run
 
 from trainshort.cli.main import main
-from trainshort.evaluate.significance import CARD_FORMAT
+from trainshort.evaluate.significance import SUMMARY_FORMAT
 from trainshort.utils.io import write_with_checksum
 from trainshort.utils.terminal import escape_control_characters
 
@@ -61,7 +61,7 @@ def test_the_warning_past_the_length_that_is_known_to_be_good(capsys, run):
     unmeasured = call(capsys, run, "the cat", "--tokens", 30)[2]
     assert unmeasured.count("the context passes 16 tokens: the model was trained at that length") == 1
     known = {"length": 24, "open": True}
-    card = {"format": CARD_FORMAT, "summary": "trained at 16, good to 24+", "no_worse": known}
+    card = {"format": SUMMARY_FORMAT, "summary": "trained at 16, good to 24+", "no_worse": known}
     write_with_checksum(run / "extrapolation.json", card)
     try:
         measured = call(capsys, run, "the cat", "--tokens", 30)[2]

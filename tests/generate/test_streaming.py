@@ -178,7 +178,7 @@ def test_modes_that_cannot_are_refused_with_the_reason(position, settings, messa
 def test_bounded_memory_of_a_clamped_model_is_refused_as_that():
     model = make_model()
     refused = pytest.raises(InputError, match="needs ALiBi, not clamped, or FoX: alibi gives no bound here")
-    with apply_override(model, Override.read("slopes", "clamp=64"), 32, 32), refused:
+    with apply_override(model, Override.parse("slopes", "clamp=64"), 32, 32), refused:
         trainshort.stream(model, [1], mode="bounded")
 
 

@@ -339,8 +339,8 @@ def test_loss_by_position_has_enough_predictions_and_concludes_only_what_they_be
     assert sum(one.count for one in same) == 16_384
     assert [one.end for one in same][:-1] == [one.first for one in same][1:]
     assert describe_change_past_training(same, 128).startswith("shows no change (")
-    assert describe_change_past_training(same[:1], 10**6) == "was not read past it"
-    assert describe_change_past_training(same[-1:], 1) == "has too few predictions before it to tell"
+    assert describe_change_past_training(same[:1], 10**6) == "was not evaluated past the training length"
+    assert describe_change_past_training(same[-1:], 1) == "has too few predictions before the training length"
     for one in same:
         assert one.error == pytest.approx(2.5 / one.count**0.5, rel=0.25)
     worse = rng.normal(4, 2.5, 16_384) + np.where(windows.positions() >= 128, 0.6, 0.0)

@@ -20,8 +20,9 @@ from trainshort.evaluate import results, significance
 from trainshort.evaluate.evaluation import new_evaluation
 from trainshort.evaluate.plot import lengths_figure
 from trainshort.evaluate.results import Evaluation
-from trainshort.evaluate.sweep import Sweep, sweep
-from trainshort.evaluate.targets import Target, Text, open_target
+from trainshort.evaluate.sweep import Sweep, run_sweep
+from trainshort.evaluate.targets import Target, open_target
+from trainshort.evaluate.text import Text
 from trainshort.interop.formats.base import ImportedModel, TensorSource, WeightMap, parameter_shapes
 from trainshort.interop.import_model import ImportRequest, ImportSource, download_snapshot, open_folder, write_run
 from trainshort.model.positions import PositionMethod
@@ -142,7 +143,7 @@ class Recovery:
         target: Target = open_target(name, trained_at=self.length)
         target.bos = bos
         evaluation = new_evaluation(target, self.text, self.plan, "float32")
-        self.found[stage] = sweep(target, self.plan, evaluation, path)
+        self.found[stage] = run_sweep(target, self.plan, evaluation, path)
 
     def finish(self) -> list[Path]:
         """The picture, and the extrapolation card of what the model is now; returns the files."""
@@ -150,7 +151,7 @@ class Recovery:
         made = significance.make_summary(last, str(self.path("trained").relative_to(self.run)))
         written = [self.path(stage) for stage in self.found]
         if made and significance.save_summary(made, self.run):
-            written.append(self.run / significance.CARD)
+            written.append(self.run / significance.SUMMARY_FILE)
         drawn = [
             one.model_copy(update={"target": one.target | {"name": STAGES[stage]}}) for stage, one in self.found.items()
         ]

@@ -308,7 +308,7 @@ def test_a_card_of_other_weights_is_not_passed_on(tmp_path):
     run, other = make_run(tmp_path / "run", biases=False), make_run(tmp_path / "other", biases=False, layers=1)
     (tmp_path / "book.txt").write_text("The state of the Union is strong. " * 60)
     assert command(["evaluate", str(run), "--data", str(tmp_path / "book.txt"), "--lengths", "1x", "2x"]) == 0
-    (other / significance.CARD).write_bytes((run / significance.CARD).read_bytes())
+    (other / significance.SUMMARY_FILE).write_bytes((run / significance.SUMMARY_FILE).read_bytes())
     export(other, "hf-mpt", tmp_path / "out")
     assert "Longer inputs: not measured." in (tmp_path / "out" / "README.md").read_text()
 

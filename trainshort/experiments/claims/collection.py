@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from trainshort.config.run_config import RunConfig, load_config
 from trainshort.errors import HuggingFaceConfigError, InputError
-from trainshort.evaluate.results import LengthScore, Query, StoredEvaluation, find, rows
+from trainshort.evaluate.results import LengthScore, Query, StoredEvaluation, find_evaluations, select_rows
 from trainshort.experiments.experiments import Scale, Variant
 from trainshort.experiments.scales import LENGTHS, SETUPS, scales
 from trainshort.train.run_folder import RunFolder, read_lines, read_metrics
@@ -48,7 +48,7 @@ class Run:
         return read_lines(RunFolder(self.path).sessions)
 
     def rows(self, query: Query) -> dict[int, tuple[LengthScore, Path]]:
-        return rows(self.evaluations, query)
+        return select_rows(self.evaluations, query)
 
     @property
     def standard_evaluations(self) -> list[StoredEvaluation]:
@@ -110,7 +110,7 @@ def collect(paths: Sequence[Path]) -> Collection:
             # Two folders of one name are two runs; a table looks for its models by the first.
             name = folder.name if folder.name not in runs else str(folder)
             try:
-                runs[name] = Run(folder, load_config(folder / "config.json"), find(folder))
+                runs[name] = Run(folder, load_config(folder / "config.json"), find_evaluations(folder))
             except HuggingFaceConfigError:
                 if folder == path:  # it was named; one that lies beside the runs is none of them
                     raise

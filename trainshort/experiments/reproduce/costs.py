@@ -16,7 +16,8 @@ import torch
 from trainshort.config.run_config import RunConfig
 from trainshort.evaluate.analyses.base import AnalysisContext, analyze
 from trainshort.evaluate.step_cost import StepBenchmark
-from trainshort.evaluate.targets import RunTarget, open_text
+from trainshort.evaluate.targets import RunTarget
+from trainshort.evaluate.text import open_text
 from trainshort.experiments.claims.collection import COST_FORMAT, SAMPLE_FORMAT, read_costs
 from trainshort.experiments.reproduce.local import available_cores
 from trainshort.generate.streaming import stream

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from trainshort.config.run_config import RunConfig
-from trainshort.evaluate.results import Query, best_step, find, rows
+from trainshort.evaluate.results import Query, best_step, find_evaluations, select_rows
 from trainshort.experiments.claims.collection import COST_FILE, read_costs
 from trainshort.experiments.experiments import Experiment, Scale, build_learning_curve_query, build_queries, with_seed
 from trainshort.train.run_folder import RunFolder, list_checkpoints, read_metrics, run_name
@@ -116,7 +116,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 def find_missing_evaluations(folder: Path, task: Job) -> list[tuple[Path, Query, list[int]]]:
     """Evaluations that a model lacks: of the run or one of its checkpoints, by which query, at which lengths. They
     have no number: never tried, or tried and failed (out of memory, cannot), which is tried again."""
-    found, best = find(folder), best_step(folder)
+    found, best = find_evaluations(folder), best_step(folder)
     wanted = [(folder, query, lengths) for query, lengths in task.eval_lengths.items()]
     for checkpoint in complete_checkpoints(folder) if task.curve_lengths else ():
         step = checkpoint_step(checkpoint)
@@ -125,7 +125,7 @@ def find_missing_evaluations(folder: Path, task: Job) -> list[tuple[Path, Query,
         wanted += [(path, replace(query, step=step), lengths) for query, lengths in task.curve_lengths.items()]
     lacking = []
     for path, query, lengths in wanted:
-        have = {length for length, (row, _) in rows(found, query).items() if row.status == "scored"}
+        have = {length for length, (row, _) in select_rows(found, query).items() if row.status == "scored"}
         if lengths - have:
             lacking.append((path, query, sorted(lengths - have)))
     return lacking
@@ -179,7 +179,8 @@ def evaluate_model(task: Job, root: Path) -> None:
     """All that is wanted of a trained model: its evaluations, its learning curve, a text, the reach of its heads."""
     from trainshort.evaluate.evaluation import evaluate
     from trainshort.evaluate.sweep import Sweep
-    from trainshort.evaluate.targets import RunTarget, open_text
+    from trainshort.evaluate.targets import RunTarget
+    from trainshort.evaluate.text import open_text
     from trainshort.utils.machine import pick_device
 
     folder = root / task.name
