@@ -33,13 +33,15 @@ def fresh(tmp_path, run: Path) -> Path:
     import shutil
 
     return Path(
-        shutil.copytree(run, tmp_path / "runs" / "tiny", ignore=shutil.ignore_patterns("eval", significance.CARD))
+        shutil.copytree(
+            run, tmp_path / "runs" / "tiny", ignore=shutil.ignore_patterns("eval", significance.SUMMARY_FILE)
+        )
     )
 
 
 def evaluate(*words: object) -> int:
     with pytest.raises(SystemExit) as ended:
-        main.main(["evaluate", *map(str, words)])
+        main(["evaluate", *map(str, words)])
     return int(ended.value.code or 0)
 
 
@@ -86,12 +88,12 @@ def test_loading_the_model_says_how_far_it_is_good(fresh: Path, caplog):
     caplog.set_level("INFO", logger="trainshort")
     load_model(fresh)
     assert not caplog.messages
-    card = {"format": significance.CARD_FORMAT, "summary": "trained at 16, good to 64+"}
-    write_with_checksum(fresh / significance.CARD, card)
+    card = {"format": significance.SUMMARY_FORMAT, "summary": "trained at 16, good to 64+"}
+    write_with_checksum(fresh / significance.SUMMARY_FILE, card)
     load_model(fresh)
     assert caplog.messages == [f"{fresh}: trained at 16, good to 64+."]
     caplog.clear()
-    (fresh / significance.CARD).write_text("{")
+    (fresh / significance.SUMMARY_FILE).write_text("{")
     load_model(fresh)
     assert not caplog.messages, "a damaged card is no reason not to load"
 

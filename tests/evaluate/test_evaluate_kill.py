@@ -22,7 +22,7 @@ def command(folder: Path, tokens: int) -> list[str]:
 def test_a_killed_evaluation_goes_on_to_the_same_sums(tmp_path: Path, kills: int, tokens: int):
     folders = [make_run(tmp_path, name) for name in ("whole", "killed")]
     with pytest.raises(SystemExit):
-        main.main(command(folders[0], tokens))
+        main(command(folders[0], tokens))
     killed = 0
     for _ in range(kills):
         before = _scored(folders[1])
@@ -37,7 +37,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_sums(tmp_path: Path, kills: int
         killed += process.wait() == -signal.SIGKILL
     assert killed == kills
     with pytest.raises(SystemExit):
-        main.main(command(folders[1], tokens))
+        main(command(folders[1], tokens))
     (whole,), (resumed,) = (evaluations(folder) for folder in folders)
     assert [row.tokens for row in resumed.rows] == [tokens, tokens]
     for one, other in zip(whole.rows, resumed.rows, strict=True):

@@ -11,7 +11,8 @@ from trainshort.config.run_config import DataConfig, ModelConfig
 from trainshort.data.preparation import prepare
 from trainshort.data.tokenizers.builtin import WordTokenizer
 from trainshort.errors import InputError
-from trainshort.evaluate.targets import ModelTarget, RunTarget, open_target, open_text
+from trainshort.evaluate.targets import ModelTarget, RunTarget, open_target
+from trainshort.evaluate.text import open_text
 from trainshort.model.transformer import TransformerLM
 
 

@@ -8,7 +8,8 @@ from helpers import prose, save_hugging_face
 
 from trainshort.data.passes import Passes
 from trainshort.evaluate.sweep import score
-from trainshort.evaluate.targets import open_target, open_text
+from trainshort.evaluate.targets import open_target
+from trainshort.evaluate.text import open_text
 
 LENGTH = 64
 

@@ -8,7 +8,7 @@ from trainshort import alibi
 from trainshort.attention import LinearBias
 from trainshort.cli.main import main
 from trainshort.errors import InputError
-from trainshort.evaluate.overrides import Override, apply_override, new_slopes
+from trainshort.evaluate.overrides import Override, apply_override, compute_override_slopes
 from trainshort.model.cache import Cache
 from trainshort.model.positions.alibi import Alibi
 from trainshort.model.positions.rotary import RotaryScaling, scaled_frequencies
@@ -60,18 +60,18 @@ def test_a_factor_of_one_changes_nothing():
 
 def test_ntk_leaves_the_steepest_slope():
     trained = alibi.slopes(4)
-    found = new_slopes(trained, Override.read("slopes", "ntk=8"), 128, 512)
+    found = compute_override_slopes(trained, Override.parse("slopes", "ntk=8"), 128, 512)
     torch.testing.assert_close(found, trained / torch.tensor([1.0, 2.0, 4.0, 8.0]))
 
 
 def test_clamped_slopes_are_the_formula():
     model, tokens = tiny_model(), torch.randint(32, (1, 50))
-    with apply_override(model, Override.read("slopes", "clamp=7"), 16, 50):
+    with apply_override(model, Override.parse("slopes", "clamp=7"), 16, 50):
         bias = model.position.score_bias(50)
         found = model(tokens)
     distance = torch.arange(8)
     torch.testing.assert_close(bias.table, -alibi.slopes(4)[:, None] * distance)
-    with apply_override(model, Override.read("slopes", "clamp=49"), 16, 50):
+    with apply_override(model, Override.parse("slopes", "clamp=49"), 16, 50):
         whole = model(tokens)
     torch.testing.assert_close(whole, model(tokens), rtol=0, atol=1e-5)
     assert (found - whole).abs().max() > 1e-3
@@ -87,9 +87,9 @@ class Computed(Alibi):
 def test_changes_of_slopes_nest():
     model, tokens = tiny_model(), torch.randint(32, (1, 40))
     before = model(tokens)
-    with apply_override(model, Override.read("slopes", "max_bias=2"), 16, 40):
+    with apply_override(model, Override.parse("slopes", "max_bias=2"), 16, 40):
         outer = model(tokens)
-        with apply_override(model, Override.read("slopes", "ntk=4"), 16, 40):
+        with apply_override(model, Override.parse("slopes", "ntk=4"), 16, 40):
             assert not torch.equal(model(tokens), outer)
         assert torch.equal(model(tokens), outer)
     assert torch.equal(model(tokens), before)
@@ -104,8 +104,8 @@ def test_slopes_that_are_computed_change_like_those_that_are_kept(text):
     computed.load_state_dict(kept.state_dict())
     before = kept(tokens)
     with (
-        apply_override(kept, Override.read("slopes", text), 16, 40),
-        apply_override(computed, Override.read("slopes", text), 16, 40),
+        apply_override(kept, Override.parse("slopes", text), 16, 40),
+        apply_override(computed, Override.parse("slopes", text), 16, 40),
     ):
         assert torch.equal(computed(tokens), kept(tokens))
         assert (kept(tokens) - before).abs().max() > 1e-4
@@ -119,14 +119,14 @@ def test_slopes_that_are_computed_change_like_those_that_are_kept(text):
 def test_changes_end_with_their_context(position, option, text):
     model, tokens = tiny_model(position), torch.randint(32, (1, 40))
     before = model(tokens)
-    with apply_override(model, Override.read(option, text), 16, 40):
+    with apply_override(model, Override.parse(option, text), 16, 40):
         assert (model(tokens) - before).abs().max() > 1e-4
     assert torch.equal(model(tokens), before)
 
 
 def test_scores_times_a_factor_are_queries_times_it():
     model, tokens = tiny_model("none"), torch.randint(32, (1, 20))
-    with apply_override(model, Override.read("scores", "1.5"), 16, 20):
+    with apply_override(model, Override.parse("scores", "1.5"), 16, 20):
         found = model(tokens)
     with torch.no_grad():
         for layer in model.layers:
@@ -154,7 +154,7 @@ def test_scores_times_a_factor_are_queries_times_it():
 )
 def test_a_change_that_is_none_is_one_sentence(option, text, said):
     with pytest.raises(InputError) as told:
-        Override.read(option, text)
+        Override.parse(option, text)
     assert said in str(told.value)
 
 
@@ -189,7 +189,7 @@ def test_blocks_are_a_mask_of_two_blocks():
     expected = layer.attention.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
     found = []
     layer.attention.register_forward_hook(lambda *given: found.append(given[-1]))
-    with torch.no_grad(), apply_override(model, Override.read("rotary", f"blocks={size}"), 16, 37):
+    with torch.no_grad(), apply_override(model, Override.parse("rotary", f"blocks={size}"), 16, 37):
         whole, cache = model(tokens), Cache()
         torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-12)
         parts = [model(part, cache=cache) for part in tokens.split([11, 1, 1, 20, 4], dim=1)]

@@ -18,7 +18,7 @@ from trainshort.config.run_config import load_config
 from trainshort.data.passes import Passes
 from trainshort.errors import InputError
 from trainshort.evaluate.hf_target import HuggingFaceTarget
-from trainshort.evaluate.sweep import Sweep, measure, score
+from trainshort.evaluate.sweep import Sweep, score, score_length
 from trainshort.evaluate.targets import RunTarget, looks_like_hub_name, open_target
 from trainshort.interop.doctor import doctor
 from trainshort.interop.import_model import ImportRequest, import_model
@@ -103,7 +103,7 @@ def test_non_overlapping_perplexity_is_that_of_the_models_own_logits(folder: Pat
         with torch.no_grad():
             logits = target.model(piece[None, :-1]).logits[0].double()
         total -= float(logits.log_softmax(-1).gather(-1, piece[1:, None]).sum())
-    row = measure(target, Sweep(tokens, [32]), 32, tmp_path / "scores")
+    row = score_length(target, Sweep(tokens, [32]), 32, tmp_path / "scores")
     assert row.tokens == 100
     assert row.nll == pytest.approx(total, rel=1e-5)
 
@@ -117,14 +117,14 @@ def test_the_head_is_sliced_where_the_logits_allow_it(folder: Path):
 def test_a_position_table_is_a_hard_limit(folder: Path, tmp_path):
     target, tokens = hugging_face(folder, "gpt2"), random_tokens(200, 300)
     assert (target.trained_at, target.max_length) == (64, 64)
-    row = measure(target, Sweep(tokens, [65]), 65, tmp_path / "scores")
+    row = score_length(target, Sweep(tokens, [65]), 65, tmp_path / "scores")
     assert (row.status, row.reason) == ("cannot", "the model's positions end at 64 tokens")
 
 
 def test_a_limit_that_shows_only_as_an_error_is_a_result_past_the_declared_length_only(folder: Path, tmp_path):
     target, tokens = hugging_face(folder, "gptj"), random_tokens(200, 300)
     assert target.max_length is None
-    row = measure(target, Sweep(tokens, [100]), 100, tmp_path / "scores")
+    row = score_length(target, Sweep(tokens, [100]), 100, tmp_path / "scores")
     assert row.status == "cannot"
     assert (row.reason or "").startswith("the model is made for 64 tokens and fails past them: ")
     assert target.length_error_reason(RuntimeError("a real fault"), 64) is None
@@ -133,7 +133,7 @@ def test_a_limit_that_shows_only_as_an_error_is_a_result_past_the_declared_lengt
 def test_models_without_a_limit_go_on(folder: Path, tmp_path):
     tokens = random_tokens(200, 300)
     for kind in ("llama", "bloom", "mpt"):
-        row = measure(hugging_face(folder, kind), Sweep(tokens, [150]), 150, tmp_path / "scores")
+        row = score_length(hugging_face(folder, kind), Sweep(tokens, [150]), 150, tmp_path / "scores")
         assert row.status == "scored", kind
 
 

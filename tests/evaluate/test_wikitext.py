@@ -8,7 +8,7 @@ import pytest
 from helpers import tiny_target
 
 from trainshort.data.tokenizers.builtin import WordTokenizer
-from trainshort.evaluate.sweep import Sweep, measure
+from trainshort.evaluate.sweep import Sweep, score_length
 
 TARGETS = 217_646
 
@@ -29,7 +29,7 @@ def words() -> np.ndarray:
 def test_every_target_is_scored_exactly_once(words: np.ndarray, tmp_path, length: int, stride: int):
     assert len(words) == TARGETS
     target = tiny_target(vocab_size=1000, layers=1, width=8, heads=1)
-    row = measure(target, Sweep(words, [length], stride=stride), length, tmp_path / "scores")
+    row = score_length(target, Sweep(words, [length], stride=stride), length, tmp_path / "scores")
     assert (row.status, row.tokens) == ("scored", TARGETS)
     assert sum(count for count, _ in row.blocks) == TARGETS
     assert sum(count for _, _, count, _ in row.positions) == TARGETS

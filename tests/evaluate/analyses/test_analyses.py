@@ -12,7 +12,7 @@ from trainshort.errors import InputError
 from trainshort.evaluate.analyses import early_tokens, far_context, recall
 from trainshort.evaluate.analyses import slopes as slopes_analysis
 from trainshort.evaluate.analyses.base import SCORED_TOKENS, AnalysisContext, analyses, compare
-from trainshort.evaluate.overrides import Override, apply_override, new_slopes
+from trainshort.evaluate.overrides import Override, apply_override, compute_override_slopes
 from trainshort.evaluate.results import summarize
 from trainshort.evaluate.sweep import score
 from trainshort.evaluate.targets import Target
@@ -42,7 +42,7 @@ class Repeater(Target):
     def tokenizer(self):
         raise NotImplementedError
 
-    def describe(self):
+    def extra_description(self):
         return {}
 
 
@@ -121,7 +121,7 @@ def test_near_distances_double():
 def test_every_way_of_spoiling_leaves_the_near_part_and_something_far(length: int):
     one = AnalysisContext(tiny_target(), random_tokens(400), trained_at=16, samples=4, lengths=(length,))
     rows = one.sample_windows(one.sample_ends(length), length)
-    _, distances = far_context.scope(one)
+    _, distances = far_context.choose_length_and_distances(one)
     for near in distances:
         for way in far_context.CORRUPTIONS:
             spoiled = far_context.corrupt_far_context(rows, near, way, one)
@@ -147,7 +147,7 @@ def test_recall_probes_differ_in_the_first_place_only():
     one = lab(tiny_target(), random_tokens(8000))
     size = recall.CUE + recall.VALUE
     for kind in ("copy", "recall"):
-        present, absent = recall.probe_rows(one, kind, 100)
+        present, absent = recall.make_samples(one, kind, 100)
         assert present.shape == (16, 32 + 100 + size)
         assert (present[:, 32 : 32 + size] == present[:, -size:]).all()
         assert (present[:, 32 + size :] == absent[:, 32 + size :]).all()
@@ -215,11 +215,11 @@ def test_an_analysis_that_does_not_fit_is_told_before_any_begins():
     with pytest.raises(
         InputError, match="the slopes analysis needs a model with ALiBi's slopes; this one has position="
     ):
-        analyses.get("slopes").fits(one)
+        analyses.get("slopes").check(one)
     for text, told in ((60, "recall wants a distance of at least 32 tokens"), (40, "there is nothing to spoil")):
         name = "recall" if text == 60 else "far-context"
         with pytest.raises(InputError, match=told):
-            analyses.get(name).fits(AnalysisContext(target, random_tokens(text), trained_at=16))
+            analyses.get(name).check(AnalysisContext(target, random_tokens(text), trained_at=16))
 
 
 def test_slopes_change_only_inside():
@@ -227,10 +227,10 @@ def test_slopes_change_only_inside():
     before = model.position.slopes.clone()
     tokens = torch.arange(40)[None] % 32
     plain = model.hidden(tokens)
-    with apply_override(model, Override.read("slopes", "interpolate"), trained_at=16, length=64):
+    with apply_override(model, Override.parse("slopes", "interpolate"), trained_at=16, length=64):
         torch.testing.assert_close(model.position.linear_slopes(), before / 4)
         assert not torch.equal(model.hidden(tokens), plain)
-    with apply_override(model, Override.read("slopes", "window=3"), trained_at=16, length=64):
+    with apply_override(model, Override.parse("slopes", "window=3"), trained_at=16, length=64):
         assert all(layer.attention.window == 3 for layer in model.layers)
     assert torch.equal(model.position.slopes, before)
     assert torch.equal(model.hidden(tokens), plain)
@@ -238,26 +238,29 @@ def test_slopes_change_only_inside():
 
 def test_slopes_by_name():
     trained = torch.tensor([0.25, 0.0625])
-    assert torch.equal(new_slopes(trained, Override.read("slopes", "interpolate"), 128, 64), trained)
-    assert torch.equal(new_slopes(trained, Override.read("slopes", "interpolate"), 128, 512), trained / 4)
-    assert new_slopes(trained, Override.read("slopes", "max_bias=16"), 128, 512).tolist() == [2**-8, 2**-16]
-    assert [str(Override.read("slopes", text)) for text in ("interpolate", "max_bias=16", "window=512")] == [
+    assert torch.equal(compute_override_slopes(trained, Override.parse("slopes", "interpolate"), 128, 64), trained)
+    assert torch.equal(compute_override_slopes(trained, Override.parse("slopes", "interpolate"), 128, 512), trained / 4)
+    assert compute_override_slopes(trained, Override.parse("slopes", "max_bias=16"), 128, 512).tolist() == [
+        2**-8,
+        2**-16,
+    ]
+    assert [str(Override.parse("slopes", text)) for text in ("interpolate", "max_bias=16", "window=512")] == [
         "interpolate",
         "max_bias=16",
         "window=512",
     ]
     for wrong in ("", "window", "window=1.5", "max_bias=0", "interpolate=2", "window=x"):
         with pytest.raises(InputError, match="slopes are interpolate, ntk=4, clamp=512, max_bias=16 or window=512"):
-            Override.read("slopes", wrong)
+            Override.parse("slopes", wrong)
 
 
 def test_lengths_must_fit_the_text_twice():
     one = lab(tiny_target(), random_tokens(300))
-    assert one.multiples(1, 2, 4) == [64, 128]
+    assert one.choose_lengths(1, 2, 4) == [64, 128]
     with pytest.raises(InputError, match="an analysis at length 256 needs at least twice that length"):
-        lab(tiny_target(), random_tokens(300), lengths=(64, 256)).multiples(1)
+        lab(tiny_target(), random_tokens(300), lengths=(64, 256)).choose_lengths(1)
     with pytest.raises(InputError, match="reads up to 16 tokens, so it cannot be analyzed at length 64"):
-        lab(tiny_target("learned"), random_tokens(300)).multiples(1, 2)
+        lab(tiny_target("learned"), random_tokens(300)).choose_lengths(1, 2)
 
 
 def test_looking_inside_needs_a_model_of_ours():

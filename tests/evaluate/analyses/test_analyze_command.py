@@ -22,7 +22,7 @@ def run(tmp_path_factory) -> Path:
 
 def analyze(*words: object) -> int:
     with pytest.raises(SystemExit) as ended:
-        main.main(["analyze", *map(str, words)])
+        main(["analyze", *map(str, words)])
     return int(ended.value.code or 0)
 
 

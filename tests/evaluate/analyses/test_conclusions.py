@@ -10,7 +10,7 @@ from helpers import prose
 
 from trainshort.config.run_config import ModelConfig
 from trainshort.evaluate.analyses import AnalysisContext, analyses, early_tokens, far_context, reach, recall, slopes
-from trainshort.evaluate.results import interval_of
+from trainshort.evaluate.results import bootstrap_interval
 from trainshort.evaluate.significance import MIN_EFFECT_NATS, format_range, is_significant_increase, longest_contiguous
 from trainshort.evaluate.targets import ModelTarget
 from trainshort.model.positions import positions
@@ -41,9 +41,9 @@ def test_ranges_have_no_holes():
 
 def test_intervals_are_of_the_weighted_mean():
     values, counts = np.array([2.0, 2.0, 30.0]), np.array([1, 1, 10])
-    low, high = interval_of(values, counts)
+    low, high = bootstrap_interval(values, counts)
     assert 2 <= low < 34 / 12 < high <= 3
-    assert interval_of(values[:1]) is None
+    assert bootstrap_interval(values[:1]) is None
 
 
 def far_rows(*found: tuple[int, str]) -> list[dict]:

@@ -57,7 +57,7 @@ def test_mass_by_distance_is_the_weights_summed_by_distance(monkeypatch):
 
 def test_windows_hold_their_share():
     mass = torch.tensor([0.5, 0.3, 0.2])
-    assert [reach.window_of(mass, share) for share in (0.4, 0.5, 0.6, 0.8, 0.99)] == [1, 1, 2, 2, 3]
+    assert [reach.window_for_share(mass, share) for share in (0.4, 0.5, 0.6, 0.8, 0.99)] == [1, 1, 2, 2, 3]
     assert reach.mean_distance(mass) == pytest.approx(0.7)
 
 
