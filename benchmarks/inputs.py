@@ -17,7 +17,8 @@ from trainshort import alibi
 from trainshort.attention import DecayBias, LinearBias, decay
 from trainshort.errors import InputError
 from trainshort.evaluate.attention_inputs import attention_calls
-from trainshort.evaluate.targets import RunTarget, open_text
+from trainshort.evaluate.targets import RunTarget
+from trainshort.evaluate.text import open_text
 from trainshort.train.checkpoint import fingerprint
 
 SYNTHETIC = ("normal", "scaled")

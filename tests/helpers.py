@@ -7,7 +7,7 @@ import torch
 
 from trainshort.config.run_config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from trainshort.data.preparation import prepare
-from trainshort.evaluate.results import Evaluation, find
+from trainshort.evaluate.results import Evaluation, find_evaluations
 from trainshort.evaluate.targets import ModelTarget
 from trainshort.model.transformer import TransformerLM
 from trainshort.train.checkpoint import CheckpointData, TrainState, model_tensors, save
@@ -66,7 +66,7 @@ def make_run(root: Path, name: str = "tiny", position: str = "alibi", **changes)
 
 def evaluations(folder: Path) -> list[Evaluation]:
     """What was evaluated in a run folder, the newest last."""
-    return [stored.evaluation for stored in find(folder)]
+    return [stored.evaluation for stored in find_evaluations(folder)]
 
 
 def save_hugging_face(folder: Path, kind: str) -> None:

@@ -1,7 +1,8 @@
-"""`trainshort evaluate` as a user runs it: files, resuming, failures that leave the rest going, mistakes in words."""
+"""Tests of `trainshort evaluate`: result files, resumption, lengths without a result, and error messages."""
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ from helpers import evaluations, make_run, prose, save_hugging_face
 
 from trainshort.cli.main import main
 from trainshort.errors import InputError
-from trainshort.evaluate import evaluation, results, significance, targets
+from trainshort.evaluate import evaluation, results, significance, text
 from trainshort.evaluate.evaluation import result_path
 from trainshort.evaluate.sweep import Sweep
+from trainshort.evaluate.targets import RunTarget
 from trainshort.train.checkpoint import load_model
 from trainshort.train.run_data import open_run_data
 from trainshort.utils.io import write_with_checksum
@@ -28,203 +30,218 @@ def run(root: Path) -> Path:
 
 
 @pytest.fixture
-def fresh(tmp_path, run: Path) -> Path:
-    """The run with no results yet."""
-    import shutil
-
-    return Path(
-        shutil.copytree(run, tmp_path / "runs" / "tiny", ignore=shutil.ignore_patterns("eval", significance.CARD))
-    )
+def fresh_run(tmp_path, run: Path) -> Path:
+    """A copy of the run without results. Its training length is 16."""
+    ignored_files = shutil.ignore_patterns("eval", significance.SUMMARY_FILE)
+    return Path(shutil.copytree(run, tmp_path / "runs" / "tiny", ignore=ignored_files))
 
 
 def evaluate(*words: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main.main(["evaluate", *map(str, words)])
-    return int(ended.value.code or 0)
+    """Run `trainshort evaluate` and return its exit code."""
+    with pytest.raises(SystemExit) as exit_info:
+        main(["evaluate", *map(str, words)])
+    return int(exit_info.value.code or 0)
 
 
-def test_results_that_go_elsewhere_are_of_the_runs_own_data(fresh: Path, tmp_path, monkeypatch):
-    """The note of where that data lies is in the run folder; looked for in --out, other text could be taken for it."""
-    asked = []
-    monkeypatch.setattr(targets, "open_run_data", lambda run, config: asked.append(run) or open_run_data(run, config))
-    assert evaluate(fresh, "--lengths", "1x", "--out", tmp_path / "elsewhere") == 0
-    assert asked == [fresh]
+def test_results_can_be_written_to_another_folder(fresh_run: Path, tmp_path, monkeypatch):
+    """The data of the run is found through the run folder, and not through the folder for results."""
+    opened_runs = []
+
+    def record_and_open(run_folder, config):
+        opened_runs.append(run_folder)
+        return open_run_data(run_folder, config)
+
+    monkeypatch.setattr(text, "open_run_data", record_and_open)
+    assert evaluate(fresh_run, "--lengths", "1x", "--out", tmp_path / "elsewhere") == 0
+    assert opened_runs == [fresh_run]
     assert list((tmp_path / "elsewhere" / "eval").glob("*.json"))
-    assert not (fresh / "eval").exists()
+    assert not (fresh_run / "eval").exists()
 
 
-def test_no_length_at_all_is_told_before_anything_is_computed(fresh: Path):
-    run = targets.RunTarget(fresh)
-    text = targets.open_text(run, ())
-    with pytest.raises(InputError, match="give at least one length"):
-        evaluation.evaluate(run, text, Sweep(text.tokens, []))
+def test_evaluation_without_lengths_is_rejected(fresh_run: Path):
+    target = RunTarget(fresh_run)
+    run_text = text.open_text(target, ())
+    with pytest.raises(InputError, match="at least one length"):
+        evaluation.evaluate(target, run_text, Sweep(run_text.tokens, []))
 
 
-def test_a_sweep_leaves_results_a_picture_and_a_card(fresh: Path, capsys):
-    assert evaluate(fresh, "--lengths", "1x", "2x", "4x") == 0
-    (one,) = evaluations(fresh)
-    assert [row.length for row in one.rows] == [16, 32, 64]
-    assert {row.tokens for row in one.rows} == {one.corpus["tokens"]}, "every target once, at every length"
-    assert one.protocol["name"] == "non-overlapping"
-    assert one.provenance["versions"]["torch"]
-    (path,) = (fresh / "eval").glob("*.json")
+def test_evaluation_writes_results_figures_and_summary(fresh_run: Path, capsys):
+    assert evaluate(fresh_run, "--lengths", "1x", "2x", "4x") == 0
+    (stored,) = evaluations(fresh_run)
+    assert [row.length for row in stored.rows] == [16, 32, 64]
+    assert {row.tokens for row in stored.rows} == {stored.corpus["tokens"]}, "every target is scored at every length"
+    assert stored.protocol["name"] == "non-overlapping"
+    assert stored.provenance["versions"]["torch"]
+
+    (path,) = (fresh_run / "eval").glob("*.json")
     assert path.name.startswith("valid-nonoverlapping-")
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in path.with_suffix(".svg").read_text()
-    stored = significance.load_summary(fresh)
-    assert stored is not None
-    assert stored["source"] == f"eval/{path.name}"
-    shown, notes = capsys.readouterr()
-    assert stored["summary"] in shown
-    assert "16 = L" in shown
-    assert all(len(line) <= 80 for line in shown.splitlines() if "Written" not in line), "fits a terminal"
-    assert "3 lengths" in notes
-    assert "length 64: 3 of 3 done" in notes
+    summary = significance.load_summary(fresh_run)
+    assert summary is not None
+    assert summary["source"] == f"eval/{path.name}"
+
+    output, status_output = capsys.readouterr()
+    assert summary["summary"] in output
+    assert "16 = L" in output
+    assert all(len(line) <= 80 for line in output.splitlines() if "Written" not in line), "the table fits a terminal"
+    assert "3 lengths" in status_output
+    assert "length 64: 3 of 3 done" in status_output
 
 
-def test_loading_the_model_says_how_far_it_is_good(fresh: Path, caplog):
+def test_loading_a_model_logs_its_summary(fresh_run: Path, caplog):
     caplog.set_level("INFO", logger="trainshort")
-    load_model(fresh)
+    load_model(fresh_run)
     assert not caplog.messages
-    card = {"format": significance.CARD_FORMAT, "summary": "trained at 16, good to 64+"}
-    write_with_checksum(fresh / significance.CARD, card)
-    load_model(fresh)
-    assert caplog.messages == [f"{fresh}: trained at 16, good to 64+."]
+    summary = {"format": significance.SUMMARY_FORMAT, "summary": "trained at 16, good to 64+"}
+    write_with_checksum(fresh_run / significance.SUMMARY_FILE, summary)
+    load_model(fresh_run)
+    assert caplog.messages == [f"{fresh_run}: trained at 16, good to 64+."]
     caplog.clear()
-    (fresh / significance.CARD).write_text("{")
-    load_model(fresh)
-    assert not caplog.messages, "a damaged card is no reason not to load"
+    (fresh_run / significance.SUMMARY_FILE).write_text("{")
+    load_model(fresh_run)
+    assert not caplog.messages, "a damaged summary is ignored"
 
 
-def test_what_was_scored_before_is_kept_and_more_is_added(fresh: Path, capsys):
-    evaluate(fresh, "--lengths", "16,32")
-    (before,) = evaluations(fresh)
-    evaluate(fresh, "--lengths", "32,48")
-    (after,) = evaluations(fresh)
-    assert [row.length for row in after.rows] == [16, 32, 48]
-    assert after.rows[:2] == before.rows, "to the last digit and second: nothing was computed again"
-    assert "1 of 2 lengths were scored before" in capsys.readouterr().err
-    evaluate(fresh, "--lengths", "16", "--again")
-    (again,) = evaluations(fresh)
-    assert [row.length for row in again.rows] == [16], "begun anew"
-    assert again.rows[0].nll == before.rows[0].nll
+def test_scored_lengths_are_kept(fresh_run: Path, capsys):
+    evaluate(fresh_run, "--lengths", "16,32")
+    (first,) = evaluations(fresh_run)
+    evaluate(fresh_run, "--lengths", "32,48")
+    (second,) = evaluations(fresh_run)
+    assert [row.length for row in second.rows] == [16, 32, 48]
+    assert second.rows[:2] == first.rows, "the first results did not change, not even their time"
+    assert "1 of 2 lengths" in capsys.readouterr().err
+
+    evaluate(fresh_run, "--lengths", "16", "--again")
+    (third,) = evaluations(fresh_run)
+    assert [row.length for row in third.rows] == [16], "--again starts a new result file"
+    assert third.rows[0].nll == first.rows[0].nll
 
 
-def test_other_protocols_texts_and_weights_have_their_own_files(fresh: Path, tmp_path):
+def test_other_settings_and_texts_have_other_files(fresh_run: Path, tmp_path):
     (tmp_path / "story.txt").write_text(prose(60, seed=9))
-    evaluate(fresh, "--lengths", "32")
-    evaluate(fresh, "--lengths", "32", "--stride", "8")
-    evaluate(fresh, "--lengths", "32", "--slopes", "interpolate")
-    evaluate(fresh, "--lengths", "32", "--data", tmp_path / "story.txt", "--precision", "bfloat16")
-    names = sorted(path.name for path in (fresh / "eval").glob("*.json"))
-    assert [name.rpartition("-")[0] for name in names] == [
+    evaluate(fresh_run, "--lengths", "32")
+    evaluate(fresh_run, "--lengths", "32", "--stride", "8")
+    evaluate(fresh_run, "--lengths", "32", "--slopes", "interpolate")
+    evaluate(fresh_run, "--lengths", "32", "--data", tmp_path / "story.txt", "--precision", "bfloat16")
+    names = sorted(path.name for path in (fresh_run / "eval").glob("*.json"))
+    names_without_hash = [name.rpartition("-")[0] for name in names]
+    assert names_without_hash == [
         "story-nonoverlapping",
         "valid-nonoverlapping",
         "valid-nonoverlapping-interpolate",
         "valid-stride8",
     ]
-    (last,) = (fresh / "eval").glob("valid-nonoverlapping-interpolate-*.svg")
+    (figure_path,) = (fresh_run / "eval").glob("valid-nonoverlapping-interpolate-*.svg")
     for label in ("tiny, slopes interpolate", "tiny, stride 8", ">tiny<"):
-        assert label in last.read_text(), "protocols of one model on one text are drawn together"
-    losses = {round(one.rows[0].loss, 6) for one in evaluations(fresh)}
+        assert label in figure_path.read_text(), "evaluations of the same text are drawn together"
+    losses = {round(stored.rows[0].loss, 6) for stored in evaluations(fresh_run)}
     assert len(losses) == 4
 
 
-def test_a_digest_keeps_weights_texts_and_protocols_apart():
-    def path(**changes: object) -> Path:
+def test_file_name_depends_on_weights_text_and_settings():
+    def path_for(**changes: object) -> Path:
         values = {"weights": "w", "sha256": "s", "stride": None, "slopes": None, "precision": "float32", **changes}
-        one = results.Evaluation(
+        stored = results.Evaluation(
             target={"weights": values["weights"]},
             corpus={"name": "text", "split": "valid", "sha256": values["sha256"]},
             protocol={key: values[key] for key in ("stride", "slopes", "precision")},
             provenance={},
         )
-        return result_path(Path("runs/x"), one)
+        return result_path(Path("runs/x"), stored)
 
-    assert path() == path()
-    changed = [path(weights="v"), path(sha256="t"), path(stride=4), path(slopes="window=4"), path(precision="bfloat16")]
-    assert len({path(), *changed}) == 6
+    assert path_for() == path_for()
+    changed_paths = [
+        path_for(weights="v"),
+        path_for(sha256="t"),
+        path_for(stride=4),
+        path_for(slopes="window=4"),
+        path_for(precision="bfloat16"),
+    ]
+    assert len({path_for(), *changed_paths}) == 6
 
 
-def test_a_stride_of_one_reads_each_window_for_one_token(fresh: Path):
-    evaluate(fresh, "--lengths", "32", "--stride", "1", "--max-tokens", "200")
-    (one,) = evaluations(fresh)
-    (row,) = one.rows
+def test_stride_1_uses_one_pass_per_target(fresh_run: Path):
+    evaluate(fresh_run, "--lengths", "32", "--stride", "1", "--max-tokens", "200")
+    (stored,) = evaluations(fresh_run)
+    (row,) = stored.rows
     assert (row.tokens, row.passes, row.tokens_read) == (200, 169, 169 * 32)
 
 
-def test_a_checkpoint_is_evaluated_without_touching_the_runs_card(fresh: Path):
-    evaluate(fresh / "checkpoints" / "step-000000005", "--lengths", "1x,2x")
-    (one,) = evaluations(fresh)
-    assert one.target["kind"] == "checkpoint"
-    assert significance.load_summary(fresh) is None
+def test_evaluation_of_checkpoint_writes_no_summary(fresh_run: Path):
+    evaluate(fresh_run / "checkpoints" / "step-000000005", "--lengths", "1x,2x")
+    (stored,) = evaluations(fresh_run)
+    assert stored.target["kind"] == "checkpoint"
+    assert significance.load_summary(fresh_run) is None
 
 
-def test_a_table_that_ends_does_not_end_the_sweep(root: Path, capsys):
+def test_evaluation_continues_after_unsupported_length(root: Path, capsys):
     folder = make_run(root, "learned", position="learned")
     assert evaluate(folder, "--lengths", "8,16,17,32") == 0
-    (one,) = evaluations(folder)
-    assert [row.status for row in one.rows] == ["scored", "scored", "cannot", "cannot"]
+    (stored,) = evaluations(folder)
+    assert [row.status for row in stored.rows] == ["scored", "scored", "cannot", "cannot"]
     assert "trained at 16, cannot read past 16" in capsys.readouterr().out
 
 
-def test_a_hugging_face_model_gets_a_curve(tmp_path, monkeypatch, capsys):
+def test_hugging_face_model_is_evaluated(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_hugging_face(tmp_path / "gpt2-tiny", "gpt2")
     (tmp_path / "story.txt").write_text(prose(60))
     assert evaluate("gpt2-tiny", "--data", "story.txt", "--lengths", "32,64,128") == 0
-    (one,) = evaluations(tmp_path / "runs" / "gpt2-tiny")
-    assert [row.status for row in one.rows] == ["scored", "scored", "cannot"]
-    assert one.bits_per_byte(one.rows[0]) is not None
+    (stored,) = evaluations(tmp_path / "runs" / "gpt2-tiny")
+    assert [row.status for row in stored.rows] == ["scored", "scored", "cannot"]
+    assert stored.bits_per_byte(stored.rows[0]) is not None
     assert "trained at 64, cannot read past 64" in capsys.readouterr().out
     evaluate("gpt2-tiny", "--data", "story.txt", "--lengths", "32", "--out", "elsewhere")
     assert len(evaluations(tmp_path / "elsewhere")) == 1
 
 
-def test_memory_that_does_not_suffice_is_reported_and_tried_again(root: Path, capsys):
-    """The scores of 2,048 tokens written out are 4 × 2,048² × 4 bytes = 67 MB."""
+def test_length_without_enough_memory_is_tried_again(root: Path, capsys):
+    """The attention scores of 2,048 tokens need 4 heads x 2,048 x 2,048 x 4 bytes = 67 MB. The limit is 40 MB."""
     folder = make_run(root, "t5", position="t5", backend="reference", layers=1)
     words = (folder, "--split", "train", "--max-tokens", "2048", "--lengths", "16,2048")
     assert evaluate(*words, "--memory", "0.04") == 0
-    (one,) = evaluations(folder)
-    assert [row.status for row in one.rows] == ["scored", "out of memory"]
+    (limited,) = evaluations(folder)
+    assert [row.status for row in limited.rows] == ["scored", "out of memory"]
     assert "out of memory" in capsys.readouterr().out
     evaluate(*words)
-    (two,) = evaluations(folder)
-    assert [row.status for row in two.rows] == ["scored", "scored"]
-    assert two.rows[0] == one.rows[0]
+    (unlimited,) = evaluations(folder)
+    assert [row.status for row in unlimited.rows] == ["scored", "scored"]
+    assert unlimited.rows[0] == limited.rows[0]
 
 
-def test_a_text_shorter_than_the_length_is_scored_whole(fresh: Path):
-    assert evaluate(fresh, "--lengths", "64", "--max-tokens", "10") == 0
-    assert evaluate(fresh, "--lengths", "10", "--max-tokens", "10") == 0
-    (stored,) = (json.loads(path.read_text()) for path in (fresh / "eval").glob("*.json"))
-    short, whole = stored["rows"]
-    assert (short["length"], whole["length"]) == (10, 64)
-    assert short["tokens"] == whole["tokens"] == short["tokens_read"] == whole["tokens_read"] == 10
-    assert short["nll"] == pytest.approx(whole["nll"], rel=1e-6)
+def test_text_shorter_than_the_length_is_scored_in_one_pass(fresh_run: Path):
+    assert evaluate(fresh_run, "--lengths", "64", "--max-tokens", "10") == 0
+    assert evaluate(fresh_run, "--lengths", "10", "--max-tokens", "10") == 0
+    (path,) = (fresh_run / "eval").glob("*.json")
+    row_at_10, row_at_64 = json.loads(path.read_text())["rows"]
+    assert (row_at_10["length"], row_at_64["length"]) == (10, 64)
+    for row in (row_at_10, row_at_64):
+        assert row["tokens"] == row["tokens_read"] == 10
+    assert row_at_10["nll"] == pytest.approx(row_at_64["nll"], rel=1e-6)
 
 
-@pytest.mark.parametrize("words", [["--max-tokens", "40"], ["--data", "short.txt"]], ids=["cut", "short"])
-def test_lengths_beyond_the_text_are_told_and_never_claimed(fresh: Path, words, capsys, monkeypatch):
-    """The model's training length is 16, and an honest card of 40 tokens ends at 32."""
-    monkeypatch.chdir(fresh)
-    (fresh / "short.txt").write_text("the same forty bytes of text, once again")
-    assert evaluate(fresh, "--lengths", "16", "32", "500", *words) == 0
-    told = capsys.readouterr()
-    assert re.search(r"The text has 4\d tokens: at length 500 it is read whole, which says nothing about", told.err)
-    card = json.loads((fresh / "extrapolation.json").read_text())
-    assert [row["length"] for row in card["lengths"]] == [16, 32]
-    assert "500" not in card["summary"]
+@pytest.mark.parametrize("text_options", [["--max-tokens", "40"], ["--data", "short.txt"]], ids=["truncated", "short"])
+def test_summary_leaves_out_lengths_beyond_the_text(fresh_run: Path, text_options, capsys, monkeypatch):
+    monkeypatch.chdir(fresh_run)
+    (fresh_run / "short.txt").write_text("the same forty bytes of text, once again")
+    assert evaluate(fresh_run, "--lengths", "16", "32", "500", *text_options) == 0
+    assert re.search(r"only 4\d tokens.* length 500 ", capsys.readouterr().err)
+    summary = json.loads((fresh_run / "extrapolation.json").read_text())
+    assert [row["length"] for row in summary["lengths"]] == [16, 32]
+    assert "500" not in summary["summary"]
 
 
-def test_a_dry_run_says_the_cost_and_does_nothing(fresh: Path, capsys):
-    assert evaluate(fresh, "--lengths", "64", "--stride", "1", "--max-tokens", "100", "--dry-run") == 0
-    assert "100 targets at length 64, 37 passes over 2,368 tokens, about" in " ".join(capsys.readouterr().err.split())
-    assert not (fresh / "eval").exists()
+def test_dry_run_prints_the_cost_only(fresh_run: Path, capsys):
+    assert evaluate(fresh_run, "--lengths", "64", "--stride", "1", "--max-tokens", "100", "--dry-run") == 0
+    status_output = " ".join(capsys.readouterr().err.split())
+    assert "100 targets at length 64, 37 passes over 2,368 tokens, about" in status_output
+    assert not (fresh_run / "eval").exists()
 
 
-def test_slopes_need_alibi(root: Path, capsys):
+def test_slopes_require_alibi(root: Path, capsys):
     folder = make_run(root, "plain", position="none")
     assert evaluate(folder, "--lengths", "32", "--slopes", "interpolate") == 2
-    assert "--slopes needs a model with ALiBi positions; this one has position='none'" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "--slopes" in message
+    assert "position='none'" in message

@@ -1,4 +1,4 @@
-"""Evaluations that are killed, for real and several times, end in the numbers of one that never was."""
+"""Test that a killed evaluation can be resumed, and gives the same losses as an uninterrupted evaluation."""
 
 import os
 import signal
@@ -13,47 +13,49 @@ from helpers import evaluations, make_run
 from trainshort.cli.main import main
 
 
-def command(folder: Path, tokens: int) -> list[str]:
-    words = ["evaluate", str(folder), "--lengths", "64,96", "--stride", "1", "--split", "train"]
-    return [*words, "--max-tokens", str(tokens), "--batch-tokens", "512"]
+def evaluate_command(run_folder: Path, num_tokens: int) -> list[str]:
+    """Return the arguments of `trainshort` for an evaluation that takes some time."""
+    options = ["--lengths", "64,96", "--stride", "1", "--split", "train", "--batch-tokens", "512"]
+    return ["evaluate", str(run_folder), *options, "--max-tokens", str(num_tokens)]
 
 
-@pytest.mark.parametrize(("kills", "tokens"), [(1, 1200), pytest.param(5, 6000, marks=pytest.mark.fault)])
-def test_a_killed_evaluation_goes_on_to_the_same_sums(tmp_path: Path, kills: int, tokens: int):
-    folders = [make_run(tmp_path, name) for name in ("whole", "killed")]
+@pytest.mark.parametrize(("num_kills", "num_tokens"), [(1, 1200), pytest.param(5, 6000, marks=pytest.mark.fault)])
+def test_killed_evaluation_equals_uninterrupted_evaluation(tmp_path: Path, num_kills: int, num_tokens: int):
+    uninterrupted_run = make_run(tmp_path, "uninterrupted")
+    killed_run = make_run(tmp_path, "killed")
     with pytest.raises(SystemExit):
-        main.main(command(folders[0], tokens))
-    killed = 0
-    for _ in range(kills):
-        before = _scored(folders[1])
+        main(evaluate_command(uninterrupted_run, num_tokens))
+
+    for _ in range(num_kills):
+        bytes_before = _result_bytes(killed_run)
         process = subprocess.Popen(
-            [sys.executable, "-m", "trainshort", *command(folders[1], tokens)],
+            [sys.executable, "-m", "trainshort", *evaluate_command(killed_run, num_tokens)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.DEVNULL,
         )
-        while process.poll() is None and _scored(folders[1]) <= before:
+        while process.poll() is None and _result_bytes(killed_run) <= bytes_before:
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
-        killed += process.wait() == -signal.SIGKILL
-    assert killed == kills
+        assert process.wait() == -signal.SIGKILL, "the evaluation ended before it was killed"
     with pytest.raises(SystemExit):
-        main.main(command(folders[1], tokens))
-    (whole,), (resumed,) = (evaluations(folder) for folder in folders)
-    assert [row.tokens for row in resumed.rows] == [tokens, tokens]
-    for one, other in zip(whole.rows, resumed.rows, strict=True):
-        # Passes may fall into other batches after a kill, and the kernels' rounding depends on the batch.
-        assert other.nll == pytest.approx(one.nll, rel=1e-6)
-    assert not list((folders[1] / "eval").glob("*.partial"))
-    print(f"evaluation: {killed} kills, sums equal")
+        main(evaluate_command(killed_run, num_tokens))
+
+    (expected,) = evaluations(uninterrupted_run)
+    (resumed,) = evaluations(killed_run)
+    assert [row.tokens for row in resumed.rows] == [num_tokens, num_tokens]
+    for expected_row, resumed_row in zip(expected.rows, resumed.rows, strict=True):
+        # After a kill, the passes are split into other batches, which changes the rounding.
+        assert resumed_row.nll == pytest.approx(expected_row.nll, rel=1e-6)
+    assert not list((killed_run / "eval").glob("*.partial"))
 
 
-def _scored(folder: Path) -> int:
-    """Bytes of losses and results on the disk, which only grow while an evaluation runs."""
-    sizes = []
-    for path in (folder / "eval").glob("*"):
+def _result_bytes(run_folder: Path) -> int:
+    """Return the size of all losses and results on the disk. The size grows while an evaluation runs."""
+    total = 0
+    for path in (run_folder / "eval").glob("*"):
         if path.suffix in (".partial", ".json"):
             try:
-                sizes.append(path.stat().st_size)
+                total += path.stat().st_size
             except FileNotFoundError:
-                continue
-    return sum(sizes)
+                continue  # The evaluation has renamed or removed the file.
+    return total

@@ -1,4 +1,4 @@
-"""What proven windows leave out does not show in a trained model's perplexity, however long the text."""
+"""Tests that skipping keys outside of the proven windows does not change the perplexity of a trained model."""
 
 import math
 
@@ -18,7 +18,7 @@ LENGTH = 16_384
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A small ALiBi model, trained at 64 bytes until it has learned to spell, and a long text of the same kind."""
+    """A small ALiBi model that was trained at 64 bytes, and a long text of the same kind."""
     folder = tmp_path_factory.mktemp("skipping")
     (folder / "text.txt").write_text(prose(4000), encoding="utf-8")
     data = DataConfig(corpus=str(folder / "text.txt"), tokenizer="bytes", folder=folder / "data")
@@ -35,32 +35,33 @@ def trained(tmp_path_factory):
     return load_model(checkpoint), torch.tensor(list(text))[None]
 
 
-def perplexity(trained, tolerance):
+def compute_perplexity(trained, tolerance: float) -> float:
+    """Return the perplexity if every layer may skip keys with this total softmax mass."""
     model, tokens = trained
     for layer in model.layers:
         layer.attention.config = model.config.replace(tolerance=tolerance)
     return math.exp(model.token_nll(tokens[:, :-1], tokens[:, 1:]).double().mean())
 
 
-def test_perplexity_at_16384_tokens_is_the_same_with_and_without_skipping(trained):
-    whole = perplexity(trained, 0.0)
-    assert whole < 12  # it has learned: bytes by chance are 256
-    assert perplexity(trained, 1e-6) == pytest.approx(whole, rel=1e-5)
+def test_skipping_does_not_change_perplexity(trained):
+    exact_perplexity = compute_perplexity(trained, 0.0)
+    assert exact_perplexity < 12, "the model has learned; an untrained model has a perplexity of about 256"
+    assert compute_perplexity(trained, 1e-6) == pytest.approx(exact_perplexity, rel=1e-5)
 
 
-def test_keys_are_left_out_at_the_tolerance_that_models_have(trained):
-    """The certificate is the mass that the backend bounded away: with nothing skipped it would be 0."""
+def test_keys_are_skipped_at_the_default_tolerance(trained):
+    """The certificate is an upper bound on the softmax mass that was skipped. It is 0 if no keys are skipped."""
     model, tokens = trained
     for call in attention_calls(model, tokens[:, :LENGTH]):
-        steepest = float(call.bias.slopes.max())
+        is_steepest_head = call.bias.slopes == call.bias.slopes.max()
         for tolerance in (1e-6, 1e-3):
             certificate = attend(
                 call.q, call.k, call.v, bias=call.bias, backend="windowed", tolerance=tolerance, return_stats=True
             ).certificate
-            skipping = certificate[0][call.bias.slopes == steepest]
-            assert (skipping > 0).all()
+            assert (certificate[0][is_steepest_head] > 0).all()
             assert certificate.max() <= tolerance
 
 
-def test_the_setting_is_stored_with_the_model(trained):
-    assert trained[0].config.tolerance == 1e-6
+def test_tolerance_is_stored_with_the_model(trained):
+    model, _ = trained
+    assert model.config.tolerance == 1e-6

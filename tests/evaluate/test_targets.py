@@ -1,9 +1,10 @@
-"""Runs, checkpoints and Hugging Face models behind one interface."""
+"""Tests of the models that can be evaluated: runs, checkpoints and Hugging Face models."""
 
 import hashlib
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from trainshort.config.run_config import load_config
 from trainshort.data.passes import Passes
 from trainshort.errors import InputError
 from trainshort.evaluate.hf_target import HuggingFaceTarget
-from trainshort.evaluate.sweep import Sweep, measure, score
+from trainshort.evaluate.sweep import Sweep, score, score_length
 from trainshort.evaluate.targets import RunTarget, looks_like_hub_name, open_target
 from trainshort.interop.doctor import doctor
 from trainshort.interop.import_model import ImportRequest, import_model
@@ -38,7 +39,8 @@ def run(folder: Path) -> Path:
     return make_run(folder)
 
 
-def hugging_face(folder: Path, kind: str) -> HuggingFaceTarget:
+def open_hugging_face(folder: Path, kind: str) -> HuggingFaceTarget:
+    """Open a tiny Hugging Face model. The model is saved in the first call."""
     path = folder / kind
     if not path.exists():
         save_hugging_face(path, kind)
@@ -47,296 +49,338 @@ def hugging_face(folder: Path, kind: str) -> HuggingFaceTarget:
     return target
 
 
-def test_a_run_and_its_checkpoint_are_the_same_model(run: Path):
-    whole = open_target(str(run))
-    part = open_target(str(run / "checkpoints" / "step-000000005"))
-    assert isinstance(whole, RunTarget)
-    assert (whole.kind, whole.name) == ("run", "tiny")
-    assert (part.kind, part.name) == ("checkpoint", "tiny step 5")
-    assert whole.folder == part.folder == run
-    assert whole.trained_at == 16
-    described = whole.description()
-    assert described["weights"] == part.description()["weights"]
-    assert (described["step"], described["position"]) == (5, "alibi")
+def change_config(model_folder: Path, changes: dict) -> None:
+    """Change settings in the config.json of a saved model."""
+    path = model_folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | changes))
 
 
-def test_data_that_changed_since_training_is_refused(run: Path, tmp_path):
-    import shutil
-
-    copy = Path(shutil.copytree(run, tmp_path / "copy"))
-    sha = hashlib.sha256((run.parent.parent / "tiny-data" / "train.bin").read_bytes()).hexdigest()
-    config = load_config(copy / "config.json").data
-    append_line(copy / "sessions.jsonl", {"data": sha})
-    assert open_run_data(copy, config).meta.splits["train"].sha256 == sha
-    (copy / "sessions.jsonl").unlink()
-    append_line(copy / "sessions.jsonl", {"data": "0" * 64})
-    with pytest.raises(InputError, match=r"is not the data that .*copy was trained on"):
-        open_run_data(copy, config)
+# ---- runs
 
 
-def test_the_fingerprint_changes_with_any_weight(run: Path):
+def test_run_is_its_best_checkpoint(run: Path):
+    run_target = open_target(str(run))
+    checkpoint_target = open_target(str(run / "checkpoints" / "step-000000005"))
+    assert isinstance(run_target, RunTarget)
+    assert (run_target.kind, run_target.name) == ("run", "tiny")
+    assert (checkpoint_target.kind, checkpoint_target.name) == ("checkpoint", "tiny step 5")
+    assert run_target.folder == checkpoint_target.folder == run
+    assert run_target.trained_at == 16
+    description = run_target.description()
+    assert description["weights"] == checkpoint_target.description()["weights"]
+    assert (description["step"], description["position"]) == (5, "alibi")
+
+
+def test_data_that_changed_since_training_is_rejected(run: Path, tmp_path):
+    run_copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    sessions_path = run_copy / "sessions.jsonl"
+    train_data = (run.parent.parent / "tiny-data" / "train.bin").read_bytes()
+    sha256 = hashlib.sha256(train_data).hexdigest()
+    data_config = load_config(run_copy / "config.json").data
+    append_line(sessions_path, {"data": sha256})
+    assert open_run_data(run_copy, data_config).meta.splits["train"].sha256 == sha256
+
+    sessions_path.unlink()
+    append_line(sessions_path, {"data": "0" * 64})
+    with pytest.raises(InputError, match="copy"):
+        open_run_data(run_copy, data_config)
+
+
+def test_fingerprint_depends_on_every_weight(run: Path):
     target = open_target(str(run))
-    before = fingerprint(target.module)
+    fingerprint_before = fingerprint(target.module)
     with torch.no_grad():
         next(target.module.parameters()).view(-1)[7] += 1e-3
-    assert fingerprint(target.module) != before
+    assert fingerprint(target.module) != fingerprint_before
+
+
+def test_bfloat16_losses_are_similar_to_float32_losses(run: Path):
+    tokens = random_tokens(64, 256)
+    target = open_target(str(run), precision="float32")
+    bfloat16_target = open_target(str(run), precision="bfloat16")
+    losses = np.concatenate(list(score(target, tokens, Passes(64, 16, 16))))
+    bfloat16_losses = np.concatenate(list(score(bfloat16_target, tokens, Passes(64, 16, 16))))
+    assert 0 < np.abs(losses - bfloat16_losses).mean() < 0.2
+    assert target.description()["weights"] != bfloat16_target.description()["weights"]
+
+
+# ---- losses of Hugging Face models
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bloom", "mpt", "llama", "gemma2"])
-def test_losses_are_those_of_the_models_own_logits(folder: Path, kind: str):
-    target = hugging_face(folder, kind)
+def test_losses_equal_losses_from_full_logits(folder: Path, kind: str):
+    target = open_hugging_face(folder, kind)
     tokens = torch.from_numpy(random_tokens(2 * 41, 300).astype(np.int64)).view(2, 41)
     with torch.no_grad():
         logits = target.model(tokens[:, :-1]).logits.double()
     expected = -logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
     for first in (0, 13):
-        ours = target.token_nll(tokens[:, :-1], tokens[:, 1:], first)
-        torch.testing.assert_close(ours.double(), expected[:, first:], rtol=1e-4, atol=1e-5)
+        losses = target.token_nll(tokens[:, :-1], tokens[:, 1:], first)
+        torch.testing.assert_close(losses.double(), expected[:, first:], rtol=1e-4, atol=1e-5)
 
 
-def test_non_overlapping_perplexity_is_that_of_the_models_own_logits(folder: Path, tmp_path):
-    target, tokens = hugging_face(folder, "llama"), random_tokens(100, 300)
+def test_loss_without_overlap_equals_loss_from_full_logits(folder: Path, tmp_path):
+    target = open_hugging_face(folder, "llama")
+    tokens = random_tokens(100, 300)
     stream = torch.tensor([target.bos, *tokens.tolist()])
-    total = 0.0
+    expected_nll = 0.0
     for start in range(0, 100, 32):
-        piece = stream[start : min(start + 32, 100) + 1]
+        window = stream[start : min(start + 32, 100) + 1]
         with torch.no_grad():
-            logits = target.model(piece[None, :-1]).logits[0].double()
-        total -= float(logits.log_softmax(-1).gather(-1, piece[1:, None]).sum())
-    row = measure(target, Sweep(tokens, [32]), 32, tmp_path / "scores")
+            logits = target.model(window[None, :-1]).logits[0].double()
+        expected_nll -= float(logits.log_softmax(-1).gather(-1, window[1:, None]).sum())
+    row = score_length(target, Sweep(tokens, [32]), 32, tmp_path / "losses")
     assert row.tokens == 100
-    assert row.nll == pytest.approx(total, rel=1e-5)
+    assert row.nll == pytest.approx(expected_nll, rel=1e-5)
 
 
-def test_the_head_is_sliced_where_the_logits_allow_it(folder: Path):
+def test_head_is_applied_in_slices_if_possible(folder: Path):
     for kind in ("gpt2", "bloom", "mpt", "llama"):
-        assert hugging_face(folder, kind)._head is not None
-    assert hugging_face(folder, "gemma2")._head is None, "its logits are squashed after the head"
+        assert open_hugging_face(folder, kind)._body_and_head is not None
+    # Gemma 2 applies a soft cap after the head.
+    assert open_hugging_face(folder, "gemma2")._body_and_head is None
 
 
-def test_a_position_table_is_a_hard_limit(folder: Path, tmp_path):
-    target, tokens = hugging_face(folder, "gpt2"), random_tokens(200, 300)
+# ---- lengths of Hugging Face models
+
+
+def test_position_table_limits_the_length(folder: Path, tmp_path):
+    target = open_hugging_face(folder, "gpt2")
     assert (target.trained_at, target.max_length) == (64, 64)
-    row = measure(target, Sweep(tokens, [65]), 65, tmp_path / "scores")
-    assert (row.status, row.reason) == ("cannot", "the model's positions end at 64 tokens")
-
-
-def test_a_limit_that_shows_only_as_an_error_is_a_result_past_the_declared_length_only(folder: Path, tmp_path):
-    target, tokens = hugging_face(folder, "gptj"), random_tokens(200, 300)
-    assert target.max_length is None
-    row = measure(target, Sweep(tokens, [100]), 100, tmp_path / "scores")
+    row = score_length(target, Sweep(random_tokens(200, 300), [65]), 65, tmp_path / "losses")
     assert row.status == "cannot"
-    assert (row.reason or "").startswith("the model is made for 64 tokens and fails past them: ")
-    assert target.length_error_reason(RuntimeError("a real fault"), 64) is None
+    assert "64 tokens" in (row.reason or "")
 
 
-def test_models_without_a_limit_go_on(folder: Path, tmp_path):
+def test_error_past_the_declared_length_is_a_result(folder: Path, tmp_path):
+    target = open_hugging_face(folder, "gptj")
+    assert target.max_length is None
+    row = score_length(target, Sweep(random_tokens(200, 300), [100]), 100, tmp_path / "losses")
+    assert row.status == "cannot"
+    assert "64 tokens" in (row.reason or "")
+    assert target.length_error_reason(RuntimeError("another error"), 64) is None, "64 is the declared length"
+
+
+def test_models_without_length_limit_support_longer_inputs(folder: Path, tmp_path):
     tokens = random_tokens(200, 300)
     for kind in ("llama", "bloom", "mpt"):
-        row = measure(hugging_face(folder, kind), Sweep(tokens, [150]), 150, tmp_path / "scores")
+        row = score_length(open_hugging_face(folder, kind), Sweep(tokens, [150]), 150, tmp_path / "losses")
         assert row.status == "scored", kind
 
 
-def test_mpts_longer_table_is_the_same_table_continued(folder: Path):
-    """Transformers writes MPT's bias out up to max_seq_len and fails past it, though ALiBi has no such limit."""
-    target, tokens = hugging_face(folder, "mpt"), random_tokens(100, 300)
+def test_alibi_table_of_mpt_is_extended(folder: Path):
+    """transformers computes the ALiBi table of MPT up to `max_seq_len`, and fails for longer inputs."""
+    target = open_hugging_face(folder, "mpt")
+    tokens = random_tokens(100, 300)
     with target.for_length(None, 100):
-        (long,) = score(target, tokens, Passes(100, 100, 100))
+        (losses_at_100,) = score(target, tokens, Passes(100, 100, 100))
     assert target.model.config.max_seq_len == 64
-    short = np.concatenate(list(score(target, tokens, Passes(100, 50, 50))))
-    np.testing.assert_allclose(long[:50], short[:50], rtol=1e-4, atol=1e-5)
+    losses_at_50 = np.concatenate(list(score(target, tokens, Passes(100, 50, 50))))
+    np.testing.assert_allclose(losses_at_100[:50], losses_at_50[:50], rtol=1e-4, atol=1e-5)
 
 
-def test_a_training_length_can_be_given(folder: Path):
-    hugging_face(folder, "bloom")
+def test_training_length_can_be_given(folder: Path):
+    open_hugging_face(folder, "bloom")
     assert open_target(str(folder / "bloom")).trained_at is None
     assert open_target(str(folder / "bloom"), trained_at=2048).trained_at == 2048
 
 
-def test_a_folder_in_the_home_folder_is_one(folder: Path, monkeypatch):
-    hugging_face(folder, "llama")
+def test_first_token_is_the_beginning_of_text_token(folder: Path):
+    assert open_hugging_face(folder, "llama").bos == 1
+
+
+# ---- names of models
+
+
+def test_home_folder_is_expanded(folder: Path, monkeypatch):
+    open_hugging_face(folder, "llama")
     monkeypatch.setenv("HOME", str(folder))
     assert open_target("~/llama").vocab_size == 300
 
 
-def test_the_token_before_the_first_is_the_beginning_of_text(folder: Path):
-    assert hugging_face(folder, "llama").bos == 1
-
-
 @pytest.mark.parametrize("name", ["gpt2", "EleutherAI/pythia-70m", "facebook/opt-125m"])
-def test_hub_names_are_told_from_paths(name: str):
+def test_hub_names_are_recognized(name: str):
     assert looks_like_hub_name(name)
 
 
 @pytest.mark.parametrize("name", ["runs/mine", "./x", "/a/b", "a/b/c", "~/x", "x/"])
-def test_paths_are_told_from_hub_names(name: str):
+def test_paths_are_not_hub_names(name: str):
     assert not looks_like_hub_name(name)
 
 
-def test_what_is_not_there_is_said_in_words(tmp_path, monkeypatch):
-    with pytest.raises(InputError, match="There is no run or model at 'runs/nothing'"):
+def test_missing_models_are_rejected(tmp_path):
+    with pytest.raises(InputError, match="'runs/nothing'"):
         open_target("runs/nothing")
-    with pytest.raises(InputError, match=r"There is no run at .*Give a run folder"):
+    with pytest.raises(InputError, match="Give a run folder"):
         open_target(str(tmp_path))
     (tmp_path / "file.txt").write_text("x")
-    with pytest.raises(InputError, match="is a file"):
+    with pytest.raises(InputError, match=r"file\.txt is a file"):
         open_target(str(tmp_path / "file.txt"))
-    with pytest.raises(InputError, match="precision is float32 or bfloat16, got 'int4'"):
+    with pytest.raises(InputError, match=r"'int4'.*float32 or bfloat16"):
         open_target("x", precision="int4")
 
 
-def test_a_run_without_a_checkpoint_is_told_to_be_trained(run: Path, tmp_path):
+def test_run_without_checkpoint_is_rejected(run: Path, tmp_path):
     (tmp_path / "config.json").write_text((run / "config.json").read_text())
-    with pytest.raises(InputError, match=r"has no checkpoint yet\. Train it first"):
+    with pytest.raises(InputError, match="no checkpoint"):
         open_target(str(tmp_path))
+
+
+def test_run_with_invalid_config_is_rejected(tmp_path):
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(InputError, match=r"config\.json") as told:
+    with pytest.raises(InputError, match=r"config\.json") as caught:
         open_target(str(tmp_path))
-    assert "Train it first" not in str(told.value)
+    assert "no checkpoint" not in str(caught.value)
 
 
-def test_a_hub_name_without_a_network_is_one_sentence(tmp_path, monkeypatch):
+def test_hub_name_without_network_is_rejected(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(InputError, match="no folder 'nobody/nothing' here, the hub does not answer, and no earlier"):
+    with pytest.raises(InputError, match=r"'nobody/nothing'.*not reachable"):
         open_target("nobody/nothing")
 
 
-def test_without_a_network_nothing_is_tried_again_and_again(tmp_path):
-    """The hub's place is a closed port here, so that this holds on every machine."""
-    words = ["evaluate", "nobody/nothing", "--data", "x.txt"]
+def test_command_without_network_prints_one_line(tmp_path):
+    """The address of the Hub is a closed port of this machine, so the test does not depend on the network."""
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "trainshort", *words], env=environment, capture_output=True, text=True, cwd=tmp_path
+    process = subprocess.run(
+        [sys.executable, "-m", "trainshort", "evaluate", "nobody/nothing", "--data", "x.txt"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
     )
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert "the hub does not answer, and no earlier download" in done.stderr
+    assert process.returncode == 2
+    assert len(process.stderr.splitlines()) == 1
+    assert "not reachable" in process.stderr
 
 
-def with_code_of_its_own(folder: Path, part: str) -> Path:
-    """A saved model that says that its own Python file must be run; it would leave a mark."""
+# ---- code and pickle files of Hugging Face models are not run
+
+
+def save_model_with_custom_code(folder: Path, part: str) -> Path:
+    """Save a model that asks for custom Python code. The code would create the file "code-was-run".
+
+    Args:
+        folder: The folder of the model.
+        part: The part that needs the code: "model" or "tokenizer".
+    """
     save_hugging_face(folder, "llama")
-    (folder / "custom.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass Own: pass\n")
-    name = "config.json" if part == "model" else "tokenizer_config.json"
-    config = json.loads((folder / name).read_text())
+    (folder / "custom.py").write_text(f"open({str(folder / 'code-was-run')!r}, 'w')\nclass Own: pass\n")
     if part == "model":
-        config |= {"model_type": "own", "architectures": ["Own"]}
-        config["auto_map"] = {"AutoConfig": "custom.Own", "AutoModelForCausalLM": "custom.Own"}
+        auto_map = {"AutoConfig": "custom.Own", "AutoModelForCausalLM": "custom.Own"}
+        change_config(folder, {"model_type": "own", "architectures": ["Own"], "auto_map": auto_map})
     else:
-        config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["custom.Own", None]}}
-    (folder / name).write_text(json.dumps(config))
+        path = folder / "tokenizer_config.json"
+        changes = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["custom.Own", None]}}
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return folder
 
 
 @pytest.mark.parametrize("part", ["model", "tokenizer"])
-def test_code_beside_a_model_is_never_run(tmp_path, monkeypatch, part):
-    monkeypatch.setattr("builtins.input", lambda *question: "y")  # the answer that used to run it
-    folder = with_code_of_its_own(tmp_path / "own", part)
-    with pytest.raises(InputError, match=f"needs Python code of its own for its {part}, and trainshort never runs"):
-        open_target(str(folder)).tokenizer()
-    assert not (folder / "ran").exists()
+def test_custom_code_is_never_run(tmp_path, monkeypatch, part):
+    # transformers may ask on the terminal whether the code may be run. The answer is yes.
+    monkeypatch.setattr("builtins.input", lambda *question: "y")
+    model_folder = save_model_with_custom_code(tmp_path / "own", part)
+    with pytest.raises(InputError, match=f"custom Python code for its {part}"):
+        open_target(str(model_folder)).tokenizer()
+    assert not (model_folder / "code-was-run").exists()
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
 @pytest.mark.parametrize("value", ["kernels-community/flash-mla", {"": "someone/kernel@main:attend"}], ids=str)
-def test_a_repository_that_a_config_names_is_not_fetched_and_run(tmp_path, key, value):
+def test_attention_code_from_the_hub_is_never_run(tmp_path, key, value):
     save_hugging_face(tmp_path, "llama")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
-    for loads in (lambda: open_target(str(tmp_path)), lambda: doctor(tmp_path)):
-        with pytest.raises(InputError, match=r"code of its own for its attention \(.*/.*\), and trainshort never runs"):
-            loads()
+    change_config(tmp_path, {key: value})
+    with pytest.raises(InputError, match=r"custom Python code for its attention \(.*/.*\)"):
+        open_target(str(tmp_path))
+    with pytest.raises(InputError, match=r"custom Python code for its attention \(.*/.*\)"):
+        doctor(tmp_path)
 
 
-def test_layers_without_end_are_refused_before_any_is_built(tmp_path):
+def test_pickle_file_is_never_loaded(tmp_path):
+    model_folder = tmp_path / "pickled"
+    save_hugging_face(model_folder, "llama")
+    (model_folder / "model.safetensors").unlink()
+    marker = tmp_path / "code-was-run"
+
+    class CodeInPickle:
+        def __reduce__(self):
+            return marker.touch, ()
+
+    (model_folder / "pytorch_model.bin").write_bytes(pickle.dumps(CodeInPickle()))
+    with pytest.raises(InputError, match=r"pickle.*\(pytorch_model\.bin\).*safetensors"):
+        open_target(str(model_folder))
+    assert not marker.exists()
+
+
+# ---- invalid Hugging Face models
+
+
+def test_too_many_layers_are_rejected(tmp_path):
     save_hugging_face(tmp_path, "mpt")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"n_layers": 10**9}))
-    for loads in (lambda: open_target(str(tmp_path)), lambda: doctor(tmp_path)):
-        with pytest.raises(InputError, match=r"asks for 1,000,000,000 layers \(n_layers\)\. Restore it from a copy\."):
-            loads()
-    with pytest.raises(InputError, match=r"tells of 1,000,000,000 layers, and the model has \d+ tensors in all\."):
+    change_config(tmp_path, {"n_layers": 10**9})
+    with pytest.raises(InputError, match=r"1,000,000,000 layers \(n_layers\)"):
+        open_target(str(tmp_path))
+    with pytest.raises(InputError, match=r"1,000,000,000 layers \(n_layers\)"):
+        doctor(tmp_path)
+    with pytest.raises(InputError, match=r"1,000,000,000 layers"):
         import_model(ImportRequest(str(tmp_path)), tmp_path / "run")
 
 
-@pytest.mark.parametrize("change", [{"d_model": "x"}, {"n_heads": None}, {"attn_config": 5}], ids=str)
-def test_settings_of_the_wrong_kind_are_one_sentence(tmp_path, change):
+@pytest.mark.parametrize("changes", [{"d_model": "x"}, {"n_heads": None}, {"attn_config": 5}], ids=str)
+def test_settings_of_a_wrong_type_are_rejected(tmp_path, changes):
     save_hugging_face(tmp_path, "mpt")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(
-        InputError, match=r"^Cannot load '.*': the folder did not give a causal language model \(.+\)\."
-    ):
+    change_config(tmp_path, changes)
+    with pytest.raises(InputError, match=r"^Cannot load '.*'.*\(.+\)"):
         open_target(str(tmp_path))
 
 
-def test_a_pickle_is_never_opened(tmp_path):
-    folder = tmp_path / "pickled"
-    save_hugging_face(folder, "llama")
-    (folder / "model.safetensors").unlink()
-    mark = tmp_path / "ran"
-
-    class Trap:
-        def __reduce__(self):
-            return mark.touch, ()
-
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
-    with pytest.raises(InputError, match=r"weights as a pickle \(pytorch_model.bin\).*Save the model as safetensors"):
-        open_target(str(folder))
-    assert not mark.exists()
-
-
-def test_a_model_without_a_tokenizer_is_told_as_that(tmp_path):
-    """transformers makes a GPT-2 tokenizer out of no files, which turns every text into nothing."""
-    folder = tmp_path / "bare"
-    save_hugging_face(folder, "gpt2")
+def test_model_without_tokenizer_is_rejected(tmp_path):
+    """Without tokenizer files, transformers returns a GPT-2 tokenizer that turns every text into an empty list."""
+    model_folder = tmp_path / "bare"
+    save_hugging_face(model_folder, "gpt2")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).unlink()
-    with pytest.raises(InputError, match="bare comes without a tokenizer, which reading plain text needs"):
-        open_target(str(folder)).tokenizer()
+        (model_folder / name).unlink()
+    with pytest.raises(InputError, match="bare has no tokenizer"):
+        open_target(str(model_folder)).tokenizer()
 
 
-def test_damaged_and_missing_weights_are_told(tmp_path, capfd):
-    folder = tmp_path / "model"
-    save_hugging_face(folder, "llama")
-    weights = load_file(folder / "model.safetensors")
-    save_file({k: v for k, v in weights.items() if "layers.1" not in k}, folder / "model.safetensors", {"format": "pt"})
+def test_missing_weights_are_rejected(tmp_path, capfd):
+    save_hugging_face(tmp_path, "llama")
+    weights = load_file(tmp_path / "model.safetensors")
+    first_layer_weights = {name: weight for name, weight in weights.items() if "layers.1" not in name}
+    save_file(first_layer_weights, tmp_path / "model.safetensors", {"format": "pt"})
     capfd.readouterr()
-    with pytest.raises(InputError, match=r"^'.*' lacks weights \(model.layers.1"):
-        open_target(str(folder))
-    assert capfd.readouterr() == ("", "")  # transformers would show a table
-    (folder / "model.safetensors").write_bytes(b"nothing of the kind")
-    with pytest.raises(InputError, match="did not give a causal language model"):
-        open_target(str(folder))
+    with pytest.raises(InputError, match=r"lacks weights \(model\.layers\.1"):
+        open_target(str(tmp_path))
+    assert capfd.readouterr() == ("", ""), "the table of missing weights of transformers is not printed"
 
 
-def test_an_encoder_of_transformers_is_no_causal_model(tmp_path):
-    """Which loads it as one, and the losses would be of tokens that it sees."""
+def test_damaged_weights_are_rejected(tmp_path):
+    save_hugging_face(tmp_path, "llama")
+    (tmp_path / "model.safetensors").write_bytes(b"not a safetensors file")
+    with pytest.raises(InputError, match="Cannot load"):
+        open_target(str(tmp_path))
+
+
+def test_encoder_is_rejected(tmp_path):
+    """transformers loads BERT as a causal model. Its losses would be wrong, because BERT sees later tokens."""
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    for decoder in (False, True):
-        BertForMaskedLM(BertConfig(**sizes, intermediate_size=32, is_decoder=decoder)).save_pretrained(tmp_path)
-        if decoder:
-            assert open_target(str(tmp_path)).vocab_size == 64
-            continue
-        with pytest.raises(InputError, match=r"\(BertLMHeadModel\) sees the tokens it should predict"):
-            open_target(str(tmp_path))
+    BertForMaskedLM(BertConfig(**sizes, intermediate_size=32, is_decoder=False)).save_pretrained(tmp_path / "encoder")
+    with pytest.raises(InputError, match=r"\(BertLMHeadModel\) is not causal"):
+        open_target(str(tmp_path / "encoder"))
+    BertForMaskedLM(BertConfig(**sizes, intermediate_size=32, is_decoder=True)).save_pretrained(tmp_path / "decoder")
+    assert open_target(str(tmp_path / "decoder")).vocab_size == 64
 
 
-def test_devices(monkeypatch):
+def test_unknown_device_is_rejected():
     assert pick_device("cpu") == "cpu"
-    with pytest.raises(InputError, match="the device 'abacus' is not available here"):
+    with pytest.raises(InputError, match="'abacus'"):
         pick_device("abacus")
-
-
-def test_half_precision_is_another_result_near_the_first(run: Path):
-    tokens = random_tokens(64, 256)
-    full, half = (open_target(str(run), precision=name) for name in ("float32", "bfloat16"))
-    a, b = (np.concatenate(list(score(target, tokens, Passes(64, 16, 16)))) for target in (full, half))
-    assert 0 < np.abs(a - b).mean() < 0.2
-    assert full.description()["weights"] != half.description()["weights"]

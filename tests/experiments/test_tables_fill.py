@@ -10,7 +10,7 @@ import pytest
 from helpers import evaluations
 from tiny_experiments import tiny_scale
 
-from trainshort.evaluate.results import best_step, find, rows
+from trainshort.evaluate.results import best_step, find_evaluations, select_rows
 from trainshort.experiments.claims.collection import collect
 from trainshort.experiments.claims.measured import ScaleView
 from trainshort.experiments.experiments import Experiment, Scale, Variant, select_experiments, select_methods
@@ -136,8 +136,8 @@ def test_evaluations_with_other_settings_do_not_fill_a_table(scale, root):
     job = alibi_job(scale, "table5")
     run_job(job, root)
     (query,) = job.eval_lengths
-    (stored,) = find(root / job.name)
-    assert len(rows([stored], query)) == len(job.eval_lengths[query])
+    (stored,) = find_evaluations(root / job.name)
+    assert len(select_rows([stored], query)) == len(job.eval_lengths[query])
 
     evaluation = stored.evaluation
     for field, changes in (
@@ -150,7 +150,7 @@ def test_evaluations_with_other_settings_do_not_fill_a_table(scale, root):
         ("target", {"kind": "checkpoint"}),
     ):
         changed = evaluation.model_copy(update={field: getattr(evaluation, field) | changes})
-        assert not rows([replace(stored, evaluation=changed)], query), changes
+        assert not select_rows([replace(stored, evaluation=changed)], query), changes
 
 
 def test_evaluations_of_an_earlier_best_checkpoint_do_not_fill_a_table(scale, expected, tmp_path):

@@ -258,7 +258,7 @@ def test_certificates_are_equal_if_ring_buffers_grow_while_decoding(position, ch
 @pytest.mark.parametrize("mode", ["full", "bounded"])
 def test_overrides_of_a_trained_model_take_effect(option, text, mode):
     model = make_model()
-    with apply_override(model, Override.read(option, text), 16, 32):
+    with apply_override(model, Override.parse(option, text), 16, 32):
         assert FastDecoder.create(model) is not None
         check_logprobs(model, [1, 2, 3], trainshort.stream(model, [1, 2, 3], tokens=12, temperature=0, mode=mode))
 

@@ -10,7 +10,7 @@ import pytest
 from helpers import make_run
 
 from trainshort.cli.main import main
-from trainshort.evaluate.significance import CARD_FORMAT
+from trainshort.evaluate.significance import SUMMARY_FORMAT
 from trainshort.utils.io import write_with_checksum
 from trainshort.utils.terminal import escape_control_characters
 
@@ -73,7 +73,11 @@ def test_warning_beyond_the_training_length_is_printed_once(capsys, run):
 
 
 def test_warning_beyond_the_evaluated_length(capsys, run):
-    summary = {"format": CARD_FORMAT, "summary": "trained at 16, good to 24+", "no_worse": {"length": 24, "open": True}}
+    summary = {
+        "format": SUMMARY_FORMAT,
+        "summary": "trained at 16, good to 24+",
+        "no_worse": {"length": 24, "open": True},
+    }
     summary_file = run / "extrapolation.json"
     write_with_checksum(summary_file, summary)
     try:

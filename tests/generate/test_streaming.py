@@ -200,7 +200,7 @@ def test_unsupported_modes_are_rejected(position, settings, message):
 
 def test_bounded_mode_rejects_clamped_distances():
     model = make_model()
-    override = Override.read("slopes", "clamp=64")
+    override = Override.parse("slopes", "clamp=64")
     with apply_override(model, override, 32, 32), pytest.raises(InputError, match="without clamped distances"):
         trainshort.stream(model, [1], mode="bounded")
 

@@ -324,8 +324,8 @@ def test_change_past_training_is_reported_only_if_it_is_significant():
     rng = np.random.default_rng(0)
     same = pool_losses(rng.normal(4, 2.5, 16_384), 2048)
     assert describe_change_past_training(same, 128).startswith("shows no change (")
-    assert describe_change_past_training(same[:1], 10**6) == "was not read past it"
-    assert describe_change_past_training(same[-1:], 1) == "has too few predictions before it to tell"
+    assert describe_change_past_training(same[:1], 10**6) == "was not evaluated past the training length"
+    assert describe_change_past_training(same[-1:], 1) == "has too few predictions before the training length"
 
     is_past_training = Passes(16_384, 2048, 2048).positions() >= 128
     change = np.where(is_past_training, 0.6, 0.0)

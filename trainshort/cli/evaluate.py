@@ -94,7 +94,7 @@ class Evaluate(TextCommand):
         from trainshort.evaluate.evaluation import evaluate
         from trainshort.evaluate.overrides import Override
         from trainshort.evaluate.sweep import Sweep
-        from trainshort.evaluate.targets import open_text
+        from trainshort.evaluate.text import open_text
 
         at_least(1, batch_tokens=self.batch_tokens)
         if self.memory is not None and not self.memory > 0:
@@ -150,7 +150,7 @@ class Analyze(TextCommand):
         from trainshort.config.position_config import methods
         from trainshort.data.passes import read_lengths
         from trainshort.evaluate.analyses.base import AnalysisContext, analyses, analyze
-        from trainshort.evaluate.targets import open_text
+        from trainshort.evaluate.text import open_text
 
         at_least(1, samples=self.samples, batch_tokens=self.batch_tokens)
         at_least(0, seed=self.seed)

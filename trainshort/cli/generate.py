@@ -97,7 +97,7 @@ class Generate:
             raise InputError(
                 f"--{change.option} is for one text of a known length; it does not go with --endless or --interactive."
             )
-        if change.kind == "blocks" and self.settings.get("mode", "full") != "full":
+        if change.method == "blocks" and self.settings.get("mode", "full") != "full":
             raise InputError(
                 "--rotary blocks goes with --mode full: blocks are counted from the beginning of the text."
             )

@@ -264,7 +264,8 @@ class Convert:
         return read_command(cls, words, [text, *training])
 
     def run(self) -> None:
-        from trainshort.evaluate.targets import RunTarget, open_text
+        from trainshort.evaluate.targets import RunTarget
+        from trainshort.evaluate.text import open_text
         from trainshort.interop.convert import STAGES, ConversionEvaluator
         from trainshort.train.loop import train
         from trainshort.utils.terminal import StopRequest

@@ -1,6 +1,10 @@
-"""Perplexity by length, window and position: how far past its training length a model is good.
+"""Evaluate language models at input lengths beyond their training length.
 
-Reading order: trainshort.data.passes (what a pass reads and scores), targets (what is evaluated), sweep (the
-scoring), results (what is stored), evidence (what follows from it, and the run's one-line summary), session, picture.
-Importing this package does not import torch: reports read results without it.
+- `targets` and `text` load the model and the text.
+- `sweep` computes the losses at several input lengths, and `overrides` changes how a model uses positions.
+- `results` stores the losses, and computes perplexities and confidence intervals.
+- `significance` draws conclusions, and `plot` draws figures.
+- `evaluation` runs `trainshort evaluate`, and `analyses` runs `trainshort analyze`.
+
+Importing this package does not import torch, because reports read results without torch.
 """

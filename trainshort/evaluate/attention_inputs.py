@@ -21,36 +21,48 @@ def attention_calls(
     Args:
         model: The model.
         tokens: The text as token ids.
-        chunk: How many tokens are read at a time. A long text needs too much memory in one piece.
+        chunk: How many tokens are read at a time. None reads the text in one forward pass, which needs much memory for
+            a long text.
 
     Returns:
         One call per layer, in the order of the layers. Each call holds q, k and v of all tokens.
-        With `chunk`, the bias of each call is that of the last chunk.
+        With `chunk`, the bias of each call is the bias of the last chunk.
     """
-    parts: dict[Attention, list[AttentionCall]] = {
-        layer: [] for layer in model.modules() if isinstance(layer, Attention)
-    }
+    calls_by_layer: dict[Attention, list[AttentionCall]] = {}
+    for module in model.modules():
+        if isinstance(module, Attention):
+            calls_by_layer[module] = []
 
-    def record(layer: Attention, arguments: tuple[Any, ...]) -> None:
+    def record_call(layer: Attention, arguments: tuple[Any, ...]) -> None:
+        """Store the attention call that a layer is about to make. This is a forward pre-hook."""
         x, position, step, cache = arguments[:4]
         q, k, v = layer.project(x, position, step.position_ids)
-        remembered = {} if cache is None else dict(cache.method_cache)
+        cache_content = {} if cache is None else dict(cache.method_cache)
         bias = layer.bias(x, position, step, cache)
         # The layer computes its bias again after this hook. It must find the cache as it was before.
         if cache is not None:
-            cache.method_cache = remembered
-        parts[layer].append(AttentionCall(q, k, v, bias, layer.window, step.segment_ids))
+            cache.method_cache = cache_content
+        calls_by_layer[layer].append(AttentionCall(q, k, v, bias, layer.window, step.segment_ids))
 
-    with ExitStack() as held, torch.no_grad():
-        for layer in parts:
-            held.callback(layer.register_forward_pre_hook(record).remove)
+    with ExitStack() as stack, torch.no_grad():
+        for layer in calls_by_layer:
+            hook = layer.register_forward_pre_hook(record_call)
+            stack.callback(hook.remove)
         cache = None if chunk is None else Cache()
-        for part in tokens.split(chunk or tokens.shape[1], dim=1):
-            model.hidden(part, cache=cache)
-    return tuple(_joined(calls) for calls in parts.values())
+        chunk_length = chunk or tokens.shape[1]
+        for token_chunk in tokens.split(chunk_length, dim=1):
+            model.hidden(token_chunk, cache=cache)
+    return tuple(_concatenate_chunks(calls) for calls in calls_by_layer.values())
 
 
-def _joined(calls: list[AttentionCall]) -> AttentionCall:
+def _concatenate_chunks(calls: list[AttentionCall]) -> AttentionCall:
+    """Combine the calls of one layer for consecutive chunks of a text into one call for all tokens."""
+    last_call = calls[-1]
     if len(calls) == 1:
-        return calls[0]
-    return replace(calls[-1], **{name: torch.cat([getattr(call, name) for call in calls], dim=2) for name in "qkv"})
+        return last_call
+    return replace(
+        last_call,
+        q=torch.cat([call.q for call in calls], dim=2),
+        k=torch.cat([call.k for call in calls], dim=2),
+        v=torch.cat([call.v for call in calls], dim=2),
+    )

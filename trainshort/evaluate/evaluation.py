@@ -1,4 +1,4 @@
-"""One `trainshort evaluate`: what it will cost, the sweep with its progress, and what is written and shown."""
+"""Run `trainshort evaluate`: estimate the cost, evaluate all lengths, write the results, and print a table."""
 
 import hashlib
 import json
@@ -16,8 +16,9 @@ from trainshort.errors import InputError
 from trainshort.evaluate import results, significance
 from trainshort.evaluate.plot import draw
 from trainshort.evaluate.results import Evaluation, LengthScore, interval
-from trainshort.evaluate.sweep import Sweep, calibrate, sweep
-from trainshort.evaluate.targets import Target, Text
+from trainshort.evaluate.sweep import Sweep, make_duration_estimate, run_sweep
+from trainshort.evaluate.targets import Target
+from trainshort.evaluate.text import Text
 from trainshort.utils.figures import can_draw_figures
 from trainshort.utils.machine import collect_provenance
 from trainshort.utils.terminal import (
@@ -31,32 +32,54 @@ from trainshort.utils.terminal import (
 
 
 def new_evaluation(target: Target, text: Text, plan: Sweep, precision: str) -> Evaluation:
-    """An evaluation with everything but rows."""
+    """Return an evaluation that describes the model, the text and the settings, and has no results yet.
+
+    Args:
+        target: The model.
+        text: The text.
+        plan: The plan of the evaluation.
+        precision: The dtype of the weights, as a key of `trainshort.evaluate.targets.PRECISIONS`.
+    """
+    protocol = {
+        "name": "non-overlapping" if plan.stride is None else "sliding",
+        "stride": plan.stride,
+        "slopes": None if plan.override is None else str(plan.override),
+        "before": target.bos,
+        "precision": precision,
+        "device": target.device.type,
+    }
+    if target.mask is not None:
+        protocol["masked"] = f"1 in {MASK_ROUNDS}"
     return Evaluation(
         target=target.description(),
         corpus=text.description(),
-        protocol={
-            "name": "non-overlapping" if plan.stride is None else "sliding",
-            "stride": plan.stride,
-            "slopes": None if plan.change is None else str(plan.change),
-            "before": target.bos,
-            "precision": precision,
-            "device": target.device.type,
-            **({} if target.mask is None else {"masked": f"1 in {MASK_ROUNDS}"}),
-        },
+        protocol=protocol,
         provenance=collect_provenance(threads=torch.get_num_threads()),
     )
 
 
 def result_path(folder: Path, evaluation: Evaluation) -> Path:
-    """Where an evaluation lies: a name to read, and a digest of all that it depends on, so that nothing is overwritten
-    by another model, text or protocol: valid-stride64-1f2e3d4c.json"""
-    depends = [evaluation.target["weights"], evaluation.corpus["sha256"], evaluation.protocol]
-    digest = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:8]
-    stride, slopes = evaluation.protocol["stride"], evaluation.protocol["slopes"]
-    text = evaluation.corpus["split"] or Path(evaluation.corpus["name"]).stem
-    parts = [text, f"stride{stride}" if stride else "nonoverlapping", slopes, digest]
-    name = "-".join(re.sub(r"[^\w.]+", "-", part) for part in parts if part)
+    """Return the path of the result file of an evaluation, for example "eval/valid-stride64-1f2e3d4c.json".
+
+    The name contains a hash of the weights, the text and the settings. Evaluations of other models or texts therefore
+    have other files.
+
+    Args:
+        folder: The folder for results.
+        evaluation: The evaluation.
+    """
+    hashed_values = [evaluation.target["weights"], evaluation.corpus["sha256"], evaluation.protocol]
+    hashed_json = json.dumps(hashed_values, sort_keys=True)
+    short_hash = hashlib.sha256(hashed_json.encode()).hexdigest()[:8]
+
+    text_name = evaluation.corpus["split"] or Path(evaluation.corpus["name"]).stem
+    stride = evaluation.protocol["stride"]
+    name_parts = [text_name, f"stride{stride}" if stride else "nonoverlapping"]
+    override = evaluation.protocol["slopes"]
+    if override:
+        name_parts.append(override)
+    name_parts.append(short_hash)
+    name = "-".join(re.sub(r"[^\w.]+", "-", part) for part in name_parts)
     return folder / "eval" / f"{name}.json"
 
 
@@ -71,129 +94,222 @@ def evaluate(
     picture: bool = True,
     console: Console | None = None,
 ) -> Evaluation:
-    """Measure all lengths of a plan; returns the evaluation, which then lies in the target's folder. Results are shown
-    on `console` (default: nowhere); cost and progress go to standard error beside it."""
+    """Evaluate a model at all lengths of a plan, and write the results to the folder of the model.
+
+    Lengths that were scored before are not evaluated again. Lengths that failed before are tried again.
+
+    Args:
+        target: The model.
+        text: The text.
+        plan: The plan of the evaluation.
+        precision: The dtype of the weights, as a key of `trainshort.evaluate.targets.PRECISIONS`.
+        again: Whether to evaluate lengths again that were scored before.
+        dry_run: Whether to print the estimated cost only.
+        picture: Whether to draw figures of the results.
+        console: The console for the results. None prints nothing. The cost and the progress are printed on standard
+            error.
+
+    Returns:
+        The evaluation with the results.
+
+    Raises:
+        InputError: If the plan is not possible for this model and this text.
+    """
     console = console or new_console(quiet=True)
-    notes = new_console(stderr=True, quiet=console.quiet, highlight=False)
-    if target.mask is not None and plan.stride is not None:
-        raise InputError("an encoder is evaluated in blocks that do not overlap; leave out --stride.")
-    if not plan.lengths:
-        raise InputError("nothing was evaluated; give at least one length.")
-    for length in plan.lengths:
-        plan.passes(length)  # refuses impossible lengths before anything is computed
-    with target.for_length(plan.change, min(plan.lengths)):
-        pass  # a change that does not fit the model is refused before anything is computed
+    status_console = new_console(stderr=True, quiet=console.quiet, highlight=False)
+    _check_plan(target, plan)
+
     evaluation = new_evaluation(target, text, plan, precision)
     path = result_path(target.folder, evaluation)
-    if not again and path.exists():  # only numbers are kept: a length that ran out of memory or failed is tried again
-        evaluation = evaluation.model_copy(update={"rows": tuple(results.load(path).scored)})
-    todo = [plan.passes(length) for length in plan.lengths if evaluation.row(length) is None]
-    print_estimated_cost(target, plan, todo, notes)
+    if path.exists() and not again:
+        scored_rows = results.load(path).scored
+        evaluation = evaluation.model_copy(update={"rows": tuple(scored_rows)})
+    missing_lengths = [length for length in plan.lengths if evaluation.row(length) is None]
+    missing_passes = [plan.passes(length) for length in missing_lengths]
+    print_estimated_cost(target, plan, missing_passes, status_console)
     if dry_run:
         return evaluation
-    with ProgressMeter(notes) as meter:
-        evaluation = sweep(target, plan, evaluation, path, meter)
-    if not todo and results.load(path).corpus != evaluation.corpus:
-        results.save(evaluation, path)  # an older version said less of the text
-    finish(evaluation, target, path, console, picture=picture)
+
+    with ProgressMeter(status_console) as meter:
+        evaluation = run_sweep(target, plan, evaluation, path, meter)
+    # If nothing was missing, the sweep did not write the file. The stored description of the text can differ in details
+    # such as the name of the text.
+    if not missing_passes and results.load(path).corpus != evaluation.corpus:
+        results.save(evaluation, path)
+    write_figures_and_summary(evaluation, target, path, console, picture=picture)
     console.print(result_table(evaluation, plan.lengths))
     return evaluation
 
 
-def print_estimated_cost(target: Target, plan: Sweep, todo: list[Passes], console: Console) -> None:
-    """Say what is about to be computed, how long that may take, and what it cannot tell."""
-    if (longest := max(plan.lengths)) > len(plan.tokens):
+def _check_plan(target: Target, plan: Sweep) -> None:
+    """Raise `InputError` if a plan is not possible, before anything is computed."""
+    if target.mask is not None and plan.stride is not None:
+        raise InputError("--stride does not support encoders. Leave out --stride to evaluate without overlap.")
+    if not plan.lengths:
+        raise InputError("No length to evaluate. Give at least one length.")
+    for length in plan.lengths:
+        plan.passes(length)  # Raises InputError if the length or the stride is invalid.
+    with target.for_length(plan.override, min(plan.lengths)):
+        pass  # Entering the context raises InputError if the model does not support the override.
+
+
+def print_estimated_cost(target: Target, plan: Sweep, missing_passes: list[Passes], console: Console) -> None:
+    """Print how much work an evaluation is and how long it may take.
+
+    Args:
+        target: The model.
+        plan: The plan of the evaluation.
+        missing_passes: The passes of each length that is not scored yet.
+        console: The console. If it is quiet, the duration is not measured.
+    """
+    num_tokens = len(plan.tokens)
+    longest_length = max(plan.lengths)
+    if longest_length > num_tokens:
         console.print(
-            f"The text has {len(plan.tokens):,} tokens: at length {longest:,} it is read whole, which says nothing "
-            f"about inputs of {longest:,} tokens. The extrapolation card leaves that length out.",
+            f"The text has only {num_tokens:,} tokens. At length {longest_length:,} it is evaluated in one pass. "
+            f"This shows nothing about longer inputs, so the evaluation summary leaves out length {longest_length:,}.",
             soft_wrap=True,
         )
-    if known := len(plan.lengths) - len(todo):
-        console.print(f"{known} of {len(plan.lengths)} lengths were scored before; --again scores them anew.")
-    if not todo or console.quiet:
+    num_scored = len(plan.lengths) - len(missing_passes)
+    if num_scored:
+        console.print(f"{num_scored} of {len(plan.lengths)} lengths are already scored. --again evaluates them again.")
+    if not missing_passes or console.quiet:
         return
-    console.print(f"{escape_control_characters(target.name)}: timing a few passes first.")
-    seconds = calibrate(target, plan)
-    at = f"length {todo[0].length:,}" if len(todo) == 1 else f"{len(todo)} lengths"
-    passes, read = sum(len(passes) for passes in todo), sum(passes.read for passes in todo)
+
+    name = escape_control_characters(target.name)
+    console.print(f"{name}: measuring the speed of a few passes.")
+    estimate_seconds = make_duration_estimate(target, plan)
+    if len(missing_passes) == 1:
+        lengths = f"length {missing_passes[0].length:,}"
+    else:
+        lengths = f"{len(missing_passes)} lengths"
+    num_passes = sum(len(passes) for passes in missing_passes)
+    num_read_tokens = sum(passes.read for passes in missing_passes)
+    duration = format_duration(sum(estimate_seconds(passes) for passes in missing_passes))
     console.print(
-        f"{escape_control_characters(target.name)}: {len(plan.tokens):,} targets at {at}, {passes:,} passes "
-        f"over {read:,} tokens, about {format_duration(sum(seconds(passes) for passes in todo))}."
+        f"{name}: {num_tokens:,} targets at {lengths}, {num_passes:,} passes over {num_read_tokens:,} tokens, "
+        f"about {duration}."
     )
 
 
-def finish(evaluation: Evaluation, target: Target, path: Path, console: Console, *, picture: bool) -> None:
-    """The picture if it is wanted, and the card where this evaluation makes one."""
-    written = [path]
+def write_figures_and_summary(
+    evaluation: Evaluation, target: Target, path: Path, console: Console, *, picture: bool
+) -> None:
+    """Draw the results, write the evaluation summary, and print which files were written.
+
+    The evaluation summary says up to which length a model works well (see `trainshort.evaluate.significance`). The
+    summary describes the run, so an evaluation of a single checkpoint writes no summary.
+
+    Args:
+        evaluation: The evaluation.
+        target: The model.
+        path: The result file of the evaluation.
+        console: The console.
+        picture: Whether to draw figures.
+    """
+    written_paths = [path]
     if picture and can_draw_figures():
-        written += draw([evaluation, *siblings(evaluation, path)], path.with_suffix(""))
-    made = (
-        significance.make_summary(evaluation, str(path.relative_to(target.folder)))
-        if target.kind != "checkpoint"
-        else None
-    )
-    if made and significance.save_summary(made, target.folder):
-        written.append(target.folder / significance.CARD)
-        console.print(f"{escape_for_output(target.name)}: {made['summary']}", highlight=False)
-    elif made is None and (base := evaluation.trained_at) is not None and evaluation.row(base) is None:
-        console.print(
-            f"No extrapolation card: it needs the training length {base:,} among the lengths.", highlight=False
-        )
-    console.print(
-        "Written: " + ", ".join(escape_for_output(str(file)) for file in written), highlight=False, soft_wrap=True
-    )
+        evaluations = [evaluation, *find_related_evaluations(evaluation, path)]
+        written_paths += draw(evaluations, path.with_suffix(""))
+
+    summary = None
+    if target.kind != "checkpoint":
+        summary = significance.make_summary(evaluation, str(path.relative_to(target.folder)))
+    training_length = evaluation.trained_at
+    if summary is None:
+        if training_length is not None and evaluation.row(training_length) is None:
+            console.print(
+                f"No evaluation summary was written. It requires the training length {training_length:,}.",
+                highlight=False,
+            )
+    elif significance.save_summary(summary, target.folder):
+        written_paths.append(target.folder / significance.SUMMARY_FILE)
+        console.print(f"{escape_for_output(target.name)}: {summary['summary']}", highlight=False)
+    names = ", ".join(escape_for_output(str(written_path)) for written_path in written_paths)
+    console.print(f"Written: {names}", highlight=False, soft_wrap=True)
 
 
-def siblings(evaluation: Evaluation, path: Path) -> list[Evaluation]:
-    """Other protocols' evaluations of the same weights on the same text, for the same picture."""
-    found = []
-    for other in sorted(set(path.parent.glob("*.json")) - {path}):
+def find_related_evaluations(evaluation: Evaluation, path: Path) -> list[Evaluation]:
+    """Return evaluations of the same weights on the same text with other settings. They are drawn in one figure.
+
+    Args:
+        evaluation: The evaluation.
+        path: The result file of the evaluation. Other files in the same folder are searched.
+    """
+    related_evaluations = []
+    for other_path in sorted(path.parent.glob("*.json")):
+        if other_path == path:
+            continue
         try:
-            one = results.load(other)
+            other_evaluation = results.load(other_path)
         except InputError:
-            continue  # a damaged neighbour is no reason to fail now
-        same_weights = one.target.get("weights") == evaluation.target["weights"]
-        if same_weights and one.corpus.get("sha256") == evaluation.corpus["sha256"]:
-            found.append(one)
-    return found
+            continue  # A damaged file of another evaluation is not an error here.
+        has_same_weights = other_evaluation.target.get("weights") == evaluation.target["weights"]
+        has_same_text = other_evaluation.corpus.get("sha256") == evaluation.corpus["sha256"]
+        if has_same_weights and has_same_text:
+            related_evaluations.append(other_evaluation)
+    return related_evaluations
+
+
+# ---- the table that is printed
 
 
 def result_table(evaluation: Evaluation, lengths: Sequence[int]) -> Table:
-    """One line per length; the training length is marked."""
-    table = Table(title=escape_for_output(_title(evaluation)), title_justify="left", box=None, pad_edge=False)
-    for name in ("length", evaluation.measure, "95 %", "per word", "bits/byte", "tokens/s", "memory"):
-        table.add_column(name, justify="right", no_wrap=True)
+    """Return a table with one row per length. The training length is marked with "= L".
+
+    Args:
+        evaluation: The evaluation.
+        lengths: The lengths to show.
+    """
+    table = Table(title=escape_for_output(_table_title(evaluation)), title_justify="left", box=None, pad_edge=False)
+    columns = ("length", evaluation.metric_name, "95 %", "per word", "bits/byte", "tokens/s", "memory")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
     for row in evaluation.rows:
         if row.length in lengths:
-            table.add_row(*_cells(evaluation, row))
+            table.add_row(*_table_cells(evaluation, row))
     return table
 
 
-def _title(evaluation: Evaluation) -> str:
-    corpus, protocol = evaluation.corpus, evaluation.protocol
-    split = f" ({corpus['split']})" if corpus["split"] else ""
-    how = f"stride {protocol['stride']}" if protocol["stride"] else "non-overlapping"
-    how += f", each token scored while {masked} are masked" if (masked := protocol.get("masked")) else ""
-    slopes = f", slopes {protocol['slopes']}" if protocol["slopes"] else ""
-    return f"{evaluation.target['name']} on {corpus['name']}{split}: {corpus['tokens']:,} targets, {how}{slopes}"
+def _table_title(evaluation: Evaluation) -> str:
+    """Return the title of the table: the model, the text and the settings."""
+    corpus = evaluation.corpus
+    protocol = evaluation.protocol
+    text = corpus["name"]
+    if corpus["split"]:
+        text += f" ({corpus['split']})"
+    settings = f"stride {protocol['stride']}" if protocol["stride"] else "non-overlapping"
+    if protocol.get("masked"):
+        settings += f", {protocol['masked']} tokens masked"
+    if protocol["slopes"]:
+        settings += f", slopes {protocol['slopes']}"
+    return f"{evaluation.target['name']} on {text}: {corpus['tokens']:,} targets, {settings}"
 
 
-def _cells(evaluation: Evaluation, row: LengthScore) -> list[str]:
-    mark = " = L" if row.length == evaluation.trained_at else ""
-    first = f"{row.length:,}{mark}"
+def _table_cells(evaluation: Evaluation, row: LengthScore) -> list[str]:
+    """Return the cells of one row of the table. A length without a result shows its status instead of numbers."""
+    length = f"{row.length:,}"
+    if row.length == evaluation.trained_at:
+        length += " = L"
     if row.status != "scored":
-        return [first, row.status, *([""] * 5)]
-    bounds = interval(row)
+        return [length, row.status, "", "", "", "", ""]
+
+    loss_interval = interval(row)
+    perplexity_interval = ""
+    if loss_interval is not None:
+        low, high = loss_interval
+        perplexity_interval = f"{perplexity(low):.2f}-{perplexity(high):.2f}"
     return [
-        first,
+        length,
         f"{row.perplexity:.3f}",
-        f"{perplexity(bounds[0]):.2f}-{perplexity(bounds[1]):.2f}" if bounds else "",
-        _number(evaluation.word_perplexity(row), ",.4g"),
-        _number(evaluation.bits_per_byte(row), ".4f"),
-        _number(row.speed, ",.0f"),
+        perplexity_interval,
+        _format_optional(evaluation.word_perplexity(row), ",.4g"),
+        _format_optional(evaluation.bits_per_byte(row), ".4f"),
+        _format_optional(row.speed, ",.0f"),
         "" if row.memory is None else f"{row.memory / 1e6:,.0f} MB",
     ]
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+def _format_optional(value: float | None, format_spec: str) -> str:
+    """Return a formatted number, or an empty string for None."""
+    return "" if value is None else format(value, format_spec)

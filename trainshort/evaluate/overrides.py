@@ -1,17 +1,18 @@
-"""Models run otherwise than they were trained, with the same weights: does any of it let them use more context?
+"""Change how a trained model uses positions, without changing its weights.
 
-    --slopes interpolate    ALiBi's slopes · L / length once length > L: the farthest bias is one that training has seen
-    --slopes ntk=4          the steepest slope stays, the flattest is divided by 4, those between by less
-    --slopes clamp=512      what is farther than 512 counts as 512 (LM-Infinite)
-    --slopes max_bias=16    the slopes of another maximum bias: the flattest head becomes 2^-16 and looks farther
-    --slopes window=512     the trained slopes under a sliding-window mask: ALiBi as a plain window
-    --rotary linear=4       positions interpolated; ntk=4 another base; dynamic=1 one that grows with the input; yarn=4
-    --rotary blocks=256     a token sees its block of 256 and the one before (xPos: half the training length)
-    --scores 1.2            every product of a query and a key is multiplied by this; any model
+An override tests whether a trained model can use a longer context. The options of the command line are:
 
-The model is as before when the context ends.
+    --slopes interpolate    multiply the ALiBi slopes by L / length for inputs longer than the training length L
+    --slopes ntk=4          divide the flattest slope by 4, keep the steepest slope, and interpolate in between
+    --slopes clamp=512      treat every distance above 512 as 512 (LM-Infinite)
+    --slopes max_bias=16    use the slopes of another maximum bias, so that the flattest slope is 2^-16
+    --slopes window=512     keep the trained slopes and add a sliding window of 512 tokens
+    --rotary linear=4       scale the rotary frequencies; other methods are ntk=4, dynamic=1 and yarn=4
+    --rotary blocks=256     let each token attend to its own block of 256 tokens and to the block before
+    --scores 1.2            multiply all attention scores by 1.2 before the softmax
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,138 +28,242 @@ from trainshort.model.positions.alibi import alibi_bias
 from trainshort.model.positions.rotary import Rotary, RotaryScaling
 from trainshort.model.transformer import Attention, TransformerLM
 
-OVERRIDE_MINIMUMS = {
+# The methods of each option, and the smallest number that each method accepts. None means that the method takes no
+# number. The number of `max_bias` must be larger than its minimum.
+OVERRIDE_MINIMUMS: dict[str, dict[str, float | None]] = {
     "slopes": {"interpolate": None, "ntk": 1.0, "clamp": 1.0, "max_bias": 0.0, "window": 1.0},
     "rotary": {"linear": 1.0, "ntk": 1.0, "dynamic": 1.0, "yarn": 1.0, "blocks": 1.0},
 }
-"""What each option knows, and the least number that goes with it (max_bias: above it); None: no number."""
-WHOLE = ("clamp", "window", "blocks")
-EXAMPLES = {
-    "slopes": "slopes are interpolate, ntk=4, clamp=512, max_bias=16 or window=512",
-    "rotary": "rotary is linear=4, ntk=4, dynamic=1, yarn=4 or blocks=256, with a number of at least 1",
+
+# The numbers of these methods count tokens, so they must be integers.
+METHODS_WITH_TOKEN_COUNT = ("clamp", "window", "blocks")
+
+# The valid values of each option, for error messages.
+EXPECTED_VALUES = {
+    "slopes": "interpolate, ntk=4, clamp=512, max_bias=16 or window=512",
+    "rotary": "linear=4, ntk=4, dynamic=1, yarn=4 or blocks=256, with a number of at least 1",
 }
 
 
 @dataclass(frozen=True)
 class Override:
-    """One change of a trained model, as an option names it."""
+    """A change of a trained model that is made for an evaluation.
+
+    Attributes:
+        option: The command-line option without its dashes: "slopes", "rotary" or "scores".
+        method: The method of the option, such as "yarn". The option "scores" has no methods.
+        value: The number of the method, or the factor of the option "scores".
+    """
 
     option: str
-    kind: str = ""
+    method: str = ""
     value: float = 0.0
 
     @staticmethod
-    def read(option: str, text: str) -> "Override":
-        """From the command line: `interpolate`, `max_bias=16`, `yarn=4`; of `scores`, a number."""
+    def parse(option: str, text: str) -> "Override":
+        """Parse a command-line option that changes a trained model.
+
+        Args:
+            option: The name of the option without its dashes: "slopes", "rotary" or "scores".
+            text: The value of the option, as the user typed it.
+
+        Returns:
+            The parsed override.
+
+        Raises:
+            InputError: If `text` is not a valid value of the option.
+
+        Example:
+            >>> Override.parse("slopes", "max_bias=16")
+            Override(option='slopes', method='max_bias', value=16.0)
+        """
         if option == "scores":
-            number = _number(text)
-            if number is None or not number > 0:
-                raise InputError(f"--scores is a factor above 0, such as 1.2; got '{text}'.")
-            return Override("scores", value=number)
-        kind, equals, value = text.partition("=")
-        number = _number(value)
-        if kind in OVERRIDE_MINIMUMS[option] and _is_valid_value(
-            kind, OVERRIDE_MINIMUMS[option][kind], bool(equals), number
-        ):
-            return Override(option, kind, number or 0.0)
-        raise InputError(f"{EXAMPLES[option]}; got '{text}'.")
+            factor = _parse_number(text)
+            if factor is None or factor <= 0:
+                raise InputError(f"Invalid --scores: expected a number above 0 such as 1.2, got '{text}'.")
+            return Override("scores", value=factor)
+
+        method, equals_sign, number_text = text.partition("=")
+        number = _parse_number(number_text)
+        if not _is_valid_value(option, method, has_equals_sign=bool(equals_sign), number=number):
+            raise InputError(f"Invalid --{option}: expected {EXPECTED_VALUES[option]}, got '{text}'.")
+        if number is None:
+            number = 0.0  # The method `interpolate` takes no number.
+        return Override(option, method, number)
 
     @staticmethod
     def from_options(slopes: str | None, rotary: str | None, scores: str | None) -> "Override | None":
-        """Of the options of a command; one at a time."""
-        given = {"slopes": slopes, "rotary": rotary, "scores": scores}
-        named = {name: text for name, text in given.items() if text is not None}
-        if len(named) > 1:
-            raise InputError(f"give one of {' and '.join('--' + name for name in named)}, so that its effect is seen.")
-        return next((Override.read(name, text) for name, text in named.items()), None)
+        """Create an override from the options of a command.
+
+        Args:
+            slopes: The value of `--slopes`, or None if the option was not given.
+            rotary: The value of `--rotary`, or None.
+            scores: The value of `--scores`, or None.
+
+        Returns:
+            The override, or None if no option was given.
+
+        Raises:
+            InputError: If several options were given, or if a value is invalid.
+        """
+        all_options = {"slopes": slopes, "rotary": rotary, "scores": scores}
+        given_options = {name: text for name, text in all_options.items() if text is not None}
+        if not given_options:
+            return None
+        if len(given_options) > 1:
+            names = " and ".join(f"--{name}" for name in given_options)
+            raise InputError(f"{names} cannot be combined. Give one of them.")
+        ((name, text),) = given_options.items()
+        return Override.parse(name, text)
 
     def __str__(self) -> str:
-        """Return the name of this change in stored results."""
+        """Return the name of this override in result files, such as "ntk=4", "rotary-yarn=4" or "scores=1.2"."""
         if self.option == "scores":
             return f"scores={self.value:g}"
-        named = self.kind if self.kind == "interpolate" else f"{self.kind}={self.value:g}"
-        return named if self.option == "slopes" else f"{self.option}-{named}"
+        name = "interpolate" if self.method == "interpolate" else f"{self.method}={self.value:g}"
+        return name if self.option == "slopes" else f"{self.option}-{name}"
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
+    """Return the number that a text contains, or None if the text is not a number, is infinite, or is NaN."""
     try:
         number = float(text)
     except ValueError:
         return None
-    return number if number < float("inf") else None
+    return number if math.isfinite(number) else None
 
 
-def _is_valid_value(kind: str, least: float | None, given: bool, number: float | None) -> bool:
-    if least is None:
-        return not given
-    if number is None or (kind in WHOLE and not number.is_integer()):
-        return False
-    return number > least if kind == "max_bias" else number >= least
+def _is_valid_value(option: str, method: str, *, has_equals_sign: bool, number: float | None) -> bool:
+    """Return whether a command-line value such as "yarn=4" is valid.
 
-
-def new_slopes(trained: Float[Tensor, " heads"], change: Override, trained_at: int, length: int) -> Tensor:
-    """The slopes for inputs of this length.
-
-    interpolate, trained at 128:   length 64 or 128 → as trained      length 512 → a quarter of them
-    ntk=4, two heads:              1/16, 1/256 → 1/16, 1/1024
+    Args:
+        option: The option that the value belongs to.
+        method: The part of the value before the equals sign.
+        has_equals_sign: Whether the value has an equals sign.
+        number: The number after the equals sign, or None if it is missing or not a number.
     """
-    match change.kind:
+    minimums = OVERRIDE_MINIMUMS[option]
+    if method not in minimums:
+        return False
+    minimum = minimums[method]
+    if minimum is None:
+        return not has_equals_sign
+    if number is None:
+        return False
+    if method in METHODS_WITH_TOKEN_COUNT and not number.is_integer():
+        return False
+    if method == "max_bias":
+        return number > minimum
+    return number >= minimum
+
+
+def compute_override_slopes(
+    trained_slopes: Float[Tensor, " heads"], override: Override, trained_at: int, length: int
+) -> Float[Tensor, " heads"]:
+    """Return the ALiBi slopes that an override uses for inputs of a given length.
+
+    Args:
+        trained_slopes: The slopes of the model.
+        override: An override with the option "slopes".
+        trained_at: The training length of the model.
+        length: The length of the inputs.
+
+    Returns:
+        The slopes. The methods "clamp" and "window" do not change the slopes.
+
+    Example:
+        The slopes 1/4 and 1/16 of a model that was trained at length 128 become:
+
+        - interpolate: 1/16 and 1/64 at length 512. They do not change at lengths up to 128.
+        - ntk=4: 1/4 and 1/64 at every length.
+    """
+    match override.method:
         case "interpolate":
-            return trained * min(1.0, trained_at / length)
+            return trained_slopes * min(1.0, trained_at / length)
         case "ntk":
-            by_steepness = trained.argsort(descending=True).argsort().to(trained.dtype)
-            return trained * change.value ** (-by_steepness / max(1, len(trained) - 1))
+            # The rank of the steepest slope is 0, and the rank of the flattest slope is heads - 1.
+            ranks = trained_slopes.argsort(descending=True).argsort().to(trained_slopes.dtype)
+            max_rank = max(1, len(trained_slopes) - 1)
+            return trained_slopes * override.value ** (-ranks / max_rank)
         case "max_bias":
-            return alibi.slopes(len(trained), change.value).to(trained.device)
+            return alibi.slopes(len(trained_slopes), override.value).to(trained_slopes.device)
         case _:
-            return trained
+            return trained_slopes
 
 
 @contextmanager
-def apply_override(model: TransformerLM, change: Override, trained_at: int, length: int) -> Iterator[None]:
-    """Inside, `model` runs with a change, for inputs of this length."""
-    with ExitStack() as held:
-        if change.option == "slopes":
-            _change_slopes(held, model, change, trained_at, length)
-        if change.option == "rotary":
-            _stretch(held, model, change, trained_at, length)
-        for attention in (module for module in model.modules() if isinstance(module, Attention)):
-            if change.option == "scores":
-                set_attribute_temporarily(held, attention, "score_factor", attention.score_factor * change.value)
-            if change.kind in ("window", "blocks"):
-                set_attribute_temporarily(held, attention, change.kind, int(change.value))
+def apply_override(model: TransformerLM, override: Override, trained_at: int, length: int) -> Iterator[None]:
+    """Context manager: run a model with an override. The model is restored when the block ends.
+
+    Args:
+        model: The model.
+        override: The override to apply.
+        trained_at: The training length of the model.
+        length: The length of the inputs that the model will read.
+
+    Raises:
+        InputError: If the position method of the model does not support the override.
+    """
+    with ExitStack() as stack:
+        if override.option == "slopes":
+            _override_slopes(stack, model, override, trained_at, length)
+        if override.option == "rotary":
+            _override_rotary(stack, model, override, trained_at, length)
+
+        attention_layers = [module for module in model.modules() if isinstance(module, Attention)]
+        for layer in attention_layers:
+            if override.option == "scores":
+                set_attribute_temporarily(stack, layer, "score_factor", layer.score_factor * override.value)
+            if override.method in ("window", "blocks"):
+                # The attribute of the layer has the same name as the method.
+                set_attribute_temporarily(stack, layer, override.method, int(override.value))
         yield
 
 
-def _change_slopes(held: ExitStack, model: TransformerLM, change: Override, trained_at: int, length: int) -> None:
-    trained = model.position.linear_slopes()
-    if trained is None:
-        raise InputError(
-            f"--slopes needs a model with ALiBi positions; this one has position='{model.config.position}'."
-        )
+def _override_slopes(stack: ExitStack, model: TransformerLM, override: Override, trained_at: int, length: int) -> None:
+    """Replace the ALiBi bias of a model until `stack` is closed. The arguments are those of `apply_override`."""
+    trained_slopes = model.position.linear_slopes()
+    position_name = model.config.position
+    if trained_slopes is None:
+        raise InputError(f"--slopes requires a model with ALiBi positions, got position='{position_name}'.")
     bias = model.position.score_bias(1)
     if bias is not None and bias.right is not None:
-        raise InputError(f"--slopes changes one side; position='{model.config.position}' has slopes for either.")
-    slopes = new_slopes(trained.detach().clone(), change, trained_at, length)
-    farthest = int(change.value) if change.kind == "clamp" else None
-    # In place of the method's own bias, which may keep its slopes as a tensor or compute them each time.
-    set_attribute_temporarily(held, model.position, "score_bias", partial(alibi_bias, slopes, farthest))
+        raise InputError(
+            f"--slopes does not support position='{position_name}', which has separate slopes for later tokens."
+        )
+    slopes = compute_override_slopes(trained_slopes.detach().clone(), override, trained_at, length)
+    max_distance = int(override.value) if override.method == "clamp" else None
+    # The method that creates the bias is replaced, because not every position method stores its slopes as a tensor.
+    score_bias = partial(alibi_bias, slopes, max_distance)
+    set_attribute_temporarily(stack, model.position, "score_bias", score_bias)
 
 
-def _stretch(held: ExitStack, model: TransformerLM, change: Override, trained_at: int, length: int) -> None:
+def _override_rotary(stack: ExitStack, model: TransformerLM, override: Override, trained_at: int, length: int) -> None:
+    """Scale the rotary frequencies of a model until `stack` is closed. The arguments are those of `apply_override`."""
     if not isinstance(model.position, Rotary):
         raise InputError(
-            f"--rotary needs a model with rotary or xpos positions; this one has position='{model.config.position}'."
+            f"--rotary requires a model with rotary or xpos positions, got position='{model.config.position}'."
         )
-    if change.kind != "blocks":
-        how: Any = change.kind  # one of Stretch's, as `read` has it
-        set_attribute_temporarily(held, model.position, "scaling", RotaryScaling(how, change.value, trained_at, length))
+    if override.method == "blocks":
+        return  # This method changes the attention mask and not the frequencies.
+    scaling_method: Any = override.method  # `Override.parse` accepts only the methods of RotaryScaling.
+    scaling = RotaryScaling(scaling_method, override.value, trained_at, length)
+    set_attribute_temporarily(stack, model.position, "scaling", scaling)
 
 
-def set_attribute_temporarily(held: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute; it is what it was when `held` ends."""
-    if name in vars(owner) or not hasattr(type(owner), name):
-        held.callback(setattr, owner, name, getattr(owner, name))
+def set_attribute_temporarily(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of an object, and restore the old state when `stack` is closed.
+
+    Args:
+        stack: The stack that restores the attribute.
+        owner: The object.
+        name: The name of the attribute.
+        value: The new value.
+    """
+    is_inherited_from_class = name not in vars(owner) and hasattr(type(owner), name)
+    if is_inherited_from_class:
+        # Without the attribute on the instance, the attribute of the class is visible again.
+        stack.callback(delattr, owner, name)
     else:
-        held.callback(delattr, owner, name)  # the class's own again
+        stack.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)

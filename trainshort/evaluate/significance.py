@@ -1,19 +1,18 @@
-"""When a measured difference may be told as one: the rule behind every sentence that concludes. No torch.
+"""Decide whether a measured difference is significant, and summarize up to which input length a model works well.
 
-1. It matters: at least EFFECT nats, which is one per cent of perplexity.
-2. It is not chance: its 95 % interval lies on one side of zero. No interval, no conclusion.
-3. A range has no holes: "up to 256" means that every distance tried up to there holds.
-4. Where several probes ask the same thing they agree, or the sentence says that they do not.
+The analyses and the evaluation summary use the same rule for all conclusions:
 
-Below it, the loss by position in the input (what a point of it needs, its interval, and what may be concluded), and the
-extrapolation card, which says by this rule how far a model is good.
+1. A difference must be at least `MIN_EFFECT_NATS`.
+2. The 95 % interval of the difference must not contain zero.
+3. A statement such as "up to 256 tokens" requires the effect at every tested distance up to 256.
+
+This module does not import torch.
 """
 
 import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,168 +20,289 @@ from trainshort.errors import InputError
 from trainshort.evaluate.results import Evaluation, Interval, LengthScore, interval
 from trainshort.utils.io import read_with_checksum, write_with_checksum
 
+# The smallest difference of two losses that matters. 0.01 nats are about 1 % of the perplexity.
 MIN_EFFECT_NATS = 0.01
 
 
 def is_significant_increase(effect: float, interval: Interval | None) -> bool:
-    """Whether a positive effect is large enough to matter and surely not zero."""
-    return interval is not None and effect >= MIN_EFFECT_NATS and interval[0] > 0
+    """Return whether an effect is at least `MIN_EFFECT_NATS` and its 95 % interval is above zero.
+
+    Args:
+        effect: The measured effect in nats.
+        interval: The 95 % interval of the effect. Without an interval, no effect is significant.
+    """
+    if interval is None:
+        return False
+    return effect >= MIN_EFFECT_NATS and interval[0] > 0
 
 
 def is_significant_decrease(effect: float, interval: Interval | None) -> bool:
-    """The same of a negative one."""
-    return interval is not None and is_significant_increase(-effect, (-interval[1], -interval[0]))
+    """Return whether an effect is at most -`MIN_EFFECT_NATS` and its 95 % interval is below zero.
 
-
-def longest_contiguous(found: Iterable[tuple[int, bool]]) -> int | None:
-    """The farthest distance such that it and all nearer ones hold; None when the nearest does not.
-
-    64 holds, 128 holds, 256 does not, 512 holds:   128
+    Args:
+        effect: The measured effect in nats.
+        interval: The 95 % interval of the effect. Without an interval, no effect is significant.
     """
-    holding = list(takewhile(lambda tried: tried[1], sorted(found)))
-    return holding[-1][0] if holding else None
+    if interval is None:
+        return False
+    low, high = interval
+    return is_significant_increase(-effect, (-high, -low))
 
 
-def format_range(what: str, found: Iterable[tuple[int, bool]]) -> str:
-    """A range in words, with what lies behind a hole told as such.
+# ---- ranges of distances
 
-    copy up to 128 tokens (at 512 again, but not at 256)
+
+def longest_contiguous(results: Iterable[tuple[int, bool]]) -> int | None:
+    """Return the largest distance such that the result is positive there and at all shorter distances.
+
+    Args:
+        results: Pairs of a distance and whether its result is positive, in any order.
+
+    Returns:
+        The distance, or None if the result at the shortest distance is negative.
+
+    Example:
+        >>> longest_contiguous([(64, True), (128, True), (256, False), (512, True)])
+        128
     """
-    tried = sorted(found)
-    farthest = longest_contiguous(tried)
-    behind = [distance for distance, holds in tried if holds and distance > (farthest or 0)]
-    if farthest is None and not behind:
-        return f"no {what} at any distance tried"
-    hole = next((distance for distance, holds in tried if not holds), 0)
-    if farthest is None:
-        return f"{what} at {_join_numbers(behind)} tokens, but not at {hole:,}"
-    again = f" (at {_join_numbers(behind)} again, but not at {hole:,})" if behind else ""
-    return f"{what} up to {farthest:,} tokens{again}"
+    longest = None
+    for distance, is_positive in sorted(results):
+        if not is_positive:
+            break
+        longest = distance
+    return longest
+
+
+def format_range(task: str, results: Iterable[tuple[int, bool]]) -> str:
+    """Describe at which distances a model solves a task, and add a verdict.
+
+    Args:
+        task: The name of the task.
+        results: Pairs of a distance and whether the model solves the task at this distance.
+
+    Returns:
+        A verdict and its reason. The verdict is "inconclusive" if the model solves the task at a distance, but not at
+        all shorter distances.
+
+    Example:
+        >>> format_range("copy", [(64, True), (128, False), (256, False)])
+        'copy: supported up to 64 tokens, not supported at 128'
+        >>> format_range("copy", [(64, True), (128, False), (256, True)])
+        'copy: supported up to 64 tokens, inconclusive beyond (not solved at 128, but at 256)'
+        >>> format_range("copy", [(64, False)])
+        'copy: not supported at any tested distance'
+    """
+    sorted_results = sorted(results)
+    solved = [distance for distance, is_solved in sorted_results if is_solved]
+    failed = [distance for distance, is_solved in sorted_results if not is_solved]
+    if not solved:
+        return f"{task}: not supported at any tested distance"
+    if not failed:
+        return f"{task}: supported up to {solved[-1]:,} tokens, the longest tested distance"
+
+    first_failed = failed[0]
+    solved_beyond = [distance for distance in solved if distance > first_failed]
+    contradiction = f"(not solved at {first_failed:,}, but at {_join_numbers(solved_beyond)})"
+    longest = longest_contiguous(sorted_results)
+    if longest is None:
+        return f"{task}: inconclusive {contradiction}"
+    if not solved_beyond:
+        return f"{task}: supported up to {longest:,} tokens, not supported at {first_failed:,}"
+    return f"{task}: supported up to {longest:,} tokens, inconclusive beyond {contradiction}"
 
 
 def _join_numbers(numbers: list[int]) -> str:
+    """Join numbers with "and": [1024, 2048] becomes "1,024 and 2,048"."""
     return " and ".join(f"{number:,}" for number in numbers)
 
 
+# ---- the loss as a function of the position in the input
+
+# A point of the curve of loss by position has at least this many predictions. Smaller bins are merged.
 MIN_PREDICTIONS_PER_BIN = 200
-"""Predictions that a point of the loss by position stands for at least; neighbouring bins are put together."""
+
+# A smaller difference between two mean losses is not reported as a change.
 MIN_LOSS_CHANGE = 0.02
-"""Nats that a change of the mean loss must exceed, beside its interval excluding none, before it is called one."""
+
+# A 95 % interval of a normal distribution is this many standard errors wide on each side of the mean.
+STANDARD_ERRORS_95 = 1.96
 
 
 @dataclass(frozen=True)
 class Bin:
-    """Predictions at neighbouring positions."""
+    """The losses of all predictions at neighboring positions.
+
+    Attributes:
+        first: The first position.
+        end: The last position + 1.
+        count: The number of predictions.
+        total: The sum of the losses.
+        squares: The sum of the squared losses.
+    """
 
     first: int
     end: int
     count: int
     total: float
     squares: float
-    """Sum of the squared losses."""
 
     @property
     def middle(self) -> float:
+        """Return the middle of the bin. Positions are counted from 1 here, so that a logarithmic axis can show them."""
         return (self.first + self.end + 1) / 2
 
     @property
     def mean(self) -> float:
+        """Return the mean loss."""
         return self.total / self.count
 
     @property
     def error(self) -> float:
-        """Standard error of the mean."""
-        return math.sqrt(max(0.0, self.squares / self.count - self.mean**2) / self.count)
+        """Return the standard error of the mean loss."""
+        variance = self.squares / self.count - self.mean**2
+        return math.sqrt(max(0.0, variance) / self.count)  # Rounding can make a variance of 0 slightly negative.
 
-    def and_also(self, other: "Bin") -> "Bin":
-        squares = self.squares + other.squares
-        return Bin(self.first, other.end, self.count + other.count, self.total + other.total, squares)
+    def merge(self, next_bin: "Bin") -> "Bin":
+        """Return one bin with the predictions of this bin and of the next bin."""
+        return Bin(
+            first=self.first,
+            end=next_bin.end,
+            count=self.count + next_bin.count,
+            total=self.total + next_bin.total,
+            squares=self.squares + next_bin.squares,
+        )
 
 
 def pool_bins(row: LengthScore) -> list[Bin]:
-    """A row's bins, neighbours put together until each has enough predictions; what is left at the end joins the last
-    one."""
+    """Return the losses by position, with bins that have at least `MIN_PREDICTIONS_PER_BIN` predictions.
+
+    Neighboring bins are merged until each bin has enough predictions. If the last bin is too small, it is merged with
+    the bin before.
+
+    Args:
+        row: The result of an evaluation at one length.
+
+    Returns:
+        The bins in the order of their positions. The list is empty if there are too few predictions in total.
+    """
     bins: list[Bin] = []
-    for position, square in zip(row.positions, row.position_squares, strict=True):
-        one = Bin(*position, square)
-        if bins and bins[-1].count < MIN_PREDICTIONS_PER_BIN:
-            bins[-1] = bins[-1].and_also(one)
+    for (first, end, count, total), squares in zip(row.positions, row.position_squares, strict=True):
+        new_bin = Bin(first, end, count, total, squares)
+        is_last_bin_too_small = bool(bins) and bins[-1].count < MIN_PREDICTIONS_PER_BIN
+        if is_last_bin_too_small:
+            bins[-1] = bins[-1].merge(new_bin)
         else:
-            bins.append(one)
+            bins.append(new_bin)
+
     if len(bins) > 1 and bins[-1].count < MIN_PREDICTIONS_PER_BIN:
-        bins[-2:] = [bins[-2].and_also(bins[-1])]
-    return [one for one in bins if one.count >= MIN_PREDICTIONS_PER_BIN]
+        last_bin = bins.pop()
+        bins[-1] = bins[-1].merge(last_bin)
+    return [large_bin for large_bin in bins if large_bin.count >= MIN_PREDICTIONS_PER_BIN]
 
 
 def describe_change_past_training(bins: list[Bin], trained: int) -> str:
-    """`falls by 0.12 ± 0.05`, `rises by ...`, or that no change shows: only what the interval bears out is said."""
-    before = [one for one in bins if trained / 2 <= one.middle <= trained]
-    after = [one for one in bins if one.first >= trained]
-    if not after:
-        return "was not read past it"
-    if not before:
-        return "has too few predictions before it to tell"
-    near, far = functools.reduce(Bin.and_also, before), functools.reduce(Bin.and_also, after)
-    change = far.mean - near.mean
-    margin = 1.96 * math.hypot(near.error, far.error)
+    """Describe how the loss changes at positions past the training length.
+
+    The mean loss past the training length is compared with the mean loss in the second half of the training length.
+
+    Args:
+        bins: The losses by position.
+        trained: The training length.
+
+    Returns:
+        A verb phrase such as "falls by 0.12 ± 0.05". A change is reported only if it is larger than its 95 % margin and
+        larger than `MIN_LOSS_CHANGE`.
+    """
+    bins_before = [position_bin for position_bin in bins if trained / 2 <= position_bin.middle <= trained]
+    bins_after = [position_bin for position_bin in bins if position_bin.first >= trained]
+    if not bins_after:
+        return "was not evaluated past the training length"
+    if not bins_before:
+        return "has too few predictions before the training length"
+
+    before = functools.reduce(Bin.merge, bins_before)
+    after = functools.reduce(Bin.merge, bins_after)
+    change = after.mean - before.mean
+    margin = STANDARD_ERRORS_95 * math.hypot(before.error, after.error)
     if abs(change) <= max(margin, MIN_LOSS_CHANGE):
         return f"shows no change ({change:+.2f} ± {margin:.2f})"
-    return f"{'rises' if change > 0 else 'falls'} by {abs(change):.2f} ± {margin:.2f}"
+    verb = "rises" if change > 0 else "falls"
+    return f"{verb} by {abs(change):.2f} ± {margin:.2f}"
 
 
 def bounds(bins: list[Bin]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the lower and the upper ends of the 95 % intervals of the mean losses."""
-    low = [one.mean - 1.96 * one.error for one in bins]
-    high = [one.mean + 1.96 * one.error for one in bins]
-    return tuple(low), tuple(high)
+    """Return the lower ends and the upper ends of the 95 % intervals of the mean losses."""
+    lower_ends = tuple(position_bin.mean - STANDARD_ERRORS_95 * position_bin.error for position_bin in bins)
+    upper_ends = tuple(position_bin.mean + STANDARD_ERRORS_95 * position_bin.error for position_bin in bins)
+    return lower_ends, upper_ends
 
 
-# ---- the extrapolation card: how far a model is good, in one file of its folder and one line for people
+# ---- the evaluation summary: up to which input length a model works well
 #
-#     trained at 128, good to 4,096+        no worse at 4,096 tokens than at 128; nothing longer was tried
-#     trained at 128, good to 160           worse from there on
-#     trained at 128, good to 160, cannot tell at 256 (too little text)
+# The summary is stored as one JSON file in the run folder. Its field "summary" is a line for readers:
+#
+#     trained at 128, good to 4,096+    The loss at 4,096 tokens is no worse than at 128. No longer length was tested.
+#     trained at 128, good to 160       The loss at the next tested length is significantly higher.
+#     trained at 128, good to 160, inconclusive at 256 (too little text)
 #     trained at 128, cannot read past 128
 #
-# "Good" has no holes: at every length tried up to there the loss is higher than at the training length by less than
-# what matters. "Worse" is more than that, beyond doubt. Whoever loads the model shows the line, the file's "summary".
+# "Good" means that the loss is less than MIN_EFFECT_NATS above the loss at the training length, at this length and at
+# all shorter tested lengths.
 
-CARD = "extrapolation.json"
-CARD_FORMAT = 2
+SUMMARY_FILE = "extrapolation.json"
+
+# The version of the summary file. Files of other versions are ignored.
+SUMMARY_FORMAT = 2
+
+# The second, less strict criterion: the perplexity is at most this many times the perplexity at the training length.
 MAX_PERPLEXITY_RATIO = 1.02
-"""The looser of the two marks counts a perplexity as good up to this many times that at the training length."""
 
 
 def make_summary(evaluation: Evaluation, source: str) -> dict[str, Any] | None:
-    """The card of a sweep, or None when it says nothing about extrapolation: it needs the training length (the shortest
-    length, for a model that does not tell its own) and at least one longer, scored without overlap and as trained."""
-    if evaluation.protocol.get("stride") is not None or evaluation.protocol.get("slopes") is not None:
+    """Summarize up to which input length a model works well.
+
+    All lengths are compared with the base length. The base length is the training length, or the shortest evaluated
+    length if the training length is unknown.
+
+    Args:
+        evaluation: The evaluation of a model at several lengths.
+        source: The path of the evaluation relative to the run folder.
+
+    Returns:
+        The content of the summary file. None if the evaluation allows no summary: it used overlapping windows or an
+        override of the model, the base length was not scored, or no longer length was evaluated.
+    """
+    uses_overlap = evaluation.protocol.get("stride") is not None
+    uses_override = evaluation.protocol.get("slopes") is not None
+    if uses_overlap or uses_override:
         return None
-    # A length beyond the end of the text was given no longer inputs than the text: it says nothing about that length.
-    told = [row for row in evaluation.rows if row.status != "scored" or row.length <= row.tokens]
-    rows = [row for row in told if row.length >= (evaluation.trained_at or 0)]
-    base = rows[0] if rows else None
-    if base is None or base.status != "scored" or len(rows) < 2 or evaluation.trained_at not in (None, base.length):
+    rows = _rows_from_training_length(evaluation)
+    if len(rows) < 2:
         return None
-    scored = [row for row in rows if row.status == "scored"]
-    best = min(scored, key=lambda row: row.perplexity)
-    marks = {
-        "no_worse": _mark(rows, lambda row: row.loss - base.loss < MIN_EFFECT_NATS),
-        "within_2_percent": _mark(rows, lambda row: row.perplexity <= MAX_PERPLEXITY_RATIO * base.perplexity),
-    }
+    base = rows[0]
+    if base.status != "scored" or evaluation.trained_at not in (None, base.length):
+        return None
+
+    scored_rows = [row for row in rows if row.status == "scored"]
+    best = min(scored_rows, key=lambda row: row.perplexity)
+    no_worse = _find_longest_good_length(rows, lambda row: row.loss - base.loss < MIN_EFFECT_NATS)
+    within_2_percent = _find_longest_good_length(
+        rows, lambda row: row.perplexity <= MAX_PERPLEXITY_RATIO * base.perplexity
+    )
     return {
-        "format": CARD_FORMAT,
-        "summary": _summary(evaluation, rows, base, marks["no_worse"]),
+        "format": SUMMARY_FORMAT,
+        "summary": _format_summary(evaluation, rows, no_worse),
         "trained_at": evaluation.trained_at,
-        "base": _entry(base),
-        "best": _entry(best),
-        **marks,
+        "base": _summarize_row(base),
+        "best": _summarize_row(best),
+        "no_worse": no_worse,
+        "within_2_percent": within_2_percent,
         "gain": {
             "loss": base.loss - best.loss,
             "interval": interval(base, best),
             "perplexity": base.perplexity - best.perplexity,
         },
-        "lengths": [_entry(row) for row in rows],
+        "lengths": [_summarize_row(row) for row in rows],
         "target": {key: evaluation.target.get(key) for key in ("name", "kind", "weights", "step")},
         "corpus": evaluation.corpus,
         "source": source,
@@ -190,50 +310,101 @@ def make_summary(evaluation: Evaluation, source: str) -> dict[str, Any] | None:
     }
 
 
-def _mark(rows: list[LengthScore], good: Callable[[LengthScore], bool]) -> dict[str, Any]:
-    """The longest length that is good with all before it; `open` when nothing longer was tried, so that it may be good
-    farther still."""
-    length = longest_contiguous((row.length, row.status == "scored" and good(row)) for row in rows)
+def _rows_from_training_length(evaluation: Evaluation) -> list[LengthScore]:
+    """Return the results at the training length and at longer lengths.
+
+    Lengths that exceed the text are left out, because the model never read an input of such a length.
+    """
+    min_length = evaluation.trained_at or 0
+    rows = []
+    for row in evaluation.rows:
+        exceeds_text = row.status == "scored" and row.length > row.tokens
+        if row.length >= min_length and not exceeds_text:
+            rows.append(row)
+    return rows
+
+
+def _find_longest_good_length(rows: list[LengthScore], is_good: Callable[[LengthScore], bool]) -> dict[str, Any]:
+    """Return the longest length that satisfies a criterion together with all shorter lengths.
+
+    Args:
+        rows: The results, sorted by length.
+        is_good: The criterion. It is called for results with the status "scored" only.
+
+    Returns:
+        `length` is the longest good length. `open` is True if it is also the longest length that was evaluated, so that
+        even longer lengths may be good.
+    """
+    length = longest_contiguous((row.length, row.status == "scored" and is_good(row)) for row in rows)
     return {"length": length, "open": length == rows[-1].length}
 
 
-def _entry(row: LengthScore) -> dict[str, Any]:
-    told = {"length": row.length, "status": row.status, "reason": row.reason}
-    if row.status != "scored":
-        return told
-    numbers = {"tokens": row.tokens, "nll": row.nll, "perplexity": row.perplexity}
-    return {**told, **numbers, "tokens_per_second": row.speed, "memory": row.memory}
+def _summarize_row(row: LengthScore) -> dict[str, Any]:
+    """Return the entry of the summary file for one length."""
+    entry: dict[str, Any] = {"length": row.length, "status": row.status, "reason": row.reason}
+    if row.status == "scored":
+        entry["tokens"] = row.tokens
+        entry["nll"] = row.nll
+        entry["perplexity"] = row.perplexity
+        entry["tokens_per_second"] = row.speed
+        entry["memory"] = row.memory
+    return entry
 
 
-def _summary(evaluation: Evaluation, rows: list[LengthScore], base: LengthScore, mark: dict[str, Any]) -> str:
-    begin = f"trained at {base.length:,}" if evaluation.trained_at else f"compared with {base.length:,}"
-    next_row = next((row for row in rows if row.length > mark["length"]), None)
-    longest = evaluation.target.get("max_length")
-    if next_row is not None and next_row.status == "cannot" and longest:
-        return f"{begin}, cannot read past {longest:,}"
-    good = f"{begin}, good to {mark['length']:,}{'+' if mark['open'] else ''}"
-    if (
-        next_row is None
-        or next_row.status != "scored"
-        or is_significant_increase(next_row.loss - base.loss, interval(next_row, base))
-    ):
+def _format_summary(evaluation: Evaluation, rows: list[LengthScore], no_worse: dict[str, Any]) -> str:
+    """Return the summary as a line of text, such as "trained at 128, good to 4,096+".
+
+    Args:
+        evaluation: The evaluation.
+        rows: The results from the training length on, sorted by length. The first result is the base.
+        no_worse: The longest good length, as `_find_longest_good_length` returns it.
+    """
+    base = rows[0]
+    if evaluation.trained_at:
+        start = f"trained at {base.length:,}"
+    else:
+        start = f"compared with {base.length:,}"
+    good = f"{start}, good to {no_worse['length']:,}"
+
+    longer_rows = [row for row in rows if row.length > no_worse["length"]]
+    if not longer_rows:
+        return f"{good}+"
+    next_row = longer_rows[0]  # the first length that is not good
+    max_length = evaluation.target.get("max_length")
+    if next_row.status == "cannot" and max_length:
+        return f"{start}, cannot read past {max_length:,}"
+    if next_row.status != "scored":
         return good
-    return f"{good}, cannot tell at {next_row.length:,} (too little text)"
+    is_worse = is_significant_increase(next_row.loss - base.loss, interval(next_row, base))
+    if is_worse:
+        return good
+    return f"{good}, inconclusive at {next_row.length:,} (too little text)"
 
 
-def save_summary(card: dict[str, Any], folder: Path) -> bool:
-    """Write the card, unless the folder has one of the same weights on more tokens; whether it was written."""
-    old = load_summary(folder)
-    if old and old["target"]["weights"] == card["target"]["weights"] and old["base"]["tokens"] > card["base"]["tokens"]:
-        return False
-    write_with_checksum(folder / CARD, card)
+def save_summary(summary: dict[str, Any], folder: Path) -> bool:
+    """Write a summary to a run folder, unless the folder has a summary that is based on more text.
+
+    Args:
+        summary: The summary that `make_summary` returned.
+        folder: The run folder.
+
+    Returns:
+        Whether the file was written. A summary of other weights is always replaced.
+    """
+    old_summary = load_summary(folder)
+    if old_summary is not None:
+        has_same_weights = old_summary["target"]["weights"] == summary["target"]["weights"]
+        has_more_text = old_summary["base"]["tokens"] > summary["base"]["tokens"]
+        if has_same_weights and has_more_text:
+            return False
+    write_with_checksum(folder / SUMMARY_FILE, summary)
     return True
 
 
 def load_summary(folder: Path) -> dict[str, Any] | None:
-    """A folder's card; None when there is none that can be read."""
+    """Return the summary in a run folder, or None if there is no valid summary file."""
     try:
-        card = read_with_checksum(folder / CARD)
+        summary = read_with_checksum(folder / SUMMARY_FILE)
     except InputError:
         return None
-    return card if card.get("format") == CARD_FORMAT else None
+    return summary if summary.get("format") == SUMMARY_FORMAT else None

@@ -1,11 +1,11 @@
-"""One model, ready to be timed and weighed in training and in inference, on random tokens.
+"""Measure the time and the memory of one training step and one inference step of a configuration.
 
-The one instrument for what a configuration costs: `bench training`, `analyze --only cost` and the reproduction of the
-paper's Table 1 all ask it.
+`bench training`, `analyze --only cost` and the reproduction of the paper's Table 1 use this module. The text is random
+tokens.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,43 +16,61 @@ from trainshort.train.checkpoint import load_model
 from trainshort.utils.machine import PeakMemory, is_out_of_memory
 from trainshort.utils.timing import time_interleaved
 
+Mode = Literal["training", "inference"]
+
+# The result of a mode that needs more memory than available.
 OUT_OF_MEMORY = {"status": "out of memory"}
 
 
 class StepBenchmark:
-    """A configuration's model, optimizer and one batch. Weights are random unless a checkpoint is given."""
+    """A model with an optimizer and one batch of random tokens, for timing single steps.
+
+    Args:
+        config: The configuration of the model, the optimizer and the batch.
+        device: The device of the model.
+        weights: A checkpoint folder. None initializes the weights at random.
+
+    Attributes:
+        tokens: One batch of random tokens.
+        num_targets: The number of targets in the batch.
+    """
 
     def __init__(self, config: RunConfig, device: str = "cpu", weights: Path | None = None) -> None:
-        self.config, self.device = config, torch.device(device)
-        size = config.model.vocab_size or config.data.vocab_size
+        self.config = config
+        self.device = torch.device(device)
+        vocab_size = config.model.vocab_size or config.data.vocab_size
         torch.manual_seed(0)
-        model = load_model(weights) if weights else TransformerLM(config.model.replace(vocab_size=size))
+        if weights is None:
+            model = TransformerLM(config.model.replace(vocab_size=vocab_size))
+        else:
+            model = load_model(weights)
         self.model = model.to(self.device)
         self.optimizer = optim.build(self.model, config.optim)
-        self.tokens = torch.randint(0, size, (config.train.batch, config.train.length + 1), device=self.device)
-        self.micro = config.train.micro_batch or config.train.batch
-        self.scored = config.train.batch * config.train.length
-        """Targets of a batch."""
+        batch_shape = (config.train.batch, config.train.length + 1)
+        self.tokens = torch.randint(0, vocab_size, batch_shape, device=self.device)
+        self.micro_batch = config.train.micro_batch or config.train.batch
+        self.num_targets = config.train.batch * config.train.length
 
     def step(self) -> None:
-        """One training step."""
+        """Run one training step: forward, backward, gradient clipping and optimizer."""
         self.model.train()
-        for rows in self.tokens.split(self.micro):
+        for rows in self.tokens.split(self.micro_batch):
             loss = self.model.loss(rows[:, :-1], rows[:, 1:])
-            (loss.total / self.scored).backward()
+            (loss.total / self.num_targets).backward()
         if self.config.optim.max_grad_norm:
             optim.clip_grad_norm(self.model.parameters(), self.config.optim.max_grad_norm)
         optim.step(self.optimizer, self.model.parameters(), self.config.optim.lr)
-        self._finish()
+        self._synchronize()
 
     def infer(self) -> None:
-        """The losses of the same tokens."""
+        """Compute the losses of the batch without gradients."""
         self.model.eval()
-        for rows in self.tokens.split(self.micro):
+        for rows in self.tokens.split(self.micro_batch):
             self.model.token_nll(rows[:, :-1], rows[:, 1:])
-        self._finish()
+        self._synchronize()
 
-    def _finish(self) -> None:
+    def _synchronize(self) -> None:
+        """Wait until the GPU has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -60,34 +78,70 @@ class StepBenchmark:
 def peak(
     config: dict[str, Any], device: str = "cpu", weights: str | None = None, rounds: int = 2, train: bool = True
 ) -> dict[str, Any]:
-    """Seconds and peak memory of inference and of training, in this process alone; `above` is what was not in use
-    before the model was built. Running out of memory is a result."""
-    place = torch.device(device)
-    warm = torch.nn.Linear(8, 8)  # the libraries' own first allocations are not the model's
-    warm(torch.zeros(1, 8)).sum().backward()
-    before = PeakMemory(place).bytes()
-    found: dict[str, Any] = {}
-    for name in ("inference", "training") if train else ("inference",):
+    """Measure the time and the peak memory of inference and training.
+
+    Run this function in its own process (see `trainshort.utils.timing.run_in_subprocess`). A process does not return
+    all of its memory, so an earlier measurement in the same process would change the peak.
+
+    Args:
+        config: The values of a `RunConfig`.
+        device: The device of the model.
+        weights: The path of a checkpoint folder. None initializes the weights at random.
+        rounds: How often each step is timed.
+        train: Whether to measure training. Inference is always measured.
+
+    Returns:
+        One result for "inference", and one for "training" if `train` is True. A result has these keys:
+
+        - `status`: "measured" or "out of memory". The other keys exist only if the status is "measured".
+        - `seconds`: the time of each round
+        - `tokens`: the number of targets in one step
+        - `memory`: the peak memory in bytes, or None if it is unknown
+        - `above`: the part of the peak memory above the memory that was in use before the model was created
+    """
+    # The first backward pass allocates memory for libraries. This memory does not belong to the model.
+    warmup_layer = torch.nn.Linear(8, 8)
+    warmup_layer(torch.zeros(1, 8)).sum().backward()
+    memory_before = PeakMemory(torch.device(device)).bytes() or 0
+
+    modes: list[Mode] = ["inference", "training"] if train else ["inference"]
+    results: dict[str, Any] = {}
+    for mode in modes:
         try:
-            found[name] = _measure_peak_memory(name, RunConfig.parse(config), device, weights, rounds, before)
+            results[mode] = _measure_mode(mode, RunConfig.parse(config), device, weights, rounds, memory_before)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            found[name] = dict(OUT_OF_MEMORY)
-    return found
+            results[mode] = dict(OUT_OF_MEMORY)
+    return results
 
 
-def _measure_peak_memory(
-    name: str, config: RunConfig, device: str, weights: str | None, rounds: int, before: int | None
+def _measure_mode(
+    mode: Mode, config: RunConfig, device: str, weights: str | None, rounds: int, memory_before: int
 ) -> dict[str, Any]:
-    most = PeakMemory(torch.device(device))
-    rig = StepBenchmark(config, device, None if weights is None else Path(weights))
-    timing = time_interleaved({name: rig.step if name == "training" else rig.infer}, rounds)[name]
-    memory = most.bytes()
+    """Measure the time and the peak memory of one mode.
+
+    Args:
+        mode: "training" or "inference".
+        config: The configuration of the model, the optimizer and the batch.
+        device: The device of the model.
+        weights: The path of a checkpoint folder, or None for random weights.
+        rounds: How often the step is timed.
+        memory_before: The memory in bytes that was in use before the model was created.
+
+    Returns:
+        The result of the mode, as `peak` describes it.
+    """
+    peak_memory = PeakMemory(torch.device(device))
+    benchmark = StepBenchmark(config, device, None if weights is None else Path(weights))
+    step = benchmark.step if mode == "training" else benchmark.infer
+    timing = time_interleaved({mode: step}, rounds)[mode]
+    memory = peak_memory.bytes()
+    memory_above = None if memory is None else max(0, memory - memory_before)
     return {
         "status": "measured",
         "seconds": timing.seconds,
-        "tokens": rig.scored,
+        "tokens": benchmark.num_targets,
         "memory": memory,
-        "above": None if memory is None else max(0, memory - (before or 0)),
+        "above": memory_above,
     }

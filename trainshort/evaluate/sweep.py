@@ -1,11 +1,10 @@
-"""The scoring itself: passes in batches through the model, length after length, into rows of sums.
+"""Evaluate a model at several input lengths, and store the losses so that a stopped evaluation can be resumed.
 
-Losses are float32 as the model gives them; every sum of them is float64. What cannot be measured at a length (a table
-that ends, memory that does not suffice) becomes a row that says so, and the sweep goes on.
+The text is scored in passes. A pass is one forward pass of the evaluation: it reads one window of the text, and scores
+some of its tokens (see `trainshort.data.passes`). The scored tokens are called targets.
 
-Losses are on disk as they come, so that a killed evaluation goes on where it stopped. Passes score targets in order, so
-the file is nothing but one float32 per target, appended batch by batch; how far it got is its size. A batch that was
-torn by the kill is cut off at the last whole pass.
+While a length is evaluated, the losses are appended to a file: one float32 per target, in the order of the text. The
+file size shows how many targets are done. After an interruption, an incomplete pass at the end of the file is removed.
 """
 
 import time
@@ -17,52 +16,88 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from jaxtyping import Float32, Integer
 
 from trainshort.data.mlm import MASK_ROUNDS, evaluation_rounds, mask_tokens
 from trainshort.data.passes import Pass, Passes, fill
 from trainshort.errors import InputError
 from trainshort.evaluate.overrides import Override
-from trainshort.evaluate.results import Evaluation, LengthScore, save, summarize
+from trainshort.evaluate.results import Evaluation, LengthScore, Status, save, summarize
 from trainshort.evaluate.targets import Target
 from trainshort.utils.io import file_lock, make_folder, open_file, translate_os_errors
 from trainshort.utils.machine import PeakMemory, is_out_of_memory, limit_memory
 from trainshort.utils.terminal import ProgressMeter
 
+# The default number of tokens in one batch of passes.
 BATCH_TOKENS = 16_384
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to measure, on which tokens."""
+    """The plan of an evaluation at several input lengths.
 
-    tokens: np.ndarray
+    Attributes:
+        tokens: The tokens of the text. Every token is a target.
+        lengths: The input lengths, sorted.
+        stride: The number of targets per pass. None means that the windows do not overlap, so that each pass scores all
+            tokens that it reads.
+        override: A change of the trained model, or None.
+        batch_tokens: The number of tokens in one batch of passes. A batch has at least one pass.
+        max_gigabytes: The memory that the evaluation may use. None means all free memory.
+    """
+
+    tokens: Integer[np.ndarray, " tokens"]
     lengths: Sequence[int]
     stride: int | None = None
-    """Targets per pass; None: as many as the length, which is the non-overlapping protocol."""
-    change: Override | None = None
+    override: Override | None = None
     batch_tokens: int = BATCH_TOKENS
-    """Tokens read at once, if several passes fit in them."""
-    memory: float | None = None
-    """Gigabytes that may be taken; None: what is free."""
+    max_gigabytes: float | None = None
 
     def passes(self, length: int) -> Passes:
-        shorter = max((other for other in self.lengths if other < length), default=0)
-        if shorter >= len(self.tokens):  # of the lengths that reach the end of the text, one says it all
+        """Return the passes over the text at one input length.
+
+        Raises:
+            InputError: If the length or the stride is invalid, or if a shorter length of the plan already reads the
+                complete text in one pass. A longer length would give the same result.
+        """
+        shorter_lengths = [other_length for other_length in self.lengths if other_length < length]
+        longest_shorter_length = max(shorter_lengths, default=0)
+        num_tokens = len(self.tokens)
+        if longest_shorter_length >= num_tokens:
             raise InputError(
-                f"the text has {len(self.tokens):,} tokens, so length {length:,} would read what {shorter:,} reads; "
-                "use a longer text, a shorter length, or more --max-tokens."
+                f"Length {length:,} gives the same result as length {longest_shorter_length:,}, because the text has "
+                f"only {num_tokens:,} tokens. Use a longer text, a larger --max-tokens, or leave out length {length:,}."
             )
-        return Passes(len(self.tokens), length, length if self.stride is None else self.stride)
+        stride = length if self.stride is None else self.stride
+        return Passes(num_tokens, length, stride)
+
+
+# ---- score the passes of one length
 
 
 def score(
-    target: Target, tokens: np.ndarray, passes: Passes, *, batch_tokens: int = BATCH_TOKENS, done: int = 0
-) -> Iterator[np.ndarray]:
-    """Losses of all targets after the first `done`, in their order, batch by batch.
+    target: Target,
+    tokens: Integer[np.ndarray, " tokens"],
+    passes: Passes,
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    done: int = 0,
+) -> Iterator[Float32[np.ndarray, " targets"]]:
+    """Compute the losses of a text, batch by batch.
 
-    A batch that does not fit in memory is tried again with half as many passes before the error is passed on.
+    If a batch does not fit into memory, the batch size is halved and the batch is computed again.
+
+    Args:
+        target: The model.
+        tokens: The text.
+        passes: The passes over the text.
+        batch_tokens: The number of tokens in one batch.
+        done: The number of targets at the start of the text that were already scored. They are skipped.
+
+    Yields:
+        The losses of the targets of one batch, in the order of the text.
     """
-    position = passes.at(done) if done < passes.tokens else len(passes)
+    position = passes.at(done) if done < passes.tokens else len(passes)  # index of the next pass
     while position < len(passes):
         batch = next(passes.batches(batch_tokens, position))
         try:
@@ -70,176 +105,352 @@ def score(
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or len(batch) == 1:
                 raise
-            batch_tokens = passes.length * (len(batch) // 2)
+            smaller_batch_size = len(batch) // 2
+            batch_tokens = passes.length * smaller_batch_size
             continue
         yield losses.flatten()
         position += len(batch)
 
 
-def score_batch(target: Target, tokens: np.ndarray, batch: Sequence[Pass]) -> np.ndarray:
-    """Losses of what each pass of a batch scores, (passes, scored)."""
+def score_batch(
+    target: Target, tokens: Integer[np.ndarray, " tokens"], batch: Sequence[Pass]
+) -> Float32[np.ndarray, "passes scored"]:
+    """Compute the losses of all targets of one batch.
+
+    Args:
+        target: The model.
+        tokens: The text.
+        batch: Passes that read and score equally many tokens.
+
+    Returns:
+        The losses of the targets of each pass.
+    """
     if target.mask is not None:
-        return score_masked(target, tokens, batch)
-    inputs, targets = (torch.from_numpy(x).to(target.device) for x in fill(tokens, batch, target.bos))
+        return score_masked_batch(target, tokens, batch)
+    inputs, targets = fill(tokens, batch, target.bos)
+    # The tokens before `first` are only context. Their losses are not computed.
     first = batch[0].first - batch[0].start
-    return target.token_nll(inputs, targets, first).float().cpu().numpy()
+    losses = target.token_nll(
+        torch.from_numpy(inputs).to(target.device), torch.from_numpy(targets).to(target.device), first
+    )
+    return losses.float().cpu().numpy()
 
 
-def score_masked(target: Target, tokens: np.ndarray, batch: Sequence[Pass]) -> np.ndarray:
-    """Losses of an encoder: of each token in the round that hides it."""
+def score_masked_batch(
+    target: Target, tokens: Integer[np.ndarray, " tokens"], batch: Sequence[Pass]
+) -> Float32[np.ndarray, "passes length"]:
+    """Compute the losses of an encoder for one batch.
+
+    The batch is read `MASK_ROUNDS` times. Each round masks other tokens, so that each token is masked in exactly one
+    round. The loss of a token comes from the round that masks the token.
+
+    Args:
+        target: The encoder.
+        tokens: The text.
+        batch: Passes that read equally many tokens and do not overlap.
+
+    Returns:
+        The loss of each token of each pass.
+    """
     assert target.mask is not None
-    whole = np.stack([tokens[one.start : one.stop] for one in batch])
-    rounds = evaluation_rounds([one.start for one in batch], whole.shape[1])
-    losses = np.zeros(whole.shape, dtype=np.float32)
-    for number in range(MASK_ROUNDS):
-        inputs, wanted = (
-            torch.from_numpy(x).to(target.device) for x in mask_tokens(whole, rounds == number, target.mask)
+    windows = np.stack([tokens[text_pass.start : text_pass.stop] for text_pass in batch])
+    starts = [text_pass.start for text_pass in batch]
+    round_of_token = evaluation_rounds(starts, windows.shape[1])
+    losses = np.zeros(windows.shape, dtype=np.float32)
+    for round_index in range(MASK_ROUNDS):
+        is_masked = round_of_token == round_index
+        inputs, targets = mask_tokens(windows, is_masked, target.mask)
+        round_losses = target.token_nll(
+            torch.from_numpy(inputs).to(target.device), torch.from_numpy(targets).to(target.device), 0
         )
-        losses += target.token_nll(inputs, wanted, 0).float().cpu().numpy()  # 0 for what is not hidden
+        # The loss of a token that is not masked is 0.
+        losses += round_losses.float().cpu().numpy()
     return losses
 
 
-def measure(target: Target, plan: Sweep, length: int, path: Path, meter: ProgressMeter | None = None) -> LengthScore:
-    """One length of a plan as a row. Losses are kept in the file `path` until all are there; the meter counts the
-    tokens that are read for them."""
+def score_length(
+    target: Target, plan: Sweep, length: int, path: Path, meter: ProgressMeter | None = None
+) -> LengthScore:
+    """Evaluate a model at one input length, or resume such an evaluation.
+
+    Args:
+        target: The model.
+        plan: The plan of the evaluation.
+        length: The input length.
+        path: The file that stores the losses until all targets are scored. The file is deleted at the end.
+        meter: A progress meter that counts the tokens that are read.
+
+    Returns:
+        The result. If the model does not support the length or runs out of memory, the status of the result says so.
+    """
     passes = plan.passes(length)
     if target.max_length is not None and length > target.max_length:
-        return _failed_row(passes, "cannot", f"the model's positions end at {target.max_length:,} tokens")
-    with open_scores(path, passes) as scores, target.for_length(plan.change, length):
+        return _failed_row(passes, "cannot", f"the model supports at most {target.max_length:,} tokens")
+    with open_loss_file(path, passes) as loss_file, target.for_length(plan.override, length):
         try:
-            row = _score_all(target, plan, passes, scores, meter or ProgressMeter())
+            row = _score_remaining(target, plan, passes, loss_file, meter or ProgressMeter())
         except (RuntimeError, MemoryError, IndexError) as error:
-            if is_out_of_memory(error):
-                told = "memory ran out" if plan.memory is None else f"{plan.memory:g} GB were not enough"
-                row = _failed_row(passes, "out of memory", told)
-            elif reason := target.length_error_reason(error, length):
-                row = _failed_row(passes, "cannot", reason)
-            else:
+            row = _row_for_error(error, target, plan, passes)
+            if row is None:
                 raise
         path.unlink(missing_ok=True)
     return row
 
 
-def _score_all(target: Target, plan: Sweep, passes: Passes, scores: "Scores", meter: ProgressMeter) -> LengthScore:
-    before, read_each, what = scores.done, passes.read / passes.tokens, f"length {passes.length:,}"
-    meter.advance(before * read_each, what)
-    peak = PeakMemory(target.device)
-    began = time.perf_counter()
-    with limit_memory(target.device, plan.memory):
-        for losses in score(target, plan.tokens, passes, batch_tokens=plan.batch_tokens, done=before):
-            scores.append(losses)
-            meter.advance(len(losses) * read_each, what)
+def _row_for_error(error: Exception, target: Target, plan: Sweep, passes: Passes) -> LengthScore | None:
+    """Return the result of a length that failed with an error, or None if the error is unexpected.
+
+    Expected errors are a lack of memory, and errors of a model that does not support the length.
+    """
+    if is_out_of_memory(error):
+        if plan.max_gigabytes is None:
+            reason = "not enough memory"
+        else:
+            reason = f"the limit of {plan.max_gigabytes:g} GB is not enough memory"
+        return _failed_row(passes, "out of memory", reason)
+    reason = target.length_error_reason(error, passes.length)
+    if reason is not None:
+        return _failed_row(passes, "cannot", reason)
+    return None
+
+
+def _score_remaining(
+    target: Target, plan: Sweep, passes: Passes, loss_file: "LossFile", meter: ProgressMeter
+) -> LengthScore:
+    """Score the targets that are not in the loss file yet, and summarize the losses of all targets.
+
+    Args:
+        target: The model.
+        plan: The plan of the evaluation.
+        passes: The passes over the text.
+        loss_file: The open file with the losses. New losses are appended.
+        meter: A progress meter that counts the tokens that are read.
+
+    Returns:
+        The result. Its time covers only the targets that were scored by this call.
+    """
+    already_done = loss_file.done
+    tokens_read_per_target = passes.read / passes.tokens
+    description = f"length {passes.length:,}"
+    meter.advance(already_done * tokens_read_per_target, description)
+
+    peak_memory = PeakMemory(target.device)
+    start_time = time.perf_counter()
+    with limit_memory(target.device, plan.max_gigabytes):
+        for losses in score(target, plan.tokens, passes, batch_tokens=plan.batch_tokens, done=already_done):
+            loss_file.append(losses)
+            meter.advance(len(losses) * tokens_read_per_target, description)
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
-    seconds = time.perf_counter() - began
-    row = summarize(passes, scores.read())
-    timed = scores.done - before
-    return row.replace(seconds=seconds if timed else 0.0, timed=timed, memory=peak.bytes())
+    seconds = time.perf_counter() - start_time
+
+    row = summarize(passes, loss_file.read())
+    timed_targets = loss_file.done - already_done
+    return row.replace(
+        seconds=seconds if timed_targets > 0 else 0.0,
+        timed=timed_targets,
+        memory=peak_memory.bytes(),
+    )
 
 
-def _failed_row(passes: Passes, status: str, reason: str) -> LengthScore:
-    return LengthScore.parse({"length": passes.length, "stride": passes.stride, "status": status, "reason": reason})
+def _failed_row(passes: Passes, status: Status, reason: str) -> LengthScore:
+    """Return the result of a length that could not be scored."""
+    return LengthScore(length=passes.length, stride=passes.stride, status=status, reason=reason)
 
 
-def sweep(
+# ---- evaluate all lengths
+
+
+def run_sweep(
     target: Target, plan: Sweep, evaluation: Evaluation, path: Path, meter: ProgressMeter | None = None
 ) -> Evaluation:
-    """The evaluation with all lengths of a plan that it does not hold yet, shortest first; the file at `path` is
-    rewritten after each."""
+    """Evaluate all lengths of a plan that an evaluation does not contain yet.
+
+    The result file is written after each length, so a stopped sweep can be resumed.
+
+    Args:
+        target: The model.
+        plan: The plan of the evaluation.
+        evaluation: The evaluation with the lengths that are already done.
+        path: The result file.
+        meter: A progress meter that counts the tokens that are read.
+
+    Returns:
+        The evaluation with all lengths of the plan.
+    """
     meter = meter or ProgressMeter()
-    todo = [length for length in plan.lengths if evaluation.row(length) is None]
-    meter.start(sum(plan.passes(length).read for length in todo))
-    for number, length in enumerate(todo, start=1):
-        scores = path.with_name(f"{path.stem}.{length}.partial")
-        evaluation = evaluation.with_row(measure(target, plan, length, scores, meter))
+    missing_lengths = [length for length in plan.lengths if evaluation.row(length) is None]
+    meter.start(sum(plan.passes(length).read for length in missing_lengths))
+    for number, length in enumerate(missing_lengths, start=1):
+        loss_path = path.with_name(f"{path.stem}.{length}.partial")
+        row = score_length(target, plan, length, loss_path, meter)
+        evaluation = evaluation.with_row(row)
         save(evaluation, path)
-        meter.line(f"length {length:,}: {number} of {len(todo)} done")
+        meter.line(f"length {length:,}: {number} of {len(missing_lengths)} done")
     return evaluation
 
 
+# ---- estimate the duration of an evaluation
+
+# The longest length that is timed for the estimate, unless all lengths are longer.
 CALIBRATION_LENGTH = 4096
+
+# The number of tokens in a timed batch. A batch has at least one pass.
 CALIBRATION_TOKENS = 2048
-"""Tokens read to find out how long the rest will take, where one window is not longer than that."""
+
+# If the first timing of a batch takes longer than this, the batch is not timed a second time.
+MAX_WARMUP_SECONDS = 1.0
 
 
-def calibrate(target: Target, plan: Sweep) -> Callable[[Passes], float]:
-    """How long passes will take, from the time of two small batches: seconds per token = a + b · length.
+def make_duration_estimate(target: Target, plan: Sweep) -> Callable[[Passes], float]:
+    """Time two small batches, and return a function that estimates how long passes take.
 
-    Timed at the shortest length and at the longest up to CALIBRATION_LENGTH; b stays 0 when there is one length only.
+    The time per token is modeled as a linear function of the input length. The function is fitted to the time at the
+    shortest length and at the longest length up to `CALIBRATION_LENGTH`.
+
+    Args:
+        target: The model.
+        plan: The plan of the evaluation.
+
+    Returns:
+        A function that returns the estimated seconds of the given passes. It returns 0 if no length could be timed.
     """
-    usable = sorted(length for length in plan.lengths if target.max_length is None or length <= target.max_length)
-    small = [length for length in usable if length <= CALIBRATION_LENGTH] or usable[:1]
-    timed = [(length, _seconds_per_token(target, plan, length)) for length in sorted({*small[:1], *small[-1:]})]
-    times = [(length, seconds) for length, seconds in timed if seconds is not None]
-    if not times:
+    supported_lengths = sorted(
+        length for length in plan.lengths if target.max_length is None or length <= target.max_length
+    )
+    # The lengths are sorted, so the first element is the shortest length.
+    candidates = [length for length in supported_lengths if length <= CALIBRATION_LENGTH] or supported_lengths[:1]
+    timed_lengths = sorted({*candidates[:1], *candidates[-1:]})
+
+    timings: list[tuple[int, float]] = []  # pairs of a length and its seconds per token
+    for length in timed_lengths:
+        seconds_per_token = _time_batch(target, plan, length)
+        if seconds_per_token is not None:
+            timings.append((length, seconds_per_token))
+    if not timings:
         return lambda passes: 0.0
-    (short, quick), (long, slow) = times[0], times[-1]
-    slope = max(0.0, (slow - quick) / (long - short)) if long > short else 0.0
-    return lambda passes: passes.read * max(quick + slope * (passes.length - short), 0.0)
+
+    short_length, short_time = timings[0]
+    long_length, long_time = timings[-1]
+    slope = 0.0
+    if long_length > short_length:
+        slope = max(0.0, (long_time - short_time) / (long_length - short_length))
+
+    def estimate_seconds(passes: Passes) -> float:
+        seconds_per_token = short_time + slope * (passes.length - short_length)
+        return passes.read * max(seconds_per_token, 0.0)
+
+    return estimate_seconds
 
 
-def _seconds_per_token(target: Target, plan: Sweep, length: int) -> float | None:
-    """Time of a small batch, after a first run that warms up unless that took long already; None where it fails, as the
-    sweep will."""
+def _time_batch(target: Target, plan: Sweep, length: int) -> float | None:
+    """Return the seconds per token of a small batch at one input length, or None if the batch fails.
+
+    The batch is scored twice, and the second time counts, because the first call of a model is slower.
+    """
     batches = plan.passes(length).batches(min(plan.batch_tokens, CALIBRATION_TOKENS))
-    batch = max(islice(batches, 2), key=lambda one: sum(p.read for p in one))  # the first may be one pass alone
+    # With a stride, the first batch has only one pass. The second batch is then larger.
+    first_batches = list(islice(batches, 2))
+    batch = max(first_batches, key=_count_read_tokens)
     seconds = 0.0
-    with target.for_length(plan.change, length), limit_memory(target.device, plan.memory):
+    with target.for_length(plan.override, length), limit_memory(target.device, plan.max_gigabytes):
         try:
             for _ in range(2):
-                began = time.perf_counter()
+                start_time = time.perf_counter()
                 score_batch(target, plan.tokens, batch)
-                seconds = time.perf_counter() - began
-                if seconds > 1:
+                seconds = time.perf_counter() - start_time
+                if seconds > MAX_WARMUP_SECONDS:
                     break
         except (RuntimeError, MemoryError, IndexError):
-            return None
-    return seconds / sum(one.read for one in batch)
+            return None  # The sweep will report the error.
+    return seconds / _count_read_tokens(batch)
 
 
-# ---- losses on disk
+def _count_read_tokens(batch: Sequence[Pass]) -> int:
+    """Return how many tokens the passes of a batch read together."""
+    return sum(text_pass.read for text_pass in batch)
 
-KIND = np.dtype("<f4")
+
+# ---- the file of losses
+
+# Losses are stored as little-endian float32.
+LOSS_DTYPE = np.dtype("<f4")
 
 
-class Scores:
-    """An open file of losses. `done` targets are in it."""
+class LossFile:
+    """An open file that stores the losses of one length while the length is evaluated.
+
+    Losses that are in the file already are kept, except those of an incomplete pass at its end.
+
+    Args:
+        path: The file. It must exist and may be empty.
+        passes: The passes over the text.
+
+    Attributes:
+        done: The number of targets whose losses are in the file.
+    """
 
     def __init__(self, path: Path, passes: Passes) -> None:
         self.path = path
-        open_file(path).close()  # whatever is not a regular file is told
+        open_file(path).close()  # Raises InputError if the path is not a regular file.
         self.file = path.open("a+b")
-        self.done = count_complete_passes(passes, path.stat().st_size // KIND.itemsize)
-        self.file.truncate(self.done * KIND.itemsize)
+        stored_targets = path.stat().st_size // LOSS_DTYPE.itemsize
+        self.done = count_complete_passes(passes, stored_targets)
+        self.file.truncate(self.done * LOSS_DTYPE.itemsize)
 
-    def append(self, losses: np.ndarray) -> None:
-        with translate_os_errors("write", self.path, "Make room there, then run it again."):
-            self.file.write(losses.astype(KIND).tobytes())
+    def append(self, losses: Float32[np.ndarray, " targets"]) -> None:
+        """Write the losses of the next targets to the file."""
+        with translate_os_errors("write", self.path, "Free some disk space, then run the command again."):
+            self.file.write(losses.astype(LOSS_DTYPE).tobytes())
             self.file.flush()
         self.done += len(losses)
 
-    def read(self) -> np.ndarray:
+    def read(self) -> Float32[np.ndarray, " targets"]:
+        """Return all losses in the file."""
         self.file.seek(0)
-        return np.frombuffer(self.file.read(), dtype=KIND)
+        return np.frombuffer(self.file.read(), dtype=LOSS_DTYPE)
 
 
 def count_complete_passes(passes: Passes, targets: int) -> int:
-    """The most targets, up to this many, that whole passes score.
+    """Return how many of the first `targets` targets belong to complete passes.
 
-    ten tokens, length 4, stride 2:   3 → 0    4 → 4    5 → 4    10 → 10
+    Args:
+        passes: The passes over the text.
+        targets: The number of targets that were scored.
+
+    Returns:
+        The number of targets without those of an incomplete last pass.
+
+    Example:
+        The passes over 10 tokens with length 4 and stride 2 score 4, 2, 2 and 2 targets.
+
+        >>> [count_complete_passes(Passes(10, 4, 2), targets) for targets in (3, 4, 5, 10)]
+        [0, 4, 4, 10]
     """
     if targets >= passes.tokens:
         return passes.tokens
-    return passes[passes.at(targets)].first
+    incomplete_pass = passes[passes.at(targets)]
+    return incomplete_pass.first
 
 
 @contextmanager
-def open_scores(path: Path, passes: Passes) -> Iterator[Scores]:
+def open_loss_file(path: Path, passes: Passes) -> Iterator[LossFile]:
+    """Context manager: open and lock a file of losses.
+
+    Args:
+        path: The file. It is created if it does not exist.
+        passes: The passes over the text.
+
+    Raises:
+        InputError: If another process uses the file, or if the path is not a regular file.
+    """
     make_folder(path.parent)
-    with file_lock(path, f"Another process is computing {path}. Wait for it, or stop it first."):
-        scores = Scores(path, passes)
+    busy_message = f"Another process is computing {path}. Wait until it ends, or stop it."
+    with file_lock(path, busy_message):
+        loss_file = LossFile(path, passes)
         try:
-            yield scores
+            yield loss_file
         finally:
-            with suppress(OSError):  # what could not be written was told by append
-                scores.file.close()
+            # `append` has already reported every write error.
+            with suppress(OSError):
+                loss_file.file.close()

@@ -1,21 +1,11 @@
-"""What is evaluated, and on what: a model behind one small interface, and a text in its own tokens.
+"""Models that can be evaluated, behind one interface: runs, checkpoints and Hugging Face models.
 
-Scoring needs four things of a model: losses of given targets, the longest input it can read, the length it was trained
-at, and its tokenizer. It is a run, a checkpoint of it, or any Hugging Face causal language model, and nothing past this
-file asks which. The text that a command line means by --data:
-
-nothing           the run's own data, its validation split
-a folder          prepared data (it has a meta.json), made with the model's own tokenizer
-files             plain text, whole; several are separated by the end token
-anything else     a corpus by name, as `trainshort prepare` knows them; its split
+`Target` is the interface. `open_target` finds out what a name on the command line means. The text of an evaluation is
+described in `trainshort.evaluate.text`.
 """
 
-import hashlib
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -25,33 +15,33 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from trainshort.config.run_config import RunConfig, load_config
-from trainshort.data.corpora import find_corpus
-from trainshort.data.dataset import PreparedDataset, is_dataset_folder, open_dataset, token_type
 from trainshort.data.mlm import mask_token
-from trainshort.data.splits import make_splitter
 from trainshort.errors import InputError
 from trainshort.evaluate.overrides import Override, apply_override
 from trainshort.model.transformer import TransformerLM
 from trainshort.train.checkpoint import find_checkpoint, fingerprint, is_hugging_face, load_model, read_state
-from trainshort.train.run_data import open_run_data, run_tokenizer
-from trainshort.utils.io import read_text
+from trainshort.train.run_data import run_tokenizer
 
+# `trainshort export` writes this file into the exported folder. The file describes the run that was exported.
 EXPORTED = "trainshort.json"
-"""In a folder that export made: what it was made of."""
+
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-TABLES = (".jsonl", ".parquet")
-"""Files that hold records and not a text; they are read as a corpus."""
 
 
 class TextTokenizer(Protocol):
-    """A tokenizer, as far as evaluation needs one."""
+    """The methods and attributes of a tokenizer that evaluation uses.
+
+    Attributes:
+        name: The name of the tokenizer.
+        vocab_size: The number of token types.
+        end: The id of the token between documents, or None if the tokenizer has no such token.
+        ends_lines: Whether the token `end` stands for the end of a line. `encode` then adds the token after each line.
+    """
 
     name: str
     vocab_size: int
     end: int | None
-    """The token between documents."""
     ends_lines: ClassVar[bool]
-    """Whether that token stands for a line end, which the text really has."""
 
     def encode(self, text: str) -> np.ndarray: ...
     def decode(self, ids: Any) -> str: ...
@@ -59,62 +49,110 @@ class TextTokenizer(Protocol):
 
 
 class Target(ABC):
-    """A causal language model to be measured."""
+    """A model that can be evaluated.
+
+    Attributes:
+        name: The name of the model in results.
+        kind: What the model is: "run" (the best checkpoint of a run), "checkpoint", "huggingface" or "model".
+        trained_at: The training length (L in the paper), or None if it is unknown.
+        max_length: The longest input that the model supports, or None if no limit is known.
+        vocab_size: The number of token types in a text. The mask token of an encoder is not counted.
+        bos: The id of the token that the model reads before the first token of a text.
+        mask: The id of the mask token of an encoder, or None for a causal model.
+        module: The PyTorch module with the weights.
+        folder: The folder for results, usually the run folder.
+    """
 
     name: str
     kind: str
     trained_at: int | None
-    """The paper's L; None when the model does not tell."""
     max_length: int | None = None
-    """Longest input it can read at all; None: no such limit is known."""
     vocab_size: int
     bos: int
-    """Fed to the model as the token before the first."""
     mask: int | None = None
-    """An encoder's mask token; None: a causal model."""
     module: nn.Module
     folder: Path
-    """Where results go: the run folder, or one like it."""
 
     @abstractmethod
     def token_nll(
         self, tokens: Int[Tensor, "batch length"], targets: Int[Tensor, "batch length"], first: int
     ) -> Float[Tensor, "batch scored"]:
-        """Losses of the targets from position `first` on, in float32."""
+        """Return the negative log-likelihood of each target from position `first` on.
+
+        Args:
+            tokens: The inputs.
+            targets: The token that the model predicts at each position.
+            first: The first position that is scored. Earlier positions are only context.
+        """
 
     @abstractmethod
     def tokenizer(self) -> TextTokenizer:
-        """The model's own tokenizer."""
+        """Return the tokenizer of the model.
+
+        Raises:
+            InputError: If the model has no tokenizer.
+        """
 
     @abstractmethod
-    def describe(self) -> dict[str, Any]:
-        """What a result says of the model, beside the fields above."""
+    def extra_description(self) -> dict[str, Any]:
+        """Return the entries of `description` that depend on the kind of the model, such as its config."""
 
     def length_error_reason(self, error: Exception, length: int) -> str | None:
-        """Why the model cannot read `length` tokens, if that is what this error means."""
+        """Return why the model does not support an input length.
+
+        Args:
+            error: The error that the model raised for an input of this length.
+            length: The input length.
+
+        Returns:
+            The reason, or None if the error has another cause than the length.
+        """
         return None
 
-    def for_length(self, change: Override | None, length: int) -> AbstractContextManager[None]:
-        """Inside, the model is set up for inputs of this length, changed otherwise if asked for."""
-        if change is None:
+    def for_length(self, override: Override | None, length: int) -> AbstractContextManager[None]:
+        """Return a context manager that prepares the model for inputs of a given length.
+
+        Args:
+            override: A change of the trained model, or None.
+            length: The length of the inputs.
+
+        Raises:
+            InputError: If the model does not support overrides.
+        """
+        if override is None:
             return nullcontext()
         raise InputError(
-            f"--{change.option} supports runs of trainshort only, and {self.name} is a Hugging Face model. "
+            f"--{override.option} supports runs of trainshort only, and {self.name} is a Hugging Face model. "
             "Import the model with `trainshort import` and evaluate the imported run."
         )
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the weights."""
         return next(self.module.parameters()).device
 
     def description(self) -> dict[str, Any]:
-        told = {name: getattr(self, name) for name in ("name", "kind", "trained_at", "max_length")}
-        size = sum(weight.numel() for weight in self.module.parameters())
-        return {**told, "parameters": size, "weights": fingerprint(self.module), **self.describe()}
+        """Return the description of the model that is stored with results. It can be written as JSON."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "trained_at": self.trained_at,
+            "max_length": self.max_length,
+            "parameters": sum(weight.numel() for weight in self.module.parameters()),
+            "weights": fingerprint(self.module),
+            **self.extra_description(),
+        }
 
 
 class ModelTarget(Target):
-    """A model of ours that is in memory; tokens are the caller's affair."""
+    """A model of trainshort that is in memory. It has no tokenizer, so its text is given as tokens.
+
+    Args:
+        model: The model.
+        trained_at: The training length.
+        name: The name of the model in results.
+        bos: The id of the token that the model reads before the first token of a text.
+    """
 
     kind = "model"
 
@@ -126,29 +164,46 @@ class ModelTarget(Target):
         self.bos = bos
         self.folder = Path("runs") / name
         self.max_length = model.position.max_length
-        self.mask = None if model.config.causal else mask_token(model.config)
-        self.vocab_size = model.config.vocab_size - (0 if self.mask is None else 1)
+        self.vocab_size = model.config.vocab_size
+        if not model.config.causal:
+            self.mask = mask_token(model.config)
+            self.vocab_size -= 1  # A text does not contain the mask token.
 
-    def token_nll(self, tokens: Tensor, targets: Tensor, first: int) -> Tensor:
+    def token_nll(
+        self, tokens: Int[Tensor, "batch length"], targets: Int[Tensor, "batch length"], first: int
+    ) -> Float[Tensor, "batch scored"]:
         return self.model.token_nll(tokens, targets, first)
 
     def tokenizer(self) -> TextTokenizer:
-        raise InputError(f"{self.name} is a bare model without a tokenizer; give it tokens, or evaluate a run.")
+        raise InputError(f"{self.name} has no tokenizer. Pass tokens instead of text, or evaluate a run.")
 
-    def for_length(self, change: Override | None, length: int) -> AbstractContextManager[None]:
-        return (
-            nullcontext() if change is None else apply_override(self.model, change, self.trained_at or length, length)
-        )
+    def for_length(self, override: Override | None, length: int) -> AbstractContextManager[None]:
+        if override is None:
+            return nullcontext()
+        return apply_override(self.model, override, self.trained_at or length, length)
 
-    def describe(self) -> dict[str, Any]:
+    def extra_description(self) -> dict[str, Any]:
         return {"position": self.model.config.position, "model": self.model.config.model_dump(mode="json")}
 
 
 class RunTarget(ModelTarget):
-    """The best checkpoint of a run folder, or one checkpoint by its own folder."""
+    """The best checkpoint of a run, or a chosen checkpoint.
 
-    run: Path
-    """The run folder, whose data it was trained on, wherever results go."""
+    Args:
+        path: A run folder, or the folder of one of its checkpoints.
+        device: The device of the model.
+        precision: A key of `PRECISIONS`.
+        encoders: Whether encoders are accepted.
+
+    Attributes:
+        checkpoint: The folder of the checkpoint.
+        config: The config of the run.
+        step: The training step of the checkpoint.
+        run: The run folder. Unlike `folder`, it does not change if results are written to another folder.
+
+    Raises:
+        InputError: If there is no valid checkpoint, or if the model is an encoder and `encoders` is False.
+    """
 
     def __init__(self, path: Path, *, device: str = "cpu", precision: str = "float32", encoders: bool = False) -> None:
         self.checkpoint = find_checkpoint(path)
@@ -156,176 +211,87 @@ class RunTarget(ModelTarget):
         if not encoders:
             self.config.model.require_causal("This command")
         self.step = read_state(self.checkpoint).step
-        folder = self.checkpoint.parent.parent
-        self.kind = "run" if path.resolve() == folder.resolve() else "checkpoint"
-        super().__init__(
-            load_model(self.checkpoint, device=device).to(PRECISIONS[precision]),
-            trained_at=self.config.train.length,
-            name=folder.resolve().name + ("" if self.kind == "run" else f" step {self.step}"),
-        )
-        self.folder = self.run = folder
-        self._tokenizer = run_tokenizer(folder)
+
+        run_folder = self.checkpoint.parent.parent
+        name = run_folder.resolve().name
+        is_run_folder = path.resolve() == run_folder.resolve()
+        if not is_run_folder:
+            name += f" step {self.step}"
+        self.kind = "run" if is_run_folder else "checkpoint"
+
+        model = load_model(self.checkpoint, device=device).to(PRECISIONS[precision])
+        super().__init__(model, trained_at=self.config.train.length, name=name)
+        self.run: Path = run_folder
+        self.folder = run_folder
+        self._tokenizer = run_tokenizer(run_folder)
         self.bos = self._tokenizer.end or 0
 
     def tokenizer(self) -> TextTokenizer:
         return self._tokenizer
 
-    def describe(self) -> dict[str, Any]:
-        return {"step": self.step, **super().describe()}
+    def extra_description(self) -> dict[str, Any]:
+        return {"step": self.step, **super().extra_description()}
 
 
 def open_target(
     name: str, *, device: str = "cpu", precision: str = "float32", trained_at: int | None = None, encoders: bool = False
 ) -> Target:
-    """The model that `name` means: a folder of ours, a folder of Hugging Face's, or a name on its hub."""
+    """Load the model that a name on the command line means.
+
+    Args:
+        name: A run folder, a checkpoint folder, the folder of a Hugging Face model, or the name of a model on the
+            Hugging Face Hub.
+        device: The device of the model.
+        precision: A key of `PRECISIONS`.
+        trained_at: The training length. None uses the training length that is stored with the model.
+        encoders: Whether encoders are accepted.
+
+    Returns:
+        The model.
+
+    Raises:
+        InputError: If there is no such model, or if the model cannot be evaluated.
+    """
     if precision not in PRECISIONS:
-        raise InputError(f"precision is {' or '.join(PRECISIONS)}, got '{precision}'.")
+        raise InputError(f"Unknown precision '{precision}'. Expected {' or '.join(PRECISIONS)}.")
     path = Path(name).expanduser()
     if path.is_file():
-        raise InputError(f"{path} is a file. Give a run folder, one of its checkpoints, or a Hugging Face model.")
+        raise InputError(f"{path} is a file. Give a run folder, a checkpoint folder, or a Hugging Face model.")
     reject_foreign_export(path)
+
+    target: Target
     if path.is_dir() and not is_hugging_face(path):
-        target: Target = RunTarget(path, device=device, precision=precision, encoders=encoders)
+        target = RunTarget(path, device=device, precision=precision, encoders=encoders)
     elif path.is_dir() or looks_like_hub_name(name):
+        # This import is slow, and runs do not need it.
         from trainshort.evaluate.hf_target import HuggingFaceTarget
 
-        target = HuggingFaceTarget(str(path) if path.is_dir() else name, device=device, precision=precision)
+        model_name = str(path) if path.is_dir() else name
+        target = HuggingFaceTarget(model_name, device=device, precision=precision)
     else:
-        raise InputError(f"There is no run or model at '{path}'. `ls runs` shows the runs made here.")
+        raise InputError(f"There is no run or model at '{path}'. `ls runs` lists the runs in this folder.")
     if trained_at is not None:
         target.trained_at = trained_at
     return target
 
 
 def reject_foreign_export(path: Path) -> None:
-    """A folder for llama.cpp or CTranslate2 holds no model that runs here."""
-    if (path / EXPORTED).exists() and not is_hugging_face(path):
+    """Raise `InputError` if a folder was exported for another program, such as llama.cpp or CTranslate2.
+
+    trainshort can load its own exports only if they were made with `trainshort export --to hf`.
+    """
+    is_export = (path / EXPORTED).exists()
+    if is_export and not is_hugging_face(path):
         raise InputError(
-            f"{path} is an export for another program, which its own commands run. Give the run it was made of (its "
-            f"{EXPORTED} says which), or an export by --to hf."
+            f"{path} is an export for another program, and trainshort cannot load it. Give the run that was exported "
+            f"(see {path / EXPORTED}), or export the run with --to hf."
         )
 
 
 def looks_like_hub_name(name: str) -> bool:
-    """`gpt2` and `owner/name`, but not `runs/mine`, `./x` or `a/b/c`: those would be folders here."""
-    return name.count("/") <= 1 and not name.startswith(("runs/", ".", "/", "~")) and not name.endswith("/")
+    """Return whether a name can be a model on the Hugging Face Hub, such as "gpt2" or "owner/model".
 
-
-# ---- the text
-
-
-@dataclass(frozen=True)
-class Text:
-    """Targets, and what was counted of the text they came from."""
-
-    name: str
-    split: str | None
-    tokens: np.ndarray
-    words: int
-    """Words between white space."""
-    bytes: int
-    """Bytes of UTF-8."""
-    sha256: str
-    tokenizer: str
-    end: int | None
-    """The token between documents, if there is one."""
-    own: bool = False
-    """Whether it is the data that the run was trained beside, and not a text that was named."""
-    whole: int | None = None
-    """Tokens before the text was cut; None: it was not."""
-
-    def description(self) -> dict[str, Any]:
-        told = {name: getattr(self, name) for name in ("name", "split", "sha256", "tokenizer", "own", "words", "bytes")}
-        return told | {"tokens": len(self.tokens), "whole": self.whole or len(self.tokens)}
-
-
-def open_text(target: Target, data: Sequence[str], split: str = "valid", max_tokens: int | None = None) -> Text:
-    """The text that a command line means, cut after `max_tokens` for a quick look."""
-    text = _whole_text(target, data, split)
-    if not len(text.tokens):
-        raise InputError(f"{text.name} holds no text in its split '{split}'; choose another --data or --split.")
-    largest = int(text.tokens.max())
-    if largest >= target.vocab_size:
-        raise InputError(
-            f"{text.name} holds token {largest}, but {target.name} knows {target.vocab_size:,} types. "
-            "Was it made with another tokenizer?"
-        )
-    if max_tokens is None or max_tokens >= len(text.tokens):
-        return text
-    if max_tokens < 1:
-        raise InputError(f"--max-tokens must be at least 1, got {max_tokens}.")
-    return cut(text, max_tokens, target.tokenizer())
-
-
-def cut(text: Text, count: int, tokenizer: TextTokenizer) -> Text:
-    """The first `count` tokens; their words and bytes are counted in what they spell, end tokens left out."""
-    kept = np.asarray(text.tokens[:count])
-    if tokenizer.ends_lines:
-        pieces = [tokenizer.decode(kept)]
-    else:
-        parts = np.split(kept, np.flatnonzero(kept == text.end))
-        pieces = [tokenizer.decode(part[part != text.end]) for part in parts]
-    return replace(text, tokens=kept, whole=len(text.tokens), **_counted(kept, pieces))
-
-
-def _counted(tokens: np.ndarray, pieces: list[str]) -> dict[str, Any]:
-    return {
-        "words": sum(len(piece.split()) for piece in pieces),
-        "bytes": sum(len(piece.encode()) for piece in pieces),
-        "sha256": hashlib.sha256(tokens.tobytes()).hexdigest(),
-    }
-
-
-def _whole_text(target: Target, data: Sequence[str], split: str) -> Text:
-    if isinstance(target, RunTarget) and (not data or list(data) == [target.config.data.corpus]):
-        return replace(_from_prepared(open_run_data(target.run, target.config.data), split), own=True)
-    if not data:
-        raise InputError(
-            f"{target.name} does not say which text to use. Give one: --data sotu, --data book.txt, or a folder."
-        )
-    paths = [Path(name).expanduser() for name in data]
-    if len(data) == 1 and is_dataset_folder(paths[0]):
-        prepared = open_dataset(paths[0])
-        _check_same_tokenizer(target, prepared)
-        return _from_prepared(prepared, split)
-    if all(path.is_file() and path.suffix not in TABLES for path in paths):
-        documents = [read_text(path, hint="Give a text file in UTF-8.", limit=2**36) for path in paths]
-        return _encoded(" ".join(data), None, documents, target.tokenizer())
-    if len(data) > 1:
-        missing = next((path for path in paths if not path.is_file()), paths[0])
-        raise InputError(f"several --data must all be text files, and {missing} is none.")
-    corpus = find_corpus(data[0])
-    rule = make_splitter(corpus, "strict")
-    documents = [document.text for document in corpus.documents() if rule.split(document) == split]
-    if not documents:
-        raise InputError(f"the corpus '{data[0]}' has no split '{split}'; it has {', '.join(corpus.splits)}.")
-    return _encoded(data[0], split, documents, target.tokenizer())
-
-
-def _from_prepared(prepared: PreparedDataset, split: str) -> Text:
-    tokens, meta = prepared.split(split), prepared.meta
-    counts = meta.splits[split].model_dump(include={"words", "bytes", "sha256"})
-    return Text(meta.request.corpus, split, tokens, tokenizer=meta.tokenizer, end=meta.end, **counts)
-
-
-def _check_same_tokenizer(target: Target, prepared: PreparedDataset) -> None:
-    """Equal numbers of token types would let another tokenizer's data pass as nonsense, so the tokenizers compare."""
-    theirs, ours = json.loads(prepared.tokenizer().to_json()), json.loads(target.tokenizer().to_json())
-    if theirs["model"].get("vocab") != ours["model"].get("vocab"):
-        raise InputError(
-            f"{prepared.folder} was made with another tokenizer ('{prepared.meta.tokenizer}', "
-            f"{prepared.meta.vocab_size:,} types) than {target.name} has ({target.vocab_size:,} types). "
-            "Give the text itself as --data, and it is tokenized for this model."
-        )
-
-
-def _encoded(name: str, split: str | None, documents: list[str], tokenizer: TextTokenizer) -> Text:
-    """Documents as tokens, the end token between two of them, unless the tokenizer ends every line by itself."""
-    parts: list[np.ndarray] = []
-    for index, document in enumerate(documents):
-        if index and tokenizer.end is not None and not tokenizer.ends_lines:
-            parts.append(np.array([tokenizer.end], dtype=np.int64))
-        parts.append(tokenizer.encode(document))
-    tokens = np.concatenate(parts).astype(token_type(tokenizer.vocab_size))
-    counts = _counted(tokens, documents)
-    return Text(name, split, tokens, tokenizer=tokenizer.name, end=tokenizer.end, **counts)
+    Names that look like paths, such as "runs/model", "./model" or "a/b/c", are not names on the Hub.
+    """
+    has_path_prefix = name.startswith(("runs/", ".", "/", "~"))
+    return name.count("/") <= 1 and not has_path_prefix and not name.endswith("/")

@@ -20,8 +20,9 @@ from trainshort.evaluate import results, significance
 from trainshort.evaluate.evaluation import new_evaluation
 from trainshort.evaluate.plot import lengths_figure
 from trainshort.evaluate.results import Evaluation
-from trainshort.evaluate.sweep import Sweep, sweep
-from trainshort.evaluate.targets import Target, Text, open_target
+from trainshort.evaluate.sweep import Sweep, run_sweep
+from trainshort.evaluate.targets import Target, open_target
+from trainshort.evaluate.text import Text
 from trainshort.interop.formats.base import ImportedModel, TensorSource, WeightMap, parameter_shapes
 from trainshort.interop.import_model import ImportRequest, ImportSource, download_snapshot, open_folder, write_run
 from trainshort.model.positions import PositionMethod
@@ -237,7 +238,7 @@ class ConversionEvaluator:
         target: Target = open_target(name, trained_at=self.length)
         target.bos = bos
         evaluation = new_evaluation(target, self.text, self.plan, "float32")
-        self.evaluations[stage] = sweep(target, self.plan, evaluation, path)
+        self.evaluations[stage] = run_sweep(target, self.plan, evaluation, path)
 
     def finish(self) -> list[Path]:
         """Write the extrapolation card of the trained model, and a figure of all stages.
@@ -251,7 +252,7 @@ class ConversionEvaluator:
         source_name = str(self.path("trained").relative_to(self.run))
         summary = significance.make_summary(self.evaluations["trained"], source_name)
         if summary and significance.save_summary(summary, self.run):
-            paths.append(self.run / significance.CARD)
+            paths.append(self.run / significance.SUMMARY_FILE)
         if can_draw_figures():
             figure = lengths_figure(self._evaluations_with_stage_names())
             paths += draw_figures([figure], self.run / EVALUATION_FOLDER / "lengths")

@@ -1,4 +1,4 @@
-"""`trainshort analyze` as a user runs it, and the cost analysis in its separate processes."""
+"""Tests of `trainshort analyze`, and of the analysis `cost`, which measures in new processes."""
 
 import json
 import subprocess
@@ -21,185 +21,215 @@ def run(tmp_path_factory) -> Path:
 
 
 def analyze(*words: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main.main(["analyze", *map(str, words)])
-    return int(ended.value.code or 0)
+    """Run `trainshort analyze` and return its exit code."""
+    with pytest.raises(SystemExit) as exit_info:
+        main(["analyze", *map(str, words)])
+    return int(exit_info.value.code or 0)
 
 
-def test_each_analysis_leaves_a_file_a_table_and_a_sentence(run: Path, capsys):
+def read_analysis(run_folder: Path, name: str) -> dict:
+    """Return the content of a result file."""
+    return json.loads((run_folder / "analysis" / f"{name}.json").read_text())
+
+
+def test_each_analysis_writes_a_file_and_prints_a_table(run: Path, capsys):
     names = ("early-tokens", "far-context", "recall", "reach", "slopes")
     assert analyze(run, "--split", "train", "--max-tokens", "2000", "--samples", "4", "--only", *names) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
+    output_words = " ".join(output.split())  # without line breaks
     for name in names:
-        content = json.loads((run / "analysis" / f"{name}.json").read_text())
+        content = read_analysis(run, name)
         assert content["analysis"] == name
         assert content["target"]["name"] == "tiny"
         assert content["corpus"]["tokens"] == 2000
         assert content["provenance"]["versions"]["torch"]
         assert content["settings"]["samples"] == 4
         assert content["result"]["rows"]
-        assert " ".join(content["result"]["summary"].split()) in " ".join(shown.split())
-    assert all(len(line) <= 80 for line in shown.splitlines() if not line.startswith("Written"))
+        assert content["result"]["summary"] in output_words
+    assert all(len(line) <= 80 for line in output.splitlines() if not line.startswith("Written"))
 
 
-def test_a_hugging_face_model_answers_what_needs_no_look_inside(tmp_path, monkeypatch, capsys):
+def test_analyses_of_a_hugging_face_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_hugging_face(tmp_path / "llama-tiny", "llama")
     (tmp_path / "story.txt").write_text(prose(60))
     words = ("llama-tiny", "--data", "story.txt", "--samples", "2", "--trained-at", "32", "--max-tokens", "600")
     assert analyze(*words) == 0
-    written = {path.stem for path in (tmp_path / "runs" / "llama-tiny" / "analysis").iterdir()}
-    assert written == {"early-tokens", "far-context", "recall"}
-    assert "passed over: the reach analysis looks inside trainshort's own models" in capsys.readouterr().out
+    written_names = {path.stem for path in (tmp_path / "runs" / "llama-tiny" / "analysis").iterdir()}
+    assert written_names == {"early-tokens", "far-context", "recall"}
+    assert "Skipped: The analysis 'reach'" in capsys.readouterr().out
     assert analyze(*words, "--only", "reach") == 2
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "message_part"),
     [
-        (["--only", "recal"], "Unknown analysis 'recal'. Did you mean 'recall'?"),
-        (["--only", "recall", "--lengths", "100000"], "length 100,000 needs at least twice that length"),
-        (["--only", "recall", "--lengths", "far"], "got 'far'"),
-        (["--samples", "0"], "must be at least 1"),
-        (["--methods", "alibbi"], "Unknown position method 'alibbi'. Did you mean 'alibi'?"),
-        (["--only", "recall", "--methods", "alibi"], "--methods says what cost measures; give --only cost with it."),
+        (["--only", "recal"], "Did you mean 'recall'?"),
+        (["--only", "recall", "--lengths", "100000"], "length 100,000"),
+        (["--only", "recall", "--lengths", "far"], "'far'"),
+        (["--samples", "0"], "at least 1"),
+        (["--methods", "alibbi"], "Did you mean 'alibi'?"),
+        (["--only", "recall", "--methods", "alibi"], "--methods"),
     ],
 )
-def test_mistakes_are_one_sentence_and_exit_2(run: Path, capsys, words: list[str], message: str):
+def test_invalid_options_are_rejected(run: Path, capsys, words: list[str], message_part: str):
     assert analyze(run, *words) == 2
-    assert message in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert message_part in message
+    assert len(message.splitlines()) == 1
 
 
-def test_the_cost_past_a_table_is_that_of_a_longer_one(tmp_path):
-    """The run's own weights stop at 24 tokens; it ended in a traceback."""
-    run = make_run(tmp_path, position="learned", position_settings={"max_length": 24})
-    words = (
-        "--only",
-        "cost",
-        "--methods",
-        "learned",
-        "--lengths",
-        "16",
-        "64",
-        "--split",
-        "train",
-        "--max-tokens",
-        "2000",
-    )
-    assert analyze(run, *words) == 0
-    rows = json.loads((run / "analysis" / "cost.json").read_text())["result"]["rows"]
-    assert [(row["length"], row["weights"], row["training"]["status"]) for row in rows] == [
-        (16, "run", "measured"),
-        (64, "random", "measured"),
-    ]
+def test_folder_without_run_is_rejected(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert analyze(".") == 2
+    assert "'.'" in capsys.readouterr().err
 
 
-def test_the_cost_is_measured_in_a_process_of_its_own():
-    found = cost.measure(tiny_model(layers=4, width=64).config, 512)
-    training, inference = found["training"], found["inference"]
-    assert training["status"] == inference["status"] == "measured"
-    assert training["tokens"] == 4096
-    assert 0 < training["tokens_per_second"] < inference["tokens_per_second"]
-    assert training["memory"] > inference["memory"] + 10_000_000
+def test_slow_analyses_run_last():
+    names = sorted(analyses.names(), key=lambda name: analyses.get(name).slow)
+    assert names[-1] == "cost"
+    assert all(analyses.get(name).question for name in names)
 
 
-def test_a_stopped_analysis_goes_on(run: Path, capsys, monkeypatch):
-    """Interrupted in the fourth measurement of `cost`: three are kept, and what was answered is not asked again."""
+def test_interrupted_analysis_resumes(run: Path, capsys, monkeypatch):
+    """The fourth measurement of `cost` is interrupted. The first three measurements are not repeated."""
     words = (run, "--split", "train", "--max-tokens", "2000", "--samples", "3", "--only", "recall", "cost")
-    seen = []
+    measured_configurations = []
+    max_measurements = 3
 
-    def measure(model, length, device="cpu", weights=None):
-        if len(seen) == 3:
+    def measure(model, length, device="cpu", checkpoint=None):
+        if len(measured_configurations) == max_measurements:
             raise KeyboardInterrupt
-        seen.append((model.position, length))
-        measured = {
+        measured_configurations.append((model.position, length))
+        measurement = {
             "status": "measured",
             "tokens_per_second": 100.0 + length,
             "spread": 0.01,
             "memory": 1,
             "tokens": 64,
         }
-        return {"training": measured, "inference": measured}
+        return {"training": measurement, "inference": measurement}
 
     monkeypatch.setattr(cost, "measure", measure)
     assert analyze(*words) != 0
     assert (run / "analysis" / "recall.json").is_file()
     assert not (run / "analysis" / "cost.json").exists()
     capsys.readouterr()
-    first, seen[:] = list(seen), [0] * 100  # from now on it is not interrupted
+
+    max_measurements = 100
     assert analyze(*words) == 0
-    assert "known from before; --again asks anew." in capsys.readouterr().out
-    assert not set(first) & set(seen)
-    rows = json.loads((run / "analysis" / "cost.json").read_text())["result"]["rows"]
-    assert [row["position"] for row in rows] == 3 * list(PAPER_METHODS)  # the run's own is among them
+    assert "--again" in capsys.readouterr().out, "the result of `recall` is reused"
+    assert len(measured_configurations) == len(set(measured_configurations)), "no measurement was repeated"
+    rows = read_analysis(run, "cost")["result"]["rows"]
+    assert len(measured_configurations) == len(rows)
+    assert [row["position"] for row in rows] == 3 * list(PAPER_METHODS)
     assert not list((run / "analysis").glob("*.partial"))
 
 
 PLUGIN = """
-from trainshort.analyze import Analysis, Lab, analyses
-from trainshort.analyze.lab import new_table, titled
+from trainshort.evaluate.analyses import Analysis, AnalysisContext, analyses
+from trainshort.evaluate.analyses.base import new_table, with_title
 
-def run(lab: Lab):
-    lab.meter.start(1)
-    return {"summary": f"{len(set(lab.tokens.tolist()))} kinds of tokens", "rows": []}
+def run(context: AnalysisContext):
+    context.meter.start(1)
+    return {"summary": f"{len(set(context.tokens.tolist()))} token types", "rows": []}
 
-analyses.register("kinds")(Analysis("how many kinds of tokens are there?", run, lambda result: titled("", new_table())))
+def table(result: dict):
+    return with_title("", new_table())
+
+analyses.register("token-types")(Analysis("How many token types are there?", run, table))
 """
 
 
-def test_an_analysis_from_a_file_of_the_users_own(run: Path, tmp_path):
+def test_plugin_can_add_an_analysis(run: Path, tmp_path):
     (tmp_path / "mine.py").write_text(PLUGIN)
-    words = ["analyze", str(run), "--only", "kinds", "--plugin", str(tmp_path / "mine.py"), "--out", str(tmp_path)]
-    done = subprocess.run([sys.executable, "-m", "trainshort", *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "how many kinds of tokens are there?" in done.stdout
-    assert json.loads((tmp_path / "analysis" / "kinds.json").read_text())["result"]["summary"].endswith("of tokens")
+    options = ["--only", "token-types", "--plugin", str(tmp_path / "mine.py"), "--out", str(tmp_path)]
+    process = subprocess.run(
+        [sys.executable, "-m", "trainshort", "analyze", str(run), *options], capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    assert "How many token types are there?" in process.stdout
+    assert read_analysis(tmp_path, "token-types")["result"]["summary"].endswith("token types")
 
 
-def test_a_folder_that_is_no_run_is_named_in_quotes(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert analyze(".") == 2
-    assert "There is no run at '.'. Give a run folder" in capsys.readouterr().err
+# ---- the analysis `cost`
 
 
-def test_what_takes_minutes_is_asked_last():
-    order = sorted(analyses.names(), key=lambda name: analyses.get(name).slow)
-    assert order[-1] == "cost"
-    assert all(analyses.get(name).question for name in order)  # what `trainshort list` shows
+def test_cost_uses_random_weights_beyond_the_position_table(tmp_path):
+    """The position table of the run has 24 rows, so the weights of the run support length 16 but not length 64."""
+    run = make_run(tmp_path, position="learned", position_settings={"max_length": 24})
+    words = ("--only", "cost", "--methods", "learned", "--lengths", "16", "64")
+    assert analyze(run, *words, "--split", "train", "--max-tokens", "2000") == 0
+    rows = read_analysis(run, "cost")["result"]["rows"]
+    assert [(row["length"], row["weights"], row["training"]["status"]) for row in rows] == [
+        (16, "run", "measured"),
+        (64, "random", "measured"),
+    ]
 
 
-def test_a_costs_row_says_oom_and_numbers():
+def test_cost_is_measured_in_a_new_process():
+    results = cost.measure(tiny_model(layers=4, width=64).config, 512)
+    training = results["training"]
+    inference = results["inference"]
+    assert training["status"] == inference["status"] == "measured"
+    assert training["tokens"] == 4096
+    assert 0 < training["tokens_per_second"] < inference["tokens_per_second"]
+    assert training["memory"] > inference["memory"] + 10_000_000
+
+
+def test_cost_table_shows_numbers_and_missing_memory():
     measured = {"status": "measured", "tokens_per_second": 1234.5, "spread": 0.02, "memory": 2_000_000}
     rows = [
         {"position": "alibi", "length": 8, "training": measured, "inference": measured},
         {"position": "t5", "length": 8, "training": {"status": "out of memory"}, "inference": measured},
     ]
-    shown = cost.table({"batch_tokens": 4096, "rows": rows})
-    cells = [list(column.cells) for column in shown.renderables[1].columns]
-    assert cells[2] == ["1,234", "OOM"]
-    assert cells[5] == ["2", "2"]
+    _, table = cost.table({"batch_tokens": 4096, "rows": rows}).renderables
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[2] == ["1,234", "OOM"]  # training speed
+    assert cells[5] == ["2", "2"]  # memory of inference
 
 
-def test_the_cost_concludes_about_every_method_that_was_measured():
-    def row(position, length, speed):
-        found = {"status": "measured", "tokens_per_second": speed, "spread": 0.02}
-        return {"position": position, "length": length, "inference": found if speed else {"status": "out of memory"}}
+def make_cost_row(position: str, length: int, speed: float | None) -> dict:
+    """Return a measurement of inference. A speed of None means that memory was missing."""
+    if speed is None:
+        inference = {"status": "out of memory"}
+    else:
+        inference = {"status": "measured", "tokens_per_second": speed, "spread": 0.02}
+    return {"position": position, "length": length, "inference": inference}
 
-    rows = [row("alibi", 8, 1234.5), row("t5", 8, 1240.0), row("mine", 8, None), row("sinusoidal", 4, 1.0)]
-    assert cost.summary([*rows, row("sinusoidal", 8, 2469.0)]) == (
-        "at 8 tokens, inference against sinusoidal's: alibi at 50% (±4%) of its speed; t5 at 50% (±4%) of its speed; "
-        "mine out of memory"
-    )
-    assert cost.summary(rows) == (
-        "at 8 tokens, inference against alibi's: t5 as fast, as far as these rounds can tell (±4%); mine out of memory"
-    )
-    assert cost.summary(rows[:1]) == cost.summary(rows[2:3]) == "measured up to 8 tokens"
+
+def test_cost_summary_compares_all_methods_with_sinusoidal():
+    rows = [
+        make_cost_row("alibi", 8, 1234.5),
+        make_cost_row("t5", 8, 1240.0),
+        make_cost_row("mine", 8, None),
+        make_cost_row("sinusoidal", 8, 2469.0),
+    ]
+    summary = cost.summary(rows)
+    assert summary.endswith("compared with sinusoidal: alibi 50% (±4%); t5 50% (±4%); mine out of memory")
+
+
+def test_cost_summary_compares_with_the_first_method_without_sinusoidal():
+    rows = [
+        make_cost_row("alibi", 8, 1234.5),
+        make_cost_row("t5", 8, 1240.0),
+        make_cost_row("mine", 8, None),
+        make_cost_row("sinusoidal", 4, 1.0),  # The summary compares methods at the longest length only.
+    ]
+    summary = cost.summary(rows)
+    assert "compared with alibi: t5 100% (±4%), no significant difference; mine out of memory" in summary
+
+
+def test_cost_summary_without_two_methods():
+    assert cost.summary([make_cost_row("alibi", 8, 1234.5)]).startswith("Not tested")
+    assert cost.summary([make_cost_row("mine", 8, None)]).startswith("Not tested")
 
 
 @pytest.mark.slow
-def test_the_cost_of_every_method_at_each_length(run: Path):
+def test_cost_of_every_method_at_each_length(run: Path):
     assert analyze(run, "--only", "cost", "--lengths", "32,128", "--methods", *positions.names()) == 0
-    rows = json.loads((run / "analysis" / "cost.json").read_text())["result"]["rows"]
+    rows = read_analysis(run, "cost")["result"]["rows"]
     assert {(row["position"], row["length"]) for row in rows} == set(product(positions.names(), (32, 128)))
-    assert all(row[kind]["status"] == "measured" for row in rows for kind in ("training", "inference"))
+    for row in rows:
+        assert row["training"]["status"] == row["inference"]["status"] == "measured"
     assert {row["weights"] for row in rows if row["position"] == "alibi"} == {"run"}

@@ -1,4 +1,4 @@
-"""What may be concluded: nothing of a model that was never trained, and of a trained one what it was trained to do."""
+"""Tests of the conclusions that analyses draw from untrained models and from a trained model."""
 
 import math
 import re
@@ -10,129 +10,187 @@ from helpers import prose
 
 from trainshort.config.run_config import ModelConfig
 from trainshort.evaluate.analyses import AnalysisContext, analyses, early_tokens, far_context, reach, recall, slopes
-from trainshort.evaluate.results import interval_of
+from trainshort.evaluate.results import bootstrap_interval
 from trainshort.evaluate.significance import MIN_EFFECT_NATS, format_range, is_significant_increase, longest_contiguous
 from trainshort.evaluate.targets import ModelTarget
 from trainshort.model.positions import positions
 from trainshort.model.transformer import TransformerLM
 
 LENGTH = 64
-METHODS = [name for name in positions.names() if name != "learned"]  # its table ends at the training length
+
+# Learned positions do not support inputs beyond the training length.
+METHODS = [name for name in positions.names() if name != "learned"]
+
 TEXT = np.frombuffer(prose(3000).encode(), dtype=np.uint8)[:3000]
 
 
-def test_an_effect_must_matter_and_be_sure():
+# ---- significance
+
+
+def test_significant_effect_is_large_and_its_interval_excludes_zero():
     assert is_significant_increase(MIN_EFFECT_NATS, (0.001, 0.02))
-    assert not is_significant_increase(MIN_EFFECT_NATS / 2, (0.004, 0.006))  # sure, but nothing
+    assert not is_significant_increase(MIN_EFFECT_NATS / 2, (0.004, 0.006)), "too small"
     assert not is_significant_increase(0.0059, (-0.0073, 0.0191))
-    assert not is_significant_increase(0.5, (-0.1, 1.1))
-    assert not is_significant_increase(0.5, None)
+    assert not is_significant_increase(0.5, (-0.1, 1.1)), "the interval contains zero"
+    assert not is_significant_increase(0.5, None), "no interval"
 
 
-def test_ranges_have_no_holes():
-    """The table of a 3-layer model: 256 good, 512 not, 1,024 good."""
-    found = [(1024, True), (256, True), (512, False)]
-    assert longest_contiguous(found) == 256
-    assert format_range("recall", found) == "recall up to 256 tokens (at 1,024 again, but not at 512)"
-    assert format_range("recall", [(64, False), (128, True)]) == "recall at 128 tokens, but not at 64"
-    assert format_range("recall", [(64, False)]) == "no recall at any distance tried"
+def test_range_ends_at_the_first_negative_result():
+    results = [(1024, True), (256, True), (512, False)]
+    assert longest_contiguous(results) == 256
     assert longest_contiguous([(64, False), (128, True)]) is None
 
 
-def test_intervals_are_of_the_weighted_mean():
-    values, counts = np.array([2.0, 2.0, 30.0]), np.array([1, 1, 10])
-    low, high = interval_of(values, counts)
+def test_verdict_of_a_range():
+    contradiction = format_range("recall", [(1024, True), (256, True), (512, False)])
+    assert contradiction.startswith("recall: supported up to 256 tokens, inconclusive")
+    assert "512" in contradiction
+    assert "1,024" in contradiction
+    assert format_range("recall", [(64, False), (128, True)]).startswith("recall: inconclusive")
+    assert format_range("recall", [(64, False)]).startswith("recall: not supported")
+    assert format_range("recall", [(64, True), (128, False)]) == (
+        "recall: supported up to 64 tokens, not supported at 128"
+    )
+    assert format_range("recall", [(64, True), (128, True)]).startswith("recall: supported up to 128 tokens")
+
+
+def test_interval_of_weighted_mean():
+    sums = np.array([2.0, 2.0, 30.0])
+    counts = np.array([1, 1, 10])
+    low, high = bootstrap_interval(sums, counts) or (0, 0)
     assert 2 <= low < 34 / 12 < high <= 3
-    assert interval_of(values[:1]) is None
+    assert bootstrap_interval(sums[:1]) is None
 
 
-def far_rows(*found: tuple[int, str]) -> list[dict]:
-    """Far-context rows of two distances in which these probes notice something."""
-    return [
-        {"near": near, "way": way, "rise": 0.02 if felt else 1e-4, "interval": (0.01 if felt else -1e-4, 0.03)}
-        for near in (8, 16)
-        for way in far_context.CORRUPTIONS
-        for felt in [(near, way) in found]
-    ]
+# ---- conclusions from given measurements
 
 
-def test_probes_agree_or_the_sentence_says_that_they_do_not():
-    all_near = [(8, way) for way in far_context.CORRUPTIONS]
-    assert far_context.summary(far_rows((16, "replace")), 512) == (
-        "at 512 tokens no use of far context shows, and the probes do not agree: "
-        "farther away than 16 only replace notices"
-    )
-    assert far_context.summary(far_rows(*all_near, (16, "replace"), (16, "cut")), 512) == (
-        "at 512 tokens the model uses context farther away than 8 tokens, and the probes do not agree: "
-        "farther away than 16 only replace and cut notice"
-    )
-    assert far_context.summary(far_rows(*all_near), 512).endswith("uses context farther away than 8 tokens")
+def make_far_context_rows(*significant: tuple[int, str]) -> list[dict]:
+    """Return measurements of `far-context` at the distances 8 and 16.
+
+    Args:
+        significant: The pairs of a distance and a corruption that significantly raise the loss.
+    """
+    rows = []
+    for distance in (8, 16):
+        for corruption in far_context.CORRUPTIONS:
+            if (distance, corruption) in significant:
+                measurement = {"rise": 0.02, "interval": (0.01, 0.03)}
+            else:
+                measurement = {"rise": 1e-4, "interval": (-1e-4, 0.03)}
+            rows.append({"near": distance, "way": corruption, **measurement})
+    return rows
 
 
-def early_row(length: int, gain: float, context: float) -> dict:
-    """A row of the early-token analysis whose two gains are sure to within a thousandth."""
-    parts = {"gain": gain, "context": context, "early": gain - context}
-    intervals = {f"{name}_interval": (part - 0.001, part + 0.001) for name, part in parts.items()}
-    felt = {"rise": 0.1, "interval": (0.05, 0.15)}
-    return {"length": length, **intervals, "gain": gain, "from_context": context, "from_early": gain - context} | {
-        "replaced": felt
+def test_corruptions_that_disagree_are_inconclusive():
+    summary = far_context.summary(make_far_context_rows((16, "replace")), 512)
+    assert summary.startswith("At 512 tokens, inconclusive")
+    assert "farther away than 16 tokens (only replace raises" in summary
+    assert "supported" not in summary
+
+
+def test_corruptions_that_agree_at_short_distances_only():
+    all_at_8 = [(8, corruption) for corruption in far_context.CORRUPTIONS]
+    summary = far_context.summary(make_far_context_rows(*all_at_8), 512)
+    assert "supported: use of context farther away than 8 tokens" in summary
+    assert "at least +0.0200 nats, 95 % interval +0.0100 to +0.0300" in summary
+    assert "inconclusive" not in summary
+
+    summary = far_context.summary(make_far_context_rows(*all_at_8, (16, "replace"), (16, "cut")), 512)
+    assert "supported: use of context farther away than 8 tokens" in summary
+    assert "inconclusive: use of context farther away than 16 tokens (only replace and cut raise" in summary
+
+
+def test_far_context_without_significant_effect_is_not_supported():
+    assert far_context.summary(make_far_context_rows(), 512).startswith("At 512 tokens, not supported")
+
+
+def make_early_tokens_row(length: int, gain: float, from_context: float) -> dict:
+    """Return a measurement of `early-tokens` whose intervals have a width of 0.002 nats."""
+    from_early = gain - from_context
+    return {
+        "length": length,
+        "gain": gain,
+        "gain_interval": (gain - 0.001, gain + 0.001),
+        "from_context": from_context,
+        "context_interval": (from_context - 0.001, from_context + 0.001),
+        "from_early": from_early,
+        "early_interval": (from_early - 0.001, from_early + 0.001),
+        "replaced": {"rise": 0.1, "interval": (0.05, 0.15)},
     }
 
 
-def test_what_longer_context_costs_is_not_told_as_nothing():
-    first = early_row(64, 0.0, 0.0)
-    assert early_tokens.summary([first, early_row(512, 0.015, -0.0114)]) == (
-        "of the gain of 0.0150 nats from 64 to 512 tokens, +0.0264 comes from fewer early tokens and "
-        "-0.0114 comes from longer context"
-    )
-    assert early_tokens.summary([first, early_row(512, -0.3, -0.31)]) == (
-        "reading at 512 tokens is 0.3000 nats worse than at 64"
-    )
-    assert early_tokens.summary([first, early_row(512, -0.003, 0.0)]) == (
-        "reading at 512 tokens gains nothing over 64 that can be told from none"
-    )
+def test_negative_effect_of_longer_context_is_reported():
+    rows = [make_early_tokens_row(64, 0.0, 0.0), make_early_tokens_row(512, 0.015, -0.0114)]
+    summary = early_tokens.summary(rows)
+    assert summary.startswith("Supported: lower loss at 512 tokens than at 64 tokens (gain +0.0150 nats")
+    assert re.search(r"from fewer early tokens: \+0\.0264 nats, [^;]*, supported", summary)
+    assert re.search(r"from longer context: -0\.0114 nats, [^;]*, supported, raises the loss", summary)
+
+
+@pytest.mark.parametrize("gain", [-0.3, -0.003, 0.003])
+def test_gain_that_is_not_significant_is_not_supported(gain: float):
+    rows = [make_early_tokens_row(64, 0.0, 0.0), make_early_tokens_row(512, gain, 0.0)]
+    summary = early_tokens.summary(rows)
+    assert summary.startswith(f"Not supported: lower loss at 512 tokens than at 64 tokens (gain {gain:+.4f} nats")
+
+
+# ---- conclusions from models
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("position", METHODS)
-def test_a_model_that_was_never_trained_is_told_to_use_nothing(position: str, seed: int):
+def test_untrained_model_uses_no_context(position: str, seed: int):
+    assert set(analyses.names()) == {"recall", "far-context", "early-tokens", "reach", "slopes", "cost"}, (
+        "this test must check a new analysis, too"
+    )
     torch.manual_seed(seed)
     model = TransformerLM(ModelConfig(vocab_size=256, layers=2, width=32, heads=4, position=position))
-    lab = AnalysisContext(ModelTarget(model, trained_at=LENGTH), TEXT, LENGTH, lengths=(64, 256), samples=16, seed=seed)
-    assert recall.run(lab)["summary"] == "no copy at any distance tried; no recall at any distance tried"
-    assert "no use of far context shows" in far_context.run(lab)["summary"]
-    assert early_tokens.run(lab)["summary"].startswith("no use of context shows")
-    told = reach.run(lab)["summary"]
-    assert "no use of what lies there shows" in told or f"0 of 8 heads look beyond the {LENGTH}" in told
+    target = ModelTarget(model, trained_at=LENGTH)
+    context = AnalysisContext(target, TEXT, LENGTH, lengths=(64, 256), samples=16, seed=seed)
+    assert recall.run(context)["summary"] == (
+        "copy: not supported at any tested distance; recall: not supported at any tested distance"
+    )
+    # One corruption can raise the loss of an untrained model by chance. The verdict is then "inconclusive".
+    assert not far_context.run(context)["summary"].startswith("At 256 tokens, supported")
+    assert early_tokens.run(context)["summary"].startswith("Not supported: use of context")
+    reach_summary = reach.run(context)["summary"]
+    assert "not supported: use of that context" in reach_summary or "0 of 8 heads look beyond" in reach_summary
     if position == "alibi":
-        assert slopes.run(lab)["summary"] == "no slopes use context beyond 64 tokens"
-    assert set(analyses.names()) == {"recall", "far-context", "early-tokens", "reach", "slopes", "cost"}, "judge it too"
+        assert slopes.run(context)["summary"].startswith("Not supported: use of context beyond 64 tokens")
 
 
 @pytest.fixture(scope="module")
-def echoing() -> TransformerLM:
-    """One layer that has learned to say what stood 8 tokens ago: text of random patterns of 8, repeated."""
+def repeating_model() -> TransformerLM:
+    """A model with one layer that was trained to repeat the token 8 tokens ago, on repeated patterns of 8 tokens."""
     torch.manual_seed(0)
     model = TransformerLM(ModelConfig(vocab_size=16, layers=1, width=64, heads=2, position="t5"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    mean_loss = torch.tensor(math.inf)
     for _ in range(200):
-        rows = torch.randint(16, (16, 8)).repeat(1, 9)[:, : LENGTH + 1]
-        total, count = model(rows[:, :-1], rows[:, 1:])
-        (total / count).backward()
+        patterns = torch.randint(16, (16, 8))
+        tokens = patterns.repeat(1, 9)[:, : LENGTH + 1]
+        total, count = model(tokens[:, :-1], tokens[:, 1:])
+        mean_loss = total / count
+        mean_loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert (total / count).item() < 0.3 * math.log(16)  # the first eighth of a row cannot be known
+    # The first 8 tokens of each sequence cannot be predicted.
+    assert mean_loss.item() < 0.3 * math.log(16)
     return model.eval()
 
 
-def test_what_a_trained_model_does_use_is_still_told(echoing: TransformerLM):
-    """The text: each pattern of 8 stands for 512 tokens. What lies farther than 8 tokens away says nothing new."""
-    patterns = np.random.default_rng(0).integers(16, size=(24, 8)).repeat(64, axis=0).astype(np.uint8).ravel()
-    lab = AnalysisContext(
-        ModelTarget(echoing, trained_at=LENGTH), patterns, trained_at=LENGTH // 2, lengths=(64,), samples=64
-    )
-    result = far_context.run(lab)
-    assert result["summary"].startswith("at 64 tokens the model uses context farther away than 4 tokens")
-    curse = early_tokens.run(AnalysisContext(lab.target, patterns, trained_at=LENGTH, lengths=(16, 64), samples=64))
-    assert "comes from fewer early tokens" in curse["summary"]
-    assert re.search(r"and -0\.0\d+ comes from longer context$", curse["summary"]), "which the model was not trained on"
+def test_trained_model_uses_context(repeating_model: TransformerLM):
+    """Each pattern of 8 tokens is repeated 64 times. Only the last 8 tokens of the context are useful."""
+    patterns = np.random.default_rng(0).integers(16, size=(24, 8))
+    tokens = patterns.repeat(64, axis=0).astype(np.uint8).ravel()
+    target = ModelTarget(repeating_model, trained_at=LENGTH)
+    context = AnalysisContext(target, tokens, trained_at=LENGTH // 2, lengths=(64,), samples=64)
+    summary = far_context.run(context)["summary"]
+    assert summary.startswith("At 64 tokens, supported: use of context farther away than 4 tokens")
+
+    context = AnalysisContext(target, tokens, trained_at=LENGTH, lengths=(16, 64), samples=64)
+    summary = early_tokens.run(context)["summary"]
+    assert re.search(r"from fewer early tokens: \+[^;]*, supported", summary)
+    # A context of 64 tokens contains two patterns at some positions, which the training data did not contain.
+    assert re.search(r"from longer context: -0\.0\d+ nats", summary)

@@ -1,7 +1,7 @@
-"""How far a model's context matters to it, and why: which context it uses, how far it looks, what each method costs.
+"""Analyses of trained models: which context a model uses, how far it looks, and what position methods cost.
 
-Reading order: lab (what every analysis gets and returns, the registry, and how they are asked), then one file per
-question. An analysis from outside is registered with `trainshort.register_analysis`.
+`base` contains the types `Analysis` and `AnalysisContext`, and runs `trainshort analyze`. Every other module contains
+one analysis. `trainshort.register_analysis` adds an analysis of your own.
 """
 
 from trainshort.evaluate.analyses.base import Analysis, AnalysisContext, analyses

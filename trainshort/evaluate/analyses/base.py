@@ -1,15 +1,10 @@
-"""What every analysis gets and returns, and how it scores: given tokens in, losses of the last few out.
+"""The types that all analyses share, and `trainshort analyze`, which runs analyses and stores their results.
 
-Most questions here are of one kind: how does the loss of the same targets change when only their context changes? So
-losses are compared target by target, and the intervals are those of the differences. What may be concluded from them
-is one rule for all: `trainshort.evaluate.significance`.
+Most analyses ask how the loss of the same targets changes if only their context changes. A target is a token that the
+model predicts. An analysis consists of a function that returns a result as JSON values, and a function that formats the
+result as a table:
 
-An analysis is a function from a `Lab` to plain JSON with a "summary", and one that makes a table of it:
-
-    analyses.register("mine")(Analysis("what is asked?", run, table))
-
-Each answer is saved as it is found, and one that is there already for the same model, text and settings is shown, not
-found again: a command that was stopped goes on when it is given again.
+    analyses.register("mine")(Analysis("What does the analysis find out?", run, table))
 """
 
 import json
@@ -21,144 +16,254 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int, Integer
 from rich.console import Console, Group
 from rich.table import Table
-from rich.text import Text as Styled
+from rich.text import Text as StyledText
 
 from trainshort.config.registries import analyses
 from trainshort.data.passes import Passes
 from trainshort.errors import InputError
-from trainshort.evaluate.results import interval_of
+from trainshort.evaluate.results import Interval, bootstrap_interval
 from trainshort.evaluate.sweep import BATCH_TOKENS, score
-from trainshort.evaluate.targets import ModelTarget, Target, Text
+from trainshort.evaluate.targets import ModelTarget, Target
+from trainshort.evaluate.text import Text
 from trainshort.model.transformer import TransformerLM
 from trainshort.utils.io import make_folder, read_json_object, read_with_checksum, write_atomic, write_with_checksum
 from trainshort.utils.machine import collect_provenance
 from trainshort.utils.terminal import ProgressMeter, escape_for_output, new_console
 
+# The number of tokens at the end of a sampled window whose losses are measured.
 SCORED_TOKENS = 32
-"""Tokens at the end of a probe whose losses are measured."""
 
 
 @dataclass(frozen=True)
 class AnalysisContext:
-    """A model, a text, and how thoroughly to look."""
+    """The model, the text and the settings of an analysis.
+
+    Attributes:
+        target: The model.
+        tokens: The text as tokens of the model.
+        trained_at: The training length of the model.
+        lengths: The input lengths that the user chose. If it is empty, each analysis uses its default lengths.
+        samples: The number of samples per measurement.
+        seed: The seed of all random choices.
+        batch_tokens: The number of tokens in one batch.
+        methods: The position methods that the user chose. If it is empty, an analysis uses its default methods.
+        meter: The progress meter. An analysis calls `meter.start` with the number of tokens that it will read.
+        cache_path: The file in which `cached` stores partial results, or None.
+    """
 
     target: Target
-    tokens: np.ndarray
+    tokens: Integer[np.ndarray, " tokens"]
     trained_at: int
     lengths: tuple[int, ...] = ()
-    """Lengths asked for; an analysis has its own when there are none."""
     samples: int = 64
     seed: int = 0
     batch_tokens: int = BATCH_TOKENS
     methods: tuple[str, ...] = ()
-    """Position methods asked for, where several are compared; an analysis has its own when there are none."""
     meter: ProgressMeter = field(default_factory=ProgressMeter)
-    """Where an analysis says how much it will read, and is told to have read it."""
-    notes: Path | None = None
-    """File that keeps measurements of one question until it is answered."""
+    cache_path: Path | None = None
 
     def rng(self) -> np.random.Generator:
+        """Return a new random generator with the seed of the analysis."""
         return np.random.default_rng(self.seed)
 
-    def multiples(self, *factors: int) -> list[int]:
-        """The lengths asked for, else these multiples of the training length as far as text and model go."""
-        wanted = self.lengths or tuple(self.trained_at * factor for factor in factors)
-        longest = min(len(self.tokens) // 2, self.target.max_length or len(self.tokens))
-        fitting = sorted({length for length in wanted if length <= longest})
-        if fitting and (not self.lengths or len(fitting) == len(set(wanted))):
-            return fitting
-        needed = max(wanted) if self.lengths else min(wanted)
-        if self.target.max_length is not None and needed > self.target.max_length:
+    def choose_lengths(self, *factors: int) -> list[int]:
+        """Return the input lengths of an analysis.
+
+        Args:
+            factors: The default lengths, as multiples of the training length. Default lengths that the text or the
+                model does not allow are left out.
+
+        Returns:
+            The lengths that the user chose, or the default lengths. The lengths are sorted.
+
+        Raises:
+            InputError: If a chosen length, or every default length, is longer than the model supports or longer than
+                half of the text.
+        """
+        requested = self.lengths or tuple(self.trained_at * factor for factor in factors)
+        model_limit = self.target.max_length
+        text_limit = len(self.tokens) // 2
+        limit = min(text_limit, model_limit or len(self.tokens))
+        possible = sorted({length for length in requested if length <= limit})
+        are_all_possible = len(possible) == len(set(requested))
+        is_user_choice = len(self.lengths) > 0
+        if possible and (are_all_possible or not is_user_choice):
+            return possible
+
+        impossible_length = max(requested) if is_user_choice else min(requested)
+        if model_limit is not None and impossible_length > model_limit:
             raise InputError(
-                f"{self.target.name} reads up to {self.target.max_length:,} tokens, so it cannot be analyzed at "
-                f"length {needed:,}. Give shorter --lengths."
+                f"{self.target.name} supports at most {model_limit:,} tokens, so it cannot be analyzed at length "
+                f"{impossible_length:,}. Use shorter --lengths."
             )
         raise InputError(
-            f"the text has {len(self.tokens):,} tokens; an analysis at length {needed:,} needs at least twice that "
-            "length. Give a longer text or shorter --lengths."
+            f"An analysis at length {impossible_length:,} requires a text of at least {2 * impossible_length:,} "
+            f"tokens, but the text has {len(self.tokens):,} tokens. Use a longer text or shorter --lengths."
         )
 
-    def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """So many tokens of the text from each start on, (starts, length)."""
-        return np.stack([np.asarray(self.tokens[start : start + length]) for start in starts]).astype(np.int64)
+    def windows_at(self, starts: Int[np.ndarray, " windows"], length: int) -> Int[np.ndarray, "windows length"]:
+        """Return windows of the text.
 
-    def sample_ends(self, longest: int) -> np.ndarray:
-        """Where probes end: evenly spread over the text, each with `longest` tokens and one more before it."""
-        room = len(self.tokens) - (longest + 1)
-        count = max(1, min(self.samples, room // SCORED_TOKENS))
-        return longest + 1 + np.linspace(0, room, count).astype(np.int64)
+        Args:
+            starts: The position of the first token of each window.
+            length: The number of tokens in each window.
+        """
+        windows = [np.asarray(self.tokens[start : start + length]) for start in starts]
+        return np.stack(windows).astype(np.int64)
 
-    def sample_windows(self, ends: np.ndarray, length: int) -> np.ndarray:
-        """For each end the `length` + 1 tokens before it: one row per probe, as `score` reads them."""
-        return self.rows(ends - length - 1, length + 1)
+    def sample_ends(self, max_length: int) -> Int[np.ndarray, " samples"]:
+        """Choose positions in the text that are spread evenly.
 
-    def score(self, rows: np.ndarray, scored: int) -> np.ndarray:
-        """Losses of the last `scored` tokens of each row, (rows, scored); a row's first token is context only."""
-        length, found = rows.shape[1] - 1, []
+        Args:
+            max_length: The length of the longest context. Each position has at least `max_length` + 1 tokens before it.
+
+        Returns:
+            The positions. There are `samples` positions, or fewer if the text is short.
+        """
+        num_possible_ends = len(self.tokens) - (max_length + 1)
+        count = max(1, min(self.samples, num_possible_ends // SCORED_TOKENS))
+        return max_length + 1 + np.linspace(0, num_possible_ends, count).astype(np.int64)
+
+    def sample_windows(self, ends: Int[np.ndarray, " samples"], length: int) -> Int[np.ndarray, "samples window"]:
+        """Return the `length` + 1 tokens before each position, as `score` expects them."""
+        return self.windows_at(ends - length - 1, length + 1)
+
+    def score(
+        self, windows: Int[np.ndarray, "windows length"], num_scored: int
+    ) -> Float[np.ndarray, "windows num_scored"]:
+        """Compute the losses of the last tokens of each window.
+
+        Args:
+            windows: Tokens. The first token of a window is context only.
+            num_scored: The number of tokens at the end of each window whose losses are computed.
+
+        Returns:
+            The losses in float64.
+        """
+        length = windows.shape[1] - 1
+        batch_size = max(1, self.batch_tokens // length)
+        device = self.target.device
+        losses = []
         with self.target.for_length(None, length):
-            for some in torch.from_numpy(rows.astype(np.int64)).split(max(1, self.batch_tokens // length)):
-                inputs, targets = (part.contiguous().to(self.target.device) for part in (some[:, :-1], some[:, 1:]))
-                losses = self.target.token_nll(inputs, targets, length - scored)
-                found.append(losses.double().cpu().numpy())
+            for batch in torch.from_numpy(windows.astype(np.int64)).split(batch_size):
+                inputs = batch[:, :-1].contiguous().to(device)
+                targets = batch[:, 1:].contiguous().to(device)
+                batch_losses = self.target.token_nll(inputs, targets, length - num_scored)
+                losses.append(batch_losses.double().cpu().numpy())
                 self.meter.advance(inputs.numel(), f"{length:,} tokens")
-        return np.concatenate(found)
+        return np.concatenate(losses)
 
-    def score_all(self, passes: Passes) -> np.ndarray:
-        """Losses of all targets of the text."""
-        parts = []
+    def score_all(self, passes: Passes) -> Float[np.ndarray, " tokens"]:
+        """Compute the losses of all tokens of the text in float64."""
+        losses = []
+        tokens_read_per_target = passes.read / passes.tokens
         with self.target.for_length(None, passes.length):
-            for losses in score(self.target, self.tokens, passes, batch_tokens=self.batch_tokens):
-                parts.append(losses)
-                self.meter.advance(len(losses) * passes.read / passes.tokens, f"{passes.length:,} tokens")
-        return np.concatenate(parts).astype(np.float64)
+            for batch_losses in score(self.target, self.tokens, passes, batch_tokens=self.batch_tokens):
+                losses.append(batch_losses)
+                self.meter.advance(len(batch_losses) * tokens_read_per_target, f"{passes.length:,} tokens")
+        return np.concatenate(losses).astype(np.float64)
 
-    def model(self, what: str) -> TransformerLM:
-        """The model itself, for analyses that look inside."""
+    def require_model(self, analysis_name: str) -> TransformerLM:
+        """Return the model as a `TransformerLM`, for analyses that need more than the losses of a model.
+
+        Args:
+            analysis_name: The name of the analysis, for the error message.
+
+        Raises:
+            InputError: If the model is a Hugging Face model.
+        """
         if not isinstance(self.target, ModelTarget):
-            raise InputError(f"{what} looks inside trainshort's own models, and {self.target.name} is none of them.")
+            raise InputError(
+                f"The analysis '{analysis_name}' supports models of trainshort only, got {self.target.name}. "
+                "Import the model with `trainshort import`."
+            )
         return self.target.model
 
     def cached(self, key: str, measure: Callable[[], Any]) -> Any:
-        """What an earlier session measured under this key before it was stopped; else what is measured now, which is
-        then noted: for questions that take minutes."""
-        known: dict[str, Any] = {}
-        if self.notes is not None and self.notes.is_file():
-            known = read_json_object(self.notes, hint="Remove it and analyze again.")
-        if key not in known:
-            known[key] = measure()
-            if self.notes is not None:
-                write_atomic(self.notes, json.dumps(known, allow_nan=False))
-        return known[key]
+        """Return a partial result, and compute it only if it was not computed before the analysis was interrupted.
+
+        Args:
+            key: The name of the partial result.
+            measure: A function that computes the partial result. The result must consist of JSON values.
+        """
+        cache: dict[str, Any] = {}
+        if self.cache_path is not None and self.cache_path.is_file():
+            cache = read_json_object(self.cache_path, hint="Remove it and analyze again.")
+        if key not in cache:
+            cache[key] = measure()
+            if self.cache_path is not None:
+                write_atomic(self.cache_path, json.dumps(cache, allow_nan=False))
+        return cache[key]
+
+
+def _accept_any_context(context: AnalysisContext) -> None:
+    """Check nothing. This is the default of `Analysis.check`."""
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """A question: what it is called, how it is answered, how the answer is shown."""
+    """An analysis that `trainshort analyze` can run.
+
+    Attributes:
+        question: The question that the analysis answers. `trainshort list` prints it.
+        run: A function that returns the result as JSON values. Its key "summary" is one sentence without a period.
+        table: A function that formats a result for the terminal.
+        slow: Whether the analysis takes minutes. Slow analyses run last.
+        check: A function that raises `InputError` if the model, the text or the lengths do not fit the analysis. It is
+            called before the first analysis starts.
+    """
 
     question: str
     run: Callable[[AnalysisContext], dict[str, Any]]
-    """The answer as plain JSON; "summary" is its one sentence."""
     table: Callable[[dict[str, Any]], Group]
     slow: bool = False
-    """Whether it takes minutes; such questions are asked last."""
-    fits: Callable[[AnalysisContext], object] = lambda lab: None
-    """Raises `InputError` where model, text or lengths do not allow the question. Of all questions that are asked by
-    name this is called before the first is begun."""
+    check: Callable[[AnalysisContext], object] = _accept_any_context
 
 
-def compare(losses: np.ndarray, others: np.ndarray) -> dict[str, Any]:
-    """How much higher the others' losses are, probe by probe."""
-    difference = others.mean(axis=1) - losses.mean(axis=1)
-    return {"loss": float(others.mean()), "rise": float(difference.mean()), "interval": interval_of(difference)}
+# ---- tools for analyses
 
 
-def interval_text(interval: Sequence[float] | None) -> str:
-    return "" if interval is None else f"{interval[0]:+.4f} to {interval[1]:+.4f}"
+def compare(
+    losses: Float[np.ndarray, "samples scored"], changed_losses: Float[np.ndarray, "samples scored"]
+) -> dict[str, Any]:
+    """Compare the losses of the same targets with two contexts.
+
+    Args:
+        losses: The losses with the first context, one row per sample.
+        changed_losses: The losses with the second context.
+
+    Returns:
+        `loss` is the mean loss with the second context. `rise` is the mean difference to the first context, and
+        `interval` is its 95 % interval. The interval is None if there is only one sample.
+    """
+    differences = changed_losses.mean(axis=1) - losses.mean(axis=1)
+    return {
+        "loss": float(changed_losses.mean()),
+        "rise": float(differences.mean()),
+        "interval": bootstrap_interval(differences),
+    }
+
+
+def format_interval(interval: Sequence[float] | None) -> str:
+    """Return an interval as text, such as "+0.0120 to +0.0340", or an empty string for None."""
+    if interval is None:
+        return ""
+    low, high = interval
+    return f"{low:+.4f} to {high:+.4f}"
+
+
+def format_effect(effect: float, interval: Interval | None) -> str:
+    """Return an effect in nats and its 95 % interval, such as "+0.0230 nats, 95 % interval +0.0120 to +0.0340"."""
+    if interval is None:
+        return f"{effect:+.4f} nats, no interval because of too few samples"
+    return f"{effect:+.4f} nats, 95 % interval {format_interval(interval)}"
 
 
 def new_table(*columns: str) -> Table:
+    """Return an empty table with right-aligned columns."""
     table = Table(box=None, pad_edge=False)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
@@ -166,71 +271,144 @@ def new_table(*columns: str) -> Table:
 
 
 def with_title(title: str, table: Table) -> Group:
-    """A table under its title, which may be wider than the table."""
-    return Group(Styled(title, style="italic"), table)
+    """Return a table with a title above it. Unlike the title of a rich table, the title can be wider than the table."""
+    return Group(StyledText(title, style="italic"), table)
 
 
-# ---- one `trainshort analyze`
+# ---- `trainshort analyze`
 
+# The version of the result files. Results of other versions are computed again.
 ANALYSIS_FORMAT = 2
-"""2: conclusions by the rule of evaluate.evidence."""
 
 
 def analyze(
-    lab: AnalysisContext, text: Text, names: Sequence[str], console: Console, again: bool = False
+    context: AnalysisContext, text: Text, names: Sequence[str], console: Console, again: bool = False
 ) -> list[Path]:
-    """Answer each question and write analysis/NAME.json in the target's folder. When all were asked for, one that does
-    not fit this model is passed over in words; one that was asked for by name is an error."""
-    written = []
-    origin = _origin(lab, text)
-    notes = new_console(stderr=True, quiet=console.quiet)
+    """Run analyses, write their results to `analysis/NAME.json` in the folder of the model, and print them.
+
+    Args:
+        context: The model, the tokens and the settings.
+        text: The text that `context.tokens` belong to.
+        names: The analyses to run. If it is empty, all analyses run that fit the model, slow ones last.
+        console: The console for the results. The progress is printed on standard error.
+        again: Whether to run analyses again whose results are stored.
+
+    Returns:
+        The result files.
+
+    Raises:
+        InputError: If an analysis of `names` does not fit the model, the text or the lengths.
+    """
     for name in names:
-        analyses.get(name).fits(lab)
-    asked = names or sorted(analyses.names(), key=lambda name: analyses.get(name).slow)
-    for number, name in enumerate(asked, start=1):
-        chosen, path = analyses.get(name), lab.target.folder / "analysis" / f"{name}.json"
-        console.print(f"\n[bold]{name}[/] ({number} of {len(asked)}): {chosen.question}", highlight=False, markup=True)
-        result = None if again else _stored(path, origin)
+        analyses.get(name).check(context)
+    inputs = _describe_inputs(context, text)
+    selected_names = names or sorted(analyses.names(), key=lambda name: analyses.get(name).slow)
+    written_paths = []
+    for number, name in enumerate(selected_names, start=1):
+        analysis = analyses.get(name)
+        path = context.target.folder / "analysis" / f"{name}.json"
+        heading = f"\n[bold]{name}[/] ({number} of {len(selected_names)}): {analysis.question}"
+        console.print(heading, highlight=False, markup=True)
+
+        result = None if again else _load_result(path, inputs)
         if result is not None:
-            console.print("known from before; --again asks anew.", highlight=False)
+            console.print("This result was stored before. --again computes it again.", highlight=False)
         else:
-            partial = path.with_suffix(f".{origin['digest']}.partial")
             try:
-                chosen.fits(lab)
-                make_folder(path.parent)
-                with ProgressMeter(notes) as meter:
-                    result = chosen.run(replace(lab, meter=meter, notes=partial))
+                result = _run_and_store(name, context, inputs, path, quiet=console.quiet)
             except InputError as error:
                 if names:
                     raise
-                console.print(f"passed over: {escape_for_output(str(error))}", highlight=False, markup=False)
+                console.print(f"Skipped: {escape_for_output(str(error))}", highlight=False, markup=False)
                 continue
-            answer = {"format": ANALYSIS_FORMAT, "analysis": name, **origin, "result": result}
-            write_with_checksum(path, answer | {"provenance": collect_provenance(threads=torch.get_num_threads())})
-            partial.unlink(missing_ok=True)
-        written.append(path)
-        console.print(chosen.table(result))
+        written_paths.append(path)
+        console.print(analysis.table(result))
         console.print(f"{result['summary']}.", highlight=False)
-    console.print(
-        "\nWritten: " + ", ".join(escape_for_output(str(path)) for path in written), highlight=False, soft_wrap=True
-    )
-    return written
+
+    path_list = ", ".join(escape_for_output(str(path)) for path in written_paths)
+    console.print(f"\nWritten: {path_list}", highlight=False, soft_wrap=True)
+    return written_paths
 
 
-def _origin(lab: AnalysisContext, text: Text) -> dict[str, Any]:
-    """What an answer depends on, and a digest of it."""
-    settings = {"trained_at": lab.trained_at, "lengths": list(lab.lengths), "samples": lab.samples, "seed": lab.seed}
-    settings |= {"methods": list(lab.methods)} if lab.methods else {}
-    target, corpus = lab.target.description(), text.description()
-    depends = [ANALYSIS_FORMAT, target["weights"], corpus["sha256"], settings]
-    digest = sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:8]
-    return {"digest": digest, "target": target, "corpus": corpus, "settings": settings}
+def _run_and_store(
+    name: str, context: AnalysisContext, inputs: dict[str, Any], path: Path, *, quiet: bool
+) -> dict[str, Any]:
+    """Run an analysis and write its result file.
+
+    Args:
+        name: The name of the analysis.
+        context: The model, the tokens and the settings.
+        inputs: The description of the inputs, as `_describe_inputs` returns it.
+        path: The result file.
+        quiet: Whether to show no progress.
+
+    Returns:
+        The result of the analysis.
+
+    Raises:
+        InputError: If the analysis does not fit the model, the text or the lengths.
+    """
+    analysis = analyses.get(name)
+    analysis.check(context)
+    make_folder(path.parent)
+    # The name of the cache file contains a hash, so partial results of other inputs are never used.
+    cache_path = path.with_suffix(f".{inputs['digest']}.partial")
+    with ProgressMeter(new_console(stderr=True, quiet=quiet)) as meter:
+        result = analysis.run(replace(context, meter=meter, cache_path=cache_path))
+    content = {
+        "format": ANALYSIS_FORMAT,
+        "analysis": name,
+        **inputs,
+        "result": result,
+        "provenance": collect_provenance(threads=torch.get_num_threads()),
+    }
+    write_with_checksum(path, content)
+    cache_path.unlink(missing_ok=True)
+    return result
 
 
-def _stored(path: Path, origin: dict[str, Any]) -> dict[str, Any] | None:
-    """The answer that an earlier session found to this very question."""
+def _describe_inputs(context: AnalysisContext, text: Text) -> dict[str, Any]:
+    """Describe the model, the text and the settings of an analysis, and compute a hash of them.
+
+    A stored result is reused only if its hash equals the hash of the current inputs.
+
+    Args:
+        context: The model and the settings.
+        text: The text.
+
+    Returns:
+        A dictionary that can be written as JSON. `digest` is the hash, shortened to 8 characters. `target` describes
+        the model, `corpus` describes the text, and `settings` contains the settings.
+    """
+    settings: dict[str, Any] = {
+        "trained_at": context.trained_at,
+        "lengths": list(context.lengths),
+        "samples": context.samples,
+        "seed": context.seed,
+    }
+    if context.methods:
+        settings["methods"] = list(context.methods)
+    target_description = context.target.description()
+    text_description = text.description()
+
+    hashed_values = [ANALYSIS_FORMAT, target_description["weights"], text_description["sha256"], settings]
+    hashed_json = json.dumps(hashed_values, sort_keys=True)
+    digest = sha256(hashed_json.encode()).hexdigest()[:8]
+    return {"digest": digest, "target": target_description, "corpus": text_description, "settings": settings}
+
+
+def _load_result(path: Path, inputs: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the stored result of an analysis, or None if there is no result for the current inputs.
+
+    Args:
+        path: The result file.
+        inputs: The description of the current inputs, as `_describe_inputs` returns it.
+    """
     if not path.is_file():
         return None
     content = read_with_checksum(path, hint="Remove it and analyze again.")
-    same = content.get("format") == ANALYSIS_FORMAT and content.get("digest") == origin["digest"]
-    return content["result"] if same else None
+    has_same_format = content.get("format") == ANALYSIS_FORMAT
+    has_same_inputs = content.get("digest") == inputs["digest"]
+    if has_same_format and has_same_inputs:
+        return content["result"]
+    return None

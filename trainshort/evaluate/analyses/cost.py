@@ -1,10 +1,10 @@
-"""What each position method costs on this machine: the paper's Table 1, in one run.
+"""Analysis `cost`: how fast are the position methods, and how much memory do they need? (Table 1 of the paper)
 
-Training speed, inference speed and peak memory for each method at each length, with the run's own model shape and
-random weights (the cost does not depend on them, with one exception: ALiBi's proven windows depend on the norms of
-queries and keys, so its speed is measured with the run's own weights). Every method and length is a process of its own,
-because a process never gives all its memory back: only so is the peak that of this method at this length.
-The paper's methods and the run's own are measured unless others are asked for: all of them would take an hour.
+Training speed, inference speed and peak memory are measured for each method at each length, with the model shape of the
+run. The weights are random, because the cost does not depend on them. The only exception is the run's own position
+method: ALiBi skips keys depending on the norms of queries and keys, so its cost is measured with the trained weights.
+
+Every measurement runs in a new process, because a process does not return all of its memory.
 """
 
 from typing import Any
@@ -14,111 +14,218 @@ from rich.console import Group
 from trainshort.config.position_config import PAPER_METHODS
 from trainshort.config.run_config import ModelConfig, RunConfig, TrainConfig
 from trainshort.evaluate.analyses.base import Analysis, AnalysisContext, new_table, with_title
-from trainshort.evaluate.step_cost import OUT_OF_MEMORY
+from trainshort.evaluate.step_cost import OUT_OF_MEMORY, Mode
 from trainshort.evaluate.targets import RunTarget
 from trainshort.utils.timing import Timing, run_in_subprocess
 
+# The number of timed steps, after one step of warm-up. The median time counts.
 ROUNDS = 5
-"""Steps that are timed, after one that warms up; their median counts."""
+
+# The number of tokens in one step. It is the same at all lengths, but a step has at least one sequence.
 BATCH_TOKENS = 4096
-"""Tokens per step, the same for all lengths, as far as the length itself allows."""
-COST_MODES = ("training", "inference")
+
+COST_MODES: tuple[Mode, ...] = ("training", "inference")
+
+# The module whose function `peak` measures one configuration in a new process.
+MEASUREMENT_MODULE = "trainshort.evaluate.step_cost"
+
+MEGABYTE = 1e6
 
 
-def scope(lab: AnalysisContext) -> tuple[ModelConfig, list[int], list[str]]:
-    """The model's settings, the lengths, and the methods, each of which must go with these settings."""
-    config = lab.model("the cost analysis").config
-    lengths = sorted(lab.lengths or (lab.trained_at, 4 * lab.trained_at, 16 * lab.trained_at))
-    chosen = list(dict.fromkeys(lab.methods or (*PAPER_METHODS, config.position)))
-    for method in chosen:
-        config.replace(position=method).with_max_length(lengths[-1])
-    return config, lengths, chosen
+def choose_configurations(context: AnalysisContext) -> tuple[ModelConfig, list[int], list[str]]:
+    """Return the model config of the run, the lengths and the position methods.
+
+    By default, the methods of the paper and the method of the run are measured.
+
+    Raises:
+        InputError: If the model is a Hugging Face model, or if a method does not support the model config.
+    """
+    config = context.require_model("cost").config
+    default_lengths = (context.trained_at, 4 * context.trained_at, 16 * context.trained_at)
+    lengths = sorted(context.lengths or default_lengths)
+    requested_methods = context.methods or (*PAPER_METHODS, config.position)
+    methods = list(dict.fromkeys(requested_methods))  # removes duplicates and keeps the order
+    for method in methods:
+        config.replace(position=method).with_max_length(lengths[-1])  # Raises InputError if it is not possible.
+    return config, lengths, methods
 
 
-def run(lab: AnalysisContext) -> dict[str, Any]:
-    config, lengths, chosen = scope(lab)
-    lab.meter.start(len(chosen) * sum(map(_tokens, lengths)))
-    rows = [_row(lab, config, method, length) for length in lengths for method in chosen]
+def run(context: AnalysisContext) -> dict[str, Any]:
+    """Measure the cost of all methods at all lengths."""
+    config, lengths, methods = choose_configurations(context)
+    context.meter.start(len(methods) * sum(_tokens_per_step(length) for length in lengths))
+    rows = []
+    for length in lengths:
+        for method in methods:
+            rows.append(_measure_row(context, config, method, length))
     return {"summary": summary(rows), "batch_tokens": BATCH_TOKENS, "rows": rows}
 
 
-def _tokens(length: int) -> int:
-    """Tokens of one step, which its time goes by."""
-    return max(1, BATCH_TOKENS // length) * length
+def _sequences_per_step(length: int) -> int:
+    """Return the number of sequences in one step."""
+    return max(1, BATCH_TOKENS // length)
 
 
-def _row(lab: AnalysisContext, config: ModelConfig, method: str, length: int) -> dict[str, Any]:
-    weights, longest = None, lab.model("the cost analysis").position.max_length
-    if isinstance(lab.target, RunTarget) and method == config.position and length <= (longest or length):
-        weights = str(lab.target.checkpoint)  # whose table, if it has one, reaches as far
-    model = config.replace(position=method).with_max_length(length)
-    found = lab.cached(f"{method} {length}", lambda: measure(model, length, str(lab.target.device), weights))
-    lab.meter.advance(_tokens(length), f"{method} at {length:,} tokens")
-    return {"position": method, "length": length, "weights": "run" if weights else "random", **found}
+def _tokens_per_step(length: int) -> int:
+    """Return the number of tokens in one step. The progress meter counts these tokens."""
+    return _sequences_per_step(length) * length
 
 
-def measure(model: ModelConfig, length: int, device: str = "cpu", weights: str | None = None) -> dict[str, Any]:
-    """Tokens per second with their spread and peak bytes, of training and of inference."""
-    train = TrainConfig(length=length, batch=max(1, BATCH_TOKENS // length))
+def _measure_row(context: AnalysisContext, config: ModelConfig, method: str, length: int) -> dict[str, Any]:
+    """Measure the cost of one method at one length, or return the stored measurement of an interrupted analysis.
+
+    Args:
+        context: The run and the settings.
+        config: The model config of the run.
+        method: The position method.
+        length: The input length.
+    """
+    checkpoint = _find_usable_checkpoint(context, config, method, length)
+    model_config = config.replace(position=method).with_max_length(length)
+    device = str(context.target.device)
+    measurement = context.cached(f"{method} {length}", lambda: measure(model_config, length, device, checkpoint))
+    context.meter.advance(_tokens_per_step(length), f"{method} at {length:,} tokens")
+    return {
+        "position": method,
+        "length": length,
+        "weights": "random" if checkpoint is None else "run",
+        **measurement,
+    }
+
+
+def _find_usable_checkpoint(context: AnalysisContext, config: ModelConfig, method: str, length: int) -> str | None:
+    """Return the checkpoint of the run if its weights can be used for a measurement, or None.
+
+    The weights can be used for the position method of the run, and if the model supports the length.
+    """
+    if not isinstance(context.target, RunTarget) or method != config.position:
+        return None
+    max_length = context.target.model.position.max_length
+    if max_length is not None and length > max_length:
+        return None
+    return str(context.target.checkpoint)
+
+
+def measure(model: ModelConfig, length: int, device: str = "cpu", checkpoint: str | None = None) -> dict[str, Any]:
+    """Measure the speed and the peak memory of training and inference in new processes.
+
+    Args:
+        model: The model config.
+        length: The input length.
+        device: The device of the model.
+        checkpoint: The folder of the checkpoint whose weights are used. None initializes the weights at random.
+
+    Returns:
+        The measurement for "training" and for "inference". Its `status` is "measured" or "out of memory".
+    """
+    train = TrainConfig(length=length, batch=_sequences_per_step(length))
     config = RunConfig(model=model, train=train).model_dump(mode="json")
-    asked: dict[str, Any] = {"config": config, "device": device, "weights": weights, "rounds": ROUNDS}
+    arguments: dict[str, Any] = {"config": config, "device": device, "weights": checkpoint, "rounds": ROUNDS}
     try:
-        found = run_in_subprocess("trainshort.evaluate.step_cost", **asked)
+        results = run_in_subprocess(MEASUREMENT_MODULE, **arguments)
     except MemoryError:
-        try:  # training was too much; perhaps inference is not
-            found = {
-                "training": OUT_OF_MEMORY,
-                **run_in_subprocess("trainshort.evaluate.step_cost", train=False, **asked),
-            }
-        except MemoryError:
-            found = dict.fromkeys(COST_MODES, OUT_OF_MEMORY)
-    return {kind: _to_rates(found[kind]) for kind in COST_MODES}
+        # The system killed the process. Inference alone needs less memory than training.
+        results = _measure_inference_only(arguments)
+    return {mode: _to_rates(results[mode]) for mode in COST_MODES}
 
 
-def _to_rates(found: dict[str, Any]) -> dict[str, Any]:
-    if found["status"] != "measured":
-        return found
-    speed = Timing(found["seconds"]).rate(found["tokens"], "tokens/s")
-    kept = {name: found[name] for name in ("status", "memory", "tokens")}
-    return {**kept, "tokens_per_second": speed.value, "spread": speed.spread}
+def _measure_inference_only(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Measure inference after training has run out of memory.
+
+    Args:
+        arguments: The arguments of `trainshort.evaluate.step_cost.peak`.
+
+    Returns:
+        The results of both modes. Training is out of memory, and inference may be out of memory, too.
+    """
+    try:
+        inference_results = run_in_subprocess(MEASUREMENT_MODULE, train=False, **arguments)
+    except MemoryError:
+        return dict.fromkeys(COST_MODES, OUT_OF_MEMORY)
+    return {"training": OUT_OF_MEMORY, **inference_results}
+
+
+def _to_rates(result: dict[str, Any]) -> dict[str, Any]:
+    """Replace the seconds of a measurement by the speed in tokens per second and its relative spread."""
+    if result["status"] != "measured":
+        return result
+    speed = Timing(result["seconds"]).rate(result["tokens"], "tokens/s")
+    return {
+        "status": result["status"],
+        "memory": result["memory"],
+        "tokens": result["tokens"],
+        "tokens_per_second": speed.value,
+        "spread": speed.spread,
+    }
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """Every method's inference at the longest length against sinusoidal's, as in the paper's Table 1, or against the
-    first that was measured."""
+    """Compare the inference speed of all methods at the longest length.
+
+    The baseline is the first method of the paper (sinusoidal), or the first measured method if that method was not
+    measured.
+
+    Args:
+        rows: The measurements of `run`.
+    """
     longest = max(row["length"] for row in rows)
-    at = {row["position"]: row["inference"] for row in rows if row["length"] == longest}
-    base = next((name for name in (PAPER_METHODS[0], *at) if at.get(name, OUT_OF_MEMORY)["status"] == "measured"), None)
-    if base is None or len(at) == 1:
-        return f"measured up to {longest:,} tokens"
-    told = [f"{name} {_compare_to_baseline(found, at[base])}" for name, found in at.items() if name != base]
-    return f"at {longest:,} tokens, inference against {base}'s: {'; '.join(told)}"
+    results = {row["position"]: row["inference"] for row in rows if row["length"] == longest}
+    baseline = _choose_baseline(results)
+    if baseline is None or len(results) == 1:
+        return f"Not tested: no two methods were measured at {longest:,} tokens"
+    comparisons = []
+    for method, result in results.items():
+        if method != baseline:
+            comparisons.append(f"{method} {_compare_to_baseline(result, results[baseline])}")
+    return f"Inference speed at {longest:,} tokens, compared with {baseline}: {'; '.join(comparisons)}"
 
 
-def _compare_to_baseline(found: dict[str, Any], base: dict[str, Any]) -> str:
-    if found["status"] != "measured":
-        return found["status"]
-    ratio = found["tokens_per_second"] / base["tokens_per_second"]
-    spread = (found["spread"] or 0.0) + (base["spread"] or 0.0)
-    if abs(ratio - 1) <= spread:
-        return f"as fast, as far as these rounds can tell (±{spread:.0%})"
-    return f"at {ratio:.0%} (±{spread:.0%}) of its speed"
+def _choose_baseline(results: dict[str, dict[str, Any]]) -> str | None:
+    """Return the method to which others are compared, or None if no method was measured.
+
+    Args:
+        results: The measurement of each method.
+    """
+    for method in (PAPER_METHODS[0], *results):
+        if method in results and results[method]["status"] == "measured":
+            return method
+    return None
+
+
+def _compare_to_baseline(result: dict[str, Any], baseline_result: dict[str, Any]) -> str:
+    """Return the speed of a method relative to the baseline, for example "50 % (±4 %)".
+
+    The margin is the sum of the relative spreads of both measurements.
+    """
+    if result["status"] != "measured":
+        return result["status"]
+    ratio = result["tokens_per_second"] / baseline_result["tokens_per_second"]
+    margin = (result["spread"] or 0.0) + (baseline_result["spread"] or 0.0)
+    speed = f"{ratio:.0%} (±{margin:.0%})"
+    if abs(ratio - 1) <= margin:
+        return f"{speed}, no significant difference"
+    return speed
 
 
 def table(result: dict[str, Any]) -> Group:
-    title = f"Tokens per second and peak memory, {result['batch_tokens']:,} tokens a step"
-    shown = new_table("position", "length", "train tok/s", "infer tok/s", "train MB", "infer MB")
+    """Return the table of speeds and peak memories."""
+    title = f"Tokens per second and peak memory, with {result['batch_tokens']:,} tokens per step"
+    rows_table = new_table("position", "length", "train tok/s", "infer tok/s", "train MB", "infer MB")
     for row in result["rows"]:
-        speeds = (_cell(row[kind], "tokens_per_second", 1) for kind in COST_MODES)
-        memory = (_cell(row[kind], "memory", 1e6) for kind in COST_MODES)
-        shown.add_row(row["position"], f"{row['length']:,}", *speeds, *memory)
-    return with_title(title, shown)
+        speed_cells = [_format_cell(row[mode], "tokens_per_second", 1) for mode in COST_MODES]
+        memory_cells = [_format_cell(row[mode], "memory", MEGABYTE) for mode in COST_MODES]
+        rows_table.add_row(row["position"], f"{row['length']:,}", *speed_cells, *memory_cells)
+    return with_title(title, rows_table)
 
 
-def _cell(found: dict[str, Any], name: str, unit: float) -> str:
-    if found["status"] != "measured":
+def _format_cell(result: dict[str, Any], key: str, unit: float) -> str:
+    """Return a value of a measurement in a given unit. The cell is empty if the value is unknown."""
+    if result["status"] != "measured":
         return "OOM"
-    return "" if found[name] is None else f"{found[name] / unit:,.0f}"
+    value = result[key]
+    return "" if value is None else f"{value / unit:,.0f}"
 
 
-COST = Analysis("what does each position method cost at each length?", run, table, slow=True, fits=scope)
+COST = Analysis(
+    "what does each position method cost at each length?", run, table, slow=True, check=choose_configurations
+)

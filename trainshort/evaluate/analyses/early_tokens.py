@@ -1,159 +1,276 @@
-"""The early-token curse (the paper's Appendix B) as numbers: why does reading longer blocks help?
+"""Analysis `early-tokens`: why does a longer input lower the loss? (Appendix B of the paper)
 
-Without overlap, the first tokens of every block have little context; longer blocks have fewer of them. With stride 1
-every token has full context, so going from L to a longer length can only help if the longer context itself does. With
-N(l) and S(l) the losses at length l without overlap and with stride 1:
+Without overlap, the first tokens of every window have little context. This effect is the early-token curse. Longer
+windows have fewer such tokens. With stride 1, every token has full context, so a longer input can only help through
+its longer context. Let N(l) be the loss at length l without overlap, S(l) the loss with stride 1, and L the shortest
+length:
 
-    gain of reading at l      N(L) − N(l)   =   [S(L) − S(l)]   +   [(N(L) − S(L)) − (N(l) − S(l))]
-                                                longer context       fewer early tokens
+    N(L) - N(l)  =  [S(L) - S(l)]       +  [(N(L) - S(L)) - (N(l) - S(l))]
+    total gain      from longer context    from fewer early tokens
 
-Stride 1 reads length tokens for each one that it scores. So S is measured on a random sample of targets, and
-only in differences on the same targets, which vary far less than losses: S(L) as N(L) over all targets less the
-sample's mean of N − S at L; S(l) as S(L) less the sample's mean of S(L) − S(l). With as many samples as targets this is
-stride 1 itself.
+Stride 1 needs one forward pass per target, so the losses with stride 1 are measured for a random sample of targets.
+Only differences on the same targets are used, because differences vary less than losses.
 
-A loss can differ by position alone: a model that was never trained has losses that depend on where a token stands. So
-each part is told only if the context itself is used: other text put in its place, at the same positions, must be
-noticed (at L everything but the last token is replaced, at longer lengths everything beyond L).
+A loss can also depend on the position of a token alone. Therefore the analysis also replaces the context by other text.
+If the loss does not rise, the model does not use its context, and the analysis makes no claim.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float, Int
 from rich.console import Group
 
 from trainshort.data.passes import Passes
-from trainshort.evaluate.analyses.base import Analysis, AnalysisContext, compare, new_table, with_title
-from trainshort.evaluate.results import block_sums, interval_of
-from trainshort.evaluate.significance import Interval, is_significant_decrease, is_significant_increase
+from trainshort.evaluate.analyses.base import Analysis, AnalysisContext, compare, format_effect, new_table, with_title
+from trainshort.evaluate.results import Interval, bootstrap_interval, sum_by_span
+from trainshort.evaluate.significance import MIN_EFFECT_NATS, is_significant_decrease, is_significant_increase
 from trainshort.utils.terminal import perplexity
 
-PER_SAMPLE = 8
-"""Targets measured for each sample that the other analyses take: here a sample is one token, there it is a stretch."""
+# The analysis scores single targets, which is cheap. Therefore it uses this many targets per sample of the other
+# analyses, which score several tokens per sample.
+TARGETS_PER_SAMPLE = 8
 
 
-def scope(lab: AnalysisContext) -> list[int]:
-    """The lengths of the blocks."""
-    return lab.multiples(1, 2, 4, 8)
+@dataclass(frozen=True)
+class LossesAtLength:
+    """The losses at one input length.
+
+    Attributes:
+        non_overlapping: The losses of all targets of the text, without overlap.
+        stride_1: The losses of the sampled targets, with stride 1.
+    """
+
+    non_overlapping: Float[np.ndarray, " tokens"]
+    stride_1: Float[np.ndarray, " samples"]
 
 
-def run(lab: AnalysisContext) -> dict[str, Any]:
-    lengths = scope(lab)
-    count = min(len(lab.tokens), lab.samples * PER_SAMPLE)
-    # Drawn, not every n-th: a fixed step would meet the same few positions of every block.
-    chosen = np.sort(lab.rng().choice(len(lab.tokens), size=count, replace=False))
-    lab.meter.start(sum(len(lab.tokens) + 2 * length * (chosen >= length).sum() for length in lengths))
-    losses = []
+def choose_lengths(context: AnalysisContext) -> list[int]:
+    """Return the input lengths. Raise `InputError` if no length is possible."""
+    return context.choose_lengths(1, 2, 4, 8)
+
+
+def run(context: AnalysisContext) -> dict[str, Any]:
+    """Measure both parts of the gain at each input length."""
+    lengths = choose_lengths(context)
+    num_tokens = len(context.tokens)
+    num_sampled = min(num_tokens, context.samples * TARGETS_PER_SAMPLE)
+    # The targets are drawn at random. Targets at a fixed distance would always have the same positions in the windows.
+    sampled_targets = np.sort(context.rng().choice(num_tokens, size=num_sampled, replace=False))
+
+    tokens_to_read = 0
     for length in lengths:
-        apart = lab.score_all(Passes(len(lab.tokens), length, length))
-        losses.append((apart, stride_one(lab, length, chosen, apart)))
+        num_windows = int((sampled_targets >= length).sum())
+        # Each sampled window is read with its own context and with a replaced context.
+        tokens_to_read += num_tokens + 2 * length * num_windows
+    context.meter.start(tokens_to_read)
+
+    losses_by_length: dict[int, LossesAtLength] = {}
+    for length in lengths:
+        non_overlapping = context.score_all(Passes(num_tokens, length, length))
+        stride_1 = score_with_stride_1(context, length, sampled_targets, non_overlapping)
+        losses_by_length[length] = LossesAtLength(non_overlapping, stride_1)
+
+    shortest_length = lengths[0]
     rows = []
-    for length, here in zip(lengths, losses, strict=True):
-        kept = 1 if length == lengths[0] else lengths[0]
-        rows.append(
-            _row(length, chosen, losses[0], here)
-            | {"replaced": loss_increase_with_replaced_context(lab, length, chosen, here[1], kept)}
+    for length, losses in losses_by_length.items():
+        row = _make_row(length, sampled_targets, losses_by_length[shortest_length], losses)
+        # At the shortest length, all tokens but the last are replaced. At longer lengths, only the tokens are replaced
+        # that the shortest length does not read.
+        num_kept_tokens = 1 if length == shortest_length else shortest_length
+        row["replaced"] = loss_increase_with_replaced_context(
+            context, length, sampled_targets, losses.stride_1, num_kept_tokens
         )
-    return {"summary": summary(rows), "samples": len(chosen), "rows": rows}
+        rows.append(row)
+    return {"summary": summary(rows), "samples": len(sampled_targets), "rows": rows}
 
 
-def stride_one(lab: AnalysisContext, length: int, chosen: np.ndarray, apart: np.ndarray) -> np.ndarray:
-    """Losses of the chosen targets, each the last of `length` that are read. The first `length` targets are read from
-    the beginning of the text, as without overlap."""
-    losses = apart[chosen].copy()
-    later = chosen >= length
-    if later.any():
-        losses[later] = lab.score(lab.sample_windows(chosen[later] + 1, length), 1)[:, 0]
+def score_with_stride_1(
+    context: AnalysisContext,
+    length: int,
+    sampled_targets: Int[np.ndarray, " samples"],
+    non_overlapping: Float[np.ndarray, " tokens"],
+) -> Float[np.ndarray, " samples"]:
+    """Compute the losses of targets with full context, which means that each target is the last token of its window.
+
+    Args:
+        context: The model and the text.
+        length: The input length.
+        sampled_targets: The positions of the targets in the text.
+        non_overlapping: The losses of all targets without overlap. The first `length` targets of the text have the same
+            context with and without overlap, so their losses are copied.
+    """
+    losses = non_overlapping[sampled_targets].copy()
+    has_full_context = sampled_targets >= length
+    if has_full_context.any():
+        windows = context.sample_windows(sampled_targets[has_full_context] + 1, length)
+        losses[has_full_context] = context.score(windows, 1)[:, 0]
     return losses
 
 
 def loss_increase_with_replaced_context(
-    lab: AnalysisContext, length: int, chosen: np.ndarray, sliding: np.ndarray, kept: int
+    context: AnalysisContext,
+    length: int,
+    sampled_targets: Int[np.ndarray, " samples"],
+    stride_1_losses: Float[np.ndarray, " samples"],
+    num_kept_tokens: int,
 ) -> dict[str, Any] | None:
-    """How much the chosen targets' losses rise when all but the last `kept` tokens before them are another text's."""
-    later = chosen >= length
-    if not later.any():
+    """Measure how much the losses of the sampled targets rise if most of their context is replaced by other text.
+
+    Args:
+        context: The model and the text.
+        length: The input length.
+        sampled_targets: The positions of the targets in the text.
+        stride_1_losses: The losses of the targets with their own context.
+        num_kept_tokens: The number of tokens before each target that are not replaced.
+
+    Returns:
+        The comparison, as `compare` returns it. None if no sampled target has a full context.
+    """
+    has_full_context = sampled_targets >= length
+    if not has_full_context.any():
         return None
-    rows = lab.sample_windows(chosen[later] + 1, length)
-    starts = lab.rng().integers(len(lab.tokens) - length, size=len(rows))
-    rows[:, : length - kept] = lab.rows(starts, length - kept)
-    return compare(sliding[later][:, None], lab.score(rows, 1))
+    windows = context.sample_windows(sampled_targets[has_full_context] + 1, length)
+    num_replaced = length - num_kept_tokens
+    other_starts = context.rng().integers(len(context.tokens) - length, size=len(windows))
+    windows[:, :num_replaced] = context.windows_at(other_starts, num_replaced)
+    own_context_losses = stride_1_losses[has_full_context][:, None]
+    return compare(own_context_losses, context.score(windows, 1))
 
 
-Losses = tuple[np.ndarray, np.ndarray]
-"""At one length: of all targets without overlap, and of the chosen ones with stride 1."""
+def _make_row(
+    length: int, sampled_targets: Int[np.ndarray, " samples"], base: LossesAtLength, losses: LossesAtLength
+) -> dict[str, Any]:
+    """Compute the gain of one input length over the shortest length, and its two parts.
 
+    The two parts add up to the gain exactly, because the loss with stride 1 is computed from differences.
 
-def _row(length: int, chosen: np.ndarray, base: Losses, here: Losses) -> dict[str, Any]:
-    """One length against the first; the two parts of the gain add up to it exactly."""
-    (base_apart, base_sliding), (apart, sliding) = base, here
-    context = base_sliding - sliding
-    gain = float(base_apart.mean() - apart.mean())
-    stride_1 = float(base_apart.mean() - (base_apart[chosen] - base_sliding).mean() - context.mean())
-    counts, sums = np.array(block_sums(base_apart - apart)).T
-    gain_interval, context_interval = interval_of(sums, counts), interval_of(context)
+    Args:
+        length: The input length.
+        sampled_targets: The positions of the sampled targets in the text.
+        base: The losses at the shortest length.
+        losses: The losses at this length.
+    """
+    mean_loss = float(losses.non_overlapping.mean())
+    gain = float(base.non_overlapping.mean() - losses.non_overlapping.mean())
+    context_gains = base.stride_1 - losses.stride_1  # one value per sampled target
+    from_context = float(context_gains.mean())
+    base_curse = (base.non_overlapping[sampled_targets] - base.stride_1).mean()
+    stride_1_loss = float(base.non_overlapping.mean() - base_curse - context_gains.mean())
+
+    span_counts, span_gains = np.array(sum_by_span(base.non_overlapping - losses.non_overlapping)).T
+    gain_interval = bootstrap_interval(span_gains, span_counts)
+    context_interval = bootstrap_interval(context_gains)
     return {
         "length": length,
-        "tokens": len(apart),
-        "non_overlapping": float(apart.mean()),
-        "stride_1": stride_1,
-        "curse": float(apart.mean()) - stride_1,
-        "curse_interval": interval_of(apart[chosen] - sliding),
+        "tokens": len(losses.non_overlapping),
+        "non_overlapping": mean_loss,
+        "stride_1": stride_1_loss,
+        "curse": mean_loss - stride_1_loss,
+        "curse_interval": bootstrap_interval(losses.non_overlapping[sampled_targets] - losses.stride_1),
         "gain": gain,
         "gain_interval": gain_interval,
-        "from_context": float(context.mean()),
+        "from_context": from_context,
         "context_interval": context_interval,
-        "from_early": gain - float(context.mean()),
-        "early_interval": _difference(gain_interval, context_interval),
+        "from_early": gain - from_context,
+        "early_interval": _subtract_intervals(gain_interval, context_interval),
     }
 
 
-def _difference(one: Interval | None, other: Interval | None) -> Interval | None:
-    """An interval that surely holds the difference of what two others hold."""
-    return None if one is None or other is None else (one[0] - other[1], one[1] - other[0])
+def _subtract_intervals(minuend: Interval | None, subtrahend: Interval | None) -> Interval | None:
+    """Return an interval that contains every difference between a value of one interval and a value of the other.
+
+    Example:
+        >>> _subtract_intervals((5, 6), (1, 2))
+        (3, 5)
+    """
+    if minuend is None or subtrahend is None:
+        return None
+    return minuend[0] - subtrahend[1], minuend[1] - subtrahend[0]
+
+
+# ---- conclusion
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    first, last = rows[0], rows[-1]
-    if not any(_is_significant(row) for row in rows):
-        return f"no use of context shows: after other text the loss at {first['length']:,} tokens is the same"
+    """Return the conclusion with its verdict: how much of the gain at the longest length has which cause.
+
+    Args:
+        rows: The measurements of `run`, sorted by length.
+    """
+    first = rows[0]
+    last = rows[-1]
+    if not any(_uses_replaced_context(row) for row in rows):
+        return (
+            f"Not supported: use of context at {first['length']:,} tokens (other text in its place does not raise the "
+            f"loss significantly, by at least {MIN_EFFECT_NATS} nats)"
+        )
     if len(rows) == 1:
-        if not is_significant_increase(first["curse"], first["curse_interval"]):
-            return f"at {first['length']:,} tokens no early-token curse shows"
-        return f"at {first['length']:,} tokens the early-token curse is {first['curse']:.4f} nats"
-    if is_significant_decrease(last["gain"], last["gain_interval"]):
-        return f"reading at {last['length']:,} tokens is {-last['gain']:.4f} nats worse than at {first['length']:,}"
+        return _summarize_single_length(first)
+
+    claim = f"lower loss at {last['length']:,} tokens than at {first['length']:,} tokens"
+    gain = f"gain {format_effect(last['gain'], last['gain_interval'])}"
     if not is_significant_increase(last["gain"], last["gain_interval"]):
-        return f"reading at {last['length']:,} tokens gains nothing over {first['length']:,} that can be told from none"
-    early = _part("fewer early tokens", last["from_early"], last["early_interval"])
-    context = _part("longer context", last["from_context"], last["context_interval"])
-    if is_significant_increase(last["from_context"], last["context_interval"]) and not _is_significant(last):
-        context += " (and the probes do not agree: other text there is not noticed)"
-    return (
-        f"of the gain of {last['gain']:.4f} nats from {first['length']:,} to {last['length']:,} tokens, "
-        f"{early} and {context}"
-    )
+        return f"Not supported: {claim} ({gain})"
+    from_early = _describe_part("fewer early tokens", last["from_early"], last["early_interval"])
+    from_context = _describe_part("longer context", last["from_context"], last["context_interval"])
+    is_context_significant = is_significant_increase(last["from_context"], last["context_interval"])
+    if is_context_significant and not _uses_replaced_context(last):
+        # The two measurements of the use of longer context contradict each other.
+        from_context += ", but inconclusive: other text in the place of the longer context does not raise the loss"
+    return f"Supported: {claim} ({gain}); {from_early}; {from_context}"
 
 
-def _is_significant(row: dict[str, Any]) -> bool:
-    return row["replaced"] is not None and is_significant_increase(row["replaced"]["rise"], row["replaced"]["interval"])
+def _summarize_single_length(row: dict[str, Any]) -> str:
+    """Return the conclusion if only one input length was measured: whether there is an early-token curse."""
+    curse = format_effect(row["curse"], row["curse_interval"])
+    if is_significant_increase(row["curse"], row["curse_interval"]):
+        return f"Supported: early-token curse at {row['length']:,} tokens ({curse})"
+    return f"Not supported: early-token curse at {row['length']:,} tokens ({curse})"
 
 
-def _part(name: str, effect: float, interval: Interval | None) -> str:
-    if is_significant_increase(effect, interval) or is_significant_decrease(effect, interval):
-        return f"{effect:+.4f} comes from {name}"
-    return f"nothing that can be told from zero comes from {name}"
+def _uses_replaced_context(row: dict[str, Any]) -> bool:
+    """Return whether replacing the context by other text significantly raises the loss at one input length."""
+    comparison = row["replaced"]
+    return comparison is not None and is_significant_increase(comparison["rise"], comparison["interval"])
+
+
+def _describe_part(cause: str, effect: float, interval: Interval | None) -> str:
+    """Return a statement about one part of the gain, with a verdict.
+
+    Args:
+        cause: The cause of this part of the gain.
+        effect: The size of this part in nats. It is negative if the cause raises the loss.
+        interval: The 95 % interval of the effect.
+    """
+    if is_significant_increase(effect, interval):
+        verdict = "supported"
+    elif is_significant_decrease(effect, interval):
+        verdict = "supported, raises the loss"
+    else:
+        verdict = "not supported"
+    return f"from {cause}: {format_effect(effect, interval)}, {verdict}"
 
 
 def table(result: dict[str, Any]) -> Group:
-    title = f"Early-token curse, stride 1 on {result['samples']:,} targets (gains in nats)"
-    shown = new_table("length", "ppl apart", "stride 1", "curse", "gain", "early", "context", "± 95 %")
+    """Return the table of the losses and the gains at each input length."""
+    title = f"Early-token curse; stride 1 measured on {result['samples']:,} targets; gains in nats"
+    columns = ("length", "ppl no overlap", "stride 1", "curse", "gain", "early", "context", "± 95 %")
+    rows_table = new_table(*columns)
     for row in result["rows"]:
-        gains = (f"{row[name]:+.4f}" for name in ("curse", "gain", "from_early", "from_context"))
-        ppl = (f"{perplexity(row[name]):.3f}" for name in ("non_overlapping", "stride_1"))
         low, high = row["context_interval"] or (0.0, 0.0)
-        shown.add_row(f"{row['length']:,}", *ppl, *gains, f"{(high - low) / 2:.4f}")
-    return with_title(title, shown)
+        rows_table.add_row(
+            f"{row['length']:,}",
+            f"{perplexity(row['non_overlapping']):.3f}",
+            f"{perplexity(row['stride_1']):.3f}",
+            f"{row['curse']:+.4f}",
+            f"{row['gain']:+.4f}",
+            f"{row['from_early']:+.4f}",
+            f"{row['from_context']:+.4f}",
+            f"{(high - low) / 2:.4f}",
+        )
+    return with_title(title, rows_table)
 
 
-EARLY_TOKENS = Analysis("longer context, or only fewer early tokens?", run, table, fits=scope)
+EARLY_TOKENS = Analysis("longer context, or only fewer early tokens?", run, table, check=choose_lengths)

@@ -1,16 +1,19 @@
-"""Does far context matter? Spoil everything farther than d tokens and see whether the last tokens notice.
+"""Analysis `far-context`: does the model use context that is farther away than d tokens?
 
-    context of 12, the last 2 scored, d = 4:     far far far far far far  near near near near  scored scored
+All tokens that are more than d tokens before the scored tokens are corrupted. If the loss of the scored tokens rises,
+the model uses the far context. An example with 12 tokens of context, 2 scored tokens and d = 4:
 
-Three ways to spoil it: *shuffle* keeps the words and loses their order; *replace* puts other text of the same corpus
-there; *cut* leaves it away, so that the model also sees a shorter input. The near d tokens and the targets are the
-same in all of them, so the rise of the loss is what the far part was worth. Foreign text can also mislead, and a cut
-also shortens the input, so far context counts as used only where all three ways are noticed.
+    far far far far far far far far  near near near near  scored scored
+
+There are three corruptions: `shuffle` changes the order of the far tokens, `replace` puts other text of the same corpus
+there, and `cut` removes the far tokens. Replaced text can mislead the model, and a cut also shortens the input.
+Therefore the use of far context counts as supported only if the loss rises with all three corruptions.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from jaxtyping import Int
 from rich.console import Group
 
 from trainshort.errors import InputError
@@ -19,110 +22,182 @@ from trainshort.evaluate.analyses.base import (
     Analysis,
     AnalysisContext,
     compare,
-    interval_text,
+    format_effect,
+    format_interval,
     new_table,
     with_title,
 )
 from trainshort.evaluate.significance import MIN_EFFECT_NATS, is_significant_increase, longest_contiguous
+from trainshort.utils.terminal import join_words
 
-CORRUPTIONS = ("shuffle", "replace", "cut")
+Corruption = Literal["shuffle", "replace", "cut"]
+
+CORRUPTIONS: tuple[Corruption, ...] = ("shuffle", "replace", "cut")
+
+# The tested distances are doubled at most this often.
+MAX_DOUBLINGS = 20
 
 
-def scope(lab: AnalysisContext) -> tuple[int, list[int]]:
-    """The length of the context, and the distances beyond which it is spoiled."""
-    length = max(lab.multiples(8, 4, 2, 1))
-    distances = near_distances(lab.trained_at, length)
+def choose_length_and_distances(context: AnalysisContext) -> tuple[int, list[int]]:
+    """Return the input length and the distances beyond which the context is corrupted.
+
+    Raises:
+        InputError: If the input length leaves no context to corrupt.
+    """
+    length = max(context.choose_lengths(8, 4, 2, 1))
+    distances = near_distances(context.trained_at, length)
     if not distances:
         raise InputError(
-            f"far-context scores the last {SCORED_TOKENS} tokens and corrupts the text that is at least "
-            f"{first_distance(lab.trained_at):,} tokens earlier. No text is that far away at length {length:,}. "
+            f"The analysis 'far-context' scores the last {SCORED_TOKENS} tokens and corrupts the text that is at least "
+            f"{first_distance(context.trained_at):,} tokens earlier. No text is that far away at length {length:,}. "
             "Use longer --lengths or a longer text."
         )
     return length, distances
 
 
-def run(lab: AnalysisContext) -> dict[str, Any]:
-    length, distances = scope(lab)
-    ends = lab.sample_ends(length)
-    whole = lab.sample_windows(ends, length)
-    lab.meter.start(len(ends) * (length + sum(2 * length + near + SCORED_TOKENS - 1 for near in distances)))
-    losses = lab.score(whole, SCORED_TOKENS)
+def run(context: AnalysisContext) -> dict[str, Any]:
+    """Measure how much the loss rises for each distance and each corruption."""
+    length, distances = choose_length_and_distances(context)
+    ends = context.sample_ends(length)
+    intact_windows = context.sample_windows(ends, length)
+
+    # For each distance, two corruptions keep the input length, and `cut` leaves `distance` + SCORED_TOKENS - 1 inputs.
+    tokens_per_sample = length
+    for distance in distances:
+        tokens_per_sample += 2 * length + distance + SCORED_TOKENS - 1
+    context.meter.start(len(ends) * tokens_per_sample)
+
+    intact_losses = context.score(intact_windows, SCORED_TOKENS)
     rows = []
-    for near in distances:
-        for way in CORRUPTIONS:
-            found = lab.score(corrupt_far_context(whole, near, way, lab), SCORED_TOKENS)
-            rows.append({"near": near, "way": way, **compare(losses, found)})
+    for distance in distances:
+        for corruption in CORRUPTIONS:
+            corrupted_windows = corrupt_far_context(intact_windows, distance, corruption, context)
+            corrupted_losses = context.score(corrupted_windows, SCORED_TOKENS)
+            rows.append({"near": distance, "way": corruption, **compare(intact_losses, corrupted_losses)})
     return {
         "summary": summary(rows, length),
         "length": length,
         "probes": len(ends),
-        "scored": int(losses.size),
-        "loss": float(losses.mean()),
+        "scored": int(intact_losses.size),
+        "loss": float(intact_losses.mean()),
         "rows": rows,
     }
 
 
 def near_distances(trained_at: int, length: int) -> list[int]:
-    """Doublings from an eighth of the training length up to half the length, as far as something is left to spoil.
+    """Return the tested distances: an eighth of the training length, and its doublings.
 
-    trained at 128, length 1024:   16 32 64 128 256 512
-    trained at 16, length 40:      2 4 8
+    The longest distance is at most half of the input length, and leaves at least one token to corrupt.
+
+    Args:
+        trained_at: The training length.
+        length: The input length.
+
+    Example:
+        >>> near_distances(128, 1024)
+        [16, 32, 64, 128, 256, 512]
+        >>> near_distances(16, 40)
+        [2, 4, 8]
     """
-    first = first_distance(trained_at)
-    return [first * 2**k for k in range(20) if first * 2**k <= min(length // 2, length - SCORED_TOKENS)]
+    max_distance = min(length // 2, length - SCORED_TOKENS)
+    distances = [first_distance(trained_at) * 2**doublings for doublings in range(MAX_DOUBLINGS)]
+    return [distance for distance in distances if distance <= max_distance]
 
 
 def first_distance(trained_at: int) -> int:
+    """Return the shortest tested distance, an eighth of the training length."""
     return max(1, trained_at // 8)
 
 
-def corrupt_far_context(rows: np.ndarray, near: int, way: str, lab: AnalysisContext) -> np.ndarray:
-    """The rows with everything farther than `near` tokens before the first scored one spoiled."""
-    far = rows.shape[1] - SCORED_TOKENS - near
-    rng = lab.rng()
-    if way == "cut":
-        return rows[:, far:]
-    spoiled = rows.copy()
-    if way == "shuffle":
-        spoiled[:, :far] = rng.permuted(rows[:, :far], axis=1)
+def corrupt_far_context(
+    windows: Int[np.ndarray, "windows length"], near: int, corruption: Corruption, context: AnalysisContext
+) -> Int[np.ndarray, "windows new_length"]:
+    """Return windows in which the context far away from the scored tokens is corrupted.
+
+    Args:
+        windows: Windows of the text. The last `SCORED_TOKENS` tokens of each window are scored.
+        near: The number of tokens before the scored tokens that are kept.
+        corruption: How the earlier tokens are corrupted.
+        context: The text and the random seed.
+    """
+    num_far_tokens = windows.shape[1] - SCORED_TOKENS - near
+    if corruption == "cut":
+        return windows[:, num_far_tokens:]
+    rng = context.rng()
+    corrupted = windows.copy()
+    if corruption == "shuffle":
+        corrupted[:, :num_far_tokens] = rng.permuted(windows[:, :num_far_tokens], axis=1)
     else:
-        starts = rng.integers(len(lab.tokens) - far + 1, size=len(rows))
-        spoiled[:, :far] = lab.rows(starts, far)
-    return spoiled
+        starts = rng.integers(len(context.tokens) - num_far_tokens + 1, size=len(windows))
+        corrupted[:, :num_far_tokens] = context.windows_at(starts, num_far_tokens)
+    return corrupted
 
 
 def summary(rows: list[dict[str, Any]], length: int) -> str:
-    """The farthest distance at which every way of spoiling is noticed, as at all nearer ones; then what only some of
-    the ways notice farther away."""
-    noticed: dict[int, list[str]] = {row["near"]: [] for row in rows}
+    """Return the conclusion with its verdict.
+
+    - "supported" up to a distance: there and at all shorter distances, the loss rises with all corruptions.
+    - "inconclusive": farther away, the loss rises with some corruptions, or not at all shorter distances.
+    - "not supported": the loss does not rise with any corruption.
+
+    Args:
+        rows: The measurements of `run`.
+        length: The input length.
+    """
+    # The corruptions that raise the loss, for each distance.
+    significant: dict[int, list[str]] = {row["near"]: [] for row in rows}
     for row in rows:
         if is_significant_increase(row["rise"], row["interval"]):
-            noticed[row["near"]].append(row["way"])
-    used = longest_contiguous((near, len(ways) == len(CORRUPTIONS)) for near, ways in noticed.items())
-    farther = [near for near, ways in noticed.items() if ways and near > (used or 0)]
-    if used is not None:
-        told = f"at {length:,} tokens the model uses context farther away than {used:,} tokens"
-    else:
-        told = f"at {length:,} tokens no use of far context shows"
-    if not farther:
-        return told if used else f"{told}: no rise of the loss is at least {MIN_EFFECT_NATS} nats and surely above zero"
-    ways = noticed[max(farther)]
-    which = f"only {' and '.join(ways)} {'notices' if len(ways) == 1 else 'notice'}"
-    if len(ways) == len(CORRUPTIONS):
-        which = "all probes notice again, but not nearer"
-    return f"{told}, and the probes do not agree: farther away than {max(farther):,} {which}"
+            significant[row["near"]].append(row["way"])
+    used_distance = longest_contiguous(
+        (distance, len(corruptions) == len(CORRUPTIONS)) for distance, corruptions in significant.items()
+    )
+    disputed_distances = [
+        distance for distance, corruptions in significant.items() if corruptions and distance > (used_distance or 0)
+    ]
+
+    statements = []
+    if used_distance is not None:
+        rows_at_distance = [row for row in rows if row["near"] == used_distance]
+        smallest = min(rows_at_distance, key=lambda row: row["rise"])
+        effect = format_effect(smallest["rise"], smallest["interval"])
+        statements.append(
+            f"supported: use of context farther away than {used_distance:,} tokens (corrupting it raises the loss by "
+            f"at least {effect})"
+        )
+    elif not disputed_distances:
+        statements.append(
+            "not supported: use of far context (no corruption raises the loss significantly, by at least "
+            f"{MIN_EFFECT_NATS} nats)"
+        )
+    if disputed_distances:
+        farthest = max(disputed_distances)
+        corruptions = significant[farthest]
+        if len(corruptions) == len(CORRUPTIONS):
+            reason = "all corruptions raise the loss there, but not at all shorter distances"
+        else:
+            verb = "raises" if len(corruptions) == 1 else "raise"
+            reason = f"only {join_words(corruptions)} {verb} the loss significantly"
+        statements.append(f"inconclusive: use of context farther away than {farthest:,} tokens ({reason})")
+    return f"At {length:,} tokens, {'; '.join(statements)}"
 
 
 def table(result: dict[str, Any]) -> Group:
+    """Return the table of the losses for each distance and each corruption."""
     title = (
-        f"Loss of the last {SCORED_TOKENS} of {result['length']:,} tokens (intact {result['loss']:.4f}), "
-        "with corrupted far context"
+        f"Loss of the last {SCORED_TOKENS} of {result['length']:,} tokens if the far context is corrupted "
+        f"(intact: {result['loss']:.4f})"
     )
-    shown = new_table("farther than", "way", "loss", "rise", "95 %")
+    rows_table = new_table("farther than", "corruption", "loss", "rise", "95 %")
     for row in result["rows"]:
-        numbers = (f"{row['loss']:.4f}", f"{row['rise']:+.4f}", interval_text(row["interval"]))
-        shown.add_row(f"{row['near']:,}", row["way"], *numbers)
-    return with_title(title, shown)
+        rows_table.add_row(
+            f"{row['near']:,}",
+            row["way"],
+            f"{row['loss']:.4f}",
+            f"{row['rise']:+.4f}",
+            format_interval(row["interval"]),
+        )
+    return with_title(title, rows_table)
 
 
-FAR_CONTEXT = Analysis("does context farther than d tokens matter?", run, table, fits=scope)
+FAR_CONTEXT = Analysis("does context farther than d tokens matter?", run, table, check=choose_length_and_distances)

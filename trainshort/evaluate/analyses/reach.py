@@ -1,16 +1,14 @@
-"""Attention reach: how far each head looks, and how far it could with queries and keys of the sizes it met here.
+"""Analysis `reach`: how far does each attention head look?
 
-For every layer and head, over the later half of the queries: the mean distance of the attention mass, the window that
-holds 99 % of it, and beside it the window that provably holds 99 % of every row's (ALiBi: alibi.proven_windows). The
-proof knows the norms of this text's queries and keys and nothing else of them: whatever their directions, no row looks
-farther. Another text may have larger ones, and so a wider window; it is a bound for this text, not for all.
+For each head, the analysis measures the mean distance of the attention weights, and the window that contains 99 % of
+them. For ALiBi and other linear biases, it also computes a proven window: no query of this text can have more than 1 %
+of its attention weights outside of it. The proof uses the norms of the queries and the keys of this text.
 
-Looking is not using: a model that was never trained spreads its attention over all it sees. So the last tokens of some
-probes are also scored with everything beyond the training length spoiled (see far_context), and the sentence says
-whether that is noticed.
+A head can look far away without using what it finds. Therefore the analysis also corrupts the context beyond the
+training length (see `far_context`), and reports whether the loss rises.
 
-Weights are computed a few query rows at a time from the layer's own queries and keys, and only their sum by distance is
-kept, so that a long text needs no length × length matrix.
+The attention weights are computed for a few queries at a time and summed by distance, so that a long text does not need
+a matrix with one row and one column per token.
 """
 
 import math
@@ -18,147 +16,255 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from rich.console import Group
 from torch import Tensor
 
 from trainshort import alibi
 from trainshort.attention import AttentionCall, DecayBias, LinearBias, decay
 from trainshort.attention.backends.reference import materialize_bias, visibility_mask
-from trainshort.evaluate.analyses.base import SCORED_TOKENS, Analysis, AnalysisContext, compare, new_table, with_title
+from trainshort.evaluate.analyses.base import (
+    SCORED_TOKENS,
+    Analysis,
+    AnalysisContext,
+    compare,
+    format_effect,
+    new_table,
+    with_title,
+)
 from trainshort.evaluate.analyses.far_context import CORRUPTIONS, corrupt_far_context
 from trainshort.evaluate.attention_inputs import attention_calls
 from trainshort.evaluate.significance import is_significant_increase
 from trainshort.model.transformer import TransformerLM
 
+# The share of the attention weights that a window contains.
 MASS = 0.99
+
+# The number of attention weights that are computed at once. In float32 they need 64 MB.
 ROW_ELEMENTS = 1 << 24
-"""Attention weights computed at once: 64 MB in float32."""
+
+# Cumulative sums are compared with this tolerance, because of rounding.
+ROUNDING_TOLERANCE = 1e-12
 
 
-def scope(lab: AnalysisContext) -> tuple[TransformerLM, int]:
-    """The model, which must be one to look inside, and the length of the text it looks at."""
-    return lab.model("the reach analysis"), max(lab.multiples(8, 4, 2, 1))
+def choose_model_and_length(context: AnalysisContext) -> tuple[TransformerLM, int]:
+    """Return the model and the length of the text that it reads.
+
+    Raises:
+        InputError: If the model is a Hugging Face model, or if no length is possible.
+    """
+    return context.require_model("reach"), max(context.choose_lengths(8, 4, 2, 1))
 
 
-def run(lab: AnalysisContext) -> dict[str, Any]:
-    model, length = scope(lab)
-    tokens = torch.from_numpy(lab.tokens[:length].astype("int64"))[None].to(lab.target.device)
-    ends = lab.sample_ends(length)
-    lab.meter.start(length * model.config.layers + len(ends) * (3 * length + lab.trained_at))
-    beyond = loss_increase_beyond_training(lab, lab.sample_windows(ends, length))
+def run(context: AnalysisContext) -> dict[str, Any]:
+    """Measure the window of each head, and the use of context beyond the training length."""
+    model, length = choose_model_and_length(context)
+    tokens = torch.from_numpy(context.tokens[:length].astype("int64"))[None].to(context.target.device)
+    ends = context.sample_ends(length)
+    tokens_per_sample = 3 * length + context.trained_at
+    context.meter.start(length * model.config.layers + len(ends) * tokens_per_sample)
+
+    windows = context.sample_windows(ends, length)
+    beyond_training = loss_increase_beyond_training(context, windows)
     rows = []
     for layer, call in enumerate(attention_calls(model, tokens)):
-        mass = mass_by_distance(call)
-        lab.meter.advance(length, f"layer {layer}")
-        proven = proven_window(call)
-        rows += [
-            {
-                "layer": layer,
-                "head": head,
-                "slope": float(call.bias.slopes[head]) if isinstance(call.bias, LinearBias) else None,
-                "mean_distance": mean_distance(mass[head]),
-                "window": window_of(mass[head], MASS),
-                "proven": None if proven is None else proven[head],
-            }
-            for head in range(len(mass))
-        ]
+        rows += _measure_heads(layer, call)
+        context.meter.advance(length, f"layer {layer}")
     return {
-        "summary": summary(rows, lab.trained_at, beyond),
+        "summary": summary(rows, context.trained_at, beyond_training),
         "length": length,
         "mass": MASS,
-        "beyond_training": beyond,
+        "beyond_training": beyond_training,
         "rows": rows,
     }
 
 
-def loss_increase_beyond_training(lab: AnalysisContext, whole: np.ndarray) -> list[dict[str, Any]]:
-    """How much the loss rises when what lies beyond the training length is spoiled, in each way; empty where nothing
-    lies there."""
-    if whole.shape[1] - 1 <= lab.trained_at + SCORED_TOKENS:
+def _measure_heads(layer: int, call: AttentionCall) -> list[dict[str, Any]]:
+    """Return the measurements of all heads of one layer.
+
+    Args:
+        layer: The index of the layer.
+        call: The attention call of the layer, with the queries, keys and bias for the text.
+    """
+    mass = mass_by_distance(call)
+    proven_windows = compute_proven_windows(call)
+    rows = []
+    for head in range(len(mass)):
+        slope = float(call.bias.slopes[head]) if isinstance(call.bias, LinearBias) else None
+        rows.append(
+            {
+                "layer": layer,
+                "head": head,
+                "slope": slope,
+                "mean_distance": mean_distance(mass[head]),
+                "window": window_for_share(mass[head], MASS),
+                "proven": None if proven_windows is None else proven_windows[head],
+            }
+        )
+    return rows
+
+
+def loss_increase_beyond_training(
+    context: AnalysisContext, windows: Int[np.ndarray, "samples length"]
+) -> list[dict[str, Any]]:
+    """Measure how much the loss rises if the context beyond the training length is corrupted.
+
+    Args:
+        context: The model and the text.
+        windows: Windows of the text. The last `SCORED_TOKENS` tokens of each window are scored.
+
+    Returns:
+        The comparison for each corruption, as `compare` returns it. The list is empty if the windows contain no text
+        beyond the training length.
+    """
+    input_length = windows.shape[1] - 1
+    if input_length <= context.trained_at + SCORED_TOKENS:
         return []
-    losses = lab.score(whole, SCORED_TOKENS)
-    return [
-        {"way": way, **compare(losses, lab.score(corrupt_far_context(whole, lab.trained_at, way, lab), SCORED_TOKENS))}
-        for way in CORRUPTIONS
-    ]
+    intact_losses = context.score(windows, SCORED_TOKENS)
+    results = []
+    for corruption in CORRUPTIONS:
+        corrupted_windows = corrupt_far_context(windows, context.trained_at, corruption, context)
+        corrupted_losses = context.score(corrupted_windows, SCORED_TOKENS)
+        results.append({"way": corruption, **compare(intact_losses, corrupted_losses)})
+    return results
+
+
+# ---- attention weights
 
 
 def mass_by_distance(call: AttentionCall) -> Float[Tensor, "heads distances"]:
-    """Mean share of attention at each distance 0, 1, 2, …, over the later half of the queries."""
-    heads, length = call.q.shape[1], call.k.shape[2]
-    total = torch.zeros(heads, length, dtype=torch.float64)
-    size = max(1, ROW_ELEMENTS // (heads * length))
-    first = length // 2
-    for start in range(first, length, size):
-        rows = slice(start, min(start + size, length))
-        weights = attention_weights(call, rows)[0]
-        for row, query in enumerate(range(rows.start, rows.stop)):
-            # Key j lies query − j behind: the row read backwards from its query is the mass at distance 0, 1, 2, …
-            total[:, : query + 1] += weights[:, row, : query + 1].flip(-1).double().cpu()
-    return total / (length - first)
+    """Return the mean attention weight at each distance 0, 1, 2, ..., for each head.
+
+    The distance is the number of tokens from the key to the query. The mean is taken over the queries in the second
+    half of the text, which have a long context.
+    """
+    num_heads = call.q.shape[1]
+    length = call.k.shape[2]
+    total = torch.zeros(num_heads, length, dtype=torch.float64)
+    queries_per_chunk = max(1, ROW_ELEMENTS // (num_heads * length))
+    first_query = length // 2
+    for chunk_start in range(first_query, length, queries_per_chunk):
+        chunk_end = min(chunk_start + queries_per_chunk, length)
+        weights = attention_weights(call, slice(chunk_start, chunk_end))[0]
+        for row, query in enumerate(range(chunk_start, chunk_end)):
+            weights_of_query = weights[:, row, : query + 1]
+            # Reversed, the weights start with the query's own token, which has distance 0.
+            total[:, : query + 1] += weights_of_query.flip(-1).double().cpu()
+    return total / (length - first_query)
 
 
 def attention_weights(call: AttentionCall, rows: slice) -> Float[Tensor, "batch heads rows keys"]:
-    """Softmax weights of some query rows over all keys."""
-    keys = slice(0, call.k.shape[2])
+    """Return the attention weights (after the softmax) of some queries for all keys.
+
+    Args:
+        call: The queries, keys and bias of one layer.
+        rows: The queries.
+    """
+    all_keys = slice(0, call.k.shape[2])
     k = call.k.repeat_interleave(call.heads_per_kv_head, dim=1).float()
     scores = call.q[:, :, rows].float() @ k.transpose(-1, -2) * call.softmax_scale
-    if (bias := materialize_bias(call, rows, keys)) is not None:
+    bias = materialize_bias(call, rows, all_keys)
+    if bias is not None:
         scores = scores + bias
-    return scores.masked_fill(~visibility_mask(call, rows, keys), -math.inf).softmax(-1)
+    is_visible = visibility_mask(call, rows, all_keys)
+    return scores.masked_fill(~is_visible, -math.inf).softmax(-1)
 
 
 def mean_distance(mass: Float[Tensor, " distances"]) -> float:
-    return float((mass * torch.arange(len(mass))).sum() / mass.sum())
+    """Return the mean distance, weighted with the attention mass at each distance."""
+    distances = torch.arange(len(mass))
+    return float((mass * distances).sum() / mass.sum())
 
 
-def window_of(mass: Float[Tensor, " distances"], share: float) -> int:
-    """The nearest distances that together hold this share.
+def window_for_share(mass: Float[Tensor, " distances"], share: float) -> int:
+    """Return the smallest window that contains a given share of the attention mass.
 
-    mass 0.5 0.3 0.2, share 0.8:   2
+    Args:
+        mass: The attention mass at each distance.
+        share: The share, between 0 and 1.
+
+    Returns:
+        The number of nearest tokens in the window.
+
+    Example:
+        >>> window_for_share(torch.tensor([0.5, 0.3, 0.2]), share=0.8)
+        2
     """
-    reached = mass.cumsum(0) / mass.sum() >= share - 1e-12
-    return int(reached.int().argmax()) + 1
+    cumulative_share = mass.cumsum(0) / mass.sum()
+    is_reached = cumulative_share >= share - ROUNDING_TOLERANCE
+    first_reached_distance = int(is_reached.int().argmax())
+    return first_reached_distance + 1
 
 
-def proven_window(call: AttentionCall) -> list[int] | None:
-    """The widest, over the later half of the queries, of the windows that provably hold MASS of their row; None where
-    the bias proves none."""
+def compute_proven_windows(call: AttentionCall) -> list[int] | None:
+    """Return the proven window of each head.
+
+    A proven window provably contains the share `MASS` of the attention weights of a query. The proof uses the bias and
+    the norms of the queries and keys. The result is the largest proven window of all queries in the second half of the
+    text.
+
+    Args:
+        call: The queries, keys and bias of one layer.
+
+    Returns:
+        The number of tokens in the window for each head. None if the bias allows no proof.
+    """
+    tolerance = 1 - MASS
     match call.bias:
         case LinearBias(slopes):
-            windows = alibi.proven_windows(call.q, call.k, slopes, tolerance=1 - MASS, block=1)[0]
-        case DecayBias(clock):
-            starts = decay.proven_first_keys(alibi.most_excess(call.q, call.k), clock, 1 - MASS)[0]
-            windows = torch.arange(call.k.shape[2])[-call.q.shape[2] :] - starts.cpu() + 1
+            windows = alibi.proven_windows(call.q, call.k, slopes, tolerance=tolerance, block=1)[0]
+        case DecayBias(cumulative_decay):
+            excess = alibi.most_excess(call.q, call.k)
+            first_keys = decay.proven_first_keys(excess, cumulative_decay, tolerance)[0]
+            query_positions = torch.arange(call.k.shape[2])[-call.q.shape[2] :]
+            windows = query_positions - first_keys.cpu() + 1
         case _:
             return None
-    return windows[:, windows.shape[1] // 2 :].amax(dim=1).tolist()
+    first_query = windows.shape[1] // 2
+    return windows[:, first_query:].amax(dim=1).tolist()
 
 
-def summary(rows: list[dict[str, Any]], trained_at: int, beyond: list[dict[str, Any]]) -> str:
+# ---- conclusion
+
+
+def summary(rows: list[dict[str, Any]], trained_at: int, beyond_training: list[dict[str, Any]]) -> str:
+    """Return which head looks farthest, and whether the model uses context beyond the training length.
+
+    Args:
+        rows: The measurements of all heads.
+        trained_at: The training length.
+        beyond_training: The rise of the loss for each corruption, as `loss_increase_beyond_training` returns it.
+    """
     widest = max(rows, key=lambda row: row["window"])
-    far = sum(row["window"] > trained_at for row in rows)
-    told = (
-        f"the farthest-looking head (layer {widest['layer']}, head {widest['head']}) holds {MASS:.0%} of its attention "
-        f"within {widest['window']:,} tokens; {far} of {len(rows)} heads look beyond the {trained_at:,} of training"
+    num_far_heads = sum(row["window"] > trained_at for row in rows)
+    reach = (
+        f"The head with the longest reach (layer {widest['layer']}, head {widest['head']}) has {MASS:.0%} of its "
+        f"attention within {widest['window']:,} tokens; {num_far_heads} of {len(rows)} heads look beyond the training "
+        f"length of {trained_at:,} tokens"
     )
-    if not far or not beyond:
-        return told
-    if all(is_significant_increase(one["rise"], one["interval"]) for one in beyond):
-        return f"{told}, and what lies there is used: without it the loss rises by {min(r['rise'] for r in beyond):.4f}"
-    return f"{told}, and no use of what lies there shows"
+    if num_far_heads == 0 or not beyond_training:
+        return reach
+    smallest = min(beyond_training, key=lambda result: result["rise"])
+    effect = format_effect(smallest["rise"], smallest["interval"])
+    if all(is_significant_increase(result["rise"], result["interval"]) for result in beyond_training):
+        return f"{reach}; supported: use of that context (corrupting it raises the loss by at least {effect})"
+    return f"{reach}; not supported: use of that context ('{smallest['way']}' changes the loss by {effect})"
 
 
 def table(result: dict[str, Any]) -> Group:
-    title = f"Attention over {result['length']:,} tokens: window that holds {result['mass']:.0%} of the mass"
-    shown = new_table("layer", "head", "slope", "mean distance", "window", "proven here")
+    """Return the table of the windows of all heads."""
+    title = f"Windows that contain {result['mass']:.0%} of the attention, measured over {result['length']:,} tokens"
+    rows_table = new_table("layer", "head", "slope", "mean distance", "window", "proven window")
     for row in result["rows"]:
-        slope = "" if row["slope"] is None else f"{row['slope']:.5f}"
-        proven = "" if row["proven"] is None else f"{row['proven']:,}"
-        numbers = (f"{row['mean_distance']:,.1f}", f"{row['window']:,}", proven)
-        shown.add_row(str(row["layer"]), str(row["head"]), slope, *numbers)
-    return with_title(title, shown)
+        rows_table.add_row(
+            str(row["layer"]),
+            str(row["head"]),
+            "" if row["slope"] is None else f"{row['slope']:.5f}",
+            f"{row['mean_distance']:,.1f}",
+            f"{row['window']:,}",
+            "" if row["proven"] is None else f"{row['proven']:,}",
+        )
+    return with_title(title, rows_table)
 
 
-REACH = Analysis("how far does each head look, and how far could it?", run, table, fits=scope)
+REACH = Analysis("how far does each head look, and how far could it?", run, table, check=choose_model_and_length)

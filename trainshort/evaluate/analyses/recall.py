@@ -1,109 +1,180 @@
-"""Copy and recall at a distance: is something that stood d tokens ago still found?
+"""Analysis `recall`: can the model use something that appeared d tokens earlier?
 
-    copy      a stretch of text, then d tokens of other text, then the same stretch again
-    recall    a random key with a random value, then d tokens of text, then the key again: is the value known?
+There are two tasks. Both repeat a sequence of 16 tokens: 8 tokens of cue and 8 tokens of value.
 
-    … K K K K V V V V  text text text …  K K K K V V V V
-              ⎸<------------- d ------------->⎹  scored: the last V, after the cue
+    copy      The sequence is text. It appears, then d tokens later it appears again.
+    recall    The sequence is random tokens, so the model cannot guess the value from the language.
 
-The control is the same row with something else in the first place, so that the drop of the loss is what finding it was
-worth. At distances past the training length no bias and no position of this size was ever trained.
+    lead  C C C C V V V V  other text ...  C C C C V V V V
+          |<------------- d ------------->|        scored: the value after the second cue
+
+Each sample is scored twice: with the sequence, and with another sequence in its first place (the control). The gain is
+the loss of the control minus the loss with the sequence.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from jaxtyping import Int
 from rich.console import Group
 
 from trainshort.errors import InputError
-from trainshort.evaluate.analyses.base import Analysis, AnalysisContext, compare, interval_text, new_table, with_title
+from trainshort.evaluate.analyses.base import Analysis, AnalysisContext, compare, format_interval, new_table, with_title
 from trainshort.evaluate.significance import format_range, is_significant_increase
 
-CUE, VALUE = 8, 8
-"""Tokens that are given of the repeated stretch, and tokens that are then scored."""
+Task = Literal["copy", "recall"]
+
+RECALL_TASKS: tuple[Task, ...] = ("copy", "recall")
+
+# The number of tokens of the cue. The model reads the cue and predicts the value.
+CUE = 8
+
+# The number of tokens of the value, which is scored.
+VALUE = 8
+
+# At shorter distances, the sequence and its repetition would be too close together.
 MIN_RECALL_DISTANCE = 2 * (CUE + VALUE)
-"""The shortest distance at which the stretch and its repetition are apart."""
-RECALL_TASKS = ("copy", "recall")
 
 
-def scope(lab: AnalysisContext) -> list[int]:
-    """The distances: those that leave room for text between the two stretches, and for the whole row in the text."""
-    asked = lab.multiples(1, 2, 4, 8, 16, 32)
-    room = min(len(lab.tokens) - 1, lab.target.max_length or len(lab.tokens))
-    if lab.lengths and _length(lab, asked[-1]) > room:
+def choose_distances(context: AnalysisContext) -> list[int]:
+    """Return the distances that fit into the text and into the longest input of the model.
+
+    Raises:
+        InputError: If no distance fits, or if the largest distance that the user chose does not fit.
+    """
+    requested = context.choose_lengths(1, 2, 4, 8, 16, 32)
+    num_tokens = len(context.tokens)
+    max_inputs = min(num_tokens - 1, context.target.max_length or num_tokens)
+    largest = requested[-1]
+    if context.lengths and sample_length(context, largest) > max_inputs:
         raise InputError(
-            f"recall at {asked[-1]:,} tokens reads {_length(lab, asked[-1]):,} at once, more than the {room:,} that "
-            "text and model allow. Give a longer text or shorter --lengths."
+            f"Recall at a distance of {largest:,} tokens requires an input of {sample_length(context, largest):,} "
+            f"tokens, but the text and the model allow {max_inputs:,}. Use a longer text or shorter --lengths."
         )
-    distances = [d for d in asked if d >= MIN_RECALL_DISTANCE and _length(lab, d) <= room]
+    distances = []
+    for distance in requested:
+        if distance >= MIN_RECALL_DISTANCE and sample_length(context, distance) <= max_inputs:
+            distances.append(distance)
     if not distances:
         raise InputError(
-            f"recall requires a distance of at least {MIN_RECALL_DISTANCE} tokens. None of "
-            f"{', '.join(map(str, asked))} fits. Use longer --lengths or a longer text."
+            f"The analysis 'recall' requires a distance of at least {MIN_RECALL_DISTANCE} tokens. None of "
+            f"{', '.join(map(str, requested))} fits. Use longer --lengths or a longer text."
         )
     return distances
 
 
-def run(lab: AnalysisContext) -> dict[str, Any]:
+def run(context: AnalysisContext) -> dict[str, Any]:
+    """Measure the gain of both tasks at each distance."""
+    distances = choose_distances(context)
+    inputs_per_sample = sum(sample_length(context, distance) - 1 for distance in distances)
+    num_scorings = 2 * len(RECALL_TASKS)  # with the sequence and with the control
+    context.meter.start(num_scorings * context.samples * inputs_per_sample)
+
     rows = []
-    distances = scope(lab)
-    lab.meter.start(4 * lab.samples * sum(_length(lab, distance) - 1 for distance in distances))
     for distance in distances:
-        for kind in RECALL_TASKS:
-            with_it, without = (lab.score(part, VALUE) for part in probe_rows(lab, kind, distance))
-            found = compare(with_it, without)
-            losses = {"loss": float(with_it.mean()), "control": found["loss"]}
-            gain = {"gain": found["rise"], "interval": found["interval"]}
-            rows.append({"kind": kind, "distance": distance, **losses, **gain})
-    return {"summary": summary(rows), "probes": lab.samples, "scored": VALUE, "cue": CUE, "rows": rows}
+        for task in RECALL_TASKS:
+            windows, control_windows = make_samples(context, task, distance)
+            losses = context.score(windows, VALUE)
+            control_losses = context.score(control_windows, VALUE)
+            comparison = compare(losses, control_losses)
+            rows.append(
+                {
+                    "kind": task,
+                    "distance": distance,
+                    "loss": float(losses.mean()),
+                    "control": comparison["loss"],
+                    "gain": comparison["rise"],
+                    "interval": comparison["interval"],
+                }
+            )
+    return {"summary": summary(rows), "probes": context.samples, "scored": VALUE, "cue": CUE, "rows": rows}
 
 
-def _length(lab: AnalysisContext, distance: int) -> int:
-    """Tokens of a row: some text first, the stretch, what lies between, the stretch again."""
-    return lab.trained_at // 2 + distance + CUE + VALUE
+def sample_length(context: AnalysisContext, distance: int) -> int:
+    """Return the number of tokens in a sample: the lead, the distance, and the repeated sequence.
+
+    The lead is text before the first sequence. It has half of the training length.
+    """
+    lead = context.trained_at // 2
+    return lead + distance + CUE + VALUE
 
 
-def probe_rows(lab: AnalysisContext, kind: str, distance: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows in which the stretch stood `distance` tokens before its repetition, and the same rows without it."""
-    rng = np.random.default_rng((lab.seed, distance, len(kind)))
-    lead, size, length = lab.trained_at // 2, CUE + VALUE, _length(lab, distance)
-    starts = rng.integers(len(lab.tokens) - length, size=lab.samples)
-    present = lab.rows(starts, length)
-    stretch = _text_spans(lab, kind, rng)
-    present[:, lead : lead + size] = present[:, -size:] = stretch
-    absent = present.copy()
-    other = _text_spans(lab, kind, rng)
-    absent[:, lead : lead + size] = other
-    if kind == "recall":
-        absent[:, lead : lead + CUE] = stretch[:, :CUE]  # the key was there, with another value
-    return present, absent
+def make_samples(
+    context: AnalysisContext, task: Task, distance: int
+) -> tuple[Int[np.ndarray, "samples length"], Int[np.ndarray, "samples length"]]:
+    """Create samples for one task at one distance.
+
+    Args:
+        context: The text and the settings.
+        task: The task.
+        distance: The distance from the start of the sequence to the start of its repetition.
+
+    Returns:
+        The samples with the sequence, and the control samples. A control sample has another sequence in the first
+        place. In the task "recall", only the value differs, and the cue is the same.
+    """
+    rng = np.random.default_rng((context.seed, distance, len(task)))
+    length = sample_length(context, distance)
+    lead = context.trained_at // 2
+    sequence_length = CUE + VALUE
+    first_place = slice(lead, lead + sequence_length)
+
+    starts = rng.integers(len(context.tokens) - length, size=context.samples)
+    windows = context.windows_at(starts, length)
+    sequences = _draw_sequences(context, task, rng)
+    windows[:, first_place] = sequences
+    windows[:, -sequence_length:] = sequences
+
+    control_windows = windows.copy()
+    control_windows[:, first_place] = _draw_sequences(context, task, rng)
+    if task == "recall":
+        control_windows[:, lead : lead + CUE] = sequences[:, :CUE]
+    return windows, control_windows
 
 
-def _text_spans(lab: AnalysisContext, kind: str, rng: np.random.Generator) -> np.ndarray:
-    size = CUE + VALUE
-    if kind == "copy":
-        starts = rng.integers(len(lab.tokens) - size, size=lab.samples)
-        return lab.rows(starts, size)
-    # Token types that the text has: others were never trained and would say nothing.
-    known = np.unique(np.asarray(lab.tokens))
-    return rng.choice(known, size=(lab.samples, size)).astype(np.int64)
+def _draw_sequences(
+    context: AnalysisContext, task: Task, rng: np.random.Generator
+) -> Int[np.ndarray, "samples tokens"]:
+    """Draw a sequence of a cue and a value for each sample: text for "copy", random tokens for "recall"."""
+    sequence_length = CUE + VALUE
+    if task == "copy":
+        starts = rng.integers(len(context.tokens) - sequence_length, size=context.samples)
+        return context.windows_at(starts, sequence_length)
+    # Token types that do not occur in the text may be untrained.
+    known_tokens = np.unique(np.asarray(context.tokens))
+    return rng.choice(known_tokens, size=(context.samples, sequence_length)).astype(np.int64)
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    found = {
-        kind: [(r["distance"], is_significant_increase(r["gain"], r["interval"])) for r in rows if r["kind"] == kind]
-        for kind in RECALL_TASKS
-    }
-    return "; ".join(format_range(kind, found[kind]) for kind in RECALL_TASKS)
+    """Return for each task up to which distance the model solves it, with a verdict.
+
+    The model solves a task at a distance if the gain is significant.
+    """
+    statements = []
+    for task in RECALL_TASKS:
+        results = []
+        for row in rows:
+            if row["kind"] == task:
+                is_solved = is_significant_increase(row["gain"], row["interval"])
+                results.append((row["distance"], is_solved))
+        statements.append(format_range(task, results))
+    return "; ".join(statements)
 
 
 def table(result: dict[str, Any]) -> Group:
-    title = f"Loss of {result['scored']} tokens that stood before, after a cue of {result['cue']}"
-    shown = new_table("probe", "distance", "loss", "control", "gain", "95 %")
+    """Return the table of the gains for each task and each distance."""
+    title = f"Loss of {result['scored']} tokens that appeared before, after a cue of {result['cue']} tokens"
+    rows_table = new_table("task", "distance", "loss", "control", "gain", "95 %")
     for row in result["rows"]:
-        numbers = (f"{row['loss']:.3f}", f"{row['control']:.3f}", f"{row['gain']:+.3f}", interval_text(row["interval"]))
-        shown.add_row(row["kind"], f"{row['distance']:,}", *numbers)
-    return with_title(title, shown)
+        rows_table.add_row(
+            row["kind"],
+            f"{row['distance']:,}",
+            f"{row['loss']:.3f}",
+            f"{row['control']:.3f}",
+            f"{row['gain']:+.3f}",
+            format_interval(row["interval"]),
+        )
+    return with_title(title, rows_table)
 
 
-RECALL = Analysis("is something that stood d tokens ago still found?", run, table, fits=scope)
+RECALL = Analysis("is something that stood d tokens ago still found?", run, table, check=choose_distances)

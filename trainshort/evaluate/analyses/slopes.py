@@ -1,13 +1,15 @@
-"""Slopes at inference: does any change of them use context beyond the training length?
+"""Analysis `slopes`: does a model use a longer context if its ALiBi slopes are changed?
 
-The same targets are read after contexts of growing length, with the trained slopes and with changed ones (see
-trainshort.evaluate.overrides). If a model uses what lies beyond L, its loss at longer contexts is below that at L.
+The same targets are scored with contexts of increasing length, with the trained slopes and with changed slopes (see
+`trainshort.evaluate.overrides`). The baseline is the trained slopes at the shortest context. If a model uses a longer
+context, its loss is below the baseline.
 """
 
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 from rich.console import Group
 
 from trainshort.errors import InputError
@@ -16,7 +18,8 @@ from trainshort.evaluate.analyses.base import (
     Analysis,
     AnalysisContext,
     compare,
-    interval_text,
+    format_effect,
+    format_interval,
     new_table,
     with_title,
 )
@@ -24,64 +27,121 @@ from trainshort.evaluate.overrides import Override, apply_override
 from trainshort.evaluate.significance import is_significant_increase
 from trainshort.model.transformer import TransformerLM
 
+# The name of the slopes that the model was trained with.
 TRAINED = "trained"
 
 
-def variants(trained_at: int) -> list[str]:
+def list_slope_variants(trained_at: int) -> list[str]:
+    """Return the names of the slopes to test: the trained slopes, and values of the option `--slopes`."""
     return [TRAINED, "interpolate", "max_bias=16", f"window={trained_at}"]
 
 
-def scope(lab: AnalysisContext) -> tuple[TransformerLM, list[int]]:
-    """The model, which must have slopes, and the lengths of its context."""
-    model = lab.model("the slopes analysis")
+def choose_model_and_lengths(context: AnalysisContext) -> tuple[TransformerLM, list[int]]:
+    """Return the model and the lengths of the context.
+
+    Raises:
+        InputError: If the model has no ALiBi slopes, or if no length is possible.
+    """
+    model = context.require_model("slopes")
     if model.position.linear_slopes() is None:
         raise InputError(
-            f"the slopes analysis needs a model with ALiBi's slopes; this one has position='{model.config.position}'."
+            f"The analysis 'slopes' requires a model with ALiBi positions, got position='{model.config.position}'."
         )
-    return model, lab.multiples(1, 2, 4, 8)
+    return model, context.choose_lengths(1, 2, 4, 8)
 
 
-def run(lab: AnalysisContext) -> dict[str, Any]:
-    model, lengths = scope(lab)
-    ends, scored = lab.sample_ends(lengths[-1]), min(SCORED_TOKENS, lengths[0])
-    lab.meter.start(len(variants(lab.trained_at)) * len(ends) * sum(lengths))
+def run(context: AnalysisContext) -> dict[str, Any]:
+    """Measure the loss of the same targets for all slopes and all lengths of the context."""
+    model, lengths = choose_model_and_lengths(context)
+    variants = list_slope_variants(context.trained_at)
+    ends = context.sample_ends(lengths[-1])
+    num_scored = min(SCORED_TOKENS, lengths[0])
+    context.meter.start(len(variants) * len(ends) * sum(lengths))
+
     losses: dict[tuple[str, int], np.ndarray] = {}
-    for variant in variants(lab.trained_at):
+    for variant in variants:
         for length in lengths:
-            change = None if variant == TRAINED else Override.read("slopes", variant)
-            with nullcontext() if change is None else apply_override(model, change, lab.trained_at, length):
-                losses[variant, length] = lab.score(lab.sample_windows(ends, length), scored)
-    base = losses[TRAINED, lengths[0]]
-    found = [_row(variant, length, base, here) for (variant, length), here in losses.items()]
-    return {"summary": summary(found, lengths[0]), "probes": len(ends), "scored": int(base.size), "rows": found}
+            if variant == TRAINED:
+                override_context = nullcontext()
+            else:
+                override = Override.parse("slopes", variant)
+                override_context = apply_override(model, override, context.trained_at, length)
+            with override_context:
+                windows = context.sample_windows(ends, length)
+                losses[variant, length] = context.score(windows, num_scored)
+
+    baseline_losses = losses[TRAINED, lengths[0]]
+    rows = []
+    for (variant, length), variant_losses in losses.items():
+        rows.append(_make_row(variant, length, baseline_losses, variant_losses))
+    return {
+        "summary": summary(rows, lengths[0]),
+        "probes": len(ends),
+        "scored": int(baseline_losses.size),
+        "rows": rows,
+    }
 
 
-def _row(variant: str, length: int, base: np.ndarray, losses: np.ndarray) -> dict[str, Any]:
-    found = compare(losses, base)
-    told = {"loss": float(losses.mean()), "gain": found["rise"], "interval": found["interval"]}
-    return {"slopes": variant, "context": length, **told}
+def _make_row(
+    variant: str,
+    length: int,
+    baseline_losses: Float[np.ndarray, "samples scored"],
+    losses: Float[np.ndarray, "samples scored"],
+) -> dict[str, Any]:
+    """Return the measurement of one variant of the slopes at one length of the context.
+
+    Args:
+        variant: The name of the slopes.
+        length: The length of the context.
+        baseline_losses: The losses with the trained slopes at the shortest context.
+        losses: The losses of this variant at this length.
+    """
+    comparison = compare(losses, baseline_losses)
+    return {
+        "slopes": variant,
+        "context": length,
+        "loss": float(losses.mean()),
+        "gain": comparison["rise"],  # how much higher the loss of the baseline is
+        "interval": comparison["interval"],
+    }
 
 
-def summary(rows: list[dict[str, Any]], base: int) -> str:
-    longer = [row for row in rows if row["context"] > base]
-    if not longer:
-        return f"only the context of {base:,} tokens was tried"
-    sure = [row for row in longer if is_significant_increase(row["gain"], row["interval"])]
-    if not sure:
-        return f"no slopes use context beyond {base:,} tokens"
-    best = max(sure, key=lambda row: row["gain"])
+def summary(rows: list[dict[str, Any]], shortest_length: int) -> str:
+    """Return the slopes with the largest significant gain at a longer context, with a verdict.
+
+    Args:
+        rows: The measurements of `run`.
+        shortest_length: The length of the context of the baseline.
+    """
+    rows_at_longer_context = [row for row in rows if row["context"] > shortest_length]
+    if not rows_at_longer_context:
+        return f"Not tested: {shortest_length:,} tokens is the only length"
+    significant_rows = [row for row in rows_at_longer_context if is_significant_increase(row["gain"], row["interval"])]
+    if not significant_rows:
+        return (
+            f"Not supported: use of context beyond {shortest_length:,} tokens (no slopes lower the loss significantly)"
+        )
+    best = max(significant_rows, key=lambda row: row["gain"])
     return (
-        f"best beyond {base:,} tokens: slopes {best['slopes']} at {best['context']:,}, {best['gain']:+.4f} nats better"
+        f"Supported: use of context beyond {shortest_length:,} tokens (slopes '{best['slopes']}' at "
+        f"{best['context']:,} tokens gain {format_effect(best['gain'], best['interval'])} over the trained slopes at "
+        f"{shortest_length:,} tokens)"
     )
 
 
 def table(result: dict[str, Any]) -> Group:
-    title = f"The same {result['scored']:,} targets after longer contexts (gain over the shortest, trained slopes)"
-    shown = new_table("slopes", "context", "loss", "gain", "95 %")
+    """Return the table of the losses for all slopes and all lengths of the context."""
+    title = f"Loss of the same {result['scored']:,} targets; gain over the trained slopes at the shortest context"
+    rows_table = new_table("slopes", "context", "loss", "gain", "95 %")
     for row in result["rows"]:
-        numbers = (f"{row['loss']:.4f}", f"{row['gain']:+.4f}", interval_text(row["interval"]))
-        shown.add_row(row["slopes"], f"{row['context']:,}", *numbers)
-    return with_title(title, shown)
+        rows_table.add_row(
+            row["slopes"],
+            f"{row['context']:,}",
+            f"{row['loss']:.4f}",
+            f"{row['gain']:+.4f}",
+            format_interval(row["interval"]),
+        )
+    return with_title(title, rows_table)
 
 
-SLOPES = Analysis("do other slopes use context beyond the training length?", run, table, fits=scope)
+SLOPES = Analysis("do other slopes use context beyond the training length?", run, table, check=choose_model_and_lengths)

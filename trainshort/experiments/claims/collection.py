@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from trainshort.config.run_config import RunConfig, load_config
 from trainshort.errors import HuggingFaceConfigError, InputError
-from trainshort.evaluate.results import Evaluation, LengthScore, Query, StoredEvaluation, find, rows
+from trainshort.evaluate.results import Evaluation, LengthScore, Query, StoredEvaluation, find_evaluations, select_rows
 from trainshort.experiments.experiments import Scale, Variant
 from trainshort.experiments.scales import LENGTHS, SETUPS, scales
 from trainshort.train.run_folder import RunFolder, read_lines, read_metrics
@@ -63,7 +63,7 @@ class Run:
 
     def rows(self, query: Query) -> dict[int, tuple[LengthScore, Path]]:
         """Return the results of the evaluations that match a query, by sequence length, each with its file."""
-        return rows(self.evaluations, query)
+        return select_rows(self.evaluations, query)
 
     @property
     def standard_evaluations(self) -> list[StoredEvaluation]:
@@ -187,7 +187,7 @@ def _read_runs(path: Path) -> list[Run]:
 
 
 def _read_run(folder: Path) -> Run:
-    return Run(folder, load_config(folder / "config.json"), find(folder))
+    return Run(folder, load_config(folder / "config.json"), find_evaluations(folder))
 
 
 def _has_config(folder: Path) -> bool:

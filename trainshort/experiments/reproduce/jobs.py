@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from trainshort.config.run_config import RunConfig
-from trainshort.evaluate.results import Query, best_step, find, rows
+from trainshort.evaluate.results import Query, best_step, find_evaluations, select_rows
 from trainshort.experiments.claims.collection import COST_FILE, read_costs
 from trainshort.experiments.experiments import (
     Experiment,
@@ -215,10 +215,10 @@ def find_missing_evaluations(folder: Path, job: Job) -> list[MissingEvaluation]:
     Returns:
         The missing evaluations of the run and of its checkpoints.
     """
-    stored = find(folder)
+    stored = find_evaluations(folder)
     missing: list[MissingEvaluation] = []
     for path, query, lengths in _required_evaluations(folder, job):
-        stored_rows = rows(stored, query)
+        stored_rows = select_rows(stored, query)
         scored_lengths = {length for length, (row, _) in stored_rows.items() if row.status == "scored"}
         missing_lengths = lengths - scored_lengths
         if missing_lengths:
@@ -339,7 +339,8 @@ def evaluate_model(job: Job, root: Path) -> None:
     """Run the missing evaluations of a trained model, and generate its text sample if the job needs one."""
     from trainshort.evaluate.evaluation import evaluate
     from trainshort.evaluate.sweep import Sweep
-    from trainshort.evaluate.targets import RunTarget, open_text
+    from trainshort.evaluate.targets import RunTarget
+    from trainshort.evaluate.text import open_text
     from trainshort.utils.machine import pick_device
 
     folder = root / job.name

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from trainshort.evaluate.analyses.base import AnalysisContext, analyze
-from trainshort.evaluate.targets import RunTarget, open_text
+from trainshort.evaluate.targets import RunTarget
+from trainshort.evaluate.text import open_text
 from trainshort.experiments.claims.collection import SAMPLE_FORMAT
 from trainshort.generate.streaming import stream
 from trainshort.train.run_data import open_run_data
