@@ -171,7 +171,7 @@ class Tune:
       trainshort tune --methods alibi,t5 --tokens 1228800
     """
 
-    methods: Annotated[tuple[str, ...], Arg(names=True)] = ()
+    methods: Annotated[tuple[str, ...], Arg(comma_separated=True)] = ()
     """Position methods, such as alibi,t5. Default: the paper's four."""
     tokens: int | None = None
     """Tokens that each trial is trained on. Default: 368,640, less than a third of the demo's."""
