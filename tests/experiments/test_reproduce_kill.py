@@ -14,7 +14,8 @@ from tiny_experiments import tiny_scale, two_methods
 
 from trainshort.experiments.reproduce import jobs
 from trainshort.experiments.reproduce.jobs import plan_jobs, run_job
-from trainshort.train.run_folder import RunFolder, read_lines
+from trainshort.train.metrics_log import read_lines
+from trainshort.train.run_folder import RunFolder
 
 SCRIPT = """
 import sys

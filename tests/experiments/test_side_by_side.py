@@ -15,7 +15,8 @@ from trainshort.errors import InputError
 from trainshort.experiments.reproduce import jobs
 from trainshort.experiments.reproduce.jobs import plan_jobs, run_locally
 from trainshort.experiments.reproduce.local import _scheduling_key, evaluate_model, train_model
-from trainshort.train.run_folder import RunFolder, read_lines
+from trainshort.train.metrics_log import read_lines
+from trainshort.train.run_folder import RunFolder
 
 SCRIPT = """
 import sys

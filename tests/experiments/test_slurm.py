@@ -19,7 +19,8 @@ from trainshort.experiments.experiments import select_experiments
 from trainshort.experiments.reproduce import jobs
 from trainshort.experiments.reproduce.jobs import plan_jobs, run_job
 from trainshort.experiments.reproduce.local import SlurmConfig, run_on_cluster
-from trainshort.train.run_folder import RunFolder, read_lines
+from trainshort.train.metrics_log import read_lines
+from trainshort.train.run_folder import RunFolder
 
 LAB = os.environ.get("TRAINSHORT_SLURM_LAB")
 pytestmark = [

@@ -75,7 +75,7 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
 
 def test_only_safetensors_and_json_are_written(tmp_path):
     folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
-    assert {name.rpartition(".")[2] for name in checkpoint_files.files_of(folder)} == {"json", "safetensors"}
+    assert {name.rpartition(".")[2] for name in checkpoint_files.list_files(folder)} == {"json", "safetensors"}
     assert (folder / "manifest.json").exists()
 
 
@@ -90,17 +90,21 @@ def test_a_checkpoint_is_never_overwritten(tmp_path):
 
 
 def test_latest_and_best(tmp_path):
-    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.latest_checkpoint(tmp_path) is None
     for step, loss in ((1, 3.0), (2, 1.5), (3, None), (4, 2.0)):
         checkpoint.save(tmp_path, snapshot(step, loss), ALONE)
-    assert checkpoint.latest(tmp_path).name == "step-000000004"
-    assert checkpoint.best(tmp_path).name == "step-000000002"
+    assert checkpoint.latest_checkpoint(tmp_path).name == "step-000000004"
+    assert checkpoint.best_checkpoint(tmp_path).name == "step-000000002"
 
 
 def test_best_without_any_validation_is_the_latest(tmp_path):
     for step in (1, 2):
         checkpoint.save(tmp_path, snapshot(step), ALONE)
-    assert checkpoint.best(tmp_path) == checkpoint.latest(tmp_path) == tmp_path / "checkpoints" / "step-000000002"
+    assert (
+        checkpoint.best_checkpoint(tmp_path)
+        == checkpoint.latest_checkpoint(tmp_path)
+        == tmp_path / "checkpoints" / "step-000000002"
+    )
 
 
 def test_retention_keeps_the_best_and_the_last(tmp_path):
@@ -129,7 +133,7 @@ def test_damage_is_named_and_the_one_before_is_used(tmp_path, name):
     second = checkpoint.save(tmp_path, snapshot(2), ALONE)
     flip(second / name, -2)
     said = []
-    assert checkpoint.latest(tmp_path, said.append) == first
+    assert checkpoint.latest_checkpoint(tmp_path, said.append) == first
     expected = f"{second} is damaged: {name} has another sha256 than when it was written. It is passed over."
     assert said == [expected, f"Using {first} instead."]
     with pytest.raises(InputError, match=f"{name} has another sha256"):
@@ -141,7 +145,7 @@ def test_best_passes_over_damage_in_weights_and_in_state(tmp_path):
     flip(made[2] / "model" / "whole.safetensors", 1000)
     flip(made[1] / "state.json", 20)
     said = []
-    assert checkpoint.best(tmp_path, said.append) == made[0]
+    assert checkpoint.best_checkpoint(tmp_path, said.append) == made[0]
     assert any("step-000000003 is damaged: model/whole.safetensors" in line for line in said)
     assert any("step-000000002 is damaged: state.json" in line for line in said)
 
@@ -176,7 +180,7 @@ def test_every_bit_of_the_manifest_counts(tmp_path):
 def test_when_nothing_is_whole_nothing_is_used(tmp_path):
     folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
     flip(folder / "config.json", 5)
-    assert checkpoint.latest(tmp_path, lambda _: None) is None
+    assert checkpoint.latest_checkpoint(tmp_path, lambda _: None) is None
     with pytest.raises(InputError, match=r"None of the 1 checkpoints in .* is whole"):
         checkpoint.load_model(tmp_path)
 
@@ -210,7 +214,7 @@ def test_a_pickle_is_refused_and_nothing_in_it_runs(tmp_path, monkeypatch):
     target = folder / "model" / "whole.safetensors"
     target.write_bytes(pickled)
     checkpoint_files.write_manifest(
-        folder, {name: checkpoint_files.digest_of(folder / name) for name in checkpoint_files.files_of(folder)}
+        folder, {name: checkpoint_files.compute_digest(folder / name) for name in checkpoint_files.list_files(folder)}
     )
     assert checkpoint_files.find_corruption(folder) is None
     with pytest.raises(InputError, match="cannot be read as safetensors"):
@@ -218,7 +222,7 @@ def test_a_pickle_is_refused_and_nothing_in_it_runs(tmp_path, monkeypatch):
     # And under its own name.
     target.rename(target.with_suffix(".pt"))
     checkpoint_files.write_manifest(
-        folder, {name: checkpoint_files.digest_of(folder / name) for name in checkpoint_files.files_of(folder)}
+        folder, {name: checkpoint_files.compute_digest(folder / name) for name in checkpoint_files.list_files(folder)}
     )
     with pytest.raises(InputError, match=r"model/whole\.pt is neither safetensors nor JSON"):
         checkpoint.load_model(tmp_path / "run" / "checkpoints" / "step-000000001")
@@ -261,7 +265,7 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path):
     (folder / "state.json").write_text(json.dumps(state))
     save_config(RunConfig(), folder / "config.json")
     checkpoint_files.write_manifest(
-        folder, {name: checkpoint_files.digest_of(folder / name) for name in checkpoint_files.files_of(folder)}
+        folder, {name: checkpoint_files.compute_digest(folder / name) for name in checkpoint_files.list_files(folder)}
     )
     with pytest.raises(InputError, match="written by another version"):
         checkpoint.read_state(folder)
@@ -274,7 +278,7 @@ def test_a_save_that_fails_leaves_no_trace(tmp_path, monkeypatch):
     def full(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_files, "digest_of", full)
+    monkeypatch.setattr(checkpoint_files, "compute_digest", full)
     with pytest.raises(InputError, match=r"Cannot save .*step-000000002: the disk is full\. The checkpoints bef"):
         checkpoint.save(tmp_path, snapshot(2), ALONE)
     monkeypatch.undo()
@@ -288,7 +292,7 @@ def forge(folder, **changes):
     values["model"] |= changes
     (folder / "config.json").write_text(json.dumps(values))
     checkpoint_files.write_manifest(
-        folder, {name: checkpoint_files.digest_of(folder / name) for name in checkpoint_files.files_of(folder)}
+        folder, {name: checkpoint_files.compute_digest(folder / name) for name in checkpoint_files.list_files(folder)}
     )
 
 
@@ -332,6 +336,6 @@ def test_a_checkpoint_that_cannot_be_opened_is_passed_over(tmp_path, name, kind,
         "dangling link": lambda: path.symlink_to("nowhere"),
         "looping link": lambda: path.symlink_to(path.name),
     }[kind]()
-    assert checkpoint.latest(tmp_path) == first
-    assert checkpoint.best(tmp_path) == first
+    assert checkpoint.latest_checkpoint(tmp_path) == first
+    assert checkpoint.best_checkpoint(tmp_path) == first
     assert "It is passed over." in caplog.text

@@ -11,7 +11,7 @@ import torch
 
 from trainshort.config.run_config import DataConfig, RunConfig
 from trainshort.data.preparation import prepare
-from trainshort.train import checkpoint, checkpoint_files, run_folder
+from trainshort.train import checkpoint, checkpoint_files, metrics_log
 from trainshort.train.loop import train
 from trainshort.train.parallel import bfloat16_unsupported_reason
 
@@ -125,7 +125,7 @@ def together(folder) -> Path:
 
 def assert_close(a: Path, b: Path) -> None:
     """The same losses, validation and weights, to rounding."""
-    first, second = run_folder.read_lines(a / "metrics.jsonl"), run_folder.read_lines(b / "metrics.jsonl")
+    first, second = metrics_log.read_lines(a / "metrics.jsonl"), metrics_log.read_lines(b / "metrics.jsonl")
     assert [line["step"] for line in first] == [line["step"] for line in second]
     for one, two in zip(first, second, strict=True):
         for name in ("nll", "grad_norm", "valid_nll"):
@@ -149,7 +149,7 @@ def test_two_processes_equal_one(together, model, strategy):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_bfloat16_on_two_ranks_is_near_float32_and_stores_float32(together, strategy):
     exact, half = (
-        run_folder.read_lines(path / "metrics.jsonl")
+        metrics_log.read_lines(path / "metrics.jsonl")
         for path in (alone(together, "tied"), together / f"half-{strategy}")
     )
     assert half[-1]["valid_nll"] == pytest.approx(exact[-1]["valid_nll"], rel=0.02)
@@ -183,7 +183,7 @@ def test_one_process_goes_on_where_two_stopped_and_back(together):
     for name in ("two then one", "one then two", "fsdp twice"):
         assert_close(alone(together, "tied"), together / name)
     ranks = {
-        name: [s["ranks"] for s in run_folder.read_lines(together / name / "sessions.jsonl")]
+        name: [s["ranks"] for s in metrics_log.read_lines(together / name / "sessions.jsonl")]
         for name in ("two then one", "one then two", "fsdp twice")
     }
     assert ranks == {"two then one": [2, 1], "one then two": [1, 2], "fsdp twice": [2, 2]}

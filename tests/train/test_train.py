@@ -17,7 +17,7 @@ from trainshort.data.batches import BatchStream
 from trainshort.data.preparation import open_or_prepare, prepare
 from trainshort.errors import InputError
 from trainshort.model.transformer import TransformerLM
-from trainshort.train import checkpoint, checkpoint_files, run_folder
+from trainshort.train import checkpoint, checkpoint_files, metrics_log
 from trainshort.train.loop import NotFiniteError, train
 from trainshort.train.parallel import World
 from trainshort.train.setup import resolve_config
@@ -71,7 +71,7 @@ def assert_same(a, b) -> None:
 
 
 def metrics(run) -> list[dict]:
-    lines = run_folder.read_lines(run / "metrics.jsonl")
+    lines = metrics_log.read_lines(run / "metrics.jsonl")
     return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
 
 
@@ -98,7 +98,7 @@ def test_a_run_learns_and_leaves_what_it_should(config, tmp_path):
         if "loss" in line:
             assert line["loss"] == line["nll"] / line["count"]
             assert line["count"] in (2 * 4 * 16, 2 * 4 * 16 - 10)
-    session = run_folder.read_lines(tmp_path / "run" / "sessions.jsonl")
+    session = metrics_log.read_lines(tmp_path / "run" / "sessions.jsonl")
     assert [(record["step"], record["threads"], record["ranks"]) for record in session] == [(0, 1, 1)]
 
 
@@ -125,7 +125,7 @@ def test_stopped_and_resumed_equals_never_stopped(config, tmp_path, monkeypatch,
     for step in stops:
         with pytest.raises(Interrupted):
             train(config, tmp_path / "stopped", resume=True, quiet=True)
-        assert last(tmp_path / "stopped").name == checkpoint_files.name(step)
+        assert last(tmp_path / "stopped").name == checkpoint_files.checkpoint_name(step)
     train(config, tmp_path / "stopped", resume=True, quiet=True)
     assert_same(weights(last(tmp_path / "whole")), weights(last(tmp_path / "stopped")))
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "stopped")
@@ -224,10 +224,10 @@ def test_best_is_kept_beside_the_last(config, tmp_path):
     losses = {line["step"]: line["valid_loss"] for line in metrics(tmp_path / "run") if "valid_loss" in line}
     best = min(losses, key=losses.get)
     assert best != 40
-    assert result.best.name == checkpoint_files.name(best)
+    assert result.best.name == checkpoint_files.checkpoint_name(best)
     assert [path.name for path in checkpoint_files.list_checkpoints(tmp_path / "run")] == [
-        checkpoint_files.name(best),
-        checkpoint_files.name(40),
+        checkpoint_files.checkpoint_name(best),
+        checkpoint_files.checkpoint_name(40),
     ]
 
 
@@ -247,7 +247,9 @@ def test_save_every_0_saves_at_the_end_only(config, tmp_path):
     train(
         config.replace(train={"save_every": 0, "keep_checkpoints": 9, "valid_every": 5}), tmp_path / "run", quiet=True
     )
-    assert [path.name for path in checkpoint_files.list_checkpoints(tmp_path / "run")] == [checkpoint_files.name(20)]
+    assert [path.name for path in checkpoint_files.list_checkpoints(tmp_path / "run")] == [
+        checkpoint_files.checkpoint_name(20)
+    ]
     train(
         config.replace(train={"save_every": 6, "keep_checkpoints": 9, "valid_every": 0}), tmp_path / "more", quiet=True
     )
@@ -261,7 +263,7 @@ def test_a_finished_run_can_be_made_longer(config, tmp_path):
     assert train(config, tmp_path / "run", resume=True, quiet=True).steps == 20
     assert_same(before, weights(last(tmp_path / "run")))
     assert train(config.replace(train={"steps": 24}), tmp_path / "run", resume=True, quiet=True).steps == 24
-    assert [record["step"] for record in run_folder.read_lines(tmp_path / "run" / "sessions.jsonl")] == [0, 20, 20]
+    assert [record["step"] for record in metrics_log.read_lines(tmp_path / "run" / "sessions.jsonl")] == [0, 20, 20]
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update(config, tmp_path, monkeypatch):
@@ -269,7 +271,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(config, tmp_path, mon
     config = config.replace(optim={"lr": 1e30, "warmup": 0}, train={"save_every": 1, "valid_every": 0})
     with pytest.raises(NotFiniteError, match=r"at step 2\. That step was not made; the last good checkpoint is .*01\."):
         train(config, tmp_path / "run", quiet=True)
-    assert last(tmp_path / "run").name == checkpoint_files.name(1)
+    assert last(tmp_path / "run").name == checkpoint_files.checkpoint_name(1)
 
 
 def test_existing_folders_are_refused_before_anything_is_done(config, tmp_path):
@@ -324,9 +326,9 @@ def test_a_model_that_no_machine_holds_is_refused_before_it_is_built(config, tmp
 
 def test_other_data_is_refused_on_resume(config, tmp_path):
     train(config, tmp_path / "run", quiet=True)
-    record = run_folder.read_lines(tmp_path / "run" / "sessions.jsonl")[0]
+    record = metrics_log.read_lines(tmp_path / "run" / "sessions.jsonl")[0]
     (tmp_path / "run" / "sessions.jsonl").unlink()
-    run_folder.append_line(tmp_path / "run" / "sessions.jsonl", record | {"data": "0123456789abcdef"})
+    metrics_log.append_line(tmp_path / "run" / "sessions.jsonl", record | {"data": "0123456789abcdef"})
     with pytest.raises(InputError, match=r"trained on other data: its train\.bin had sha256 0123456789ab"):
         train(config, tmp_path / "run", resume=True, quiet=True)
 
@@ -351,14 +353,14 @@ def test_a_torn_line_in_sessions_is_mended(config, tmp_path):
         file.write('{"step": 20, "ran')  # a disk that was full
     for _ in range(2):
         train(config, tmp_path / "run", resume=True, quiet=True)
-    assert [record["step"] for record in run_folder.read_lines(tmp_path / "run" / "sessions.jsonl")] == [0, 20, 20]
+    assert [record["step"] for record in metrics_log.read_lines(tmp_path / "run" / "sessions.jsonl")] == [0, 20, 20]
 
 
 def test_another_thread_count_is_told(config, tmp_path, caplog):
     train(config, tmp_path / "run", quiet=True)
-    record = run_folder.read_lines(tmp_path / "run" / "sessions.jsonl")[0]
+    record = metrics_log.read_lines(tmp_path / "run" / "sessions.jsonl")[0]
     (tmp_path / "run" / "sessions.jsonl").unlink()
-    run_folder.append_line(tmp_path / "run" / "sessions.jsonl", record | {"threads": 64})
+    metrics_log.append_line(tmp_path / "run" / "sessions.jsonl", record | {"threads": 64})
     train(config, tmp_path / "run", resume=True, quiet=True)
     assert "used 64 threads and now uses 1; results will differ by rounding" in caplog.text
 

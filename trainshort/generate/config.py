@@ -15,7 +15,7 @@ class GenerateConfig(StrictConfig):
     tokens: int | None = Field(default=256, ge=1)
     """Tokens to make per sample; none: without end."""
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """Divide the logits by this number. Below 1, likely tokens become even more likely; 0 always takes the most likely one."""
+    """Divide the logits by this number. Below 1, likely tokens become likelier; 0 takes the likeliest token."""
     top_k: int | None = Field(default=None, ge=1)
     """Choose among this many likeliest tokens only."""
     top_p: float | None = Field(default=None, gt=0, le=1)

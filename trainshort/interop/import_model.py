@@ -32,7 +32,7 @@ from trainshort.interop.formats.read_config import read_float, read_section, sca
 from trainshort.model.transformer import TransformerLM
 from trainshort.train import checkpoint_files
 from trainshort.train.checkpoint import UNSHARDED_FILE, load_model
-from trainshort.train.checkpoint_files import STATE, TrainState
+from trainshort.train.checkpoint_files import STATE_FILE, TrainState
 from trainshort.train.run_folder import RunFolder
 from trainshort.utils.io import atomic_folder, read_json_object, sha256, write_atomic
 from trainshort.utils.optional import has_package, require_package
@@ -221,14 +221,14 @@ def download_snapshot(name: str, patterns: tuple[str, ...] = PATTERNS) -> Path:
 
 def _write_checkpoint(run: Path, config: RunConfig, reading: WeightMap) -> None:
     """The run's beginning, as a checkpoint without optimizer state: there is none before the first step."""
-    folder = run / "checkpoints" / checkpoint_files.name(0)
+    folder = run / "checkpoints" / checkpoint_files.checkpoint_name(0)
     (folder / "model").mkdir(parents=True)
     save_config(config, folder / "config.json")
     state = TrainState(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
-    write_atomic(folder / STATE, state.model_dump_json(indent=2) + "\n")
+    write_atomic(folder / STATE_FILE, state.model_dump_json(indent=2) + "\n")
     safetensors_io.write(folder / "model" / UNSHARDED_FILE, reading.shapes, reading.tensor)
     checkpoint_files.write_manifest(
-        folder, {name: checkpoint_files.digest_of(folder / name) for name in checkpoint_files.files_of(folder)}
+        folder, {name: checkpoint_files.compute_digest(folder / name) for name in checkpoint_files.list_files(folder)}
     )
 
 

@@ -20,7 +20,8 @@ from trainshort.config.run_config import RunConfig
 from trainshort.evaluate.results import Query, best_step, find, rows
 from trainshort.experiments.claims.collection import COST_FILE, read_costs
 from trainshort.experiments.experiments import Experiment, Scale, build_learning_curve_query, build_queries, with_seed
-from trainshort.train.run_folder import RunFolder, list_checkpoints, read_metrics, run_name
+from trainshort.train.metrics_log import read_metrics
+from trainshort.train.run_folder import RunFolder, list_checkpoints, run_name
 from trainshort.utils.io import make_folder
 from trainshort.utils.terminal import ProgressMeter, escape_for_output
 

@@ -21,7 +21,7 @@ from trainshort.evaluate.targets import EXPORTED as RECORD
 from trainshort.interop.export.base import ExportSource
 from trainshort.interop.export.transforms import ExportModel, check_supported
 from trainshort.train import run_data
-from trainshort.train.checkpoint import find_checkpoint, load_model, sha256_of
+from trainshort.train.checkpoint import find_checkpoint, hash_tensors, load_model
 from trainshort.utils.io import atomic_folder, write_atomic
 
 
@@ -32,7 +32,7 @@ def open_run(path: Path, dtype: str = "f32") -> ExportSource:
     model = load_model(checkpoint)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
     reach = significance.load_summary(checkpoint.parent.parent)
-    if reach is not None and reach["target"]["weights"] != sha256_of(weights):
+    if reach is not None and reach["target"]["weights"] != hash_tensors(weights):
         reach = None
     return ExportSource(
         path, ExportModel(model.config, weights), config.train.length, run_tokenizer(path), dtype, reach
