@@ -60,7 +60,7 @@ def test_removed_swapped_and_repeated_lines_are_detected(path, line_order):
 def test_line_without_checksum_is_rejected(path):
     with path.open("a") as file:
         file.write('{"step": 5}\n')
-    with pytest.raises(InputError, match="Missing checksum in .*line 5"):
+    with pytest.raises(InputError, match=r"Missing checksum in .*line 5"):
         metrics_log.read_lines(path)
 
 

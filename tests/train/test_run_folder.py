@@ -58,7 +58,7 @@ def test_folder_that_is_no_run_is_rejected(tmp_path):
 
 def test_file_at_the_path_of_the_run_is_rejected(tmp_path):
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(InputError, match="Expected a folder at .*, found a file"):
+    with pytest.raises(InputError, match=r"Expected a folder at .*, found a file"):
         open_and_close_run(tmp_path / "thesis.tex")
 
 
