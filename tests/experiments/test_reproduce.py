@@ -227,7 +227,7 @@ def test_names_come_with_commas_or_apart(words):
         ({"scale": "laptp"}, "Unknown scale 'laptp'. Did you mean 'laptop'? Known: laptop, gpu, paper."),
         ({"only": ("tabel5",)}, "Unknown experiment 'tabel5'. Did you mean 'table5'?"),
         ({"launcher": "slrm"}, "Unknown launcher 'slrm'. Did you mean 'slurm'? Known: local, slurm."),
-        ({"seeds": 0}, "--seeds is a number from 1 to 9, got 0."),
+        ({"seeds": 0}, "--seeds must be from 1 to 9, got 0."),
         ({"scale": "paper", "only": ("table5",)}, "The paper's scale does not run on one machine. See --plan"),
     ],
 )
@@ -266,7 +266,7 @@ def test_a_folder_that_is_no_run_is_told_and_left(tiny, tmp_path):
     task = trained_alone(scale).jobs[0]
     (tmp_path / task.name).mkdir()
     (tmp_path / task.name / "half").write_text("written")
-    with pytest.raises(InputError, match=r"holds files but no config\.json, so it is not a run"):
+    with pytest.raises(InputError, match=r"is not a run folder: it contains files but no config\.json"):
         run_job(task, tmp_path)
     assert (tmp_path / task.name / "half").read_text() == "written"
 

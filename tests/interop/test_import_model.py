@@ -97,7 +97,7 @@ def test_a_folder_is_imported_for_one_use(place, capsys):
     assert command(["generate", "theirs", *asked]) == 0
     told = capsys.readouterr()
     assert told.out == expected
-    assert "theirs is a Hugging Face model, imported for this once; to keep it: trainshort import theirs" in told.err
+    assert "theirs is a Hugging Face model. It was imported into memory. To keep the imported model: trainshort import theirs" in told.err
     assert sorted(path.name for path in Path("runs").iterdir()) == ["it"]
     export(Path("runs/it"), "hf", Path("exported"))
     assert command(["generate", "exported", *asked]) == 0
@@ -112,7 +112,7 @@ def test_a_folder_is_imported_for_one_use(place, capsys):
 def test_training_on(place):
     before = load_model(Path("runs/it")).state_dict()
     asked = ["--data.corpus", "text.txt", "--steps", "4", "--batch", "2", "--optim.lr", "0.01", "--quiet"]
-    with pytest.raises(InputError, match=r"was started with model\.layers=2, but model\.layers=3 was asked for"):
+    with pytest.raises(InputError, match=r"was started with model\.layers=2, but got model\.layers=3"):
         command(["train", "runs/it", "--resume", *asked, "--model.layers", "3"])
     assert command(["train", "runs/it", "--resume", *asked]) == 0
     after = load_model(Path("runs/it")).state_dict()

@@ -335,6 +335,7 @@ def _read_shapes(folder: Path) -> Shapes:
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
     except (SafetensorError, OSError, RuntimeError, ValueError, KeyError) as error:
         raise _unreadable_error(folder, error) from error
+    # An entry that is not a tensor has no attribute `size`. It gets the shape of a scalar.
     return {name: tuple(getattr(entry, "size", ())) for name, entry in metadata.state_dict_metadata.items()}
 
 

@@ -2,7 +2,7 @@
 
 The learning rate is a function of the step, so there is no scheduler state to store. The state of an optimizer consists
 of tensors that belong to parameters, such as the moments of AdamW. Every parameter is updated in every step. Therefore
-one step count for the whole run is enough.
+a single step count for the run is enough.
 """
 
 import math

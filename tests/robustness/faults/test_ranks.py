@@ -65,7 +65,7 @@ def test_a_killed_rank_is_replaced(runner, tmp_path, strategy):
         time.sleep(chance.uniform(0, 0.3))
         os.kill(workers(launcher)[number % 2].pid, signal.SIGKILL)
         text = finish(launcher)
-        assert "Going on with" in text, text
+        assert "Continuing" in text, text
         assert result(out) == expected
     print(f"\n2 ranks, one killed ({strategy}): {kills} of {kills} recovered, bit-identical at the end")
 
