@@ -45,7 +45,9 @@ def test_the_least_limit_around_a_process_counts(system, line, names, under, pla
     group(system / "sys" / under / place, str(40 * MIB), 30 * MIB, names, old_files=6 * MIB)
     assert machine.total_memory() == 40 * MIB
     assert machine.free_memory() == 16 * MIB  # files read long ago are given back
-    with pytest.raises(InputError, match=r"has at least 13,[0-9,]+ weights and needs 0\.1 GB of memory, but only 0\.0 GB exist"):
+    with pytest.raises(
+        InputError, match=r"has at least 13,[0-9,]+ weights and needs 0\.1 GB of memory, but only 0\.0 GB exist"
+    ):
         check_model_fits_memory(SMALL.replace(vocab_size=16384))
 
 

@@ -228,7 +228,7 @@ def test_names_come_with_commas_or_apart(words):
         ({"only": ("tabel5",)}, "Unknown experiment 'tabel5'. Did you mean 'table5'?"),
         ({"launcher": "slrm"}, "Unknown launcher 'slrm'. Did you mean 'slurm'? Known: local, slurm."),
         ({"seeds": 0}, "--seeds must be from 1 to 9, got 0."),
-        ({"scale": "paper", "only": ("table5",)}, "The paper's scale does not run on one machine. See --plan"),
+        ({"scale": "paper", "only": ("table5",)}, "The scale 'paper' needs several machines. See --plan"),
     ],
 )
 def test_mistakes_are_told(options, sentence):

@@ -181,7 +181,7 @@ def test_bad_requests(tmp_path, monkeypatch):
     requests = {
         "has ALiBi already. Train it on as it is": [str(alibi), "--to", "alibi", *rest],
         "--to is alibi, got 'rotary'": [str(alibi), "--to", "rotary", *rest],
-        "--data.corpus is missing: Text to train on": [str(alibi), "--to", "alibi", "--out", "out"],
+        "--data.corpus is required": [str(alibi), "--to", "alibi", "--out", "out"],
         "'nothing.txt' is neither a known corpus nor a file": [
             str(alibi),
             "--to",
@@ -192,7 +192,7 @@ def test_bad_requests(tmp_path, monkeypatch):
             "nothing.txt",
         ],
         "tiny.txt is a file. Give a run folder": ["tiny.txt", "--to", "alibi", *rest],
-        "--train.steps is a whole number, got 'few'": [str(alibi), "--to", "alibi", *rest, "--steps", "few"],
+        "Invalid --train.steps: expected an integer, got 'few'": [str(alibi), "--to", "alibi", *rest, "--steps", "few"],
     }
     for sentence, words in requests.items():
         with pytest.raises(InputError, match=sentence):

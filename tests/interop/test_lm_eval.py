@@ -99,7 +99,7 @@ def test_bad_requests(place, monkeypatch):
         command(["harness", "run", "--tasks", "book", "--include", "nowhere"])
     with pytest.raises(InputError, match="--limit must be at least 1, got 0"):
         command(["harness", "run", "--tasks", "book", "--limit", "0"])
-    with pytest.raises(InputError, match="--tasks needs a value"):
+    with pytest.raises(InputError, match="--tasks requires a value"):
         command(["harness", "run", "--tasks"])
     with pytest.raises(InputError, match="There is no run"):
         command(["harness", "runs/none", "--tasks", "book", "--include", "tasks"])

@@ -195,7 +195,7 @@ def find_checkpoint(path: Path) -> Path:
         return path
     if is_hugging_face(path):
         import_command = f"trainshort import {path} --out runs/{path.resolve().name}"
-        raise InputError(f"{path} is a Hugging Face model. Import the model first: {import_command}")
+        raise InputError(f"{path} is a Hugging Face model. Import the model first with `{import_command}`.")
 
     has_config = RunFolder(path).config.exists()
     has_checkpoints = bool(list_checkpoints(path))
