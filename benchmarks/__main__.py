@@ -37,7 +37,7 @@ class Bench:
       trainshort bench --against old.json --results new.json
     """
 
-    suites: Annotated[tuple[str, ...], Arg(metavar="SUITE", positional=True, names=True)] = ()
+    suites: Annotated[tuple[str, ...], Arg(metavar="SUITE", positional=True, comma_separated=True)] = ()
     """attention, training, evaluate, decode, patch, prepare. Default: all."""
     quick: bool = False
     """Small sizes and few rounds, to see that everything runs; not numbers to quote."""
@@ -114,7 +114,7 @@ def suite_options() -> list[Option]:
             text = f"Of {join_words(list(suites))}: {text[:1].lower()}{text[1:]}"
         if len({one.default for one in alike}) == 1 and default not in (None, ()) and "Default" not in text:
             text += f" Default: {' '.join(map(str, default)) if isinstance(default, tuple) else default}."
-        made.append(replace(alike[0], help=text, default=None, names=alike[0].count is None))
+        made.append(replace(alike[0], help=text, default=None, comma_separated=alike[0].value_count is None))
     return made
 
 

@@ -25,7 +25,8 @@ from trainshort.errors import InputError
 from trainshort.experiments.experiments import Variant
 from trainshort.experiments.reproduce.jobs import Job, is_trained
 from trainshort.experiments.scales import LAPTOP_TOKENS_PER_STEP, TrainingRecipe, laptop_config
-from trainshort.train.run_folder import RunFolder, read_metrics, run_name
+from trainshort.train.metrics_log import read_metrics
+from trainshort.train.run_folder import RunFolder, run_name
 from trainshort.utils.io import make_folder, read_with_checksum, write_with_checksum
 from trainshort.utils.terminal import perplexity, print_line
 
@@ -171,7 +172,7 @@ class Tune:
       trainshort tune --methods alibi,t5 --tokens 1228800
     """
 
-    methods: Annotated[tuple[str, ...], Arg(names=True)] = ()
+    methods: Annotated[tuple[str, ...], Arg(comma_separated=True)] = ()
     """Position methods, such as alibi,t5. Default: the paper's four."""
     tokens: int | None = None
     """Tokens that each trial is trained on. Default: 368,640, less than a third of the demo's."""

@@ -1,4 +1,4 @@
-"""What every test shares: one torch thread, so that results repeat and two test processes do not fight for cores."""
+"""Settings and fixtures of all tests. Tests use one torch thread, so that results are reproducible."""
 
 import contextlib
 import gc
@@ -14,25 +14,31 @@ from trainshort.cli.main import main
 
 torch.set_num_threads(1)
 
-# A shell's background jobs ignore Ctrl-C, and so would every process that the tests start from one.
+# Background jobs of a shell ignore SIGINT, and their subprocesses inherit this. Some tests need the default handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Examples are chosen by the test's name, not by chance: a red run is red for everybody.
-settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-settings.load_profile("repeatable")
+# hypothesis derives its examples from the name of the test. So a test that fails once fails in every run.
+settings.register_profile("reproducible", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+settings.load_profile("reproducible")
 
 
 def pytest_collection_finish() -> None:
-    """Evaluation clears memory before each length; looking through all of torch's objects takes longer than a test."""
+    """Exclude all objects that exist now from garbage collection.
+
+    The evaluation runs the garbage collector for each length. A collection of all torch objects takes longer than a
+    test.
+    """
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
-def _seeded():
+def _set_seed():
+    """Give each test the same random numbers, independent of the tests before."""
     torch.manual_seed(0)
 
 
-TINY_RUN = (
+# The commands that create the folder of the fixture `tiny_run`.
+TINY_RUN_COMMANDS = (
     "prepare text.txt --tokenizer bpe --vocab-size 280 --out data/tiny",
     "train demo-alibi --data.folder data/tiny "
     "--model.layers 1 --model.width 16 --model.heads 2 --train.length 16 --train.batch 4 --train.steps 8 "
@@ -42,7 +48,6 @@ TINY_RUN = (
     "evaluate runs/tiny --lengths 1x 2x",
     "analyze runs/tiny --only early-tokens reach --samples 8 --lengths 1x 2x",
 )
-"""The commands that make the folder of the fixture `tiny_run`."""
 
 
 @pytest.fixture(scope="session")
@@ -59,10 +64,10 @@ def tiny_run(tmp_path_factory) -> Path:
     shutil.copy(Path(__file__).parent / "text.txt", folder)
     torch.manual_seed(0)
     with contextlib.chdir(folder):
-        for command in TINY_RUN:
-            with pytest.raises(SystemExit) as ended:
+        for command in TINY_RUN_COMMANDS:
+            with pytest.raises(SystemExit) as caught:
                 main(command.split())
-            assert not ended.value.code, command
+            assert not caught.value.code, command
     # data.json holds the absolute path of data/tiny. A copy of the folder must use its own data/tiny.
     (folder / "runs" / "tiny" / "data.json").unlink()
     return folder

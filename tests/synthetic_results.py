@@ -7,7 +7,8 @@ from trainshort.config.run_config import RunConfig, save_config
 from trainshort.evaluate.results import Evaluation, LengthScore, save
 from trainshort.experiments.claims.collection import COST_FORMAT
 from trainshort.experiments.scales import Scale, Variant, scales
-from trainshort.train.run_folder import append_line, run_name
+from trainshort.train.metrics_log import append_line
+from trainshort.train.run_folder import run_name
 from trainshort.utils.io import write_with_checksum
 
 LAPTOP: Scale = scales.get("laptop")

@@ -1,4 +1,4 @@
-"""`python -m trainshort`, which is how torchrun starts it."""
+"""Run the command line with `python -m trainshort`, for example from torchrun."""
 
 from trainshort.cli.main import main
 

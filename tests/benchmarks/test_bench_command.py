@@ -280,7 +280,7 @@ def test_mistakes_are_explained(tmp_path, capsys):
         ),
         (f"attention --inputs {trained} --layer 99", r"--layer 99 is not in .*, whose layers are 0 to 1"),
         ("decode,attentoin", r"Unknown suite 'attentoin'"),
-        ("training --lengths 128,long", r"--lengths is a whole number, got 'long'"),
+        ("training --lengths 128,long", r"Invalid --lengths: expected an integer, got 'long'"),
         ("prepare --vocabularies 3", r"--vocabularies must be at least 257, got 3"),
         ("attention --against nowhere.json", r"There is no benchmark result at nowhere\.json"),
         ("attention --quick --out /proc/foo/a.json", r"The folder /proc/foo cannot be made"),

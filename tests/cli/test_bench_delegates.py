@@ -1,4 +1,4 @@
-"""`trainshort bench` and `trainshort tune` run programs of a source checkout."""
+"""Tests of `trainshort bench` and `trainshort tune`, which run programs of a source checkout."""
 
 from pathlib import Path
 
@@ -10,23 +10,24 @@ ROOT = Path(__file__).parents[2]
 
 
 def exit_code(*words: str) -> int:
-    with pytest.raises(SystemExit) as ended:
+    """Run a command and return its exit code."""
+    with pytest.raises(SystemExit) as caught:
         main(list(words))
-    return int(ended.value.code or 0)
+    return int(caught.value.code or 0)
 
 
 @pytest.mark.parametrize("command", ["bench", "tune"])
-def test_a_checkout_is_needed(command, tmp_path, monkeypatch, capfd):
+def test_command_requires_a_source_checkout(command, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     assert exit_code(command, "--quick") == 2
-    assert f"trainshort {command} needs a source checkout" in capfd.readouterr().err
+    assert f"trainshort {command} requires a source checkout" in capfd.readouterr().err
     assert exit_code(command, "--help") == 0
     assert capfd.readouterr().out.startswith(f"usage: trainshort {command}")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("command", "option"), [("bench", "--engines"), ("tune", "--tokens")])
-def test_the_program_of_the_checkout_runs(command, option, monkeypatch, capfd):
+def test_command_runs_the_program_of_the_checkout(command, option, monkeypatch, capfd):
     monkeypatch.chdir(ROOT)
     assert exit_code(command, "--help") == 0
     assert option in capfd.readouterr().out

@@ -1,4 +1,4 @@
-"""The command line: quick help without torch, names, and mistakes told in one sentence."""
+"""Tests of the command line: help without torch, lists of names, and errors in one line."""
 
 import json
 import re
@@ -15,40 +15,53 @@ from trainshort.cli.list_show import LISTABLE_REGISTRIES
 from trainshort.cli.main import COMMANDS, main
 
 
-def call(capsys, *argv):
-    """Exit code and what was printed."""
-    with pytest.raises(SystemExit) as stop:
-        main(list(argv))
+def run_command(capsys, *words: str) -> tuple[int, str, str]:
+    """Run a command, and return its exit code, its standard output and its standard error."""
+    with pytest.raises(SystemExit) as caught:
+        main(list(words))
     captured = capsys.readouterr()
-    return stop.value.code, captured.out, captured.err
+    return caught.value.code, captured.out, captured.err
 
 
-def test_help_lists_the_commands(capsys):
-    code, out, _ = call(capsys, "--help")
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a new process."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_help_lists_all_commands(capsys):
+    code, output, _ = run_command(capsys, "--help")
     assert code == 0
-    assert all(name in out for name in COMMANDS)
-    assert call(capsys)[1] == out
+    assert all(name in output for name in COMMANDS)
 
 
-@pytest.mark.parametrize("line", ["--help", *(f"{name} --help" for name in COMMANDS), "train demo-alibi --help"])
-def test_help_does_not_import_torch(line):
-    code = f"""
+def test_command_line_without_words_shows_help(capsys):
+    _, help_output, _ = run_command(capsys, "--help")
+    code, output, _ = run_command(capsys)
+    assert code == 0
+    assert output == help_output
+
+
+HELP_COMMANDS = ["--help", *(f"{name} --help" for name in COMMANDS), "train demo-alibi --help"]
+
+
+@pytest.mark.parametrize("command_line", HELP_COMMANDS)
+def test_help_does_not_import_torch(command_line):
+    process = run_python(f"""
 import sys
 from trainshort.cli.main import main
 try:
-    main({line.split()!r})
-except SystemExit as stop:
-    assert not stop.code, stop.code
-heavy = {{"torch", "transformers", "matplotlib", "plotly", "grain"}} & set(sys.modules)
-assert not heavy, heavy
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "xample" in done.stdout
+    main({command_line.split()!r})
+except SystemExit as error:
+    assert not error.code, error.code
+imported = {{"torch", "transformers", "matplotlib", "plotly", "grain"}} & set(sys.modules)
+assert not imported, imported
+""")
+    assert process.returncode == 0, process.stderr
+    assert "xample" in process.stdout
 
 
 @pytest.mark.parametrize(
-    ("kind", "some"),
+    ("kind", "expected_names"),
     [
         ("positions", ["none", "sinusoidal", "learned", "rotary", "t5", "alibi"]),
         ("corpora", ["sotu", "stdlib", "wikitext-2", "wikitext-103", "bookcorpus"]),
@@ -62,71 +75,76 @@ assert not heavy, heavy
         ("claims", []),
     ],
 )
-def test_list_names_and_describes(capsys, kind, some):
-    code, out, _ = call(capsys, "list", kind)
-    lines = dict(line.split(None, 1) for line in out.splitlines())
+def test_list_shows_names_with_descriptions(capsys, kind, expected_names):
+    code, output, _ = run_command(capsys, "list", kind)
+    descriptions = dict(line.split(None, 1) for line in output.splitlines())
     assert code == 0
-    assert set(some) <= set(lines)
-    assert all(len(line) > 10 for line in lines.values()), lines
+    assert set(expected_names) <= set(descriptions)
+    assert all(len(description) > 10 for description in descriptions.values()), descriptions
 
 
-def test_list_alone_shows_every_registry(capsys):
-    code, out, _ = call(capsys, "list")
-    lines = dict(line.split(None, 1) for line in out.splitlines())
+def test_list_without_kind_shows_every_registry(capsys):
+    code, output, _ = run_command(capsys, "list")
+    names_by_kind = dict(line.split(None, 1) for line in output.splitlines())
     assert code == 0
-    assert list(lines) == list(LISTABLE_REGISTRIES)
-    assert "alibi" in lines["positions"]
-    assert all(lines.values())
+    assert list(names_by_kind) == list(LISTABLE_REGISTRIES)
+    assert "alibi" in names_by_kind["positions"]
+    assert all(names_by_kind.values())
+
+
+def test_every_registry_can_be_listed():
     package = Path(trainshort.__file__).parent
     pattern = r'(?m)^(\w+): "?Registry\['
-    made = [name for path in package.rglob("*.py") for name in re.findall(pattern, path.read_text())]
-    made.remove("methods")  # the settings of what `positions` holds
-    assert sorted(made) == sorted(place.partition(":")[2] for place in LISTABLE_REGISTRIES.values())
+    variable_names = [name for path in package.rglob("*.py") for name in re.findall(pattern, path.read_text())]
+    variable_names.remove("methods")  # This registry has the same names as the registry `positions`.
+    listable_names = [place.partition(":")[2] for place in LISTABLE_REGISTRIES.values()]
+    assert sorted(variable_names) == sorted(listable_names)
 
 
-def test_names_are_listed_without_torch():
-    code = "import sys\nfrom trainshort.cli.main import run\nrun(['list'])\nassert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("positions ")
+def test_list_does_not_import_torch():
+    process = run_python(
+        "import sys\nfrom trainshort.cli.main import run\nrun(['list'])\nassert 'torch' not in sys.modules"
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("positions ")
 
 
 @pytest.mark.parametrize(
     "error", [FileNotFoundError(2, "No such file", "x.json"), RecursionError(), json.JSONDecodeError("bad", "{", 1)]
 )
-def test_an_error_of_a_file_is_one_line_and_exit_code_2(capsys, monkeypatch, error):
+def test_file_error_is_reported_in_one_line(capsys, monkeypatch, error):
     def fail(argv):
         raise error
 
     monkeypatch.setattr(trainshort.cli.main, "run", fail)
-    with pytest.raises(SystemExit) as ended:
-        trainshort.cli.main.main(["list"])
-    assert ended.value.code == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    code, _, error_output = run_command(capsys, "list")
+    assert code == 2
+    assert len(error_output.splitlines()) == 1
 
 
-def test_a_pydantic_error_is_one_line_and_exit_code_2(capsys, monkeypatch):
+def test_pydantic_error_is_reported_in_one_line(capsys, monkeypatch):
     class Model(BaseModel):
         number: int
 
     monkeypatch.setattr(trainshort.cli.main, "run", lambda argv: Model(number="x"))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(SystemExit) as ended:
-        trainshort.cli.main.main(["list"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("trainshort: A Model has an invalid value at 'number': ")
+    code, _, error_output = run_command(capsys, "list")
+    assert code == 2
+    assert error_output.startswith("trainshort: Invalid value of 'number' in Model: ")
+    assert len(error_output.splitlines()) == 1
 
 
-def test_show_prints_a_recipes_settings(capsys):
-    code, out, _ = call(capsys, "show", "demo-alibi")
+def test_show_prints_the_settings_of_a_recipe(capsys):
+    code, output, _ = run_command(capsys, "show", "demo-alibi")
     assert code == 0
-    assert json.loads(out)["model"]["position"] == "alibi"
+    assert json.loads(output)["model"]["position"] == "alibi"
 
 
-def test_version_is_the_packages(capsys):
-    assert call(capsys, "--version")[1] == f"trainshort {trainshort.__version__}\n"
+def test_version_is_that_of_the_package(capsys):
+    _, output, _ = run_command(capsys, "--version")
+    assert output == f"trainshort {trainshort.__version__}\n"
 
 
-def test_public_names_are_importable():
+def test_public_names_can_be_imported():
     for name in trainshort.__all__:
         assert getattr(trainshort, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'atend'"):

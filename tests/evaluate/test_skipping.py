@@ -10,7 +10,7 @@ from trainshort.attention import attend
 from trainshort.config.run_config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from trainshort.data.preparation import prepare
 from trainshort.evaluate.attention_inputs import attention_calls
-from trainshort.train.checkpoint import best, load_model
+from trainshort.train.checkpoint import best_checkpoint, load_model
 from trainshort.train.loop import train
 
 LENGTH = 16_384
@@ -29,7 +29,7 @@ def trained(tmp_path_factory):
         train=TrainConfig(length=64, batch=16, steps=120),
     )
     train(config, folder / "run", quiet=True)
-    checkpoint = best(folder / "run")
+    checkpoint = best_checkpoint(folder / "run")
     assert checkpoint is not None
     text = prose(1000, seed=1).encode()[: LENGTH + 1]
     return load_model(checkpoint), torch.tensor(list(text))[None]

@@ -24,8 +24,8 @@ from trainshort.evaluate.targets import RunTarget, looks_like_hub_name, open_tar
 from trainshort.interop.doctor import doctor
 from trainshort.interop.import_model import ImportRequest, import_model
 from trainshort.train.checkpoint import fingerprint
+from trainshort.train.metrics_log import append_line
 from trainshort.train.run_data import open_run_data
-from trainshort.train.run_folder import append_line
 from trainshort.utils.machine import pick_device
 
 

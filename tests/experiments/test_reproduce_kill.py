@@ -13,7 +13,8 @@ from helpers import evaluations
 from tiny_experiments import tiny_scale, two_methods
 
 from trainshort.experiments.reproduce.jobs import Job, is_finished, plan_jobs, run_job
-from trainshort.train.run_folder import RunFolder, read_lines
+from trainshort.train.metrics_log import read_lines
+from trainshort.train.run_folder import RunFolder
 
 HERE = Path(__file__).parent
 

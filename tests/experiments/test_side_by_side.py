@@ -24,7 +24,8 @@ from trainshort.experiments.reproduce.jobs import (
     train_model,
 )
 from trainshort.experiments.reproduce.local import _scheduling_key
-from trainshort.train.run_folder import RunFolder, read_lines
+from trainshort.train.metrics_log import read_lines
+from trainshort.train.run_folder import RunFolder
 
 HERE = Path(__file__).parent
 

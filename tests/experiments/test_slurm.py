@@ -21,7 +21,8 @@ from trainshort.errors import InputError
 from trainshort.experiments.experiments import select_experiments
 from trainshort.experiments.reproduce.jobs import Job, is_finished, plan_jobs, run_job
 from trainshort.experiments.reproduce.slurm import SlurmConfig, run_on_cluster
-from trainshort.train.run_folder import RunFolder, read_lines
+from trainshort.train.metrics_log import read_lines
+from trainshort.train.run_folder import RunFolder
 
 CLUSTER_SCRIPT = os.environ.get("TRAINSHORT_SLURM_LAB")
 pytestmark = [

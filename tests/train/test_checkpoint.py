@@ -1,8 +1,9 @@
-"""Checkpoints: what was saved comes back bit for bit, what is damaged is never used, nothing is overwritten."""
+"""Tests of checkpoints: they are restored bit for bit, damage is detected, and nothing is overwritten."""
 
 import json
 import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,144 +16,181 @@ from trainshort.train.checkpoint import CheckpointData, TrainState
 from trainshort.train.parallel import World
 
 MODEL = ModelConfig(vocab_size=50, layers=1, width=16, heads=2)
-ALONE = World()
+SINGLE_PROCESS = World()
+WEIGHTS_FILE = "model/whole.safetensors"
 
 
-def snapshot(step: int, loss: float | None = None, model: ModelConfig = MODEL, seed: int = 0) -> CheckpointData:
+def make_data(step: int, loss: float | None = None, model: ModelConfig = MODEL, seed: int = 0) -> CheckpointData:
+    """Return the content of a checkpoint with random tensors.
+
+    Args:
+        step: The step of the checkpoint.
+        loss: The mean validation loss, or None if there was no validation.
+        model: The settings of the model.
+        seed: The seed of the tensors.
+    """
     config = RunConfig(model=model)
     torch.manual_seed(seed)
     net = TransformerLM(config.model)
     optimizer = optim.build(net, config.optim)
-    moments = optim.state_tensors(optimizer, net)
-    for tensor in moments.values():
+    optimizer_tensors = optim.state_tensors(optimizer, net)
+    for tensor in optimizer_tensors.values():
         tensor.normal_()
     state = TrainState(step=step, tokens=7 * step, seconds=0.1, window_nll=1 / 3, window_count=5)
     if loss is not None:
         state = state.model_copy(update={"valid_nll": loss * 10, "valid_count": 10, "best_loss": loss})
-    return CheckpointData(config, state, {"model": checkpoint.model_tensors(net), "optimizer": moments})
+    return CheckpointData(config, state, {"model": checkpoint.model_tensors(net), "optimizer": optimizer_tensors})
 
 
-def flip(path, position: int, bit: int = 0) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1 << bit
-    path.write_bytes(data)
+def save(run: Path, data: CheckpointData) -> Path:
+    """Save a checkpoint from a single process, and return its folder."""
+    return checkpoint.save(run, data, SINGLE_PROCESS)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        MODEL,
-        MODEL.replace(tie_embeddings=False, position="learned", position_settings={"max_length": 9}),
-        MODEL.replace(position_settings={"learned_slopes": True}, final_norm=False),
-        MODEL.replace(adaptive=AdaptiveConfig(cutoffs=(10, 30), factor=2).model_dump()),
-    ],
-    ids=["tied", "untied", "learned slopes", "adaptive"],
-)
-def test_tensors_and_state_come_back_bit_for_bit(tmp_path, model):
-    saved = snapshot(3, 2.5, model=model)
-    folder = checkpoint.save(tmp_path, saved, ALONE)
-    other = snapshot(0, model=model, seed=1)
-    state = checkpoint.restore(folder, other.parts)
+def flip_bit(path: Path, position: int, bit: int = 0) -> None:
+    """Change one bit of a file. `position` is the index of the byte."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def rewrite_manifest(folder: Path) -> None:
+    """Write a valid manifest for the current files of a checkpoint."""
+    digests = {name: checkpoint_files.compute_digest(folder / name) for name in checkpoint_files.list_files(folder)}
+    checkpoint_files.write_manifest(folder, digests)
+
+
+def checkpoint_entries(run: Path) -> list[str]:
+    """Return the sorted names of all files and folders in the checkpoints folder of a run."""
+    return sorted(os.listdir(run / "checkpoints"))
+
+
+MODELS = {
+    "tied": MODEL,
+    "untied": MODEL.replace(tie_embeddings=False, position="learned", position_settings={"max_length": 9}),
+    "learned slopes": MODEL.replace(position_settings={"learned_slopes": True}, final_norm=False),
+    "adaptive": MODEL.replace(adaptive=AdaptiveConfig(cutoffs=(10, 30), factor=2).model_dump()),
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_tensors_and_state_are_restored_bit_for_bit(tmp_path, model):
+    saved = make_data(3, 2.5, model=model)
+    folder = save(tmp_path, saved)
+    restored = make_data(0, model=model, seed=1)
+    state = checkpoint.restore(folder, restored.parts)
     assert state == saved.state
-    for part, values in saved.parts.items():
-        assert values.keys() == other.parts[part].keys()
-        for name, value in values.items():
-            assert torch.equal(value, other.parts[part][name]), name
-    loaded = checkpoint.load_model(folder)
+    for part, tensors in saved.parts.items():
+        assert tensors.keys() == restored.parts[part].keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, restored.parts[part][name]), name
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_load_model_returns_saved_model_in_evaluation_mode(tmp_path, model):
+    saved = make_data(3, 2.5, model=model)
+    loaded = checkpoint.load_model(save(tmp_path, saved))
     assert loaded.config == model
     assert not loaded.training
-    weights = checkpoint.model_tensors(loaded)
-    assert all(torch.equal(value, weights[name]) for name, value in saved.parts["model"].items())
+    tensors = checkpoint.model_tensors(loaded)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in saved.parts["model"].items())
 
 
-def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
-    folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
-    loaded = checkpoint.load_model(folder)
-    assert loaded.vocabulary.output_weight is loaded.vocabulary.embedding.weight
-    parameters = sum(p.numel() for p in loaded.parameters())
-    assert 4 * parameters <= (folder / "model" / "whole.safetensors").stat().st_size < 4 * parameters + 4096
+def test_tied_weights_are_stored_once_and_loaded_as_one_tensor(tmp_path):
+    folder = save(tmp_path, make_data(1))
+    model = checkpoint.load_model(folder)
+    assert model.vocabulary.output_weight is model.vocabulary.embedding.weight
+    parameter_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    file_bytes = (folder / WEIGHTS_FILE).stat().st_size
+    assert parameter_bytes <= file_bytes < parameter_bytes + 4096
 
 
-def test_only_safetensors_and_json_are_written(tmp_path):
-    folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
-    assert {name.rpartition(".")[2] for name in checkpoint_files.files_of(folder)} == {"json", "safetensors"}
+def test_checkpoint_contains_only_safetensors_and_json(tmp_path):
+    folder = save(tmp_path, make_data(1))
+    assert {Path(name).suffix for name in checkpoint_files.list_files(folder)} == {".json", ".safetensors"}
     assert (folder / "manifest.json").exists()
 
 
-def test_a_checkpoint_is_never_overwritten(tmp_path):
-    folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
-    before = (folder / "model" / "whole.safetensors").read_bytes()
-    assert checkpoint.save(tmp_path, snapshot(1, seed=9), ALONE) == folder
-    assert (folder / "model" / "whole.safetensors").read_bytes() == before
+def test_existing_checkpoint_is_never_overwritten(tmp_path):
+    folder = save(tmp_path, make_data(1))
+    content = (folder / WEIGHTS_FILE).read_bytes()
+    assert save(tmp_path, make_data(1, seed=9)) == folder
+    assert (folder / WEIGHTS_FILE).read_bytes() == content
     checkpoint_files.partial_path(folder).mkdir()
     with pytest.raises(InputError, match="never overwritten"):
         checkpoint_files.finalize_checkpoint(folder, {})
 
 
-def test_latest_and_best(tmp_path):
-    assert checkpoint.latest(tmp_path) is None
+def test_latest_and_best_checkpoint(tmp_path):
+    assert checkpoint.latest_checkpoint(tmp_path) is None
     for step, loss in ((1, 3.0), (2, 1.5), (3, None), (4, 2.0)):
-        checkpoint.save(tmp_path, snapshot(step, loss), ALONE)
-    assert checkpoint.latest(tmp_path).name == "step-000000004"
-    assert checkpoint.best(tmp_path).name == "step-000000002"
+        save(tmp_path, make_data(step, loss))
+    latest = checkpoint.latest_checkpoint(tmp_path)
+    best = checkpoint.best_checkpoint(tmp_path)
+    assert latest is not None
+    assert latest.name == "step-000000004"
+    assert best is not None
+    assert best.name == "step-000000002"
 
 
-def test_best_without_any_validation_is_the_latest(tmp_path):
+def test_best_checkpoint_without_validation_is_the_latest(tmp_path):
     for step in (1, 2):
-        checkpoint.save(tmp_path, snapshot(step), ALONE)
-    assert checkpoint.best(tmp_path) == checkpoint.latest(tmp_path) == tmp_path / "checkpoints" / "step-000000002"
+        save(tmp_path, make_data(step))
+    latest = tmp_path / "checkpoints" / "step-000000002"
+    assert checkpoint.best_checkpoint(tmp_path) == checkpoint.latest_checkpoint(tmp_path) == latest
 
 
-def test_retention_keeps_the_best_and_the_last(tmp_path):
+def test_delete_old_checkpoints_keeps_the_best_and_the_last(tmp_path):
     for step, loss in enumerate((4.0, 1.0, 3.0, 3.0, 3.0, 2.0), start=1):
-        checkpoint.save(tmp_path, snapshot(step, loss), ALONE)
+        save(tmp_path, make_data(step, loss))
         checkpoint_files.delete_old_checkpoints(tmp_path, 2)
-    assert [path.name[-1] for path in checkpoint_files.list_checkpoints(tmp_path)] == ["2", "5", "6"]
-    assert sorted(os.listdir(tmp_path / "checkpoints"))[0].startswith("step-")  # nothing half removed is left
+    # No partly removed folders are left.
+    assert checkpoint_entries(tmp_path) == ["step-000000002", "step-000000005", "step-000000006"]
 
 
-def test_sweep_clears_what_a_kill_left_and_nothing_else(tmp_path):
-    folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
+def test_remove_partial_checkpoints_leaves_other_folders(tmp_path):
+    folder = save(tmp_path, make_data(1))
     for name in (".partial-step-000000002", ".removed-step-000000000"):
         (tmp_path / "checkpoints" / name / "model").mkdir(parents=True)
     (tmp_path / "checkpoints" / "notes").mkdir()
     assert checkpoint_files.list_checkpoints(tmp_path) == [folder]
     checkpoint_files.remove_partial_checkpoints(tmp_path)
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["notes", "step-000000001"]
+    assert checkpoint_entries(tmp_path) == ["notes", "step-000000001"]
 
 
-@pytest.mark.parametrize(
-    "name", ["model/whole.safetensors", "optimizer/whole.safetensors", "state.json", "config.json"]
-)
-def test_damage_is_named_and_the_one_before_is_used(tmp_path, name):
-    first = checkpoint.save(tmp_path, snapshot(1), ALONE)
-    second = checkpoint.save(tmp_path, snapshot(2), ALONE)
-    flip(second / name, -2)
-    said = []
-    assert checkpoint.latest(tmp_path, said.append) == first
-    expected = f"{second} is damaged: {name} has another sha256 than when it was written. It is passed over."
-    assert said == [expected, f"Using {first} instead."]
-    with pytest.raises(InputError, match=f"{name} has another sha256"):
-        checkpoint.load_model(second)
+@pytest.mark.parametrize("name", [WEIGHTS_FILE, "optimizer/whole.safetensors", "state.json", "config.json"])
+def test_damaged_checkpoint_is_reported_and_skipped(tmp_path, name):
+    valid = save(tmp_path, make_data(1))
+    damaged = save(tmp_path, make_data(2))
+    flip_bit(damaged / name, -2)
+    messages = []
+    assert checkpoint.latest_checkpoint(tmp_path, messages.append) == valid
+    assert len(messages) == 2
+    assert messages[0].startswith(f"{damaged} is damaged: the checksum of {name} does not match")
+    assert messages[1] == f"Using {valid} instead."
+    with pytest.raises(InputError, match=f"the checksum of {name} does not match"):
+        checkpoint.load_model(damaged)
 
 
-def test_best_passes_over_damage_in_weights_and_in_state(tmp_path):
-    made = [checkpoint.save(tmp_path, snapshot(step, loss), ALONE) for step, loss in ((1, 3.0), (2, 2.0), (3, 1.0))]
-    flip(made[2] / "model" / "whole.safetensors", 1000)
-    flip(made[1] / "state.json", 20)
-    said = []
-    assert checkpoint.best(tmp_path, said.append) == made[0]
-    assert any("step-000000003 is damaged: model/whole.safetensors" in line for line in said)
-    assert any("step-000000002 is damaged: state.json" in line for line in said)
+def test_best_checkpoint_skips_damaged_weights_and_damaged_state(tmp_path):
+    folders = [save(tmp_path, make_data(step, loss)) for step, loss in ((1, 3.0), (2, 2.0), (3, 1.0))]
+    flip_bit(folders[2] / WEIGHTS_FILE, 1000)
+    flip_bit(folders[1] / "state.json", 20)
+    messages = []
+    assert checkpoint.best_checkpoint(tmp_path, messages.append) == folders[0]
+    text = "\n".join(messages)
+    assert f"{folders[2]} is damaged: the checksum of {WEIGHTS_FILE}" in text
+    assert f"{folders[1]} is damaged: the checksum of state.json" in text
 
 
-def test_missing_added_and_foreign_files_are_damage(tmp_path):
-    folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
-    extra = folder / "model" / "more.safetensors"
-    extra.write_bytes(b"x")
+def test_missing_and_additional_files_are_detected(tmp_path):
+    folder = save(tmp_path, make_data(1))
+    additional_file = folder / "model" / "more.safetensors"
+    additional_file.write_bytes(b"x")
     assert checkpoint_files.find_corruption(folder) == "model/more.safetensors is not in the manifest"
-    extra.rename(folder / "model" / "more.pt")
-    assert "model/more.pt is neither safetensors nor JSON" in checkpoint_files.find_corruption(folder)
+    additional_file.rename(folder / "model" / "more.pt")
+    problem = checkpoint_files.find_corruption(folder) or ""
+    assert problem.startswith("model/more.pt is neither a safetensors nor a JSON file")
     (folder / "model" / "more.pt").unlink()
     (folder / "state.json").unlink()
     assert checkpoint_files.find_corruption(folder) == "state.json is missing"
@@ -160,87 +198,87 @@ def test_missing_added_and_foreign_files_are_damage(tmp_path):
     assert checkpoint_files.find_corruption(folder) == "manifest.json is missing"
 
 
-def test_every_bit_of_the_manifest_counts(tmp_path):
-    """Each single flip in it is noticed, though most would leave it readable JSON."""
-    folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
-    path = folder / "manifest.json"
-    whole = path.read_bytes()
-    for position in range(len(whole)):
+def test_every_changed_bit_of_the_manifest_is_detected(tmp_path):
+    folder = save(tmp_path, make_data(1))
+    manifest = folder / "manifest.json"
+    content = manifest.read_bytes()
+    for position in range(len(content)):
         for bit in range(8):
-            flip(path, position, bit)
+            flip_bit(manifest, position, bit)
             assert checkpoint_files.find_corruption(folder, only="state.json"), (position, bit)
-            path.write_bytes(whole)
+            manifest.write_bytes(content)
     assert checkpoint_files.find_corruption(folder) is None
 
 
-def test_when_nothing_is_whole_nothing_is_used(tmp_path):
-    folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
-    flip(folder / "config.json", 5)
-    assert checkpoint.latest(tmp_path, lambda _: None) is None
-    with pytest.raises(InputError, match=r"None of the 1 checkpoints in .* is whole"):
+def test_run_with_only_damaged_checkpoints_is_rejected(tmp_path):
+    folder = save(tmp_path, make_data(1))
+    flip_bit(folder / "config.json", 5)
+    assert checkpoint.latest_checkpoint(tmp_path, lambda message: None) is None
+    with pytest.raises(InputError, match=r"None of the 1 checkpoints in .* is valid"):
         checkpoint.load_model(tmp_path)
 
 
-def test_damaged_checkpoints_are_set_aside_not_removed(tmp_path):
-    made = [checkpoint.save(tmp_path, snapshot(step), ALONE) for step in (1, 2)]
+def test_damaged_checkpoints_are_renamed_and_not_removed(tmp_path):
+    folders = [save(tmp_path, make_data(step)) for step in (1, 2)]
     for _ in range(2):
-        flip(made[1] / "config.json", 5)
-        checkpoint_files.quarantine_checkpoints(tmp_path, made[0])
-        checkpoint.save(tmp_path, snapshot(2), ALONE)
-    names = sorted(os.listdir(tmp_path / "checkpoints"))
-    assert names == ["step-000000001", "step-000000002", "step-000000002.damaged", "step-000000002.damaged-1"]
-    assert checkpoint_files.list_checkpoints(tmp_path) == made
+        flip_bit(folders[1] / "config.json", 5)
+        checkpoint_files.quarantine_checkpoints(tmp_path, folders[0])
+        save(tmp_path, make_data(2))
+    assert checkpoint_entries(tmp_path) == [
+        "step-000000001",
+        "step-000000002",
+        "step-000000002.damaged",
+        "step-000000002.damaged-1",
+    ]
+    assert checkpoint_files.list_checkpoints(tmp_path) == folders
 
 
-class Bomb:
+class MakesFolderWhenUnpickled:
+    """Creates the folder TRAINSHORT_TEST_FOLDER (an environment variable) when it is unpickled."""
+
     def __reduce__(self):
-        return os.mkdir, (os.environ["TRAINSHORT_TEST_BOMB"],)
+        return os.mkdir, (os.environ["TRAINSHORT_TEST_FOLDER"],)
 
 
-def test_a_pickle_is_refused_and_nothing_in_it_runs(tmp_path, monkeypatch):
-    crater = tmp_path / "crater"
-    monkeypatch.setenv("TRAINSHORT_TEST_BOMB", str(crater))
-    pickled = pickle.dumps(Bomb())
+def test_pickle_is_rejected_and_its_code_does_not_run(tmp_path, monkeypatch):
+    created_folder = tmp_path / "created"
+    monkeypatch.setenv("TRAINSHORT_TEST_FOLDER", str(created_folder))
+    pickled = pickle.dumps(MakesFolderWhenUnpickled())
     for name in ("model.pt", "pytorch_model.bin", "model.safetensors"):
         (tmp_path / name).write_bytes(pickled)
-        with pytest.raises(InputError, match=r"Pickled files .* never opened, because reading one can execute code"):
+        with pytest.raises(InputError, match=r"Pickled files .* never opened"):
             checkpoint.load_model(tmp_path / name)
-    # Inside a checkpoint whose manifest vouches for it, under the name of a safetensors file.
-    folder = checkpoint.save(tmp_path / "run", snapshot(1), ALONE)
-    target = folder / "model" / "whole.safetensors"
-    target.write_bytes(pickled)
-    checkpoint_files.write_manifest(
-        folder, {name: checkpoint_files.digest_of(folder / name) for name in checkpoint_files.files_of(folder)}
-    )
+
+    # A pickle in a checkpoint with a valid manifest, under the name of a safetensors file.
+    folder = save(tmp_path / "run", make_data(1))
+    weights_file = folder / WEIGHTS_FILE
+    weights_file.write_bytes(pickled)
+    rewrite_manifest(folder)
     assert checkpoint_files.find_corruption(folder) is None
-    with pytest.raises(InputError, match="cannot be read as safetensors"):
+    with pytest.raises(InputError, match="Cannot read the safetensors files"):
         checkpoint.load_model(folder)
-    # And under its own name.
-    target.rename(target.with_suffix(".pt"))
-    checkpoint_files.write_manifest(
-        folder, {name: checkpoint_files.digest_of(folder / name) for name in checkpoint_files.files_of(folder)}
-    )
-    with pytest.raises(InputError, match=r"model/whole\.pt is neither safetensors nor JSON"):
-        checkpoint.load_model(tmp_path / "run" / "checkpoints" / "step-000000001")
-    assert not crater.exists()
+
+    # A pickle in a checkpoint with a valid manifest, with the suffix of a pickle.
+    weights_file.rename(weights_file.with_suffix(".pt"))
+    rewrite_manifest(folder)
+    with pytest.raises(InputError, match=r"model/whole\.pt is neither a safetensors nor a JSON file"):
+        checkpoint.load_model(folder)
+
+    assert not created_folder.exists()
+    # Check that the pickle would create the folder.
     pickle.loads(pickled)
-    assert crater.exists()  # the bomb does go off when it is opened
+    assert created_folder.exists()
 
 
-def test_load_model_says_what_it_wants(tmp_path):
-    with pytest.raises(InputError, match="There is no run at"):
-        checkpoint.load_model(str(tmp_path / "nowhere"))  # a path may be a string, as load_tokenizer's
-    with pytest.raises(InputError, match=r"There is no run at '.*nowhere'\. Give a run folder"):
-        checkpoint.load_model(tmp_path / "nowhere")
-    with pytest.raises(
-        InputError, match=r"There is no run at '.*'\. Give a run folder, or one of the folders in its checkpoints/"
-    ):
-        checkpoint.load_model(tmp_path)
+def test_load_model_from_a_folder_without_run_is_rejected(tmp_path):
+    for path in (tmp_path, tmp_path / "nowhere", str(tmp_path / "nowhere")):
+        with pytest.raises(InputError, match=r"There is no run at '.*'\. Give a run folder"):
+            checkpoint.load_model(path)
 
 
-def test_a_large_model_is_told_while_it_loads(tmp_path, monkeypatch, caplog):
+def test_loading_a_large_model_is_logged(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO", logger="trainshort")
-    folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
+    folder = save(tmp_path, make_data(1))
     checkpoint.load_model(tmp_path)
     assert not caplog.messages
     monkeypatch.setattr(checkpoint, "LOG_LOADING_ABOVE_BYTES", 1000)
@@ -248,90 +286,84 @@ def test_a_large_model_is_told_while_it_loads(tmp_path, monkeypatch, caplog):
     assert caplog.messages == [f"Verifying and loading {folder} (0.0 GB)."]
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
-    other = snapshot(1, model=MODEL.replace(layers=2))
+def test_checkpoint_of_another_model_is_rejected(tmp_path):
+    folder = save(tmp_path, make_data(1))
+    larger_model = make_data(1, model=MODEL.replace(layers=2))
     with pytest.raises(InputError, match=r"written for another model: layers\.1\."):
-        checkpoint.restore(folder, other.parts)
+        checkpoint.restore(folder, larger_model.parts)
 
 
-def test_a_checkpoint_of_another_version_is_refused(tmp_path):
-    folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
+def test_checkpoint_of_another_version_is_rejected(tmp_path):
+    folder = save(tmp_path, make_data(1))
     state = json.loads((folder / "state.json").read_text()) | {"colour": "red"}
     (folder / "state.json").write_text(json.dumps(state))
     save_config(RunConfig(), folder / "config.json")
-    checkpoint_files.write_manifest(
-        folder, {name: checkpoint_files.digest_of(folder / name) for name in checkpoint_files.files_of(folder)}
-    )
+    rewrite_manifest(folder)
     with pytest.raises(InputError, match="written by another version"):
         checkpoint.read_state(folder)
 
 
-def test_a_save_that_fails_leaves_no_trace(tmp_path, monkeypatch):
-    """Whatever goes wrong while a file is written, the checkpoint before it is untouched and the path is named."""
-    first = checkpoint.save(tmp_path, snapshot(1), ALONE)
+def test_failed_save_leaves_the_earlier_checkpoint_only(tmp_path, monkeypatch):
+    first = save(tmp_path, make_data(1))
 
-    def full(path):
+    def fail_with_full_disk(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_files, "digest_of", full)
-    with pytest.raises(InputError, match=r"Cannot save .*step-000000002: the disk is full\. The checkpoints bef"):
-        checkpoint.save(tmp_path, snapshot(2), ALONE)
+    monkeypatch.setattr(checkpoint_files, "compute_digest", fail_with_full_disk)
+    with pytest.raises(InputError, match=r"Cannot save .*step-000000002: the disk is full\."):
+        save(tmp_path, make_data(2))
     monkeypatch.undo()
-    assert os.listdir(tmp_path / "checkpoints") == [first.name]
+    assert checkpoint_entries(tmp_path) == [first.name]
     assert checkpoint_files.find_corruption(first) is None
 
 
-def forge(folder, **changes):
-    """Change a checkpoint's settings and write a manifest that fits."""
-    values = json.loads((folder / "config.json").read_text())
-    values["model"] |= changes
-    (folder / "config.json").write_text(json.dumps(values))
-    checkpoint_files.write_manifest(
-        folder, {name: checkpoint_files.digest_of(folder / name) for name in checkpoint_files.files_of(folder)}
-    )
-
-
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"layers": 10**9}, "holds [0-9,]+ weights, but a model of its config.json has at least"),
         ({"width": 10**9, "heads": 10**9}, "has at least"),
         ({"feedforward_width": 10**15}, "has at least"),
         ({"vocab_size": 10**12}, "has at least"),
-        ({"position": "learned", "position_settings": {"max_length": 10**12}}, "is on one side only"),
+        ({"position": "learned", "position_settings": {"max_length": 10**12}}, "written for another model"),
     ],
+    ids=str,
 )
-def test_a_model_larger_than_its_weights_is_refused_before_it_is_built(tmp_path, changes, told):
-    folder = checkpoint.save(tmp_path, snapshot(1), ALONE)
-    forge(folder, **changes)
+def test_config_of_a_larger_model_is_rejected_before_the_model_is_built(tmp_path, changes, message):
+    folder = save(tmp_path, make_data(1))
+    values = json.loads((folder / "config.json").read_text())
+    values["model"] |= changes
+    (folder / "config.json").write_text(json.dumps(values))
+    rewrite_manifest(folder)
     assert checkpoint_files.find_corruption(folder) is None
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         checkpoint.load_model(folder)
 
 
-def test_a_single_value_in_place_of_a_tensor_is_not_spread_over_it(tmp_path):
-    saved = snapshot(1)
-    saved.parts["model"] = {name: tensor.flatten()[:1] for name, tensor in saved.parts["model"].items()}
-    folder = checkpoint.save(tmp_path, saved, ALONE)
+def test_stored_tensor_with_one_element_is_not_broadcast(tmp_path):
+    data = make_data(1)
+    data.parts["model"] = {name: tensor.flatten()[:1] for name, tensor in data.parts["model"].items()}
+    folder = save(tmp_path, data)
     with pytest.raises(InputError, match=r"holds 15 weights, but a model of its config\.json has at least 3,360"):
         checkpoint.load_model(folder)
-    with pytest.raises(InputError, match=r"has shape \(1,\) there"):
-        checkpoint.restore(folder, {"model": snapshot(1).parts["model"]})
+    with pytest.raises(InputError, match=r"got shape \(1,\)"):
+        checkpoint.restore(folder, {"model": make_data(1).parts["model"]})
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "state.json", "config.json", "model/whole.safetensors"])
-@pytest.mark.parametrize("kind", ["fifo", "folder", "dangling link", "looping link"])
-def test_a_checkpoint_that_cannot_be_opened_is_passed_over(tmp_path, name, kind, caplog):
-    first = checkpoint.save(tmp_path, snapshot(1, 2.0), ALONE)
-    path = checkpoint.save(tmp_path, snapshot(2, 1.0), ALONE) / name
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "config.json", WEIGHTS_FILE])
+@pytest.mark.parametrize("kind", ["named pipe", "folder", "dangling link", "looping link"])
+def test_checkpoint_with_unreadable_file_is_skipped(tmp_path, name, kind, caplog):
+    valid = save(tmp_path, make_data(1, 2.0))
+    path = save(tmp_path, make_data(2, 1.0)) / name
     path.unlink()
-    {
-        "fifo": lambda: os.mkfifo(path),
-        "folder": path.mkdir,
-        "dangling link": lambda: path.symlink_to("nowhere"),
-        "looping link": lambda: path.symlink_to(path.name),
-    }[kind]()
-    assert checkpoint.latest(tmp_path) == first
-    assert checkpoint.best(tmp_path) == first
-    assert "It is passed over." in caplog.text
+    match kind:
+        case "named pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "dangling link":
+            path.symlink_to("nowhere")
+        case "looping link":
+            path.symlink_to(path.name)
+    assert checkpoint.latest_checkpoint(tmp_path) == valid
+    assert checkpoint.best_checkpoint(tmp_path) == valid
+    assert "The checkpoint is skipped." in caplog.text

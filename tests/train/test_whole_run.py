@@ -1,4 +1,4 @@
-"""A run folder is whole: moved away from its data it evaluates, analyzes and generates, from any working directory."""
+"""Tests of run folders that were moved to another place: they can be used without their data from any folder."""
 
 import shutil
 import subprocess
@@ -11,103 +11,121 @@ from trainshort.cli.main import main
 from trainshort.train.run_data import RUN_DATA_FILE
 
 TEXT = Path(__file__).parents[1] / "text.txt"
-WORDS = (
+TRAIN_COMMAND = (
     "train demo-alibi --corpus text.txt --tokenizer bpe --data.vocab-size 280 --width 16 --heads 2 --layers 1 "
     "--length 16 --batch 4 --steps 4 --quiet --out run"
 )
 
 
-def command(*words: str) -> None:
-    with pytest.raises(SystemExit) as done:
+def run_command(*words: str) -> None:
+    """Run a command that must succeed."""
+    with pytest.raises(SystemExit) as caught:
         main(list(words))
-    assert not done.value.code
+    assert not caught.value.code
 
 
-def refused(capsys, *words: str) -> str:
-    with pytest.raises(SystemExit) as done:
+def error_of_command(capsys, *words: str) -> str:
+    """Run a command that must fail with exit code 2, and return what it prints on standard error."""
+    with pytest.raises(SystemExit) as caught:
         main(list(words))
-    assert done.value.code == 2
+    assert caught.value.code == 2
     return capsys.readouterr().err
 
 
 @pytest.fixture
-def moved(tmp_path, monkeypatch):
-    """A run folder in another place, its data and text gone."""
-    (tmp_path / "home").mkdir()
-    monkeypatch.chdir(tmp_path / "home")
-    shutil.copy(TEXT, tmp_path / "home")
-    command(*WORDS.split())
-    (tmp_path / "away").mkdir()
-    shutil.move(tmp_path / "home" / "run", tmp_path / "away" / "run")
-    shutil.rmtree(tmp_path / "home")
-    monkeypatch.chdir(tmp_path / "away")
-    (tmp_path / "away" / "other.txt").write_text("the man had a canal and a plan for it\n" * 40)
-    return tmp_path / "away" / "run"
+def moved_run(tmp_path, monkeypatch):
+    """Return a run folder that was moved to another place. Its data and its text were deleted.
+
+    The working directory is the parent folder of the run. It also contains the text file other.txt.
+    """
+    home = tmp_path / "home"
+    away = tmp_path / "away"
+    home.mkdir()
+    away.mkdir()
+    monkeypatch.chdir(home)
+    shutil.copy(TEXT, home)
+    run_command(*TRAIN_COMMAND.split())
+    shutil.move(home / "run", away / "run")
+    shutil.rmtree(home)
+    monkeypatch.chdir(away)
+    (away / "other.txt").write_text("the man had a canal and a plan for it\n" * 40)
+    return away / "run"
 
 
-def test_a_moved_run_evaluates_analyzes_and_generates_without_its_data(moved, monkeypatch, capsys):
-    command("evaluate", "run", "--data", "other.txt", "--lengths", "1x", "2x")
-    command("analyze", "run", "--only", "reach", "--data", "other.txt", "--lengths", "1x", "--samples", "4")
-    (moved / "elsewhere").mkdir()
-    monkeypatch.chdir(moved / "elsewhere")
-    command("generate", str(moved), "a man", "--tokens", "5")
-    (checkpoint,) = (moved / "checkpoints").glob("step-*")
-    command("generate", str(checkpoint), "a man", "--tokens", "5")
-    assert not list((moved / "elsewhere").iterdir())
+def test_moved_run_can_be_used_without_its_data(moved_run, monkeypatch):
+    run_command("evaluate", "run", "--data", "other.txt", "--lengths", "1x", "2x")
+    run_command("analyze", "run", "--only", "reach", "--data", "other.txt", "--lengths", "1x", "--samples", "4")
+    working_folder = moved_run / "elsewhere"
+    working_folder.mkdir()
+    monkeypatch.chdir(working_folder)
+    run_command("generate", str(moved_run), "a man", "--tokens", "5")
+    (checkpoint,) = (moved_run / "checkpoints").glob("step-*")
+    run_command("generate", str(checkpoint), "a man", "--tokens", "5")
+    assert not list(working_folder.iterdir())
 
 
-def test_its_own_text_is_told_to_be_missing(moved, capsys):
-    told = refused(capsys, "evaluate", "run")
-    assert "The training data of run is not here: " in told
-    assert told.endswith("Or give a text: --data FILE.\n")
-    assert not (moved.parent / "data").exists()
+def test_missing_training_data_is_reported(moved_run, capsys):
+    message = error_of_command(capsys, "evaluate", "run")
+    assert "Cannot open the training data of run" in message
+    assert "--data FILE" in message
+    assert not (moved_run.parent / "data").exists()
 
 
-def test_a_run_copied_without_its_tokenizer_is_one_sentence(moved, capsys):
-    (moved / "tokenizer.json").unlink()
+def test_missing_tokenizer_is_reported(moved_run, capsys):
+    (moved_run / "tokenizer.json").unlink()
     for words in (("evaluate", "run", "--data", "other.txt"), ("generate", "run", "a"), ("analyze", "run")):
-        told = refused(capsys, *words)
-        assert told == (
-            "trainshort: run was copied without its tokenizer.json, and without it its tokens mean nothing. "
-            "Copy that file too.\n"
-        )
+        message = error_of_command(capsys, *words)
+        assert message.startswith("trainshort: run was copied without its tokenizer.json")
+        assert len(message.splitlines()) == 1
 
 
-def test_another_tokenizer_is_refused(moved, capsys):
-    text = (moved / "tokenizer.json").read_text()
-    (moved / "tokenizer.json").write_text(text.replace("\n", " ") + " ")
-    assert "is not the tokenizer that the run was trained with" in refused(capsys, "generate", "run", "a")
+def test_other_tokenizer_is_rejected(moved_run, capsys):
+    text = (moved_run / "tokenizer.json").read_text()
+    (moved_run / "tokenizer.json").write_text(text.replace("\n", " ") + " ")
+    message = error_of_command(capsys, "generate", "run", "a")
+    assert "is not the tokenizer that the run was trained with" in message
 
 
-def test_a_damaged_description_is_told(moved, capsys):
-    text = (moved / RUN_DATA_FILE).read_text()
-    (moved / RUN_DATA_FILE).write_text(text.replace('"vocab_size": 280', '"vocab_size": 281'))
-    assert "was changed after it was written" in refused(capsys, "generate", "run", "a")
+def test_modified_data_description_is_rejected(moved_run, capsys):
+    text = (moved_run / RUN_DATA_FILE).read_text()
+    (moved_run / RUN_DATA_FILE).write_text(text.replace('"vocab_size": 280', '"vocab_size": 281'))
+    message = error_of_command(capsys, "generate", "run", "a")
+    assert f"Checksum mismatch in run/{RUN_DATA_FILE}" in message
 
 
-def test_a_run_finds_its_data_from_another_working_directory(tmp_path, monkeypatch, capsys):
-    (tmp_path / "home").mkdir()
-    (tmp_path / "away").mkdir()
-    monkeypatch.chdir(tmp_path / "home")
-    shutil.copy(TEXT, tmp_path / "home")
-    command(*WORDS.split())
-    monkeypatch.chdir(tmp_path / "away")
-    command("evaluate", "../home/run", "--lengths", "1x")
-    assert not list((tmp_path / "away").iterdir())
+def test_run_finds_its_data_from_another_working_directory(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    away = tmp_path / "away"
+    home.mkdir()
+    away.mkdir()
+    monkeypatch.chdir(home)
+    shutil.copy(TEXT, home)
+    run_command(*TRAIN_COMMAND.split())
+    monkeypatch.chdir(away)
+    run_command("evaluate", "../home/run", "--lengths", "1x")
+    assert not list(away.iterdir())
 
 
-def test_a_signal_after_the_last_save_changes_nothing(tmp_path):
-    """The command holds its handler to the end: the run is finished, and says so by exit code 0."""
+def test_signal_after_the_last_checkpoint_is_ignored(tmp_path):
+    """The run is finished when the signals arrive, so the exit code is 0."""
     shutil.copy(TEXT, tmp_path)
-    code = (
-        "import os, signal, sys; from trainshort import checkpoint, cli\n"
-        "best = checkpoint.best\n"
-        "def late(run):\n"
-        "    [os.kill(os.getpid(), number) for number in (signal.SIGTERM, signal.SIGINT)]\n"
-        "    return best(run)\n"
-        "checkpoint.best = late\n"
-        "cli.main(sys.argv[1:])"
+    code = """
+import os, signal, sys
+from trainshort.cli.main import main
+from trainshort.train import checkpoint
+
+best_checkpoint = checkpoint.best_checkpoint
+
+def send_signals_and_find_best(run):
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+    return best_checkpoint(run)
+
+checkpoint.best_checkpoint = send_signals_and_find_best
+main(sys.argv[1:])
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", code, *TRAIN_COMMAND.split()], cwd=tmp_path, capture_output=True, text=True
     )
-    done = subprocess.run([sys.executable, "-c", code, *WORDS.split()], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "run: 4 steps" in done.stdout
+    assert process.returncode == 0, process.stderr
+    assert "run: 4 steps" in process.stdout

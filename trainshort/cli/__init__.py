@@ -1,4 +1,5 @@
-"""The commands of the command line, one file each: arguments as a typed dataclass, the work as its `run` method.
+"""The commands of the command line.
 
-These files import torch only inside `run`, so that `trainshort <command> --help` answers at once.
+Each module defines one or more commands. A command is a dataclass: its fields are the options, and its method `run`
+does the work. The modules import torch only inside `run`, so that `trainshort COMMAND --help` is quick.
 """

@@ -13,9 +13,10 @@ from trainshort.utils.terminal import print_line
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure speed and memory against other implementations. This command needs a source checkout of trainshort.
+    """Measure speed and memory against other implementations
 
-    In the folder of the checkout, `trainshort bench --help` shows all options.
+    This command requires a source checkout of trainshort. In the folder of the checkout, `trainshort bench --help`
+    shows all options.
 
     Example:
       trainshort bench --quick
@@ -26,24 +27,31 @@ class Bench:
 
     @classmethod
     def parse(cls, words: list[str]) -> Self:
+        """Store the command line. The program of the checkout parses the options."""
         return cls(tuple(words))
 
     def run(self) -> int:
         """Run the program in a subprocess and return its exit code."""
         is_checkout = Path("benchmarks/__main__.py").is_file() and Path("trainshort/__init__.py").is_file()
         if is_checkout:
-            return subprocess.run([sys.executable, "-m", self.module, *self.words]).returncode
-        name = f"trainshort {type(self).__name__.lower()}"
-        if {"-h", "--help"} & set(self.words):
-            print_line(Parser(name, [], self.__doc__ or "").help().rstrip())
+            process = subprocess.run([sys.executable, "-m", self.module, *self.words])
+            return process.returncode
+
+        command_name = f"trainshort {type(self).__name__.lower()}"
+        if "-h" in self.words or "--help" in self.words:
+            parser = Parser(command_name, [], self.__doc__ or "")
+            print_line(parser.help().rstrip())
             return 0
-        raise InputError(f"{name} needs a source checkout of trainshort. Change into the folder of the checkout first.")
+        raise InputError(
+            f"{command_name} requires a source checkout of trainshort. Change into the folder of the checkout first."
+        )
 
 
 class Tune(Bench):
-    """Search the training settings of the laptop scale. This command needs a source checkout of trainshort.
+    """Search the training settings of the laptop scale
 
-    In the folder of the checkout, `trainshort tune --help` shows all options.
+    This command requires a source checkout of trainshort. In the folder of the checkout, `trainshort tune --help` shows
+    all options.
 
     Example:
       trainshort tune --methods alibi,t5

@@ -1,10 +1,10 @@
-"""`trainshort evaluate`: how good a model is at each length; `trainshort analyze`: why it is good as far as it is."""
+"""`trainshort evaluate`: measure perplexity by length. `trainshort analyze`: measure which context a model uses."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from trainshort.cli.parser import Arg, at_least
+from trainshort.cli.parser import Arg, check_minimum
 from trainshort.errors import InputError
 from trainshort.utils.io import check_folder_writable
 from trainshort.utils.terminal import new_console
@@ -15,43 +15,51 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextCommand:
-    """What `evaluate` and `analyze` both take: a model, a text, and how the one reads the other."""
+    """Base class of the commands that read a text with a model. It defines the options that they share."""
 
     target: Annotated[str, Arg(metavar="RUN", positional=True)]
-    """A run folder, one of its checkpoints, a Hugging Face model's folder, or its name on the hub."""
+    """Evaluate this run folder, checkpoint, Hugging Face folder or model on the hub"""
     data: tuple[str, ...] = ()
-    """Prepared folder, text files, or a corpus by name. Default: the run's own data."""
+    """Read this prepared folder, these text files, or this corpus (default: the data of the run)"""
     split: str = "valid"
-    """Part of the data: valid, test or train."""
+    """Read this split of the data: valid, test or train"""
     lengths: tuple[str, ...] = ()
-    """Numbers, multiples of the training length (2x), or paper. Default: 1x 2x 4x 8x 16x, as far as the text goes."""
+    """Read at these lengths: numbers, multiples of the training length such as 2x, or paper (default: 1x 2x 4x 8x 16x,
+    up to the length of the text)"""
     max_tokens: int | None = None
-    """Only the first so many tokens, for a quick look."""
+    """Read only this many tokens from the start of the text"""
     trained_at: int | None = None
-    """The training length, for a model that does not tell it or tells it wrong."""
+    """Set the training length, for models that do not state it or state it wrongly"""
     batch_tokens: int = 16_384
-    """Tokens read at once, if several passes fit in them."""
+    """Read this many tokens at once, if several passes fit"""
     precision: str = "float32"
-    """float32 or bfloat16."""
+    """Compute in float32 or bfloat16"""
     device: str | None = None
-    """cpu, cuda, cuda:1, ... Default: cuda where there is one."""
+    """Compute on this device: cpu, cuda, cuda:1 and so on (default: cuda if available)"""
     out: Path | None = None
-    """Folder for results. Default: the run folder; for Hugging Face models runs/NAME."""
+    """Write the results to this folder (default: the run folder, or runs/NAME for Hugging Face models)"""
     again: bool = False
-    """Measure anew what was measured before for the same model, text and settings."""
+    """Measure again, even if results for the same model, text and settings exist"""
 
-    encoders: ClassVar[bool] = False
-    """Whether it makes sense for a model that sees both sides."""
+    supports_encoders: ClassVar[bool] = False
+    """Whether the command accepts encoders, which are models whose tokens attend to both sides."""
 
-    def open(self) -> "Target":
-        """The model, with the folder that its results go to."""
+    def open_target(self) -> "Target":
+        """Load the model and choose the folder for its results.
+
+        Raises:
+            InputError: If an option is invalid, the model cannot be loaded, or the folder is not writable.
+        """
         from trainshort.evaluate.targets import open_target
         from trainshort.utils.machine import pick_device
 
-        at_least(1, trained_at=self.trained_at)
-        device = pick_device(self.device)
+        check_minimum(1, trained_at=self.trained_at)
         target = open_target(
-            self.target, device=device, precision=self.precision, trained_at=self.trained_at, encoders=self.encoders
+            self.target,
+            device=pick_device(self.device),
+            precision=self.precision,
+            trained_at=self.trained_at,
+            encoders=self.supports_encoders,
         )
         if self.out is not None:
             check_folder_writable(self.out)
@@ -61,10 +69,11 @@ class TextCommand:
 
 @dataclass(frozen=True)
 class Evaluate(TextCommand):
-    """How good a model is at each length: a table, a picture, eval/*.json, and the extrapolation card.
+    """Measure the perplexity of a model at several lengths
 
-    Every token of the text is scored exactly once at every length. A killed evaluation goes on where it stopped when
-    the same command is given again; lengths that were scored before are kept.
+    The results are a table, a figure, the files eval/*.json and a summary of the extrapolation. Every token of the text
+    is scored exactly once at each length. If the command is interrupted, run it again to continue. Lengths with results
+    are not evaluated again.
 
     Examples:
       trainshort evaluate runs/demo-alibi
@@ -75,53 +84,65 @@ class Evaluate(TextCommand):
       trainshort evaluate gpt2 --data book.txt --lengths 256 1024
     """
 
-    encoders: ClassVar[bool] = True
+    supports_encoders: ClassVar[bool] = True
     stride: int | None = None
-    """Tokens that each pass scores; it re-reads the rest of the length. Default: the length, without overlap."""
+    """Score this many new tokens in each pass and use the tokens before them as context (default: the length)"""
     slopes: str | None = None
-    """Other ALiBi slopes than trained: interpolate, ntk=4, clamp=512, max_bias=16, or window=512."""
+    """Change the ALiBi slopes: interpolate, ntk=4, clamp=512, max_bias=16 or window=512"""
     rotary: str | None = None
-    """Rotary positions that turn slower than trained: linear=4, ntk=4, dynamic=1, yarn=4; or seen in blocks=256."""
+    """Change the rotary positions: linear=4, ntk=4, dynamic=1, yarn=4 or blocks=256"""
     scores: str | None = None
-    """Factor of every product of a query and a key, such as 1.2."""
+    """Multiply the attention scores by this factor, such as 1.2"""
     memory: float | None = None
-    """Gigabytes that may be taken; a length that needs more is reported as out of memory. Default: what is free."""
+    """Use at most this many gigabytes; longer lengths are reported as out of memory (default: the free memory)"""
     dry_run: bool = False
-    """Only say what it would cost."""
+    """Show only how much work the evaluation is"""
 
     def run(self) -> None:
+        """Evaluate the model at all lengths, print a table and store the results."""
         from trainshort.data.passes import read_lengths
         from trainshort.evaluate.evaluation import evaluate
         from trainshort.evaluate.overrides import Override
         from trainshort.evaluate.sweep import Sweep
         from trainshort.evaluate.text import open_text
 
-        at_least(1, batch_tokens=self.batch_tokens)
+        check_minimum(1, batch_tokens=self.batch_tokens)
         if self.memory is not None and not self.memory > 0:
-            raise InputError(f"--memory is a number of gigabytes above 0, got {self.memory}.")
-        change = Override.from_options(self.slopes, self.rotary, self.scores)
-        target = self.open()
-        # Find out early whether the model supports the change. Reading the text can take long.
-        if change is not None and target.kind == "huggingface":
-            with target.for_length(change, target.trained_at or 1):
+            raise InputError(f"--memory must be above 0, got {self.memory}.")
+        override = Override.from_options(self.slopes, self.rotary, self.scores)
+        target = self.open_target()
+
+        # Reading the text can take long, so check early that the model supports the override.
+        if override is not None and target.kind == "huggingface":
+            with target.for_length(override, target.trained_at or 1):
                 pass
+
         text = open_text(target, self.data, self.split, self.max_tokens)
         lengths = read_lengths(self.lengths, target.trained_at, len(text.tokens))
-        plan = Sweep(text.tokens, lengths, self.stride, change, self.batch_tokens, self.memory)
-        console = new_console()
-        evaluate(target, text, plan, precision=self.precision, again=self.again, dry_run=self.dry_run, console=console)
+        plan = Sweep(text.tokens, lengths, self.stride, override, self.batch_tokens, self.memory)
+        evaluate(
+            target,
+            text,
+            plan,
+            precision=self.precision,
+            again=self.again,
+            dry_run=self.dry_run,
+            console=new_console(),
+        )
 
 
 @dataclass(frozen=True)
 class Analyze(TextCommand):
-    """Which context a model uses, how far its heads look, what position methods cost: analysis/*.json and tables.
+    """Analyze context use, attention distance and cost
 
-    early-tokens: is a longer block better for its longer context, or only for having fewer early tokens?
-    far-context: the loss when everything farther than d tokens is shuffled, replaced or cut.
-    recall: is something that stood d tokens ago still found?
-    reach: how far each head looks, and how far it could at most.
-    slopes: do other ALiBi slopes use context beyond the training length?
-    cost: speed and memory of position methods at each length (takes minutes).
+    The results are tables and the files analysis/*.json. These analyses exist:
+
+      early-tokens   find out whether longer inputs help by more context, or only by fewer early tokens
+      far-context    measure the loss if the context beyond a distance is shuffled, replaced or removed
+      recall         test whether a token is found again after a distance
+      reach          measure how far each head attends, and how far it could attend at most
+      slopes         test whether other ALiBi slopes use context beyond the training length
+      cost           measure speed and memory of position methods at each length (takes minutes)
 
     Examples:
       trainshort analyze runs/demo-alibi
@@ -132,39 +153,53 @@ class Analyze(TextCommand):
     """
 
     target: Annotated[str, Arg(metavar="RUN", positional=True)]
-    """A run folder or checkpoint; a Hugging Face model for early-tokens, far-context and recall."""
-    only: Annotated[tuple[str, ...], Arg(names=True)] = ()
-    """Analyses by name. Default: all that fit the model."""
+    """Analyze this run folder or checkpoint, or a Hugging Face model (early-tokens, far-context and recall only)"""
+    only: Annotated[tuple[str, ...], Arg(comma_separated=True)] = ()
+    """Run only these analyses (default: all analyses that support the model)"""
     lengths: tuple[str, ...] = ()
-    """Lengths or distances, as in evaluate. Default: up to 8x, recall 32x, cost 16x, as far as the text goes."""
+    """Measure at these lengths or distances, as in evaluate (default: up to 8x, 32x for recall and 16x for cost, up to
+    the length of the text)"""
     samples: int = 64
-    """Probes per measurement; more take longer and narrow the intervals."""
+    """Use this many samples per measurement; more samples take longer and narrow the intervals"""
     max_tokens: int | None = 32_768
-    """Tokens of the text that are used."""
-    methods: Annotated[tuple[str, ...], Arg(names=True)] = ()
-    """Of cost: the position methods to measure. Default: the paper's four and the run's own."""
+    """Use this many tokens of the text"""
+    methods: Annotated[tuple[str, ...], Arg(comma_separated=True)] = ()
+    """Measure the cost of these position methods (default: the four of the paper and the method of the run)"""
     seed: int = 0
-    """Seed of shuffles and random probes."""
+    """Set the seed of shuffles and random samples"""
 
     def run(self) -> None:
+        """Run the chosen analyses, print their tables and store the results."""
         from trainshort.config.position_config import methods
         from trainshort.data.passes import read_lengths
         from trainshort.evaluate.analyses.base import AnalysisContext, analyses, analyze
         from trainshort.evaluate.text import open_text
 
-        at_least(1, samples=self.samples, batch_tokens=self.batch_tokens)
-        at_least(0, seed=self.seed)
+        check_minimum(1, samples=self.samples, batch_tokens=self.batch_tokens)
+        check_minimum(0, seed=self.seed)
+        # Loading the model takes time, so unknown names are reported first.
         for name in self.only:
-            analyses.get(name)  # an unknown name should not wait for the model to load
+            analyses.get(name)
         for name in self.methods:
             methods.get(name)
         if self.methods and self.only and "cost" not in self.only:
-            raise InputError("--methods says what cost measures; give --only cost with it.")
-        target = self.open()
+            raise InputError("--methods requires the analysis cost. Add cost to --only, or leave out --methods.")
+
+        target = self.open_target()
         if target.trained_at is None:
-            raise InputError(f"{target.name} does not tell its training length; give it by --trained-at.")
+            raise InputError(f"The training length of {target.name} is unknown. Set it with --trained-at.")
         text = open_text(target, self.data, self.split, self.max_tokens)
-        lengths = tuple(read_lengths(self.lengths, target.trained_at, len(text.tokens))) if self.lengths else ()
-        thoroughly = (self.samples, self.seed, self.batch_tokens, self.methods)
-        lab = AnalysisContext(target, text.tokens, target.trained_at, lengths, *thoroughly)
-        analyze(lab, text, self.only, new_console(), self.again)
+        lengths: tuple[int, ...] = ()
+        if self.lengths:
+            lengths = tuple(read_lengths(self.lengths, target.trained_at, len(text.tokens)))
+        context = AnalysisContext(
+            target,
+            text.tokens,
+            target.trained_at,
+            lengths,
+            self.samples,
+            self.seed,
+            self.batch_tokens,
+            self.methods,
+        )
+        analyze(context, text, self.only, new_console(), self.again)

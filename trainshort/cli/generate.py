@@ -1,4 +1,4 @@
-"""`trainshort generate`: continue a text, at any length."""
+"""`trainshort generate`: continue a text of any length."""
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from trainshort.cli.parser import Arg, at_least, options_from_config, read_command
+from trainshort.cli.parser import Arg, check_minimum, options_from_config, read_command
 from trainshort.errors import InputError
 from trainshort.generate.config import GenerateConfig
 from trainshort.utils import io
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Generate:
-    """Continue a text with a trained model, as far as wanted, in memory that can be bounded.
+    """Continue a text with a trained model
 
-    Text goes to standard output as it is made; speed, warnings and the error certificate to standard error. Ctrl-C
-    ends after the token at hand.
+    The text is written to standard output while it is generated. The speed, warnings and the certificate (an upper
+    bound on the softmax mass that was dropped) are written to standard error. Ctrl-C stops after the current token.
 
     Examples:
       trainshort generate runs/demo-alibi "The state of the union"
@@ -37,190 +37,280 @@ class Generate:
     """
 
     run_folder: Annotated[Path, Arg(metavar="RUN", positional=True)]
-    """A run folder, one of its checkpoints, or a Hugging Face model's folder, which is imported for this once."""
+    """Use the model of this run folder, checkpoint or Hugging Face folder"""
     prompt: Annotated[tuple[str, ...], Arg(positional=True)] = ()
-    """Text to continue; several make a batch; - reads standard input."""
+    """Continue these texts (one sample for each text), or read a text from standard input (-)"""
     prompt_file: Annotated[Path | None, Arg(metavar="FILE")] = None
-    """File with the text to continue, in UTF-8."""
+    """Continue the text in this UTF-8 file"""
     endless: bool = False
-    """Go on until stopped, also past the end of a text; in mode bounded unless --mode says otherwise."""
+    """Generate until stopped, also after end-of-text tokens (default mode: bounded)"""
     interactive: bool = False
-    """Ask for a line, continue it, ask again. The text so far is remembered."""
+    """Continue one line after another and remember the text so far"""
     samples: int = 1
-    """Samples of each prompt, made side by side."""
+    """Generate this many samples for each prompt, as one batch"""
     tokenizer: Annotated[Path | None, Arg(metavar="FILE")] = None
-    """A tokenizer.json in place of the run's own."""
+    """Use this tokenizer.json instead of the tokenizer of the run"""
     slopes: str | None = None
-    """Other ALiBi slopes than trained: interpolate, ntk=4, clamp=512, max_bias=16, or window=512."""
+    """Change the ALiBi slopes: interpolate, ntk=4, clamp=512, max_bias=16 or window=512"""
     rotary: str | None = None
-    """Rotary positions that turn slower than trained: linear=4, ntk=4, dynamic=1, yarn=4; or seen in blocks=256."""
+    """Change the rotary positions: linear=4, ntk=4, dynamic=1, yarn=4 or blocks=256"""
     scores: str | None = None
-    """Factor of every product of a query and a key, such as 1.2."""
+    """Multiply the attention scores by this factor, such as 1.2"""
     settings: Any = None
-    """The settings of GenerateConfig that were given on the command line. The others have their defaults."""
+    """The settings of GenerateConfig that the user gave, as a dictionary. The other settings have their defaults."""
 
     @classmethod
     def parse(cls, words: list[str]) -> "Generate":
-        """From the command line: the options above, and one for every setting of GenerateConfig."""
-        return read_command(cls, words, options_from_config(GenerateConfig()))
+        """Parse the command line. Each setting of `GenerateConfig` is an option, besides the fields of this class."""
+        setting_options = options_from_config(GenerateConfig())
+        return read_command(cls, words, setting_options)
 
     def run(self) -> int:
-        self._check()
+        """Generate the text and return the exit code."""
+        self._check_options()
+        # These imports load torch, so the options are checked first.
         from trainshort.evaluate.overrides import Override
         from trainshort.evaluate.targets import reject_foreign_export
         from trainshort.generate.session import Session
         from trainshort.train.checkpoint import is_hugging_face
         from trainshort.train.checkpoint_files import extrapolation_summary
 
-        prompts = self._prompts()
+        prompts = self._read_prompts()
         reject_foreign_export(self.run_folder)
-        self._check_run()
-        GenerateConfig.parse(self.settings)  # a wrong one is told before the model is loaded
-        change = Override.from_options(self.slopes, self.rotary, self.scores)
-        opened = self._brought_in() if is_hugging_face(self.run_folder) else self._own()
-        settings = self._settings(opened.model)
-        with nullcontext() if change is None else self._changed(change, opened, settings, prompts):
-            stream = self._stream(opened, settings, prompts)
-            if line := extrapolation_summary(self.run_folder):  # told when nothing is left to refuse
-                print_status(f"{self.run_folder}: {line}.")
-            session = Session(stream, opened.reach)
+        self._check_folder_exists()
+        GenerateConfig.parse(self.settings)  # Invalid settings are reported before the model is loaded.
+        override = Override.from_options(self.slopes, self.rotary, self.scores)
+
+        if is_hugging_face(self.run_folder):
+            loaded = self._load_hugging_face()
+        else:
+            loaded = self._load_run()
+        settings = self._settings_for(loaded.model)
+
+        model_change = nullcontext()
+        if override is not None:
+            model_change = self._apply_override(override, loaded, settings, prompts)
+        with model_change:
+            stream = self._make_stream(loaded, settings, prompts)
+            # The summary is printed last, because all checks of the options may still fail before.
+            summary = extrapolation_summary(self.run_folder)
+            if summary is not None:
+                print_status(f"{self.run_folder}: {summary}.")
+            session = Session(stream, loaded.evaluated_length)
             return session.interact() if self.interactive else session.run()
 
-    def _changed(
-        self, change: "Override", opened: "Opened", settings: dict[str, Any], prompts: list[str]
+    def _apply_override(
+        self, override: "Override", loaded: "LoadedModel", settings: dict[str, Any], prompts: list[str]
     ) -> AbstractContextManager[None]:
-        """Inside, the model runs with the change that the options ask for."""
+        """Return a context manager in which the model runs with an override.
+
+        Args:
+            override: The change of the model, such as other ALiBi slopes.
+            loaded: The model. Its training length must be known.
+            settings: The settings of `GenerateConfig`.
+            prompts: The prompts. The override depends on the length of the longest prompt.
+
+        Raises:
+            InputError: If the override does not support the other options.
+        """
         from trainshort.evaluate.overrides import apply_override
 
-        tokens = GenerateConfig.parse(settings).tokens
-        if tokens is None or self.interactive:
+        new_tokens = GenerateConfig.parse(settings).tokens
+        if new_tokens is None or self.interactive:
             raise InputError(
-                f"--{change.option} is for one text of a known length; it does not go with --endless or --interactive."
+                f"--{override.option} requires a known text length. It cannot be combined with --endless or "
+                "--interactive."
             )
-        if change.method == "blocks" and self.settings.get("mode", "full") != "full":
+        mode = self.settings.get("mode", "full")
+        if override.method == "blocks" and mode != "full":
+            raise InputError(f"--rotary blocks requires --mode full, got --mode {mode}.")
+        if loaded.training_length is None:
             raise InputError(
-                "--rotary blocks goes with --mode full: blocks are counted from the beginning of the text."
+                f"--{override.option} requires the training length, but the training length of {self.run_folder} is "
+                "unknown."
             )
-        if opened.trained_at is None:
-            raise InputError(f"--{change.option} needs the training length, which {self.run_folder} does not tell.")
-        longest = max(len(opened.tokenizer.encode(prompt)) for prompt in prompts)
-        return apply_override(opened.model, change, opened.trained_at, longest + tokens)
+        prompt_lengths = [len(loaded.tokenizer.encode(prompt)) for prompt in prompts]
+        total_length = max(prompt_lengths) + new_tokens
+        return apply_override(loaded.model, override, loaded.training_length, total_length)
 
-    def _check(self) -> None:
-        at_least(1, samples=self.samples)
-        if self.endless and (self.interactive or not {"tokens", "stop"}.isdisjoint(self.settings)):
-            raise InputError("--endless goes on until stopped; it does not go with --tokens, --stop or --interactive.")
+    def _check_options(self) -> None:
+        """Raise `InputError` for options that cannot be combined."""
+        check_minimum(1, samples=self.samples)
+        limits_text = "tokens" in self.settings or "stop" in self.settings
+        if self.endless and (self.interactive or limits_text):
+            raise InputError("--endless cannot be combined with --tokens, --stop or --interactive.")
         if self.prompt and self.prompt_file:
-            raise InputError("give the prompt as an argument or by --prompt-file, not both.")
-        if self.interactive and (self.samples > 1 or len(self.prompt) > 1 or "-" in self.prompt):
+            raise InputError("Give the prompt as an argument or with --prompt-file, not both.")
+        has_several_samples = self.samples > 1 or len(self.prompt) > 1
+        if self.interactive and (has_several_samples or "-" in self.prompt):
             raise InputError(
-                "--interactive is one conversation: at most one prompt, not from standard input, no --samples."
+                "--interactive supports only one sample: at most one prompt, no --samples and no standard input (-)."
             )
 
-    def _check_run(self) -> None:
+    def _check_folder_exists(self) -> None:
+        """Raise `InputError` if there is no run folder. The message explains how to import a model from the hub."""
         from trainshort.evaluate.targets import looks_like_hub_name
 
         folder = self.run_folder
         if folder.exists():
             return
-        hint = "`ls runs` shows the runs made here"
         if looks_like_hub_name(str(folder)):
-            hint = f"A model from elsewhere is brought in first: trainshort import {folder} --out runs/{folder.name}"
-        raise InputError(f"There is no run folder {folder}. {hint}.")
+            hint = f"Import a model from the hub first: trainshort import {folder} --out runs/{folder.name}."
+        else:
+            hint = "List the folder `runs` to see your runs."
+        raise InputError(f"Run folder not found: {folder}. {hint}")
 
-    def _own(self) -> "Opened":
-        """A run, or one of its checkpoints. How far it is known to be good: by its card, else no farther than its
-        training length."""
+    def _load_run(self) -> "LoadedModel":
+        """Load the model of a run folder or of one of its checkpoints.
+
+        If the run was evaluated, the evaluated length is the longest length with good results. Otherwise it is the
+        training length.
+        """
         from trainshort.config.run_config import load_config
         from trainshort.evaluate.significance import load_summary
         from trainshort.generate.session import EvaluatedLength
         from trainshort.train.checkpoint import find_checkpoint, load_model
 
-        checkpoint, config = find_checkpoint(self.run_folder), load_config(self.run_folder / "config.json")
-        run = self.run_folder.resolve().parent.parent if checkpoint == self.run_folder else self.run_folder
-        tokenizer, length = self._tokenizer(run), config.train.length
-        if found := load_summary(run):
-            past = "nothing longer was measured" if found["no_worse"]["open"] else "it was measured worse past that"
-            reach = EvaluatedLength(found["no_worse"]["length"], f"{found['summary']}; {past}.")
-        else:
-            words = f"the model was trained at that length and not measured past it; trainshort evaluate {run} does."
-            reach = EvaluatedLength(length, words)
-        return Opened(load_model(checkpoint), tokenizer, length, reach)
+        checkpoint = find_checkpoint(self.run_folder)
+        config = load_config(self.run_folder / "config.json")
+        is_checkpoint_path = checkpoint == self.run_folder
+        # A checkpoint has the path RUN/checkpoints/step-000000200.
+        run = self.run_folder.resolve().parent.parent if is_checkpoint_path else self.run_folder
+        tokenizer = self._load_tokenizer(run)
+        training_length = config.train.length
 
-    def _brought_in(self) -> "Opened":
-        """A Hugging Face folder, imported into memory for this one use."""
+        summary = load_summary(run)
+        if summary is None:
+            warning = (
+                "the model was trained at that length and was not evaluated at longer lengths. "
+                f"Evaluate it with: trainshort evaluate {run}"
+            )
+            evaluated_length = EvaluatedLength(training_length, warning)
+        else:
+            no_worse = summary["no_worse"]
+            if no_worse["open"]:
+                beyond = "longer lengths were not evaluated"
+            else:
+                beyond = "the model was worse at longer lengths"
+            evaluated_length = EvaluatedLength(no_worse["length"], f"{summary['summary']}; {beyond}.")
+        return LoadedModel(load_model(checkpoint), tokenizer, training_length, evaluated_length)
+
+    def _load_hugging_face(self) -> "LoadedModel":
+        """Import the model of a Hugging Face folder into memory. No run folder is written."""
         from trainshort.generate.session import EvaluatedLength
         from trainshort.interop.import_model import ImportRequest, load_in_memory
 
         model, source = load_in_memory(ImportRequest(str(self.run_folder), tokenizer=self.tokenizer))
         if source.tokenizer is None:
             raise InputError(f"{self.run_folder} has no tokenizer.json. Give --tokenizer FILE.")
-        keep = f"; to keep it: trainshort import {self.run_folder} --out runs/{self.run_folder.resolve().name}"
-        keep = "" if model.position.rotates() else keep  # which import does not take
-        print_status(f"{self.run_folder} is a Hugging Face model, imported for this once{keep}")
-        length = source.weight_map.model.training_length
-        words = "the model was trained at that length, and what it is past it was not measured here."
-        return Opened(model, source.tokenizer, length, EvaluatedLength(length, words) if length else None)
 
-    def _prompts(self) -> list[str]:
+        import_hint = ""
+        if not model.position.rotates():  # `trainshort import` does not support rotary positions.
+            run_name = self.run_folder.resolve().name
+            import_hint = f" To keep the imported model: trainshort import {self.run_folder} --out runs/{run_name}"
+        print_status(f"{self.run_folder} is a Hugging Face model. It was imported into memory.{import_hint}")
+
+        training_length = source.weight_map.model.training_length
+        evaluated_length = None
+        if training_length:
+            warning = "the model was trained at that length and was not evaluated at longer lengths."
+            evaluated_length = EvaluatedLength(training_length, warning)
+        return LoadedModel(model, source.tokenizer, training_length, evaluated_length)
+
+    def _read_prompts(self) -> list[str]:
+        """Return the prompts of all samples. Each prompt is repeated `samples` times.
+
+        Raises:
+            InputError: If a prompt is empty, or if there is no prompt and the command is not interactive.
+        """
+        prompts = []
         if self.prompt_file is not None:
-            prompts = [io.read_text(self.prompt_file, hint="Give a text file in UTF-8.")]
+            prompts.append(io.read_text(self.prompt_file, hint="Give a text file in UTF-8."))
         else:
-            prompts = [_read_stdin() if prompt == "-" else prompt for prompt in self.prompt]
-        if any(not prompt for prompt in prompts) or not (prompts or self.interactive):
+            for prompt in self.prompt:
+                prompts.append(_read_stdin() if prompt == "-" else prompt)
+
+        has_no_prompt = not prompts and not self.interactive
+        if has_no_prompt or "" in prompts:
             raise InputError(
-                "the prompt is empty. Give a text to continue, --prompt-file FILE, or - for standard input."
+                "The prompt is empty. Give a text to continue, --prompt-file FILE, or - for standard input."
             )
         return [prompt for prompt in prompts for _ in range(self.samples)]
 
-    def _stream(self, opened: "Opened", settings: dict[str, Any], prompts: list[str]) -> "TokenStream":
+    def _make_stream(self, loaded: "LoadedModel", settings: dict[str, Any], prompts: list[str]) -> "TokenStream":
+        """Create the token stream, which generates one sample for each prompt.
+
+        Args:
+            loaded: The model and its tokenizer.
+            settings: The settings of `GenerateConfig`.
+            prompts: The prompts. The list may be empty if the command is interactive.
+        """
         from trainshort.generate.streaming import TokenStream
 
-        stream = TokenStream(opened.model, GenerateConfig.parse(settings), opened.tokenizer)
+        stream = TokenStream(loaded.model, GenerateConfig.parse(settings), loaded.tokenizer)
         for prompt in prompts:
             stream.add(prompt)
         if self.interactive and not prompts:
             stream.begin()
         return stream
 
-    def _settings(self, model: "TransformerLM") -> dict[str, Any]:
-        """The settings that were given, and those that --endless means."""
+    def _settings_for(self, model: "TransformerLM") -> dict[str, Any]:
+        """Return the settings that the user gave, together with the settings that `--endless` implies.
+
+        Raises:
+            InputError: If `--endless` needs bounded memory and the model does not support it.
+        """
         if not self.endless:
             return self.settings
         settings = {**self.settings, "tokens": None, "stop_at_end": False}
         if "mode" not in settings:
             if not model.position.has_error_bound():
                 raise InputError(
-                    f"--endless in bounded memory needs ALiBi or FoX; this model has {model.config.position}. "
-                    "Choose how to forget: --mode window --window 1024, or --mode full until memory ends."
+                    f"--endless in mode bounded requires ALiBi or FoX, but this model uses {model.config.position}. "
+                    "Use --mode window --window 1024 to keep the last tokens, or --mode full until memory is full."
                 )
             settings["mode"] = "bounded"
         return settings
 
-    def _tokenizer(self, run: Path) -> "Tokenizer":
-        """Load the tokenizer that was given by --tokenizer, or the tokenizer of the run."""
+    def _load_tokenizer(self, run: Path) -> "Tokenizer":
+        """Load the tokenizer that was given by --tokenizer, or the tokenizer of the run.
+
+        Args:
+            run: The run folder.
+        """
         from trainshort.data.tokenizers.base import load_tokenizer
         from trainshort.train.run_data import RUN_DATA_FILE, TOKENIZER, run_tokenizer
 
         if self.tokenizer is not None:
             return load_tokenizer(self.tokenizer)
-        if not (run / TOKENIZER).exists() and not (run / RUN_DATA_FILE).exists():
+        has_tokenizer = (run / TOKENIZER).exists()
+        has_data_description = (run / RUN_DATA_FILE).exists()
+        if not has_tokenizer and not has_data_description:
             raise InputError(f"{self.run_folder} has no tokenizer. Give --tokenizer FILE.")
         return run_tokenizer(run)
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A model, with what generating needs to know of it."""
+class LoadedModel:
+    """A loaded model with its tokenizer.
+
+    Attributes:
+        training_length: The length of the training sequences, or None if it is unknown.
+        evaluated_length: The length up to which the model was evaluated. A warning is printed beyond this length.
+    """
 
     model: "TransformerLM"
     tokenizer: "Tokenizer"
-    trained_at: int | None
-    reach: "EvaluatedLength | None"
+    training_length: int | None
+    evaluated_length: "EvaluatedLength | None"
 
 
 def _read_stdin() -> str:
+    """Read a UTF-8 text from standard input."""
+    content = sys.stdin.buffer.read()
     try:
-        return sys.stdin.buffer.read().decode()
+        return content.decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"Standard input is not UTF-8 (byte {error.start}). Convert it, such as with iconv.") from None
+        raise InputError(
+            f"Standard input is not valid UTF-8 (byte {error.start}). Convert the text, for example with iconv."
+        ) from None

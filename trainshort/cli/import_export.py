@@ -1,12 +1,12 @@
-"""`trainshort import`, `export`, `verify`, `convert`, `doctor` and `harness`: models from and for elsewhere."""
+"""`trainshort import`, `export`, `verify`, `convert`, `doctor` and `harness`: exchange models with other programs."""
 
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from trainshort.cli.parser import REQUIRED, Arg, at_least, options_from_config, read_command
-from trainshort.cli.train import WRITTEN, chosen_config
+from trainshort.cli.parser import REQUIRED, Arg, check_minimum, options_from_config, read_command
+from trainshort.cli.train import PROGRAM_SETTINGS, apply_settings
 from trainshort.config.run_config import OptimConfig, RunConfig, TrainConfig
 from trainshort.errors import InputError
 from trainshort.utils.terminal import (
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Import:
-    """Make a run folder of an ALiBi model from elsewhere: evaluate it, analyze it, generate with it, train it on.
+    """Import an ALiBi model as a run folder, to evaluate it, generate text or continue its training
 
-    Reads the checkpoints of the paper's authors (fairseq), and MPT, BLOOM, Falcon-RW, replit-code, Baichuan-13B, BTLM,
-    Jais and Refact in safetensors. No code that comes with a model is executed.
+    The command reads the checkpoints of the paper's authors (fairseq), and MPT, BLOOM, Falcon-RW, replit-code,
+    Baichuan-13B, BTLM, Jais and Refact in safetensors. Code in a model folder is never executed.
 
     Examples:
       trainshort import alibi_wt103_L512.pt --dictionary dict.txt --out runs/authors-512
@@ -34,31 +34,33 @@ class Import:
     """
 
     source: Annotated[str, Arg(metavar="MODEL", positional=True)]
-    """A fairseq checkpoint file, a Hugging Face model's folder, or its name on the hub."""
+    """Import this fairseq checkpoint file, Hugging Face folder or model on the hub"""
     out: Path
-    """The run folder to make; refused if it exists."""
+    """Write the run to this folder, which must not exist"""
     dictionary: Path | None = None
-    """fairseq: the dict.txt of the model's data. Without it the run has no tokenizer."""
+    """Read the tokenizer of a fairseq model from this dict.txt (without it, the run has no tokenizer)"""
     tokenizer: Path | None = None
-    """Another tokenizer.json than the model's own."""
+    """Use this tokenizer.json instead of the tokenizer of the model"""
     trained_at: int | None = None
-    """The training length, for a model that does not tell it."""
+    """Set the training length, for models that do not state it"""
 
     def run(self) -> None:
+        """Import the model and write the run folder."""
         from trainshort.interop.import_model import ImportRequest, import_model
 
-        at_least(1, trained_at=self.trained_at)
-        import_model(ImportRequest(self.source, self.dictionary, self.tokenizer, self.trained_at), self.out)
-        print_line(f'{self.out}: try trainshort generate {self.out} "Once upon a time"')
+        check_minimum(1, trained_at=self.trained_at)
+        request = ImportRequest(self.source, self.dictionary, self.tokenizer, self.trained_at)
+        import_model(request, self.out)
+        print_line(f'Imported to {self.out}. Try: trainshort generate {self.out} "Once upon a time"')
 
 
 @dataclass(frozen=True)
 class Export:
-    """Write a run for another program: weights, tokenizer, generation settings, model card; then verify it there.
+    """Export a run to Transformers, llama.cpp or CTranslate2, and verify the export
 
-    hf-mpt and hf-bloom are transformers' own classes; hf is ours (import trainshort.hf) and carries every model. What a
-    target has no word for is rewritten where that is exact, and refused where it is not. The recipe `portable-128`
-    trains a model that hf-mpt, gguf and ctranslate2 take as it is.
+    The targets hf-mpt and hf-bloom are classes of Transformers. The target hf supports every model and requires `import
+    trainshort.hf`. Settings that a target does not support are rewritten if the result is exact. Otherwise the export
+    fails. The recipe `portable-128` trains a model that hf-mpt, gguf and ctranslate2 support without changes.
 
     Examples:
       trainshort export runs/demo-alibi --to gguf --out exported/gguf
@@ -67,30 +69,37 @@ class Export:
     """
 
     run_folder: Annotated[Path, Arg(metavar="RUN", positional=True)]
-    """A run folder, or one of its checkpoints."""
+    """Export this run folder or checkpoint"""
     to: str
-    """hf-mpt, hf-bloom, hf, gguf or ctranslate2."""
+    """Choose the target: hf-mpt, hf-bloom, hf, gguf or ctranslate2"""
     out: Path
-    """The folder to make; refused if it exists."""
+    """Write the export to this folder, which must not exist"""
     dtype: str | None = None
-    """gguf: f32, f16 or q8_0. Default: f32."""
+    """Store the weights of a gguf file as f32, f16 or q8_0 (default: f32)"""
     verify: bool = True
-    """Load the export in its program and compare."""
+    """Load the export in its program and compare the results"""
 
     def run(self) -> int:
+        """Export the run, verify the export and return the exit code."""
         from trainshort.interop.export import export
         from trainshort.interop.export.verify import verify
 
-        for note in export(self.run_folder, self.to, self.out, self.dtype):
+        notes = export(self.run_folder, self.to, self.out, self.dtype)
+        for note in notes:
             print_status(f"{note}.")
         print_line(f"Exported to {self.out}.")
-        return _format_value(verify(self.out)) if self.verify else 0
+        if not self.verify:
+            return 0
+        return print_verification(verify(self.out))
 
 
 @dataclass(frozen=True)
 class Verify:
-    """Load an export in the program it was made for (transformers, llama.cpp, CTranslate2) and compare it with its run:
-    logits at 1, 2 and 8 times the training length, greedy text, tokens. Exits with 1 if something differs.
+    """Compare an export with its run
+
+    The command loads the export in the program that it was made for (Transformers, llama.cpp or CTranslate2). It
+    compares the logits at 1, 2 and 8 times the training length, the text of greedy decoding and the tokens. The exit
+    code is 1 if something differs.
 
     Examples:
       trainshort verify exported/gguf
@@ -98,34 +107,53 @@ class Verify:
     """
 
     folder: Annotated[Path, Arg(positional=True)]
-    """A folder that trainshort export made."""
+    """Verify this folder, which `trainshort export` wrote"""
     run_folder: Path | None = None
-    """The run it was made of, if that has moved."""
+    """Compare with this run folder (default: the folder that was exported)"""
 
     def run(self) -> int:
+        """Verify the export and return the exit code."""
         from trainshort.interop.export.verify import verify
 
-        return _format_value(verify(self.folder, self.run_folder))
+        return print_verification(verify(self.folder, self.run_folder))
 
 
-def _format_value(report: "Verification") -> int:
-    new_console().print(report.table())
-    for problem in report.problems:
-        print_line(f"Differs: {problem}.")
-    if not report.problems:
-        tokens = {True: "tokens of awkward strings equal", None: "it takes token numbers alone"}[report.tokenization]
-        print_line(f"Verified in {report.engine}: logits within their limits, greedy text equal, {tokens}.")
-    return 1 if report.problems else 0
+def print_verification(verification: "Verification") -> int:
+    """Print the result of a verification.
+
+    Args:
+        verification: The comparison of an export with its run.
+
+    Returns:
+        The exit code: 0 if the export equals the run, and 1 if something differs.
+    """
+    new_console().print(verification.table())
+    if verification.problems:
+        for problem in verification.problems:
+            print_line(f"Differs: {problem}.")
+        return 1
+
+    # `tokenization` is None if the program has no tokenizer and only takes token ids.
+    if verification.tokenization is None:
+        token_text = "the program takes token ids only"
+    else:
+        token_text = "the tokens of difficult strings are equal"
+    print_line(
+        f"Verified in {verification.engine}: the logits are within their limits, greedy text is equal, {token_text}."
+    )
+    return 0
 
 
 @dataclass(frozen=True)
 class Doctor:
-    """Examine a Hugging Face model with ALiBi (MPT, BLOOM, Falcon-RW) on a tiny copy of its class, number format and
-    settings: length limit, ignored settings, rounded, doubled or lost biases, packed documents that leak, memory of
-    length times length. Only the settings and the names of the tensors are read, and no code that comes with a model is
-    executed. Exits with 0 when it is healthy, with 1 when something is wrong.
+    """Check a Hugging Face ALiBi model (MPT, BLOOM, Falcon-RW) for known bugs
 
-    trainshort.doctor(model) examines a loaded model, trainshort.patch(model) cures most of it.
+    The command builds a tiny copy of the model with the same class, data type and settings. It checks the length limit,
+    ignored settings, rounded, doubled or missing biases, packed documents that attend to each other, and memory that
+    grows with the square of the length. Only the settings and the names of the tensors are read. Code in the model
+    folder is never executed. The exit code is 0 if no bug was found, and 1 otherwise.
+
+    In Python, trainshort.doctor(model) checks a loaded model, and trainshort.patch(model) fixes most bugs.
 
     Examples:
       trainshort doctor ./mpt-7b
@@ -133,24 +161,26 @@ class Doctor:
     """
 
     model: Annotated[str, Arg(positional=True)]
-    """The folder of a saved model, or its name on the hub."""
+    """Check this model folder or model on the hub"""
     json: bool = False
-    """The findings as JSON."""
+    """Print the findings as JSON"""
 
     def run(self) -> int:
+        """Check the model, print the findings and return the exit code."""
         from trainshort.interop.doctor import doctor
 
-        found = doctor(self.model)
-        print(found.to_json() if self.json else escape_control_characters(str(found)))
-        return 0 if found.ok else 1
+        findings = doctor(self.model)
+        text = findings.to_json() if self.json else escape_control_characters(str(findings))
+        print(text)
+        return 0 if findings.ok else 1
 
 
 @dataclass(frozen=True)
 class Harness:
-    """Run tasks of lm-evaluation-harness on a run, or on any Hugging Face model; results go to RUN/harness.
+    """Run tasks of lm-evaluation-harness on a run or a Hugging Face model, and store the results in RUN/harness
 
-    Most tasks fetch their data from the Hugging Face hub. One of your own is a YAML file in a folder, and its data can
-    be files here (docs/interop.md has one); Python functions that a definition names are executed.
+    Most tasks download their data from the Hugging Face hub. Your own task is a YAML file in a folder, and its data can
+    be local files (see docs/interop.md). Python functions in a task definition are executed.
 
     Examples:
       trainshort harness runs/demo-alibi --tasks lambada_openai arc_easy --limit 200
@@ -159,29 +189,30 @@ class Harness:
     """
 
     target: Annotated[str, Arg(metavar="RUN", positional=True)]
-    """A run folder, one of its checkpoints, a Hugging Face model's folder, or its name on the hub."""
-    tasks: Annotated[tuple[str, ...], Arg(names=True)]
-    """Names of tasks, as lm_eval has them."""
+    """Evaluate this run folder, checkpoint, Hugging Face folder or model on the hub"""
+    tasks: Annotated[tuple[str, ...], Arg(comma_separated=True)]
+    """Run these tasks, by their names in lm_eval"""
     include: Annotated[Path | None, Arg(metavar="FOLDER")] = None
-    """Folder with task definitions of your own."""
+    """Read your own task definitions from this folder"""
     length: int | None = None
-    """Tokens that are read at once. Default: the training length."""
+    """Read this many tokens at once (default: the training length)"""
     limit: int | None = None
-    """Samples of each task. Default: all."""
+    """Use this many samples of each task (default: all)"""
     shots: int | None = None
-    """Examples before each question. Default: as the task says."""
+    """Show this many examples before each question (default: the number of the task)"""
     batch: int = 8
-    """Sequences read at once."""
+    """Read this many sequences at once"""
     out: Path | None = None
-    """Folder for results. Default: the run folder; for Hugging Face models runs/NAME."""
+    """Write the results to this folder (default: the run folder, or runs/NAME for Hugging Face models)"""
 
     def run(self) -> None:
+        """Run the tasks, print a table of the metrics and store the results."""
         from trainshort.utils.io import check_folder_writable
 
-        at_least(1, length=self.length, limit=self.limit, batch=self.batch)
-        at_least(0, shots=self.shots)
+        check_minimum(1, length=self.length, limit=self.limit, batch=self.batch)
+        check_minimum(0, shots=self.shots)
         if self.include is not None and not self.include.is_dir():
-            raise InputError(f"--include is a folder of task definitions (YAML); {self.include} is none.")
+            raise InputError(f"Invalid --include: expected a folder of task definitions (YAML), got {self.include}.")
         if self.out is not None:
             check_folder_writable(self.out)
         # Import torch only after the checks above.
@@ -192,45 +223,58 @@ class Harness:
         from trainshort.utils.machine import pick_device
 
         target = open_target(self.target, device=pick_device(None))
-        target.folder = self.out or target.folder
-        asked = HarnessRequest(self.tasks, self.include, self.length, self.limit, self.shots, self.batch)
-        result = evaluate_tasks(target, asked)
+        if self.out is not None:
+            target.folder = self.out
+        request = HarnessRequest(self.tasks, self.include, self.length, self.limit, self.shots, self.batch)
+        result = evaluate_tasks(target, request)
         path = save(result, target)
+
         table = Table("task", "metric", "value", "standard error", title=escape_for_output(target.name))
-        for task, numbers in result["results"].items():
-            for row in _rows(numbers):
+        for task, metrics in result["results"].items():
+            for row in format_metric_rows(metrics):
                 table.add_row(task, *row)
         new_console().print(table)
         print_line(f"Written: {path}")
 
 
-def _rows(numbers: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Metric, value and standard error; the harness keeps them side by side, as acc,none and acc_stderr,none."""
+def format_metric_rows(metrics: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the metrics of a task as table rows of metric, value and standard error.
+
+    Args:
+        metrics: The results of lm-evaluation-harness for one task. The keys have the form "metric,filter", such as
+            "acc,none" for the value and "acc_stderr,none" for its standard error.
+    """
     rows = []
-    for name, value in numbers.items():
-        metric, _, kind = name.partition(",")
-        if isinstance(value, int | float) and not metric.endswith("_stderr") and kind:
-            error = numbers.get(f"{metric}_stderr,{kind}")
-            rows.append((metric, f"{value:.4g}", f"{error:.2g}" if isinstance(error, float) else ""))
+    for key, value in metrics.items():
+        metric, _, filter_name = key.partition(",")
+        is_number = isinstance(value, int | float)
+        is_standard_error = metric.endswith("_stderr")
+        if not is_number or is_standard_error or not filter_name:
+            continue
+        standard_error = metrics.get(f"{metric}_stderr,{filter_name}")
+        error_text = f"{standard_error:.2g}" if isinstance(standard_error, float) else ""
+        rows.append((metric, f"{value:.4g}", error_text))
     return rows
 
 
-BASE = RunConfig(
+# The default settings of the training after a conversion.
+CONVERSION_DEFAULTS = RunConfig(
     optim=OptimConfig(lr=5e-4, warmup=20),
     train=TrainConfig(steps=200, batch=8, valid_every=50, save_every=50),
 )
-"""Settings of the training that follows the surgery, as far as the command line says nothing."""
-OF_THE_MODEL = ("model", "data.tokenizer", "data.vocab_size", "train.length")
-"""Settings that the model brings."""
+
+# Settings that the converted model determines. They are not options of `trainshort convert`.
+MODEL_SETTINGS = ("model", "data.tokenizer", "data.vocab_size", "train.length")
 
 
 @dataclass(frozen=True)
 class Convert:
-    """Make an ALiBi model of a pretrained one with learned, sinusoidal, rotary or T5 positions.
+    """Convert a pretrained model with learned, sinusoidal, rotary or T5 positions to ALiBi
 
-    Its positions are dropped and ALiBi's slopes set; a short training on a text of yours mends what that broke.
-    Perplexities before, right after and after training, at 1, 2, 4 and 8 times the length, are shown as a table and
-    kept in RUN/conversion with a picture. Takes GPT-2, GPT-NeoX, Llama, Mistral and Qwen2 in safetensors, and runs.
+    The position method is replaced by ALiBi. Then the model is trained on your text for a short time, to recover from
+    the change. The command supports GPT-2, GPT-NeoX, Llama, Mistral and Qwen2 in safetensors, and run folders. It
+    measures the perplexity at 1, 2, 4 and 8 times the training length: before the conversion, right after it and after
+    the training. The results are shown as a table and stored in RUN/conversion with a figure.
 
     Examples:
       trainshort convert ./gpt2 --to alibi --corpus book.txt --out runs/gpt2-alibi
@@ -239,53 +283,70 @@ class Convert:
     """
 
     source: Annotated[str, Arg(metavar="MODEL", positional=True)]
-    """A Hugging Face model's folder, its name on the hub, or a run folder."""
+    """Convert this Hugging Face folder, model on the hub or run folder"""
     to: str
-    """The positions to put in: alibi."""
+    """Choose the new position method: alibi"""
     out: Path
-    """The run folder to make; refused if it exists, unless resumed."""
+    """Write the run to this folder, which must not exist unless --resume is given"""
     length: int | None = None
-    """Tokens in a training sequence. Default: as many as the model was made for."""
+    """Train on sequences of this many tokens (default: the training length of the model)"""
     tokenizer: Path | None = None
-    """Another tokenizer.json than the model's own."""
+    """Use this tokenizer.json instead of the tokenizer of the model"""
     max_tokens: int = 65_536
-    """Measure on the first so many validation tokens."""
+    """Measure perplexity on this many validation tokens"""
     resume: bool = False
-    """Go on with a conversion that was stopped."""
+    """Continue a conversion that was stopped"""
     quiet: bool = False
-    """Show no progress."""
+    """Show no progress"""
     settings: Any = None
-    """Those of the training that were given, by dotted names."""
+    """The training settings that the user gave, by dotted names such as "train.steps"."""
 
     @classmethod
     def parse(cls, words: list[str]) -> "Convert":
-        corpus, *training = options_from_config(BASE, leave=(*WRITTEN, *OF_THE_MODEL))
-        text = replace(corpus, help="Text to train on: corpus name, file, folder or glob.", default=REQUIRED)
-        return read_command(cls, words, [text, *training])
+        """Parse the command line. The settings of the training are options, besides the fields of this class."""
+        corpus_option, *training_options = options_from_config(
+            CONVERSION_DEFAULTS, exclude=(*PROGRAM_SETTINGS, *MODEL_SETTINGS)
+        )
+        required_corpus_option = replace(
+            corpus_option, help="Train on this corpus, file, folder or glob", default=REQUIRED
+        )
+        return read_command(cls, words, [required_corpus_option, *training_options])
 
     def run(self) -> None:
+        """Convert the model, train it, and measure its perplexity at each stage."""
         from trainshort.evaluate.targets import RunTarget
         from trainshort.evaluate.text import open_text
         from trainshort.interop.convert import STAGES, ConversionEvaluator
         from trainshort.train.loop import train
         from trainshort.utils.terminal import StopRequest
 
-        before, config = self._begun()
-        stop = StopRequest(last=True)
-        first = RunTarget(self.out)
-        stages = ConversionEvaluator(self.out, open_text(first, (), "valid", self.max_tokens), config.train.length)
-        for stage, name in (("before", before), ("surgery", str(self.out)), ("trained", str(self.out))):
-            if stage == "trained":
-                train(config, self.out, resume=True, quiet=self.quiet, stop=stop)
-            if not self.quiet:
-                print_status(f"Measuring the model {STAGES[stage]}, at {len(stages.plan.lengths)} lengths.")
-            stages.measure(stage, name, first.bos)
-        written = stages.finish()
-        new_console().print(stages.table())
-        print_line("Written: " + ", ".join(map(str, written)))
+        original_model, config = self._prepare_run_folder()
+        stop_request = StopRequest(last=True)
+        converted = RunTarget(self.out)
+        text = open_text(converted, (), "valid", self.max_tokens)
+        recovery = ConversionEvaluator(self.out, text, config.train.length)
 
-    def _begun(self) -> tuple[str, RunConfig]:
-        """The run folder with the converted model in it: where the model can be read as it was, and the settings."""
+        model_by_stage = {"before": original_model, "surgery": str(self.out), "trained": str(self.out)}
+        for stage, model_path in model_by_stage.items():
+            if stage == "trained":
+                train(config, self.out, resume=True, quiet=self.quiet, stop=stop_request)
+            if not self.quiet:
+                print_status(f"Measuring the model {STAGES[stage]}, at {len(recovery.plan.lengths)} lengths.")
+            recovery.measure(stage, model_path, converted.bos)
+
+        written_paths = recovery.finish()
+        new_console().print(recovery.table())
+        print_line("Written: " + ", ".join(str(path) for path in written_paths))
+
+    def _prepare_run_folder(self) -> tuple[str, RunConfig]:
+        """Write the run folder with the converted model, if the folder does not exist yet.
+
+        Returns:
+            The path or hub name of the model before the conversion, and the settings of the training.
+
+        Raises:
+            InputError: If an option is invalid or the model cannot be converted.
+        """
         from trainshort.data.corpora import find_corpus
         from trainshort.data.tokenizers.base import TOKENIZER_FILE
         from trainshort.interop.convert import (
@@ -298,33 +359,43 @@ class Convert:
         from trainshort.train.run_folder import RunFolder, check_run_path_free
 
         check_target_position(self.to)
-        at_least(1, length=self.length, max_tokens=self.max_tokens)
-        find_corpus(self.settings["data.corpus"])  # a text that is not there is told before anything is read
-        if check_run_path_free(self.out, resume=self.resume) is not None:
+        check_minimum(1, length=self.length, max_tokens=self.max_tokens)
+        find_corpus(self.settings["data.corpus"])  # A missing text is reported before the model is read.
+        stored_config = check_run_path_free(self.out, resume=self.resume)
+        if stored_config is not None:
             check_same_conversion(self.out, self.source)
+
         request = ImportRequest(self.source, tokenizer=self.tokenizer, training_length=self.length)
-        patient = open_conversion_source(request)
-        model, tokenizer = patient.source.weight_map.model, str((self.out / TOKENIZER_FILE).resolve())
+        source = open_conversion_source(request)
+        model = source.source.weight_map.model
         length = self.length or model.training_length
         if length is None:
-            raise InputError(f"{self.source} does not say at which length it was trained. Give --length.")
-        base = BASE.replace(model=model.config, data={"tokenizer": tokenizer}, train={"length": length})
-        config = chosen_config(base, self.settings)
+            raise InputError(f"The training length of {self.source} is unknown. Set it with --length.")
+
+        tokenizer_path = (self.out / TOKENIZER_FILE).resolve()
+        base = CONVERSION_DEFAULTS.replace(
+            model=model.config, data={"tokenizer": str(tokenizer_path)}, train={"length": length}
+        )
+        config = apply_settings(base, self.settings)
         if not RunFolder(self.out).config.exists():
-            convert(patient, request, config, self.out)
-            self._refuse_unfit_text(config)
+            convert(source, request, config, self.out)
+            self._check_training_text(config)
         for note in model.notes:
             print_status(note[0].upper() + note[1:] + ".")
-        return patient.before, config
+        return source.before, config
 
-    def _refuse_unfit_text(self, config: RunConfig) -> None:
-        """Prepare the text with the tokenizer that lies in the run folder by now. One that cannot be trained on is told
-        before anything is measured, and takes the new folder away again."""
+    def _check_training_text(self, config: RunConfig) -> None:
+        """Tokenize the training text with the tokenizer in the new run folder, and check that the text is long enough.
+
+        Raises:
+            InputError: If the text cannot be used. The new run folder is removed.
+        """
         from trainshort.data.batches import BatchStream
         from trainshort.data.preparation import open_or_prepare
 
         try:
             tokens = open_or_prepare(config.data, progress=not self.quiet).split("train")
+            # The constructor raises InputError if the text is shorter than one sequence.
             BatchStream(tokens, length=config.train.length, batch_size=1, seed=0, drop_last=config.data.drop_last)
         except InputError:
             shutil.rmtree(self.out)

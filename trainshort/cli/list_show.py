@@ -1,4 +1,4 @@
-"""`trainshort list` and `trainshort show`: what can be chosen, by name."""
+"""`trainshort list` and `trainshort show`: show what can be chosen by name."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -9,6 +9,7 @@ from trainshort.errors import InputError
 from trainshort.utils.plugins import load_plugins
 from trainshort.utils.registry import Registry, did_you_mean
 
+# Every registry, and the module and variable that define the registry. None of these modules imports torch.
 LISTABLE_REGISTRIES = {
     "positions": "trainshort.config.registries:positions",
     "backends": "trainshort.config.registries:backends",
@@ -24,15 +25,16 @@ LISTABLE_REGISTRIES = {
     "convertible": "trainshort.config.registries:convertible",
     "exports": "trainshort.config.registries:targets",
 }
-"""Every registry, and where the registry is defined. None of these modules imports torch."""
 
+# Modules in the package of a registry that add entries to the registry when they are imported.
 REGISTERING_MODULES = {"claims": ("extrapolation", "speed_and_memory")}
-"""Modules beside a registry that fill it."""
 
 
 @dataclass(frozen=True)
 class List:
-    """Names that can be chosen, each with a line that says what it is. Without a KIND: all kinds, and their names.
+    """List the names that can be chosen, with a description of each name
+
+    Without KIND, the command lists the names of all kinds.
 
     Examples:
       trainshort list
@@ -41,47 +43,56 @@ class List:
     """
 
     kind: Annotated[str, Arg(positional=True)] = ""
-    """positions, backends, corpora, tokenizers, analyses, presets, recipes, experiments, scales, claims, formats (that
-    `import` reads), convertible or exports."""
+    """List positions, backends, corpora, tokenizers, analyses, presets, recipes, experiments, scales, claims, formats
+    (that `import` reads), convertible models or exports"""
 
     def run(self) -> None:
+        """Print the names of one registry with their descriptions, or the names of all registries."""
         kind = self.kind
         if kind and kind not in LISTABLE_REGISTRIES:
-            raise InputError(
-                f"Cannot list '{kind}'.{did_you_mean(kind, LISTABLE_REGISTRIES)} "
-                f"Choose: {', '.join(LISTABLE_REGISTRIES)}."
-            )
+            suggestion = did_you_mean(kind, LISTABLE_REGISTRIES)
+            raise InputError(f"Cannot list '{kind}'.{suggestion} Choose one of: {', '.join(LISTABLE_REGISTRIES)}.")
         load_plugins()
         if not kind:
-            for each in LISTABLE_REGISTRIES:
-                print(f"{each:<12}{', '.join(_registry(each).names())}")
+            for listed_kind in LISTABLE_REGISTRIES:
+                names = load_registry(listed_kind).names()
+                print(f"{listed_kind:<12}{', '.join(names)}")
             return
-        chosen = _registry(kind)
-        names = chosen.names()
-        width = max(map(len, names))
+
+        registry = load_registry(kind)
+        names = registry.names()
+        name_width = max(len(name) for name in names)
         for name in names:
-            print(f"{name:<{width}}  {chosen.describe(name)}")
+            print(f"{name:<{name_width}}  {registry.describe(name)}")
 
 
-def _registry(kind: str) -> Registry:
-    module, _, name = LISTABLE_REGISTRIES[kind].partition(":")
-    for beside in REGISTERING_MODULES.get(kind, ()):
-        import_module(f"{module.rpartition('.')[0]}.{beside}")
-    return getattr(import_module(module), name)
+def load_registry(kind: str) -> Registry:
+    """Import a registry and the modules that add entries to the registry.
+
+    Args:
+        kind: A name in `LISTABLE_REGISTRIES`, such as "positions".
+    """
+    module_name, _, variable_name = LISTABLE_REGISTRIES[kind].partition(":")
+    package_name = module_name.rpartition(".")[0]
+    for registering_module in REGISTERING_MODULES.get(kind, ()):
+        import_module(f"{package_name}.{registering_module}")
+    return getattr(import_module(module_name), variable_name)
 
 
 @dataclass(frozen=True)
 class Show:
-    """A recipe's settings as JSON, the same that its run folder will hold.
+    """Show the settings of a recipe as JSON, as a run folder stores them in config.json
 
     Example:
       trainshort show demo-alibi
     """
 
     recipe: Annotated[str, Arg(positional=True)]
-    """Name of the recipe; `trainshort list recipes` names them."""
+    """Show this recipe; `trainshort list recipes` lists all recipes"""
 
     def run(self) -> None:
+        """Print the settings of the recipe."""
         from trainshort.experiments.recipes import recipes
 
-        print(recipes.get(self.recipe)().model_dump_json(indent=2))
+        make_config = recipes.get(self.recipe)
+        print(make_config().model_dump_json(indent=2))

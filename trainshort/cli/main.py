@@ -1,8 +1,7 @@
-"""`trainshort <command> ...`: finds the command, parses its arguments, turns mistakes into one sentence.
+"""Entry point of the command line: find the command, parse its arguments, run it and report errors.
 
-A command is a dataclass whose fields are its arguments and whose `run()` does the work
-(trainshort.cli.parser).
-Only the chosen command's module is imported, which keeps `--help` quick.
+A command is a dataclass whose fields are its options and whose method `run` does the work. Only the module of the
+chosen command is imported, so that `trainshort --help` is quick.
 """
 
 import importlib
@@ -20,45 +19,54 @@ from trainshort.utils.plugins import load_plugin_arguments
 from trainshort.utils.registry import did_you_mean
 from trainshort.utils.terminal import preserve_signal_handlers, print_status, show_log_messages
 
+# The module in trainshort/cli that defines each command, and the line that `trainshort --help` shows for the command.
+# The class of a command has the name of the command with a capital letter, such as `Evaluate`.
 COMMANDS = {
-    "demo": ("paper", "four position methods past their length, in ten minutes"),
-    "analyze": ("evaluate", "why a model is good as far as it is: context, attention, cost"),
-    "bench": ("bench", "speed and memory against peers, stored and compared"),
-    "convert": ("import_export", "a model with other positions, made an ALiBi model"),
-    "doctor": ("import_export", "what a Hugging Face model with ALiBi gets wrong"),
-    "evaluate": ("evaluate", "how good a model is at each length"),
-    "export": ("import_export", "a run for transformers, llama.cpp or CTranslate2"),
-    "generate": ("generate", "continue a text, at any length"),
-    "harness": ("import_export", "tasks of lm-evaluation-harness on a model"),
-    "import": ("import_export", "a model from elsewhere, as a run folder"),
-    "list": ("list_show", "all that can be chosen by name: positions, backends, recipes and more"),
-    "prepare": ("train", "turn text into tokens on disk"),
-    "report": ("paper", "one page from stored results"),
-    "reproduce": ("paper", "the paper's tables and figures, at a scale"),
-    "show": ("list_show", "a recipe's settings"),
-    "train": ("train", "train a model by a recipe, into a run folder"),
-    "tune": ("bench", "the search behind the laptop's recipe"),
-    "verify": ("import_export", "whether an export computes what its run computes"),
+    "demo": ("paper", "train and compare four position methods in ten minutes"),
+    "analyze": ("evaluate", "analyze context use, attention distance and cost"),
+    "bench": ("bench", "measure speed and memory against other implementations"),
+    "convert": ("import_export", "convert a model to ALiBi"),
+    "doctor": ("import_export", "check a Hugging Face ALiBi model for known bugs"),
+    "evaluate": ("evaluate", "measure perplexity at several lengths"),
+    "export": ("import_export", "export a run to Transformers, llama.cpp or CTranslate2"),
+    "generate": ("generate", "continue a text of any length"),
+    "harness": ("import_export", "run tasks of lm-evaluation-harness on a model"),
+    "import": ("import_export", "import a model as a run folder"),
+    "list": ("list_show", "list position methods, backends, recipes and more"),
+    "prepare": ("train", "tokenize a text and store the tokens"),
+    "report": ("paper", "write the HTML report from stored results"),
+    "reproduce": ("paper", "reproduce the tables and figures of the paper"),
+    "show": ("list_show", "show the settings of a recipe"),
+    "train": ("train", "train a model with the settings of a recipe"),
+    "tune": ("bench", "tune the laptop recipe"),
+    "verify": ("import_export", "compare an export with its run"),
 }
-"""Each with its file in trainshort/cli, where it is the class of that name, and the line `--help` shows for it."""
 
+# Exit code after an error that the user can correct.
 USAGE_ERROR = 2
-INTERRUPTED = 130  # what shells use for Ctrl-C
+
+# Exit code after Ctrl-C, as in shells.
+INTERRUPTED = 130
 
 
 def help_text() -> str:
-    width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items())
+    """Return the text of `trainshort --help`."""
+    name_width = max(len(name) for name in COMMANDS)
+    rows = []
+    for name, (_, summary) in COMMANDS.items():
+        rows.append(f"  {name:<{name_width}}  {summary}")
+    command_table = "\n".join(rows)
     return f"""usage: trainshort COMMAND [options]
 
-Train language models on short sequences, run them on long ones.
+Train language models on short sequences and use them on long sequences
 
 commands:
-{rows}
+{command_table}
 
-  trainshort COMMAND --help    what a command takes, with examples
-  --plugin FILE.py             with any command: position methods and more of your own
-  trainshort --version         {__version__}
+options:
+  COMMAND --help      show the options of a command, with examples
+  --plugin FILE.py    load position methods and more from a Python file (with any command)
+  --version           show the version ({__version__})
 
 examples:
   trainshort demo
@@ -71,8 +79,15 @@ def main(argv: list[str] | None = None) -> None:
 
     The exit code is 0 after success and 2 after an error that the user can correct. Such an error is printed in one
     line. If the environment variable TRAINSHORT_TRACEBACK is set, the traceback is printed instead.
+
+    Args:
+        argv: The command line after the name of the program. The default is the command line of this process. If
+            `argv` is given, the signal handlers of the calling program are restored at the end.
     """
-    exit_with(lambda: _run(sys.argv[1:]) if argv is None else run(argv))
+    if argv is None:
+        exit_with(lambda: _run(sys.argv[1:]))
+    else:
+        exit_with(lambda: run(argv))
 
 
 def exit_with(work: Callable[[], int]) -> NoReturn:
@@ -81,25 +96,28 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
     Args:
         work: Runs the command and returns the exit code.
     """
+    shows_traceback = bool(os.environ.get("TRAINSHORT_TRACEBACK"))
     try:
         with show_log_messages():
             sys.exit(work())
     except InputError as error:
-        if os.environ.get("TRAINSHORT_TRACEBACK"):
+        if shows_traceback:
             raise
-        if usage := getattr(error, "usage", None):
+        usage = getattr(error, "usage", None)
+        if usage:
             print(usage, file=sys.stderr)
         print_status(str(error))
         sys.exit(USAGE_ERROR)
     except KeyboardInterrupt as interrupt:
         sys.exit(getattr(interrupt, "code", INTERRUPTED))
     except BrokenPipeError:
-        # `trainshort ... | head` closes our output early; point stdout elsewhere so the interpreter's flush is quiet.
+        # `trainshort ... | head` closes the pipe early. The interpreter flushes standard output at exit, and the flush
+        # must not fail. Therefore standard output is redirected to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:
         message = _message_for(error)
-        if message is None or os.environ.get("TRAINSHORT_TRACEBACK"):
+        if message is None or shows_traceback:
             raise
         print_status(message)
         sys.exit(USAGE_ERROR)
@@ -108,42 +126,56 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
 def _message_for(error: Exception) -> str | None:
     """Return one line for an error that comes from the system or from a file, and None for every other error."""
     if isinstance(error, OSError):
-        place = f" with {error.filename}" if error.filename else ""
-        return f"Cannot go on{place}: {describe_os_error(error)}."
+        file_text = f" (file {error.filename})" if error.filename else ""
+        return f"The operating system reported an error: {describe_os_error(error)}{file_text}."
     if isinstance(error, RecursionError):
         return "A file or a setting is nested too deeply."
     if isinstance(error, JSONDecodeError):
-        return f"A file is not readable JSON ({error})."
+        return f"A file contains invalid JSON ({error})."
 
     from pydantic import ValidationError  # `trainshort --help` does not need pydantic.
 
     if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        return f"A {error.title} has an invalid value at '{field}': {first['msg']}."
+        first_error = error.errors()[0]
+        field = ".".join(str(part) for part in first_error["loc"])
+        return f"Invalid value of '{field}' in {error.title}: {first_error['msg']}."
     return None
 
 
 def run(argv: list[str]) -> int:
-    """A command, called by a program that goes on afterwards: its signal handlers stay its own."""
+    """Run a command inside a program that goes on afterwards. The signal handlers of the program are restored.
+
+    Args:
+        argv: The command line after the name of the program, such as `["evaluate", "runs/demo-alibi"]`.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        InputError: If the user can correct the error.
+    """
     with preserve_signal_handlers():
         return _run(argv)
 
 
 def _run(argv: list[str]) -> int:
+    """Find the command that the first argument names, run the command and return its exit code."""
     if not argv or argv[0] in ("-h", "--help"):
         print(help_text(), end="")
         return 0
     if argv[0] == "--version":
         print(f"trainshort {__version__}")
         return 0
-    name, rest = argv[0], argv[1:]
+
+    name = argv[0]
     if name.startswith("--plugin"):
-        raise InputError(f"{name} comes after the command: trainshort COMMAND --plugin FILE.py.")
+        raise InputError(f"{name} must follow the command: trainshort COMMAND --plugin FILE.py.")
     if name not in COMMANDS:
         raise InputError(f"Unknown command '{name}'.{did_you_mean(name, COMMANDS)} See trainshort --help.")
-    command = getattr(importlib.import_module(f"trainshort.cli.{COMMANDS[name][0]}"), name.capitalize())
-    return run_command(command, rest)
+    module_name, _ = COMMANDS[name]
+    module = importlib.import_module(f"trainshort.cli.{module_name}")
+    command = getattr(module, name.capitalize())
+    return run_command(command, argv[1:])
 
 
 def run_command(command: type[Any], words: list[str]) -> int:
@@ -160,6 +192,8 @@ def run_command(command: type[Any], words: list[str]) -> int:
 
     words = load_plugin_arguments(words)
     # A command with a method `parse` has options besides the fields of its class.
-    parsed = command.parse(words) if hasattr(command, "parse") else read_command(command, words)
+    has_own_parser = hasattr(command, "parse")
+    parsed_command = command.parse(words) if has_own_parser else read_command(command, words)
     require_package("rich", "The command line", "trainshort[train]")
-    return parsed.run() or 0
+    exit_code = parsed_command.run()
+    return exit_code or 0  # A command without a return value was successful.

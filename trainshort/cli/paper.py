@@ -1,25 +1,31 @@
-"""`trainshort demo`, `reproduce` and `report`: the paper's tables and figures, at a scale one can afford."""
+"""`trainshort demo`, `reproduce` and `report`: reproduce the tables and figures of the paper at a chosen scale."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from trainshort.cli.parser import Arg
-from trainshort.config.position_config import methods as known
+from trainshort.config.position_config import methods as known_methods
 from trainshort.errors import InputError
 from trainshort.utils.io import check_folder_writable, make_folder
 from trainshort.utils.optional import require_package
 from trainshort.utils.registry import did_you_mean
 from trainshort.utils.terminal import new_console, print_line
 
+if TYPE_CHECKING:
+    from trainshort.experiments.experiments import Experiment
+
 LAUNCHERS = ("local", "slurm")
+
+# The largest number of seeds per model.
+MAX_SEEDS = 9
 
 
 @dataclass(frozen=True)
 class Reproduce:
-    """Train and evaluate what the paper's tables and figures need; then write the report.
+    """Train and evaluate the models of the tables and figures of the paper, and write the report
 
-    What is done is kept: the same command goes on after a kill, and computes nothing twice.
+    Finished work is kept. If the command is interrupted, run it again to continue.
 
     Examples:
       trainshort reproduce --only demo
@@ -31,67 +37,88 @@ class Reproduce:
     """
 
     scale: str = "laptop"
-    """laptop (two cores, minutes), gpu (one GPU, hours) or paper (8 to 128 GPUs, days)."""
-    only: Annotated[tuple[str, ...], Arg(names=True)] = ()
-    """Tables and figures by name, such as demo,table5,fig1. Default: all."""
-    methods: Annotated[tuple[str, ...], Arg(names=True)] = ()
-    """Position methods in place of the paper's, such as alibi,mine: in the demo and in tables that compare some."""
+    """Choose the size: laptop (two cores, minutes), gpu (one GPU, hours) or paper (8 to 128 GPUs, days)"""
+    only: Annotated[tuple[str, ...], Arg(comma_separated=True)] = ()
+    """Reproduce only these tables and figures, such as demo,table5,fig1 (default: all)"""
+    methods: Annotated[tuple[str, ...], Arg(comma_separated=True)] = ()
+    """Compare these position methods instead of the methods of the paper, such as alibi,mine"""
     seeds: int = 1
-    """Train every model with so many seeds; the report gives mean and spread."""
+    """Train every model with this many seeds; the report then shows mean and spread"""
     launcher: str = "local"
-    """local: on this machine; slurm: one job per model, through submitit."""
+    """Run on this machine (local), or submit one job per model (slurm)"""
     site: Path | None = None
-    """TOML file of what a Slurm job asks for: partition, account, qos, gpus, cores, memory, minutes, setup, options."""
+    """Read the resources of Slurm jobs from this TOML file: partition, account, qos, gpus, cores, memory, minutes,
+    setup, options"""
     jobs: int | None = None
-    """Models at a time on this machine, each with its share of the cores. Default: one per core, with a GPU one."""
+    """Train this many models at a time on this machine (default: one per core, or one on a GPU)"""
     plan: bool = False
-    """Only say what it would take: commands, GPUs, memory, tokens, hours."""
+    """Show only the required commands, GPUs, memory, tokens and hours"""
     out: Path | None = None
-    """Folder of the runs. Default: runs/<scale>."""
+    """Write the runs to this folder (default: runs/<scale>)"""
     report: Path | None = None
-    """Folder of the report. Default: report/<scale>."""
+    """Write the report to this folder (default: report/<scale>)"""
 
     def run(self) -> None:
-        from trainshort.experiments.experiments import select_experiments, select_methods
+        """Train and evaluate all models, and write the report. With `--plan`, only print the required resources."""
         from trainshort.experiments.reproduce.slurm import make_executor, read_slurm_config
         from trainshort.experiments.scales import scales
 
         scale = scales.get(self.scale)
-        chosen = select_experiments(self.only)
-        for name in self.methods:
-            known.get(name)
-        if self.methods:
-            chosen = select_methods(chosen, list(self.methods), named=bool(self.only))
-        if self.launcher not in LAUNCHERS:
-            hint = did_you_mean(self.launcher, LAUNCHERS)
-            raise InputError(f"Unknown launcher '{self.launcher}'.{hint} Known: {', '.join(LAUNCHERS)}.")
-        if self.site is not None and self.launcher == "local":
-            raise InputError("--site says what a Slurm job asks for; give --launcher slurm with it.")
+        experiments = self._choose_experiments()
+        self._check_options()
         site = read_slurm_config(self.site, scale.gpus) if self.launcher == "slurm" else None
-        if not 1 <= self.seeds <= 9:
-            raise InputError(f"--seeds is a number from 1 to 9, got {self.seeds}.")
-        if self.jobs is not None and (self.jobs < 1 or self.launcher != "local"):
-            raise InputError("--jobs is the number of models at a time on this machine: at least 1, and not for slurm.")
-        root, page = self.out or Path("runs") / scale.name, self.report or Path("report") / scale.name
+        runs_folder = self.out or Path("runs") / scale.name
+        report_folder = self.report or Path("report") / scale.name
+
         if self.plan:
             from trainshort.experiments.reproduce.plan import format_plan, make_plan
 
-            print_line(format_plan(make_plan(chosen, scale, root, self.seeds), scale))
+            plan = make_plan(experiments, scale, runs_folder, self.seeds)
+            print_line(format_plan(plan, scale))
             return
+
         # Training takes minutes to days, so missing packages are reported before the training starts.
         require_report_packages()
         from trainshort.experiments.reproduce.jobs import plan_jobs, reproduce
 
-        assignment = plan_jobs(chosen, scale, range(1, self.seeds + 1))
+        seeds = range(1, self.seeds + 1)
+        job_plan = plan_jobs(experiments, scale, seeds)
         if scale.name == "paper" and site is None:
-            raise InputError("The paper's scale does not run on one machine. See --plan for the commands to start.")
+            raise InputError("The scale 'paper' needs several machines. See --plan for the commands to start.")
         if site is not None:
-            make_executor(root, site)  # that there is none is told before a folder is made
-        check_folder_writable(root)  # both, before either is made
-        make_folder(page, hint="Choose another --report.")
-        make_folder(root)
-        reproduce(assignment, root, jobs=self.jobs, site=site, console=new_console())
-        finish(root, page)
+            make_executor(runs_folder, site)  # A missing Slurm is reported before a folder is created.
+        # Both folders are checked before one of them is created.
+        check_folder_writable(runs_folder)
+        make_folder(report_folder, hint="Choose another --report.")
+        make_folder(runs_folder)
+        reproduce(job_plan, runs_folder, jobs=self.jobs, site=site, console=new_console())
+        write_and_summarize_report(runs_folder, report_folder)
+
+    def _choose_experiments(self) -> "list[Experiment]":
+        """Return the experiments that `--only` names, with the position methods that `--methods` names."""
+        from trainshort.experiments.experiments import select_experiments, select_methods
+
+        experiments = select_experiments(self.only)
+        for name in self.methods:
+            known_methods.get(name)  # Raises InputError if the method is unknown.
+        if self.methods:
+            experiments = select_methods(experiments, list(self.methods), named=bool(self.only))
+        return experiments
+
+    def _check_options(self) -> None:
+        """Raise `InputError` for options with invalid values and for options that cannot be combined."""
+        if self.launcher not in LAUNCHERS:
+            suggestion = did_you_mean(self.launcher, LAUNCHERS)
+            raise InputError(f"Unknown launcher '{self.launcher}'.{suggestion} Known: {', '.join(LAUNCHERS)}.")
+        if self.site is not None and self.launcher == "local":
+            raise InputError("--site requires --launcher slurm.")
+        if not 1 <= self.seeds <= MAX_SEEDS:
+            raise InputError(f"--seeds must be from 1 to {MAX_SEEDS}, got {self.seeds}.")
+        if self.jobs is not None:
+            if self.launcher != "local":
+                raise InputError("--jobs requires --launcher local.")
+            if self.jobs < 1:
+                raise InputError(f"--jobs must be at least 1, got {self.jobs}.")
 
 
 def require_report_packages() -> None:
@@ -104,25 +131,32 @@ def require_report_packages() -> None:
         require_package(package, "Writing a report", "trainshort[report]")
 
 
-def finish(root: Path, out: Path) -> None:
-    """The report, the table of the headline, and where to look."""
+def write_and_summarize_report(runs_folder: Path, report_folder: Path) -> None:
+    """Write the report, and print its main table and its path.
+
+    Args:
+        runs_folder: The folder that contains the run folders.
+        report_folder: The folder for the report.
+    """
     from trainshort.experiments.claims.collection import collect
     from trainshort.report.write import headline_table, write_report
 
-    collection = collect([root])
-    page = write_report(collection, out)
-    if table := headline_table(collection):
+    collection = collect([runs_folder])
+    report_path = write_report(collection, report_folder)
+    table = headline_table(collection)
+    if table:
         print_line("Perplexity by position method:")
         new_console().print(table)
-    print_line(f"Report: {page}")
+    print_line(f"Report: {report_path}")
 
 
 @dataclass(frozen=True)
 class Demo:
-    """Train four position methods at 128 tokens, evaluate them at up to 2,048, and one at 768; then write the report.
+    """Train and compare four position methods in ten minutes, and write the report
 
-    The same as `trainshort reproduce --scale laptop --only demo`: about ten minutes on two cores the first time,
-    seconds after that. Stopped in the middle, the same command goes on.
+    The models are trained at 128 tokens and evaluated at up to 2,048 tokens. One more model is trained at 768 tokens.
+    The command is equivalent to `trainshort reproduce --scale laptop --only demo`. If it is interrupted, run it again
+    to continue.
 
     Examples:
       trainshort demo
@@ -130,20 +164,21 @@ class Demo:
       trainshort demo --out /tmp/runs --report /tmp/report
     """
 
-    methods: Annotated[tuple[str, ...], Arg(names=True)] = ()
-    """Position methods in place of the paper's four, such as alibi,none or your own."""
+    methods: Annotated[tuple[str, ...], Arg(comma_separated=True)] = ()
+    """Compare these position methods instead of the four of the paper, such as alibi,none"""
     out: Path | None = None
-    """Folder of the runs. Default: runs/laptop."""
+    """Write the runs to this folder (default: runs/laptop)"""
     report: Path | None = None
-    """Folder of the report. Default: report/laptop."""
+    """Write the report to this folder (default: report/laptop)"""
 
     def run(self) -> None:
+        """Run the command `reproduce` with the experiment "demo"."""
         Reproduce(only=("demo",), methods=self.methods, out=self.out, report=self.report).run()
 
 
 @dataclass(frozen=True)
 class Report:
-    """Write index.html, report.md and the figures from run folders. Nothing is computed; only JSON is read.
+    """Write index.html, report.md and the figures from stored results
 
     Examples:
       trainshort report runs/laptop
@@ -151,13 +186,16 @@ class Report:
     """
 
     runs: Annotated[tuple[Path, ...], Arg(metavar="RUN", positional=True)]
-    """Run folders, or folders that hold some."""
+    """Read the results of these run folders, or of all run folders inside these folders"""
     out: Path = Path("report")
-    """Folder to write."""
+    """Write the report to this folder"""
 
     def run(self) -> None:
+        """Write the report and print its path."""
         require_report_packages()
         from trainshort.experiments.claims.collection import collect
         from trainshort.report.write import write_report
 
-        print_line(f"Report: {write_report(collect(self.runs), self.out)}")
+        collection = collect(self.runs)
+        report_path = write_report(collection, self.out)
+        print_line(f"Report: {report_path}")

@@ -34,7 +34,7 @@ from trainshort.interop.formats.read_config import read_float, read_section, rop
 from trainshort.model.transformer import TransformerLM
 from trainshort.train import checkpoint_files
 from trainshort.train.checkpoint import UNSHARDED_FILE, load_model
-from trainshort.train.checkpoint_files import STATE, TrainState
+from trainshort.train.checkpoint_files import STATE_FILE, TrainState
 from trainshort.train.run_folder import RunFolder
 from trainshort.utils.io import atomic_folder, read_json_object, sha256, write_atomic
 from trainshort.utils.optional import has_package, require_package
@@ -382,13 +382,13 @@ def download_snapshot(name: str, patterns: tuple[str, ...] = DOWNLOAD_PATTERNS) 
 
 def _write_checkpoint(run_folder: Path, config: RunConfig, weight_map: WeightMap) -> None:
     """Write the imported weights as the checkpoint of step 0, without optimizer state."""
-    folder = run_folder / "checkpoints" / checkpoint_files.name(0)
+    folder = run_folder / "checkpoints" / checkpoint_files.checkpoint_name(0)
     (folder / "model").mkdir(parents=True)
     save_config(config, folder / "config.json")
     state = TrainState(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
-    write_atomic(folder / STATE, state.model_dump_json(indent=2) + "\n")
+    write_atomic(folder / STATE_FILE, state.model_dump_json(indent=2) + "\n")
     safetensors_io.write(folder / "model" / UNSHARDED_FILE, weight_map.shapes, weight_map.tensor)
-    digests = {name: checkpoint_files.digest_of(folder / name) for name in checkpoint_files.files_of(folder)}
+    digests = {name: checkpoint_files.compute_digest(folder / name) for name in checkpoint_files.list_files(folder)}
     checkpoint_files.write_manifest(folder, digests)
 
 

@@ -1,11 +1,13 @@
-"""Which checkpoints a run has, which of them are whole, which to keep. No torch, and no file inside is ever changed.
+"""List, verify, finalize and delete the checkpoint folders of a run, without reading tensors.
 
-checkpoints/
-  step-000000200/            whole, or damaged since; never half written
-  step-000000400/
-  .partial-step-000000600/   a save that was cut off, or is going on
-  .removed-step-000000100/   a removal that was cut off
-  step-000000500.damaged/    set aside when the run was resumed from an earlier one
+    checkpoints/
+      step-000000200/            a complete checkpoint
+      step-000000400/
+      .partial-step-000000600/   a checkpoint that is being saved, or whose save was interrupted
+      .removed-step-000000100/   a checkpoint whose removal was interrupted
+      step-000000500.damaged/    a damaged checkpoint that was moved aside when the run was resumed
+
+A checkpoint folder is created under another name and renamed when it is complete. Files in a checkpoint never change.
 """
 
 import hashlib
@@ -25,140 +27,227 @@ from trainshort.utils import io
 
 log = logging.getLogger(__name__)
 
-STATE = "state.json"
+STATE_FILE = "state.json"
 
-Say = Callable[[str], None]
+# A function that is called with one line of text for each damaged checkpoint, such as `log.warning`.
+ReportFunction = Callable[[str], None]
 
 
 class TrainState(StrictConfig):
-    """Where a run stands, beside its tensors. Data order, dropout and learning rate all follow from `step`."""
+    """The progress of a training run, without tensors.
+
+    The order of the data, the dropout masks and the learning rate depend only on `step`, so they are not stored.
+    """
 
     step: int
-    """Steps done."""
+    """Number of training steps that were done."""
     tokens: int
-    """Targets trained on."""
+    """Number of target tokens that the model was trained on."""
     seconds: float
-    """Time spent training, over all sessions."""
+    """Time of training, over all sessions."""
     window_nll: float
-    """Sum of losses since the last line in metrics.jsonl."""
+    """Sum of the losses since the last line in metrics.jsonl."""
     window_count: int
-    """Targets in that sum."""
+    """Number of targets in `window_nll`."""
     valid_nll: float | None = None
-    """Sum of validation losses, if this step was validated."""
+    """Sum of the validation losses, or None if there was no validation at this step."""
     valid_count: int | None = None
-    """Targets in that sum."""
+    """Number of targets in `valid_nll`."""
     best_loss: float | None = None
     """Lowest mean validation loss so far."""
     stale: int = 0
-    """Validations since then."""
+    """Number of validations since the lowest loss."""
     metrics: str | None = None
-    """Checksum of the last line in metrics.jsonl, by which lines missing there are noticed."""
+    """Checksum of the last line in metrics.jsonl. It reveals lines that are missing later."""
 
     @property
     def valid_loss(self) -> float | None:
-        return self.valid_nll / self.valid_count if self.valid_nll is not None and self.valid_count else None
+        """Return the mean validation loss, or None if there was no validation at this step."""
+        if self.valid_nll is None or not self.valid_count:
+            return None
+        return self.valid_nll / self.valid_count
 
 
-def name(step: int) -> str:
+def checkpoint_name(step: int) -> str:
+    """Return the folder name of a checkpoint, such as "step-000000200"."""
     return f"step-{step:09d}"
 
 
 def partial_path(folder: Path) -> Path:
-    """Where a checkpoint is written before it gets its name."""
+    """Return the path to which a checkpoint is written before it is complete.
+
+    Args:
+        folder: The final path of the checkpoint.
+    """
     return folder.with_name(f".partial-{folder.name}")
 
 
 def read_state(folder: Path) -> TrainState:
-    """A checkpoint's state.json, its bytes verified; not its tensors."""
-    if problem := find_corruption(folder, only=STATE):
+    """Read and verify state.json of a checkpoint. The other files are not verified.
+
+    Args:
+        folder: The checkpoint folder.
+
+    Raises:
+        InputError: If the file is damaged, or was written by another version of trainshort.
+    """
+    problem = find_corruption(folder, only=STATE_FILE)
+    if problem is not None:
         raise InputError(f"{folder} is damaged: {problem}.")
     try:
-        return TrainState.parse(io.read_json_object(folder / STATE))
+        return TrainState.parse(io.read_json_object(folder / STATE_FILE))
     except InputError:
-        raise InputError(f"{folder} was written by another version of trainshort; use that one to read it.") from None
+        raise InputError(
+            f"{folder} was written by another version of trainshort. Use that version to read it."
+        ) from None
 
 
-def latest(run: Path, say: Say = log.warning) -> Path | None:
-    """The last checkpoint that is whole; damaged ones after it are named. None when there is no whole one."""
-    return _first_valid(reversed(list_checkpoints(run)), say)
+# ---- choose a checkpoint of a run
 
 
-def best(run: Path, say: Say = log.warning) -> Path | None:
-    """The whole checkpoint with the lowest validation loss, or the last one if none was validated."""
-    told: list[str] = []
-    losses = _losses(run, told.append)
-    found = _first_valid(sorted(losses, key=losses.__getitem__), told.append) or latest(run, told.append)
-    for line in dict.fromkeys(told):  # each once
-        say(line)
-    return found
+def latest_checkpoint(run: Path, report: ReportFunction = log.warning) -> Path | None:
+    """Return the last valid checkpoint of a run, or None if no checkpoint is valid.
+
+    Args:
+        run: The run folder.
+        report: Called with a message for each damaged checkpoint that is skipped.
+    """
+    return _first_valid(reversed(list_checkpoints(run)), report)
 
 
-def _losses(run: Path, say: Say) -> dict[Path, float]:
-    """Validation losses of the checkpoints that have one."""
+def best_checkpoint(run: Path, report: ReportFunction = log.warning) -> Path | None:
+    """Return the valid checkpoint with the lowest validation loss, or None if no checkpoint is valid.
+
+    If no valid checkpoint has a validation loss, the last valid checkpoint is returned.
+
+    Args:
+        run: The run folder.
+        report: Called with a message for each damaged checkpoint that is skipped.
+    """
+    messages: list[str] = []
+    losses = _read_validation_losses(run, messages.append)
+    folders_by_loss = sorted(losses, key=lambda folder: losses[folder])
+    best_folder = _first_valid(folders_by_loss, messages.append)
+    if best_folder is None:
+        best_folder = latest_checkpoint(run, messages.append)
+    for message in dict.fromkeys(messages):  # Report each message once.
+        report(message)
+    return best_folder
+
+
+def _read_validation_losses(run: Path, report: ReportFunction) -> dict[Path, float]:
+    """Return the mean validation loss by checkpoint folder. Checkpoints without a validation loss are left out.
+
+    Args:
+        run: The run folder.
+        report: Called with a message for each checkpoint whose state.json is damaged.
+    """
     losses = {}
     for folder in list_checkpoints(run):
         try:
             loss = read_state(folder).valid_loss
         except InputError as error:
-            say(f"{error} It is passed over.")
+            report(f"{error} The checkpoint is skipped.")
             continue
         if loss is not None:
             losses[folder] = loss
     return losses
 
 
-def _first_valid(folders: Iterable[Path], say: Say) -> Path | None:
-    for passed_over, folder in enumerate(folders):
+def _first_valid(folders: Iterable[Path], report: ReportFunction) -> Path | None:
+    """Return the first checkpoint that is not damaged, or None if all checkpoints are damaged.
+
+    Args:
+        folders: Checkpoint folders in the order of preference.
+        report: Called with a message for each damaged checkpoint, and with the checkpoint that is used instead.
+    """
+    has_skipped = False
+    for folder in folders:
         problem = find_corruption(folder)
         if problem is None:
-            if passed_over:
-                say(f"Using {folder} instead.")
+            if has_skipped:
+                report(f"Using {folder} instead.")
             return folder
-        say(f"{folder} is damaged: {problem}. It is passed over.")
+        report(f"{folder} is damaged: {problem}. The checkpoint is skipped.")
+        has_skipped = True
     return None
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that `path` means: itself, or of a run the best; anything else there is told in words."""
+    """Return the checkpoint folder that a path stands for.
+
+    Args:
+        path: A checkpoint folder, or a run folder. A run folder stands for its best checkpoint.
+
+    Returns:
+        The checkpoint folder.
+
+    Raises:
+        InputError: If there is no valid checkpoint at the path.
+    """
     if path.is_file():
         raise InputError(
-            f"{path} is a file, and a checkpoint is a folder of safetensors and JSON. Pickled files (.pt, .bin, .ckpt) "
-            "are never opened, because reading one can execute code."
+            f"Expected a folder at {path}, found a file. A checkpoint is a folder of safetensors and JSON files. "
+            "Pickled files (.pt, .bin, .ckpt) are never opened, because reading a pickle can execute code."
         )
-    if (path / MANIFEST).exists():
+    is_checkpoint_folder = (path / MANIFEST_FILE).exists()
+    if is_checkpoint_folder:
         return path
     if is_hugging_face(path):
-        bring = f"trainshort import {path} --out runs/{path.resolve().name}"
-        raise InputError(f"{path} is a Hugging Face model. Bring it in first: {bring}.")
-    found = list_checkpoints(path)
-    if not found and not RunFolder(path).config.exists():
-        raise InputError(f"There is no run at '{path}'. Give a run folder, or one of the folders in its checkpoints/.")
-    if not found:
-        load_config(RunFolder(path).config)  # what is no run's says so itself
-        raise InputError(f"{path} has no checkpoint yet. Train it first, or resume it.")
-    return find_valid_checkpoint(path, best)
+        import_command = f"trainshort import {path} --out runs/{path.resolve().name}"
+        raise InputError(f"{path} is a Hugging Face model. Import the model first with `{import_command}`.")
+
+    has_config = RunFolder(path).config.exists()
+    has_checkpoints = bool(list_checkpoints(path))
+    if not has_config and not has_checkpoints:
+        raise InputError(f"There is no run at '{path}'. Give a run folder, or a folder inside its checkpoints folder.")
+    if not has_checkpoints:
+        load_config(RunFolder(path).config)  # Raises InputError if the file is not the config of a run.
+        raise InputError(f"{path} has no checkpoint yet. Train the run first, or resume it.")
+    return find_valid_checkpoint(path, best_checkpoint)
 
 
 def find_valid_checkpoint(
-    run: Path, choose: Callable[[Path, Say], Path | None], *, otherwise: str = "", say: Say = log.warning
+    run: Path,
+    choose: Callable[[Path, ReportFunction], Path | None],
+    *,
+    alternative: str = "",
+    report: ReportFunction = log.warning,
 ) -> Path:
-    """The checkpoint that `choose` (best, latest) takes of a run that has some. What it passed over is told when one
-    is left; when none is, that is one sentence."""
-    told: list[str] = []
-    folder = choose(run, told.append)
+    """Choose a checkpoint of a run that has at least one checkpoint.
+
+    Args:
+        run: The run folder.
+        choose: How to choose the checkpoint: `best_checkpoint` or `latest_checkpoint`.
+        alternative: What the user can do besides restoring a checkpoint, for the error message.
+        report: Called with a message for each damaged checkpoint that is skipped.
+
+    Returns:
+        The checkpoint folder.
+
+    Raises:
+        InputError: If all checkpoints are damaged.
+    """
+    messages: list[str] = []
+    folder = choose(run, messages.append)
     if folder is None:
-        there = list_checkpoints(run)
+        checkpoints = list_checkpoints(run)
+        last_checkpoint = checkpoints[-1]
+        problem = find_corruption(last_checkpoint)
         raise InputError(
-            f"None of the {len(there)} checkpoints in {run} is whole ({there[-1].name}: {find_corruption(there[-1])}). "
-            f"Restore one from a copy{otherwise}."
+            f"None of the {len(checkpoints)} checkpoints in {run} is valid ({last_checkpoint.name}: {problem}). "
+            f"Restore a checkpoint from a copy{alternative}."
         )
-    for line in told:
-        say(line)
+    for message in messages:
+        report(message)
     return folder
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Whether a folder holds a saved transformers model: its config names a model_type, ours never does."""
+    """Return whether a folder holds a model that was saved by Hugging Face Transformers.
+
+    The config.json of such a model contains the key "model_type". The config.json of a run folder does not.
+    """
     try:
         return b'"model_type"' in io.read_bytes(RunFolder(folder).config)
     except InputError:
@@ -173,36 +262,60 @@ def extrapolation_summary(run: Path) -> str | None:
         return None
 
 
+# ---- finalize and remove checkpoints
+
+
 def finalize_checkpoint(folder: Path, digests: "Digests") -> None:
-    """Write the manifest of a fully written checkpoint, then give it its name: until this rename it does not exist,
-    after it it is complete."""
-    write_manifest(partial_path(folder), digests)
+    """Write the manifest of a completely written checkpoint, and rename the partial folder to its final name.
+
+    Before the rename, the checkpoint does not exist. After the rename, the checkpoint is complete.
+
+    Args:
+        folder: The final path of the checkpoint.
+        digests: The size and the SHA-256 of each file.
+
+    Raises:
+        InputError: If the checkpoint exists already.
+    """
+    partial = partial_path(folder)
+    write_manifest(partial, digests)
     if folder.exists():
-        raise InputError(f"{folder} already exists, and checkpoints are never overwritten.")
-    for inside in (path for path in partial_path(folder).rglob("*") if path.is_dir()):
-        io.fsync(inside)
-    io.fsync(partial_path(folder))
-    partial_path(folder).rename(folder)
+        raise InputError(f"{folder} already exists. Checkpoints are never overwritten.")
+    # The entries of all folders must be on the disk before the rename.
+    for path in partial.rglob("*"):
+        if path.is_dir():
+            io.fsync(path)
+    io.fsync(partial)
+    partial.rename(folder)
     io.fsync(folder.parent)
 
 
 def delete_old_checkpoints(run: Path, keep: int) -> None:
-    """Remove all but the best and the last `keep`."""
-    folders = list_checkpoints(run)
-    kept = set(folders[-keep:])
-    if losses := _losses(run, log.warning):
-        kept.add(min(losses, key=losses.__getitem__))
-    for folder in set(folders) - kept:
-        # Renamed first: a kill while files are removed must not leave something that looks like a checkpoint.
-        removed = folder.with_name(f".removed-{folder.name}")
+    """Delete all checkpoints of a run except the best checkpoint and the last checkpoints.
+
+    Args:
+        run: The run folder.
+        keep: How many of the last checkpoints to keep.
+    """
+    checkpoints = list_checkpoints(run)
+    checkpoints_to_keep = set(checkpoints[-keep:])
+    losses = _read_validation_losses(run, log.warning)
+    if losses:
+        best_folder = min(losses, key=lambda folder: losses[folder])
+        checkpoints_to_keep.add(best_folder)
+    for folder in set(checkpoints) - checkpoints_to_keep:
+        # The folder is renamed first. If the process is killed during the removal, the rest of the folder does not look
+        # like a checkpoint.
+        renamed_folder = folder.with_name(f".removed-{folder.name}")
         try:
-            folder.rename(removed)
-            _remove(removed)
+            folder.rename(renamed_folder)
+            _remove(renamed_folder)
         except OSError as error:
-            log.warning(f"The old checkpoint {folder} could not be removed: {io.describe_os_error(error)}.")
+            log.warning(f"Cannot remove the old checkpoint {folder}: {io.describe_os_error(error)}.")
 
 
 def _remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with its content."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -210,105 +323,159 @@ def _remove(path: Path) -> None:
 
 
 def remove_partial_checkpoints(run: Path) -> None:
-    """Clear what a kill left behind: saves and removals that were cut off. Only for the process that holds the run."""
+    """Remove what interrupted saves and removals left behind. The caller must hold the lock of the run.
+
+    Args:
+        run: The run folder.
+    """
     for path in RunFolder(run).checkpoints.iterdir():
         if path.name.startswith((".partial-", ".removed-")):
-            with io.translate_os_errors("remove", path, "Remove it, then go on by --resume."):
+            with io.translate_os_errors("remove", path, "Remove it, then continue with --resume."):
                 _remove(path)
 
 
 def quarantine_checkpoints(run: Path, after: Path) -> None:
-    """Move checkpoints later than `after`, which are damaged, out of the way of the ones that will replace them."""
+    """Rename the damaged checkpoints after a valid checkpoint, so that the run can save new checkpoints there.
+
+    Args:
+        run: The run folder.
+        after: The last valid checkpoint. All checkpoints with later steps are renamed to "step-000000500.damaged", or
+            to "step-000000500.damaged-1" if that name is taken.
+    """
     for folder in list_checkpoints(run):
-        if folder.name > after.name:
-            number = sum(path.name.startswith(folder.name + ".damaged") for path in folder.parent.iterdir())
-            aside = folder.with_name(folder.name + ".damaged" + (f"-{number}" if number else ""))
-            os.rename(folder, aside)
-            log.warning(f"The damaged {folder.name} is kept as {aside}.")
+        if folder.name <= after.name:
+            continue
+        damaged_name = f"{folder.name}.damaged"
+        earlier_names = [path.name for path in folder.parent.iterdir() if path.name.startswith(damaged_name)]
+        if earlier_names:
+            damaged_name += f"-{len(earlier_names)}"
+        new_path = folder.with_name(damaged_name)
+        os.rename(folder, new_path)
+        log.warning(f"The damaged checkpoint {folder.name} was renamed to {new_path}.")
 
 
-# ---- the manifest: a checkpoint's files with their sha256; it is valid when every byte is the one written
+# ---- the manifest of a checkpoint: the size and the SHA-256 of each file
 #
-# The manifest is written last, in exactly one form, with a digest of itself, so that a change to any byte of any file,
-# the manifest's own included, is noticed before a weight is used.
+# The manifest is written last and contains a digest of itself. The manifest text for given digests is unique. Therefore
+# a change of any byte in the checkpoint, also in the manifest, is found before a tensor is read.
 
-MANIFEST = "manifest.json"
+MANIFEST_FILE = "manifest.json"
 
+# Only these files are ever read from a checkpoint. They cannot execute code.
 ALLOWED_SUFFIXES = (".safetensors", ".json")
-"""What a checkpoint may hold, and all that is ever read from one; neither can execute code."""
 
+# For each file name inside the checkpoint: {"bytes": size, "sha256": hash}.
 Digests = dict[str, dict[str, Any]]
-"""File name inside the checkpoint to {"bytes": ..., "sha256": ...}."""
 
 
-def files_of(folder: Path) -> list[str]:
-    """Names of all files inside, in a fixed order, without the manifest."""
-    inside = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
-    return sorted(name for name in inside if name != MANIFEST)
+def list_files(folder: Path) -> list[str]:
+    """Return the sorted paths of all files inside a checkpoint folder, except the manifest.
+
+    The paths are relative to the folder, such as "model/whole.safetensors".
+    """
+    names = []
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_dir() and name != MANIFEST_FILE:
+            names.append(name)
+    return sorted(names)
 
 
-def digest_of(path: Path) -> dict[str, Any]:
+def compute_digest(path: Path) -> dict[str, Any]:
+    """Return the size and the SHA-256 of a file, as the manifest stores them."""
     return {"bytes": path.stat().st_size, "sha256": io.sha256(path, hint="")}
 
 
 def write_manifest(folder: Path, digests: Digests) -> None:
-    io.write_atomic(folder / MANIFEST, _manifest_text(digests))
+    """Write the manifest of a checkpoint.
+
+    Args:
+        folder: The checkpoint folder, or the partial folder of a checkpoint.
+        digests: The size and the SHA-256 of each file.
+    """
+    io.write_atomic(folder / MANIFEST_FILE, _format_manifest(digests))
 
 
-def _manifest_text(digests: Digests) -> str:
-    """The one form a manifest can have."""
-    listed = json.dumps(digests, sort_keys=True)
-    own = hashlib.sha256(listed.encode()).hexdigest()
-    return json.dumps({"files": digests, "sha256": own}, sort_keys=True, indent=1) + "\n"
+def _format_manifest(digests: Digests) -> str:
+    """Return the text of the manifest. The text also contains a SHA-256 of the digests."""
+    digests_json = json.dumps(digests, sort_keys=True)
+    manifest_sha256 = hashlib.sha256(digests_json.encode()).hexdigest()
+    return json.dumps({"files": digests, "sha256": manifest_sha256}, sort_keys=True, indent=1) + "\n"
 
 
 def find_corruption(folder: Path, only: str | None = None) -> str | None:
-    """What is wrong with a checkpoint, in words; None when nothing is. `only` checks one file (and the manifest)."""
+    """Compare the files of a checkpoint with its manifest.
+
+    Args:
+        folder: The checkpoint folder.
+        only: The only file to verify besides the manifest. The default is to verify all files.
+
+    Returns:
+        The first problem as a part of a sentence, such as "state.json is missing". None if there is no problem.
+    """
     if not folder.is_dir():
         return "it is a file, and a checkpoint is a folder"
     try:
-        return _damage(folder, only)
-    except InputError as error:  # of a file that cannot be opened
+        return _compare_with_manifest(folder, only)
+    except InputError as error:
+        # The message becomes a part of another sentence.
         message = str(error).removesuffix(".")
         return message[0].lower() + message[1:]
     except OSError as error:
-        return f"{error.filename or folder} cannot be read ({io.describe_os_error(error)})"
+        return f"cannot read {error.filename or folder}: {io.describe_os_error(error)}"
 
 
-def _damage(folder: Path, only: str | None) -> str | None:
+def _compare_with_manifest(folder: Path, only: str | None) -> str | None:
+    """Return the first difference between a checkpoint and its manifest, or None. See `find_corruption`.
+
+    Raises:
+        InputError: If the manifest is missing or invalid, or if a file cannot be read.
+        OSError: If the operating system reports an error.
+    """
     digests = _read_manifest(folder)
-    there = files_of(folder)
-    for name in there:
+    names = list_files(folder)
+    for name in names:
         if not name.endswith(ALLOWED_SUFFIXES):
-            return f"{name} is neither safetensors nor JSON, and nothing else is ever opened"
+            return f"{name} is neither a safetensors nor a JSON file, and other files are never opened"
         if name not in digests:
             return f"{name} is not in the manifest"
-    for name, expected in digests.items():
-        if only not in (None, name):
+
+    for name, expected_digest in digests.items():
+        is_selected = only is None or name == only
+        if not is_selected:
             continue
-        if name not in there:
+        if name not in names:
             return f"{name} is missing"
-        found = digest_of(folder / name)
-        if found["bytes"] != expected["bytes"]:
-            return f"{name} has {found['bytes']} bytes instead of {expected['bytes']}"
-        if found != expected:
-            return f"{name} has another sha256 than when it was written"
+        digest = compute_digest(folder / name)
+        if digest["bytes"] != expected_digest["bytes"]:
+            return f"{name} has {digest['bytes']} bytes instead of {expected_digest['bytes']}"
+        if digest != expected_digest:
+            return f"the checksum of {name} does not match, so the file was modified after it was written"
     return None
 
 
 def _read_manifest(folder: Path) -> Digests:
-    """The manifest's content; one that cannot be believed is refused."""
+    """Read and verify the manifest of a checkpoint.
+
+    Args:
+        folder: The checkpoint folder.
+
+    Returns:
+        The size and the SHA-256 of each file.
+
+    Raises:
+        InputError: If the manifest is missing, is not valid, or was modified after it was written.
+    """
     try:
-        text = io.read_text(folder / MANIFEST, hint="")
+        text = io.read_text(folder / MANIFEST_FILE, hint="")
     except io.MissingFileError:
-        raise InputError(f"{MANIFEST} is missing") from None
+        raise InputError(f"{MANIFEST_FILE} is missing") from None
     try:
-        digests = io.parse_json(text, MANIFEST, hint="")["files"]
-        believed = text == _manifest_text(digests) and all(
-            entry.keys() == {"bytes", "sha256"} for entry in digests.values()
-        )
+        digests = io.parse_json(text, MANIFEST_FILE, hint="")["files"]
+        is_unmodified = text == _format_manifest(digests)
+        has_valid_entries = all(entry.keys() == {"bytes", "sha256"} for entry in digests.values())
     except (InputError, KeyError, TypeError, AttributeError):
-        raise InputError(f"{MANIFEST} is not readable") from None
-    if not believed:
-        raise InputError(f"{MANIFEST} was changed after it was written")
+        raise InputError(f"{MANIFEST_FILE} is not valid") from None
+    if not is_unmodified or not has_valid_entries:
+        raise InputError(f"{MANIFEST_FILE} was modified after it was written")
     return digests

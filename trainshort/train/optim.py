@@ -1,12 +1,13 @@
-"""How weights are moved: three optimizers, and a learning rate that is a pure function of the step's number.
+"""Optimizers, the learning rate schedule and gradient clipping.
 
-The schedule keeps no state, so there is none to save or to restore wrongly. Optimizer state is only tensors beside
-parameters (moments or momentum), under the parameter's name; every parameter is updated every time, so the count of
-steps is that of the run and is not stored once per parameter.
+The learning rate is a function of the step, so there is no scheduler state to store. The state of an optimizer consists
+of tensors that belong to parameters, such as the moments of AdamW. Every parameter is updated in every step. Therefore
+a single step count for the run is enough.
 """
 
 import math
 from collections.abc import Iterable
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -14,60 +15,99 @@ from torch import Tensor, nn
 
 from trainshort.config.run_config import OptimConfig
 
-MOMENTS, MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
-"""Tensors that are kept beside a parameter: by AdamW, and by Nesterov and Muon."""
+# The names of the tensors that AdamW stores for each parameter.
+ADAMW_STATE = ("exp_avg", "exp_avg_sq")
+
+# The names of the tensors that Nesterov and Muon store for each parameter.
+MOMENTUM_STATE = ("momentum_buffer",)
+
+# The coefficients (a, b, c) of the polynomials a·s + b·s³ + c·s⁵ that Muon applies to singular values, one polynomial
+# after the other. The first polynomial is closest to 1 on [0.01, 1]. Each following polynomial is closest to 1 on the
+# range of the one before. They were found by linear programming. Three of these polynomials are as accurate as five
+# applications of the single polynomial in Jordan's implementation.
 MUON_COEFFICIENTS = ((8.0934, -23.6205, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526))
-"""Muon's polynomials. Each is the odd quintic nearest to 1 on what the one before leaves of [0.01, 1] (found by linear
-programming); three of them do what takes five of Jordan's single one."""
+
+ParameterKind = Literal["matrix", "embedding", "position", "vector"]
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
-    """Learning rate at `step` (the first is 0) of a run of `steps`.
+    """Return the learning rate of a training step.
 
-    warmup 4, warmup_start_lr 0, lr 1, min_lr 0, linear, steps 8:
-        step  0    1     2    3     4  5     6    7
-        lr    0  0.25  0.5  0.75    1  0.75  0.5  0.25
-    As fairseq's: the warm-up's first step uses `warmup_start_lr`, and `min_lr` would be the rate at `steps`.
+    The schedule equals that of fairseq: the first step of the warm-up uses `warmup_start_lr`, and `min_lr` would be
+    reached at the step `steps`, which is not trained.
+
+    Args:
+        step: The number of the step. The first step is 0.
+        steps: The number of steps of the run.
+        config: The settings of the optimizer.
+
+    Example:
+        With warmup=4, warmup_start_lr=0, lr=1, min_lr=0, schedule="linear" and 8 steps:
+
+            step  0    1     2    3     4  5     6    7
+            lr    0  0.25  0.5  0.75    1  0.75  0.5  0.25
     """
     if step < config.warmup:
         return config.warmup_start_lr + (config.lr - config.warmup_start_lr) * step / config.warmup
     if config.schedule == "constant":
         return config.lr
-    gone = min(1.0, (step - config.warmup) / max(1, steps - config.warmup))
-    left = 1 - gone if config.schedule == "linear" else (1 + math.cos(math.pi * gone)) / 2
-    return config.min_lr + (config.lr - config.min_lr) * left
+    progress = min(1.0, (step - config.warmup) / max(1, steps - config.warmup))
+    if config.schedule == "linear":
+        remaining = 1 - progress
+    else:
+        remaining = (1 + math.cos(math.pi * progress)) / 2
+    return config.min_lr + (config.lr - config.min_lr) * remaining
 
 
 class Nesterov(torch.optim.SGD):
-    """fairseq's `nag`, the paper's optimizer: torch's Nesterov momentum plus a decay that is not part of the gradient.
+    """SGD with Nesterov momentum as in fairseq (`nag`), the optimizer of the paper.
 
-    fairseq keeps v = -lr·b, where b is torch's momentum buffer, and rescales v by lr/lr_old when the rate changes:
+    The momentum equals that of `torch.optim.SGD`. fairseq stores v = -lr·b, where b is the momentum buffer of torch,
+    and rescales v by lr/lr_old when the learning rate changes:
+
         fairseq   v ← m·(lr/lr_old)·v − lr·g        p ← p + m·v − lr·g
         torch     b ← m·b + g                       p ← p − lr·(g + m·b)
-    Putting v = −lr·b into the first line gives the second, under any schedule; tests/test_optim.py runs both.
-    Decay differs: fairseq shrinks the weight itself, p ← p·(1 − lr·decay), where torch's SGD would add decay·p to g.
+
+    Inserting v = −lr·b into the first line gives the second line, for any schedule. The weight decay differs: fairseq
+    multiplies the weight, p ← p·(1 − lr·decay), while torch adds decay·p to the gradient.
+
+    Args:
+        groups: The parameter groups, as returned by `parameter_groups`.
+        lr: The learning rate.
+        momentum: The momentum. 0 gives plain SGD.
     """
 
     def __init__(self, groups: list[dict], *, lr: float, momentum: float) -> None:
-        decays = [group.pop("weight_decay") for group in groups]
+        # torch must not see the weight decay, so it is stored under another name.
+        weight_decays = [group.pop("weight_decay") for group in groups]
         super().__init__(groups, lr=lr, momentum=momentum, nesterov=momentum > 0)
-        for group, decay in zip(self.param_groups, decays, strict=True):
-            group["decay"] = decay
+        for group, weight_decay in zip(self.param_groups, weight_decays, strict=True):
+            group["decay"] = weight_decay
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Decay the weights, then do one step of Nesterov momentum."""
         for group in self.param_groups:
-            for parameter in group["params"] if group["decay"] else ():
+            if not group["decay"]:
+                continue
+            for parameter in group["params"]:
                 parameter.mul_(1 - group["lr"] * group["decay"])
         super().step(closure)
 
 
 class Muon(torch.optim.AdamW):
-    """Matrices inside the layers by Muon (Jordan 2024), all else by AdamW, under one learning rate.
+    """Muon (Jordan 2024) for the matrices inside the layers, and AdamW for all other parameters.
 
-    Muon's step is the nearest orthogonal matrix to the momentum: every direction of a weight is moved equally far, also
-    those in which gradients are small. Its size is AdamW's (Moonlight's 0.2·√width), so both take one rate. torch's own
-    Muon iterates in bfloat16, for which most CPUs have no unit; here it is float32, all matrices of a shape at once.
+    A Muon step is the orthogonal matrix that is nearest to the momentum. So all directions of a weight matrix change by
+    the same amount, also directions with small gradients. The size of a step equals that of AdamW (0.2·√width, as in
+    Moonlight), so both kinds of parameters use the same learning rate. `torch.optim.Muon` computes in bfloat16, which
+    is slow on most CPUs. This class computes in float32 and processes all matrices of the same shape at once.
+
+    Args:
+        groups: The parameter groups, as returned by `parameter_groups`. The key "state_names" selects the algorithm.
+        lr: The learning rate.
+        betas: The decay of the two moments of AdamW.
+        momentum: The momentum of Muon.
     """
 
     def __init__(self, groups: list[dict], *, lr: float, betas: tuple[float, float], momentum: float) -> None:
@@ -76,131 +116,231 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        every = self.param_groups
-        self.param_groups = [group for group in every if group["keeps"] is MOMENTS]
+        """Do one step of AdamW for some parameter groups, and one step of Muon for the other groups."""
+        all_groups = self.param_groups
+        # AdamW.step updates all groups in `self.param_groups`, so the list is temporarily reduced to the AdamW groups.
+        self.param_groups = [group for group in all_groups if group["state_names"] is ADAMW_STATE]
         super().step(closure)
-        self.param_groups = every
-        for group in every:
-            if group["keeps"] is MOMENTUM:
-                self._update_group(group)
+        self.param_groups = all_groups
+        for group in all_groups:
+            if group["state_names"] is MOMENTUM_STATE:
+                self._update_muon_group(group)
 
-    def _update_group(self, group: dict) -> None:
-        shapes: dict[torch.Size, list[nn.Parameter]] = {}
+    def _update_muon_group(self, group: dict[str, Any]) -> None:
+        """Do one step of Muon for a parameter group. All parameters must have a gradient."""
+        parameters_by_shape: dict[torch.Size, list[nn.Parameter]] = {}
         for parameter in group["params"]:
-            shapes.setdefault(parameter.shape, []).append(parameter)
-        for (rows, columns), alike in shapes.items():
-            ahead = []
-            for parameter in alike:
-                state = self.state[parameter]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
-                gradient: Tensor = parameter.grad  # pyright: ignore[reportAssignmentType]  (`step` gave everyone one)
-                buffer = state["momentum_buffer"].lerp_(gradient, 1 - self.momentum)
-                ahead.append(gradient.lerp(buffer, self.momentum))
-            size = 0.2 * math.sqrt(max(rows, columns)) * group["lr"]
-            for parameter, turned in zip(alike, orthogonalize(torch.stack(ahead)), strict=True):
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(turned, alpha=size)
+            parameters_by_shape.setdefault(parameter.shape, []).append(parameter)
+
+        for (rows, columns), parameters in parameters_by_shape.items():
+            momenta = torch.stack([self._update_momentum(parameter) for parameter in parameters])
+            updates = orthogonalize(momenta)
+            step_size = 0.2 * math.sqrt(max(rows, columns)) * group["lr"]
+            for parameter, update in zip(parameters, updates, strict=True):
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(update, alpha=step_size)
+
+    def _update_momentum(self, parameter: nn.Parameter) -> Tensor:
+        """Update the momentum buffer of a parameter with its gradient, and return the Nesterov momentum."""
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        gradient: Tensor = parameter.grad  # pyright: ignore[reportAssignmentType]  (`step` sets missing gradients to 0.)
+        buffer = state["momentum_buffer"].lerp_(gradient, 1 - self.momentum)
+        return gradient.lerp(buffer, self.momentum)
 
 
 def orthogonalize(matrices: Float[Tensor, "n rows columns"]) -> Float[Tensor, "n rows columns"]:
-    """Each matrix with its singular values brought near 1 (0.73 to 1.27, of all down to 0.01 of its norm), by three
-    steps of Newton-Schulz's kind:
+    """Return matrices with nearly the same singular vectors, and with singular values near 1.
 
-        x ← p·x,   p = a + b·g + c·g²,   g = xxᵀ        is, for each singular value,        s ← a·s + b·s³ + c·s⁵
+    Singular values of at least 0.01 times the norm of the matrix are brought into the range 0.73 to 1.27. The method is
+    a Newton-Schulz iteration with three polynomials:
 
-    All p are polynomials of the first g, so they commute: g ← p·g·p, and x itself, the larger, is multiplied once.
+        x ← p·x,   p = a + b·g + c·g²,   g = x·xᵀ
+
+    For each singular value s of x, one iteration computes s ← a·s + b·s³ + c·s⁵.
+
+    Args:
+        matrices: A batch of matrices.
+
+    Returns:
+        The batch of orthogonalized matrices.
     """
-    tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if tall else matrices
+    # The Gram matrix g is smaller if the matrices are wide.
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if is_tall else matrices
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    one = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    identity = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
     gram = x @ x.mT
-    (a, b, c), *others = MUON_COEFFICIENTS
-    product = factor = torch.baddbmm(a * one + b * gram, gram, gram, alpha=c)
-    for a, b, c in others:
+
+    # All polynomials p commute, because they are polynomials of the first Gram matrix. So the Gram matrix of the next
+    # iteration is p·g·p. The large matrix x is only multiplied once at the end, by the product of all p.
+    (a, b, c), *remaining_coefficients = MUON_COEFFICIENTS
+    factor = torch.baddbmm(a * identity + b * gram, gram, gram, alpha=c)
+    product = factor
+    for a, b, c in remaining_coefficients:
         gram = factor @ gram @ factor
-        factor = torch.baddbmm(a * one + b * gram, gram, gram, alpha=c)
+        factor = torch.baddbmm(a * identity + b * gram, gram, gram, alpha=c)
         product = factor @ product
     x = product @ x
-    return x.mT if tall else x
+    return x.mT if is_tall else x
 
 
-def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
-    """Matrices are decayed; vectors (norms, biases, slopes) are not, nor is what the position method owns, which has a
-    learning rate of its own: a T5 bias is a bias, though its numbers for all heads stand in one table."""
-    kinds: dict[str, list[nn.Parameter]] = {"matrix": [], "embedding": [], "position": [], "vector": []}
+def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer. Groups without parameters are left out.
+
+    Matrices and embeddings are decayed. Vectors (norms, biases) and the parameters of the position method (such as the
+    bias table of T5) are not decayed. Embeddings and the position method have their own learning rates.
+
+    Args:
+        model: The model to train.
+        config: The settings of the optimizer.
+
+    Returns:
+        One dictionary for each group. Besides the keys of torch, "lr_scale" is the factor of the learning rate, and
+        "state_names" contains the names of the tensors that the optimizer stores for each parameter.
+    """
+    parameters: dict[ParameterKind, list[nn.Parameter]] = {"matrix": [], "embedding": [], "position": [], "vector": []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            kinds[_kind(name, parameter)].append(parameter)
-    keeps = MOMENTUM if config.name == "nesterov" else MOMENTS
-    decay = config.weight_decay
-    matrices = MOMENTUM if config.name == "muon" else keeps
-    made = [
-        {"params": kinds["matrix"], "weight_decay": decay, "scale": 1.0, "keeps": matrices},
-        {"params": kinds["embedding"], "weight_decay": decay, "scale": config.embedding_lr_multiplier, "keeps": keeps},
-        {"params": kinds["vector"], "weight_decay": 0.0, "scale": 1.0, "keeps": keeps},
-        {"params": kinds["position"], "weight_decay": 0.0, "scale": config.position_lr_multiplier, "keeps": keeps},
+            kind = _parameter_kind(name, parameter)
+            parameters[kind].append(parameter)
+
+    state_names = MOMENTUM_STATE if config.name == "nesterov" else ADAMW_STATE
+    # Muon uses momentum for matrices, and AdamW for everything else.
+    matrix_state_names = MOMENTUM_STATE if config.name == "muon" else state_names
+    groups = [
+        {
+            "params": parameters["matrix"],
+            "weight_decay": config.weight_decay,
+            "lr_scale": 1.0,
+            "state_names": matrix_state_names,
+        },
+        {
+            "params": parameters["embedding"],
+            "weight_decay": config.weight_decay,
+            "lr_scale": config.embedding_lr_multiplier,
+            "state_names": state_names,
+        },
+        {
+            "params": parameters["vector"],
+            "weight_decay": 0.0,
+            "lr_scale": 1.0,
+            "state_names": state_names,
+        },
+        {
+            "params": parameters["position"],
+            "weight_decay": 0.0,
+            "lr_scale": config.position_lr_multiplier,
+            "state_names": state_names,
+        },
     ]
-    return [group for group in made if group["params"]]
+    return [group for group in groups if group["params"]]
 
 
-def _kind(name: str, parameter: nn.Parameter) -> str:
+def _parameter_kind(name: str, parameter: nn.Parameter) -> ParameterKind:
+    """Return which parameter group a parameter belongs to.
+
+    Args:
+        name: The name of the parameter in the model, such as "vocabulary.embedding.weight".
+        parameter: The parameter.
+    """
     if name.startswith("position."):
         return "position"
     if parameter.ndim < 2:
         return "vector"
-    return "embedding" if name.startswith("vocabulary.") else "matrix"
+    if name.startswith("vocabulary."):
+        return "embedding"
+    return "matrix"
 
 
 def build(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer a config asks for. The rate set here is replaced before every step."""
-    made = parameter_groups(model, config)
+    """Create the optimizer of a model.
+
+    Args:
+        model: The model to train.
+        config: The settings of the optimizer. The learning rate is replaced before every step, see `step`.
+    """
+    groups = parameter_groups(model, config)
     if config.name == "nesterov":
-        return Nesterov(made, lr=config.lr, momentum=config.momentum)
+        return Nesterov(groups, lr=config.lr, momentum=config.momentum)
     if config.name == "muon":
-        return Muon(made, lr=config.lr, betas=config.betas, momentum=config.momentum)
-    return torch.optim.AdamW(made, lr=config.lr, betas=config.betas, fused=True)
+        return Muon(groups, lr=config.lr, betas=config.betas, momentum=config.momentum)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
 
 
-def step(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], rate: float) -> None:
-    """One step at learning rate `rate`, of every parameter.
+def step(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], lr: float) -> None:
+    """Update all parameters, and reset their gradients.
 
-    A parameter that no loss reached (an adaptive softmax's tail, when a batch has no rare word) gets a zero gradient:
-    its moments go on decaying whether or not another rank's batch did reach it.
+    A parameter may have no gradient, for example the tail of an adaptive softmax if the batch has no rare word. Such a
+    gradient is set to zero, so that the moments of the parameter decay on all ranks.
+
+    Args:
+        optimizer: The optimizer, which was created by `build`.
+        parameters: All parameters of the model.
+        lr: The learning rate. It is multiplied by the factor "lr_scale" of each parameter group.
     """
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
-        group["lr"] = rate * group["scale"]
+        group["lr"] = lr * group["lr_scale"]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
-def clip_grad_norm(parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
-    """Scale gradients so that their joint norm is at most `largest` (0: leave them), and return the norm before."""
-    norm = nn.utils.clip_grad_norm_(parameters, largest or math.inf)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # pyright: ignore
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale the gradients so that the norm of all gradients together is at most `max_norm`.
+
+    Args:
+        parameters: All parameters of the model.
+        max_norm: The largest norm. 0 does not scale the gradients.
+
+    Returns:
+        The norm before the scaling.
+    """
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)
+    if hasattr(norm, "full_tensor"):
+        return norm.full_tensor()  # pyright: ignore  (With FSDP, the norm is a sharded tensor.)
+    return norm
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimizer's tensors by "parameter.kind"; made as zeros where no step has made them yet.
+    """Return the tensors that the optimizer stores for the parameters of a model.
 
-    They are the optimizer's own, not copies: loading into them in place is restoring the optimizer.
+    The tensors are not copies. Writing to a tensor restores the state of the optimizer. Before the first step, the
+    tensors are created and filled with zeros.
+
+    Args:
+        optimizer: The optimizer, which was created by `build`.
+        model: The model that is trained.
+
+    Returns:
+        The tensors by the name of the parameter and of the tensor, such as "layers.0.ffn.wide.weight.exp_avg".
     """
+    state_names = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state_names[parameter] = group["state_names"]
+
     tensors = {}
-    keeps = {parameter: group["keeps"] for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in model.named_parameters():
-        for kind in keeps.get(parameter, ()):  # none for one that is not trained
+    for parameter_name, parameter in model.named_parameters():
+        # A frozen parameter is in no group and has no state.
+        for state_name in state_names.get(parameter, ()):
             state = optimizer.state[parameter]
-            if kind not in state:
-                state[kind] = torch.zeros_like(parameter)
-            tensors[f"{name}.{kind}"] = state[kind]
+            if state_name not in state:
+                state[state_name] = torch.zeros_like(parameter)
+            tensors[f"{parameter_name}.{state_name}"] = state[state_name]
     return tensors
 
 
 def set_step_count(optimizer: torch.optim.Optimizer, count: int) -> None:
-    """Tell the optimizer how many steps its restored tensors have seen (AdamW's bias correction needs it)."""
+    """Set the number of steps that the optimizer has done. AdamW needs the number for its bias correction.
+
+    Args:
+        optimizer: The optimizer, whose state tensors were restored before.
+        count: The number of steps.
+    """
     for state in optimizer.state.values():
         if "exp_avg" in state:
             state["step"] = torch.tensor(float(count), dtype=torch.float32, device=state["exp_avg"].device)

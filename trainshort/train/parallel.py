@@ -1,7 +1,7 @@
-"""One process or many: who I am, how gradients meet, how weights are shared out.
+"""Training on several processes: communication between the ranks, and distributed models.
 
-The training loop is written once. It asks a `World` for sums over the ranks, and a `Replica` for losses and for the
-moment at which gradients are exchanged; with one process both do nothing.
+The training loop is the same for one process and for many processes. A `World` computes sums over all ranks. A
+`DistributedModel` synchronizes weights and gradients. With one process, both do nothing.
 
     torchrun --nproc_per_node=2 -m trainshort train RECIPE --parallel fsdp
 """
@@ -22,18 +22,26 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from trainshort.errors import InputError
 
-TIMEOUT = timedelta(minutes=10)
-"""A collective that takes longer has lost a partner; without a limit the survivors would wait for ever."""
+# If a collective operation takes longer, another rank has failed. Without a limit, this rank would wait forever.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
+# How long the other ranks wait while rank 0 prepares the data. If rank 0 fails, torchrun ends the other ranks.
 DATA_PREPARATION_TIMEOUT = timedelta(days=1)
-"""The other ranks' patience while rank 0 prepares data; should rank 0 die, torchrun ends them."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among its equals."""
+    """All processes (ranks) that train a model together, as seen by one of them.
+
+    Attributes:
+        rank: The number of this process, from 0 to `size - 1`.
+        size: The number of processes.
+        nodes: The number of machines.
+        device: The device of this process.
+        store: The key-value store that the processes share, or None if there is only one process.
+    """
 
     rank: int = 0
     size: int = 1
@@ -42,74 +50,145 @@ class World:
     store: Store | None = None
 
     @property
-    def main(self) -> bool:
+    def is_main(self) -> bool:
+        """Return whether this process is rank 0. Only rank 0 writes to the run folder."""
         return self.rank == 0
 
     def all_gather(self, values: list[float]) -> list[list[float]]:
-        """Every rank's values, in float64: rank 0 gives [1.0] and rank 1 gives [2.0], both get [[1.0], [2.0]]."""
+        """Return the values of all ranks, in float64.
+
+        Args:
+            values: The values of this rank. All ranks must pass the same number of values.
+
+        Returns:
+            One list for each rank. For example, if rank 0 passes [1.0] and rank 1 passes [2.0], both get
+            [[1.0], [2.0]].
+        """
         if self.size == 1:
             return [values]
-        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
-        rows = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(rows, mine)
+        own_row = torch.tensor(values, dtype=torch.float64, device=self.device)
+        rows = [torch.empty_like(own_row) for _ in range(self.size)]
+        dist.all_gather(rows, own_row)
         return [row.tolist() for row in rows]
 
     def all_reduce_sum(self, values: list[float]) -> list[float]:
-        """Sums over the ranks; integers below 2^53 stay exact."""
-        return [sum(column) for column in zip(*self.all_gather(values), strict=True)]
+        """Return the sum of each value over all ranks. Sums of integers are exact up to 2^53.
+
+        Args:
+            values: The values of this rank. All ranks must pass the same number of values.
+        """
+        rows = self.all_gather(values)
+        return [sum(column) for column in zip(*rows, strict=True)]
 
     def all_gather_objects(self, value: Result) -> list[Result]:
-        """Every rank's value, of any kind; for what is rare and small."""
-        values: list[Any] = [value]
-        if self.size > 1:
-            values *= self.size
-            dist.all_gather_object(values, value)
+        """Return the values of all ranks. The values can be any objects that can be pickled.
+
+        This method is slower than `all_gather`.
+        """
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
         return values
 
     def run_on_all_ranks(self, work: Callable[[], Result]) -> Result:
-        """Run `work` on each rank; if it fails on one it fails on all, so that nobody waits for a rank that gave up."""
-        failure, result = None, None
+        """Call a function on every rank. If the function fails on one rank, all ranks raise an error.
+
+        Without this method, the other ranks would wait for the failed rank in the next collective operation.
+
+        Args:
+            work: The function to call.
+
+        Returns:
+            The result of `work` on this rank.
+
+        Raises:
+            InputError: If `work` raised an `InputError` on any rank.
+        """
+        own_error, result = None, None
         try:
             result = work()
         except InputError as error:
-            failure = error
-        failed = [rank for rank, (flag,) in enumerate(self.all_gather([float(failure is not None)])) if flag]
-        if failure is not None:
-            raise failure
-        if failed:
-            raise InputError(f"Rank {failed[0]} could not go on; its message says why.")
-        return result  # pyright: ignore[reportReturnType]  (it did not fail, so there is one)
+            own_error = error
+        has_failed = float(own_error is not None)
+        flags = self.all_gather([has_failed])
+        if own_error is not None:
+            raise own_error
+        failed_ranks = [rank for rank, (flag,) in enumerate(flags) if flag]
+        if failed_ranks:
+            raise InputError(f"Rank {failed_ranks[0]} has failed. See the error message of that rank.")
+        return result  # pyright: ignore[reportReturnType]  (`work` did not fail, so there is a result.)
 
-    def on_main(self, work: Callable[[], Any]) -> Any:
-        """Run `work` on rank 0 only; if it fails there, it fails on all."""
-        return self.run_on_all_ranks(work if self.main else lambda: None)
+    def run_on_main(self, work: Callable[[], Any]) -> Any:
+        """Call a function on rank 0 only. If the function fails, all ranks raise an error.
+
+        Args:
+            work: The function to call.
+
+        Returns:
+            The result of `work` on rank 0, and None on all other ranks.
+
+        Raises:
+            InputError: If `work` raised an `InputError`.
+        """
+        return self.run_on_all_ranks(work if self.is_main else lambda: None)
 
     def broadcast_from_rank0(self, work: Callable[[], Result]) -> Result:
-        """What `work` gives on rank 0, on every rank: for what each would look up on a disk that changes meanwhile."""
-        return self.all_gather_objects(self.on_main(work))[0]
+        """Call a function on rank 0 and return its result on all ranks.
+
+        Use this method to read files that may change. Otherwise the ranks could read different contents.
+
+        Args:
+            work: The function to call. Its result must be an object that can be pickled.
+
+        Raises:
+            InputError: If `work` raised an `InputError`.
+        """
+        results_by_rank = self.all_gather_objects(self.run_on_main(work))
+        return results_by_rank[0]
 
     def rank0_first(self, name: str, work: Callable[[], Result]) -> Result:
-        """Run `work` on rank 0, and on the others when it has finished there (they find what it left on disk)."""
+        """Call a function on rank 0, and then on the other ranks.
+
+        Use this method for work whose result is stored on the disk. The other ranks then read the stored result.
+
+        Args:
+            name: A key in the shared store. Each call must use another key.
+            work: The function to call.
+
+        Returns:
+            The result of `work` on this rank.
+
+        Raises:
+            InputError: If `work` raised an `InputError`.
+        """
         if self.store is None:
             return work()
-        if self.main:
+        if self.is_main:
             try:
                 result = work()
             except InputError as error:
                 self.store.set(name, str(error))
                 raise
-            self.store.set(name, "")
+            self.store.set(name, "")  # An empty message tells the other ranks that rank 0 has succeeded.
             return result
+
         self.store.wait([name], DATA_PREPARATION_TIMEOUT)
-        if failure := self.store.get(name).decode():
-            raise InputError(failure)
+        error_message = self.store.get(name).decode()
+        if error_message:
+            raise InputError(error_message)
         return work()
 
 
 @contextmanager
 def init_distributed() -> Iterator[World]:
-    """Join the ranks that torchrun started, or be alone; leave them at the end."""
-    rank, size = get_rank(), int(os.environ.get("WORLD_SIZE", 1))
+    """Context manager: initialize torch.distributed if torchrun started several processes.
+
+    Yields:
+        The ranks that train together. Without torchrun, there is only one rank.
+    """
+    rank = get_rank()
+    size = int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -117,109 +196,140 @@ def init_distributed() -> Iterator[World]:
     if size == 1:
         yield World(device=device)
         return
-    store = _store(rank, size)
+
+    store = _connect_store(rank, size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
     try:
-        nodes = size // int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        nodes = size // ranks_per_node
         yield World(rank=rank, size=size, nodes=nodes, device=device, store=PrefixStore("trainshort", store))
     finally:
-        # gloo's threads drop the tensors of the last exchange when they get Python's lock. Whoever drops the group
-        # itself waits for those threads, and DDP's reducer does so without giving up the lock. So reducers go first,
-        # then the threads get time to finish. (Without this, runs on two ranks were seen to hang here.)
+        # Avoid a deadlock. The threads of gloo need Python's lock to free the tensors of the last operation. Whoever
+        # destroys the process group waits for these threads. The reducer of DDP does so while it holds the lock.
+        # Therefore reducers are collected first, and the threads get some time to finish.
         gc.collect()
         time.sleep(0.1)
         dist.destroy_process_group()
 
 
-def _store(rank: int, size: int) -> Store:
-    """The ranks' meeting point.
+def _connect_store(rank: int, size: int) -> Store:
+    """Connect to the key-value store through which the ranks exchange their addresses.
 
-    torchrun keeps its store when it restarts the ranks after one was killed, and what the dead ranks wrote there would
-    be taken for the new ones' addresses: the restarted job hangs. So each restart meets under a name of its own.
+    torchrun keeps the store when it restarts the ranks after a failure. The store then still contains the addresses of
+    the failed ranks. Therefore each restart uses keys with another prefix.
+
+    Args:
+        rank: The number of this process.
+        size: The number of processes.
     """
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # If torchrun runs the store, no rank may start another one.
+    uses_torchrun_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         size,
-        is_master=rank == 0 and not agent,
-        timeout=TIMEOUT,
+        is_master=rank == 0 and not uses_torchrun_store,
+        timeout=COLLECTIVE_TIMEOUT,
     )
-    restart = PrefixStore(f"restart-{restart_count()}", store)
-    # A process may train twice: each time it joins anew, and so do the others, under the next number.
-    return PrefixStore(f"join-{restart.add(f'joins-of-{rank}', 1)}", restart)
+    store_of_restart = PrefixStore(f"restart-{restart_count()}", store)
+    # A process may train several runs, one after the other. Each run uses keys with another prefix.
+    run_number = store_of_restart.add(f"joins-of-{rank}", 1)
+    return PrefixStore(f"join-{run_number}", store_of_restart)
 
 
 def get_rank() -> int:
-    """This process's number, before and after the time it is joined to others."""
+    """Return the rank of this process. The function also works before torch.distributed is initialized."""
     return int(os.environ.get("RANK", 0))
 
 
 def restart_count() -> int:
-    """How often torchrun has restarted this job."""
+    """Return how often torchrun has restarted the processes after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 @dataclass(frozen=True)
 class DistributedModel:
-    """A model that is trained by all ranks at once: replicated (ddp), sharded (fsdp, hsdp), or simply here.
+    """A model that all ranks train together: replicated (ddp), sharded (fsdp, hsdp), or on a single process.
 
-    `model` keeps its parameters under their own names whatever wraps it; `forward` is to be called in its place,
-    because the exchange of weights and gradients hangs on that call.
+    Attributes:
+        model: The model. Its parameters have the same names with every strategy.
+        forward: The function to call instead of the model. It also synchronizes weights and gradients.
+        no_sync: Returns a context manager in which gradients are not synchronized. It is used for all micro-batches
+            except the last one.
+        sharded: Whether each rank holds only a shard of each parameter.
     """
 
     model: nn.Module
     forward: Callable[..., Any]
     no_sync: Callable[[], AbstractContextManager]
-    """Around forward and backward of every micro-batch but the last, after which the ranks exchange gradients."""
     sharded: bool = False
 
 
-def wrap_model(model: Any, world: World, strategy: str, *, half: bool = False) -> DistributedModel:
-    """Prepare `model` for training by all ranks; `half` computes in bfloat16 and still sums gradients in float32.
+def wrap_model(model: Any, world: World, strategy: str, *, bfloat16: bool = False) -> DistributedModel:
+    """Prepare a model for training on all ranks. Gradients are averaged over the ranks.
 
-    The ranks' gradients are averaged, by all three strategies.
+    Args:
+        model: The model. It must have the attribute `layers`.
+        world: The ranks that train together.
+        strategy: "ddp" replicates the model on all ranks. "fsdp" shards the model over all ranks. "hsdp" shards the
+            model over the ranks of a machine and replicates it on all machines.
+        bfloat16: Whether sharded models compute in bfloat16. Gradients are still summed in float32.
     """
     if world.size == 1:
         return DistributedModel(model, model, nullcontext)
     if strategy == "ddp":
-        wrapped = nn.parallel.DistributedDataParallel(model, forward_sync_buffers=False)
-        return DistributedModel(model, wrapped, wrapped.no_sync)
-    return _shard(model, world, strategy, half=half)
+        ddp_model = nn.parallel.DistributedDataParallel(model, forward_sync_buffers=False)
+        return DistributedModel(model, ddp_model, ddp_model.no_sync)
+    return _shard_model(model, world, strategy, bfloat16=bfloat16)
 
 
-def _shard(model: Any, world: World, strategy: str, *, half: bool) -> DistributedModel:
-    """Give each rank a part of every block's weights; a block is gathered when it is needed, then let go."""
+def _shard_model(model: Any, world: World, strategy: str, *, bfloat16: bool) -> DistributedModel:
+    """Shard the parameters of a model with FSDP. The parameters of a layer are gathered when they are needed.
+
+    Args:
+        model: The model. It must have the attribute `layers`.
+        world: The ranks that train together.
+        strategy: "fsdp" or "hsdp", see `wrap_model`.
+        bfloat16: Whether to compute in bfloat16.
+    """
+    # These imports are slow, and only sharded models need them.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    shape, names = ((world.size,), ("shard",))
     if strategy == "hsdp":
-        shape, names = ((world.nodes, world.size // world.nodes), ("replicate", "shard"))
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
-    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if half else {}
+        mesh_shape = (world.nodes, world.size // world.nodes)
+        dimension_names = ("replicate", "shard")
+    else:
+        mesh_shape = (world.size,)
+        dimension_names = ("shard",)
+    mesh = init_device_mesh(world.device.type, mesh_shape, mesh_dim_names=dimension_names)
+
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if bfloat16 else {}
     policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    # Everything that is not in a block, and so both ends of a tied embedding, is one group: they stay one tensor.
+    # All parameters outside the layers form one group. So the input embedding and the output matrix can share a tensor.
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
     @contextmanager
-    def hold() -> Iterator[None]:
+    def no_sync() -> Iterator[None]:
+        """Context manager: do not synchronize gradients inside the block."""
         model.set_requires_gradient_sync(False)
         try:
             yield
         finally:
             model.set_requires_gradient_sync(True)
 
-    return DistributedModel(model, model, hold, sharded=True)
+    return DistributedModel(model, model, no_sync, sharded=True)
 
 
 def bfloat16_unsupported_reason(device: torch.device) -> str | None:
-    """Why bfloat16 would not be faster here, or None where it is."""
+    """Return why bfloat16 is not faster than float32 on a device, or None if it is faster."""
     if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-        return None if fast else "this GPU has no bfloat16 units"
-    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return None if fast else "this processor has no bfloat16 instructions"
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return None
+        return "this GPU has no bfloat16 units"
+    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        return None
+    return "this processor has no bfloat16 instructions"

@@ -14,7 +14,8 @@ from trainshort.data.preparation import open_or_prepare
 from trainshort.data.tokenizers.base import TOKENIZER_FILE as TOKENIZER
 from trainshort.data.tokenizers.base import Tokenizer, load_tokenizer
 from trainshort.errors import InputError
-from trainshort.train.run_folder import RunFolder, read_lines
+from trainshort.train.metrics_log import read_lines
+from trainshort.train.run_folder import RunFolder
 from trainshort.utils.io import (
     MissingFileError,
     read_bytes,
@@ -28,15 +29,24 @@ RUN_DATA_FILE = "data.json"
 
 
 def copy_data_description(run: Path, prepared: PreparedDataset) -> None:
-    """Copy what describes the data into the run folder, unless it is there."""
+    """Copy the tokenizer and the description of a dataset into a run folder. Existing files are not changed.
+
+    Args:
+        run: The run folder.
+        prepared: The dataset.
+    """
     if not (run / TOKENIZER).exists():
         write_atomic(run / TOKENIZER, read_bytes(prepared.folder / TOKENIZER))
     if not (run / RUN_DATA_FILE).exists():
-        meta = prepared.meta.model_dump(mode="json")
-        write_with_checksum(run / RUN_DATA_FILE, {"folder": str(prepared.folder.resolve()), "meta": meta})
+        description = {
+            "folder": str(prepared.folder.resolve()),
+            "meta": prepared.meta.model_dump(mode="json"),
+        }
+        write_with_checksum(run / RUN_DATA_FILE, description)
 
 
 def _read_data_description(run: Path) -> dict[str, Any]:
+    """Return the content of data.json in a run folder, or an empty dictionary if the file does not exist."""
     try:
         return read_with_checksum(run / RUN_DATA_FILE, hint="Restore it from a copy of the run.")
     except MissingFileError:
@@ -46,6 +56,9 @@ def _read_data_description(run: Path) -> dict[str, Any]:
 def run_tokenizer(run: Path) -> Tokenizer:
     """Load the tokenizer from a run folder.
 
+    Args:
+        run: The run folder.
+
     Raises:
         InputError: If the run folder has no tokenizer, or a tokenizer that the run was not trained with.
     """
@@ -53,7 +66,8 @@ def run_tokenizer(run: Path) -> Tokenizer:
     if not (run / TOKENIZER).exists():
         if meta:
             raise InputError(
-                f"{run} was copied without its {TOKENIZER}, and without it its tokens mean nothing. Copy that file too."
+                f"{run} was copied without its {TOKENIZER}, which is required to encode and decode text. "
+                "Copy that file, too."
             )
         raise InputError(f"{run} has no {TOKENIZER}. Copy the tokenizer of the model into the run folder.")
     if meta and sha256(run / TOKENIZER) != meta["tokenizer_sha256"]:
@@ -62,21 +76,34 @@ def run_tokenizer(run: Path) -> Tokenizer:
 
 
 def open_run_data(run: Path, config: DataConfig) -> PreparedDataset:
-    """The data that the run was trained on, from any working directory. If it was prepared anew from a text that has
-    changed since, its tokens have other meanings, and every number would be wrong."""
-    folder = Path(_read_data_description(run).get("folder", ""))
-    if folder.is_absolute() and is_dataset_folder(folder):
-        prepared = open_dataset(folder)
+    """Open the dataset that a run was trained on. The dataset is prepared again if it does not exist.
+
+    Args:
+        run: The run folder.
+        config: The data settings of the run.
+
+    Raises:
+        InputError: If the dataset cannot be opened, or is not the dataset that the run was trained on. This happens if
+            the text was changed and prepared again.
+    """
+    # data.json stores an absolute path, so the dataset is found from any working directory.
+    stored_folder = Path(_read_data_description(run).get("folder", ""))
+    if stored_folder.is_absolute() and is_dataset_folder(stored_folder):
+        prepared = open_dataset(stored_folder)
     else:
         try:
             prepared = open_or_prepare(config)
         except InputError as error:
-            raise InputError(f"The training data of {run} is not here: {error} Or give a text: --data FILE.") from None
+            raise InputError(
+                f"Cannot open the training data of {run}: {error} Or choose a text with --data FILE."
+            ) from None
+
+    # In a dataset that was prepared from another text, token ids can have other meanings.
     sessions = read_lines(RunFolder(run).sessions)
-    trained_on = sessions[0].get("data") if sessions else None
-    if trained_on not in (None, prepared.meta.splits["train"].sha256):
+    trained_sha256 = sessions[0].get("data") if sessions else None
+    if trained_sha256 is not None and trained_sha256 != prepared.meta.splits["train"].sha256:
         raise InputError(
-            f"{prepared.folder} is not the data that {run} was trained on: its train.bin has another sha256 than "
-            "the one noted in sessions.jsonl. Restore that data, so that tokens mean what they meant."
+            f"{prepared.folder} is not the data that {run} was trained on: the SHA-256 of its train.bin differs from "
+            "the SHA-256 in sessions.jsonl. Restore the original data."
         )
     return prepared

@@ -6,7 +6,7 @@ import trainshort.train.loop
 from trainshort.cli.main import main
 from trainshort.model.transformer import Loss, TransformerLM
 
-forward, accumulate = TransformerLM.forward, trainshort.train.loop._accumulate
+forward, accumulate = TransformerLM.forward, trainshort.train.loop._accumulate_gradients
 update, rank, value = int(os.environ["NAN_AT"]), os.environ["NAN_RANK"], float(os.environ["NAN_VALUE"])
 now = 0
 
@@ -24,6 +24,6 @@ def poisoned(self, *arguments, **options):
     return result
 
 
-trainshort.train.loop._accumulate = counted
+trainshort.train.loop._accumulate_gradients = counted
 TransformerLM.forward = poisoned
 main()

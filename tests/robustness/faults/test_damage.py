@@ -40,14 +40,14 @@ def test_every_damage_is_found_before_a_weight_is_used(sound, tmp_path, monkeypa
     )
     chance, harmed = random.Random(times), Counter()
     newest, previous = checkpoint_files.list_checkpoints(sound)[-1], checkpoint_files.list_checkpoints(sound)[-2]
-    inside = [*checkpoint_files.files_of(newest), checkpoint_files.MANIFEST]
+    inside = [*checkpoint_files.list_files(newest), checkpoint_files.MANIFEST_FILE]
     for number in range(times):
         run = tmp_path / "run"
         shutil.copytree(sound, run)
         name = inside[number % len(inside)]
         done = harm(run / "checkpoints" / newest.name / name, chance)
         said = []
-        assert checkpoint.latest(run, said.append) == run / "checkpoints" / previous.name, (name, done)
+        assert checkpoint.latest_checkpoint(run, said.append) == run / "checkpoints" / previous.name, (name, done)
         assert any(newest.name in line and "is damaged" in line for line in said), said
         assert said[-1] == f"Using {run / 'checkpoints' / previous.name} instead."
         with pytest.raises(InputError, match="is damaged"):
@@ -72,7 +72,7 @@ def test_a_run_goes_on_from_the_one_before_and_ends_in_the_same_bits(runner, und
         run = tmp_path / f"run-{number}"
         shutil.copytree(sound, run)
         newest, previous = checkpoint_files.list_checkpoints(run)[-1], checkpoint_files.list_checkpoints(run)[-2]
-        name = chance.choice(checkpoint_files.files_of(newest))
+        name = chance.choice(checkpoint_files.list_files(newest))
         chance.choice([truncate, flip])(newest / name, chance)
         text = " ".join(runner.finish(run).split())
         assert f"{newest} is damaged: {name}" in text

@@ -99,7 +99,7 @@ def test_a_stopped_run_saves_and_ends_in_the_same_bits(runner, undisturbed, tmp_
         assert "Traceback" not in text
         last = checkpoint_files.list_checkpoints(out)[-1]
         step = int(last.name.removeprefix("step-"))
-        assert f"Stopped after step {step}. Saved {last}; go on by --resume." in text.replace("\n", " ")
+        assert f"Stopped after step {step}. Saved {last}. Continue with --resume." in text.replace("\n", " ")
         assert checkpoint_files.find_corruption(last) is None
         done[number.name] += 1
     runner.finish(out)

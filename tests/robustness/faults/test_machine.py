@@ -121,4 +121,6 @@ def test_a_folder_that_may_not_be_looked_into(place, command, folder):
         line = told(*ran(place, COMMANDS[command], under=under))
     finally:
         (place / folder).chmod(0o700)
-    assert re.match(rf"trainshort: Cannot go on with {folder}\b.*: permission denied\.$", line)
+    assert re.match(
+        rf"trainshort: The operating system reported an error: permission denied \(file {folder}\b.*\)\.$", line
+    )

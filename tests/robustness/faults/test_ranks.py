@@ -45,7 +45,7 @@ def test_a_killed_rank_ends_the_other_and_nothing_is_lost(runner, tmp_path):
     assert wait_for(lambda: checkpoint_files.list_checkpoints(out), ranks[0])
     kill(ranks[1])
     assert ranks[0].wait(60) not in (0, None), ranks[0].communicate()[0]
-    assert checkpoint_files.list_checkpoints(out)[-1].name < checkpoint_files.name(80)
+    assert checkpoint_files.list_checkpoints(out)[-1].name < checkpoint_files.checkpoint_name(80)
     for run in (out, tmp_path / "undisturbed"):
         for rank in both(runner, run):
             assert rank.wait() == 0, rank.communicate()[0]
@@ -65,7 +65,7 @@ def test_a_killed_rank_is_replaced(runner, tmp_path, strategy):
         time.sleep(chance.uniform(0, 0.3))
         os.kill(workers(launcher)[number % 2].pid, signal.SIGKILL)
         text = finish(launcher)
-        assert "Going on with" in text, text
+        assert "Continuing" in text, text
         assert result(out) == expected
     print(f"\n2 ranks, one killed ({strategy}): {kills} of {kills} recovered, bit-identical at the end")
 

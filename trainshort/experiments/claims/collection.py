@@ -14,7 +14,8 @@ from trainshort.errors import HuggingFaceConfigError, InputError
 from trainshort.evaluate.results import Evaluation, LengthScore, Query, StoredEvaluation, find_evaluations, select_rows
 from trainshort.experiments.experiments import Scale, Variant
 from trainshort.experiments.scales import LENGTHS, SETUPS, scales
-from trainshort.train.run_folder import RunFolder, read_lines, read_metrics
+from trainshort.train.metrics_log import read_lines, read_metrics
+from trainshort.train.run_folder import RunFolder
 from trainshort.utils import bench_results
 from trainshort.utils.bench_results import BenchResult
 from trainshort.utils.io import MissingFileError, read_with_checksum

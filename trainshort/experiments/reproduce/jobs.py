@@ -28,7 +28,8 @@ from trainshort.experiments.experiments import (
     build_queries,
     with_seed,
 )
-from trainshort.train.run_folder import RunFolder, list_checkpoints, read_metrics, run_name
+from trainshort.train.metrics_log import read_metrics
+from trainshort.train.run_folder import RunFolder, list_checkpoints, run_name
 from trainshort.utils.io import make_folder
 from trainshort.utils.terminal import ProgressMeter, escape_for_output
 

@@ -20,7 +20,7 @@ from trainshort.evaluate.targets import EXPORTED
 from trainshort.interop.export.base import ExportSource
 from trainshort.interop.export.transforms import ExportModel, check_supported
 from trainshort.train import run_data
-from trainshort.train.checkpoint import find_checkpoint, load_model, sha256_of
+from trainshort.train.checkpoint import find_checkpoint, hash_tensors, load_model
 from trainshort.utils.io import atomic_folder, write_atomic
 
 
@@ -43,7 +43,7 @@ def open_run(path: Path, dtype: str = "f32") -> ExportSource:
     run_folder = checkpoint.parent.parent
     extrapolation_card = significance.load_summary(run_folder)
     # The card may describe the weights of another checkpoint.
-    if extrapolation_card is not None and extrapolation_card["target"]["weights"] != sha256_of(weights):
+    if extrapolation_card is not None and extrapolation_card["target"]["weights"] != hash_tensors(weights):
         extrapolation_card = None
     return ExportSource(
         path=path,
