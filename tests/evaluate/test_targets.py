@@ -187,7 +187,7 @@ def test_what_is_not_there_is_said_in_words(tmp_path, monkeypatch):
 
 def test_a_run_without_a_checkpoint_is_told_to_be_trained(run: Path, tmp_path):
     (tmp_path / "config.json").write_text((run / "config.json").read_text())
-    with pytest.raises(InputError, match=r"has no checkpoint yet\. Train it first"):
+    with pytest.raises(InputError, match=r"has no checkpoint yet\. Train the run first"):
         open_target(str(tmp_path))
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(InputError, match=r"config\.json") as told:

@@ -65,7 +65,7 @@ def test_the_warning_past_the_length_that_is_known_to_be_good(capsys, run):
     write_with_checksum(run / "extrapolation.json", card)
     try:
         measured = call(capsys, run, "the cat", "--tokens", 30)[2]
-        assert "passes 24 tokens: trained at 16, good to 24+; nothing longer was measured" in measured
+        assert "passes 24 tokens: trained at 16, good to 24+; longer lengths were not evaluated" in measured
         assert "passes" not in call(capsys, run, "the cat", "--tokens", 10)[2]
     finally:
         (run / "extrapolation.json").unlink()
@@ -88,7 +88,7 @@ def test_models_from_elsewhere_that_are_not_alibi_are_told_what_to_do(capsys, tm
     assert "is a model of type 'gpt2', with learned positions; trainshort convert makes an ALiBi model of it" in err
     code, _, err = call(capsys, "hf/gpt2", "x")
     assert code == 2
-    assert "There is no run folder hf/gpt2." in err
+    assert "Run folder not found: hf/gpt2." in err
     assert "trainshort import hf/gpt2 --out runs/gpt2" in err
 
 
@@ -118,7 +118,7 @@ def test_files_that_are_not_what_they_should_be(capsys, run, tmp_path, monkeypat
 def test_endless_needs_a_way_to_forget(capsys, rotary):
     code, _, err = call(capsys, rotary, "x", "--endless")
     assert code == 2
-    assert "needs ALiBi or FoX; this model has rotary" in err
+    assert "requires ALiBi or FoX, but this model uses rotary" in err
     assert "--mode window" in err
 
 

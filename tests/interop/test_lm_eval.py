@@ -95,7 +95,7 @@ def test_other_kinds_of_tasks(place):
 
 
 def test_bad_requests(place, monkeypatch):
-    with pytest.raises(InputError, match="--include is a folder of task definitions"):
+    with pytest.raises(InputError, match="Invalid --include: expected a folder of task definitions"):
         command(["harness", "run", "--tasks", "book", "--include", "nowhere"])
     with pytest.raises(InputError, match="--limit must be at least 1, got 0"):
         command(["harness", "run", "--tasks", "book", "--limit", "0"])
