@@ -125,11 +125,7 @@ class Passes:
         passes_per_batch = max(1, budget // self.length)
         passes = (self[index] for index in range(begin, len(self)))
         for _, same_shape_passes in groupby(passes, key=_shape):
-            while True:
-                batch = list(islice(same_shape_passes, passes_per_batch))
-                if not batch:
-                    break
-                yield batch
+            yield from _cut_into_batches(same_shape_passes, passes_per_batch)
 
     def positions(self) -> Int64[np.ndarray, " tokens"]:
         """Return the position of each target inside the pass that scores the target.
@@ -148,6 +144,15 @@ class Passes:
 def _shape(window: Pass) -> tuple[int, int]:
     """Return how many tokens a pass reads and how many it scores. Passes of equal shape fit into one batch."""
     return window.read, window.scored
+
+
+def _cut_into_batches(passes: Iterator[Pass], batch_size: int) -> Iterator[list[Pass]]:
+    """Yield lists of at most `batch_size` passes. The passes are created one batch at a time."""
+    while True:
+        batch = list(islice(passes, batch_size))
+        if not batch:
+            return
+        yield batch
 
 
 def fill(
