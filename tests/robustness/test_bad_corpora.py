@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from corpus_files import part, texts, verify, write_parquet
+from corpus_files import make_corpus, texts, verify_all_files, write_parquet
 
 from trainshort.config.run_config import DataConfig
 from trainshort.data.corpora import find_corpus
@@ -93,7 +93,7 @@ def test_what_cannot_be_prepared_leaves_no_folder_above_its_own(tmp_path: Path) 
 
 def test_two_documents_cannot_be_split(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"holds 2 different documents, too few to split into train, valid and test"):
-        make_splitter(part(tmp_path, "a", 2), "strict")
+        make_splitter(make_corpus(tmp_path, "a", 2), "strict")
 
 
 def test_a_hub_that_does_not_answer_is_told_at_once_and_without_retries(tmp_path: Path) -> None:
@@ -231,4 +231,4 @@ def test_too_few_open_files_are_told(prepared: Path, tmp_path: Path) -> None:
             prepare(config, progress=False, workers=2)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    verify(prepare(config, progress=False))
+    verify_all_files(prepare(config, progress=False))

@@ -203,9 +203,8 @@ def find_corpus(name: str) -> Corpus:
 
     known_names = corpora.names()
     raise InputError(
-        f"Unknown corpus '{name}': there is no registered corpus, file or folder of this name."
-        f"{did_you_mean(name, known_names)} Known: {', '.join(known_names)}. "
-        "Otherwise give a path, a glob pattern or a hub dataset as owner/name."
+        f"'{name}' is neither a known corpus nor a file or folder.{did_you_mean(name, known_names)} "
+        f"Known: {', '.join(known_names)}. Otherwise give a path, a glob pattern or a hub dataset as owner/name."
     )
 
 

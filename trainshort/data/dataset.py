@@ -255,8 +255,8 @@ class PreparedDataset:
         for path, checksum in expected_checksums.items():
             if not cache.matches(path.name, [path], checksum):
                 raise InputError(
-                    f"Checksum mismatch in {path}: the file is damaged or belongs to another dataset. "
-                    f"{PREPARE_AGAIN_HINT}"
+                    f"{path} is damaged or belongs to another preparation: its checksum differs from the checksum in "
+                    f"meta.json. {PREPARE_AGAIN_HINT}"
                 )
         cache.save()
 

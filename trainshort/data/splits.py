@@ -94,7 +94,7 @@ def make_splitter(corpus: Corpus, errors: Errors) -> Splitter:
     if len(hashes) < len(SPLITS):
         count = "1 different document" if len(hashes) == 1 else f"{len(hashes)} different documents"
         raise InputError(
-            f"'{corpus.name}' has only {count}, and a split into train, valid and test requires at least 3. "
+            f"'{corpus.name}' holds {count}, too few to split into train, valid and test. "
             "Give more text, or files named train, valid and test."
         )
     sorted_hashes = sorted(hashes)

@@ -198,7 +198,9 @@ def load_bench_result(path: Path) -> BenchResult:
     try:
         values = read_with_checksum(path, hint="Measure again.")
     except MissingFileError:
-        raise InputError(f"Benchmark result not found: {path}. Create it with: trainshort bench --out {path}") from None
+        raise InputError(
+            f"There is no benchmark result at {path}. Create it with: trainshort bench --out {path}"
+        ) from None
     if not is_bench_result(values):
         raise InputError(f"{path} is not a result of `trainshort bench`.")
     if values["format"] != BENCH_FORMAT:
@@ -209,7 +211,7 @@ def load_bench_result(path: Path) -> BenchResult:
     try:
         return BenchResult.parse(values)
     except InputError as error:
-        raise InputError(f"Invalid benchmark result {path}: {error} Measure again.") from None
+        raise InputError(f"{path} is a damaged benchmark result: {error} Measure again.") from None
 
 
 def is_bench_result(values: Any) -> bool:
